@@ -1,0 +1,67 @@
+"""A function, its arguments and a byte budget go in; a function that fits, and the proof that it fits, come out.
+
+Names resolve on first use (PEP 562), so that importing the package and the command line's
+help never import JAX.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from jaxtensile.errors import (
+    BudgetError,
+    ConfigError,
+    CoordinatorError,
+    JaxtensileError,
+    TargetError,
+    VerifyError,
+)
+from jaxtensile.hardware import spare_cuda_plugin_check
+
+if TYPE_CHECKING:
+    from jaxtensile.api import jit
+    from jaxtensile.device import targets
+    from jaxtensile.plan import MemoryUse
+    from jaxtensile.report import Report
+    from jaxtensile.workload import Workload
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "CoordinatorError",
+    "JaxtensileError",
+    "MemoryUse",
+    "Report",
+    "TargetError",
+    "VerifyError",
+    "Workload",
+    "jit",
+    "targets",
+]
+
+_HOMES = {
+    "jit": "jaxtensile.api",
+    "targets": "jaxtensile.device",
+    "MemoryUse": "jaxtensile.plan",
+    "Report": "jaxtensile.report",
+    "Workload": "jaxtensile.workload",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'jaxtensile' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(home), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+# JAX reads the variable at its first use, which may be before anything of ours runs.
+spare_cuda_plugin_check()

@@ -1,0 +1,7 @@
+"""``python -m jaxtensile``: the command line, where no console script is installed."""
+
+import sys
+
+from jaxtensile.cli import main
+
+sys.exit(main())

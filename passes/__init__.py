@@ -1,0 +1,1 @@
+"""Pure decisions on a Graph: no JAX, no XLA, no I/O."""
