@@ -1,0 +1,64 @@
+"""What can go wrong, each with the value, the bound and the way out.
+
+Invariant: every error a user can cause derives from ``JaxtensileError``; its text is
+complete without a traceback.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtensile.units import Bytes, format_bytes
+
+
+class JaxtensileError(Exception):
+    """Base of every error raised on purpose."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Culprit:
+    """One op that forces memory: its primitive, where the user wrote it, and the bytes it needs."""
+
+    primitive: str
+    source: str
+    nbytes: Bytes
+
+    def __str__(self) -> str:
+        return f"{self.primitive} at {self.source} needs {format_bytes(self.nbytes)}"
+
+
+class BudgetError(JaxtensileError, ValueError):
+    """A budget that cannot be read or cannot be met.
+
+    ``needs``: smallest reachable budget in bytes (None when the text could not be read);
+    ``has``: the budget asked for, in bytes; ``culprits``: the ops that force ``needs``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        needs: Bytes | None = None,
+        has: Bytes | None = None,
+        culprits: tuple[Culprit, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.needs = needs
+        self.has = has
+        self.culprits = culprits
+
+
+class TargetError(JaxtensileError, ValueError):
+    """A target that does not exist, or whose compiler plugin is not installed."""
+
+
+class ConfigError(JaxtensileError, ValueError):
+    """A configuration file that says something impossible: file, key, value, what is allowed."""
+
+
+class VerifyError(JaxtensileError, RuntimeError):
+    """The compiled program did not do what the plan promised."""
+
+
+class CoordinatorError(JaxtensileError, RuntimeError):
+    """The coordinator refused, or could not be reached."""

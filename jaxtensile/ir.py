@@ -1,0 +1,79 @@
+"""A program as data: values with bytes, ops in schedule order, nested bodies kept.
+
+Invariant: ``graph.ops[i].id == i`` and ``graph.values[j].id == j``; an op reads only
+values that are inputs or results of earlier ops. Nothing here knows JAX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NewType
+
+from jaxtensile.units import Bytes, Flops
+
+ValueId = NewType("ValueId", int)
+OpId = NewType("OpId", int)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Value:
+    """One array: its bytes on the device that runs the program."""
+
+    id: ValueId
+    nbytes: Bytes
+    shape: tuple[int, ...]
+    dtype: str
+    space: str = "device"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One equation.
+
+    ``flops``: matrix and convolution FLOPs, bodies and trip counts included;
+    ``pinned``: never cloned, dropped or moved (effects, references, foreign calls);
+    ``bodies``: bodies of loops and branches; ``trip_count``: how often they run (1 when unknown).
+    """
+
+    id: OpId
+    primitive: str
+    operands: tuple[ValueId, ...]
+    results: tuple[ValueId, ...]
+    flops: Flops = 0.0
+    pinned: bool = False
+    bodies: tuple[Graph, ...] = ()
+    trip_count: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Ops in schedule order. ``donated``: inputs whose buffers the outputs may reuse."""
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[ValueId, ...]
+    outputs: tuple[ValueId, ...]
+    donated: frozenset[ValueId] = frozenset()
+
+    @property
+    def flops(self) -> Flops:
+        """Matrix and convolution FLOPs of one run."""
+        return sum(op.flops for op in self.ops)
+
+
+def producers(graph: Graph) -> list[int]:
+    """For each value the op that makes it, -1 for inputs."""
+    made_by = [-1] * len(graph.values)
+    for op in graph.ops:
+        for v in op.results:
+            made_by[v] = op.id
+    return made_by
+
+
+def consumers(graph: Graph) -> list[list[int]]:
+    """For each value the ops that read it, in schedule order, each once."""
+    read_by: list[list[int]] = [[] for _ in graph.values]
+    for op in graph.ops:
+        for v in dict.fromkeys(op.operands):
+            read_by[v].append(op.id)
+    return read_by

@@ -1,0 +1,86 @@
+"""Bytes and seconds: parsing, printing, and the only place that knows 1024.
+
+Invariant: sizes are plain non-negative integers of bytes, times are floats of seconds;
+the aliases exist so that a signature says which it means.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Final, NewType
+
+Bytes = int
+Seconds = float
+Flops = float
+Step = NewType("Step", int)
+"""Index into a schedule, not a time."""
+
+KIB: Final = 1024
+MIB: Final = KIB * 1024
+GIB: Final = MIB * 1024
+TIB: Final = GIB * 1024
+
+_FACTORS: Final[dict[str, int]] = {
+    "": 1,
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": TIB,
+}
+_SIZE: Final = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*|%)\s*")
+
+
+def parse_bytes(text: int | float | str, *, capacity: Bytes | None = None) -> Bytes:
+    """Bytes meant by ``12 * 2**30``, ``"12GiB"``, ``"12GB"`` or ``"80%"`` (of ``capacity``).
+
+    Raises ``ValueError`` with the value and the accepted forms; callers wrap it in the
+    error class of their own surface.
+    """
+    if isinstance(text, bool):
+        raise ValueError(f"a size must be a number of bytes or a text like '12GiB', not {text!r}")
+    if isinstance(text, (int, float)):
+        if not math.isfinite(text) or text < 0:
+            raise ValueError(f"a size must be a finite, non-negative number of bytes, not {text!r}")
+        return int(text)
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise ValueError(f"cannot read {text!r} as a size: write bytes (12884901888), '12GiB', '12GB' or '80%'")
+    number, unit = float(match[1].replace("_", "")), match[2]
+    if number < 0 or not math.isfinite(number):
+        raise ValueError(f"a size must be finite and not negative, not {text!r}")
+    if unit == "%":
+        if capacity is None:
+            raise ValueError(f"{text!r} is a share of a device whose capacity is unknown: write bytes instead")
+        if number > 100:
+            raise ValueError(f"{text!r} is more than the whole device: write at most '100%'")
+        return int(capacity * number / 100)
+    factor = _FACTORS.get(unit.lower())
+    if factor is None:
+        raise ValueError(f"unknown unit {unit!r} in {text!r}: use B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %")
+    return int(number * factor)
+
+
+def format_bytes(size: float) -> str:
+    """``13448000000`` → ``'12.52GiB'``: three significant places, binary units, sign kept."""
+    sign, size = ("-", -size) if size < 0 else ("", size)
+    for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= factor:
+            return f"{sign}{size / factor:.2f}{unit}"
+    return f"{sign}{size:.0f}B"
+
+
+def format_seconds(time: Seconds) -> str:
+    """``0.0123`` → ``'12.3ms'``: three significant places, never an exponent."""
+    if abs(time) >= 999.5:
+        return f"{time:.0f}s"
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        # What would round to 1000 of a unit is 1 of the next.
+        if abs(time) >= 0.9995 * factor:
+            return f"{time / factor:.3g}{unit}"
+    return f"{time / 1e-9:.3g}ns" if time else "0s"

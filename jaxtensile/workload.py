@@ -1,0 +1,21 @@
+"""A program with its abstract arguments: what estimates, plans and benchmarks are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """``fun(*args)`` as a job would run it.
+
+    ``args``: pytrees of ``jax.ShapeDtypeStruct`` (or arrays); ``jit_options``: keyword
+    arguments of ``jax.jit`` (``donate_argnums``, …); ``name``: for tables.
+    """
+
+    fun: Callable[..., Any]
+    args: tuple[Any, ...]
+    jit_options: Mapping[str, Any] = field(default_factory=lambda: {})
+    name: str = ""
