@@ -1,0 +1,348 @@
+"""What a device can hold and how fast it moves: one frozen profile per target name.
+
+Invariant: every rate is a peak of the hardware (data sheet, or derived from one), in bytes
+or operations per second, and ``source`` says where each number comes from. On an H200
+790 of 989 TFLOP/s (bf16 matmul) and 4.3 of 4.8 TB/s (copy) were measured; what share of a
+peak a program reaches is the cost model's business. No JAX here.
+
+f32 matrix products are counted as XLA runs them by default: TF32 on CUDA from compute
+capability 8.0 on, one bf16 pass on TPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from jaxtensile.errors import TargetError
+from jaxtensile.units import GIB, MIB, Bytes, Seconds
+
+Platform = Literal["cuda", "tpu", "cpu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """One device: bytes it can hand out, peak rates, fixed costs, and where they come from."""
+
+    name: str
+    platform: Platform
+    kinds: tuple[str, ...]
+    """``jax.Device.device_kind`` strings of this device; the first is the usual one."""
+    capacity: Bytes
+    """What a program can allocate, not what the box says."""
+    memory_bandwidth: float
+    """Bytes per second of device memory."""
+    matmul_flops_bf16: float
+    matmul_flops_f32: float
+    elementwise_flops: float
+    """f32 operations per second outside the matrix units."""
+    link_bandwidth: float
+    """Bytes per second between host and device, each direction."""
+    link_latency: Seconds
+    kernel_launch: Seconds
+    source: str
+
+
+# No data sheet states these two; they only keep tiny copies and ops from looking free.
+_ASSUMED: Final = "link_latency 10us and kernel_launch 4us are assumptions."
+_LATENCY: Final = 10e-6
+_LAUNCH: Final = 4e-6
+_XLA: Final = "capacity and bandwidth: device description in openxla/xla"
+_GEN3: Final = 17_179_869_184.0
+_GEN4: Final = 34_359_738_368.0
+_GEN5: Final = 68_719_476_736.0
+
+
+def _gpu(
+    name: str,
+    kinds: tuple[str, ...],
+    *,
+    capacity: Bytes,
+    bandwidth: float,
+    bf16: float,
+    f32: float,
+    elementwise: float,
+    link: float,
+    source: str,
+) -> DeviceProfile:
+    return DeviceProfile(
+        name=name,
+        platform="cuda",
+        kinds=kinds,
+        capacity=capacity,
+        memory_bandwidth=bandwidth,
+        matmul_flops_bf16=bf16,
+        matmul_flops_f32=f32,
+        elementwise_flops=elementwise,
+        link_bandwidth=link,
+        link_latency=_LATENCY,
+        kernel_launch=_LAUNCH,
+        source=f"{source} {_ASSUMED}",
+    )
+
+
+def _tpu(
+    name: str, kinds: tuple[str, ...], *, capacity: Bytes, bandwidth: float, flops: float, vpu: float, link: float
+) -> DeviceProfile:
+    return DeviceProfile(
+        name=name,
+        platform="tpu",
+        kinds=kinds,
+        capacity=capacity,
+        memory_bandwidth=bandwidth,
+        matmul_flops_bf16=flops,
+        matmul_flops_f32=flops,
+        elementwise_flops=vpu,
+        link_bandwidth=link,
+        link_latency=_LATENCY,
+        kernel_launch=_LAUNCH,
+        source=(
+            "capacity: largest argument + output that libtpu 0.0.52 compiles, rounded down to MiB; "
+            "bf16 and bandwidth: Google's TPU system architecture pages (f32 = one bf16 pass); "
+            "elementwise: vector lanes x ALUs x clock, derived; link: 'How to Scale Your Model', part 2. " + _ASSUMED
+        ),
+    )
+
+
+_ACCELERATORS: Final = (
+    _gpu(
+        "nvidia-h200",
+        ("NVIDIA H200",),
+        capacity=151_397_597_184,
+        bandwidth=4.8e12,
+        bf16=989.4e12,
+        f32=494.7e12,
+        elementwise=66.9e12,
+        link=_GEN4,
+        source=f"{_XLA} (as is the link: it lists PCIe 4 rates for this card); flops: H200 SXM data sheet, dense.",
+    ),
+    _gpu(
+        "nvidia-h100-80gb",
+        ("NVIDIA H100 80GB HBM3",),
+        capacity=84_929_347_584,
+        bandwidth=3.352e12,
+        bf16=989.4e12,
+        f32=494.7e12,
+        elementwise=66.9e12,
+        link=_GEN4,
+        source=f"{_XLA} (as is the link: it lists PCIe 4 rates for this card); flops: H100 SXM data sheet, dense.",
+    ),
+    _gpu(
+        "nvidia-a100-80gb",
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
+        capacity=85_100_068_864,
+        bandwidth=2.039e12,
+        bf16=312e12,
+        f32=156e12,
+        elementwise=19.5e12,
+        link=_GEN4,
+        source=f"{_XLA}; link: as listed there for the 40 GB card; flops: A100 data sheet, dense.",
+    ),
+    _gpu(
+        "nvidia-a100-40gb",
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        capacity=42_331_013_120,
+        bandwidth=1.555e12,
+        bf16=312e12,
+        f32=156e12,
+        elementwise=19.5e12,
+        link=_GEN4,
+        source=f"{_XLA} (link too); flops: A100 data sheet, dense.",
+    ),
+    _gpu(
+        "nvidia-b200",
+        ("NVIDIA B200",),
+        capacity=191_514_411_008,
+        bandwidth=7.672e12,
+        bf16=2250e12,
+        f32=1125e12,
+        elementwise=75e12,
+        link=_GEN5,
+        source=f"{_XLA} (link too); flops: HGX B200 data sheet over 8 GPUs, sparse rates halved.",
+    ),
+    _gpu(
+        "nvidia-rtx-a6000",
+        ("NVIDIA RTX A6000",),
+        capacity=51_041_271_808,
+        bandwidth=768.1e9,
+        bf16=154.8e12,
+        f32=77.4e12,
+        elementwise=38.7e12,
+        link=31.5e9,
+        source=f"{_XLA}; flops: RTX A6000 data sheet, sparse rates halved; link: PCIe 4.0 x16 after encoding.",
+    ),
+    _gpu(
+        "nvidia-v100-16gb",
+        ("Tesla V100-SXM2-16GB",),
+        capacity=16_935_682_048,
+        bandwidth=898e9,
+        bf16=15.7e12,
+        f32=15.7e12,
+        elementwise=15.7e12,
+        link=_GEN3,
+        source=(
+            f"{_XLA} (link too); flops: V100 data sheet. It has neither bf16 nor TF32 units: XLA computes bf16 "
+            "products in f32, hence one rate (its 125 TFLOP/s are for f16 only)."
+        ),
+    ),
+    _gpu(
+        "nvidia-l4",
+        ("NVIDIA L4",),
+        capacity=22 * GIB,
+        bandwidth=300e9,
+        bf16=121e12,
+        f32=60e12,
+        elementwise=30.3e12,
+        link=31.5e9,
+        source=(
+            "bandwidth, flops (sparse rates halved): L4 data sheet; link: PCIe 4.0 x16 after encoding; "
+            "capacity: 24 GB board less ECC and the driver's share, rounded down."
+        ),
+    ),
+    _gpu(
+        "nvidia-rtx-4090",
+        ("NVIDIA GeForce RTX 4090",),
+        capacity=23 * GIB + 640 * MIB,
+        bandwidth=1.008e12,
+        bf16=165.2e12,
+        f32=82.6e12,
+        elementwise=82.6e12,
+        link=31.5e9,
+        source=(
+            "bandwidth, flops (dense, f32 accumulation): Ada architecture white paper; link: PCIe 4.0 x16 after "
+            "encoding; capacity: 24 GiB board less the driver's share (users see 23.6 to 23.7 GiB)."
+        ),
+    ),
+    _gpu(
+        "nvidia-rtx-3060",
+        ("NVIDIA GeForce RTX 3060",),
+        capacity=11 * GIB + 768 * MIB,
+        bandwidth=360e9,
+        bf16=25.5e12,
+        f32=12.7e12,
+        elementwise=12.7e12,
+        link=31.5e9,
+        source=(
+            "bandwidth, f32: RTX 3060 12 GB product page; bf16 (f32 accumulation): twice that, as the Ampere "
+            "white paper has it for GeForce; link: PCIe 4.0 x16 after encoding; capacity: 12 GiB less the driver's."
+        ),
+    ),
+    _tpu(
+        "tpu-v5e",
+        ("TPU v5 lite", "TPU v5e"),
+        capacity=16_124 * MIB,
+        bandwidth=819e9,
+        flops=197e12,
+        vpu=6.1e12,
+        link=15e9,
+    ),
+    _tpu(
+        "tpu-v5p",
+        ("TPU v5", "TPU v5p"),
+        capacity=98_022 * MIB,
+        bandwidth=2.765e12,
+        flops=459e12,
+        vpu=14.3e12,
+        link=15e9,
+    ),
+    _tpu(
+        "tpu-v6e",
+        ("TPU v6 lite", "TPU v6e"),
+        capacity=31_990 * MIB,
+        bandwidth=1.6e12,
+        flops=918e12,
+        vpu=7.2e12,
+        link=32e9,
+    ),
+)
+_RATES: Final = ("memory_bandwidth", "matmul_flops_bf16", "matmul_flops_f32", "elementwise_flops", "link_bandwidth")
+_BY_NAME: Final = {p.name: p for p in _ACCELERATORS}
+_BY_KIND: Final = {kind: p for p in _ACCELERATORS for kind in p.kinds}
+
+
+def targets() -> tuple[str, ...]:
+    """Names that ``target=`` accepts."""
+    return (*_BY_NAME, "cpu")
+
+
+def profile(name: str) -> DeviceProfile:
+    """The profile of a target name; ``TargetError`` with the nearest names when there is none."""
+    if name == "cpu":
+        return _cpu()
+    found = _BY_NAME.get(name)
+    if found is None:
+        raise TargetError(
+            f"unknown target {name!r}: nearest {' or '.join(_nearest(name))}. "
+            f"Known targets are {', '.join(targets())}. Pass one of them, or target=None for the arguments' device."
+        )
+    return found
+
+
+def profile_for_kind(device_kind: str, platform: str) -> DeviceProfile:
+    """The profile of a real device as JAX names it (``device_kind``, ``platform``).
+
+    A kind that is not in the table gets the worst number of its platform in every field,
+    under a name that says so; its capacity should then come from the device itself.
+    """
+    if platform == "cpu":
+        return _cpu()
+    known = _BY_KIND.get(device_kind)
+    if known is not None:
+        return known
+    # JAX says "gpu" for CUDA and ROCm alike; other platforms are treated as the slowest GPU.
+    family: Platform = "tpu" if platform == "tpu" else "cuda"
+    return _worst(device_kind, family)
+
+
+def _nearest(name: str) -> tuple[str, ...]:
+    text = name.strip().lower().replace("_", "-")
+    containing = tuple(t for t in targets() if text and text in t)
+    close = difflib.get_close_matches(text, targets(), n=2, cutoff=0.0)
+    return tuple(f"'{t}'" for t in (containing or close)[:2])
+
+
+def _worst(device_kind: str, platform: Platform) -> DeviceProfile:
+    members = [p for p in _ACCELERATORS if p.platform == platform]
+
+    def over(pick: Callable[[list[float]], float], field: str) -> float:
+        return pick([getattr(p, field) for p in members])
+
+    slowest = {field: over(min, field) for field in _RATES}
+    return DeviceProfile(
+        name=f"{platform}-unknown",
+        platform=platform,
+        kinds=(device_kind,),
+        capacity=min(p.capacity for p in members),
+        link_latency=over(max, "link_latency"),
+        kernel_launch=over(max, "kernel_launch"),
+        source=f"no profile for {device_kind!r}: the worst known {platform} number in every field.",
+        **slowest,
+    )
+
+
+def _cpu() -> DeviceProfile:
+    return DeviceProfile(
+        name="cpu",
+        platform="cpu",
+        kinds=("cpu",),
+        capacity=_host_memory(),
+        memory_bandwidth=20e9,
+        matmul_flops_bf16=50e9,
+        matmul_flops_f32=100e9,
+        elementwise_flops=20e9,
+        link_bandwidth=10e9,
+        link_latency=1e-6,
+        kernel_launch=1e-6,
+        source="capacity: this machine's memory, or the container's limit; rates: order of magnitude of two cores.",
+    )
+
+
+def _host_memory() -> Bytes:
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else ""
+    return min(physical, int(text)) if text.isdigit() else physical

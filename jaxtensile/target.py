@@ -1,0 +1,190 @@
+"""The compile-only device of a target name: the target's own compiler, without the hardware.
+
+Invariant: resolving a target leaves the process as it was. ``jax.devices()`` is what it would
+have been, nothing is printed, and the environment variables that libtpu needs are set only
+while its topology is built. (A CUDA target is tried on a small program, which starts JAX's
+usual backends.)
+
+What was found on jax 0.10.2 and 0.12.0.1 (none of it needs a driver):
+
+- XLA:GPU calls ``ptxas`` and reads ``libdevice``: a toolkit in its usual place or the wheels
+  nvidia-cuda-nvcc and nvidia-nvvm; without either every compile fails.
+- CUDA 13's ptxas accepts compute capability 7.5 and newer. For a V100 (7.0) CUDA 12's ptxas
+  (wheel nvidia-cuda-nvcc-cu12) does it, through the compiler option ``xla_gpu_cuda_data_dir``.
+  Compiling for 7.5 instead is no substitute: an f16 step came out 25 % too small.
+- The CUDA plugin looks for cuDNN and the driver once, at the first use of JAX, and if that
+  fails it is out for the process: ``hardware.spare_cuda_plugin_check`` and the second try here.
+- libtpu takes ``v5e:1x1``, ``v5p:1x1x1``, ``v6e:1x1``. It refuses a second process on the
+  machine (a lock file) unless ``ALLOW_MULTIPLE_LIBTPU_LOAD`` is set, and complains on stderr
+  when JAX loads it on a machine with no TPU; loaded here first, it stays silent.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from jaxtensile.device import profile
+from jaxtensile.errors import TargetError
+from jaxtensile.gpu_description import FACTS, OLDEST_CUDA13, target_config
+from jaxtensile.hardware import has_tpu
+
+Device = Any
+"""``jax.Device``, which is no class to a type checker."""
+
+_CUDA_PLUGINS: Final = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_TPU_TOPOLOGIES: Final = {"tpu-v5e": "v5e:1x1", "tpu-v5p": "v5p:1x1x1", "tpu-v6e": "v6e:1x1"}
+_TPU_ENVIRONMENT: Final = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+_LOCK: Final = threading.RLock()
+
+
+def resolve(name: str) -> Device:
+    """The device to put in a ``SingleDeviceSharding`` to compile for ``name``; the same object every time.
+
+    Raises ``TargetError`` for an unknown name, a missing plugin (with the extra to install) or
+    a compiler that refuses.
+    """
+    with _LOCK:
+        return _resolve(name)
+
+
+def compiler_options(name: str) -> Mapping[str, str]:
+    """Options that every compile for ``name`` needs, to be merged under the user's own."""
+    if name not in FACTS or FACTS[name].compute_capability >= OLDEST_CUDA13:
+        return {}
+    root = _wheel_folder("nvidia.cuda_nvcc")
+    if root is None or not (root / "bin" / "ptxas").is_file():
+        raise TargetError(
+            f"target {name!r} has compute capability {_dotted(FACTS[name].compute_capability)}; CUDA 13's ptxas "
+            f"accepts {_dotted(OLDEST_CUDA13)} and newer, and CUDA 12's is not installed. {_install('cuda-aot')}"
+        )
+    return {"xla_gpu_cuda_data_dir": str(root)}
+
+
+@cache
+def _resolve(name: str) -> Device:
+    match profile(name).platform:
+        case "cpu":
+            return jax.local_devices(backend="cpu")[0]
+        case "tpu":
+            return _tpu_device(name)
+        case "cuda":
+            return _cuda_device(name)
+
+
+def _cuda_device(name: str) -> Device:
+    plugin = next((p for p in _CUDA_PLUGINS if _wheel_folder(p) is not None), None)
+    if plugin is None:
+        raise TargetError(f"target {name!r} needs JAX's CUDA plugin, which is not installed. {_install('cuda-aot')}")
+    options = compiler_options(name)
+    if _wheel_folder("libtpu") is not None and not _platforms_chosen():
+        # JAX will load libtpu with its first backend whatever the target is; see the docstring.
+        with suppress(Exception):
+            _tpu_topology("v5e:1x1")
+    try:
+        device = _cuda_topology(target_config(name), plugin)
+        _compile_something(device, options)
+    except Exception as error:
+        raise TargetError(
+            f"target {name!r} cannot be compiled for: {_reason(error)}. Needed are JAX's CUDA plugin in jax's own "
+            f"version ({jax.__version__}) and a CUDA toolkit or its wheels. {_install('cuda-aot')}"
+        ) from error
+    return device
+
+
+def _cuda_topology(config: str, plugin: str) -> Device:
+    def build() -> Device:
+        described = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology="1x1x1", target_config=config
+        )
+        return described.devices[0]
+
+    try:
+        return build()
+    except NotImplementedError:
+        # Plugins were discovered before the variable was set: register this one again.
+        importlib.import_module(plugin).initialize()
+        return build()
+
+
+def _compile_something(device: Device, options: Mapping[str, str]) -> None:
+    """Raise what the compiler raises for a program that needs ptxas and libdevice."""
+    x = jax.ShapeDtypeStruct((128,), jnp.float32, sharding=SingleDeviceSharding(device))
+    jax.jit(lambda x: jnp.log1p(x).sum()).lower(x).compile(compiler_options=dict(options))
+
+
+def _tpu_device(name: str) -> Device:
+    if _wheel_folder("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise TargetError(f"target {name!r} needs libtpu, which is not installed. {_install('tpu-aot')}")
+    try:
+        return _tpu_topology(_TPU_TOPOLOGIES[name])
+    except Exception as error:
+        raise TargetError(
+            f"target {name!r} cannot be compiled for: {_reason(error)}. "
+            f"The installed libtpu does not offer it here. {_install('tpu-aot')}"
+        ) from error
+
+
+def _tpu_topology(topology: str) -> Device:
+    with _environment({} if has_tpu() else _TPU_ENVIRONMENT):
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def _platforms_chosen() -> bool:
+    return bool(jax.config.jax_platforms)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _wheel_folder(module: str) -> Path | None:
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # the parent package is missing
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an XLA error; the rest is advice to XLA's developers."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].split(". ")[0].rstrip(".")
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _install(extra: str) -> str:
+    return f'Install it: pip install "jaxtensile[{extra}]"'
