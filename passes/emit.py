@@ -1,0 +1,244 @@
+"""How the decision becomes a schedule: clones behind one barrier per stage.
+
+After the turn, the first reader of anything dropped in a stage opens the stage: one barrier over
+everything kept that the stage recomputes from, and over the *frontier*, the buffers made since
+the previous stage that later ops still read. Later readers take the versions behind the barrier.
+So XLA can neither merge the clones with the originals, nor start them before, nor postpone the
+previous stage's work (weight gradients above all) past them; its schedule keeps the order the
+plan was made for. XLA drops barrier operands whose result nobody uses, hence the rewiring.
+
+Ops that fuse away are emitted where they are read, once per stage: they cost nothing there, and
+the barrier sees buffers only. What nobody reads is never emitted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
+from jaxtensile.passes.fusion import Kernels, is_fusible
+from jaxtensile.passes.stages import Mountain
+from jaxtensile.plan import Program
+
+
+def recomputed_ops(graph: Graph, mountain: Mountain, kept: frozenset[int]) -> set[int]:
+    """Ops that must run again when exactly ``kept`` survives the turn."""
+    made = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    again: set[int] = set()
+    todo = [made[v] for v in mountain.needed if v not in kept]
+    while todo:
+        o = todo.pop()
+        if o in again:
+            continue
+        again.add(o)
+        for u in graph.ops[o].operands:
+            if u in made and u not in kept and u not in mountain.always and made[u] not in again:
+                todo.append(made[u])
+    return again
+
+
+def emit(program: Program, kernels: Kernels, mountain: Mountain, kept: frozenset[int], cuts: Sequence[int]) -> Program:
+    """The schedule in which exactly ``kept`` (and what is always there) crosses the turn."""
+    again = recomputed_ops(program.graph, mountain, kept)
+    if not again:
+        return program
+    return _Emission(program, kernels, mountain, kept, again, cuts).run()
+
+
+class _Emission:
+    """Scratch of one emission: the schedule so far and the current version of every value."""
+
+    def __init__(
+        self,
+        program: Program,
+        kernels: Kernels,
+        mountain: Mountain,
+        kept: frozenset[int],
+        again: set[int],
+        cuts: Sequence[int],
+    ) -> None:
+        graph = program.graph
+        self.program, self.graph, self.kernels = program, graph, kernels
+        self.values: list[Value] = list(graph.values)
+        self.version_of: list[int] = list(program.version_of)
+        self.ops: list[Op] = []
+        self.origin: list[int] = []
+        self.now: dict[int, int] = {}
+        self.made = {r: op.id for op in graph.ops for r in op.results}
+        self.inputs = set(graph.inputs)
+        self.again = again
+        self.dropped = {r for o in again for r in graph.ops[o].results if r not in kept and r not in mountain.always}
+        self.start = min(mountain.turn, max(again) + 1)
+        self.stage = _stage_of(graph, again, self.dropped, cuts)
+        self.members: dict[int, list[int]] = {}
+        for o in sorted(again):
+            self.members.setdefault(self.stage[o], []).append(o)
+        self.forced = _forced(graph, mountain, kept, sorted(self.members), cuts)
+        self.frontier = _Frontier(graph, kernels, self.start)
+        self.behind: dict[int, dict[int, int]] = {}
+        self.done: set[int] = set()
+        self.lazy_era: dict[int, int] = {}
+
+    def run(self) -> Program:
+        graph, origin = self.graph, self.program.origin
+        for op in graph.ops:
+            if op.id < self.start:
+                self.put(op, op.operands, op.results, origin[op.id])
+            elif not self.is_lazy(op.id):
+                self.demand(op.operands, op.id)
+                self.put(op, [self.now.get(v, v) for v in op.operands], op.results, origin[op.id])
+        self.demand(graph.outputs, len(graph.ops))
+        outputs = tuple(ValueId(self.now.get(v, v)) for v in graph.outputs)
+        new_graph = replace(graph, values=tuple(self.values), ops=tuple(self.ops), outputs=outputs)
+        return Program(new_graph, tuple(self.origin), tuple(self.version_of))
+
+    def is_lazy(self, o: int) -> bool:
+        """Whether op ``o`` of the descent fuses away, so that it is emitted where it is read."""
+        op = self.graph.ops[o]
+        return o >= self.start and not self.kernels.is_root[o] and not op.pinned
+
+    def demand(self, wanted: Iterable[int], reader: int) -> None:
+        """Make the current versions of ``wanted`` exist."""
+        todo = self.missing(wanted)
+        closed = sorted({self.stage[o] for o in todo if o in self.again} - self.behind.keys(), reverse=True)
+        if closed:
+            for k in closed:
+                self.open_stage(k, reader)
+            todo = self.missing(wanted)
+        for o in todo:
+            op = self.graph.ops[o]
+            if o in self.again:
+                self.done.add(o)
+                behind = self.behind[self.stage[o]]
+                operands = [self.now[u] if u in self.dropped else behind[u] for u in op.operands]
+                results = [self.new_version(r) for r in op.results]
+                self.now.update((r, f) for r, f in zip(op.results, results, strict=True) if r in self.dropped)
+            else:
+                first = o not in self.lazy_era
+                self.lazy_era[o] = len(self.behind)
+                operands = [self.now.get(u, u) for u in op.operands]
+                results = list(op.results) if first else [self.new_version(r) for r in op.results]
+                self.now.update(zip(op.results, results, strict=True))
+            self.put(op, operands, results, self.program.origin[o])
+
+    def missing(self, wanted: Iterable[int]) -> list[int]:
+        """Ops to emit so that ``wanted`` exist in this era, operands first."""
+        order: list[int] = []
+        seen: set[int] = set()
+        stack = [(o, False) for o in reversed(self.absent(wanted))]
+        while stack:
+            o, ready = stack.pop()
+            if ready:
+                order.append(o)
+                continue
+            if o in seen:
+                continue
+            seen.add(o)
+            stack.append((o, True))
+            stack.extend((p, False) for p in reversed(self.absent(self.graph.ops[o].operands)) if p not in seen)
+        return order
+
+    def absent(self, values: Iterable[int]) -> list[int]:
+        out: list[int] = []
+        for v in values:
+            o = self.made.get(v, -1)
+            if v in self.dropped:
+                if o not in self.done:
+                    out.append(o)
+            elif o >= self.start and self.is_lazy(o) and self.lazy_era.get(o) != len(self.behind):
+                out.append(o)
+        return out
+
+    def open_stage(self, k: int, reader: int) -> None:
+        """Put the stage's barrier; everything it recomputes from is read behind it."""
+        read = dict.fromkeys(
+            u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped
+        )
+        read.update(dict.fromkeys(self.forced.get(k, ())))
+        ties = [v for v in self.frontier.since_last(reader) if v not in read]
+        operands = [*read, *ties]
+        behind = {v: self.new_version(v) for v in operands}
+        barrier = Op(id=OpId(0), primitive="optimization_barrier", operands=(), results=())
+        self.put(barrier, [self.now.get(v, v) for v in operands], list(behind.values()), -1)
+        self.behind[k] = behind
+        self.now.update((v, b) for v, b in behind.items() if v not in self.inputs)
+
+    def new_version(self, v: int) -> ValueId:
+        fresh = ValueId(len(self.values))
+        self.values.append(replace(self.values[v], id=fresh))
+        self.version_of.append(self.version_of[v])
+        return fresh
+
+    def put(self, op: Op, operands: Sequence[int], results: Sequence[int], origin: int) -> None:
+        self.ops.append(
+            Op(
+                id=OpId(len(self.ops)),
+                primitive=op.primitive,
+                operands=tuple(ValueId(v) for v in operands),
+                results=tuple(ValueId(v) for v in results),
+                flops=op.flops,
+                pinned=op.pinned,
+                bodies=op.bodies,
+                trip_count=op.trip_count,
+            )
+        )
+        self.origin.append(origin)
+
+
+class _Frontier:
+    """Buffers that the descent has made and still needs."""
+
+    def __init__(self, graph: Graph, kernels: Kernels, start: int) -> None:
+        self.seen = start
+        last: dict[int, int] = {}
+        made: dict[int, int] = {}
+        for op in graph.ops[start:]:
+            if not kernels.is_root[op.id]:
+                continue
+            for b in kernels.reads[op.id]:
+                last[b] = op.id
+            if op.primitive != "optimization_barrier" and not op.pinned and not is_fusible(op.primitive):
+                for r in op.results:
+                    if kernels.home[r] == r and graph.values[r].nbytes > 0 and graph.values[r].shape:
+                        made[r] = op.id
+        final = {kernels.home[v] for v in graph.outputs}
+        self.made = sorted((o, b) for b, o in made.items())
+        self.last = {b: (len(graph.ops) if b in final else last.get(b, -1)) for b in made}
+
+    def since_last(self, reader: int) -> list[int]:
+        """Buffers made since the previous call and used at or after ``reader``."""
+        low, high = bisect_left(self.made, (self.seen, -1)), bisect_left(self.made, (reader, -1))
+        self.seen = max(reader, self.seen)
+        return [b for _, b in self.made[low:high] if self.last[b] >= reader]
+
+
+def _stage_of(graph: Graph, again: set[int], dropped: set[int], cuts: Sequence[int]) -> dict[int, int]:
+    """Stage number of every recomputed op; stages joined by a dropped value are one."""
+    made = {r: o for o in again for r in graph.ops[o].results}
+    joined = [False] * (len(cuts) + 1)
+    for o in again:
+        k = bisect_right(cuts, o)
+        for u in graph.ops[o].operands:
+            if u in dropped:
+                for s in range(bisect_right(cuts, made[u]) + 1, k + 1):
+                    joined[s] = True
+    number, stage = [], 0
+    for s, with_previous in enumerate(joined):
+        stage = stage if with_previous else s
+        number.append(stage)
+    return {o: number[bisect_right(cuts, o)] for o in again}
+
+
+def _forced(
+    graph: Graph, mountain: Mountain, kept: frozenset[int], stages: list[int], cuts: Sequence[int]
+) -> dict[int, list[int]]:
+    """Kept fusible values by stage: only a barrier makes XLA store them rather than what they come from."""
+    made = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    out: dict[int, list[int]] = {}
+    for v in mountain.needed:
+        if v in kept and is_fusible(graph.ops[made[v]].primitive):
+            k = stages[max(bisect_right(stages, bisect_right(cuts, made[v])) - 1, 0)]
+            out.setdefault(k, []).append(v)
+    return out

@@ -1,0 +1,144 @@
+"""Which values become buffers, and which op reads each buffer, once XLA has fused the program.
+
+A fusible op (elementwise, broadcast, slice, …) disappears into its consumers unless somebody
+needs its result in memory: a library call, a loop, a barrier, an output. Model of XLA's
+producer-consumer fusion: a producer is fused into all of its consumers or into none, and only
+while that reads fewer bytes than writing the result once (priority fusion,
+``xla/service/gpu/transforms/priority_fusion.cc``).
+
+Invariant: every value has a ``home``: itself when it is a buffer, the buffer it is a view of,
+or -1 when it never exists.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtensile.ir import Graph, consumers
+from jaxtensile.units import Bytes
+
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "stop_gradient", "copy_p", "pvary"})
+"""Same bytes in the same order: XLA makes them bitcasts."""
+
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic
+    lt max min mul ne neg nextafter not one_minus_square or population_count pow real imag complex conj
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square sub tan tanh xor mul_add clz bessel_i0e bessel_i1e random_bits threefry2x32 erf_p mulhi""".split()
+)
+MOVES = frozenset(
+    """broadcast_in_dim broadcast concatenate dynamic_slice gather iota pad rev slice split transpose copy
+    real_imag random_unwrap random_fold_in""".split()
+)
+REDUCTIONS = frozenset(
+    """reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor argmax argmin reduce
+    reduce_window reduce_window_sum reduce_window_max""".split()
+)
+IN_PLACE = frozenset(
+    """scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter-max scatter_min scatter_max
+    dynamic_update_slice""".split()
+)
+"""Write into operand 0 when nobody reads it afterwards."""
+
+EXPENSIVE = frozenset(
+    "exp exp2 expm1 log log1p tanh logistic erf erf_inv pow sin cos tan atan2 threefry2x32 random_bits cbrt".split()
+)
+
+VERY_EXPENSIVE = frozenset("tanh erf erf_inv pow sin cos tan atan2 lgamma digamma".split())
+"""Dozens of instructions each: XLA stores their result rather than compute it for every reader."""
+
+_MAX_LEAVES = 24
+
+
+def is_fusible(primitive: str) -> bool:
+    """Whether XLA can compute the op inside its consumer."""
+    return primitive in ELEMENTWISE or primitive in MOVES
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The fused program.
+
+    ``home[v]``: the value whose buffer holds ``v`` (-1: never materialised); ``reads[i]``: the
+    buffers op ``i`` reads if it is the root of a kernel (empty for ops that fused away);
+    ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from.
+    """
+
+    home: list[int]
+    reads: list[tuple[int, ...]]
+    is_root: list[bool]
+
+
+def fuse(graph: Graph) -> Kernels:
+    """Group ops into kernels. Linear in edges."""
+    values, ops = graph.values, graph.ops
+    read_by = consumers(graph)
+    wanted = set(graph.outputs)
+    must_exist = _needed_in_memory(graph, read_by, wanted)
+    home = list(range(len(values)))
+    leaves: list[tuple[int, ...]] = [() for _ in values]
+    for v in graph.inputs:
+        leaves[v] = (v,)
+    reads: list[tuple[int, ...]] = [() for _ in ops]
+    is_root = [False] * len(ops)
+    for op in ops:
+        name = op.primitive
+        sources = tuple(dict.fromkeys(leaf for v in op.operands for leaf in leaves[v]))
+        if name in VIEWS and op.operands and op.results:
+            v, r = op.operands[0], op.results[0]
+            home[r] = home[v]
+            leaves[r] = leaves[v]
+            continue
+        if name == "optimization_barrier":
+            for v, r in zip(op.operands, op.results, strict=True):
+                home[r] = home[v] if home[v] >= 0 else r
+                leaves[r] = (home[r],)
+            reads[op.id] = sources
+            is_root[op.id] = True
+            continue
+        if is_fusible(name):
+            r0 = op.results[0]
+            if not any(must_exist[r] for r in op.results) and _worth_fusing(
+                op.primitive, values[r0].nbytes, sources, len(read_by[r0]), [values[s].nbytes for s in sources]
+            ):
+                for r in op.results:
+                    home[r] = -1
+                    leaves[r] = sources
+                continue
+        reads[op.id] = sources
+        is_root[op.id] = True
+        for r in op.results:
+            leaves[r] = (r,)
+    return Kernels(home=home, reads=reads, is_root=is_root)
+
+
+def _worth_fusing(primitive: str, nbytes: Bytes, sources: tuple[int, ...], users: int, sizes: list[Bytes]) -> bool:
+    if users <= 1:
+        return len(sources) <= _MAX_LEAVES
+    if len(sources) > _MAX_LEAVES:
+        return False
+    capped = sum(min(s, nbytes) for s in sizes)
+    fused = users * capped
+    unfused = capped + nbytes + users * nbytes
+    if primitive in VERY_EXPENSIVE:
+        fused += users * 4 * nbytes
+    elif primitive in EXPENSIVE:
+        fused += users * nbytes // 4
+    return fused <= unfused
+
+
+def _needed_in_memory(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
+    """Values that some reader takes as a buffer; views pass the demand on to their base."""
+    needed = [False] * len(graph.values)
+    for v in wanted:
+        needed[v] = True
+    for op in reversed(graph.ops):
+        name = op.primitive
+        if name in VIEWS:
+            if op.results and needed[op.results[0]]:
+                needed[op.operands[0]] = True
+        elif not (is_fusible(name) or name in REDUCTIONS):
+            for v in op.operands:
+                needed[v] = True
+    return needed

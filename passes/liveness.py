@@ -1,0 +1,152 @@
+"""How many bytes are live at each step, after fusion, with aliases and donation.
+
+Invariant: a buffer is live in ``[start, stop)`` steps; the profile at step ``i`` is what op
+``i`` needs while it runs: everything live before it, plus its results.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from jaxtensile.ir import Graph
+from jaxtensile.passes.fusion import IN_PLACE, Kernels, fuse, is_fusible
+from jaxtensile.units import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRange:
+    """Buffer ``value`` is allocated during ``[start, stop)``."""
+
+    value: int
+    start: int
+    stop: int
+    nbytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """Buffers of one run. ``profile[i]``: temporary bytes while op ``i`` runs (arguments and
+    outputs excluded); ``argument``, ``output``, ``alias``: as XLA's memory analysis counts them."""
+
+    ranges: tuple[LiveRange, ...]
+    profile: list[Bytes]
+    kernels: Kernels
+    argument: Bytes
+    output: Bytes
+    alias: Bytes
+
+    @property
+    def temp(self) -> Bytes:
+        """Peak of the profile."""
+        return max(self.profile, default=0)
+
+    @property
+    def device(self) -> Bytes:
+        """Bytes the program occupies: argument + output + temp - alias."""
+        return self.argument + self.output + self.temp - self.alias
+
+
+def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
+    """Buffers and their lifetimes when the ops run in schedule order."""
+    kernels = kernels or fuse(graph)
+    values, ops = graph.values, graph.ops
+    home = kernels.home
+    n = len(ops)
+    start = [-2] * len(values)  # -2: no buffer; -1: input
+    stop = [0] * len(values)
+    for v in graph.inputs:
+        start[v] = -1
+    for op in ops:
+        i = op.id
+        if not kernels.is_root[i]:
+            continue
+        for r in op.results:
+            if home[r] == r:
+                start[r], stop[r] = i, i + 1
+        for b in kernels.reads[i]:
+            stop[b] = max(stop[b], i + 1)
+    merged = _share(graph, kernels, start, stop)
+    is_input = set(graph.inputs)
+    out_homes = {home[v] for v in graph.outputs if home[v] >= 0}
+    alias, aliased = _donate(graph, home)
+    fixed = {b for b in out_homes if b not in is_input}
+    ranges: list[LiveRange] = []
+    delta = [0] * (n + 1)
+    for v in range(len(values)):
+        if start[v] < 0 or home[v] != v or v in fixed or merged[v] != v:
+            continue
+        nbytes = values[v].nbytes
+        if nbytes == 0 or values[v].space == "host":
+            continue
+        ranges.append(LiveRange(v, start[v], stop[v], nbytes))
+        delta[start[v]] += nbytes
+        delta[stop[v]] -= nbytes
+    for op in ops:
+        if op.bodies and kernels.is_root[op.id]:
+            inner = max(_body_temp(b) for b in op.bodies)
+            delta[op.id] += inner
+            delta[op.id + 1] -= inner
+    profile = list(accumulate(delta))[:n]
+    argument = sum(values[v].nbytes for v in graph.inputs if values[v].space != "host")
+    output = sum(values[v].nbytes for v in graph.outputs if values[v].space != "host")
+    return Liveness(tuple(ranges), profile, kernels, argument, output, alias)
+
+
+def _body_temp(body: Graph) -> Bytes:
+    """Bytes a loop body or branch needs beyond its arguments and results."""
+    return live_ranges(body).temp
+
+
+def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> list[int]:
+    """Buffers that take over the memory of an operand that dies in the same kernel.
+
+    In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
+    operand. Extends the first owner's lifetime; returns each value's owner.
+    """
+    values, home = graph.values, kernels.home
+    owner = list(range(len(values)))
+    last = list(stop)
+    for op in graph.ops:
+        i = op.id
+        if not kernels.is_root[i] or op.primitive == "optimization_barrier":
+            continue
+        if op.primitive in IN_PLACE:
+            pool = [home[op.operands[0]]] if home[op.operands[0]] >= 0 else []
+        elif is_fusible(op.primitive) or op.bodies:
+            pool = list(kernels.reads[i])
+        else:
+            continue
+        free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1]
+        for r in op.results:
+            if home[r] != r:
+                continue
+            for b in free:
+                if values[b].nbytes == values[r].nbytes:
+                    owner[r] = owner[b]
+                    free.remove(b)
+                    root = owner[r]
+                    last[root] = max(last[root], stop[r])
+                    break
+    for v in range(len(values)):
+        if owner[v] == v:
+            stop[v] = last[v]
+    return owner
+
+
+def _donate(graph: Graph, home: list[int]) -> tuple[Bytes, set[int]]:
+    """Bytes of outputs that reuse a donated input of the same shape and type, as jit pairs them."""
+    pool: dict[tuple[tuple[int, ...], str], int] = {}
+    for v in graph.donated:
+        value = graph.values[v]
+        key = (value.shape, value.dtype)
+        pool[key] = pool.get(key, 0) + 1
+    total, taken = 0, set[int]()
+    for v in graph.outputs:
+        value = graph.values[v]
+        key = (value.shape, value.dtype)
+        if pool.get(key, 0) > 0:
+            pool[key] -= 1
+            total += value.nbytes
+            taken.add(v)
+    return total, taken
