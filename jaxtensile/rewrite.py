@@ -1,0 +1,43 @@
+"""The one place where jaxprs change: evaluate a program's schedule on the caller's tracers.
+
+Invariant: every equation is bound with its own parameters, configuration and source line, so a
+rewritten program differs from the original in what is repeated and where barriers stand, and in
+nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax import lax
+
+from jaxtensile.plan import Program
+from jaxtensile.trace import Traced, bind
+
+
+def rewrite(traced: Traced, program: Program) -> Callable[[Sequence[Any]], list[Any]]:
+    """Flat arguments → flat outputs, by the schedule of ``program``."""
+    graph, origin = program.graph, program.origin
+    last_use = {v: op.id for op in graph.ops for v in op.operands}
+    last_use.update(dict.fromkeys(graph.outputs, len(graph.ops)))
+
+    def evaluate(flat: Sequence[Any]) -> list[Any]:
+        env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
+        env.update(traced.consts)
+        for op in graph.ops:
+            equation = None if origin[op.id] < 0 else traced.equations[origin[op.id]]
+            if equation is None:
+                results: Sequence[Any] = lax.optimization_barrier(tuple(env[v] for v in op.operands))
+            else:
+                given = iter(op.operands)
+                operands = [env[next(given)] if isinstance(a, int) else a.val for a in equation.operands]
+                results = bind(equation, operands)
+            env.update(zip(op.results, results, strict=True))
+            for v in dict.fromkeys(op.operands):
+                if last_use[v] == op.id:
+                    del env[v]
+        final = iter(graph.outputs)
+        return [env[next(final)] if isinstance(a, int) else a.val for a in traced.outputs]
+
+    return evaluate

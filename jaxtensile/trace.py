@@ -1,0 +1,287 @@
+"""What does a function compute: JAX function → flat equations and their Graph.
+
+Nested calls that mean nothing to XLA (``jit`` without shardings, custom rules off the
+differentiated path, remat) are inlined; loops and branches stay ops with bodies. The
+user's own ``jax.checkpoint`` becomes its equations behind an ``optimization_barrier``,
+as JAX itself lowers it.
+
+Invariant: ``graph.ops[i]`` describes ``equations[i]``; value ids are shared by both.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.extend.core
+import numpy as np
+from jax import lax
+
+from jaxtensile import _compat
+from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+_FOREIGN = ("pure_callback", "io_callback", "debug_callback", "ffi_call", "pallas_call", "custom_call")
+_RNG_STATE = ("rng_uniform", "random_seed", "random_wrap")
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One flat equation: what to bind, on which values. ``eqn`` None: an inserted barrier."""
+
+    eqn: Any
+    stack: Any
+    operands: tuple[Any, ...]
+    """Value ids, or ``Literal`` objects."""
+    results: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced function: its equations, its Graph, the constants it closes over."""
+
+    graph: Graph
+    equations: tuple[Equation, ...]
+    consts: dict[int, Any] = field(repr=False)
+    outputs: tuple[Any, ...]
+    """Value ids or ``Literal`` objects, in the order of the flat outputs."""
+    arguments: tuple[int, ...]
+    """Value ids of the flat arguments (``graph.inputs`` also lists the constants)."""
+
+    def source(self, op: int) -> str:
+        """Where the user wrote op ``op``."""
+        eqn = self.equations[op].eqn
+        return _compat.source_line(eqn) if eqn is not None else "<checkpoint>"
+
+
+class _Flattener:
+    """Scratch of one ``flatten``: grows the value table and the equation list."""
+
+    def __init__(self) -> None:
+        self.avals: list[Any] = []
+        self.equations: list[Equation] = []
+        self.consts: dict[int, Any] = {}
+        self.const_ids: dict[int, int] = {}
+
+    def new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def const(self, val: Any, aval: Any) -> int:
+        known = self.const_ids.get(id(val))
+        if known is None:
+            known = self.const_ids[id(val)] = self.new(aval)
+            self.consts[known] = val
+        return known
+
+    def inline(self, closed: Any, args: list[Any], stack: Any) -> list[Any]:
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        env: dict[Any, Any] = {}
+        for var, val in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.const(val, var.aval)
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, _compat.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(a) for a in eqn.invars]
+            body = _inlinable(eqn)
+            if body is not None:
+                inner = stack + eqn.source_info.name_stack
+                operands = self.remat_barrier(eqn, operands, stack)
+                env.update(zip(eqn.outvars, self.inline(body, operands, inner), strict=True))
+                continue
+            results = tuple(self.new(v.aval) for v in eqn.outvars)
+            env.update(zip(eqn.outvars, results, strict=True))
+            self.equations.append(Equation(eqn, stack, tuple(operands), results))
+        return [read(a) for a in jaxpr.outvars]
+
+    def remat_barrier(self, eqn: Any, operands: list[Any], stack: Any) -> list[Any]:
+        """The barrier JAX's own lowering puts in front of a differentiated ``remat``."""
+        if not eqn.params.get("differentiated", False):
+            return operands
+        prevent = eqn.params.get("prevent_cse", True)
+        flags = prevent if isinstance(prevent, tuple) else (prevent,) * len(operands)
+        chosen = [i for i, (f, o) in enumerate(zip(flags, operands, strict=True)) if f and isinstance(o, int)]
+        if chosen:
+            inputs = tuple(operands[i] for i in chosen)
+            results = tuple(self.new(self.avals[v]) for v in inputs)
+            self.equations.append(Equation(None, stack, inputs, results))
+            for i, r in zip(chosen, results, strict=True):
+                operands[i] = r
+        return operands
+
+
+def _inlinable(eqn: Any) -> Any | None:
+    name, params = eqn.primitive.name, eqn.params
+    key = _CALLS.get(name)
+    body = params.get(key) if key else None
+    if body is None:
+        return None
+    if not hasattr(body, "consts"):  # an open jaxpr: remat2 on 0.10
+        body = jax.extend.core.ClosedJaxpr(body, ())
+    if name in ("jit", "pjit"):
+        plain = all(_is_unspecified(s) for s in (*params["in_shardings"], *params["out_shardings"]))
+        layouts = any(x is not None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ())))
+        if not plain or layouts or params.get("compiler_options_kvs") or not _mesh_is_empty(params.get("ctx_mesh")):
+            return None
+    return body
+
+
+def _is_unspecified(sharding: Any) -> bool:
+    return type(sharding).__name__ == "UnspecifiedValue"
+
+
+def _mesh_is_empty(mesh: Any) -> bool:
+    return mesh is None or getattr(mesh, "empty", True)
+
+
+def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: bool = True) -> Traced:
+    """Flatten a closed jaxpr into equations and their Graph.
+
+    ``keep_unused=False``: arguments that nothing reads are no inputs, as ``jax.jit`` drops them.
+    """
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    flat = _Flattener()
+    args = [flat.new(v.aval) for v in jaxpr.invars]
+    outs = flat.inline(closed, list(args), _compat.EMPTY_STACK)
+    donated_ids = frozenset(ValueId(a) for a, d in zip(args, donated or (False,) * len(args), strict=True) if d)
+    used = {v for e in flat.equations for v in e.operands if isinstance(v, int)} | {o for o in outs if isinstance(o, int)}
+    inputs = tuple(ValueId(v) for v in (*args, *flat.consts) if keep_unused or v in used)
+    graph = Graph(
+        values=tuple(_value(i, aval) for i, aval in enumerate(flat.avals)),
+        ops=tuple(_op(i, e, flat.avals) for i, e in enumerate(flat.equations)),
+        inputs=inputs,
+        outputs=tuple(ValueId(o) for o in outs if isinstance(o, int)),
+        donated=donated_ids,
+    )
+    return Traced(
+        graph=graph,
+        equations=tuple(flat.equations),
+        consts=flat.consts,
+        outputs=tuple(outs),
+        arguments=tuple(args),
+    )
+
+
+def _value(i: int, aval: Any) -> Value:
+    shape = tuple(int(d) for d in getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", None)
+    name = str(dtype) if dtype is not None else type(aval).__name__
+    space = "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
+    return Value(id=ValueId(i), nbytes=_nbytes(shape, dtype), shape=shape, dtype=name, space=space)
+
+
+def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array on the device: sub-byte types are packed, keys count their words, tokens nothing."""
+    if dtype is None:
+        return 0
+    count = math.prod(shape)
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return count * math.prod(key_data.shape) * key_data.dtype.itemsize
+    bits = _bits(np.dtype(dtype))
+    return (count * bits + 7) // 8
+
+
+def _bits(dtype: Any) -> int:
+    name = dtype.name
+    for prefix in ("uint", "int"):
+        if name.startswith(prefix) and name[len(prefix) :].isdigit():
+            return max(int(name[len(prefix) :]), 1)
+    if name.startswith("float4") or name.startswith("float6"):
+        return int(name[5])
+    return dtype.itemsize * 8
+
+
+def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
+    operands = tuple(ValueId(v) for v in equation.operands if isinstance(v, int))
+    results = tuple(ValueId(v) for v in equation.results)
+    if equation.eqn is None:
+        return Op(id=OpId(i), primitive="optimization_barrier", operands=operands, results=results)
+    eqn = equation.eqn
+    name = eqn.primitive.name
+    bodies, trips = _bodies(eqn)
+    return Op(
+        id=OpId(i),
+        primitive=name,
+        operands=operands,
+        results=results,
+        flops=equation_flops(eqn),
+        pinned=bool(eqn.effects) or name in _FOREIGN or name in _RNG_STATE,
+        bodies=tuple(trace_jaxpr(b).graph for b in bodies),
+        trip_count=trips,
+    )
+
+
+def _bodies(eqn: Any) -> tuple[list[Any], int]:
+    """Closed jaxprs inside an equation, and how often they run."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return [params["jaxpr"]], int(params["length"])
+    if name == "while":
+        return [params["body_jaxpr"]], 1
+    if name == "cond":
+        return list(params["branches"]), 1
+    if name in ("jit", "pjit", "shard_map"):
+        body = params["jaxpr"]
+        return [body if hasattr(body, "consts") else jax.extend.core.ClosedJaxpr(body, ())], 1
+    return [], 1
+
+
+def equation_flops(eqn: Any) -> float:
+    """Matrix and convolution FLOPs of one equation (2 per multiply-add), bodies included.
+
+    A ``cond`` counts its most expensive branch, a ``while`` one trip.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contract, _), _ = params["dimension_numbers"]
+        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
+    if name == "conv_general_dilated":
+        rhs, numbers = eqn.invars[1].aval.shape, params["dimension_numbers"]
+        taps = math.prod(rhs) // max(rhs[numbers.rhs_spec[0]], 1)
+        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * taps / _dilation(params)
+    bodies, trips = _bodies(eqn)
+    inner = [jaxpr_flops(b) for b in bodies] or [0.0]
+    if not bodies and name in _CALLS and params.get(_CALLS[name]) is not None:
+        inner = [jaxpr_flops(params[_CALLS[name]])]
+    return max(inner) * trips
+
+
+def _dilation(params: dict[str, Any]) -> float:
+    """Taps that fall on the zeros of a dilated input cost nothing (transposed convolutions)."""
+    return float(math.prod(params["lhs_dilation"] or (1,)))
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """Matrix and convolution FLOPs of a (closed) jaxpr: the figure all benchmarks quote."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(equation_flops(e) for e in jaxpr.eqns)
+
+
+def bind(equation: Equation, operands: list[Any]) -> list[Any]:
+    """Evaluate one flat equation on ``operands`` (tracers or arrays)."""
+    if equation.eqn is None:
+        return list(lax.optimization_barrier(tuple(operands)))
+    eqn = equation.eqn
+    with _compat.equation_context(eqn, equation.stack):
+        out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
