@@ -1,0 +1,49 @@
+"""Whole training steps of published models, as abstract `Workload`s and as tiny runnable ones.
+
+One file per model, each readable and loadable on its own, all with the same five names:
+
+* ``Config``: frozen dataclass of sizes. The defaults are the published model; ``Config.tiny()`` trains on a CPU;
+* ``init_params(config, key)``: the trainable parameters;
+* ``init_args(config, key)``: concrete ``(state, batch)``. ``state["params"]`` is always there, next to the optimizer's
+  state and, where the model has them, ``"key"`` (a typed PRNG key), ``"ema"``, ``"batch_stats"``, ``"carry"``;
+* ``step(config)``: the function ``(state, batch) -> (state, loss)``, that is loss, gradients and optimizer update;
+* ``workload(config)``: the `Workload` of a config (of the published sizes without one): arguments abstract, so nothing
+  is allocated, state donated. All files but gpt2 also take single sizes, ``workload(batch=8)``, and this package's
+  ``workload(name, batch=8)`` does so for every name.
+
+``load(name)`` imports a module on first use; ``NAMES`` lists them all.
+"""
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+from jaxtensile.workload import Workload
+
+MODULES = {
+    "gpt2_small": "gpt2",
+    "llama": "llama",
+    "vit_b": "vit",
+    "resnet50": "resnet",
+    "unet": "unet",
+    "bert_base": "bert",
+    "moe": "moe",
+    "lstm": "lstm",
+    "mixer": "mixer",
+    "dlrm": "dlrm",
+    "ode": "ode",
+}
+NAMES = tuple(MODULES)
+
+
+def load(name: str) -> ModuleType:
+    """The module of one workload."""
+    if name not in MODULES:
+        raise KeyError(f"no workload named {name!r}; there are {', '.join(NAMES)}")
+    return importlib.import_module(f"{__name__}.{MODULES[name]}")
+
+
+def workload(name: str, **sizes: Any) -> Workload:
+    """The named workload at its published sizes, or with some of its ``Config``'s fields changed."""
+    module = load(name)
+    return module.workload(module.Config(**sizes))

@@ -1,0 +1,80 @@
+"""The benchmark workloads are the published models, and their tiny versions train."""
+
+import importlib
+import math
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not installed; appended, so a wheel wins
+workloads = importlib.import_module("benchmarks.workloads")
+
+DLRM_KAGGLE = {"max_rows": None, "dim": 16, "bottom": (512, 256, 64, 16), "top": (512, 256, 1)}
+PUBLISHED = {  # name -> (parameters, sizes to set, where the figure stands)
+    "gpt2_small": (124.4e6, {}, "released checkpoint"),
+    "llama": (1.100e9, {}, "TinyLlama, table 1"),
+    "vit_b": (86.6e6, {}, "ViT, table 1: 86M; released checkpoint"),
+    "resnet50": (25.6e6, {}, "released checkpoint"),
+    "unet": (35.7e6, {}, "DDPM, appendix B"),
+    "bert_base": (110e6, {}, "BERT, section 3"),
+    "lstm": (66e6, {}, "Zaremba et al., large LSTM"),
+    "mixer": (59.9e6, {}, "MLP-Mixer, table 1: 59M; released checkpoint"),
+    "dlrm": (540e6, DLRM_KAGGLE, "DLRM on Criteo Kaggle, d=16"),
+}
+
+
+def describe(tree):
+    """Structure, and shape, dtype and weak type of every leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, [(leaf.shape, leaf.dtype, getattr(leaf, "weak_type", False)) for leaf in leaves]  # keys have none
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(KeyError, match="llama"):
+        workloads.load("alexnet")
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_count_is_the_published_one(name):
+    published, sizes, _ = PUBLISHED[name]
+    module = workloads.load(name)
+    config = module.Config(**sizes)
+    params = jax.eval_shape(lambda: module.init_params(config, jax.random.key(0)))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) == pytest.approx(published, rel=0.01)
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_published_size_traces_and_returns_the_state_it_took(name):
+    work = workloads.workload(name)
+    state, loss = jax.eval_shape(work.fun, *work.args)
+    assert work.name == name
+    assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(work.args))
+    assert describe(state) == describe(work.args[0])
+    assert (loss.shape, loss.dtype) == ((), jnp.float32)
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_tiny_arguments_match_the_abstract_ones_and_train(name):
+    """Five donated steps on one batch; randomness, where the model has any, is the same in every step."""
+    module = workloads.load(name)
+    config = module.Config.tiny()
+    work = module.workload(config)
+    fast = {"compiler_options": {"xla_backend_optimization_level": 0}}  # most of a tiny model's time is LLVM's
+    args = jax.jit(module.init_args, static_argnums=0, **fast)(config, jax.random.key(1))
+    assert describe(args) == describe(work.args)
+
+    step = jax.jit(work.fun, **work.jit_options, **fast)
+    state, batch = args
+    losses = []
+    for _ in range(5):
+        if "key" in state:
+            state = state | {"key": jax.random.key(2)}
+        given = jax.tree.leaves(state["params"])
+        state, loss = step(state, batch)
+        assert all(leaf.is_deleted() for leaf in given)
+        losses.append(float(loss))
+    assert all(math.isfinite(loss) for loss in losses)
+    assert losses[-1] < losses[0], losses
