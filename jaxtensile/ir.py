@@ -33,6 +33,8 @@ class Op:
     ``flops``: matrix and convolution FLOPs, bodies and trip counts included;
     ``pinned``: never cloned, dropped or moved (effects, references, foreign calls);
     ``bodies``: bodies of loops and branches; ``trip_count``: how often they run (1 when unknown).
+    ``slots``: for ops with bodies, the value in every operand position, -1 for a literal;
+    ``carried``: for scans, the number of constants and of carries among the positions.
     """
 
     id: OpId
@@ -43,17 +45,24 @@ class Op:
     pinned: bool = False
     bodies: tuple[Graph, ...] = ()
     trip_count: int = 1
+    slots: tuple[int, ...] = ()
+    carried: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """Ops in schedule order. ``donated``: inputs whose buffers the outputs may reuse."""
+    """Ops in schedule order.
+
+    ``donated``: inputs whose buffers the outputs may reuse; ``output_slots``: the value in every
+    output position, None for a literal (``outputs`` leaves those out).
+    """
 
     values: tuple[Value, ...]
     ops: tuple[Op, ...]
     inputs: tuple[ValueId, ...]
     outputs: tuple[ValueId, ...]
     donated: frozenset[ValueId] = frozenset()
+    output_slots: tuple[ValueId | None, ...] = ()
 
     @property
     def flops(self) -> Flops:

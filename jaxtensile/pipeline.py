@@ -17,16 +17,18 @@ from typing import Any
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options
 from jaxtensile.device import DeviceProfile
 from jaxtensile.errors import BudgetError, Culprit
+from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs, unknown_primitives
 from jaxtensile.passes.greedy import solve as greedy
 from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.loops import LoopPlan, ladder
 from jaxtensile.passes.lowerbound import Bound, lower_bound
-from jaxtensile.plan import Keep, MemoryUse, Plan, Problem, Remat, Solver
+from jaxtensile.plan import Action, Keep, MemoryUse, Plan, Problem, Remat, Solver
 from jaxtensile.report import Decision, Report
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import Traced, trace_jaxpr
-from jaxtensile.units import Bytes, format_bytes
+from jaxtensile.units import Bytes, Seconds, format_bytes
 
 Evaluate = Callable[[list[Any]], list[Any]]
 """Flat arguments → flat outputs, on tracers."""
@@ -39,8 +41,6 @@ ROUNDS = 4
 SURELY_OVER = 1.25
 """The plain program is compiled unless the model puts it over the budget by this factor."""
 SURELY_OVER_WITH_LOOPS = 2.0
-MARGIN = 0.002
-"""Share of the budget left free after a miss, so that the next round does not miss by a hair."""
 
 
 def nothing(_: str) -> None:
@@ -100,13 +100,70 @@ def fit(job: Job, solver: Solver = greedy, watch: Watch = nothing, *, baseline: 
         costs = op_costs(graph, job.device)
     problem = Problem(graph=graph, costs=costs, budget=job.budget)
     _require_possible(job, traced, problem, bound, solver)
-    return _rounds(job, traced, problem, predicted, plain, bound, solver, clock)
+    with clock("loops"):
+        variants = _variants(job, traced, problem)
+    return _rounds(job, variants, predicted, plain, bound, solver, clock)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """The program with its loops rewritten in one way, and what that costs."""
+
+    traced: Traced
+    problem: Problem
+    loops: tuple[LoopPlan, ...]
+    charge: Seconds
+    seconds: Seconds
+
+
+def _variants(job: Job, traced: Traced, problem: Problem) -> list[Variant]:
+    """The program as it is, and with more and more of what its loops stack recomputed instead."""
+    graph = problem.graph
+    ways = ladder(graph, lambda body: op_costs(body, job.device).charge)
+    out: list[Variant] = []
+    for way in ways:
+        if not way:
+            out.append(Variant(traced=traced, problem=problem, loops=(), charge=0.0, seconds=0.0))
+            continue
+        jaxpr = rewrite_loops(traced, job.jaxpr, way)
+        changed = trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused)
+        charge = seconds = 0.0
+        for plan in way:
+            front = graph.ops[plan.pair.forward]
+            body = op_costs(front.bodies[0], job.device)
+            charge += front.trip_count * sum(body.charge[o] for o in plan.again)
+            seconds += front.trip_count * sum(body.seconds[o] for o in plan.again)
+        again = Problem(graph=changed.graph, costs=op_costs(changed.graph, job.device), budget=job.budget)
+        out.append(Variant(traced=changed, problem=again, loops=way, charge=charge, seconds=seconds))
+    return sorted(out, key=lambda v: v.charge)
+
+
+def _solve(variants: list[Variant], budget: Bytes, solver: Solver) -> tuple[Variant, Plan]:
+    """The cheapest variant and plan that fit; the smallest when none does."""
+    best: tuple[Variant, Plan] | None = None
+    for variant in variants:
+        if best is not None and best[1].predicted.device <= budget and _charge(*best) <= variant.charge:
+            break
+        found = variant, solver(replace(variant.problem, budget=max(budget, 0)))
+        if best is None or _rank(found, budget) < _rank(best, budget):
+            best = found
+    assert best is not None, "there is always the program as it is"
+    return best
+
+
+def _charge(variant: Variant, plan: Plan) -> Seconds:
+    clones = plan.program.clones()
+    return variant.charge + sum(variant.problem.costs.charge[plan.program.origin[op.id]] for op in clones)
+
+
+def _rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:
+    device = found[1].predicted.device
+    return (device > budget, device if device > budget else _charge(*found))
 
 
 def _rounds(
     job: Job,
-    traced: Traced,
-    problem: Problem,
+    variants: list[Variant],
     predicted: MemoryUse,
     plain: Compiled | None,
     bound: Bound,
@@ -119,60 +176,80 @@ def _rounds(
     if job.shards > 1 and plain is not None and plain.memory is not None:
         scale = predicted.device / max(plain.device, 1)
     aim = int(job.budget * scale)
-    best: tuple[Compiled, Plan, Evaluate] | None = None
+    best: _Made | None = None
     rounds = 0
     while rounds < ROUNDS:
         with clock("solve"):
-            plan = solver(replace(problem, budget=max(aim, 0)))
+            variant, plan = _solve(variants, aim, solver)
         with clock("check"):
-            check(problem.graph, plan.program)
-        if plan.changes_nothing:
+            check(variant.problem.graph, plan.program)
+        if plan.changes_nothing and not variant.loops:
             break
-        evaluate = rewrite(traced, plan.program)
-        options = choices[min(rounds, len(choices) - 1)] if len(choices) > 1 else choices[0]
+        evaluate = rewrite(variant.traced, plan.program)
         rounds += 1
         with clock("compile planned"):
-            made = compile_program(lambda o, e=evaluate: job.make(e, o), job.args, job.kwargs, options)
-        if best is None or made.device < best[0].device:
-            best = (made, plan, evaluate)
-        if made.device <= job.budget:
+            # The last round, where there is a choice, is the other scheduler's.
+            options = choices[-1] if rounds == ROUNDS else choices[0]
+            made = _Made(
+                compiled=compile_program(lambda o, e=evaluate: job.make(e, o), job.args, job.kwargs, options),
+                variant=variant,
+                plan=plan,
+                evaluate=evaluate,
+            )
+        if best is None or made.compiled.device < best.compiled.device:
+            best = made
+        if made.compiled.device <= job.budget:
             break
-        if len(choices) > 1 and rounds < len(choices):
-            continue
-        error = made.device * scale - plan.predicted.device
-        target = job.budget * scale * (1 - MARGIN) - max(error, 0)
+        error = made.compiled.device * scale - plan.predicted.device
+        target = int(job.budget * scale - max(error, 0))
         if plan.predicted.device > aim or target >= aim:
-            break
-        aim = int(target)
-    if best is None or best[0].device > job.budget:
-        raise _cannot(job, traced, problem, bound, best[0] if best else None, best[1] if best else None)
-    made, plan, evaluate = best
+            if len(choices) == 1 or rounds >= ROUNDS:
+                break
+            rounds = ROUNDS - 1
+            continue
+        aim = target
+    if best is None or best.compiled.device > job.budget:
+        raise _cannot(job, variants, bound, best)
     return Fitted(
-        jitted=made.jitted,
-        evaluate=evaluate,
-        options=made.options,
-        report=_report(job, traced, plan, predicted, plain, made, bound, rounds, clock, problem),
+        jitted=best.compiled.jitted,
+        evaluate=best.evaluate,
+        options=best.compiled.options,
+        report=_report(job, variants[0].traced, best, predicted, plain, best.compiled, bound, rounds, clock),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """One planned and compiled program."""
+
+    compiled: Compiled
+    variant: Variant
+    plan: Plan
+    evaluate: Evaluate
 
 
 def _require_possible(job: Job, traced: Traced, problem: Problem, bound: Bound, solver: Solver) -> None:
     """Before any search: no plan can need less than what single ops need at once."""
     if job.shards == 1 and bound.nbytes > job.budget:
-        raise _cannot(job, traced, problem, bound, None, solver(replace(problem, budget=0)))
+        raise _cannot(job, _variants(job, traced, problem), bound, None, solver)
 
 
 def _cannot(
-    job: Job, traced: Traced, problem: Problem, bound: Bound, compiled: Compiled | None, plan: Plan | None
+    job: Job, variants: list[Variant], bound: Bound, best: _Made | None, solver: Solver | None = None
 ) -> BudgetError:
     """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
-    reachable = [c.device for c in (compiled,) if c is not None and c.memory is not None]
-    if not reachable:
-        reachable = [int(plan.predicted.device * 1.05) if plan is not None else bound.nbytes]
-    needs = max(min(reachable), bound.nbytes)
+    traced = variants[0].traced
+    if best is not None and best.compiled.memory is not None:
+        reachable = best.compiled.device
+    elif solver is not None:
+        reachable = int(_solve(variants, 0, solver)[1].predicted.device * 1.05)
+    else:
+        reachable = bound.nbytes
+    needs = max(reachable, bound.nbytes)
     culprits = tuple(
         Culprit(primitive=traced.graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
     )
-    fixed = sum(problem.graph.values[v].nbytes for v in problem.graph.inputs)
+    fixed = sum(traced.graph.values[v].nbytes for v in traced.graph.inputs)
     because = f": {culprits[0]}" if culprits else ""
     if job.budget < fixed:
         because = f": the arguments alone are {format_bytes(fixed)}"
@@ -188,50 +265,77 @@ def _cannot(
 def _report(
     job: Job,
     traced: Traced,
-    plan: Plan | None,
+    made: _Made | None,
     predicted: MemoryUse,
     plain: Compiled | None,
-    made: Compiled,
+    compiled: Compiled,
     bound: Bound,
     rounds: int,
     clock: _Clock,
-    problem: Problem | None = None,
 ) -> Report:
-    assert made.memory is not None
-    step = sum(problem.costs.seconds) if problem is not None else 0.0
-    notes = [*(plain.notes if plain is not None else ()), *made.notes]
+    assert compiled.memory is not None
+    notes = [*(plain.notes if plain is not None else ()), *compiled.notes]
     if plain is not None and plain.refusal:
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
     if job.shards > 1:
         notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
+    common = {
+        "name": job.name,
+        "target": job.device.name,
+        "budget": job.budget,
+        "baseline": plain.memory if plain is not None and plain.memory is not None else predicted,
+        "compiled": compiled.memory,
+        "lower_bound": bound.nbytes,
+        "flops": traced.graph.flops,
+        "rounds": rounds,
+        "unknown_primitives": unknown_primitives(traced.graph),
+        "notes": tuple(dict.fromkeys(notes)),
+        "seconds": clock.seconds,
+    }
+    if made is None:
+        return Report(
+            predicted=predicted,
+            actions=(),
+            decisions=(),
+            recompute_flops=0.0,
+            overhead=0.0,
+            overhead_ratio=0.0,
+            stages=0,
+            solver="none",
+            **common,
+        )
+    variant, plan = made.variant, made.plan
+    loop_actions = _loop_actions(traced, variant.loops)
+    overhead = plan.overhead + variant.seconds
+    step = sum(op_costs(traced.graph, job.device).seconds)
     return Report(
-        name=job.name,
-        target=job.device.name,
-        budget=job.budget,
-        baseline=plain.memory if plain is not None and plain.memory is not None else predicted,
-        predicted=plan.predicted if plan is not None else predicted,
-        compiled=made.memory,
-        lower_bound=bound.nbytes,
-        actions=plan.actions if plan is not None else (),
-        decisions=_decisions(traced, plan) if plan is not None else (),
-        flops=traced.graph.flops,
-        recompute_flops=plan.recompute_flops if plan is not None else 0.0,
-        overhead=plan.overhead if plan is not None else 0.0,
-        overhead_ratio=plan.overhead / step if plan is not None and step else 0.0,
-        stages=sum(o < 0 for o in plan.program.origin) if plan is not None else 0,
-        rounds=rounds,
-        unknown_primitives=unknown_primitives(traced.graph),
-        solver=plan.solver if plan is not None else "none",
-        notes=tuple(dict.fromkeys(notes)),
-        seconds=clock.seconds,
+        predicted=plan.predicted,
+        actions=(*loop_actions, *plan.actions),
+        decisions=(*_decisions(traced, loop_actions), *_decisions(variant.traced, plan.actions)),
+        recompute_flops=plan.recompute_flops + variant.traced.graph.flops - traced.graph.flops,
+        overhead=overhead,
+        overhead_ratio=overhead / step if step else 0.0,
+        stages=sum(o < 0 for o in plan.program.origin) + len(variant.loops),
+        solver=plan.solver,
+        **common,
     )
 
 
-def _decisions(traced: Traced, plan: Plan) -> tuple[Decision, ...]:
+def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, ...]:
+    """A stack that a loop no longer makes is recomputed by that loop's body."""
+    out: list[Action] = []
+    for plan in loops:
+        front = traced.graph.ops[plan.pair.forward]
+        stacks = front.results[front.carried[1] :]
+        out.extend(Remat(stacks[y], traced.graph.values[stacks[y]].nbytes, front.id) for y in plan.dropped)
+    return tuple(out)
+
+
+def _decisions(traced: Traced, actions: tuple[Action, ...]) -> tuple[Decision, ...]:
     made = {r: op.id for op in traced.graph.ops for r in op.results}
     out: list[Decision] = []
-    for action in plan.actions:
-        if not isinstance(action, Keep | Remat) or action.value not in made:
+    for action in actions:
+        if action.value not in made:
             continue
         value, op = traced.graph.values[action.value], made[action.value]
         out.append(

@@ -168,6 +168,7 @@ def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: boo
         inputs=inputs,
         outputs=tuple(ValueId(o) for o in outs if isinstance(o, int)),
         donated=donated_ids,
+        output_slots=tuple(ValueId(o) if isinstance(o, int) else None for o in outs),
     )
     return Traced(
         graph=graph,
@@ -225,6 +226,8 @@ def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
         pinned=bool(eqn.effects) or name in _FOREIGN or name in _RNG_STATE,
         bodies=tuple(trace_jaxpr(b).graph for b in bodies),
         trip_count=trips,
+        slots=tuple(v if isinstance(v, int) else -1 for v in equation.operands) if bodies else (),
+        carried=_compat.scan_split(eqn.params) if name == "scan" else (0, 0),
     )
 
 

@@ -18,7 +18,7 @@ COPY_SHARE = 0.85
 FUSED_SHARE = 0.04
 """Cost of recomputing a fused elementwise value, as a share of streaming it through memory."""
 
-TRAFFIC_WEIGHT = 0.03
+TRAFFIC_WEIGHT = 0.005
 """What solvers charge for traffic and launches beside matrix time: recomputed elementwise work mostly
 fuses into kernels that run anyway, so a plan is worth no extra matrix FLOPs to avoid it."""
 

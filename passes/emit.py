@@ -70,13 +70,13 @@ class _Emission:
         self.inputs = set(graph.inputs)
         self.again = again
         self.dropped = {r for o in again for r in graph.ops[o].results if r not in kept and r not in mountain.always}
-        self.start = min(mountain.turn, max(again) + 1)
+        self.turn = mountain.turn
         self.stage = _stage_of(graph, again, self.dropped, cuts)
         self.members: dict[int, list[int]] = {}
         for o in sorted(again):
             self.members.setdefault(self.stage[o], []).append(o)
         self.forced = _forced(graph, mountain, kept, sorted(self.members), cuts)
-        self.frontier = _Frontier(graph, kernels, self.start)
+        self.frontier = _Frontier(graph, kernels, min(mountain.turn, max(again) + 1))
         self.behind: dict[int, dict[int, int]] = {}
         self.done: set[int] = set()
         self.lazy_era: dict[int, int] = {}
@@ -84,7 +84,7 @@ class _Emission:
     def run(self) -> Program:
         graph, origin = self.graph, self.program.origin
         for op in graph.ops:
-            if op.id < self.start:
+            if op.id < self.turn:
                 self.put(op, op.operands, op.results, origin[op.id])
             elif not self.is_lazy(op.id):
                 self.demand(op.operands, op.id)
@@ -97,7 +97,7 @@ class _Emission:
     def is_lazy(self, o: int) -> bool:
         """Whether op ``o`` of the descent fuses away, so that it is emitted where it is read."""
         op = self.graph.ops[o]
-        return o >= self.start and not self.kernels.is_root[o] and not op.pinned
+        return o >= self.turn and not self.kernels.is_root[o] and not op.pinned
 
     def demand(self, wanted: Iterable[int], reader: int) -> None:
         """Make the current versions of ``wanted`` exist."""
@@ -147,7 +147,7 @@ class _Emission:
             if v in self.dropped:
                 if o not in self.done:
                     out.append(o)
-            elif o >= self.start and self.is_lazy(o) and self.lazy_era.get(o) != len(self.behind):
+            elif o >= self.turn and self.is_lazy(o) and self.lazy_era.get(o) != len(self.behind):
                 out.append(o)
         return out
 
@@ -182,9 +182,16 @@ class _Emission:
                 pinned=op.pinned,
                 bodies=op.bodies,
                 trip_count=op.trip_count,
+                slots=_slots(op, operands),
+                carried=op.carried,
             )
         )
         self.origin.append(origin)
+
+
+def _slots(op: Op, operands: Sequence[int]) -> tuple[int, ...]:
+    given = iter(operands)
+    return tuple(next(given) if s >= 0 else -1 for s in op.slots)
 
 
 class _Frontier:

@@ -72,7 +72,7 @@ class ResidualCut:
         self._tail, self._head = np.array(tail, np.int32), np.array(head, np.int32)
         self._fixed, self._nbytes = np.array(fixed), np.array(nbytes, np.float64)
         self._size = 2 + len(op_node) + len(value_node)
-        self._op_node, self._value_node, self._crossing_set = op_node, value_node, crossing
+        self._op_node, self._value_node, self.crossing = op_node, value_node, crossing
         self._needed_bytes = float(sum(values[v].nbytes for v in needed))
         self._mountain = mountain
 
@@ -103,7 +103,7 @@ class ResidualCut:
             if not reached[node] or r in self._mountain.always:
                 continue
             op = self._maker(r)
-            if r in self._crossing_set or self._graph.ops[op].pinned or not reached[self._op_node[op]]:
+            if r in self.crossing or self._graph.ops[op].pinned or not reached[self._op_node[op]]:
                 kept.append(r)
         return frozenset(kept)
 

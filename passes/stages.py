@@ -18,6 +18,8 @@ PROMINENCE = 1.3
 """A waist counts when the profile rises by this factor before the next one."""
 
 
+NARROW, NEIGHBOURS = 1.25, 2
+"""A narrow waist is at most this much wider than its neighbours, so many to each side."""
 PLATEAU = 0.9
 """The turn is the highest step among those with this share of the most idle bytes."""
 
@@ -125,14 +127,15 @@ def mountain_at(graph: Graph, turn: int) -> Mountain:
     return Mountain(turn, tuple(needed), frozenset(always), tuple(sorted(cone)))
 
 
-def waists(graph: Graph, mountain: Mountain) -> list[int]:
+def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
     """Steps before the turn at which few bytes cross to the rest of the climb, ascending.
 
-    A cut at step ``w`` separates ops ``< w`` from ops ``>= w``.
+    A cut at step ``w`` separates ops ``< w`` from ops ``>= w``. Returns all waists (where stages
+    may begin) and the narrow ones among them (worth keeping everything that crosses).
     """
     cone, always = mountain.cone, mountain.always
     if not cone:
-        return []
+        return [], []
     made = {r: o for o in cone for r in graph.ops[o].results if r not in always}
     last: dict[int, int] = {}
     for o in cone:
@@ -143,7 +146,13 @@ def waists(graph: Graph, mountain: Mountain) -> list[int]:
     for v, o in last.items():
         delta[made[v] + 1] += graph.values[v].nbytes
         delta[o + 1] -= graph.values[v].nbytes
-    return _valleys(list(accumulate(delta)), list(cone))
+    profile = list(accumulate(delta))
+    found = _valleys(profile, list(cone))
+    width = [profile[w] for w in found]
+    narrow = [
+        w for i, w in enumerate(found) if width[i] <= NARROW * min(width[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS + 1])
+    ]
+    return found, narrow
 
 
 def _valleys(profile: list[int], steps: list[int]) -> list[int]:
@@ -160,6 +169,7 @@ def _valleys(profile: list[int], steps: list[int]) -> list[int]:
         elif here < low:
             low_step, low = s, here
         elif here > low * PROMINENCE and here > 0:
-            found.append(low_step)
+            if low > 0:
+                found.append(low_step)
             falling, high = False, here
     return found

@@ -1,0 +1,211 @@
+"""Fit every workload for an H200 that is not there, and say what XLA allocates.
+
+    python -m benchmarks.fit.run [--jax-line NAME] [WORKLOAD ...]
+
+``policies``: GPT-2 small at the bytes that per-block ``jax.checkpoint`` reaches by hand, each policy
+compiled on the same step in the same run. ``suite``: every workload at 60 % of its plain bytes
+above its arguments. Every case runs in a fresh process; results go to ``results-jax<version>.json``
+and the table to ``results-jax<version>.md``. FLOPs are matrix and convolution FLOPs of the traced
+program; device bytes are XLA's argument + output + temp - alias.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+TARGET = "nvidia-h200"
+SHARE = 0.6
+POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
+
+
+def measure_policy(policy: str | None) -> dict[str, Any]:
+    """XLA's bytes and the FLOPs of the GPT-2 step with one policy on every block."""
+    import jax
+
+    from benchmarks.workloads import gpt2
+
+    workload = gpt2.workload(remat=getattr(jax.checkpoint_policies, policy) if policy else None)
+    return {"policy": policy or "none", **plain(workload)}
+
+
+def plain(workload: Any) -> dict[str, Any]:
+    """The program as it is: compiled by the target's compiler, through the same known failures."""
+    import jax
+    from jax.sharding import SingleDeviceSharding
+
+    from jaxtensile.compile import compile_program
+    from jaxtensile.target import resolve
+    from jaxtensile.trace import jaxpr_flops
+
+    sharding = SingleDeviceSharding(resolve(TARGET))
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), workload.args)
+
+    def make(options: Any) -> Any:
+        return jax.jit(workload.fun, **workload.jit_options, compiler_options=dict(options) or None)
+
+    made = compile_program(make, args, {}, {})
+    assert made.memory is not None, made.refusal
+    jaxpr = jax.jit(workload.fun, **workload.jit_options).trace(*workload.args).jaxpr
+    return {
+        "device": made.device,
+        "argument": made.memory.argument,
+        "temp": made.memory.temp,
+        "flops": jaxpr_flops(jaxpr),
+        "seconds": made.seconds,
+        "notes": list(made.notes),
+    }
+
+
+def fit(workload: Any, budget: int) -> dict[str, Any]:
+    """What ``jaxtensile.jit`` makes of the budget."""
+    import jaxtensile
+    from jaxtensile.trace import jaxpr_flops
+
+    step = jaxtensile.jit(workload.fun, budget=budget, target=TARGET, **workload.jit_options)
+    started = time.perf_counter()
+    try:
+        report = step.plan(*workload.args)
+    except jaxtensile.BudgetError as error:
+        return {"budget": budget, "fits": False, "error": str(error), "needs": error.needs}
+    wall = time.perf_counter() - started
+    compiling = sum(s for name, s in report.seconds.items() if name.startswith("compile"))
+    return {
+        "budget": budget,
+        "fits": report.fits,
+        "device": report.compiled.device,
+        "predicted": report.predicted.device,
+        "flops": jaxpr_flops(step.trace(*workload.args).jaxpr),
+        "overhead_ratio": report.overhead_ratio,
+        "rounds": report.rounds,
+        "stages": report.stages,
+        "planning_seconds": sum(report.seconds.values()) - compiling,
+        "compile_seconds": compiling,
+        "wall_seconds": wall,
+        "notes": list(report.notes),
+    }
+
+
+def case(name: str) -> dict[str, Any]:
+    """One case, in this process: ``policy:NAME``, ``gpt2@BYTES`` or a workload's name."""
+    from benchmarks import workloads
+
+    if name.startswith("policy:"):
+        policy = name.removeprefix("policy:")
+        return measure_policy(None if policy == "none" else policy)
+    if name.startswith("gpt2@"):
+        return fit(workloads.workload("gpt2_small"), int(name.removeprefix("gpt2@")))
+    workload = workloads.workload(name)
+    base = plain(workload)
+    budget = int(base["argument"] + SHARE * (base["device"] - base["argument"]))
+    return {"workload": name, "plain": base, "fit": fit(workload, budget)}
+
+
+def isolated(name: str) -> dict[str, Any]:
+    """The case in a fresh process; a crash is a result too."""
+    print(f"{name} …", flush=True)
+    command = [sys.executable, "-m", "benchmarks.fit.run", "--case", name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent.parent)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {"workload": name, "crash": (done.stderr or done.stdout)[-2000:]}
+    return json.loads(lines[-1])
+
+
+def policies() -> list[dict[str, Any]]:
+    """Each policy and our plan at its bytes."""
+    rows = [isolated("policy:none")]
+    for policy in POLICIES:
+        peer = isolated(f"policy:{policy}")
+        rows.append({**peer, "ours": isolated(f"gpt2@{peer['device']}")})
+    return rows
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    m = result["machine"]
+    lines = [
+        f"# Fit, deviceless H200, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, {m['date']}",
+        "",
+        "Bytes in MB (10^6) of argument + output + temp - alias as XLA allocates them; FLOPs relative to the plain step.",
+        "",
+    ]
+    if result.get("policies"):
+        base = result["policies"][0]
+        lines += [
+            "## GPT-2 small, batch 16 x 1024, bf16, Adam: at the bytes of per-block `jax.checkpoint`",
+            "",
+            "| policy | its MB | its FLOPs | our MB | our FLOPs | rounds | planning s | one plain compile s |",
+            "|---|---|---|---|---|---|---|---|",
+            f"| none | {base['device'] / 1e6:,.1f} | 1.0000 | | | | | {base['seconds']:.1f} |",
+        ]
+        for row in result["policies"][1:]:
+            ours = row["ours"]
+            lines.append(
+                f"| {row['policy']} | {row['device'] / 1e6:,.1f} | {row['flops'] / base['flops']:.4f} "
+                f"| {ours['device'] / 1e6:,.1f} | {ours['flops'] / base['flops']:.4f} | {ours['rounds']} "
+                f"| {ours['planning_seconds']:.2f} | {base['seconds']:.1f} |"
+                if ours.get("fits")
+                else f"| {row['policy']} | {row['device'] / 1e6:,.1f} | {row['flops'] / base['flops']:.4f} "
+                f"| does not fit: {ours.get('needs', 0) / 1e6:,.1f} | | | | |"
+            )
+        lines.append("")
+    lines += [
+        f"## Every workload at {SHARE:.0%} of its plain bytes above its arguments",
+        "",
+        "| workload | plain MB | arguments MB | budget MB | compiled MB | predicted MB | FLOPs | step time (model) "
+        "| rounds | planning s | plain compile s |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["suite"]:
+        if "crash" in row:
+            lines.append(f"| {row['workload']} | crashed | | | | | | | | | |")
+            continue
+        p, f = row["plain"], row["fit"]
+        head = f"| {row['workload']} | {p['device'] / 1e6:,.0f} | {p['argument'] / 1e6:,.0f} | {f['budget'] / 1e6:,.0f} "
+        if f["fits"]:
+            ratio = f["flops"] / p["flops"] if p["flops"] else 1.0
+            lines.append(
+                head + f"| {f['device'] / 1e6:,.0f} | {f['predicted'] / 1e6:,.0f} | {ratio:.4f} "
+                f"| +{f['overhead_ratio']:.1%} | {f['rounds']} | {f['planning_seconds']:.2f} | {p['seconds']:.1f} |"
+            )
+        else:
+            lines.append(head + f"| **does not fit**, needs {f['needs'] / 1e6:,.0f}: {f['error']} | | | | | | |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", help="workloads, or 'policies'; default: everything")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--print-only", action="store_true", help="print, leave the result files alone")
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(case(options.case)))
+        return
+    from benchmarks import workloads
+    from benchmarks.machine import describe
+
+    names = [n for n in options.cases if n != "policies"] or ([] if options.cases else list(workloads.NAMES))
+    result: dict[str, Any] = {"machine": describe(), "target": TARGET, "share": SHARE}
+    result["policies"] = policies() if not options.cases or "policies" in options.cases else []
+    result["suite"] = [isolated(name) for name in names]
+    text = table(result)
+    print(text)
+    for row in result["suite"]:
+        if "crash" in row:
+            print(row["workload"], row["crash"], file=sys.stderr)
+    if not options.print_only:
+        stem = HERE / f"results-jax{result['machine']['jax']}"
+        stem.with_suffix(stem.suffix + ".json").write_text(json.dumps(result, indent=1) + "\n")
+        stem.with_suffix(stem.suffix + ".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

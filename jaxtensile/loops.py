@@ -1,0 +1,178 @@
+"""Rewrite pairs of scans: stop stacking what the backward body can recompute.
+
+Invariant: both loops run the same iterations in the same order on the same values; the forward
+one stacks something else, the backward one computes the rest from it before its own equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxtensile import _compat
+from jaxtensile.passes.loops import LoopPlan
+from jaxtensile.trace import Equation, Traced, bind, trace_jaxpr
+
+
+def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan]) -> Any:
+    """The closed jaxpr of ``traced`` (of ``closed``) with the loops of ``plans`` rewritten."""
+    fronts = {p.pair.forward: [q for q in plans if q.pair.forward == p.pair.forward] for p in plans}
+    backs = {p.pair.backward: [q for q in plans if q.pair.backward == p.pair.backward] for p in plans}
+
+    def evaluate(*flat: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
+        env.update(traced.consts)
+        extra: dict[tuple[int, int], Any] = {}
+
+        def read(atom: Any) -> Any:
+            return env[atom] if isinstance(atom, int) else atom.val
+
+        for i, equation in enumerate(traced.equations):
+            operands = [read(a) if not (isinstance(a, int) and a not in env) else None for a in equation.operands]
+            if i in fronts:
+                results = _forward(equation, operands, fronts[i], extra)
+            elif i in backs:
+                results = _backward(traced, equation, operands, backs[i], extra, read)
+            else:
+                results = bind(equation, operands)
+            env.update((v, r) for v, r in zip(equation.results, results, strict=True) if r is not None)
+        return [read(o) for o in traced.outputs]
+
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
+    return jax.make_jaxpr(evaluate)(*avals)
+
+
+def _forward(
+    equation: Equation, operands: Sequence[Any], plans: Sequence[LoopPlan], extra: dict[tuple[int, int], Any]
+) -> list[Any]:
+    """The forward scan without the dropped stacks (None in their place) and with the new ones in ``extra``."""
+    params = equation.eqn.params
+    consts, carries = _compat.scan_split(params)
+    body = trace_jaxpr(params["jaxpr"])
+    slices = set(body.arguments[consts + carries :])
+    dropped = {y for p in plans for y in p.dropped}
+    stacked = sorted({v for p in plans for v in p.stacked} - slices)
+
+    def step(carry: Any, x: Any) -> Any:
+        env = _run(body, [*operands[:consts], *carry, *x])
+        outs = [_read(env, o) for o in body.outputs]
+        ys = [y for k, y in enumerate(outs[carries:]) if k not in dropped]
+        return outs[:carries], (ys, [env[v] for v in stacked])
+
+    with _compat.equation_context(equation.eqn, equation.stack):
+        carry, (ys, new) = _scan(step, operands[consts : consts + carries], operands[consts + carries :], params)
+    number = plans[0].pair.forward
+    extra.update(((number, v), stack) for v, stack in zip(stacked, new, strict=True))
+    left = iter(ys)
+    count = len(body.outputs) - carries
+    return [*carry, *(None if k in dropped else next(left) for k in range(count))]
+
+
+def _backward(
+    traced: Traced,
+    equation: Equation,
+    operands: Sequence[Any],
+    plans: Sequence[LoopPlan],
+    extra: dict[tuple[int, int], Any],
+    read: Any,
+) -> list[Any]:
+    """The backward scan that recomputes what its forward scans no longer stack."""
+    params = equation.eqn.params
+    consts, carries = _compat.scan_split(params)
+    body = trace_jaxpr(params["jaxpr"])
+    sources = [_Source(traced, plan, extra, read) for plan in plans]
+    missing = {x for s in sources for x in s.position.values()}
+    xs = [x for k, x in enumerate(operands[consts + carries :]) if k not in missing]
+
+    def step(carry: Any, x: Any) -> Any:
+        given, slices = x
+        recomputed: dict[int, Any] = {}
+        for source, values in zip(sources, slices, strict=True):
+            recomputed.update(source.recompute(values))
+        left = iter(given)
+        count = len(body.arguments) - consts - carries
+        full = [recomputed[k] if k in missing else next(left) for k in range(count)]
+        env = _run(body, [*operands[:consts], *carry, *full])
+        outs = [_read(env, o) for o in body.outputs]
+        return outs[:carries], outs[carries:]
+
+    with _compat.equation_context(equation.eqn, equation.stack):
+        carry, ys = _scan(step, operands[consts : consts + carries], (xs, [s.stacks for s in sources]), params)
+    return [*carry, *ys]
+
+
+class _Source:
+    """Where one backward scan gets the values of one forward body from."""
+
+    def __init__(self, traced: Traced, plan: LoopPlan, extra: dict[tuple[int, int], Any], read: Any) -> None:
+        equation = traced.equations[plan.pair.forward]
+        params = equation.eqn.params
+        consts, carries = _compat.scan_split(params)
+        self.body = trace_jaxpr(params["jaxpr"])
+        self.again = plan.again
+        self.constants = {v: read(a) for v, a in zip(self.body.arguments[:consts], equation.operands, strict=False)}
+        self.constants.update(self.body.consts)
+        outs = self.body.outputs[carries:]
+        dropped = set(plan.dropped)
+        wanted = dict(plan.pair.links)
+        self.position = {y: wanted[y] for y in plan.dropped}
+        self.outs = outs
+        # What the recomputed ops read and do not make: slices, new stacks, and stacks that stay.
+        made = {r for o in self.again for r in self.body.equations[o].results}
+        reads = {
+            a
+            for o in self.again
+            for a in self.body.equations[o].operands
+            if isinstance(a, int) and a not in made and a not in self.constants
+        }
+        reads |= {outs[y] for y in dropped if outs[y] not in made and outs[y] not in self.constants}
+        number = plan.pair.forward
+        slices = dict(
+            zip(self.body.arguments[consts + carries :], equation.operands[consts + carries :], strict=True)
+        )
+        staying = {o: k for k, o in enumerate(outs) if isinstance(o, int) and k not in dropped}
+        self.stacks: dict[int, Any] = {}
+        for v in sorted(reads):
+            if (number, v) in extra:
+                self.stacks[v] = extra[number, v]
+            elif v in slices:
+                self.stacks[v] = read(slices[v])
+            else:
+                self.stacks[v] = read(equation.results[carries + staying[v]])
+
+    def recompute(self, values: dict[int, Any]) -> dict[int, Any]:
+        """Backward xs position → value of this iteration."""
+        env = {**self.constants, **values}
+        for o in self.again:
+            equation = self.body.equations[o]
+            env.update(zip(equation.results, bind(equation, [_read(env, a) for a in equation.operands]), strict=True))
+        return {x: env[self.outs[y]] for y, x in self.position.items()}
+
+
+def _run(body: Traced, args: Sequence[Any]) -> dict[int, Any]:
+    """Every value of one iteration."""
+    env: dict[int, Any] = dict(zip(body.arguments, args, strict=True))
+    env.update(body.consts)
+    for equation in body.equations:
+        results = bind(equation, [_read(env, a) for a in equation.operands])
+        env.update(zip(equation.results, results, strict=True))
+    return env
+
+
+def _read(env: dict[int, Any], atom: Any) -> Any:
+    return env[atom] if isinstance(atom, int) else atom.val
+
+
+def _scan(step: Any, carry: Sequence[Any], xs: Any, params: Any) -> Any:
+    return lax.scan(
+        step,
+        list(carry),
+        xs if isinstance(xs, tuple) else list(xs),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )

@@ -1,0 +1,139 @@
+"""What may a pair of scans stop stacking: residuals that the backward body recomputes per iteration.
+
+After differentiation a loop is two scans: a forward one that stacks residuals as ``ys`` and a
+backward one that reads them as ``xs`` at the same positions. A residual kept costs its bytes
+times the trip count; recomputed, it costs its ops once per iteration. Which to keep is the same
+minimum cut as between stages, on the forward body: loop constants are there for free, slices of
+arguments too, a carry must be stacked to be had, and everything stacked anyway is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from jaxtensile.ir import Graph, Op, ValueId, consumers, producers
+from jaxtensile.passes.emit import recomputed_ops
+from jaxtensile.passes.mincut import ResidualCut
+from jaxtensile.passes.stages import Mountain
+
+
+@dataclass(frozen=True, slots=True)
+class ScanPair:
+    """Scans ``forward`` and ``backward`` (op ids); ``links``: (position among the forward's ys,
+    position among the backward's xs) of every stack that nothing else reads."""
+
+    forward: int
+    backward: int
+    links: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """``dropped``: ys positions that are no longer stacked; ``stacked``: forward-body values that
+    are stacked instead; ``again``: forward-body ops to run in every backward iteration."""
+
+    pair: ScanPair
+    dropped: tuple[int, ...]
+    stacked: tuple[int, ...]
+    again: tuple[int, ...]
+
+
+def find_pairs(graph: Graph) -> tuple[ScanPair, ...]:
+    """Pairs of scans of equal length that are linked by stacks read nowhere else."""
+    read_by = consumers(graph)
+    made = producers(graph)
+    final = set(graph.outputs)
+    found: list[ScanPair] = []
+    for back in graph.ops:
+        if back.primitive != "scan" or back.pinned:
+            continue
+        first_x = sum(back.carried)
+        links: dict[int, list[tuple[int, int]]] = {}
+        for x, v in enumerate(back.slots[first_x:]):
+            o = made[v] if v >= 0 else -1
+            if o < 0 or v in final or len(read_by[v]) != 1 or back.slots.count(v) != 1:
+                continue
+            front = graph.ops[o]
+            y = front.results.index(ValueId(v)) - front.carried[1]
+            if front.primitive == "scan" and not front.pinned and front.trip_count == back.trip_count and y >= 0:
+                links.setdefault(o, []).append((y, x))
+        found.extend(ScanPair(o, back.id, tuple(ls)) for o, ls in links.items())
+    return tuple(found)
+
+
+def plan_pair(graph: Graph, pair: ScanPair, charge: Sequence[float], price: float) -> LoopPlan | None:
+    """What to stack when a byte costs ``price`` seconds; None when that is what the pair does already.
+
+    ``charge``: seconds of each op of the forward body, for one iteration.
+    """
+    front = graph.ops[pair.forward]
+    body = front.bodies[0]
+    consts, carries = front.carried
+    xs = body.inputs[consts + carries : len(front.slots)]
+    outs = body.output_slots
+    linked = {outs[carries + y] for y, _ in pair.links}
+    # Stacks that something else keeps alive are free to read in the backward body.
+    free = {v for y, v in enumerate(outs[carries:]) if y not in {y for y, _ in pair.links} and v is not None}
+    outer_inputs = set(graph.inputs)
+    given = set(body.inputs) - set(body.inputs[consts : len(front.slots)])
+    given |= {v for v, outer in zip(xs, front.slots[consts + carries :], strict=True) if outer in outer_inputs}
+    wrapped, shift = _with_sources(body, set(body.inputs) - given)
+    always = frozenset(given | free)
+    needed = tuple(sorted(v for v in linked if v is not None and v not in always))
+    if not needed:
+        return None
+    cone = _cone(wrapped, needed, always)
+    mountain = Mountain(len(wrapped.ops), needed, always, cone)
+    trips = front.trip_count
+    costs = [0.0] * shift + [c * trips for c in charge]
+    scaled = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
+    kept = ResidualCut(scaled, mountain, costs, ()).keep(price)
+    again = recomputed_ops(scaled, mountain, kept)
+    dropped = tuple(sorted(y for y, _ in pair.links if outs[carries + y] in set(needed) - kept))
+    if not dropped:
+        return None
+    stacked = tuple(sorted(v for v in kept if v not in linked))
+    return LoopPlan(pair, dropped, stacked, tuple(sorted(o - shift for o in again if o >= shift)))
+
+
+def _with_sources(body: Graph, sources: set[int]) -> tuple[Graph, int]:
+    """The body with an immovable op in front that makes ``sources``: they can be kept, never recomputed."""
+    source = Op(
+        id=body.ops[0].id if body.ops else 0,  # type: ignore[arg-type]
+        primitive="carry_in",
+        operands=(),
+        results=tuple(ValueId(v) for v in sorted(sources)),
+        pinned=True,
+    )
+    ops = (replace(source, id=0), *(replace(op, id=op.id + 1) for op in body.ops))  # type: ignore[arg-type]
+    return replace(body, ops=ops, inputs=tuple(v for v in body.inputs if v not in sources)), 1
+
+
+def _cone(graph: Graph, needed: Sequence[int], always: frozenset[int]) -> tuple[int, ...]:
+    made = {r: op.id for op in graph.ops for r in op.results}
+    cone: set[int] = set()
+    todo = [made[v] for v in needed if v in made]
+    while todo:
+        o = todo.pop()
+        if o in cone:
+            continue
+        cone.add(o)
+        if not graph.ops[o].pinned:
+            todo.extend(made[u] for u in graph.ops[o].operands if u in made and u not in always)
+    return tuple(sorted(cone))
+
+
+_LADDER = (1e-14, 1e-13, 1e-12, 1e-11, 1e-10)
+"""Prices in seconds per byte that give a loop its options."""
+
+
+def ladder(graph: Graph, charges: Callable[[Graph], Sequence[float]]) -> list[tuple[LoopPlan, ...]]:
+    """Ways to rewrite the loops of ``graph``, from nothing to everything; ``charges``: of a body's ops."""
+    pairs = find_pairs(graph)
+    found: dict[tuple[LoopPlan, ...], None] = {(): None}
+    body_charge = {p.forward: charges(graph.ops[p.forward].bodies[0]) for p in pairs}
+    for price in _LADDER:
+        plans = (plan_pair(graph, p, body_charge[p.forward], price) for p in pairs)
+        found[tuple(p for p in plans if p is not None)] = None
+    return list(found)
