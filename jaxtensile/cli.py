@@ -1,0 +1,96 @@
+"""``jaxtensile plan | doctor``: the command line.
+
+Exit codes: 0 done, 1 does not fit, 2 anything else. JAX is imported by a command that needs
+it, never for help or for a wrong argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxtensile.errors import BudgetError, JaxtensileError
+
+DONE, DOES_NOT_FIT, WRONG_USE = 0, 1, 2
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return the exit code."""
+    options = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except BudgetError as error:
+        _complain(error)
+        # Without a smallest budget it is the text of the budget that was wrong.
+        return WRONG_USE if error.needs is None else DOES_NOT_FIT
+    except JaxtensileError as error:
+        _complain(error)
+        return WRONG_USE
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except Exception:
+        # Python would exit with 1, which here says "does not fit".
+        traceback.print_exc()
+        return WRONG_USE
+
+
+def _parser() -> argparse.ArgumentParser:
+    from jaxtensile import __version__
+
+    parser = argparse.ArgumentParser(
+        prog="jaxtensile", description="A memory planner for JAX: a byte budget in, a function that fits out."
+    )
+    parser.add_argument("--version", action="version", version=f"jaxtensile {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    plan = commands.add_parser("plan", help="fit a program into a budget and say what was decided")
+    plan.add_argument("workload", metavar="FILE:FUNCTION", help="a function that returns a jaxtensile.Workload")
+    plan.add_argument("--budget", required=True, help="bytes, 12GiB, 12GB, or 80%% of the device")
+    plan.add_argument("--target", help="compile for this device (see doctor); default: this machine's")
+    plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON")
+    plan.set_defaults(command=_plan)
+
+    doctor = commands.add_parser("doctor", help="versions, extras and targets, and what is missing")
+    doctor.set_defaults(command=_doctor)
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from jaxtensile.device import profile
+    from jaxtensile.loading import load_workload
+
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        return _complain(f"cannot write {options.json}: there is no folder {options.json.parent}")
+    if options.target is not None:
+        profile(options.target)  # an unknown name is told before the work, not after
+    workload = load_workload(options.workload)
+
+    from jaxtensile.api import jit
+
+    step = jit(workload.fun, budget=options.budget, target=options.target, **workload.jit_options)
+    report = step.plan(*workload.args)
+    print(report)
+    if options.json is not None:
+        options.json.write_text(report.to_json() + "\n")
+    return DONE
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from jaxtensile.doctor import diagnose
+
+    print(diagnose())
+    return DONE
+
+
+def _complain(problem: object) -> int:
+    print(f"jaxtensile: {problem}", file=sys.stderr)
+    return WRONG_USE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""The workload that ``FILE:FUNCTION`` names: load the file, call the function, check what came back.
+
+Invariant: whatever is wrong with the text, the file or the function comes out as ``WorkloadError``,
+one sentence with the place; the file sees the ``sys.path`` that ``python FILE`` would give it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from jaxtensile.errors import JaxtensileError
+from jaxtensile.workload import Workload
+
+
+class WorkloadError(JaxtensileError, ValueError):
+    """``FILE:FUNCTION`` does not lead to a ``jaxtensile.Workload``."""
+
+
+def load_workload(text: str) -> Workload:
+    """Call FUNCTION of FILE, without arguments, and return its ``Workload``."""
+    file, colon, function = text.rpartition(":")
+    if not colon or not file or not function:
+        raise WorkloadError(f"{text!r} is not FILE:FUNCTION: write for example train.py:step")
+    path = Path(file)
+    if not path.is_file():
+        raise WorkloadError(f"there is no file {file!r} (looked in {Path.cwd()})")
+    make = _function(_run(path), file, function)
+    try:
+        result = make()
+    except Exception as error:
+        raise WorkloadError(f"{function}() of {file} raised {_described(error)}") from error
+    if not isinstance(result, Workload):
+        raise WorkloadError(
+            f"{function}() of {file} returned {type(result).__name__}, not jaxtensile.Workload: "
+            "return jaxtensile.Workload(fun=..., args=(...))"
+        )
+    return result
+
+
+def _run(path: Path) -> ModuleType:
+    # Registered, as pickle and dataclasses expect, but never in place of a module that exists.
+    name = path.stem if path.stem not in sys.modules else f"_jaxtensile_{path.stem}"
+    spec = spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise WorkloadError(f"{path} is not a Python file")
+    module = module_from_spec(spec)
+    sys.path.insert(0, str(path.resolve().parent))
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise WorkloadError(f"{path} cannot be loaded: {_described(error)}") from error
+    return module
+
+
+def _function(module: ModuleType, file: str, function: str) -> Callable[[], object]:
+    found = getattr(module, function, None)
+    if found is None:
+        functions = [
+            n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", "") == module.__name__
+        ]
+        near = difflib.get_close_matches(function, functions, n=3, cutoff=0.0)
+        raise WorkloadError(f"{file} has no {function!r}; it has {', '.join(near) or 'no functions'}")
+    if not callable(found):
+        raise WorkloadError(f"{function!r} of {file} is a {type(found).__name__}, not a function")
+    return found
+
+
+def _described(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    if isinstance(error, SyntaxError) and error.lineno is not None:
+        where = f" at {error.filename}:{error.lineno}"
+    else:
+        where = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}{where}"

@@ -1,0 +1,235 @@
+"""The command line: what it prints, its exit codes, and no traceback for a user's mistake."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+import jaxtensile
+from jaxtensile import cli, doctor
+from jaxtensile.device import targets
+
+WORKLOADS = """
+    import sys
+    from dataclasses import dataclass
+    import jax
+    import jax.numpy as jnp
+    import neighbour
+    import jaxtensile
+
+    @dataclass
+    class Size:
+        n: int
+
+    def loss(w, x):
+        for _ in range(neighbour.LAYERS):
+            x = jnp.tanh(x @ w)
+        return (x * x).sum()
+
+    def small():
+        size = Size(64)
+        w = jax.ShapeDtypeStruct((size.n, size.n), jnp.float32)
+        x = jax.ShapeDtypeStruct((4 * size.n, size.n), jnp.float32)
+        return jaxtensile.Workload(fun=jax.grad(loss), args=(w, x))
+
+    def number():
+        return 3
+
+    def broken():
+        return undefined_name
+
+    constant = 7
+"""
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour.py").write_text("LAYERS = 4\n")
+    path = tmp_path / "some_workloads.py"
+    path.write_text(dedent(WORKLOADS))
+    yield str(path)
+    for name in ("neighbour", "some_workloads"):
+        sys.modules.pop(name, None)
+
+
+def mistake(capsys, *arguments):
+    """Run a command that the user got wrong; return the one line it says."""
+    assert cli.main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("jaxtensile: ")
+    assert err.count("\n") == 1, err
+    return err
+
+
+def test_help_names_the_commands(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--help"])
+    assert done.value.code == 0
+    out = capsys.readouterr().out
+    assert "plan" in out
+    assert "doctor" in out
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(["--version"])
+    assert done.value.code == 0
+    assert capsys.readouterr().out == f"jaxtensile {jaxtensile.__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["plan"], ["plan", "f.py:g"], ["plan", "f.py:g", "--budget"]])
+def test_wrong_arguments_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as done:
+        cli.main(arguments)
+    assert done.value.code == 2
+    assert "usage: jaxtensile" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["train.py", ":step", "train.py:", ""])
+def test_not_file_and_function(text, capsys):
+    assert "is not FILE:FUNCTION" in mistake(capsys, "plan", text, "--budget", "1GiB")
+
+
+def test_a_missing_file(capsys, tmp_path):
+    said = mistake(capsys, "plan", f"{tmp_path}/nowhere.py:step", "--budget", "1GiB")
+    assert "there is no file" in said
+    assert "nowhere.py" in said
+
+
+def test_a_missing_function_is_told_the_nearest(file, capsys):
+    said = mistake(capsys, "plan", f"{file}:smal", "--budget", "1GiB")
+    assert "has no 'smal'; it has small" in said
+
+
+def test_something_that_is_no_function(file, capsys):
+    assert "'constant' of" in mistake(capsys, "plan", f"{file}:constant", "--budget", "1GiB")
+
+
+def test_a_function_that_returns_something_else(file, capsys):
+    assert "returned int, not jaxtensile.Workload" in mistake(capsys, "plan", f"{file}:number", "--budget", "1GiB")
+
+
+def test_a_function_that_raises_is_located(file, capsys):
+    said = mistake(capsys, "plan", f"{file}:broken", "--budget", "1GiB")
+    assert "NameError: name 'undefined_name' is not defined" in said
+    line = 1 + dedent(WORKLOADS).splitlines().index("    return undefined_name")
+    assert f"some_workloads.py:{line}" in said
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [("1 +", "SyntaxError"), ("import nothing_such", "nothing_such"), ("raise SystemExit(0)", "SystemExit")],
+)
+def test_a_file_that_does_not_load(source, said, tmp_path, capsys):
+    path = tmp_path / "does_not_load.py"
+    path.write_text(source)
+    line = mistake(capsys, "plan", f"{path}:f", "--budget", "1GiB")
+    assert said in line
+    assert "does_not_load.py:1" in line
+
+
+def test_an_unknown_target_is_told_before_the_file_is_run(capsys):
+    assert "'nvidia-h200'" in mistake(capsys, "plan", "nowhere.py:f", "--budget", "1GiB", "--target", "h200")
+
+
+def test_a_folder_that_is_not_there_for_json(file, capsys, tmp_path):
+    out = tmp_path / "no" / "plan.json"
+    assert "there is no folder" in mistake(capsys, "plan", f"{file}:small", "--budget", "1GiB", "--json", str(out))
+
+
+def test_a_file_never_takes_the_name_of_a_module(tmp_path, monkeypatch):
+    from jaxtensile.loading import load_workload
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "json.py"
+    path.write_text("import jaxtensile\ndef f(): return jaxtensile.Workload(fun=abs, args=(1,), name=__name__)")
+    assert load_workload(f"{path}:f").name == "_jaxtensile_json"
+    assert sys.modules["json"] is json
+
+
+def test_plan_prints_the_report_and_writes_json(file, capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    assert cli.main(["plan", f"{file}:small", "--budget", "1GiB", "--target", "cpu", "--json", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "budget" in printed.lower()
+    assert json.loads(out.read_text())
+
+
+def test_plan_says_when_it_does_not_fit(file, capsys):
+    assert cli.main(["plan", f"{file}:small", "--budget", "1KiB", "--target", "cpu"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("jaxtensile: ")
+    assert "budget" in said.lower()
+
+
+def test_a_budget_that_is_no_size_is_wrong_use(file, capsys):
+    assert "parsecs" in mistake(capsys, "plan", f"{file}:small", "--budget", "12 parsecs")
+
+
+def test_an_unexpected_failure_is_not_taken_for_does_not_fit(file, capsys, monkeypatch):
+    def fail(**_):
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(doctor, "diagnose", fail)
+    assert cli.main(["doctor"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_doctor_reports_every_target_and_extra(capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"jaxtensile   {jaxtensile.__version__}" in out
+    for word in (*targets(), "cuda-aot", "tpu-aot", "ray", "plot", "test", "dev"):
+        assert f"\n  {word} " in out, word
+    assert "\n  cpu                compiles here" in out
+
+
+def test_doctor_survives_a_trial_that_dies(monkeypatch):
+    dies_at_the_second = """
+import json, os, sys
+print("noise from a plugin")
+print(json.dumps([sys.argv[1], ""]), flush=True)
+print("fatal: a check failed", file=sys.stderr, flush=True)
+os.abort()
+"""
+    monkeypatch.setattr(doctor, "_TRY_TARGETS", dies_at_the_second)
+    found = doctor.diagnose()
+    first, *rest = targets()
+    assert found.targets[first] == ""
+    assert all("fatal: a check failed" in found.targets[name] for name in rest)
+    assert f"{rest[0]:<18} no: " in str(found)
+
+
+def test_doctor_names_the_extra_of_what_is_missing(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: None)
+    monkeypatch.setattr(doctor, "_try_targets", lambda names: dict.fromkeys(names, "no"))
+    text = str(doctor.diagnose())
+    for extra in ("cuda-aot", "tpu-aot", "ray", "plot", "test", "dev"):
+        assert f'pip install "jaxtensile[{extra}]"' in text
+    assert "jaxlib       not installed" in text
+
+
+def test_doctor_knows_the_extras_of_the_package():
+    import re
+    import tomllib
+
+    path = Path(__file__).resolve().parent.parent / "pyproject.toml"
+    declared = tomllib.loads(path.read_text())["project"]["optional-dependencies"]
+    assert declared.keys() == doctor._EXTRAS.keys()
+    for extra, requirements in declared.items():
+        names = {re.split(r"[\[<>=; ]", r)[0] for r in requirements} - {"jax"}
+        assert names <= set(doctor._EXTRAS[extra]), extra
+
+
+@pytest.mark.parametrize("start", [["-m", "jaxtensile"], ["-m", "jaxtensile.cli"]])
+def test_it_runs_as_a_module(start):
+    done = subprocess.run(
+        [sys.executable, *start, "plan", "x", "--budget", "1"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr == "jaxtensile: 'x' is not FILE:FUNCTION: write for example train.py:step\n"
