@@ -1,0 +1,33 @@
+"""One environment for all tests: JAX on the CPU, reproducible examples, no test that cannot run here."""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+from hypothesis import settings
+
+# Before anything imports JAX: tests are about this machine's CPU and about compile-only devices.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# Two busy cores make single examples slow at random; the same examples every time keep CI honest.
+settings.register_profile("jaxtensile", deadline=None, derandomize=True)
+settings.load_profile("jaxtensile")
+
+COMPILERS = {
+    "cuda_aot": ("jax_plugins.xla_cuda13", "nvidia.cu13", "nvidia.cuda_nvcc"),
+    "tpu_aot": ("libtpu",),
+}
+
+
+def installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark, modules in COMPILERS.items():
+        missing = [m for m in modules if not installed(m)]
+        if missing and item.get_closest_marker(mark):
+            pytest.skip(f"extra {mark.replace('_', '-')} is not installed: no {', '.join(missing)}")

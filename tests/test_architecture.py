@@ -1,0 +1,114 @@
+"""The house stands as drawn: dependencies point down, JAX stays at its edge, 1024 in one room.
+
+A new room is added to the table below with the rooms it may look into.
+"""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+VOCABULARY = "units errors ir plan device"
+EDGE = f"{VOCABULARY} irtext workload hardware gpu_description target _compat trace rewrite compile verify passes"
+MAY_IMPORT = {
+    "units": "",
+    "errors": "units",
+    "hardware": "",
+    "workload": "",
+    "ir": "units",
+    "irtext": "units errors ir",
+    "device": "units errors",
+    "plan": "units ir",
+    "gpu_description": "units device",
+    "passes": f"{VOCABULARY} passes",
+    "runtime": "units errors runtime",
+    "_compat": "",
+    "trace": "units errors ir _compat",
+    "rewrite": "units errors ir plan _compat trace",
+    "target": "errors device gpu_description hardware",
+    "compile": "units errors ir plan device target _compat",
+    "verify": "units errors ir plan _compat",
+    "report": f"{VOCABULARY} irtext",
+    "pipeline": f"{EDGE} report",
+    "api": f"{EDGE} report pipeline",
+    "loading": "errors workload",
+    "doctor": "units device hardware",
+    "cli": f"{VOCABULARY} api runtime report workload loading doctor",
+    "__init__": "errors hardware api device plan report workload",
+    "__main__": "cli",
+}
+MAY_USE_JAX = set("_compat trace rewrite compile verify target pipeline api".split())
+THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
+FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
+
+
+def room_of(path):
+    return path.parent.name if path.parent.name in ("passes", "runtime") else path.stem
+
+
+def imports(tree):
+    """Absolute module names that a file imports, wherever in the file, except for type checkers."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            whole = node.module in ("jaxtensile", "jax")  # `from jaxtensile import x` is about x
+            yield from (f"{node.module}.{a.name}" for a in node.names) if whole else [node.module]
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            yield from imports(node)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_room_looks_only_into_rooms_below(path):
+    room, tree = room_of(path), ast.parse(path.read_text())
+    assert room in MAY_IMPORT, f"{room} is a new room: say in {Path(__file__).name} what it may import"
+    for name in imports(tree):
+        top, _, rest = name.partition(".")
+        if top == "jaxtensile":
+            target = rest.partition(".")[0]
+            assert target in (*MAY_IMPORT[room].split(), "__version__"), f"{room} imports {name}"
+        elif top in ("jax", "jaxlib"):
+            assert room in MAY_USE_JAX, f"{room} imports {name}"
+            assert "_src" not in name or room == "_compat", f"{room} imports {name}"
+        elif top not in sys.stdlib_module_names and room in THIRD_PARTY:
+            assert top in THIRD_PARTY[room], f"{room} imports {name}"
+    if room != "units":
+        assert not [
+            n.lineno for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value in (1024, 1024**2, 1024**3)
+        ]
+
+
+def test_no_room_looks_into_itself_through_others():
+    """The table has no cycle: following it down always ends."""
+    left = {room: set(below.split()) - {room} for room, below in MAY_IMPORT.items()}
+    while ground := [room for room, below in left.items() if not below & left.keys()]:
+        for room in ground:
+            del left[room]
+    assert not left
+
+
+def test_the_wheel_has_every_folder():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {"jaxtensile": "jaxtensile", "jaxtensile.passes": "passes", "jaxtensile.runtime": "runtime"}
+    assert tool["package-dir"] == folders
+    assert sorted(tool["packages"]) == sorted(folders)
+    nested = {p.parent.relative_to(ROOT) for f in folders.values() for p in (ROOT / f).glob("*/**/*.py")}
+    assert nested == {Path("jaxtensile/passes"), Path("jaxtensile/runtime")} or not nested
+    for name in ("passes", "runtime"):
+        assert (ROOT / "jaxtensile" / name).readlink() == Path("..") / name
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["-c", "import jaxtensile, jaxtensile.runtime; jaxtensile.targets()"], ["-m", "jaxtensile.cli", "--help"]],
+)
+def test_jax_is_not_imported_before_it_is_needed(arguments):
+    found = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, check=True)
+    modules = [line.rpartition("|")[2].strip() for line in found.stderr.splitlines() if line.startswith("import time:")]
+    assert "jaxtensile.units" in modules
+    assert not [m for m in modules if m.split(".")[0] in ("jax", "jaxlib", "numpy")]

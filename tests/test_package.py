@@ -1,0 +1,36 @@
+"""``import jaxtensile``: the names it promises, found on first use."""
+
+import pytest
+
+import jaxtensile
+
+
+def test_names_are_listed_before_they_are_used():
+    assert set(jaxtensile.__all__) <= set(dir(jaxtensile))
+    assert {"jit", "targets", "Workload", "Report", "BudgetError"} <= set(jaxtensile.__all__)
+
+
+def test_every_lazy_name_has_a_home():
+    eager = {n for n in jaxtensile.__all__ if n.endswith("Error")}
+    assert set(jaxtensile._HOMES) == set(jaxtensile.__all__) - eager
+
+
+def test_a_lazy_name_is_the_object_of_its_module():
+    from jaxtensile.plan import MemoryUse
+    from jaxtensile.workload import Workload
+
+    assert jaxtensile.Workload is Workload
+    assert jaxtensile.MemoryUse is MemoryUse
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'jaxtensile' has no attribute 'gradient'"):
+        jaxtensile.gradient  # noqa: B018
+
+
+def test_a_submodule_does_not_hide_a_function():
+    """``jaxtensile.targets`` is a function: no module of that name may be imported over it."""
+    import jaxtensile.device
+    import jaxtensile.target
+
+    assert jaxtensile.targets() == jaxtensile.device.targets()

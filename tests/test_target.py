@@ -1,0 +1,209 @@
+"""Every target's own compiler runs here without its hardware, and leaves the process as it was."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+import jaxtensile
+from jaxtensile import target
+from jaxtensile.device import profile, profile_for_kind, targets
+from jaxtensile.target import compiler_options, resolve
+from jaxtensile.units import MIB
+
+CUDA = [n for n in targets() if profile(n).platform == "cuda"]
+TPU = [n for n in targets() if profile(n).platform == "tpu"]
+ROWS, WIDTH = 2048, 1024
+
+
+def compile_for(name, dtype):
+    sharding = SingleDeviceSharding(resolve(name))
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), dtype, sharding=sharding)
+    w = jax.ShapeDtypeStruct((WIDTH, WIDTH), dtype, sharding=sharding)
+
+    def two_products(x, w):
+        return jax.nn.softmax(jnp.tanh(x @ w) @ w).sum(axis=-1)
+
+    return jax.jit(two_products).lower(x, w).compile(compiler_options=dict(compiler_options(name)))
+
+
+def check_memory(name, dtype):
+    memory = compile_for(name, dtype).memory_analysis()
+    item, activation = jnp.dtype(dtype).itemsize, ROWS * WIDTH * jnp.dtype(dtype).itemsize
+    assert memory.argument_size_in_bytes == (ROWS + WIDTH) * WIDTH * item
+    # Padded to a tile on TPU.
+    assert ROWS * item <= memory.output_size_in_bytes <= ROWS * max(item, 4)
+    # One activation must exist between the products, unless it fits a TPU's on-chip memory; a GPU
+    # without bf16 units holds f32 copies of everything.
+    least = 0 if name in TPU else activation
+    assert least <= memory.temp_size_in_bytes <= 8 * activation + 64 * MIB
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("name", CUDA)
+def test_cuda_targets_compile(name, dtype):
+    check_memory(name, dtype)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("name", TPU)
+def test_tpu_targets_compile(name):
+    check_memory(name, jnp.bfloat16)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("name", TPU)
+def test_a_tpu_profile_has_the_compilers_own_capacity(name):
+    """libtpu refuses what does not fit: the profile's capacity compiles, 8 MiB more does not."""
+    sharding = SingleDeviceSharding(resolve(name))
+
+    def compiles(size):
+        x = jax.ShapeDtypeStruct((size // 2 // 2048, 1024), jnp.int16, sharding=sharding)
+        try:
+            jax.jit(lambda x: x + 1).lower(x).compile()
+        except jax.errors.JaxRuntimeError as error:
+            assert "RESOURCE_EXHAUSTED" in str(error)
+            return False
+        return True
+
+    assert compiles(profile(name).capacity)
+    assert not compiles(profile(name).capacity + 8 * MIB)
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("name", CUDA)
+def test_a_cuda_device_is_known_by_its_kind(name):
+    device = resolve(name)
+    assert device.platform == "gpu"
+    assert profile_for_kind(device.device_kind, device.platform) == profile(name)
+    assert resolve(name) is device
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("name", TPU)
+def test_a_tpu_device_is_known_by_its_kind(name):
+    device = resolve(name)
+    assert device.platform == "tpu"
+    assert profile_for_kind(device.device_kind, device.platform) == profile(name)
+    assert resolve(name) is device
+
+
+@pytest.mark.cuda_aot
+def test_a_volta_is_compiled_for_itself():
+    """No bf16 units: the products run in f32, which an Ampere does not need."""
+    volta = compile_for("nvidia-v100-16gb", jnp.bfloat16).memory_analysis().temp_size_in_bytes
+    ampere = compile_for("nvidia-a100-40gb", jnp.bfloat16).memory_analysis().temp_size_in_bytes
+    assert volta > ampere
+
+
+def test_the_cpu_is_a_real_device():
+    assert resolve("cpu") == jax.local_devices(backend="cpu")[0]
+    assert compiler_options("cpu") == {}
+
+
+def test_an_unknown_name_is_an_error():
+    with pytest.raises(jaxtensile.TargetError, match="nvidia-h200"):
+        resolve("h200")
+
+
+@pytest.mark.parametrize(
+    ("name", "missing", "extra"),
+    [
+        ("nvidia-l4", "jax_plugins", "cuda-aot"),
+        ("nvidia-v100-16gb", "nvidia.cuda_nvcc", "cuda-aot"),
+        ("tpu-v6e", "libtpu", "tpu-aot"),
+    ],
+)
+def test_a_missing_plugin_names_the_extra(name, missing, extra, monkeypatch):
+    found = target._wheel_folder
+    monkeypatch.setattr(target, "_wheel_folder", lambda m: None if m.startswith(missing) else found(m))
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    target._resolve.cache_clear()
+    with pytest.raises(jaxtensile.TargetError) as caught:
+        resolve(name)
+    assert f'pip install "jaxtensile[{extra}]"' in str(caught.value)
+    assert name in str(caught.value)
+
+
+@pytest.mark.cuda_aot
+def test_a_compiler_that_refuses_is_a_target_error(monkeypatch):
+    """As on a machine whose ptxas is too old, or has none: XLA's reason in one sentence."""
+    monkeypatch.setattr(target, "compiler_options", lambda name: {})
+    target._resolve.cache_clear()
+    with pytest.raises(jaxtensile.TargetError) as caught:
+        resolve("nvidia-v100-16gb")
+    assert "cannot be compiled for: UNIMPLEMENTED" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+CHILD = """
+import os, sys
+import jax, jaxtensile
+from jaxtensile.target import resolve
+before = dict(os.environ)
+for word in sys.argv[1:]:
+    if word == "devices":
+        assert [d.platform for d in jax.devices()] == ["cpu"], jax.devices()
+        print("MARK", file=sys.stderr, flush=True)  # what JAX itself printed until here is not ours
+    else:
+        resolve(word)
+assert jax.numpy.ones(3).sum() == 3
+assert [d.platform for d in jax.devices()] == ["cpu"], jax.devices()
+assert dict(os.environ) == before
+"""
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize("platforms", ["", "cpu"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "nvidia-h200",
+        "tpu-v5e",
+        "nvidia-h200 tpu-v5e",
+        "tpu-v5e nvidia-h200",
+        "devices nvidia-h200 tpu-v5e",
+        "devices tpu-v5e nvidia-h200",
+    ],
+)
+def test_resolving_is_silent_and_changes_nothing(words, platforms, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    child = subprocess.run(
+        [sys.executable, "-c", CHILD, *words.split()], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert child.returncode == 0, child.stderr
+    assert child.stderr.rpartition("MARK")[2].strip() == ""
+
+
+@pytest.mark.cuda_aot
+def test_jax_used_before_the_package_was_imported(monkeypatch):
+    """Then the CUDA plugin has already given up; it is registered again."""
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    monkeypatch.delenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", raising=False)
+    code = (
+        "import jax; jax.devices(); from jaxtensile.target import resolve; "
+        "print(resolve('nvidia-l4').device_kind, jax.devices())"
+    )
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert child.returncode == 0, child.stderr
+    assert child.stdout.strip() == "NVIDIA L4 [CpuDevice(id=0)]"
+
+
+@pytest.mark.tpu_aot
+def test_two_processes_may_compile_for_tpus_at_once():
+    code = "from jaxtensile.target import resolve; print(resolve('tpu-v5e').device_kind, flush=True); input()"
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        assert [p.stdout.readline().strip() for p in both] == ["TPU v5 lite"] * 2
+    finally:
+        for p in both:
+            p.communicate("\n", timeout=60)
