@@ -131,9 +131,7 @@ class _Source:
         }
         reads |= {outs[y] for y in dropped if outs[y] not in made and outs[y] not in self.constants}
         number = plan.pair.forward
-        slices = dict(
-            zip(self.body.arguments[consts + carries :], equation.operands[consts + carries :], strict=True)
-        )
+        slices = dict(zip(self.body.arguments[consts + carries :], equation.operands[consts + carries :], strict=True))
         staying = {o: k for k, o in enumerate(outs) if isinstance(o, int) and k not in dropped}
         self.stacks: dict[int, Any] = {}
         for v in sorted(reads):

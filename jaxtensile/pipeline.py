@@ -254,8 +254,8 @@ def _cannot(
     if job.budget < fixed:
         because = f": the arguments alone are {format_bytes(fixed)}"
     return BudgetError(
-        f"budget {format_bytes(job.budget)} is below the smallest reachable {format_bytes(needs)} of {job.name}{because}; "
-        "raise the budget, shrink the batch, donate the arguments that are updated, or shard the program",
+        f"budget {format_bytes(job.budget)} is below the smallest reachable {format_bytes(needs)} of "
+        f"{job.name}{because}; raise the budget, shrink the batch, donate the arguments that are updated, or shard the program",
         needs=needs,
         has=job.budget,
         culprits=culprits,
@@ -366,5 +366,3 @@ class _Clock:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
-
-

@@ -19,7 +19,7 @@ from jaxtensile.trace import Traced, bind
 def rewrite(traced: Traced, program: Program) -> Callable[[Sequence[Any]], list[Any]]:
     """Flat arguments → flat outputs, by the schedule of ``program``."""
     graph, origin = program.graph, program.origin
-    last_use = {v: op.id for op in graph.ops for v in op.operands}
+    last_use: dict[int, int] = {v: op.id for op in graph.ops for v in op.operands}
     last_use.update(dict.fromkeys(graph.outputs, len(graph.ops)))
 
     def evaluate(flat: Sequence[Any]) -> list[Any]:

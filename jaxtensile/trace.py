@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -160,7 +161,7 @@ def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: boo
     args = [flat.new(v.aval) for v in jaxpr.invars]
     outs = flat.inline(closed, list(args), _compat.EMPTY_STACK)
     donated_ids = frozenset(ValueId(a) for a, d in zip(args, donated or (False,) * len(args), strict=True) if d)
-    used = {v for e in flat.equations for v in e.operands if isinstance(v, int)} | {o for o in outs if isinstance(o, int)}
+    used = {v for e in (*(e.operands for e in flat.equations), outs) for v in e if isinstance(v, int)}
     inputs = tuple(ValueId(v) for v in (*args, *flat.consts) if keep_unused or v in used)
     graph = Graph(
         values=tuple(_value(i, aval) for i, aval in enumerate(flat.avals)),
@@ -192,7 +193,7 @@ def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
     if dtype is None:
         return 0
     count = math.prod(shape)
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return count * math.prod(key_data.shape) * key_data.dtype.itemsize
     bits = _bits(np.dtype(dtype))
@@ -286,5 +287,3 @@ def bind(equation: Equation, operands: list[Any]) -> list[Any]:
     with _compat.equation_context(eqn, equation.stack):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
-
-

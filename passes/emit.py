@@ -25,7 +25,7 @@ from jaxtensile.plan import Program
 
 def recomputed_ops(graph: Graph, mountain: Mountain, kept: frozenset[int]) -> set[int]:
     """Ops that must run again when exactly ``kept`` survives the turn."""
-    made = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
     again: set[int] = set()
     todo = [made[v] for v in mountain.needed if v not in kept]
     while todo:
@@ -66,10 +66,12 @@ class _Emission:
         self.ops: list[Op] = []
         self.origin: list[int] = []
         self.now: dict[int, int] = {}
-        self.made = {r: op.id for op in graph.ops for r in op.results}
-        self.inputs = set(graph.inputs)
+        self.made: dict[int, int] = {r: op.id for op in graph.ops for r in op.results}
+        self.inputs: set[int] = set(graph.inputs)
         self.again = again
-        self.dropped = {r for o in again for r in graph.ops[o].results if r not in kept and r not in mountain.always}
+        self.dropped: set[int] = {
+            r for o in again for r in graph.ops[o].results if r not in kept and r not in mountain.always
+        }
         self.turn = mountain.turn
         self.stage = _stage_of(graph, again, self.dropped, cuts)
         self.members: dict[int, list[int]] = {}
@@ -153,13 +155,11 @@ class _Emission:
 
     def open_stage(self, k: int, reader: int) -> None:
         """Put the stage's barrier; everything it recomputes from is read behind it."""
-        read = dict.fromkeys(
-            u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped
-        )
+        read: dict[int, None] = dict.fromkeys(u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped)
         read.update(dict.fromkeys(self.forced.get(k, ())))
         ties = [v for v in self.frontier.since_last(reader) if v not in read]
         operands = [*read, *ties]
-        behind = {v: self.new_version(v) for v in operands}
+        behind: dict[int, int] = {v: self.new_version(v) for v in operands}
         barrier = Op(id=OpId(0), primitive="optimization_barrier", operands=(), results=())
         self.put(barrier, [self.now.get(v, v) for v in operands], list(behind.values()), -1)
         self.behind[k] = behind
@@ -223,7 +223,7 @@ class _Frontier:
 
 def _stage_of(graph: Graph, again: set[int], dropped: set[int], cuts: Sequence[int]) -> dict[int, int]:
     """Stage number of every recomputed op; stages joined by a dropped value are one."""
-    made = {r: o for o in again for r in graph.ops[o].results}
+    made: dict[int, int] = {r: o for o in again for r in graph.ops[o].results}
     joined = [False] * (len(cuts) + 1)
     for o in again:
         k = bisect_right(cuts, o)
@@ -231,7 +231,8 @@ def _stage_of(graph: Graph, again: set[int], dropped: set[int], cuts: Sequence[i
             if u in dropped:
                 for s in range(bisect_right(cuts, made[u]) + 1, k + 1):
                     joined[s] = True
-    number, stage = [], 0
+    number: list[int] = []
+    stage = 0
     for s, with_previous in enumerate(joined):
         stage = stage if with_previous else s
         number.append(stage)
@@ -242,7 +243,7 @@ def _forced(
     graph: Graph, mountain: Mountain, kept: frozenset[int], stages: list[int], cuts: Sequence[int]
 ) -> dict[int, list[int]]:
     """Kept fusible values by stage: only a barrier makes XLA store them rather than what they come from."""
-    made = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
     out: dict[int, list[int]] = {}
     for v in mountain.needed:
         if v in kept and is_fusible(graph.ops[made[v]].primitive):

@@ -12,6 +12,7 @@ or -1 when it never exists.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from jaxtensile.ir import Graph, consumers
@@ -41,12 +42,13 @@ IN_PLACE = frozenset(
 )
 """Write into operand 0 when nobody reads it afterwards."""
 
-EXPENSIVE = frozenset(
-    "exp exp2 expm1 log log1p tanh logistic erf erf_inv pow sin cos tan atan2 threefry2x32 random_bits cbrt".split()
-)
-
-VERY_EXPENSIVE = frozenset("tanh erf erf_inv pow sin cos tan atan2 lgamma digamma".split())
-"""Dozens of instructions each: XLA stores their result rather than compute it for every reader."""
+WORK = {
+    **dict.fromkeys("exp exp2 expm1 log log1p logistic cbrt".split(), 1.0),
+    **dict.fromkeys("tanh erf erfc erf_inv pow sin cos tan atan2 lgamma digamma".split(), 8.0),
+    **dict.fromkeys("threefry2x32 random_bits rng_bit_generator".split(), 32.0),
+}
+"""Arithmetic of one element, in bytes of memory traffic that take as long; what is missing is free."""
+EXPENSIVE = frozenset(WORK)
 
 _MAX_LEAVES = 24
 
@@ -74,10 +76,11 @@ def fuse(graph: Graph) -> Kernels:
     """Group ops into kernels. Linear in edges."""
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
-    wanted = set(graph.outputs)
+    wanted: set[int] = set(graph.outputs)
     must_exist = _needed_in_memory(graph, read_by, wanted)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
+    work = [0.0] * len(values)  # arithmetic inside a fused value, in bytes of traffic that take as long
     for v in graph.inputs:
         leaves[v] = (v,)
     reads: list[tuple[int, ...]] = [() for _ in ops]
@@ -89,6 +92,7 @@ def fuse(graph: Graph) -> Kernels:
             v, r = op.operands[0], op.results[0]
             home[r] = home[v]
             leaves[r] = leaves[v]
+            work[r] = work[v]
             continue
         if name == "optimization_barrier":
             for v, r in zip(op.operands, op.results, strict=True):
@@ -99,12 +103,15 @@ def fuse(graph: Graph) -> Kernels:
             continue
         if is_fusible(name):
             r0 = op.results[0]
+            effort = sum(work[v] for v in dict.fromkeys(op.operands))
+            effort += WORK.get(name, 0.0) * math.prod(values[r0].shape)
             if not any(must_exist[r] for r in op.results) and _worth_fusing(
-                op.primitive, values[r0].nbytes, sources, len(read_by[r0]), [values[s].nbytes for s in sources]
+                effort, values[r0].nbytes, len(read_by[r0]), [values[s].nbytes for s in sources]
             ):
                 for r in op.results:
                     home[r] = -1
                     leaves[r] = sources
+                    work[r] = effort
                 continue
         reads[op.id] = sources
         is_root[op.id] = True
@@ -113,18 +120,15 @@ def fuse(graph: Graph) -> Kernels:
     return Kernels(home=home, reads=reads, is_root=is_root)
 
 
-def _worth_fusing(primitive: str, nbytes: Bytes, sources: tuple[int, ...], users: int, sizes: list[Bytes]) -> bool:
-    if users <= 1:
-        return len(sources) <= _MAX_LEAVES
-    if len(sources) > _MAX_LEAVES:
+def _worth_fusing(effort: float, nbytes: Bytes, users: int, sizes: list[Bytes]) -> bool:
+    """Whether computing a value in every reader beats writing it once and reading it back."""
+    if len(sizes) > _MAX_LEAVES:
         return False
-    capped = sum(min(s, nbytes) for s in sizes)
-    fused = users * capped
-    unfused = capped + nbytes + users * nbytes
-    if primitive in VERY_EXPENSIVE:
-        fused += users * 4 * nbytes
-    elif primitive in EXPENSIVE:
-        fused += users * nbytes // 4
+    if users <= 1:
+        return True
+    read = sum(min(s, nbytes) for s in sizes)
+    fused = users * (read + effort)
+    unfused = read + effort + nbytes + users * nbytes
     return fused <= unfused
 
 

@@ -69,7 +69,7 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
     merged = _share(graph, kernels, start, stop)
     is_input = set(graph.inputs)
     out_homes = {home[v] for v in graph.outputs if home[v] >= 0}
-    alias, aliased = _donate(graph, home)
+    alias = _donate(graph)
     fixed = {b for b in out_homes if b not in is_input}
     ranges: list[LiveRange] = []
     delta = [0] * (n + 1)
@@ -134,19 +134,16 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
     return owner
 
 
-def _donate(graph: Graph, home: list[int]) -> tuple[Bytes, set[int]]:
+def _donate(graph: Graph) -> Bytes:
     """Bytes of outputs that reuse a donated input of the same shape and type, as jit pairs them."""
     pool: dict[tuple[tuple[int, ...], str], int] = {}
     for v in graph.donated:
-        value = graph.values[v]
-        key = (value.shape, value.dtype)
+        key = (graph.values[v].shape, graph.values[v].dtype)
         pool[key] = pool.get(key, 0) + 1
-    total, taken = 0, set[int]()
+    total = 0
     for v in graph.outputs:
-        value = graph.values[v]
-        key = (value.shape, value.dtype)
+        key = (graph.values[v].shape, graph.values[v].dtype)
         if pool.get(key, 0) > 0:
             pool[key] -= 1
-            total += value.nbytes
-            taken.add(v)
-    return total, taken
+            total += graph.values[v].nbytes
+    return total

@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxtensile.ir import Graph, Op, ValueId, consumers, producers
+from jaxtensile.ir import Graph, Op, OpId, ValueId, consumers, producers
 from jaxtensile.passes.emit import recomputed_ops
-from jaxtensile.passes.mincut import ResidualCut
+from jaxtensile.passes.mincut import ResidualCut, price_ladder
 from jaxtensile.passes.stages import Mountain
 
 
@@ -76,9 +76,10 @@ def plan_pair(graph: Graph, pair: ScanPair, charge: Sequence[float], price: floa
     # Stacks that something else keeps alive are free to read in the backward body.
     free = {v for y, v in enumerate(outs[carries:]) if y not in {y for y, _ in pair.links} and v is not None}
     outer_inputs = set(graph.inputs)
-    given = set(body.inputs) - set(body.inputs[consts : len(front.slots)])
-    given |= {v for v, outer in zip(xs, front.slots[consts + carries :], strict=True) if outer in outer_inputs}
-    wrapped, shift = _with_sources(body, set(body.inputs) - given)
+    costly: set[int] = {*body.inputs[consts : consts + carries]}
+    costly |= {v for v, outer in zip(xs, front.slots[consts + carries :], strict=True) if outer not in outer_inputs}
+    given: set[int] = {*body.inputs} - costly
+    wrapped, shift = _with_sources(body, costly)
     always = frozenset(given | free)
     needed = tuple(sorted(v for v in linked if v is not None and v not in always))
     if not needed:
@@ -100,18 +101,18 @@ def plan_pair(graph: Graph, pair: ScanPair, charge: Sequence[float], price: floa
 def _with_sources(body: Graph, sources: set[int]) -> tuple[Graph, int]:
     """The body with an immovable op in front that makes ``sources``: they can be kept, never recomputed."""
     source = Op(
-        id=body.ops[0].id if body.ops else 0,  # type: ignore[arg-type]
+        id=OpId(0),
         primitive="carry_in",
         operands=(),
         results=tuple(ValueId(v) for v in sorted(sources)),
         pinned=True,
     )
-    ops = (replace(source, id=0), *(replace(op, id=op.id + 1) for op in body.ops))  # type: ignore[arg-type]
+    ops = (source, *(replace(op, id=OpId(op.id + 1)) for op in body.ops))
     return replace(body, ops=ops, inputs=tuple(v for v in body.inputs if v not in sources)), 1
 
 
 def _cone(graph: Graph, needed: Sequence[int], always: frozenset[int]) -> tuple[int, ...]:
-    made = {r: op.id for op in graph.ops for r in op.results}
+    made: dict[int, int] = {r: op.id for op in graph.ops for r in op.results}
     cone: set[int] = set()
     todo = [made[v] for v in needed if v in made]
     while todo:
@@ -124,16 +125,19 @@ def _cone(graph: Graph, needed: Sequence[int], always: frozenset[int]) -> tuple[
     return tuple(sorted(cone))
 
 
-_LADDER = (1e-14, 1e-13, 1e-12, 1e-11, 1e-10)
-"""Prices in seconds per byte that give a loop its options."""
+_PRICES = 10
 
 
 def ladder(graph: Graph, charges: Callable[[Graph], Sequence[float]]) -> list[tuple[LoopPlan, ...]]:
     """Ways to rewrite the loops of ``graph``, from nothing to everything; ``charges``: of a body's ops."""
     pairs = find_pairs(graph)
     found: dict[tuple[LoopPlan, ...], None] = {(): None}
-    body_charge = {p.forward: charges(graph.ops[p.forward].bodies[0]) for p in pairs}
-    for price in _LADDER:
-        plans = (plan_pair(graph, p, body_charge[p.forward], price) for p in pairs)
+    bodies = {p.forward: graph.ops[p.forward].bodies[0] for p in pairs}
+    charge = {o: charges(body) for o, body in bodies.items()}
+    prices = {o: price_ladder(body, range(len(body.ops)), charge[o], _PRICES) for o, body in bodies.items()}
+    for i in range(_PRICES):
+        plans = (
+            plan_pair(graph, p, charge[p.forward], prices[p.forward][min(i, len(prices[p.forward]) - 1)]) for p in pairs
+        )
         found[tuple(p for p in plans if p is not None)] = None
     return list(found)

@@ -18,11 +18,10 @@ import numpy as np
 
 from jaxtensile.ir import Graph
 from jaxtensile.passes.emit import recomputed_ops
-from jaxtensile.passes.mincut import ResidualCut
+from jaxtensile.passes.mincut import ResidualCut, price_ladder
 from jaxtensile.passes.stages import Mountain
 
-_PRICES = tuple(float(p) for p in np.logspace(-15.5, -8, 24))
-"""Seconds per byte: from 'keep whatever costs anything' to 'recompute whatever can be'."""
+_PRICES = 28
 _SPANS = (1, 2, 4, 8)
 _OFFSETS = 4
 """Segmentations tried per span: starts at different waists."""
@@ -45,9 +44,10 @@ class Menu:
     def __init__(self, graph: Graph, mountain: Mountain, charge: Sequence[float], cuts: Sequence[int]) -> None:
         self._graph, self._mountain, self._charge = graph, mountain, charge
         self._cuts = tuple(cuts)
-        self._made = {r: o for o in mountain.cone for r in graph.ops[o].results}
+        self._made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
         self._options: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
         self._least: dict[int, frozenset[int]] = {}
+        self._prices = price_ladder(graph, mountain.cone, charge, _PRICES)
         # Matrix products that may not run again: what the knapsack needs to fill the last bytes with
         # small, cheap values, where a product would be the better bargain per byte only.
         self._sparing = [c + (1.0 if op.flops else 0.0) for c, op in zip(charge, graph.ops, strict=True)]
@@ -65,9 +65,7 @@ class Menu:
         inner = [self._cuts[b - 1] for b in bounds[1:-1]]
         cut = ResidualCut(self._graph, self._mountain, self._charge, inner)
         sparing = ResidualCut(self._graph, self._mountain, self._sparing, inner)
-        answers = list(
-            dict.fromkeys((*(sparing.keep(p) for p in _PRICES[::2]), *(cut.keep(p) for p in _PRICES)))
-        )
+        answers = list(dict.fromkeys((*(sparing.keep(p) for p in self._prices[::2]), *(cut.keep(p) for p in self._prices))))
         least = self.completed(answers[-1], inner)
         if span not in self._least or self.size(least) < self.size(self._least[span]):
             self._least[span] = least
@@ -122,9 +120,7 @@ class Menu:
         back: list[list[tuple[int, _Option]]] = [[] for _ in range(count + 1)]
         pick = np.zeros((count + 1, width), np.int32)
         menu = {
-            (i, j): _undominated(list(options.values()))
-            for (i, j), options in self._options.items()
-            if j - i <= span
+            (i, j): _undominated(list(options.values())) for (i, j), options in self._options.items() if j - i <= span
         }
         by_end: list[list[tuple[int, list[_Option]]]] = [[] for _ in range(count + 1)]
         for (i, j), options in sorted(menu.items()):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from jaxtensile.ir import Graph
 from jaxtensile.passes.liveness import Liveness
@@ -79,7 +79,7 @@ def find_turn(graph: Graph, live: Liveness, budget_temp: int) -> int | None:
     delta = [0] * (n + 1)
     for r in live.ranges:
         points = touches[r.value]
-        for a, b in zip(points, points[1:], strict=False):
+        for a, b in pairwise(points):
             if b - a > window:
                 delta[a + 1] += r.nbytes
                 delta[b] -= r.nbytes
@@ -95,13 +95,10 @@ def mountain_at(graph: Graph, turn: int) -> Mountain:
     """Everything the decision at one turn depends on."""
     window = idle_window(graph)
     steps = use_steps(graph)
-    fixed = set(graph.inputs) | set(graph.outputs)
+    fixed: set[int] = {*graph.inputs, *graph.outputs}
     always = set(fixed)
     needed: list[int] = []
-    made = {}
-    for op in graph.ops[:turn]:
-        for r in op.results:
-            made[r] = op.id
+    made: dict[int, int] = {r: op.id for op in graph.ops[:turn] for r in op.results}
     for v, op_id in made.items():
         after = bisect_left(steps[v], turn)
         if after >= len(steps[v]):
@@ -136,7 +133,7 @@ def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
     cone, always = mountain.cone, mountain.always
     if not cone:
         return [], []
-    made = {r: o for o in cone for r in graph.ops[o].results if r not in always}
+    made: dict[int, int] = {r: o for o in cone for r in graph.ops[o].results if r not in always}
     last: dict[int, int] = {}
     for o in cone:
         for u in graph.ops[o].operands:

@@ -133,7 +133,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"# Fit, deviceless H200, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, {m['date']}",
         "",
-        "Bytes in MB (10^6) of argument + output + temp - alias as XLA allocates them; FLOPs relative to the plain step.",
+        "MB (10^6 bytes) of argument + output + temp - alias as XLA allocates them; FLOPs relative to the plain step.",
         "",
     ]
     if result.get("policies"):
@@ -168,7 +168,9 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"| {row['workload']} | crashed | | | | | | | | | |")
             continue
         p, f = row["plain"], row["fit"]
-        head = f"| {row['workload']} | {p['device'] / 1e6:,.0f} | {p['argument'] / 1e6:,.0f} | {f['budget'] / 1e6:,.0f} "
+        head = (
+            f"| {row['workload']} | {p['device'] / 1e6:,.0f} | {p['argument'] / 1e6:,.0f} | {f['budget'] / 1e6:,.0f} "
+        )
         if f["fits"]:
             ratio = f["flops"] / p["flops"] if p["flops"] else 1.0
             lines.append(

@@ -1,0 +1,160 @@
+"""Pairs of scans: what is no longer stacked is recomputed, and every value stays the same."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtensile.device import profile
+from jaxtensile.loops import rewrite_loops
+from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.loops import find_pairs, ladder, plan_pair
+from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+
+DEVICE = profile("nvidia-h200")
+LEVEL_0 = {"xla_backend_optimization_level": 0}
+
+
+def rnn(w, xs, h0):
+    """A recurrent net whose body has cheap and dear residuals; the outputs are used afterwards."""
+
+    def body(carry, x):
+        h, c = carry
+        z = jnp.tanh(jnp.concatenate([x, h]) @ w["in"] + w["b"])
+        gate, update = jnp.split(z, 2)
+        c = jax.nn.sigmoid(gate) * c + jnp.sin(update)
+        return (jnp.exp(-(c**2)) * h + x, c), (h * c, jnp.cos(c))
+
+    (h, c), (a, b) = jax.lax.scan(body, (h0, 0.5 * h0), xs)
+    return (h * c).sum() + (a * b).sum() + (a[::2] ** 2).sum()
+
+
+def reverse(w, xs, h0):
+    """A scan that runs backwards already, without outputs."""
+
+    def body(h, x):
+        return jnp.tanh(h @ w["in"][: h.size, : h.size] + x) * 0.9, None
+
+    return (jax.lax.scan(body, h0, xs, reverse=True)[0] ** 2).sum()
+
+
+def two_loops(w, xs, h0):
+    """The second loop reads what the first one made; constants are closed over."""
+    table = jnp.arange(8.0)
+
+    def first(h, x):
+        h = jnp.sin(h @ w["in"][:8, :8] + x * table)
+        return h, jnp.exp(h)
+
+    h, ys = jax.lax.scan(first, h0, xs)
+
+    def second(h, y):
+        return jnp.tanh(h * y @ w["in"][8:, 8:]), h.sum()
+
+    h, sums = jax.lax.scan(second, h, ys, unroll=2)
+    return (h**2).sum() + sums.sum()
+
+
+def masked(w, xs, h0):
+    """Integers, booleans and random keys among the residuals."""
+
+    def body(carry, x):
+        h, key, i = carry
+        key, now = jax.random.split(key)
+        keep = jax.random.bernoulli(now, 0.7, h.shape)
+        h = jnp.where(keep, jnp.tanh(h @ w["in"][:8, :8] + x), 0.0) * (1 + i % 3)
+        return (h, key, i + 1), h.max()
+
+    (h, _, _), m = jax.lax.scan(body, (h0, jax.random.key(3), 0), xs)
+    return (h**2).sum() + m.sum()
+
+
+PROGRAMS = (rnn, reverse, two_loops, masked)
+
+
+@pytest.fixture(params=PROGRAMS, ids=lambda f: f.__name__)
+def program(request):
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {"in": 0.5 * jax.random.normal(keys[0], (16, 16)), "b": jnp.ones(16)}
+    args = (w, jax.random.normal(keys[1], (12, 8)), jax.random.normal(keys[2], (8,)))
+    return jax.value_and_grad(request.param), args
+
+
+def ways_of(fun, args):
+    traced = jax.jit(fun).trace(*args)
+    flat = trace_jaxpr(traced.jaxpr)
+    return traced, flat, ladder(flat.graph, lambda body: op_costs(body, DEVICE).charge)
+
+
+def test_every_way_to_rewrite_gives_the_same_values(program):
+    fun, args = program
+    traced, flat, ways = ways_of(fun, args)
+    expected = jax.tree.leaves(jax.jit(fun, compiler_options=LEVEL_0)(*args))
+    assert len(ways) > 1, "there is something to recompute"
+    for way in ways:
+        closed = rewrite_loops(flat, traced.jaxpr, way)
+        run = jax.jit(lambda *xs, c=closed: jax.core.eval_jaxpr(c.jaxpr, c.consts, *xs), compiler_options=LEVEL_0)
+        for new, old in zip(run(*jax.tree.leaves(args)), expected, strict=True):
+            assert new.dtype == old.dtype and new.shape == old.shape
+            np.testing.assert_allclose(new, old, rtol=2e-5, atol=2e-5)  # twelve chained f32 steps
+
+
+def test_dearer_bytes_stack_less(program):
+    fun, args = program
+    traced, flat, ways = ways_of(fun, args)
+
+    def stacked(closed):
+        graph = trace_jaxpr(closed).graph
+        return sum(graph.values[r].nbytes for op in graph.ops if op.primitive == "scan" for r in op.results)
+
+    bytes_of = [stacked(rewrite_loops(flat, traced.jaxpr, way)) for way in ways]
+    assert bytes_of == sorted(bytes_of, reverse=True)
+    assert bytes_of[-1] < bytes_of[0]
+
+
+def test_recomputation_is_counted_in_the_flops():
+    keys = jax.random.split(jax.random.key(0), 3)
+    w = {"in": jax.random.normal(keys[0], (16, 16)), "b": jnp.ones(16)}
+    args = (w, jax.random.normal(keys[1], (12, 8)), jax.random.normal(keys[2], (8,)))
+    traced, flat, ways = ways_of(jax.value_and_grad(rnn), args)
+    plans = ways[-1]
+    body = flat.graph.ops[plans[0].pair.forward].bodies[0]
+    extra = 12 * sum(body.ops[o].flops for o in plans[0].again)
+    assert jaxpr_flops(rewrite_loops(flat, traced.jaxpr, plans)) == jaxpr_flops(traced.jaxpr) + extra
+
+
+def test_a_stack_that_is_read_elsewhere_stays():
+    def fun(x, xs):
+        def body(h, x):
+            h = jnp.sin(h * x)
+            return h, h
+
+        h, ys = jax.lax.scan(body, x, xs)
+        return h.sum() + (ys**2).sum(), ys
+
+    args = (jnp.ones(4), jnp.ones((5, 4)))
+    graph = trace_jaxpr(jax.jit(jax.grad(fun, has_aux=True)).trace(*args).jaxpr).graph
+    outputs = set(graph.outputs)
+    for pair in find_pairs(graph):
+        results = graph.ops[pair.forward].results[graph.ops[pair.forward].carried[1] :]
+        assert not outputs & {results[y] for y, _ in pair.links}
+
+
+def test_effects_are_left_alone():
+    def fun(x, xs):
+        def body(h, x):
+            jax.debug.callback(lambda _: None, h)
+            return jnp.sin(h * x), None
+
+        return jax.lax.scan(body, x, xs)[0].sum()
+
+    graph = trace_jaxpr(jax.jit(jax.grad(fun)).trace(jnp.ones(4), jnp.ones((5, 4))).jaxpr).graph
+    assert find_pairs(graph) == ()
+
+
+def test_free_bytes_change_nothing():
+    args = ({"in": jnp.ones((16, 16)), "b": jnp.ones(16)}, jnp.ones((12, 8)), jnp.ones(8))
+    graph = trace_jaxpr(jax.jit(jax.grad(rnn)).trace(*args).jaxpr).graph
+    for pair in find_pairs(graph):
+        charge = op_costs(graph.ops[pair.forward].bodies[0], DEVICE).charge
+        assert plan_pair(graph, pair, [c + 1.0 for c in charge], 1e-18) is None
