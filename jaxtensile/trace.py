@@ -35,8 +35,12 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
-_FOREIGN = ("pure_callback", "io_callback", "debug_callback", "ffi_call", "pallas_call", "custom_call")
-_RNG_STATE = ("rng_uniform", "random_seed", "random_wrap")
+_NEVER_CLONED = frozenset(
+    """pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning
+    rng_uniform random_seed random_wrap shard_map xla_pmap pmap psum psum2 psum_invariant pmax pmin ppermute
+    all_gather all_gather_invariant all_to_all reduce_scatter ragged_all_to_all""".split()
+)
+"""Foreign code, random state and collectives: running them twice or elsewhere could change meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +222,15 @@ def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
     eqn = equation.eqn
     name = eqn.primitive.name
     bodies, trips = _bodies(eqn)
+    inner = tuple(trace_jaxpr(b).graph for b in bodies)
     return Op(
         id=OpId(i),
         primitive=name,
         operands=operands,
         results=results,
         flops=equation_flops(eqn),
-        pinned=bool(eqn.effects) or name in _FOREIGN or name in _RNG_STATE,
-        bodies=tuple(trace_jaxpr(b).graph for b in bodies),
+        pinned=bool(eqn.effects) or name in _NEVER_CLONED or any(o.pinned for g in inner for o in g.ops),
+        bodies=inner,
         trip_count=trips,
         slots=tuple(v if isinstance(v, int) else -1 for v in equation.operands) if bodies else (),
         carried=_compat.scan_split(eqn.params) if name == "scan" else (0, 0),

@@ -30,7 +30,7 @@ ELEMENTWISE = frozenset(
 )
 MOVES = frozenset(
     """broadcast_in_dim broadcast concatenate dynamic_slice gather iota pad rev slice split transpose copy
-    real_imag random_unwrap random_fold_in""".split()
+    stack unstack random_unwrap random_fold_in random_split random_gamma""".split()
 )
 REDUCTIONS = frozenset(
     """reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor argmax argmin reduce

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = "units errors ir plan device"
-EDGE = f"{VOCABULARY} irtext workload hardware gpu_description target _compat trace rewrite compile verify passes"
+EDGE = f"{VOCABULARY} irtext workload hardware gpu_description target _compat trace loops rewrite compile passes"
 MAY_IMPORT = {
     "units": "",
     "errors": "units",
@@ -28,10 +28,10 @@ MAY_IMPORT = {
     "runtime": "units errors runtime",
     "_compat": "",
     "trace": "units errors ir _compat",
+    "loops": "units errors ir plan _compat trace passes",
     "rewrite": "units errors ir plan _compat trace",
     "target": "errors device gpu_description hardware",
     "compile": "units errors ir plan device target _compat",
-    "verify": "units errors ir plan _compat",
     "report": f"{VOCABULARY} irtext",
     "pipeline": f"{EDGE} report",
     "api": f"{EDGE} report pipeline",
@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "__init__": "errors hardware api device plan report workload",
     "__main__": "cli",
 }
-MAY_USE_JAX = set("_compat trace rewrite compile verify target pipeline api".split())
+MAY_USE_JAX = set("_compat trace loops rewrite compile target pipeline api".split())
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
 
