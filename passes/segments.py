@@ -21,9 +21,9 @@ from jaxtensile.passes.emit import recomputed_ops
 from jaxtensile.passes.mincut import ResidualCut, price_ladder
 from jaxtensile.passes.stages import Mountain
 
-_PRICES = 28
+_PRICES = 20
 _SPANS = (1, 2, 4, 8)
-_OFFSETS = 4
+_OFFSETS = 2
 """Segmentations tried per span: starts at different waists."""
 _UNITS = 16384
 """Resolution of the programme: bytes are rounded to this share of what there is to distribute."""
@@ -65,7 +65,7 @@ class Menu:
         inner = [self._cuts[b - 1] for b in bounds[1:-1]]
         cut = ResidualCut(self._graph, self._mountain, self._charge, inner)
         sparing = ResidualCut(self._graph, self._mountain, self._sparing, inner)
-        answers = list(dict.fromkeys((*(sparing.keep(p) for p in self._prices[::2]), *(cut.keep(p) for p in self._prices))))
+        answers = list(dict.fromkeys((*(sparing.keep(p) for p in self._prices[::3]), *(cut.keep(p) for p in self._prices))))
         least = self.completed(answers[-1], inner)
         if span not in self._least or self.size(least) < self.size(self._least[span]):
             self._least[span] = least
