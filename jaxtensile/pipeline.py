@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options
@@ -20,11 +20,11 @@ from jaxtensile.errors import BudgetError, Culprit
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs, unknown_primitives
-from jaxtensile.passes.greedy import solve as greedy
+from jaxtensile.passes.greedy import prepare as greedy
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import LoopPlan, ladder
 from jaxtensile.passes.lowerbound import Bound, lower_bound
-from jaxtensile.plan import Action, Keep, MemoryUse, Plan, Problem, Remat, Solver
+from jaxtensile.plan import Action, Keep, MemoryUse, Plan, Problem, Remat
 from jaxtensile.report import Decision, Report
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import Traced, trace_jaxpr
@@ -34,6 +34,8 @@ Evaluate = Callable[[list[Any]], list[Any]]
 """Flat arguments → flat outputs, on tracers."""
 Make = Callable[[Evaluate | None, Options], Any]
 """A jit object that runs ``evaluate`` (None: the user's function as it is) under compiler options."""
+Prepare = Callable[[Problem], Callable[[Bytes], Plan]]
+"""A solver: what does not depend on the budget is done once, then one plan per budget."""
 Watch = Callable[[str], None]
 
 ROUNDS = 4
@@ -74,7 +76,7 @@ class Fitted:
     report: Report
 
 
-def fit(job: Job, solver: Solver = greedy, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
+def fit(job: Job, prepare: Prepare = greedy, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
     """Fit one job. ``baseline``: compile the plain program even when it surely does not fit."""
     clock = _Clock(watch)
     with clock("graph"):
@@ -99,10 +101,12 @@ def fit(job: Job, solver: Solver = greedy, watch: Watch = nothing, *, baseline: 
     with clock("costs"):
         costs = op_costs(graph, job.device)
     problem = Problem(graph=graph, costs=costs, budget=job.budget)
-    _require_possible(job, traced, problem, bound, solver)
     with clock("loops"):
-        variants = _variants(job, traced, problem)
-    return _rounds(job, variants, predicted, plain, bound, solver, clock)
+        variants = _variants(job, traced, problem, prepare)
+    if job.shards == 1 and bound.nbytes > job.budget:
+        # Before any search: no plan can need less than what single ops need at once.
+        raise _cannot(job, variants, bound, None)
+    return _rounds(job, variants, predicted, plain, bound, clock)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +115,20 @@ class Variant:
 
     traced: Traced
     problem: Problem
+    solve: Callable[[Bytes], Plan]
     loops: tuple[LoopPlan, ...]
     charge: Seconds
     seconds: Seconds
 
 
-def _variants(job: Job, traced: Traced, problem: Problem) -> list[Variant]:
+def _variants(job: Job, traced: Traced, problem: Problem, prepare: Prepare) -> list[Variant]:
     """The program as it is, and with more and more of what its loops stack recomputed instead."""
     graph = problem.graph
     ways = ladder(graph, lambda body: op_costs(body, job.device).charge)
     out: list[Variant] = []
     for way in ways:
         if not way:
-            out.append(Variant(traced=traced, problem=problem, loops=(), charge=0.0, seconds=0.0))
+            out.append(_variant(traced, problem, prepare, (), 0.0, 0.0))
             continue
         jaxpr = rewrite_loops(traced, job.jaxpr, way)
         changed = trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused)
@@ -134,17 +139,24 @@ def _variants(job: Job, traced: Traced, problem: Problem) -> list[Variant]:
             charge += front.trip_count * sum(body.charge[o] for o in plan.again)
             seconds += front.trip_count * sum(body.seconds[o] for o in plan.again)
         again = Problem(graph=changed.graph, costs=op_costs(changed.graph, job.device), budget=job.budget)
-        out.append(Variant(traced=changed, problem=again, loops=way, charge=charge, seconds=seconds))
+        out.append(_variant(changed, again, prepare, way, charge, seconds))
     return sorted(out, key=lambda v: v.charge)
 
 
-def _solve(variants: list[Variant], budget: Bytes, solver: Solver) -> tuple[Variant, Plan]:
+def _variant(
+    traced: Traced, problem: Problem, prepare: Prepare, loops: tuple[LoopPlan, ...], charge: Seconds, seconds: Seconds
+) -> Variant:
+    solve = prepare(problem)
+    return Variant(traced=traced, problem=problem, solve=solve, loops=loops, charge=charge, seconds=seconds)
+
+
+def _solve(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
     """The cheapest variant and plan that fit; the smallest when none does."""
     best: tuple[Variant, Plan] | None = None
     for variant in variants:
         if best is not None and best[1].predicted.device <= budget and _charge(*best) <= variant.charge:
             break
-        found = variant, solver(replace(variant.problem, budget=max(budget, 0)))
+        found = variant, variant.solve(max(budget, 0))
         if best is None or _rank(found, budget) < _rank(best, budget):
             best = found
     assert best is not None, "there is always the program as it is"
@@ -167,7 +179,6 @@ def _rounds(
     predicted: MemoryUse,
     plain: Compiled | None,
     bound: Bound,
-    solver: Solver,
     clock: _Clock,
 ) -> Fitted:
     """Plan, compile, and on a miss plan again for what XLA added."""
@@ -180,7 +191,7 @@ def _rounds(
     rounds = 0
     while rounds < ROUNDS:
         with clock("solve"):
-            variant, plan = _solve(variants, aim, solver)
+            variant, plan = _solve(variants, aim)
         with clock("check"):
             check(variant.problem.graph, plan.program)
         if plan.changes_nothing and not variant.loops:
@@ -228,38 +239,51 @@ class _Made:
     evaluate: Evaluate
 
 
-def _require_possible(job: Job, traced: Traced, problem: Problem, bound: Bound, solver: Solver) -> None:
-    """Before any search: no plan can need less than what single ops need at once."""
-    if job.shards == 1 and bound.nbytes > job.budget:
-        raise _cannot(job, _variants(job, traced, problem), bound, None, solver)
-
-
-def _cannot(
-    job: Job, variants: list[Variant], bound: Bound, best: _Made | None, solver: Solver | None = None
-) -> BudgetError:
+def _cannot(job: Job, variants: list[Variant], bound: Bound, best: _Made | None) -> BudgetError:
     """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
     traced = variants[0].traced
-    if best is not None and best.compiled.memory is not None:
-        reachable = best.compiled.device
-    elif solver is not None:
-        reachable = int(_solve(variants, 0, solver)[1].predicted.device * 1.05)
-    else:
-        reachable = bound.nbytes
-    needs = max(reachable, bound.nbytes)
-    culprits = tuple(
-        Culprit(primitive=traced.graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
-    )
     fixed = sum(traced.graph.values[v].nbytes for v in traced.graph.inputs)
-    because = f": {culprits[0]}" if culprits else ""
+    if best is not None and best.compiled.memory is not None:
+        needs = max(best.compiled.device, bound.nbytes)
+        culprits = _at_the_peak(best.variant, best.plan)
+    else:
+        variant, plan = _solve(variants, 0)
+        needs = max(int(plan.predicted.device * 1.05), bound.nbytes)
+        graph = traced.graph
+        culprits = tuple(
+            Culprit(primitive=graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
+        ) or _at_the_peak(variant, plan)
     if job.budget < fixed:
-        because = f": the arguments alone are {format_bytes(fixed)}"
+        because = f"the arguments alone are {format_bytes(fixed)}"
+    elif job.budget < bound.nbytes:
+        because = f"no plan can need less than {format_bytes(bound.nbytes)}, for {', '.join(map(str, culprits[:1]))}"
+    else:
+        because = f"at the peak of the smallest plan, {', '.join(map(str, culprits))}"
     return BudgetError(
-        f"budget {format_bytes(job.budget)} is below the smallest reachable {format_bytes(needs)} of "
-        f"{job.name}{because}; raise the budget, shrink the batch, donate the arguments that are updated, or shard the program",
+        f"budget {format_bytes(job.budget)} is below the smallest reachable {format_bytes(needs)} of {job.name}: "
+        f"{because}; raise the budget, shrink the batch, donate the arguments that are updated, or shard the program",
         needs=needs,
         has=job.budget,
         culprits=culprits,
     )
+
+
+def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, ...]:
+    """What lives at the predicted peak, by the op and line that made it, largest first."""
+    graph, origin = plan.program.graph, plan.program.origin
+    live = live_ranges(graph)
+    if not live.profile:
+        return ()
+    peak = max(range(len(live.profile)), key=live.profile.__getitem__)
+    made: dict[int, int] = {r: op.id for op in graph.ops for r in op.results}
+    held: dict[tuple[str, str], int] = {}
+    for r in live.ranges:
+        if r.start <= peak < r.stop:
+            o = origin[made[r.value]]
+            key = (graph.ops[made[r.value]].primitive, variant.traced.source(o) if o >= 0 else "a barrier")
+            held[key] = held.get(key, 0) + r.nbytes
+    worst = sorted(held.items(), key=lambda item: -item[1])[:most]
+    return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in worst)
 
 
 def _report(

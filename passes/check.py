@@ -62,6 +62,8 @@ def _check_schedule(graph: Graph) -> None:
             _fail(f"{where} is at place {i}", "ids are consecutive")
         for v in op.operands:
             read(v, where)
+        if op.slots and tuple(s for s in op.slots if s >= 0) != op.operands:
+            _fail(f"{where} has the positions {op.slots}", f"its operands are {op.operands}")
         for v in op.results:
             make(v, where)
     for v in graph.outputs:
@@ -125,12 +127,14 @@ def _check_ops(graph: Graph, program: Program) -> None:
             _fail(
                 f"{where} reads versions of {versions(op.operands)}", f"op {o}, which it repeats, reads {old.operands}"
             )
+        if tuple(-1 if s < 0 else program.version_of[s] for s in op.slots) != old.slots:
+            _fail(f"{where} has the positions {op.slots}", f"op {o}, which it repeats, has {old.slots}")
         if versions(op.results) != old.results:
             _fail(f"{where} makes versions of {versions(op.results)}", f"op {o}, which it repeats, makes {old.results}")
 
 
-def _traits(op: Op) -> tuple[str, float, bool, int]:
-    return op.primitive, op.flops, op.pinned, op.trip_count
+def _traits(op: Op) -> tuple[str, float, bool, int, tuple[int, int]]:
+    return op.primitive, op.flops, op.pinned, op.trip_count, op.carried
 
 
 def _check_effects(graph: Graph, program: Program) -> None:

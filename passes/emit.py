@@ -155,7 +155,9 @@ class _Emission:
 
     def open_stage(self, k: int, reader: int) -> None:
         """Put the stage's barrier; everything it recomputes from is read behind it."""
-        read: dict[int, None] = dict.fromkeys(u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped)
+        read: dict[int, None] = dict.fromkeys(
+            u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped
+        )
         read.update(dict.fromkeys(self.forced.get(k, ())))
         ties = [v for v in self.frontier.since_last(reader) if v not in read]
         operands = [*read, *ties]

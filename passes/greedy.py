@@ -16,8 +16,9 @@ from jaxtensile.ir import OpId, ValueId
 from jaxtensile.passes.emit import emit, recomputed_ops
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.segments import Menu
-from jaxtensile.passes.stages import find_turn, mountain_at, waists
+from jaxtensile.passes.stages import find_turn, mountain_at
 from jaxtensile.plan import Action, Keep, MemoryUse, Plan, Problem, Program, Remat
+from jaxtensile.units import Bytes
 
 _MOUNTAINS = 8
 _REPAIRS = 4
@@ -39,52 +40,69 @@ class _Trial:
 
 def solve(problem: Problem) -> Plan:
     """Fit the problem's budget by recomputation; the least found when it cannot be met."""
+    return prepare(problem)(problem.budget)
+
+
+def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
+    """``solve`` for several budgets of one problem: what does not depend on the budget is done once."""
     program = Program.unchanged(problem.graph)
     live = live_ranges(program.graph)
-    for _ in range(_MOUNTAINS):
-        if live.device <= problem.budget:
-            break
-        trial = _one_mountain(problem, program, live)
-        if trial is None or trial.device >= live.device:
-            break
-        program, live = trial.program, trial.live
-    return _as_plan(problem, program, live)
+    menus: dict[int, Menu] = {}
+
+    def at(budget: Bytes) -> Plan:
+        best = _Trial(frozenset(), program, live, 0.0)
+        for mountain in range(_MOUNTAINS):
+            if best.device <= budget:
+                break
+            trial = _one_mountain(problem, budget, best, menus if mountain == 0 else {})
+            if trial is None or trial.device >= best.device:
+                break
+            best = trial
+        return _as_plan(problem, best.program, best.live)
+
+    return at
 
 
-def _one_mountain(problem: Problem, program: Program, live: Liveness) -> _Trial | None:
-    graph = program.graph
-    fixed = live.device - live.temp
-    turn = find_turn(graph, live, max(problem.budget - fixed, 0))
+def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[int, Menu]) -> _Trial | None:
+    """The best plan around one turn of the program that ``start`` is; ``menus``: known ones by turn."""
+    program, live, graph = start.program, start.live, start.program.graph
+    turn = find_turn(graph, live, max(budget - (live.device - live.temp), 0))
     if turn is None:
         return None
-    mountain = mountain_at(graph, turn)
-    if not mountain.needed:
-        return None
     charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in program.origin]
-    all_cuts, narrow = waists(graph, mountain)
+    menu = menus.get(turn)
+    if menu is None:
+        mountain = mountain_at(graph, turn)
+        if not mountain.needed:
+            return None
+        menu = menus[turn] = Menu(graph, mountain, charge)
+    known: dict[frozenset[int], _Trial] = {}
 
     def measure(kept: frozenset[int]) -> _Trial:
-        planned = emit(program, live.kernels, mountain, kept, all_cuts)
-        again = recomputed_ops(graph, mountain, kept)
-        return _Trial(kept, planned, live_ranges(planned.graph), sum(charge[o] for o in again))
+        trial = known.get(kept)
+        if trial is None:
+            planned = emit(program, live.kernels, menu.mountain, kept, menu.waists)
+            again = recomputed_ops(graph, menu.mountain, kept)
+            trial = _Trial(kept, planned, live_ranges(planned.graph), sum(charge[o] for o in again))
+            known[kept] = trial
+        return trial
 
-    menu = Menu(graph, mountain, charge, narrow)
+    # What the turn needs beside the kept values; the rest of the budget is for keeping.
+    first = measure(menu.least(menu.spans[0]))
+    barrier = next((i for i, o in enumerate(first.program.origin) if o < 0), len(first.program.origin))
+    base = first.device - first.live.temp + max(first.live.profile[:barrier], default=0) - menu.size(first.kept)
     best: _Trial | None = None
     for span in menu.spans:
-        found = _with_span(problem.budget, menu, span, measure)
-        if best is None or _better(found, best, problem.budget):
+        found = _with_span(budget, base, menu, span, measure)
+        if best is None or _better(found, best, budget):
             best = found
     return best
 
 
-def _with_span(budget: int, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial]) -> _Trial:
+def _with_span(
+    budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial]
+) -> _Trial:
     """The cheapest trial that fits with segments of at most ``span`` stages; the smallest if none does."""
-    best = measure(menu.least(span))
-    if best.device > budget:
-        return best
-    # What the turn needs beside the kept values; the rest of the budget is for keeping.
-    first_barrier = next((i for i, o in enumerate(best.program.origin) if o < 0), len(best.program.origin))
-    base = best.device - best.live.temp + max(best.live.profile[:first_barrier], default=0) - menu.size(best.kept)
     capacity = budget - base
     for _ in range(_REPAIRS):
         kept = menu.choose(span, capacity)
@@ -92,12 +110,12 @@ def _with_span(budget: int, menu: Menu, span: int, measure: Callable[[frozenset[
             break
         trial = measure(kept)
         if trial.device <= budget:
-            return trial if trial.charge < best.charge else best
+            return trial
         capacity = min(capacity, menu.size(kept)) - (trial.device - budget)
-    return best
+    return measure(menu.least(span))
 
 
-def _better(a: _Trial, b: _Trial, budget: int) -> bool:
+def _better(a: _Trial, b: _Trial, budget: Bytes) -> bool:
     if a.device <= budget and b.device <= budget:
         return a.charge < b.charge
     return a.device < b.device

@@ -78,7 +78,7 @@ def plan_pair(graph: Graph, pair: ScanPair, charge: Sequence[float], price: floa
     outer_inputs = set(graph.inputs)
     costly: set[int] = {*body.inputs[consts : consts + carries]}
     costly |= {v for v, outer in zip(xs, front.slots[consts + carries :], strict=True) if outer not in outer_inputs}
-    given: set[int] = {*body.inputs} - costly
+    given: set[int] = {v for v in body.inputs if v not in costly}
     wrapped, shift = _with_sources(body, costly)
     always = frozenset(given | free)
     needed = tuple(sorted(v for v in linked if v is not None and v not in always))

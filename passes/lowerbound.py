@@ -53,7 +53,7 @@ def lower_bound(graph: Graph, constants: Collection[int] = ()) -> Bound:
 
     ``constants``: inputs that are no arguments; XLA counts them nowhere.
     """
-    needs = _Needs(graph, graph.outputs)
+    needs = _Needs(graph, graph.outputs, graph.outputs)
     inputs = [v for v in graph.inputs if v in needs.used and v not in constants]
     donated = [v for v in inputs if v in graph.donated]
     argument = sum(needs.size[v] for v in inputs)
@@ -61,16 +61,13 @@ def lower_bound(graph: Graph, constants: Collection[int] = ()) -> Bound:
     fixed = argument - sum(needs.size[v] for v in donated)
     donations = _Donations(needs, donated)
     worst: list[tuple[Bytes, Bytes, OpId]] = []
-    for most, op in needs.heaviest()[:_TRIES]:
-        if len(worst) == _WORST and argument + most <= worst[-1][0]:
+    for footprint, op in needs.heaviest()[:_TRIES]:
+        if len(worst) == _WORST and argument + footprint <= worst[-1][0]:
             break
-        later = donations.later(op)
-        footprint = needs.footprint(op, donations.overwritable(op, later))
-        worst = sorted([*worst, (fixed + donations.held(op, later) + footprint, footprint, op.id)], reverse=True)[
-            :_WORST
-        ]
+        beside_donations = donations.held(op) + needs.operands(op) + donations.stored(op)
+        worst = sorted([*worst, (fixed + max(footprint, beside_donations), footprint, op.id)], reverse=True)[:_WORST]
     least = argument + output - _most_alias(needs, donated)
-    by_footprint = sorted(((f, o) for _, f, o in worst if f > 0), key=lambda w: (-w[0], w[1]))
+    by_footprint = sorted(((f, o) for _, f, o in worst), key=lambda w: (-w[0], w[1]))
     return Bound(max([least, *(need for need, _, _ in worst)]), tuple((o, f) for f, o in by_footprint))
 
 
@@ -113,11 +110,13 @@ def _together(cuts: Iterable[_Cut]) -> _Cut:
 class _Needs:
     """What each op of one graph needs while it runs, arguments aside.
 
-    ``used``: values that ``wanted`` depends on; ``cut[v]``: least bytes that must exist for ``v`` to
-    be read; ``kept[v]``: least bytes that exist because ``v`` was made; ``stored[v]``: ``v`` itself does.
+    ``used``: values that ``wanted`` depends on (``ends``: those of them that are surely stored);
+    ``cut[v]``: least bytes that must exist for ``v`` to be read; ``most[v]`` and ``least[v]``: least
+    bytes that are stored because ``v`` was made for its most and for its least demanding reader.
+    An op that runs several times may serve one reader each time.
     """
 
-    def __init__(self, graph: Graph, wanted: Collection[ValueId]) -> None:
+    def __init__(self, graph: Graph, wanted: Collection[ValueId], ends: Collection[ValueId]) -> None:
         self.graph = graph
         self.size = [v.nbytes if v.space != "host" else 0 for v in graph.values]
         self.used = _used(graph, wanted)
@@ -125,7 +124,7 @@ class _Needs:
         self.product = {op.id for op in self.ops if op.primitive in PRODUCTS and not _may_fuse(graph, op)}
         self.scatter = {op.id for op in self.ops if op.primitive in SCATTERS and _updates(graph, op) > 1}
         self.cut = self._cuts()
-        self.stored, self.kept = self._kept(wanted)
+        self.least, self.most = self._stored(ends)
 
     def makes_buffers(self, op: Op) -> bool:
         """Whether the results cannot be computed inside their readers."""
@@ -133,12 +132,8 @@ class _Needs:
 
     def reads_buffers(self, op: Op) -> bool:
         """Whether the operands are read from memory or recomputed on the fly, but never kept in registers."""
-        return (
-            self.makes_buffers(op)
-            or op.primitive in REDUCTIONS
-            or op.primitive in PRODUCTS
-            and _depth(self.graph, op) > 1
-        )
+        reduces = op.primitive in REDUCTIONS or (op.primitive in PRODUCTS and _depth(self.graph, op) > 1)
+        return reduces or self.makes_buffers(op)
 
     def flows(self, op: Op) -> list[tuple[ValueId, tuple[ValueId, ...]]]:
         """Each result with what it depends on: a barrier passes every operand on by itself."""
@@ -162,43 +157,56 @@ class _Needs:
                     cut[r] = _Cut(min(before.nbytes, self.size[r]), before.leaves)
         return cut
 
-    def _kept(self, wanted: Collection[ValueId]) -> tuple[list[bool], list[Bytes]]:
-        stored = [False] * len(self.graph.values)
-        after = [0] * len(self.graph.values)
-        for v in wanted:
-            stored[v] = True
-        for op in reversed(self.ops):
-            for r in op.results:
-                if op.id in self.scatter and r in self.used:
-                    stored[r] = True  # never the inside of a fusion
-            for r, operands in self.flows(op):
-                for v in operands:
-                    if self.reads_buffers(op):
-                        stored[v] = True
-                    elif op.primitive in FUSIBLE or op.primitive == BARRIER:
-                        after[v] = max(after[v], self.size[r] if stored[r] else min(after[r], self.size[r]))
-        return stored, [s if here else min(s, a) for s, here, a in zip(self.size, stored, after, strict=True)]
+    def _stored(self, ends: Collection[ValueId]) -> tuple[list[Bytes], list[Bytes]]:
+        count = len(self.size)
+        least: list[Bytes | None] = [None] * count
+        most: list[Bytes] = [0] * count
 
-    def footprint(self, op: Op, overwritable: Collection[int] = ()) -> Bytes:
-        """Bytes that exist while ``op`` runs, less the results that may be written over an argument."""
+        def serve(v: ValueId, low: Bytes, high: Bytes) -> None:
+            before = least[v]
+            least[v] = min(self.size[v], low if before is None else min(before, low))
+            most[v] = max(most[v], min(self.size[v], high))
+
+        for v in ends:
+            serve(v, self.size[v], self.size[v])
+        for op in reversed(self.ops):
+            fuses = op.primitive in FUSIBLE or op.primitive == BARRIER
+            for r, operands in self.flows(op):
+                if op.id in self.scatter and r in self.used:  # never inside a fusion
+                    least[r] = most[r] = self.size[r]
+                for v in dict.fromkeys(operands):
+                    if self.reads_buffers(op):
+                        serve(v, self.size[v], self.size[v])
+                    elif r in self.used:
+                        serve(v, (least[r] or 0) if fuses else 0, most[r] if fuses else 0)
+        return [low or 0 for low in least], most
+
+    def operands(self, op: Op) -> Bytes:
+        """Bytes that exist while ``op`` runs because it reads them."""
+        if op.id not in self.product and op.id not in self.scatter:
+            return 0
+        read = op.operands[1:] if op.id in self.scatter else op.operands
+        return _together(self.cut[v] for v in dict.fromkeys(read)).nbytes
+
+    def footprint(self, op: Op) -> Bytes:
+        """Bytes that exist at once in one of the runs of ``op``."""
         if op.bodies:
             return min(self._inside(op, body) for body in op.bodies)
         if not self.makes_buffers(op):
             return 0
-        results = sum(self.kept[r] for r in op.results if r not in overwritable)
-        if op.primitive in LIBRARY:
-            return results
-        operands = op.operands[1:] if op.id in self.scatter else op.operands
-        return results + _together(self.cut[v] for v in dict.fromkeys(operands)).nbytes
+        return self.operands(op) + max((self.most[r] for r in op.results), default=0)
 
     def _inside(self, op: Op, body: Graph) -> Bytes:
         if op.primitive == "scan" and op.trip_count == 0:
             return 0
+        places = body.output_slots or body.outputs
         needed = [r in self.used for r in op.results]
-        wanted: Collection[ValueId] = body.outputs
-        if not all(needed):  # literals among a body's outputs leave no places in its list
-            wanted = [v for v, n in zip(body.outputs, needed, strict=False) if n and len(body.outputs) == len(needed)]
-        heaviest = _Needs(body, wanted).heaviest()
+        if len(places) != len(needed):
+            return 0
+        wanted = [v for v, n in zip(places, needed, strict=True) if n and v is not None]
+        # A stack may be recomputed by the loop that reads it; a carry is always stored.
+        carries = set(places[: op.carried[1]] if op.primitive == "scan" else places)
+        heaviest = _Needs(body, wanted, [v for v in wanted if v in carries]).heaviest()
         return heaviest[0][0] if heaviest else 0
 
     def heaviest(self) -> list[tuple[Bytes, Op]]:
@@ -223,16 +231,17 @@ class _Donations:
                         self.owner[r] = max(owners, key=lambda d: size[d])
         self.read_by = consumers(needs.graph)
 
-    def later(self, op: Op) -> set[int]:
+    def _later(self, op: Op) -> set[int]:
         """Values that can only be had after ``op`` ran."""
         later = set[int](op.results)
-        for other in self.needs.ops[self.needs.ops.index(op) + 1 :]:
-            later.update(r for r, operands in self.needs.flows(other) if not later.isdisjoint(operands))
+        for other in self.needs.ops:
+            if other.id > op.id:
+                later.update(r for r, operands in self.needs.flows(other) if not later.isdisjoint(operands))
         return later
 
-    def held(self, op: Op, later: set[int]) -> Bytes:
-        """Least bytes of donated arguments while ``op`` runs."""
-        needs, size = self.needs, self.needs.size
+    def held(self, op: Op) -> Bytes:
+        """Least bytes of donated arguments while ``op`` first runs."""
+        needs, size, later = self.needs, self.needs.size, self._later(op)
         held = dict.fromkeys(self.owner, 0)
         for v in needs.graph.outputs:
             if v in self.owner:
@@ -254,10 +263,15 @@ class _Donations:
         fusible = op.primitive in FUSIBLE and op.primitive not in ("concatenate", BARRIER)
         return fusible or op.id in needs.product or op.id in needs.scatter
 
-    def overwritable(self, op: Op, later: set[int]) -> set[int]:
-        """Results that an epilogue may write over a donated argument that it reads."""
+    def stored(self, op: Op) -> Bytes:
+        """Least bytes that any run of ``op`` stores, donated memory aside: an epilogue may write
+        over an argument that it reads."""
         needs = self.needs
-        return {r for r in op.results if not needs.stored[r] and self._meets_owned(r, needs.kept[r])}
+        if op.id in needs.scatter:
+            return sum(needs.least[r] for r in op.results)
+        if op.id not in needs.product:
+            return 0
+        return sum(needs.least[r] for r in op.results if not self._meets_owned(r, needs.least[r]))
 
     def _meets_owned(self, result: int, nbytes: Bytes) -> bool:
         """Whether ops that may fuse behind ``result`` read an argument with room for ``nbytes``."""
@@ -291,7 +305,9 @@ def _numbers(graph: Graph, ops: Iterable[Op]) -> list[int]:
     number = list(range(len(graph.values)))
     known: dict[tuple[object, ...], tuple[ValueId, ...]] = {}
     for op in ops:
-        if op.primitive == BARRIER:
+        if op.primitive == BARRIER and len(op.operands) == len(op.results):
+            for v, r in zip(op.operands, op.results, strict=True):
+                number[r] = number[v]
             continue
         looks = tuple((graph.values[r].shape, graph.values[r].dtype) for r in op.results)
         same = known.setdefault((op.primitive, looks, *(number[v] for v in op.operands)), op.results)

@@ -25,6 +25,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 from jaxtensile.ir import Graph
 from jaxtensile.passes.stages import Mountain
 
+
 def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], count: int) -> tuple[float, ...]:
     """``count`` prices in seconds per byte, from 'keep whatever costs anything' to 'recompute all that can be'.
 

@@ -19,7 +19,7 @@ import numpy as np
 from jaxtensile.ir import Graph
 from jaxtensile.passes.emit import recomputed_ops
 from jaxtensile.passes.mincut import ResidualCut, price_ladder
-from jaxtensile.passes.stages import Mountain
+from jaxtensile.passes.stages import Mountain, waists
 
 _PRICES = 20
 _SPANS = (1, 2, 4, 8)
@@ -41,9 +41,10 @@ class _Option:
 class Menu:
     """All segments of one mountain with their options."""
 
-    def __init__(self, graph: Graph, mountain: Mountain, charge: Sequence[float], cuts: Sequence[int]) -> None:
-        self._graph, self._mountain, self._charge = graph, mountain, charge
-        self._cuts = tuple(cuts)
+    def __init__(self, graph: Graph, mountain: Mountain, charge: Sequence[float]) -> None:
+        self._graph, self.mountain, self._charge = graph, mountain, charge
+        self.waists, narrow = waists(graph, mountain)
+        self._cuts = tuple(narrow)
         self._made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
         self._options: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
         self._least: dict[int, frozenset[int]] = {}
@@ -63,14 +64,16 @@ class Menu:
         count = len(self._cuts) + 1
         bounds = sorted({0, *range(offset, count, span), count})
         inner = [self._cuts[b - 1] for b in bounds[1:-1]]
-        cut = ResidualCut(self._graph, self._mountain, self._charge, inner)
-        sparing = ResidualCut(self._graph, self._mountain, self._sparing, inner)
-        answers = list(dict.fromkeys((*(sparing.keep(p) for p in self._prices[::3]), *(cut.keep(p) for p in self._prices))))
+        cut = ResidualCut(self._graph, self.mountain, self._charge, inner)
+        sparing = ResidualCut(self._graph, self.mountain, self._sparing, inner)
+        answers = list(
+            dict.fromkeys((*(sparing.keep(p) for p in self._prices[::3]), *(cut.keep(p) for p in self._prices)))
+        )
         least = self.completed(answers[-1], inner)
         if span not in self._least or self.size(least) < self.size(self._least[span]):
             self._least[span] = least
         for kept in answers:
-            again = recomputed_ops(self._graph, self._mountain, kept)
+            again = recomputed_ops(self._graph, self.mountain, kept)
             held: list[set[int]] = [set() for _ in bounds[1:]]
             charge = [0.0] * len(held)
             for v in kept:
@@ -93,11 +96,11 @@ class Menu:
 
     def completed(self, kept: frozenset[int], inner: Sequence[int]) -> frozenset[int]:
         """``kept`` and every value that a recomputed op reads across a cut."""
-        graph, made, always = self._graph, self._made, self._mountain.always
+        graph, made, always = self._graph, self._made, self.mountain.always
         while True:
             missing = {
                 u
-                for o in recomputed_ops(graph, self._mountain, kept)
+                for o in recomputed_ops(graph, self.mountain, kept)
                 for u in graph.ops[o].operands
                 if u in made
                 and u not in kept
