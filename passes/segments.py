@@ -69,7 +69,7 @@ class Menu:
         answers = list(
             dict.fromkeys((*(sparing.keep(p) for p in self._prices[::3]), *(cut.keep(p) for p in self._prices)))
         )
-        least = self.completed(answers[-1], inner)
+        least = min((self.completed(kept, inner) for kept in answers), key=self.size)
         if span not in self._least or self.size(least) < self.size(self._least[span]):
             self._least[span] = least
         for kept in answers:
