@@ -5,7 +5,7 @@ Invariant: nothing else in the project imports ``jax._src``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,9 +31,20 @@ def under_trace() -> bool:
     return not _core.trace_state_clean()
 
 
-def trace_context() -> Any:
-    """Hashable state of all configuration that changes what a trace yields."""
-    return _config.trace_context()
+def jit_is_disabled() -> bool:
+    """Whether ``jax.disable_jit`` is in force."""
+    return bool(_config.disable_jit.value)
+
+
+def default_device() -> Any:
+    """Where a program runs whose arguments do not say."""
+    chosen = _config.default_device.value
+    return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
+
+
+def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Positions and names of the static arguments of a ``jax.jit`` result, as JAX resolved them."""
+    return frozenset(jitted._jit_info.static_argnums), frozenset(jitted._jit_info.static_argnames)
 
 
 @contextmanager
@@ -61,3 +72,77 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
 
 def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)
+
+
+# ---- calls ----------------------------------------------------------------------------------------
+
+
+class _Slow:
+    """Dispatch through Python, for a jax whose C++ jit objects cannot be rebuilt: right, not fast."""
+
+    def __init__(self, fun: Any, choose: Callable[[Any, Any], Any]) -> None:
+        self.fun, self.choose = fun, choose
+        self.seen: set[int] = set()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.choose(args, kwargs)(*args, **kwargs)
+
+    def _cache_size(self) -> int:
+        return 0
+
+    def _clear_cache(self) -> None:
+        pass
+
+
+def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Callable[[Any, Any], Any]) -> Any:
+    """A callable that runs ``choose(args, kwargs)``, a jit object, on them: in C++ from the second call on.
+
+    It is ``jax.jit(fun, **options)`` whose cache misses go to the chosen object: a miss returns
+    the outputs and the dispatch entry of that object's executable. ``fun`` runs under
+    ``jax.disable_jit`` only; it must belong to nobody else, because the entries are shared
+    between the jit objects of one function.
+    """
+
+    def cache_miss(*args: Any, **kwargs: Any) -> Any:
+        return choose(args, kwargs)._cache_miss(*args, **kwargs)
+
+    model: Any = jax.jit(fun, **options)
+    try:
+        state = model.__getstate__()
+        if not (callable(state["cache_miss"]) and callable(model._cache_miss)):
+            return _Slow(fun, choose)
+        kind: Any = type(model)
+        made = kind.__new__(kind)
+        made.__setstate__({**state, "cache_miss": cache_miss})
+        vars(made).update(vars(model))  # ``_fun``: what jax_debug_nans repeats op by op
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return _Slow(fun, choose)
+    return made
+
+
+def captured(traced: Any) -> tuple[Any, ...]:
+    """Arrays that a trace turned into leading arguments of its jaxpr (mutable ones it closes over)."""
+    return tuple(getattr(traced, "_consts", ()))
+
+
+def device_sets(traced: Any) -> set[frozenset[Any]]:
+    """The sets of devices that the program itself asks for: jit's shardings, the mesh, constraints."""
+    params = traced._params
+    found = {
+        frozenset(s.device_set)
+        for s in (*params["in_shardings"], *params["out_shardings"], *_constraints(traced.jaxpr))
+        if isinstance(s, jax.sharding.Sharding) and not isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh)
+    }
+    mesh = params.get("ctx_mesh")
+    if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty:
+        found.add(frozenset(mesh.devices.flat))
+    return found
+
+
+def _constraints(closed: Any) -> Iterator[Any]:
+    """Shardings that the equations of a jaxpr name, bodies included."""
+    for eqn in open_jaxpr(closed)[0].eqns if hasattr(closed, "consts") else closed.eqns:
+        if eqn.primitive.name == "sharding_constraint":
+            yield eqn.params["sharding"]
+        for body in _core.jaxprs_in_params(eqn.params):
+            yield from _constraints(body)

@@ -1,28 +1,36 @@
 """``jaxtensile.jit``: like ``jax.jit``, and it fits.
 
-Invariant: a call whose signature was planned goes straight through one ``jax.jit`` object. A new
-signature makes that object's trace raise ``_Unplanned``; the plan is then made, compiled and
-verified, and the very executable that was verified is the one the call runs.
+Calls go through one C++ jit object of JAX's own. Only what it has not seen before comes to
+Python: there the call is traced (by the plain ``jax.jit(fun)``, so errors, static arguments and
+caching are JAX's), planned, compiled and verified, and its dispatch entry is taken from the jit
+object whose executable was verified. From then on a call costs what a call of ``jax.jit`` costs,
+whatever the number of signatures.
+
+Invariant: what a call runs is an executable whose allocation was read and found within the
+budget; under an outer trace, and under ``jax.disable_jit``, it is ``jax.jit(fun)``.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxtensile import _compat, pipeline
-from jaxtensile.compile import Options
+from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import DeviceProfile, profile, profile_for_kind
 from jaxtensile.errors import BudgetError, TargetError
 from jaxtensile.pipeline import Evaluate, Fitted, Job
 from jaxtensile.report import Report
 from jaxtensile.target import compiler_options, resolve
-from jaxtensile.units import GIB, Bytes, parse_bytes
+from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 
 _SOLVERS = ("auto", "greedy")
 _RESERVE = GIB
@@ -70,35 +78,45 @@ def jit(
         )
     if solver not in _SOLVERS:
         raise ValueError(f"unknown solver {solver!r}: use {' or '.join(map(repr, _SOLVERS))}")
-    if target is not None:
-        profile(target)
-    _read_budget(budget, None if target is None else profile(target).capacity, final=False)
+    if target is not None and not isinstance(target, str):
+        raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
+    # Bad values are an error where they are written; a percentage waits for its device.
+    _budget_bytes(budget, TIB if target is None else profile(target).capacity)
     if fun is None:
-        return functools.partial(
-            jit, budget=budget, target=target, solver=solver, verify=verify, **jax_jit_options
-        )
+        return functools.partial(jit, budget=budget, target=target, solver=solver, verify=verify, **jax_jit_options)
     return Planned(fun, budget, target, jax_jit_options)
 
 
-def _read_budget(budget: int | str | None, capacity: Bytes | None, *, final: bool = True) -> Bytes:
-    """The budget in bytes; before the device is known (``final=False``) only its text is judged."""
+def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
+    """The budget in bytes on a device of ``capacity`` bytes."""
     if budget is None:
-        return max((capacity or 0) - _RESERVE, 0)
+        return max(capacity - _RESERVE, 0)
     try:
-        size = parse_bytes(budget, capacity=capacity if final or capacity is not None else 1 << 40)
-    except (ValueError, TypeError, AttributeError) as error:
+        size = parse_bytes(budget if isinstance(budget, bool | str | float) else index(budget), capacity=capacity)
+    except ValueError as error:
         raise BudgetError(f"budget={budget!r}: {error}") from None
+    except TypeError:
+        raise BudgetError(f"budget={budget!r}: a size is bytes as an int, '12GiB', '12GB' or '80%'") from None
     if size <= 0:
-        raise BudgetError(f"budget={budget!r} is no bytes at all: give at least the arguments' size", has=size)
+        raise BudgetError(f"budget={budget!r} leaves no bytes at all: give at least the arguments' size", has=size)
     return size
 
 
-class _Unplanned(Exception):
-    """Raised while tracing a signature that has no plan yet."""
+@dataclass(slots=True)
+class _Entry:
+    """The outcome for one signature; ``measured``: the plain program was compiled for the report."""
 
-    def __init__(self, key: Any) -> None:
-        super().__init__("this signature has not been planned")
-        self.key = key
+    fitted: Fitted
+    measured: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a call runs: a device to ask for its kind, and over how many devices it is spread."""
+
+    device: Any
+    count: int
+    key: Hashable
 
 
 class Planned:
@@ -107,30 +125,21 @@ class Planned:
     def __init__(
         self, fun: Callable[..., Any], budget: int | str | None, target: str | None, options: Mapping[str, Any]
     ) -> None:
+        self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._budget, self._target = budget, target
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
-        self._plain = jax.jit(fun, **options)
         self._lock = threading.RLock()
-        self._fitted: dict[Any, Fitted] = {}
-        self._run: Any = self._object({}, self._compiler_options)
-        self._table: dict[Any, Evaluate | None] = {}
-        self._others: dict[Any, Any] = {}
-        self._probe = self._object({}, self._compiler_options)
+        self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
+        self._dispatch: Any = _compat.dispatcher(_same(fun), options, self._jitted)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if _compat.under_trace():
-            return self._plain(*args, **kwargs)
-        try:
-            return self._run(*args, **kwargs)
-        except _Unplanned as miss:
-            key = miss.key
-        return self._object_for(key, args, kwargs)(*args, **kwargs)
+        return self._dispatch(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else Bound(self, instance)
 
     def __repr__(self) -> str:
         return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._budget!r}>"
@@ -141,23 +150,16 @@ class Planned:
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
         ``report.baseline`` is XLA's own number.
         """
-        key = self._key(args, kwargs)
-        self._prepare(key, args, kwargs, baseline=True)
-        return self._fitted[key].report
+        return self._planned(args, kwargs, measure=True)[0].fitted.report
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``lower`` of the planned program."""
-        key = self._key(args, kwargs)
-        run = self._object_for(key, args, kwargs)
-        args, kwargs = self._placed(args, kwargs)
-        return run.lower(*args, **kwargs)
+        return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one."""
-        key = self._key(args, kwargs)
-        run = self._object_for(key, args, kwargs)
-        args, kwargs = self._placed(args, kwargs)
-        return run.trace(*args, **kwargs)
+        entry, args, kwargs = self._planned(args, kwargs)
+        return entry.fitted.jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as ``jax.jit`` gives them."""
@@ -166,121 +168,187 @@ class Planned:
     def clear_cache(self) -> None:
         """Forget every plan and executable."""
         with self._lock:
+            self._entries.clear()
             self._plain.clear_cache()
-            self._fitted.clear()
-            self._others.clear()
-            self._table = {}
-            self._run = self._object(self._table, self._compiler_options)
+            self._dispatch._clear_cache()
 
     def _cache_size(self) -> int:
-        return self._run._cache_size() + sum(o._cache_size() for o in self._others.values())
+        return self._dispatch._cache_size()
 
     # ---- from here on: once per signature ----
 
-    def _object(self, table: Mapping[Any, Evaluate | None], options: Options) -> Any:
-        """A jit object that runs the signatures in ``table`` and raises ``_Unplanned`` for others."""
+    def _jitted(self, args: Any, kwargs: Any) -> Any:
+        """The jit object that a call with these arguments is to run."""
+        if _compat.under_trace() or _compat.jit_is_disabled():
+            return self._plain
+        traced = self._plain.trace(*args, **kwargs)
+        place = _place(traced, args, kwargs, self._jit_options)
+        if place is None:
+            return self._plain  # its call raises JAX's own error
+        if self._target is not None and profile(self._target) != _profile(place.device):
+            raise TargetError(
+                f"target {self._target!r} is not here: the arguments of {_name(self._fun)} are on {place.device}. "
+                "Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= out to run here"
+            )
+        return self._entry(traced, place, args, kwargs).fitted.jitted
+
+    def _planned(self, args: Any, kwargs: Any, *, measure: bool = False) -> tuple[_Entry, Any, Any]:
+        """The entry for a program that is not called, and the arguments as its compiler wants them."""
+        args, kwargs = self._placed(args, kwargs)
+        traced = self._plain.trace(*args, **kwargs)
+        place = _place(traced, args, kwargs, self._jit_options)
+        if place is None:
+            traced.lower()
+            raise TargetError(f"the arguments of {_name(self._fun)} are on devices that do not go together: place them")
+        if self._target is not None and place.device != resolve(self._target):
+            raise TargetError(
+                f"{_name(self._fun)} takes no array, so that nothing tells JAX to compile it for {self._target!r}: "
+                "give it an array argument"
+            )
+        return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
+
+    def _entry(self, traced: Any, place: _Place, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
+        """Plan once for every program, as JAX's own trace cache tells them apart, and place."""
+        with self._lock:
+            entries = self._entries.setdefault(traced.jaxpr, {})
+            entry = entries.get(place.key)
+            if entry is None:
+                fitted = pipeline.fit(self._job(traced, place, args, kwargs), baseline=measure)
+                entry = entries[place.key] = _Entry(fitted, measure)
+            elif measure and not entry.measured:
+                self._measure(entry, args, kwargs)
+        return entry
+
+    def _job(self, traced: Any, place: _Place, args: Any, kwargs: Any) -> Job:
+        device = _profile(place.device) if self._target is None else profile(self._target)
+        needed = compiler_options(self._target) if self._target is not None else {}
+        captured = _compat.captured(traced)
+        return Job(
+            name=_name(self._fun),
+            jaxpr=traced.jaxpr,
+            donated=(*(False for _ in captured), *(bool(a.donated) for a in jax.tree.leaves(traced.args_info))),
+            args=args,
+            kwargs=kwargs,
+            budget=_budget_bytes(self._budget, device.capacity),
+            device=device,
+            shards=place.count,
+            make=functools.partial(self._make, traced.out_tree, captured),
+            options={**needed, **self._compiler_options},
+            keep_unused=bool(self._jit_options.get("keep_unused", False)),
+        )
+
+    def _make(self, out_tree: Any, captured: Sequence[Any], evaluate: Evaluate | None, options: Options) -> Any:
+        """A jit object that runs ``evaluate``; without it the user's function as it is."""
+        if evaluate is None and options == self._compiler_options:
+            return self._plain
         fun = self._fun
 
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
-            leaves, tree = jax.tree.flatten((args, kwargs))
-            flat = [x for x in leaves if _compat.is_tracer(x)]
-            if leaves and not flat and not _compat.under_trace():
-                return fun(*args, **kwargs)  # jax.disable_jit
-            key = _signature(leaves, tree)
-            if key not in table:
-                raise _Unplanned(key)
-            evaluate = table[key]
-            if evaluate is None:
+            if evaluate is None or not _compat.under_trace():  # jax_debug_nans repeats it op by op
                 return fun(*args, **kwargs)
-            return jax.tree.unflatten(self._out_trees[key], evaluate(flat))
+            flat = [x for x in jax.tree.leaves((args, kwargs)) if _compat.is_tracer(x)]
+            return jax.tree.unflatten(out_tree, evaluate([*captured, *flat]))
 
-        options = dict(options)
-        return jax.jit(run, **self._jit_options, **({"compiler_options": options} if options else {}))
+        return jax.jit(run, **self._jit_options, compiler_options=dict(options) or None)
 
-    def _key(self, args: Any, kwargs: Any) -> Any:
-        try:
-            self._probe.trace(*args, **kwargs)
-        except _Unplanned as miss:
-            return miss.key
-        raise AssertionError("unreachable: the probe has no plans")
-
-    def _object_for(self, key: Any, args: Any, kwargs: Any) -> Any:
-        self._prepare(key, args, kwargs)
-        return self._others.get(key, self._run)
-
-    def _prepare(self, key: Any, args: Any, kwargs: Any, *, baseline: bool = False) -> None:
-        with self._lock:
-            known = self._fitted.get(key)
-            if known is None or (baseline and not known.report.baseline.exact):
-                self._adopt(key, self._fit(key, args, kwargs, baseline))
-
-    _out_trees: dict[Any, Any]
-
-    def _fit(self, key: Any, args: Any, kwargs: Any, baseline: bool) -> Fitted:
-        device, sharding, shards = self._place(args, kwargs)
-        traced = self._plain.trace(*args, **kwargs)
-        args, kwargs = self._placed(args, kwargs)
-        if not hasattr(self, "_out_trees"):
-            self._out_trees = {}
-        self._out_trees[key] = jax.tree.structure(traced.out_info)
-        budget = _read_budget(self._budget, device.capacity)
-        options = dict(self._compiler_options)
-        if self._target is not None:
-            options = {**compiler_options(self._target), **options}
-        job = Job(
-            name=getattr(self._fun, "__name__", type(self._fun).__name__),
-            jaxpr=traced.jaxpr,
-            donated=tuple(bool(a.donated) for a in jax.tree.leaves(traced.args_info)),
-            args=args,
-            kwargs=kwargs,
-            budget=budget,
-            device=device,
-            shards=shards,
-            make=lambda evaluate, options: self._object({key: evaluate}, options),
-            options=options,
-            keep_unused=bool(self._jit_options.get("keep_unused", False)),
-        )
-        return pipeline.fit(job, baseline=baseline)
-
-    def _adopt(self, key: Any, fitted: Fitted) -> None:
-        """Make the verified executable the one that calls run."""
-        self._fitted[key] = fitted
-        if not self._table or set(self._table) == {key}:
-            self._table = {key: fitted.evaluate}
-            self._run = fitted.jitted
-        else:
-            self._others[key] = fitted.jitted
-
-    def _place(self, args: Any, kwargs: Any) -> tuple[DeviceProfile, Any, int]:
-        """Profile of the device that the program is for, and over how many devices it is spread."""
-        if self._target is not None:
-            device = resolve(self._target)
-            return profile(self._target), SingleDeviceSharding(device), 1
-        shardings = [getattr(x, "sharding", None) for x in jax.tree.leaves((args, kwargs))]
-        sets = [s.device_set for s in shardings if s is not None and hasattr(s, "device_set")]
-        devices = max(sets, key=len) if sets else {jax.devices(self._jit_options.get("backend"))[0]}
-        device = next(iter(devices))
-        return profile_for_kind(device.device_kind, device.platform), None, len(devices)
+    def _measure(self, entry: _Entry, args: Any, kwargs: Any) -> None:
+        """Put XLA's number for the plain program into the report of a planned one."""
+        report = entry.fitted.report
+        if not report.baseline.exact:
+            plain = compile_program(functools.partial(self._make, None, (), None), args, kwargs, entry.fitted.options)
+            if plain.memory is not None:
+                entry.fitted = replace(entry.fitted, report=replace(report, baseline=plain.memory))
+        entry.measured = True
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as the target's compiler wants them; untouched without ``target``."""
         if self._target is None:
             return args, kwargs
         sharding = SingleDeviceSharding(resolve(self._target))
+        numbers, names = _compat.static_arguments(self._plain)
 
         def abstract(x: Any) -> Any:
-            if hasattr(x, "shape") and hasattr(x, "dtype"):
-                return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=getattr(x, "weak_type", False))
-            return x
+            if not isinstance(x, jax.ShapeDtypeStruct):
+                if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+                    return x  # Python scalars go where the arrays are; anything else is JAX's to refuse
+                x = jax.typeof(x)
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
-        return jax.tree.map(abstract, (args, kwargs))
-
-
-def _signature(leaves: list[Any], tree: Any) -> Any:
-    """What decides the traced program: structure, avals, static values, configuration."""
-    parts = tuple(jax.typeof(x) if _compat.is_tracer(x) else ("static", x) for x in leaves)
-    return (tree, parts, _compat.trace_context())
+        placed = (x if i in numbers else jax.tree.map(abstract, x) for i, x in enumerate(args))
+        return tuple(placed), {k: x if k in names else jax.tree.map(abstract, x) for k, x in kwargs.items()}
 
 
-__all__ = ["Planned", "TargetError", "jit"]
+class Bound:
+    """A planned method of one object: the object is the first argument of everything."""
+
+    __slots__ = ("__func__", "__self__", "__weakref__")
+
+    def __init__(self, planned: Planned, instance: Any) -> None:
+        self.__func__, self.__self__ = planned, instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self.__self__, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.__func__, name)
+        return functools.partial(found, self.__self__) if name in _TAKE_ARGUMENTS else found
+
+    def __repr__(self) -> str:
+        return f"<bound {self.__func__!r} of {self.__self__!r}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Bound) and self.__func__ is other.__func__ and self.__self__ is other.__self__
+
+    def __hash__(self) -> int:
+        return hash((id(self.__func__), id(self.__self__)))
+
+
+_TAKE_ARGUMENTS = frozenset({"plan", "lower", "trace", "eval_shape"})
+
+
+def _place(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> _Place | None:
+    """The devices of a call; None when its arguments are on devices that do not go together."""
+    leaves = [x for x in jax.tree.leaves((args, kwargs)) if _is_committed(x)]
+    sets = {frozenset(x.sharding.device_set) for x in leaves} | _compat.device_sets(traced)
+    if len(sets) > 1:
+        return None
+    devices = next(iter(sets), None) or frozenset([_default_device(options)])
+    device = min(devices, key=lambda d: d.id)
+    where: Hashable = (device.client, device.device_kind)
+    if len(devices) > 1:
+        where = (devices, *(str(x.sharding.devices_indices_map(x.shape)) for x in leaves))
+    return _Place(device, len(devices), (where, tuple(x.sharding.memory_kind for x in leaves)))
+
+
+def _is_committed(x: Any) -> bool:
+    """Whether an argument says where the program runs: committed arrays and placed abstract ones."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding is not None
+    return isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.committed
+
+
+def _default_device(options: Mapping[str, Any]) -> Any:
+    backend = options.get("backend")
+    return options.get("device") or (jax.local_devices(backend=backend)[0] if backend else _compat.default_device())
+
+
+def _profile(device: Any) -> DeviceProfile:
+    return profile_for_kind(device.device_kind, device.platform)
+
+
+def _name(fun: Any) -> str:
+    return getattr(fun, "__name__", type(fun).__name__)
+
+
+def _same(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """``fun`` under another identity: JAX shares dispatch entries between jit objects of one function."""
+
+    @functools.wraps(fun)
+    def same(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    return same
+
+
+__all__ = ["Bound", "Planned", "jit"]

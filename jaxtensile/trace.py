@@ -52,6 +52,8 @@ class Equation:
     operands: tuple[Any, ...]
     """Value ids, or ``Literal`` objects."""
     results: tuple[int, ...]
+    callers: tuple[Any, ...] = ()
+    """The inlined calls around it, innermost first: where the user is when the equation is JAX's own."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,11 @@ class Traced:
 
     def source(self, op: int) -> str:
         """Where the user wrote op ``op``."""
-        eqn = self.equations[op].eqn
-        return _compat.source_line(eqn) if eqn is not None else "<checkpoint>"
+        equation = self.equations[op]
+        if equation.eqn is None:
+            return "<checkpoint>"
+        lines = [_compat.source_line(e) for e in (equation.eqn, *equation.callers)]
+        return next((line for line in lines if not line.startswith("<")), lines[0])
 
 
 class _Flattener:
@@ -92,7 +97,7 @@ class _Flattener:
             self.consts[known] = val
         return known
 
-    def inline(self, closed: Any, args: list[Any], stack: Any) -> list[Any]:
+    def inline(self, closed: Any, args: list[Any], stack: Any, callers: tuple[Any, ...] = ()) -> list[Any]:
         jaxpr, consts = _compat.open_jaxpr(closed)
         env: dict[Any, Any] = {}
         for var, val in zip(jaxpr.constvars, consts, strict=True):
@@ -108,11 +113,11 @@ class _Flattener:
             if body is not None:
                 inner = stack + eqn.source_info.name_stack
                 operands = self.remat_barrier(eqn, operands, stack)
-                env.update(zip(eqn.outvars, self.inline(body, operands, inner), strict=True))
+                env.update(zip(eqn.outvars, self.inline(body, operands, inner, (eqn, *callers)), strict=True))
                 continue
             results = tuple(self.new(v.aval) for v in eqn.outvars)
             env.update(zip(eqn.outvars, results, strict=True))
-            self.equations.append(Equation(eqn, stack, tuple(operands), results))
+            self.equations.append(Equation(eqn, stack, tuple(operands), results, callers))
         return [read(a) for a in jaxpr.outvars]
 
     def remat_barrier(self, eqn: Any, operands: list[Any], stack: Any) -> list[Any]:

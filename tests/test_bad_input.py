@@ -1,0 +1,263 @@
+"""Every wrong input is one clear line, or what ``jax.jit`` does; and the caller keeps what is theirs."""
+
+import re
+import subprocess
+import sys
+from decimal import Decimal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtensile
+from jaxtensile import target as targets
+from jaxtensile.units import GIB, MIB
+from programs import FAST
+
+
+def product(x):
+    return jnp.tanh(x @ x.T).sum()
+
+
+def lines(error):
+    return str(error).count("\n") + 1
+
+
+# ---- budgets --------------------------------------------------------------------------------------
+
+UNREADABLE = [
+    "lots",
+    "",
+    " ",
+    "12 parsecs",
+    "1..2GiB",
+    "GiB",
+    "%",
+    "nan",
+    "inf",
+    "1e400GiB",
+    "0x10",
+    "１２"[:0] + "12G B",
+]
+NO_SIZE = [-5, -1.5, "-1GiB", "-3%", float("nan"), float("inf"), "120%", "100.1%"]
+NO_BYTES = [0, 0.5, "0", "0%", "0GiB", "0.1B", -0.0]
+NO_NUMBER = [True, False, [1], {}, (), b"1GiB", object(), Decimal(5), np.float32(3), np.ones(2), 1j]
+
+
+@pytest.mark.parametrize("budget", [*UNREADABLE, *NO_SIZE, *NO_BYTES, *NO_NUMBER], ids=repr)
+@pytest.mark.parametrize("form", ["call", "decorator", "target"])
+def test_a_bad_budget_is_refused_where_it_is_written(budget, form):
+    with pytest.raises(jaxtensile.BudgetError) as info:
+        match form:
+            case "call":
+                jaxtensile.jit(product, budget=budget)
+            case "decorator":
+                jaxtensile.jit(budget=budget)
+            case "target":
+                jaxtensile.jit(product, budget=budget, target="nvidia-h200")
+    assert isinstance(info.value, ValueError)
+    assert f"budget={budget!r}" in str(info.value) and lines(info.value) == lines(repr(budget))
+
+
+@pytest.mark.parametrize(
+    "budget, size",
+    [(GIB, GIB), (np.int64(GIB), GIB), (1e9, 10**9), ("1GiB", GIB), (" 1.5 gib ", 3 * GIB // 2), ("1_000_000", 10**6)],
+    ids=repr,
+)
+def test_good_budgets(budget, size):
+    assert jaxtensile.jit(product, budget=budget, compiler_options=FAST).plan(jnp.ones((4, 4))).budget == size
+
+
+def test_a_percentage_is_of_the_device_it_runs_on():
+    x = jnp.ones((4, 4))
+    whole = jaxtensile.jit(product, budget="100%", compiler_options=FAST).plan(x).budget
+    assert jaxtensile.jit(product, budget="50%", compiler_options=FAST).plan(x).budget == whole // 2
+    assert jaxtensile.jit(product, compiler_options=FAST).plan(x).budget == whole - GIB
+
+
+@pytest.mark.parametrize("budget", [1, 1000, 30_000, "0.000001%"])
+def test_a_budget_that_nothing_can_meet(budget):
+    x = jnp.ones((64, 64))
+    step = jaxtensile.jit(lambda x: x - jax.grad(product)(x), budget=budget, donate_argnums=0, compiler_options=FAST)
+    for attempt in (step, step.plan, step.lower, step.trace, step):
+        with pytest.raises(jaxtensile.BudgetError) as info:
+            attempt(x)
+        assert not x.is_deleted()
+        error = info.value
+        assert error.has < error.needs and lines(error) == 1
+        assert error.culprits and error.culprits[0].primitive in str(error.culprits[0])
+        assert re.search(r"budget \S+ is below the smallest reachable \S+ of <lambda>", str(error))
+    if budget in (1, 1000):
+        assert "the arguments alone are 16.00KiB" in str(info.value)
+
+
+def test_after_a_budget_error_smaller_arguments_run_and_larger_ones_do_not():
+    step = jaxtensile.jit(product, budget=MIB, compiler_options=FAST)
+    small, large = jnp.ones((8, 8)), jnp.ones((1024, 512))
+    for _ in range(2):
+        with pytest.raises(jaxtensile.BudgetError):
+            step(large)
+        assert step(small) == jax.jit(product, compiler_options=FAST)(small)
+
+
+# ---- targets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name, nearest", [("h200", "nvidia-h200"), ("nvidia_a100", "nvidia-a100"), ("v5e", "tpu-v5e"), ("CPU", "cpu")]
+)
+def test_an_unknown_target_names_its_neighbours(name, nearest):
+    for form in (lambda: jaxtensile.jit(product, target=name), lambda: jaxtensile.jit(target=name)):
+        with pytest.raises(jaxtensile.TargetError, match=f"unknown target '{name}': nearest '{nearest}") as info:
+            form()
+        assert lines(info.value) == 1 and all(t in str(info.value) for t in jaxtensile.targets())
+
+
+@pytest.mark.parametrize("name", [3, b"cpu", ["cpu"], jax.devices], ids=str)
+def test_a_target_is_a_name(name):
+    with pytest.raises(jaxtensile.TargetError, match="is no name"):
+        jaxtensile.jit(product, target=name)
+
+
+@pytest.fixture
+def bare(monkeypatch):
+    """No plugin installed, and nothing remembered of the ones that are."""
+    monkeypatch.setattr(targets, "_wheel_folder", lambda module: None)
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    targets._resolve.cache_clear()
+    yield
+    targets._resolve.cache_clear()
+
+
+@pytest.mark.parametrize("name, extra", [("nvidia-h200", "cuda-aot"), ("tpu-v5e", "tpu-aot")])
+def test_a_missing_plugin_names_the_extra(bare, name, extra):
+    step = jaxtensile.jit(product, target=name, budget="1GiB")
+    for attempt in (step.plan, step.lower, step.trace):
+        with pytest.raises(jaxtensile.TargetError, match=rf'pip install "jaxtensile\[{extra}\]"') as info:
+            attempt(jnp.ones((4, 4)))
+        assert lines(info.value) == 1
+
+
+@pytest.mark.parametrize("plugins", ["installed", "missing"])
+def test_calling_for_a_device_that_is_not_here(plugins, request):
+    if plugins == "missing":
+        request.getfixturevalue("bare")
+    x = jnp.ones((4, 4))
+    step = jaxtensile.jit(product, target="nvidia-h200", budget="1GiB", donate_argnums=0)
+    for args in ((x,), (np.ones((4, 4)),), (x,)):
+        with pytest.raises(jaxtensile.TargetError, match=r"is not here.*on .*cpu.*\.plan\(.*\.lower\(") as info:
+            step(*args)
+        assert lines(info.value) == 1 and not x.is_deleted()
+    assert jax.jit(step)(x).shape == ()  # under a trace nothing is planned
+
+
+def test_the_cpu_is_a_target_that_is_here():
+    step = jaxtensile.jit(product, target="cpu", budget="1GiB", compiler_options=FAST)
+    assert step(jnp.ones((4, 4))) == jax.jit(product, compiler_options=FAST)(jnp.ones((4, 4)))
+    assert step.plan(jnp.ones((4, 4))).target == "cpu"
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("fun, args", [(lambda: jnp.ones(3), ()), (lambda n: n * jnp.ones(3), (2.0,))])
+def test_a_program_without_arrays_has_no_target(fun, args):
+    with pytest.raises(jaxtensile.TargetError, match="takes no array"):
+        jaxtensile.jit(fun, target="nvidia-h200").plan(*args)
+
+
+# ---- options --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "option, error",
+    [
+        ({"solver": "clairvoyant"}, ValueError),
+        ({"bugdet": "1GiB"}, TypeError),
+        ({"host_budget": "1GiB"}, NotImplementedError),
+        ({"job": "bert"}, NotImplementedError),
+        ({"offload_state": True}, NotImplementedError),
+        ({"chunk": True}, NotImplementedError),
+        ({"config": "jaxtensile.toml"}, NotImplementedError),
+    ],
+)
+def test_options_that_are_not_there(option, error):
+    with pytest.raises(error, match=next(iter(option)).split("_")[0]) as info:
+        jaxtensile.jit(product, **option)
+    assert lines(info.value) == 1
+
+
+def test_options_are_given_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        jaxtensile.jit(product, "1GiB")
+
+
+# ---- devices --------------------------------------------------------------------------------------
+
+SEVERAL_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np, jaxtensile
+from jax.sharding import NamedSharding, PartitionSpec as P
+from programs import same, squeezed, step
+
+here, there = jax.devices()[:2]
+a, b = jax.device_put(jnp.ones(3), here), jax.device_put(jnp.ones(3), there)
+
+def fun(x, y):
+    return x + y
+
+def words(call):
+    try:
+        call(a, b)
+    except ValueError as error:
+        return str(error).splitlines()[0]
+
+plain, ours = jax.jit(fun, donate_argnums=0), jaxtensile.jit(fun, budget="1GiB", donate_argnums=0)
+assert words(ours) == words(plain) and "incompatible devices" in words(ours)
+assert words(ours.lower) == words(plain.lower)
+assert "incompatible devices" in words(ours.plan)
+assert not a.is_deleted() and not b.is_deleted()
+free = jaxtensile.jit(fun, budget="1GiB")
+for args in ((a, a), (b, b), (np.ones(3), b), (np.ones(3), 1.0), (b, a * 0 + 1) if False else (b, 2)):
+    same(free(*args), jax.jit(fun)(*args))
+with jax.default_device(there):
+    assert free(np.ones(3), 1.0).device == there
+
+mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+rows, everywhere = NamedSharding(mesh, P("d")), NamedSharding(mesh, P())
+weights = [jax.device_put(jnp.eye(8) / 2, everywhere) for _ in range(24)]
+x = jax.device_put(jnp.ones((4096, 8)), rows)
+planned, report = squeezed(step, weights, x)
+assert any("4 devices" in note for note in report.notes) and report.compiled.exact
+expected = jax.jit(step)(weights, x)
+got = planned(weights, x)
+for g, e in zip(got, expected):
+    assert g.sharding.is_equivalent_to(e.sharding, g.ndim)
+    np.testing.assert_allclose(g, e, rtol=1e-6)
+before = len(next(iter(planned._entries.values())))
+planned(planned(got, x), x)
+assert len(next(iter(planned._entries.values()))) == before == 1  # the step's own results plan nothing anew
+
+doubled = jaxtensile.jit(lambda x: x * 2, in_shardings=rows, budget="1GiB")
+same(doubled(np.ones(8)), jax.jit(lambda x: x * 2, in_shardings=rows)(np.ones(8)))
+assert doubled.plan(np.ones(8)).notes
+inside = jaxtensile.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, rows), budget="1GiB")
+assert inside(np.ones(8)).sharding == rows and inside.plan(np.ones(8)).notes
+print("all well")
+"""
+
+
+def test_arguments_on_several_devices(tmp_path):
+    """In a process with four CPU devices: errors of JAX's own, sharded steps, one plan per placement."""
+    done = subprocess.run(
+        [sys.executable, "-c", SEVERAL_DEVICES],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            "PATH": "",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "PYTHONPATH": ":".join(p for p in sys.path if p),
+            "HOME": str(tmp_path),
+        },
+    )
+    assert done.stdout == "all well\n", done.stderr[-3000:]
