@@ -53,6 +53,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--budget", required=True, help="bytes, 12GiB, 12GB, or 80%% of the device")
     plan.add_argument("--target", help="compile for this device (see doctor); default: this machine's")
     plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON")
+    plan.add_argument("--html", metavar="F", type=Path, help="also write it to F as a page with a memory chart")
+    plan.add_argument("--perfetto", metavar="F", type=Path, help="also write a timeline to F, for ui.perfetto.dev")
     plan.set_defaults(command=_plan)
 
     doctor = commands.add_parser("doctor", help="versions, extras and targets, and what is missing")
@@ -64,8 +66,10 @@ def _plan(options: argparse.Namespace) -> int:
     from jaxtensile.device import profile
     from jaxtensile.loading import load_workload
 
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        return _complain(f"cannot write {options.json}: there is no folder {options.json.parent}")
+    files: list[Path | None] = [options.json, options.html, options.perfetto]
+    for path in files:
+        if path is not None and not path.absolute().parent.is_dir():
+            return _complain(f"cannot write {path}: there is no folder {path.parent}")
     if options.target is not None:
         profile(options.target)  # an unknown name is told before the work, not after
     workload = load_workload(options.workload)
@@ -75,8 +79,9 @@ def _plan(options: argparse.Namespace) -> int:
     step = jit(workload.fun, budget=options.budget, target=options.target, **workload.jit_options)
     report = step.plan(*workload.args)
     print(report)
-    if options.json is not None:
-        options.json.write_text(report.to_json() + "\n")
+    for write, path in zip((report.to_json, report.to_html, report.to_perfetto), files, strict=True):
+        if path is not None:
+            write(path)
     return DONE
 
 

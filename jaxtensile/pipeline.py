@@ -24,9 +24,10 @@ from jaxtensile.passes.greedy import prepare as greedy
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import LoopPlan, ladder
 from jaxtensile.passes.lowerbound import Bound, lower_bound
-from jaxtensile.plan import Action, Keep, MemoryUse, Plan, Problem, Remat
+from jaxtensile.plan import Action, Keep, MemoryUse, Plan, Problem, Program, Remat
 from jaxtensile.report import Decision, Report
 from jaxtensile.rewrite import rewrite
+from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
@@ -40,6 +41,8 @@ Watch = Callable[[str], None]
 
 ROUNDS = 4
 """Compiles of planned programs at most."""
+REFUSED = 0.9
+"""After a compiler ran out of memory without a figure, aim this much lower."""
 SURELY_OVER = 1.25
 """The plain program is compiled unless the model puts it over the budget by this factor."""
 SURELY_OVER_WITH_LOOPS = 2.0
@@ -195,7 +198,13 @@ def _rounds(
         with clock("check"):
             check(variant.problem.graph, plan.program)
         if plan.changes_nothing and not variant.loops:
-            break
+            # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
+            over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
+            lower = int(predicted.device / over) if plain is not None and over > 1.0 else aim
+            if lower >= aim or lower >= predicted.device:
+                break
+            aim = lower
+            continue
         evaluate = rewrite(variant.traced, plan.program)
         rounds += 1
         with clock("compile planned"):
@@ -211,8 +220,11 @@ def _rounds(
             best = made
         if made.compiled.device <= job.budget:
             break
-        error = made.compiled.device * scale - plan.predicted.device
-        target = int(job.budget * scale - max(error, 0))
+        if made.compiled.memory is None:
+            target = int(min(aim, plan.predicted.device) * REFUSED)
+        else:
+            error = made.compiled.device * scale - plan.predicted.device
+            target = int(job.budget * scale - max(error, 0))
         if plan.predicted.device > aim or target >= aim:
             if len(choices) == 1 or rounds >= ROUNDS:
                 break
@@ -253,6 +265,7 @@ def _cannot(job: Job, variants: list[Variant], bound: Bound, best: _Made | None)
         culprits = tuple(
             Culprit(primitive=graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
         ) or _at_the_peak(variant, plan)
+    needs = max(needs, job.budget + 1)
     if job.budget < fixed:
         because = f"the arguments alone are {format_bytes(fixed)}"
     elif job.budget < bound.nbytes:
@@ -303,6 +316,9 @@ def _report(
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
     if job.shards > 1:
         notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
+    costs = op_costs(traced.graph, job.device)
+    sites = _sites(traced, costs.seconds)
+    plain_track = _track(Program.unchanged(traced.graph), sites)
     common = {
         "name": job.name,
         "target": job.device.name,
@@ -326,23 +342,44 @@ def _report(
             overhead_ratio=0.0,
             stages=0,
             solver="none",
+            timeline=Timeline(plain_track, None),
             **common,
         )
     variant, plan = made.variant, made.plan
     loop_actions = _loop_actions(traced, variant.loops)
     overhead = plan.overhead + variant.seconds
-    step = sum(op_costs(traced.graph, job.device).seconds)
+    step = sum(costs.seconds)
+    if variant.traced is not traced:
+        sites = _sites(variant.traced, variant.problem.costs.seconds)
     return Report(
         predicted=plan.predicted,
         actions=(*loop_actions, *plan.actions),
-        decisions=(*_decisions(traced, loop_actions), *_decisions(variant.traced, plan.actions)),
+        decisions=(*_decisions(traced, loop_actions), *_decisions(variant.traced, plan.actions, plan.program)),
         recompute_flops=plan.recompute_flops + variant.traced.graph.flops - traced.graph.flops,
         overhead=overhead,
         overhead_ratio=overhead / step if step else 0.0,
         stages=sum(o < 0 for o in plan.program.origin) + len(variant.loops),
         solver=plan.solver,
+        timeline=Timeline(plain_track, _track(plan.program, sites)),
         **common,
     )
+
+
+def _sites(traced: Traced, seconds: tuple[Seconds, ...]) -> Sites:
+    """The ops of ``traced`` by name and line; equal lines are one string."""
+    known: dict[str, str] = {}
+    lines = (traced.source(op.id) for op in traced.graph.ops)
+    return Sites(
+        primitives=tuple(op.primitive for op in traced.graph.ops),
+        sources=tuple(known.setdefault(line, line) for line in lines),
+        seconds=seconds,
+    )
+
+
+def _track(program: Program, sites: Sites) -> Track:
+    live = live_ranges(program.graph)
+    base = live.device - live.temp
+    return Track(sites=sites, origin=program.origin, device=tuple(base + b for b in live.profile), base=base)
 
 
 def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, ...]:
@@ -355,11 +392,15 @@ def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, 
     return tuple(out)
 
 
-def _decisions(traced: Traced, actions: tuple[Action, ...]) -> tuple[Decision, ...]:
+def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | None = None) -> tuple[Decision, ...]:
+    """The actions in the user's words, without what is only held for a moment after the first barrier."""
+    origin = program.origin if program is not None else ()
+    early = set(origin[: origin.index(-1)] if -1 in origin else range(len(traced.graph.ops)))
     made = {r: op.id for op in traced.graph.ops for r in op.results}
+    home = live_ranges(traced.graph).kernels.home if actions else []
     out: list[Decision] = []
     for action in actions:
-        if action.value not in made:
+        if action.value not in made or (isinstance(action, Keep) and made[action.value] not in early):
             continue
         value, op = traced.graph.values[action.value], made[action.value]
         out.append(
@@ -370,6 +411,7 @@ def _decisions(traced: Traced, actions: tuple[Action, ...]) -> tuple[Decision, .
                 shape=value.shape,
                 nbytes=value.nbytes,
                 source=traced.source(op),
+                stored=home[action.value] == action.value,
             )
         )
     return tuple(out)

@@ -1,4 +1,7 @@
-"""What was decided and what XLA said of it, for people (text) and programs (JSON).
+"""What was decided and what XLA said of it: the data, and the ways to read it.
+
+``report_text`` is what people read first, ``report_html`` a page with a chart, ``report_trace``
+a timeline for Perfetto; JSON is for programs.
 
 Invariant: a figure that XLA gave is marked as compiled, a figure of our own as predicted.
 """
@@ -6,18 +9,25 @@ Invariant: a figure that XLA gave is marked as compiled, a figure of our own as 
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from jaxtensile.plan import Action, Keep, MemoryUse, Remat
-from jaxtensile.units import Bytes, Flops, Seconds, format_bytes, format_seconds
+from jaxtensile.plan import Action, MemoryUse
+from jaxtensile.report_text import as_text
+from jaxtensile.timeline import Timeline
+from jaxtensile.units import Bytes, Flops, Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One kept or recomputed residual in the user's words."""
+    """One kept or recomputed residual in the user's words.
+
+    ``stored``: the plain program has it in memory; what is not stored is computed where it is read,
+    and a recomputed one of those is only a step on the way to others.
+    """
 
     kind: str
     primitive: str
@@ -25,6 +35,7 @@ class Decision:
     shape: tuple[int, ...]
     nbytes: Bytes
     source: str
+    stored: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +45,8 @@ class Report:
     ``baseline``: the unchanged program (``.exact`` when it was compiled); ``predicted``: the
     planned one by our model; ``compiled``: the planned one by XLA; ``lower_bound``: no plan can
     need less; ``overhead``: extra seconds of a step, ``overhead_ratio`` relative to the step;
-    ``rounds``: compiles of planned programs; ``seconds``: wall time per pipeline step.
+    ``rounds``: compiles of planned programs; ``seconds``: wall time per pipeline step;
+    ``timeline``: the model's bytes while each op runs.
     """
 
     name: str
@@ -57,6 +69,7 @@ class Report:
     solver: str
     notes: tuple[str, ...]
     seconds: Mapping[str, Seconds]
+    timeline: Timeline | None = field(default=None, repr=False)
 
     @property
     def fits(self) -> bool:
@@ -69,12 +82,24 @@ class Report:
         return not self.actions
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return as_text(self)
 
     def _repr_html_(self) -> str:
-        import html
+        from jaxtensile.report_html import as_fragment
 
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return as_fragment(self)
+
+    def to_html(self, path: str | PathLike[str] | None = None) -> str:
+        """The report as one HTML page that needs nothing else; also written to ``path`` when given."""
+        from jaxtensile.report_html import as_page
+
+        return _written(as_page(self), path)
+
+    def to_perfetto(self, path: str | PathLike[str] | None = None) -> str:
+        """Live bytes and predicted times as trace JSON, for ui.perfetto.dev; also written to ``path`` when given."""
+        from jaxtensile.report_trace import as_trace
+
+        return _written(as_trace(self), path)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
@@ -118,64 +143,18 @@ class Report:
                     "shape": list(d.shape),
                     "nbytes": d.nbytes,
                     "source": d.source,
+                    "stored": d.stored,
                 }
                 for d in self.decisions
             ],
         }
 
-    def to_json(self, path: str | None = None) -> str:
+    def to_json(self, path: str | PathLike[str] | None = None) -> str:
         """The report as JSON text; also written to ``path`` when given."""
-        text = json.dumps(self.to_dict(), indent=1)
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text + "\n")
-        return text
+        return _written(json.dumps(self.to_dict(), indent=1), path)
 
 
-def _lines(report: Report) -> list[str]:
-    r = report
-    verdict = "fits" if r.fits else "DOES NOT FIT"
-    lines = [f"{r.name} on {r.target}: {verdict} {format_bytes(r.budget)}"]
-    lines.append(f"  {'':<10} {'device':>10} = {'argument':>10} + {'output':>10} + {'temp':>10} - {'alias':>10}")
-    for label, use in (("plain", r.baseline), ("predicted", r.predicted), ("compiled", r.compiled)):
-        mark = "XLA" if use.exact else "model"
-        row = f"  {label:<10} {format_bytes(use.device):>10} = {format_bytes(use.argument):>10} + "
-        row += f"{format_bytes(use.output):>10} + {format_bytes(use.temp):>10} - {format_bytes(use.alias):>10}  {mark}"
-        lines.append(row)
-    lines.append(f"  no plan by recomputation can need less than {format_bytes(r.lower_bound)}")
-    if r.unchanged:
-        lines.append("  the program fits as it is: unchanged")
-    else:
-        lines.extend(_plan_lines(r))
-    if r.unknown_primitives:
-        lines.append(f"  no cost rule of their own: {', '.join(r.unknown_primitives)}")
-    lines.extend(f"  note: {note}" for note in r.notes)
-    times = ", ".join(f"{name} {format_seconds(t)}" for name, t in r.seconds.items())
-    lines.append(f"  took {times}")
-    return lines
-
-
-def _plan_lines(r: Report) -> list[str]:
-    keeps = [a for a in r.actions if isinstance(a, Keep)]
-    remats = [a for a in r.actions if isinstance(a, Remat)]
-    lines = [
-        f"  keep {len(keeps)} residuals ({format_bytes(sum(a.nbytes for a in keeps))}), recompute {len(remats)} "
-        f"({format_bytes(sum(a.nbytes for a in remats))}) in {r.stages} stages; {r.rounds} "
-        f"{'round' if r.rounds == 1 else 'rounds'}",
-        f"  matrix FLOPs x {1 + r.recompute_flops / r.flops if r.flops else 1:.3f}, predicted step time "
-        f"+{format_seconds(r.overhead)} ({100 * r.overhead_ratio:.1f} %)",
-    ]
-    for kind in ("keep", "recompute"):
-        groups: Counter[str] = Counter()
-        counts: Counter[str] = Counter()
-        for d in r.decisions:
-            if d.kind == kind:
-                label = f"{d.primitive} {d.dtype}{list(d.shape)} at {d.source}"
-                groups[label] += d.nbytes
-                counts[label] += 1
-        for label, nbytes in groups.most_common(6):
-            lines.append(f"    {kind:<9} {format_bytes(nbytes):>10}  {counts[label]:>3} x {label}")
-        rest = len(groups) - 6
-        if rest > 0:
-            lines.append(f"    {kind:<9} … and {rest} more kinds")
-    return lines
+def _written(text: str, path: str | PathLike[str] | None) -> str:
+    if path is not None:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    return text

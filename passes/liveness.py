@@ -107,6 +107,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
     last = list(stop)
+    final = {home[v] for v in graph.outputs}  # never dies, so nothing takes over its memory
     for op in graph.ops:
         i = op.id
         if not kernels.is_root[i] or op.primitive == "optimization_barrier":
@@ -117,7 +118,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
             pool = list(kernels.reads[i])
         else:
             continue
-        free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1]
+        free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]
         for r in op.results:
             if home[r] != r:
                 continue
@@ -137,7 +138,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
 def _donate(graph: Graph) -> Bytes:
     """Bytes of outputs that reuse a donated input of the same shape and type, as jit pairs them."""
     pool: dict[tuple[tuple[int, ...], str], int] = {}
-    for v in graph.donated:
+    for v in graph.donated.intersection(graph.inputs):  # jit drops the unused ones
         key = (graph.values[v].shape, graph.values[v].dtype)
         pool[key] = pool.get(key, 0) + 1
     total = 0

@@ -137,9 +137,10 @@ def test_an_unknown_target_is_told_before_the_file_is_run(capsys):
     assert "'nvidia-h200'" in mistake(capsys, "plan", "nowhere.py:f", "--budget", "1GiB", "--target", "h200")
 
 
-def test_a_folder_that_is_not_there_for_json(file, capsys, tmp_path):
-    out = tmp_path / "no" / "plan.json"
-    assert "there is no folder" in mistake(capsys, "plan", f"{file}:small", "--budget", "1GiB", "--json", str(out))
+@pytest.mark.parametrize("option", ["--json", "--html", "--perfetto"])
+def test_a_folder_that_is_not_there(option, file, capsys, tmp_path):
+    out = tmp_path / "no" / "plan.out"
+    assert "there is no folder" in mistake(capsys, "plan", f"{file}:small", "--budget", "1GiB", option, str(out))
 
 
 def test_a_file_never_takes_the_name_of_a_module(tmp_path, monkeypatch):
@@ -158,6 +159,14 @@ def test_plan_prints_the_report_and_writes_json(file, capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "budget" in printed.lower()
     assert json.loads(out.read_text())
+
+
+def test_plan_writes_a_page_and_a_timeline(file, capsys, tmp_path):
+    page, timeline = tmp_path / "plan.html", tmp_path / "timeline.json"
+    command = ["plan", f"{file}:small", "--budget", "1GiB", "--target", "cpu"]
+    assert cli.main([*command, "--html", str(page), "--perfetto", str(timeline)]) == 0
+    assert page.read_text().startswith("<!DOCTYPE html>")
+    assert json.loads(timeline.read_text())["traceEvents"]
 
 
 def test_plan_says_when_it_does_not_fit(file, capsys):

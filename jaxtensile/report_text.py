@@ -1,0 +1,171 @@
+"""A report as text: one screen, the figures that decide first.
+
+Also the words that the other forms share: groups of like decisions, short types, short places.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxtensile.plan import MemoryUse
+from jaxtensile.units import Bytes, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from jaxtensile.report import Decision, Report
+
+_ROWS = 5
+"""Groups shown of the kept and of the dropped values; what is left shares one line."""
+_SOURCE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::\d+)?(?: \((?P<function>.*)\))?")
+_DTYPE = re.compile(r"(b?float|complex|u?int)(\d+)(\w*)")
+_LETTERS = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Values of one op, type and line that share a decision."""
+
+    what: str
+    where: str
+    count: int
+    nbytes: Bytes
+
+
+def groups(decisions: Iterable[Decision]) -> list[Group]:
+    """Like values together, most bytes first."""
+    found: dict[tuple[str, str], tuple[int, Bytes]] = {}
+    for d in decisions:
+        key = (f"{d.primitive} {short_type(d.dtype, d.shape)}", short_place(d.source))
+        count, nbytes = found.get(key, (0, 0))
+        found[key] = count + 1, nbytes + d.nbytes
+    return sorted((Group(*key, *sums) for key, sums in found.items()), key=lambda g: -g.nbytes)
+
+
+def kept(report: Report) -> list[Decision]:
+    """What waits in memory for the backward pass."""
+    return [d for d in report.decisions if d.kind == "keep"]
+
+
+def dropped(report: Report) -> list[Decision]:
+    """What the plain program stores and the planned one computes again."""
+    return [d for d in report.decisions if d.kind == "recompute" and d.stored]
+
+
+def passing(report: Report) -> list[Decision]:
+    """What is computed again on the way to others, and was never stored."""
+    return [d for d in report.decisions if d.kind == "recompute" and not d.stored]
+
+
+def short_type(dtype: str, shape: tuple[int, ...]) -> str:
+    """``bf16[16,1024,768]``, as jaxprs print it."""
+    match = _DTYPE.fullmatch(dtype)
+    name = f"{_LETTERS[match[1]]}{match[2]}{match[3]}" if match else dtype
+    return f"{name}[{','.join(map(str, shape))}]"
+
+
+def short_place(source: str) -> str:
+    """``model.py:41 (block)``: the path from here, from the package, or its last two parts."""
+    match = _SOURCE.fullmatch(source)
+    if match is None:
+        return source
+    path = Path(match["file"])
+    parts = path.parts
+    if path.is_relative_to(Path.cwd()):
+        file = path.relative_to(Path.cwd()).as_posix()
+    elif "site-packages" in parts:
+        file = "/".join(parts[parts.index("site-packages") + 1 :])
+    else:
+        file = "/".join(parts[-2:]) if path.is_absolute() else path.as_posix()
+    return f"{file}:{match['line']}" + (f" ({match['function']})" if match["function"] else "")
+
+
+def verdict(report: Report) -> str:
+    """The outcome in one line."""
+    r = report
+    head = f"{r.name} on {r.target}"
+    if not r.fits:
+        return f"{head} DOES NOT FIT its budget of {format_bytes(r.budget)}: {format_bytes(r.compiled.device)}"
+    if r.unchanged:
+        return f"{head} fits its budget of {format_bytes(r.budget)} as it is: {format_bytes(r.compiled.device)}"
+    before, after = format_bytes(r.baseline.device), format_bytes(r.compiled.device)
+    return f"{head} fits its budget of {format_bytes(r.budget)}: {after}, down from {before}"
+
+
+def accounts(report: Report) -> list[tuple[str, MemoryUse, str]]:
+    """The memory of the plain and of the planned program, by the model and by XLA."""
+    rows = [("plain", report.baseline), ("planned", report.predicted), ("planned", report.compiled)]
+    if report.unchanged:
+        rows = [("plain", report.predicted), ("plain", report.compiled)]
+    return [(name, use, "XLA" if use.exact else "predicted") for name, use in rows]
+
+
+def price(report: Report) -> str:
+    """What the plan costs in time."""
+    r = report
+    ratio = f"matrix FLOPs x {1 + r.recompute_flops / r.flops:.3f}" if r.flops else "no matrix FLOPs"
+    stages = f"{r.stages} {'stage' if r.stages == 1 else 'stages'}"
+    return f"{ratio}, predicted step time +{100 * r.overhead_ratio:.1f} % (+{format_seconds(r.overhead)}), in {stages}"
+
+
+def spent(report: Report) -> str:
+    """How long planning and XLA took."""
+    compiling = {n: s for n, s in report.seconds.items() if n.startswith("compile")}
+    planning = {n: s for n, s in report.seconds.items() if n not in compiling}
+
+    def told(steps: dict[str, float]) -> str:
+        return ", ".join(f"{name.removeprefix('compile ')} {format_seconds(s)}" for name, s in steps.items())
+
+    text = f"planning {format_seconds(sum(planning.values()))} ({told(planning)})"
+    if compiling:
+        rounds = f" in {report.rounds} rounds" if report.rounds > 1 else ""
+        text += f"; XLA {format_seconds(sum(compiling.values()))} ({told(compiling)}{rounds})"
+    return text
+
+
+def as_text(report: Report) -> str:
+    """What ``print(report)`` shows: at most about 25 lines."""
+    r = report
+    lines = [verdict(r), _row("", "device", "=", "argument", "+", "output", "+", "temp", "-", "alias")]
+    for name, use, by in accounts(r):
+        sizes = (format_bytes(n) for n in (use.device, use.argument, use.output, use.temp, use.alias))
+        cells = [cell for pair in zip(sizes, "=++- ", strict=True) for cell in pair]
+        lines.append(f"{_row(name, *cells[:-1])}  {by}")
+    if not r.unchanged:
+        lines += _listed("kept", kept(r))
+        lines += _listed("recomputed", dropped(r))
+        lines.append(f"  {price(r)}")
+    if r.offload_bytes or r.compiled.host:
+        lines.append(f"  {format_bytes(r.offload_bytes)} offloaded, {format_bytes(r.compiled.host)} on the host")
+    lines.append(f"  no plan by recomputation can need less than {format_bytes(r.lower_bound)}")
+    if r.unknown_primitives:
+        lines.append(f"  without a cost rule of their own: {', '.join(r.unknown_primitives)}")
+    lines.extend(f"  note: {note}" for note in r.notes)
+    lines.append(f"  {spent(r)}")
+    return "\n".join(lines)
+
+
+def _values(count: int) -> str:
+    return f"{count} value" if count == 1 else f"{count} values"
+
+
+def _row(name: str, *cells: str) -> str:
+    return f"  {name:<10}" + "".join(f"{cell:>11}" if len(cell) > 1 else f" {cell}" for cell in cells)
+
+
+def _listed(word: str, decisions: list[Decision]) -> list[str]:
+    """A headed list of groups, the largest first, in columns."""
+    found = groups(decisions)
+    if not found:
+        return []
+    total = format_bytes(sum(g.nbytes for g in found))
+    lines = [f"  {word:<10}{total:>11}   in {_values(len(decisions))}"]
+    shown = found if len(found) <= _ROWS + 1 else found[:_ROWS]
+    wide = max((len(g.what) for g in shown), default=0)
+    lines += [f"  {'':<10}{format_bytes(g.nbytes):>11} {g.count:>4} x {g.what:<{wide}}  {g.where}" for g in shown]
+    if rest := found[len(shown) :]:
+        size = format_bytes(sum(g.nbytes for g in rest))
+        lines.append(f"  {'':<10}{size:>11} {sum(g.count for g in rest):>4} more, of {len(rest)} kinds")
+    return lines

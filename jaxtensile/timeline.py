@@ -1,0 +1,118 @@
+"""How many device bytes are live while each op runs, by the model: what charts and traces are drawn from.
+
+Invariant: ``device[i]`` is argument + output + temp - alias while step ``i`` runs, so its maximum
+is the predicted ``MemoryUse.device``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+from jaxtensile.units import Bytes, Seconds
+
+BARRIER = -1
+"""``Track.origin`` of a barrier that the plan inserted: a stage begins."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sites:
+    """The ops that tracks refer to: primitive, the user's source line, predicted seconds of one run."""
+
+    primitives: tuple[str, ...]
+    sources: tuple[str, ...]
+    seconds: tuple[Seconds, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Steps ``[start, stop)``: a barrier, then the ops that run again because of it."""
+
+    start: int
+    stop: int
+    repeated: int
+    """How many ops run again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Track:
+    """One program: device bytes and the op of every step of its schedule.
+
+    ``base``: arguments + outputs - aliases, there from the first step to the last.
+    """
+
+    sites: Sites
+    origin: tuple[int, ...]
+    device: tuple[Bytes, ...]
+    base: Bytes
+
+    @property
+    def peak(self) -> int:
+        """The first step with the most bytes; 0 for an empty program."""
+        return max(range(len(self.device)), key=self.device.__getitem__, default=0)
+
+    def repeats(self) -> list[bool]:
+        """For each step whether its op has run before."""
+        seen: set[int] = set()
+        out: list[bool] = []
+        for o in self.origin:
+            out.append(o in seen)
+            if o != BARRIER:
+                seen.add(o)
+        return out
+
+    def stages(self) -> list[Stage]:
+        """The stages in which ops run again, in schedule order."""
+        found: list[Stage] = []
+        start, stop, count = -1, -1, 0
+        for i, again in enumerate([*self.repeats(), False]):
+            if i == len(self.origin) or self.origin[i] == BARRIER:
+                if count:
+                    found.append(Stage(start, stop, count))
+                start, count = i, 0
+            elif again:
+                stop, count = i + 1, count + 1
+        return found
+
+    def seconds(self) -> list[Seconds]:
+        """Predicted seconds of each step."""
+        return [self.sites.seconds[o] if o != BARRIER else 0.0 for o in self.origin]
+
+    def starts(self) -> list[Seconds]:
+        """Predicted time at which each step starts, and at the end when the last one stops."""
+        return list(accumulate(self.seconds(), initial=0.0))
+
+    def label(self, step: int) -> str:
+        """What a step does, for people."""
+        o = self.origin[step]
+        return "barrier" if o == BARRIER else f"{self.sites.primitives[o]} at {self.sites.sources[o]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """The plain program and, when it did not fit as it was, the planned one."""
+
+    plain: Track
+    planned: Track | None
+
+    def aligned(self) -> list[Bytes]:
+        """For each planned step the plain program's bytes at the same work.
+
+        While the planned program repeats ops the plain one stands still. Two programs of
+        different ops (rewritten loops) are stretched over each other instead.
+        """
+        plain, planned = self.plain, self.planned
+        if planned is None:
+            return list(plain.device)
+        n, m = len(plain.device), len(planned.device)
+        if plain.sites is planned.sites:
+            ends = list(accumulate(planned.origin, max))
+        else:
+            ends = [(i + 1) * n // m - 1 for i in range(m)]
+        out: list[Bytes] = []
+        seen = 0  # plain steps drawn so far
+        for end in ends:
+            window = plain.device[seen : end + 1]
+            out.append(max(window) if window else plain.device[max(seen - 1, 0)])
+            seen = max(seen, end + 1)
+        return out
