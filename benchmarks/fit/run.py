@@ -1,6 +1,6 @@
 """Fit every workload for an H200 that is not there, and say what XLA allocates.
 
-    python -m benchmarks.fit.run [--jax-line NAME] [WORKLOAD ...]
+    python -m benchmarks.fit.run [policies] [WORKLOAD ...]
 
 ``policies``: GPT-2 small at the bytes that per-block ``jax.checkpoint`` reaches by hand, each policy
 compiled on the same step in the same run. ``suite``: every workload at 60 % of its plain bytes
@@ -186,7 +186,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="workloads, or 'policies'; default: everything")
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    parser.add_argument("--print-only", action="store_true", help="print, leave the result files alone")
     options = parser.parse_args()
     if options.case:
         print(json.dumps(case(options.case)))
@@ -195,18 +194,27 @@ def main() -> None:
     from benchmarks.machine import describe
 
     names = [n for n in options.cases if n != "policies"] or ([] if options.cases else list(workloads.NAMES))
-    result: dict[str, Any] = {"machine": describe(), "target": TARGET, "share": SHARE}
-    result["policies"] = policies() if not options.cases or "policies" in options.cases else []
-    result["suite"] = [isolated(name) for name in names]
-    text = table(result)
-    print(text)
-    for row in result["suite"]:
-        if "crash" in row:
-            print(row["workload"], row["crash"], file=sys.stderr)
-    if not options.print_only:
-        stem = HERE / f"results-jax{result['machine']['jax']}"
-        stem.with_suffix(stem.suffix + ".json").write_text(json.dumps(result, indent=1) + "\n")
-        stem.with_suffix(stem.suffix + ".md").write_text(text)
+    machine = describe()
+    path = HERE / f"results-jax{machine['jax']}.json"
+    # A run of some cases renews those and keeps the others; nothing is lost when it is interrupted.
+    known = json.loads(path.read_text()) if path.exists() else {"policies": [], "suite": []}
+    rows = {row["workload"]: row for row in known["suite"]}
+    result: dict[str, Any] = {"machine": machine, "target": TARGET, "share": SHARE, "policies": known["policies"]}
+
+    def save() -> None:
+        result["suite"] = [rows[name] for name in workloads.NAMES if name in rows]
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.with_suffix(".md").write_text(table(result))
+
+    if not options.cases or "policies" in options.cases:
+        result["policies"] = policies()
+        save()
+    for name in names:
+        rows[name] = {**isolated(name), "date": machine["date"]}
+        if "crash" in rows[name]:
+            print(rows[name]["crash"], file=sys.stderr)
+        save()
+    print(table(result))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,53 @@
+"""All benchmarks, one after another: ``python -m benchmarks [--quick] [fit] [call] [planning]``.
+
+Each runs in a process of its own, tells its cases as they begin, and writes its results into
+its folder. ``--quick`` is a subset that takes minutes and leaves the recorded results alone where
+the benchmark can.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parent.parent
+RUNS: Final[dict[str, tuple[list[str], list[str]]]] = {
+    "fit": (["benchmarks.fit.run"], ["benchmarks.fit.run", "--print-only", "lstm", "dlrm"]),
+    "call": (["benchmarks.call.overhead"], ["benchmarks.call.overhead"]),
+    "planning": (["benchmarks.planning.run"], ["benchmarks.planning.run", "--quick"]),
+}
+"""Module and arguments of each benchmark: all of it, and the quick subset."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(RUNS)}; default: all")
+    parser.add_argument("--quick", action="store_true", help="a subset that takes minutes")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in RUNS]
+    if unknown:
+        parser.error(f"no benchmark {unknown[0]!r}: there are {', '.join(RUNS)}")
+    names = options.names or list(RUNS)
+    failed: list[str] = []
+    for number, name in enumerate(names, 1):
+        print(f"==== {number} of {len(names)}: {name}", flush=True)
+        started = time.perf_counter()
+        command = RUNS[name][1 if options.quick else 0]
+        status = subprocess.run([sys.executable, "-m", *command], cwd=ROOT).returncode
+        print(f"==== {name}: {'done' if not status else f'status {status}'} in {time.perf_counter() - started:.0f} s\n")
+        if status:
+            failed.append(name)
+    if failed:
+        print(f"FAILED: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
