@@ -1,0 +1,80 @@
+"""Slow, obvious answers that fast code is compared with."""
+
+from itertools import chain, combinations
+
+from jaxtensile.passes.emit import recomputed_ops
+
+
+class Meanings:
+    """What values are: terms ``(op of the original, operands, position)``, numbered so that equal
+    terms have equal numbers. Barriers pass their operands on."""
+
+    def __init__(self):
+        self.table = {}
+
+    def number(self, term):
+        return self.table.setdefault(term, len(self.table))
+
+    def of(self, graph, origin=None):
+        """For each value its number; None if it never gets one."""
+        known = [None] * len(graph.values)
+        for v in graph.inputs:
+            known[v] = self.number(("input", v))
+        for op in graph.ops:
+            o = op.id if origin is None else origin[op.id]
+            operands = tuple(known[v] for v in op.operands)
+            assert None not in operands, f"op {op.id} reads a value that is not there"
+            for k, r in enumerate(op.results):
+                passes_on = op.primitive == "optimization_barrier"
+                known[r] = operands[k] if passes_on else self.number((o, operands, k))
+        return known
+
+
+def same_outputs(graph, program):
+    """Whether both compute the same terms for all outputs."""
+    meanings = Meanings()
+    before, after = meanings.of(graph), meanings.of(program.graph, program.origin)
+    return [before[v] for v in graph.outputs] == [after[v] for v in program.graph.outputs]
+
+
+def subsets(items):
+    items = list(items)
+    return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
+
+
+def best_kept_set(graph, mountain, seconds, price, stuck=frozenset()):
+    """The least ``price * bytes kept + seconds recomputed`` over all kept sets that are possible:
+    nothing pinned runs again, and what is ``stuck`` is kept or not needed."""
+    made = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    candidates = [v for v in made if v not in mountain.always]
+    costs = []
+    for kept in map(frozenset, subsets(candidates)):
+        again = recomputed_by_hand(graph, mountain, made, kept)
+        wanted = {u for o in again for u in graph.ops[o].operands if u in made and u not in mountain.always}
+        wanted |= set(mountain.needed)
+        if any(graph.ops[o].pinned for o in again) or (wanted & stuck) - kept:
+            continue
+        costs.append(cost_of(graph, seconds, price, kept, again))
+    return min(costs)
+
+
+def cost_of(graph, seconds, price, kept, again):
+    return price * sum(graph.values[v].nbytes for v in kept) + sum(seconds[o] for o in again)
+
+
+def recomputed_by_hand(graph, mountain, made, kept):
+    """Least set of ops that makes everything needed from what is kept: grown until it stops growing."""
+    again = set()
+    while True:
+        wanted = {u for o in again for u in graph.ops[o].operands} | set(mountain.needed)
+        grown = {made[u] for u in wanted if u in made and u not in kept and u not in mountain.always}
+        if grown <= again:
+            return again
+        again |= grown
+
+
+def completed(graph, mountain, kept):
+    """``kept`` and the results of effects that the rest would need to run again."""
+    while effects := {o for o in recomputed_ops(graph, mountain, kept) if graph.ops[o].pinned}:
+        kept = kept | {r for o in effects for r in graph.ops[o].results}
+    return kept

@@ -1,0 +1,197 @@
+"""Emitted programs compute the same values; clones stand behind barriers; what is dropped is gone."""
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs import Builder, graphs, train_steps
+from jaxtensile.passes.check import check
+from jaxtensile.passes.emit import emit, recomputed_ops
+from jaxtensile.passes.fusion import fuse
+from jaxtensile.passes.stages import mountain_at, waists
+from jaxtensile.plan import Program
+from oracles import completed, recomputed_by_hand, same_outputs
+
+BARRIER = "optimization_barrier"
+
+
+@st.composite
+def decisions(draw, source):
+    """A program, a mountain of it, a kept set, and cuts."""
+    graph = draw(source)
+    mountain = mountain_at(graph, draw(st.integers(1, len(graph.ops))))
+    values = sorted({r for o in mountain.cone for r in graph.ops[o].results} - mountain.always)
+    kept = draw(st.sets(st.sampled_from(values))) if values else set()
+    all_cuts, narrow = waists(graph, mountain)
+    cuts = draw(st.sampled_from([all_cuts, narrow, []]))
+    return graph, mountain, completed(graph, mountain, frozenset(kept)), cuts
+
+
+def emitted(graph, mountain, kept, cuts):
+    return emit(Program.unchanged(graph), fuse(graph), mountain, kept, cuts)
+
+
+@given(decisions(graphs()))
+@settings(max_examples=150)
+def test_the_same_values_come_out(decision):
+    graph, *rest = decision
+    assert same_outputs(graph, emitted(graph, *rest))
+
+
+@given(decisions(train_steps(pinned=True)))
+@settings(max_examples=60)
+def test_the_same_values_come_out_of_train_steps(decision):
+    graph, *rest = decision
+    assert same_outputs(graph, emitted(graph, *rest))
+
+
+@given(decisions(train_steps()), st.data())
+@settings(max_examples=40)
+def test_an_emitted_program_can_be_planned_again(decision, data):
+    graph, *rest = decision
+    once = emitted(graph, *rest)
+    mountain = mountain_at(once.graph, data.draw(st.integers(1, len(once.graph.ops))))
+    kept = completed(once.graph, mountain, frozenset(mountain.needed[:: data.draw(st.integers(1, 4))]))
+    cuts, _ = waists(once.graph, mountain)
+    twice = emit(once, fuse(once.graph), mountain, kept, cuts)
+    assert same_outputs(graph, twice)
+    check(graph, twice)
+
+
+@given(decisions(train_steps()))
+@settings(max_examples=60)
+def test_what_is_recomputed_stands_behind_a_barrier(decision):
+    """Otherwise XLA merges the clone with the original."""
+    graph, mountain, kept, cuts = decision
+    program = emitted(graph, mountain, kept, cuts)
+    again = recomputed_ops(graph, mountain, kept)
+    maker = {r: op for op in program.graph.ops for r in op.results}
+    fresh = set()
+    for i, op in enumerate(program.graph.ops):
+        if i < mountain.turn or program.origin[i] not in again:
+            continue
+        fresh.add(op.id)
+        for v in op.operands:
+            assert v in maker, f"clone {op} reads an input directly"
+            assert maker[v].primitive == BARRIER or maker[v].id in fresh, f"clone {op} reads {v} past the barrier"
+
+
+@given(decisions(graphs()))
+@settings(max_examples=100)
+def test_nothing_dropped_crosses_the_turn(decision):
+    graph, mountain, kept, cuts = decision
+    program = emitted(graph, mountain, kept, cuts)
+    again = recomputed_ops(graph, mountain, kept)
+    dropped = {r for o in again for r in graph.ops[o].results if r not in kept and r not in mountain.always}
+    late = {v for op in program.graph.ops[mountain.turn :] for v in op.operands} | set(program.graph.outputs)
+    assert not late & dropped
+
+
+@given(decisions(graphs()))
+@settings(max_examples=100)
+def test_recomputed_ops_are_the_least_that_suffice(decision):
+    graph, mountain, kept, _ = decision
+    made = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    assert recomputed_ops(graph, mountain, kept) == recomputed_by_hand(graph, mountain, made, kept)
+
+
+@given(decisions(graphs()))
+@settings(max_examples=60)
+def test_the_climb_is_as_it_was(decision):
+    graph, mountain, *rest = decision
+    program = emitted(graph, mountain, *rest)
+    assert program.graph.ops[: mountain.turn] == graph.ops[: mountain.turn]
+    assert program.origin[: mountain.turn] == tuple(range(mountain.turn))
+    assert program.graph.inputs == graph.inputs
+    assert program.graph.donated == graph.donated
+
+
+def tower(layers, width=64):
+    """y_k = tanh(y_{k-1} @ w_k), then every y_k read in reverse. The turn is after the last tanh."""
+    b = Builder()
+    x = y = b.input(width, width)
+    ws = [b.input(width, width) for _ in range(layers)]
+    ys = []
+    for w in ws:
+        y = b.op("tanh", b.dot(y, w))
+        ys.append(y)
+    turn = len(b.ops)
+    g = b.op("neg", y)
+    for y, w in zip(reversed(ys), reversed(ws), strict=True):
+        g = b.dot(b.op("mul", g, y), w)
+    return b.graph(b.op("add", g, x)), turn, ys
+
+
+def test_nothing_dropped_changes_nothing():
+    graph, turn, _ = tower(6)
+    mountain = mountain_at(graph, turn)
+    kept = frozenset(mountain.needed)
+    program = Program.unchanged(graph)
+    assert emit(program, fuse(graph), mountain, kept, []) is program
+
+
+@pytest.mark.parametrize("every", [2, 3, 6])
+def test_one_barrier_per_stage(every):
+    """Kept: each ``every``-th activation. Stages follow from what is kept: the rest of a stage is joined."""
+    graph, turn, ys = tower(12)
+    mountain = mountain_at(graph, turn)
+    # The last activation is read right after the turn: it is there whatever is decided.
+    kept = frozenset(ys[every - 1 :: every]) & frozenset(mountain.needed)
+    cuts = [2 * k for k in range(1, 12)]
+    program = emit(Program.unchanged(graph), fuse(graph), mountain, kept, cuts)
+    barriers = [op for op in program.graph.ops if op.primitive == BARRIER]
+    assert len(barriers) == 12 // every
+    assert same_outputs(graph, program)
+    clones = program.clones()
+    assert sum(op.flops for op in clones) == sum(op.flops for op in graph.ops[:turn]) * (12 - 12 / every) / 12
+    # A clone comes right where it is read, not all at the turn: barriers and products of the descent alternate.
+    kinds = [op.primitive for op in program.graph.ops[turn:] if op.primitive in (BARRIER, "dot_general")]
+    assert kinds.index(BARRIER) <= 1
+    assert kinds[-1] == "dot_general"
+    gaps = [i for i, k in enumerate(kinds) if k == BARRIER]
+    assert all(b - a >= every for a, b in pairwise(gaps))
+
+
+def test_a_barrier_is_tied_to_something_late():
+    """With only old operands the clone could start before the descent: one buffer of the descent is among them."""
+    graph, turn, ys = tower(8)
+    mountain = mountain_at(graph, turn)
+    kept = frozenset(ys[1::2]) & frozenset(mountain.needed)
+    program = emit(Program.unchanged(graph), fuse(graph), mountain, kept, [2 * k for k in range(1, 8)])
+    maker = {r: op.id for op in program.graph.ops for r in op.results}
+    barriers = [op for op in program.graph.ops if op.primitive == BARRIER]
+    for barrier in barriers[1:]:
+        newest = max(maker.get(v, -1) for v in barrier.operands)
+        assert newest >= turn
+
+
+def test_fused_ops_of_the_descent_are_made_where_they_are_read():
+    """``s`` fuses into all its readers: once per stage that reads it, after that stage's barrier."""
+    b = Builder()
+    x = y = b.input(64, 64)
+    ws = [b.input(64, 64) for _ in range(8)]
+    ys = []
+    for w in ws:
+        y = b.op("tanh", b.dot(y, w))
+        ys.append(y)
+    turn = len(b.ops)
+    s = b.op("neg", x)
+    g = b.op("neg", y)
+    for y, w in zip(reversed(ys), reversed(ws), strict=True):
+        g = b.dot(b.op("mul", b.op("mul", g, y), s), w)
+    graph = b.graph(g)
+    assert not fuse(graph).is_root[turn]
+    mountain = mountain_at(graph, turn)
+    kept = frozenset(ys[1::2]) & frozenset(mountain.needed)
+    program = emit(Program.unchanged(graph), fuse(graph), mountain, kept, [2 * k for k in range(1, 8)])
+    assert same_outputs(graph, program)
+    barriers = [op.id for op in program.graph.ops if op.primitive == BARRIER]
+    assert len(barriers) == 4
+    assert 4 <= sum(o == turn for o in program.origin) <= 5
+    made = {r: op.id for op in program.graph.ops for r in op.results}
+    for op in program.graph.ops[turn:]:
+        for v in op.operands:
+            if program.version_of[v] == s:
+                assert not [i for i in barriers if made[v] < i < op.id]

@@ -1,0 +1,174 @@
+"""Which values become buffers: by rule for small programs, by invariant for random ones."""
+
+import pytest
+from hypothesis import given, settings
+
+from graphs import Builder, graphs
+from jaxtensile.ir import producers
+from jaxtensile.passes import fusion
+from jaxtensile.passes.fusion import VIEWS, fuse, is_fusible
+
+N = 1000
+
+
+def buffers(graph):
+    """Values that are buffers of their own."""
+    kernels = fuse(graph)
+    return [v.id for v in graph.values if kernels.home[v.id] == v.id]
+
+
+def test_every_primitive_has_one_rule():
+    groups = [fusion.VIEWS, fusion.ELEMENTWISE, fusion.MOVES, fusion.REDUCTIONS, fusion.IN_PLACE]
+    assert sum(map(len, groups)) == len(frozenset().union(*groups))
+    assert fusion.ELEMENTWISE | {"rng_bit_generator"} >= fusion.EXPENSIVE
+    assert not is_fusible("dot_general")
+    assert not is_fusible("a primitive of next year")
+
+
+@given(graphs())
+@settings(max_examples=100)
+def test_homes_and_reads_are_buffers(graph):
+    kernels = fuse(graph)
+    made = producers(graph)
+    for v in graph.values:
+        home = kernels.home[v.id]
+        assert home == -1 or kernels.home[home] == home
+        if home == v.id and made[v.id] >= 0:
+            assert kernels.is_root[made[v.id]], "a buffer is written by a kernel"
+    for op in graph.ops:
+        for b in kernels.reads[op.id]:
+            assert kernels.home[b] == b
+            assert made[b] < op.id
+        if not kernels.is_root[op.id]:
+            assert kernels.reads[op.id] == ()
+            assert is_fusible(op.primitive) or op.primitive in VIEWS
+
+
+@given(graphs())
+@settings(max_examples=100)
+def test_what_somebody_needs_in_memory_is_there(graph):
+    """Outputs, and operands of ops that cannot fuse: each has a home."""
+    kernels = fuse(graph)
+    assert all(kernels.home[v] >= 0 for v in graph.outputs)
+    for op in graph.ops:
+        if not (is_fusible(op.primitive) or op.primitive in fusion.REDUCTIONS or op.primitive in VIEWS):
+            for v in op.operands:
+                assert kernels.home[v] in kernels.reads[op.id]
+
+
+@given(graphs())
+@settings(max_examples=60)
+def test_a_kernel_reads_exactly_what_its_fused_ops_come_from(graph):
+    kernels = fuse(graph)
+    made = producers(graph)
+
+    def sources(v):
+        o = made[v]
+        if kernels.home[v] >= 0:
+            return {kernels.home[v]}
+        return {s for u in graph.ops[o].operands for s in sources(u)}
+
+    for op in graph.ops:
+        if kernels.is_root[op.id]:
+            assert set(kernels.reads[op.id]) == {s for v in op.operands for s in sources(v)}
+
+
+def test_a_chain_fuses_into_its_only_reader():
+    b = Builder()
+    x = b.input(N)
+    y = b.op("mul", b.op("exp", b.op("neg", x)), x)
+    r = b.op("reduce_sum", y, shape=())
+    graph = b.graph(r)
+    assert buffers(graph) == [x, r]
+    assert fuse(graph).reads[3] == (x,)
+
+
+def test_a_cheap_value_from_one_source_fuses_into_many_readers():
+    """Reading the source again is as good as reading the value."""
+    b = Builder()
+    x = b.input(N)
+    y = b.op("neg", x)
+    sums = [b.op("reduce_sum", b.op("exp", y), shape=()) for _ in range(5)]
+    assert buffers(b.graph(*sums)) == [x, *sums]
+
+
+def test_a_value_from_many_sources_is_written_for_many_readers():
+    """Three readers would read three operands each."""
+    b = Builder()
+    xs = [b.input(N) for _ in range(3)]
+    y = b.op("select_n", *xs)
+    sums = [b.op("reduce_sum", b.op("exp", y), shape=()) for _ in range(3)]
+    assert y in buffers(b.graph(*sums))
+
+
+def test_a_broadcast_is_never_written_for_elementwise_readers():
+    b = Builder()
+    x, z = b.input(10), b.input(N, 10)
+    y = b.op("broadcast_in_dim", x, shape=(N, 10))
+    outs = [b.op("reduce_sum", b.op("mul", y, z), shape=(10,)) for _ in range(6)]
+    assert y not in buffers(b.graph(*outs))
+
+
+@pytest.mark.parametrize("reader", ["dot_general", "scan", "optimization_barrier", "a primitive of next year"])
+def test_who_reads_memory_makes_values_exist(reader):
+    b = Builder()
+    x = b.input(N)
+    y = b.op("neg", x)
+    graph = b.graph(b.op("reduce_sum", b.op(reader, y), shape=()))
+    assert y in buffers(graph)
+    assert y in fuse(graph).reads[1]
+
+
+def test_a_reader_of_a_view_makes_the_base_exist():
+    b = Builder()
+    x = b.input(N)
+    y = b.op("neg", x)
+    v = b.op("reshape", y, shape=(N, 1))
+    d = b.op("dot_general", v)
+    kernels = fuse(b.graph(d))
+    assert (kernels.home[y], kernels.home[v]) == (y, y)
+    assert kernels.reads[2] == (y,)
+
+
+def test_a_view_of_a_fused_value_never_exists_either():
+    b = Builder()
+    x = b.input(N)
+    v = b.op("reshape", b.op("neg", x), shape=(N, 1))
+    kernels = fuse(b.graph(b.op("reduce_sum", v, shape=())))
+    assert kernels.home[v] == -1
+    assert kernels.reads[2] == (x,)
+
+
+def test_a_barrier_passes_buffers_on():
+    """The same buffer behind it; a fused value gets one."""
+    b = Builder()
+    x = b.input(N)
+    a = b.op("dot_general", x)
+    e = b.op("neg", a)
+    p, q = b.op("optimization_barrier", a, e, results=[(N,), (N,)])
+    kernels = fuse(b.graph(b.op("dot_general", p, q)))
+    assert (kernels.home[p], kernels.home[q]) == (a, e)
+    assert kernels.reads[3] == (a, e)
+
+
+def test_dear_arithmetic_is_not_repeated_in_many_readers():
+    """tanh six times costs more than writing its result once; six negations do not."""
+
+    def exists(primitive):
+        b = Builder()
+        y = b.op(primitive, b.input(N))
+        outs = [b.op("reduce_sum", b.op("mul", y, b.input(N)), shape=()) for _ in range(6)]
+        return y in buffers(b.graph(*outs))
+
+    assert exists("tanh")
+    assert not exists("neg")
+
+
+def test_an_output_exists_and_its_readers_read_it():
+    b = Builder()
+    x = b.input(N)
+    y = b.op("neg", x)
+    r = b.op("reduce_sum", y, shape=())
+    kernels = fuse(b.graph(r, y))
+    assert kernels.home[y] == y
+    assert kernels.reads[1] == (y,)

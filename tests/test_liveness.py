@@ -1,0 +1,224 @@
+"""Bytes per step: equal to naive sets of live values where nothing fuses, by hand where something does."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+
+from graphs import SOLID, Builder, graphs, train_steps
+from jaxtensile.passes.check import naive_peak
+from jaxtensile.passes.liveness import live_ranges
+
+N = 100
+B = 4 * N
+"""Bytes of the vectors below."""
+
+
+def without_outputs(graph, profile):
+    """``naive_peak`` holds the outputs as well; XLA counts them apart."""
+    made = {r: op.id for op in graph.ops for r in op.results}
+    outputs = [v for v in set(graph.outputs) if v in made]
+    return [p - sum(graph.values[v].nbytes for v in outputs if made[v] <= i) for i, p in enumerate(profile)]
+
+
+@given(graphs(primitives=SOLID, structure=False))
+@settings(max_examples=150)
+def test_without_fusion_the_profile_is_the_naive_one(graph):
+    live = live_ranges(graph)
+    assert live.profile == without_outputs(graph, naive_peak(graph))
+    assert live.argument == sum(graph.values[v].nbytes for v in graph.inputs)
+    assert live.output == sum(graph.values[v].nbytes for v in graph.outputs)
+    assert live.alias == 0
+    assert live.device == live.argument + live.output + live.temp
+
+
+@given(graphs())
+@settings(max_examples=60)
+def test_ranges_lie_within_the_program(graph):
+    live = live_ranges(graph)
+    assert len(live.profile) == len(graph.ops)
+    assert len({r.value for r in live.ranges}) == len(live.ranges)
+    for r in live.ranges:
+        assert 0 <= r.start < r.stop <= len(graph.ops)
+        assert r.nbytes == graph.values[r.value].nbytes > 0
+        assert r.value not in graph.inputs
+
+
+@given(graphs())
+@settings(max_examples=60)
+def test_the_profile_is_the_sum_of_the_ranges(graph):
+    flat = replace(graph, ops=tuple(replace(op, bodies=()) for op in graph.ops))
+    live = live_ranges(flat)
+    profile = [sum(r.nbytes for r in live.ranges if r.start <= i < r.stop) for i in range(len(flat.ops))]
+    assert live.profile == profile
+
+
+@given(train_steps())
+@settings(max_examples=30)
+def test_updates_reuse_donated_parameters(graph):
+    assume(graph.donated)
+    live = live_ranges(graph)
+    assert live.alias == sum(graph.values[v].nbytes for v in graph.donated)
+    assert live.device < live.argument + live.output + live.temp
+
+
+def test_an_empty_program():
+    b = Builder()
+    x = b.input(N)
+    live = live_ranges(b.graph(x, donated=[x]))
+    assert (live.profile, live.argument, live.output, live.alias, live.device) == ([], B, B, B, B)
+
+
+def test_a_view_is_its_base():
+    """The base stays while its view is read; the view costs nothing."""
+    b = Builder()
+    x = b.input(N)
+    a = b.op("cumsum", x)
+    v = b.op("reshape", b.op("squeeze", a), shape=(N // 2, 2))
+    c = b.op("cumsum", x)
+    d = b.op("dot_general", v, c, shape=(1,))
+    e = b.op("cumsum", d)
+    assert live_ranges(b.graph(e)).profile == [B, B, B, 2 * B, 2 * B + 4, 4]
+
+
+def test_a_view_of_an_argument_is_free():
+    b = Builder()
+    x = b.input(N)
+    v = b.op("reshape", x, shape=(1, N))
+    assert live_ranges(b.graph(b.op("cumsum", b.op("cumsum", v)))).profile == [0, B, B]
+
+
+def test_a_view_as_an_output_is_output_memory():
+    b = Builder()
+    x = b.input(N)
+    a = b.op("cumsum", x)
+    v = b.op("reshape", a, shape=(N, 1))
+    assert live_ranges(b.graph(v)).profile == [0, 0]
+
+
+def test_a_fused_chain_never_exists():
+    """exp, mul and the broadcast happen inside the sum; their source must wait for it."""
+    b = Builder()
+    x = b.input(N)
+    a = b.op("cumsum", x)
+    big = b.op("broadcast_in_dim", b.op("mul", b.op("exp", a), a), shape=(50, N))
+    c = b.op("cumsum", x, shape=(1,))
+    out = b.op("cumsum", b.op("reduce_sum", big, shape=(1,)))
+    graph = b.graph(b.op("add", out, c))
+    assert live_ranges(graph).profile == [B, B, B, B, B + 4, B + 8, 12, 8]
+
+
+def test_a_chain_before_a_product_exists_once():
+    b = Builder()
+    x = b.input(N)
+    a = b.op("cumsum", x)
+    e = b.op("neg", b.op("exp", a))
+    d = b.op("dot_general", e, shape=(1,))
+    graph = b.graph(b.op("cumsum", d))
+    # neg's buffer takes over a's, which it is computed from elementwise.
+    assert live_ranges(graph).profile == [B, B, B, B + 4, 4]
+
+
+@pytest.mark.parametrize("primitive", ["scatter-add", "dynamic_update_slice"])
+def test_an_update_is_in_place(primitive):
+    b = Builder()
+    x, i = b.input(N), b.input(1)
+    a = b.op("cumsum", x)
+    s = b.op(primitive, a, i, x)
+    t = b.op(primitive, s, i, x)
+    assert live_ranges(b.graph(b.op("cumsum", t))).profile == [B, B, B, B]
+
+
+@pytest.mark.parametrize("reader", ["later", "output"])
+def test_an_update_of_what_is_needed_later_is_a_copy(reader):
+    b = Builder()
+    x, i = b.input(N), b.input(1)
+    a = b.op("cumsum", x)
+    s = b.op("cumsum", b.op("scatter-add", a, i, x), shape=(1,))
+    if reader == "later":
+        graph = b.graph(b.op("cumsum", s), b.op("cumsum", a))
+        assert live_ranges(graph).profile == [B, 2 * B, 2 * B + 4, B + 4, B]
+    else:
+        graph = b.graph(b.op("cumsum", s), a)
+        assert live_ranges(graph).profile == [0, B, B + 4, 4]
+
+
+def test_an_update_of_an_argument_is_a_copy():
+    b = Builder()
+    x, i = b.input(N), b.input(1)
+    s = b.op("scatter-add", x, i, x)
+    assert live_ranges(b.graph(b.op("cumsum", s))).profile == [B, B]
+
+
+def test_a_loop_carries_in_place_and_needs_its_body():
+    """The carry is one buffer, the stack another, and one iteration's temporaries come on top."""
+    body = Builder()
+    c = body.input(N)
+    inner = body.op("cumsum", body.op("cumsum", c))
+    y = body.op("dot_general", inner)
+    b = Builder()
+    x = b.input(N)
+    a = b.op("cumsum", x)
+    fields = {"bodies": (body.graph(y, body.op("cumsum", y)),), "trip_count": 3, "slots": (a,), "carried": (0, 1)}
+    carry, stack = b.op("scan", a, results=[(N,), (3, N)], **fields)
+    graph = b.graph(b.op("cumsum", b.op("dot_general", carry, stack, shape=(1,))))
+    assert live_ranges(graph).profile == [B, 4 * B + 2 * B, 4 * B + 4, 4]
+
+
+def test_branches_need_the_larger_of_them():
+    def branch(count):
+        b = Builder()
+        y = b.input(N)
+        for _ in range(count):
+            y = b.op("dot_general", y)
+        return b.graph(b.op("cumsum", y))
+
+    b = Builder()
+    x = b.input(N)
+    c = b.op("cond", x, bodies=(branch(1), branch(3)), slots=(-1, x))
+    assert live_ranges(b.graph(b.op("cumsum", c))).profile == [B + 2 * B, B]
+
+
+def test_host_values_take_no_device_memory():
+    b = Builder()
+    x = b.input(N)
+    h = b.op("device_put", b.op("cumsum", x))
+    graph = b.graph(b.op("cumsum", b.op("device_put", h)))
+    values = [replace(v, space="host") if v.id == h else v for v in graph.values]
+    assert live_ranges(replace(graph, values=tuple(values))).profile == [B, B, B, B]
+
+
+def test_donation_pairs_by_shape_and_type_once():
+    b = Builder()
+    x, y, n = b.input(N), b.input(N), b.input(N, dtype="int32")
+    p, q = b.op("cumsum", x), b.op("cumsum", y)
+    r = b.op("cumsum", n)
+
+    def alias(*outputs, donated):
+        return live_ranges(b.graph(*outputs, donated=donated)).alias
+
+    assert alias(p, q, donated=[]) == 0
+    assert alias(p, q, donated=[x]) == B
+    assert alias(p, q, donated=[x, y]) == 2 * B
+    assert alias(p, donated=[x, y]) == B
+    assert alias(p, donated=[n]) == 0
+    assert alias(r, p, donated=[n]) == B
+
+
+def test_an_unused_argument_is_not_donated():
+    """jit drops it; there is nothing to reuse."""
+    b = Builder()
+    x, y = b.input(N), b.value((N,))
+    assert live_ranges(b.graph(b.op("cumsum", x), donated=[y])).alias == 0
+
+
+def test_a_barrier_makes_its_operands_exist():
+    """Behind a barrier a fused value is a buffer; what existed already is the same buffer."""
+    b = Builder()
+    x = b.input(N)
+    a = b.op("cumsum", x)
+    e = b.op("broadcast_in_dim", b.op("neg", a), shape=(3, N))
+    p, q = b.op("optimization_barrier", a, e, results=[(N,), (3, N)])
+    d = b.op("dot_general", p, q, shape=(1,))
+    graph = b.graph(b.op("cumsum", d))
+    assert live_ranges(graph).profile == [B, B, 4 * B, 4 * B, 4 * B + 4, 4]

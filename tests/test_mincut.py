@@ -1,0 +1,150 @@
+"""The cut is the best kept set there is: compared with trying them all."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from graphs import Builder, graphs, train_steps
+from jaxtensile.passes.emit import recomputed_ops
+from jaxtensile.passes.mincut import ResidualCut, price_ladder
+from jaxtensile.passes.stages import Mountain, mountain_at
+from oracles import best_kept_set, cost_of
+
+KINDS = ("exp", "dot_general", "add", "reshape")
+
+
+def by_hand(graph, turn):
+    """The mountain at a turn with no idle window: everything read after the turn is needed."""
+    made = {r: op.id for op in graph.ops[:turn] for r in op.results}
+    late = {v for op in graph.ops[turn:] for v in op.operands}
+    always = frozenset((*graph.inputs, *graph.outputs))
+    needed = tuple(v for v in made if v in late and v not in always)
+    cone, todo = set(), [made[v] for v in needed]
+    while todo:
+        o = todo.pop()
+        if o not in cone:
+            cone.add(o)
+            if not graph.ops[o].pinned:
+                todo.extend(made[u] for u in graph.ops[o].operands if u in made and u not in always)
+    return Mountain(turn, needed, always, tuple(sorted(cone)))
+
+
+@st.composite
+def problems(draw):
+    """A graph with few values before the turn, costs, a price, and cuts."""
+    graph = draw(graphs(primitives=KINDS, most_ops=12, structure=False))
+    pins = draw(st.sets(st.integers(0, len(graph.ops) - 1), max_size=2))
+    graph = replace(graph, ops=tuple(replace(op, pinned=op.id in pins) for op in graph.ops))
+    if draw(st.booleans()):  # ops with two results: one may be kept, the other recomputed
+        graph = draw(graphs(primitives=(*KINDS, "split"), most_ops=9, structure=True))
+    mountain = by_hand(graph, draw(st.integers(1, len(graph.ops))))
+    free = [r for o in mountain.cone for r in graph.ops[o].results if r not in mountain.always]
+    assume(mountain.needed and len(free) <= 8)
+    seconds = [float(draw(st.integers(0, 50))) for _ in graph.ops]
+    cuts = sorted(draw(st.sets(st.integers(0, mountain.turn), max_size=2)))
+    return graph, mountain, seconds, draw(st.sampled_from([0.01, 0.1, 0.5, 1.0, 4.0])), cuts
+
+
+@given(problems())
+@settings(max_examples=120)
+def test_the_kept_set_is_optimal(problem):
+    graph, mountain, seconds, price, cuts = problem
+    cut = ResidualCut(graph, mountain, seconds, cuts)
+    kept = cut.keep(price)
+    again = recomputed_ops(graph, mountain, kept)
+    assert not any(graph.ops[o].pinned for o in again)
+    best = best_kept_set(graph, mountain, seconds, price, stuck=cut.crossing)
+    assert cost_of(graph, seconds, price, kept, again) == pytest.approx(best, rel=1e-6, abs=1e-6)
+
+
+@given(problems())
+@settings(max_examples=60)
+def test_nothing_is_recomputed_across_a_cut(problem):
+    graph, mountain, seconds, price, cuts = problem
+    cut = ResidualCut(graph, mountain, seconds, cuts)
+    kept = cut.keep(price)
+    made = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    for o in recomputed_ops(graph, mountain, kept):
+        for u in graph.ops[o].operands:
+            if u in made and u not in kept and u not in mountain.always:
+                between = [w for w in cuts if made[u] < w <= o]
+                assert not between, f"op {o} reads {u} across {between}"
+
+
+@given(train_steps(), st.integers(0, 3))
+@settings(max_examples=40)
+def test_a_higher_price_keeps_no_more_bytes(graph, seed):
+    mountain = mountain_at(graph, 2 * len(graph.ops) // 5)
+    assume(mountain.needed)
+    random = np.random.default_rng(seed)
+    seconds = [float(s) for s in random.uniform(0, 1e-3, len(graph.ops))]
+    cut = ResidualCut(graph, mountain, seconds, [])
+    sizes = [sum(graph.values[v].nbytes for v in cut.keep(p)) for p in np.geomspace(1e-12, 1e-3, 19)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def chain():
+    """x → dot a (dear, 64 B) → exp b (cheap, 64 B) → reduce c (cheap, 4 B); b and c are read late."""
+    b = Builder()
+    x = b.input(16)
+    a = b.op("dot_general", x)
+    e = b.op("exp", a)
+    c = b.op("reduce_sum", e, shape=())
+    turn = len(b.ops)
+    out = b.op("mul", e, b.op("exp", b.op("neg", c)))
+    graph = b.graph(out)
+    return graph, by_hand(graph, turn), (a, e, c), [100.0, 2.0, 1.0, 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("price", "kept"),
+    [
+        (0.001, "ec"),  # bytes cost nothing: keep what is asked for
+        (0.2, "ec"),  # c's second is more than its 4 bytes
+        (0.5, "e"),  # now c is recomputed from e; e and a are as large, so a is no better
+        (100.0, ""),  # bytes cost everything
+    ],
+)
+def test_a_chain_by_hand(price, kept):
+    graph, mountain, (a, e, c), seconds = chain()
+    names = {a: "a", e: "e", c: "c"}
+    chosen = ResidualCut(graph, mountain, seconds, []).keep(price)
+    assert "".join(sorted((names[v] for v in chosen), key="aec".index)) == kept
+
+
+def test_what_comes_cheap_from_less_is_recomputed():
+    """A wide value made from a narrow one: the narrow one is kept although nobody asked for it."""
+    b = Builder()
+    x = b.input(4)
+    narrow = b.op("dot_general", x)
+    wide = b.op("broadcast_in_dim", narrow, shape=(64,))
+    graph = b.graph(b.op("neg", b.op("exp", b.op("add", wide, wide))))
+    mountain = by_hand(graph, 2)
+    assert mountain.needed == (wide,)
+    assert ResidualCut(graph, mountain, [50.0, 0.1, 0, 0, 0], []).keep(0.1) == {narrow}
+
+
+def test_effects_are_kept_at_any_price():
+    b = Builder()
+    x = b.input(64)
+    noise = b.op("random_seed", x, pinned=True)
+    y = b.op("broadcast_in_dim", noise, shape=(2, 64))
+    graph = b.graph(b.op("neg", y))
+    cut = ResidualCut(graph, by_hand(graph, 2), [0.0, 1.0, 0.0], [])
+    assert cut.keep(1e9) == {noise}
+    assert cut.keep(1e-9) == {y}
+
+
+def test_prices_span_what_the_ops_cost_per_byte():
+    b = Builder()
+    y = b.op("exp", b.op("dot_general", b.input(100)))
+    graph = b.graph(y)
+    prices = price_ladder(graph, (0, 1), [4e-3, 2e-3], 9)
+    assert len(prices) == 9
+    assert list(prices) == sorted(prices)
+    assert prices[0] < 2e-3 / 400
+    assert prices[-1] > 10 * 4e-3 / 400
+    assert price_ladder(graph, (0, 1), [0.0, 0.0], 9) == (1.0,)

@@ -1,0 +1,174 @@
+"""Where a program turns, what waits across the turn, and where it can be cut."""
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from graphs import Builder, graphs, train_steps
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.stages import buffer_steps, find_turn, idle_window, mountain_at, use_steps, waists
+
+
+def tower(layers, widths=(64, 16, 64)):
+    """Layers of products whose widths rise and fall; every result is read again in reverse.
+
+    The values between layers (``widths[0]`` wide) are the widest but one; narrow ones are inside.
+    """
+    b = Builder()
+    x = b.input(32, widths[-1])
+    ys, y = [], x
+    for _ in range(layers):
+        for w in widths:
+            y = b.op("dot_general", y, shape=(32, w))
+            ys.append(y)
+    turn = len(b.ops)
+    g = b.op("dot_general", y)
+    for y in reversed(ys):
+        g = b.op("dot_general", g, y)
+    return b.graph(g), turn, ys
+
+
+@pytest.mark.parametrize(("ops", "window"), [(1, 2), (128, 2), (640, 10), (100_000, 64)])
+def test_the_idle_window_grows_with_the_program(ops, window):
+    b = Builder()
+    x = b.input(1)
+    graph = b.graph(x)
+    assert idle_window(type(graph)(values=graph.values, ops=(None,) * ops, inputs=(x,), outputs=(x,))) == window
+
+
+def test_steps_of_definition_and_use():
+    b = Builder()
+    x = b.input(1)
+    a = b.op("cumsum", x)
+    c = b.op("dot_general", a, a)
+    graph = b.graph(b.op("dot_general", c, x))
+    assert use_steps(graph) == [[-1, 0, 2], [0, 1], [1, 2], [2]]
+
+
+@given(graphs())
+@settings(max_examples=50)
+def test_buffers_are_touched_where_they_are_made_and_read(graph):
+    live = live_ranges(graph)
+    steps = buffer_steps(graph, live)
+    for op in graph.ops:
+        for b in live.kernels.reads[op.id]:
+            assert op.id in steps[b]
+    for r in live.ranges:
+        assert min(steps[r.value]) == r.start
+        assert max(steps[r.value]) < r.stop
+
+
+def test_the_turn_of_a_tower_is_its_top():
+    graph, turn, _ = tower(6)
+    live = live_ranges(graph)
+    found = find_turn(graph, live, 0)
+    assert abs(found - turn) <= idle_window(graph)
+    assert live.profile[found] >= 0.9 * live.temp
+
+
+def test_a_program_that_fits_has_no_turn():
+    graph, _, _ = tower(6)
+    live = live_ranges(graph)
+    assert find_turn(graph, live, live.temp) is None
+    assert find_turn(graph, live, live.temp - 1) is not None
+
+
+def test_a_chain_has_no_turn():
+    """Nothing idles: every value is read at once."""
+    b = Builder()
+    y = b.input(100)
+    for _ in range(20):
+        y = b.op("cumsum", y)
+    graph = b.graph(y)
+    assert find_turn(graph, live_ranges(graph), 0) is None
+
+
+@given(graphs(), st.data())
+@settings(max_examples=150)
+def test_a_mountain_is_what_it_says(graph, data):
+    turn = data.draw(st.integers(0, len(graph.ops)))
+    mountain = mountain_at(graph, turn)
+    made = {r: op for op in graph.ops[:turn] for r in op.results}
+    late = {v for op in graph.ops[turn:] for v in op.operands}
+    window = idle_window(graph)
+    for v in mountain.needed:
+        uses = [op.id for op in graph.ops if v in op.operands]
+        before = max([made[v].id, *(u for u in uses if u < turn)])
+        after = min(u for u in uses if u >= turn)
+        assert after - before > window
+        assert v in late
+        assert not made[v].pinned
+    assert {*graph.inputs, *graph.outputs} <= mountain.always
+    assert mountain.always.isdisjoint(mountain.needed)
+    assert late & set(made) <= mountain.always | set(mountain.needed), "everything read late is decided upon"
+    # The cone is closed: who is in it can be recomputed from always, effects and the cone.
+    cone = set(mountain.cone)
+    assert list(mountain.cone) == sorted(cone)
+    assert all(o < turn for o in cone)
+    assert {made[v].id for v in mountain.needed} <= cone
+    for o in cone:
+        if not graph.ops[o].pinned:
+            for u in graph.ops[o].operands:
+                assert u in mountain.always or u not in made or made[u].id in cone
+
+
+@given(train_steps(), st.floats(0.2, 0.6))
+@settings(max_examples=60)
+def test_waists_are_cuts_of_the_climb(graph, share):
+    mountain = mountain_at(graph, max(int(share * len(graph.ops)), 1))
+    assume(mountain.cone)
+    every, narrow = waists(graph, mountain)
+    assert every == sorted(set(every))
+    assert set(narrow) <= set(every) <= set(mountain.cone)
+
+
+def crossing(graph, mountain, cut):
+    """Bytes that ops of the cone from ``cut`` on read from ops before it."""
+    made = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    read = {u for o in mountain.cone if o >= cut for u in graph.ops[o].operands}
+    return sum(graph.values[v].nbytes for v in read if v in made and made[v] < cut and v not in mountain.always)
+
+
+def test_waists_of_a_tower_are_its_narrow_layers():
+    graph, turn, _ = tower(6, widths=(64, 16, 64))
+    mountain = mountain_at(graph, turn)
+    every, narrow = waists(graph, mountain)
+    narrow_value = 32 * 16 * 4
+    assert len(every) >= 5
+    assert {crossing(graph, mountain, w) for w in every} == {narrow_value}
+    assert narrow == every
+
+
+def test_a_wide_waist_is_not_narrow():
+    """Valleys of 16, 16, 40, 16, 16: the one in the middle is a waist for stages, not for segments."""
+    b = Builder()
+    y = b.input(64)
+    ys = []
+    for low in (16, 16, 16, 40, 16, 16, 16):
+        for w in (64, low, 64):
+            y = b.op("dot_general", y, shape=(w,))
+            ys.append(y)
+    turn = len(b.ops)
+    g = b.op("dot_general", y)
+    for y in reversed(ys):
+        g = b.op("dot_general", g, y)
+    graph = b.graph(g)
+    mountain = mountain_at(graph, turn)
+    every, narrow = waists(graph, mountain)
+    widths = [crossing(graph, mountain, w) // 4 for w in every]
+    assert 40 in widths
+    assert [crossing(graph, mountain, w) // 4 for w in narrow] == [w for w in widths if w == 16]
+
+
+def test_a_flat_climb_has_no_waist():
+    graph, turn, _ = tower(4, widths=(32,))
+    assert waists(graph, mountain_at(graph, turn)) == ([], [])
+
+
+def test_a_mountain_of_nothing():
+    b = Builder()
+    x = b.input(4)
+    graph = b.graph(b.op("exp", x))
+    mountain = mountain_at(graph, 1)
+    assert (mountain.needed, mountain.cone) == ((), ())
+    assert waists(graph, mountain) == ([], [])
