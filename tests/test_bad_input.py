@@ -45,7 +45,7 @@ NO_BYTES = [0, 0.5, "0", "0%", "0GiB", "0.1B", -0.0]
 NO_NUMBER = [True, False, [1], {}, (), b"1GiB", object(), Decimal(5), np.float32(3), np.ones(2), 1j]
 
 
-@pytest.mark.parametrize("budget", [*UNREADABLE, *NO_SIZE, *NO_BYTES, *NO_NUMBER], ids=repr)
+@pytest.mark.parametrize("budget", [*UNREADABLE, *NO_SIZE, *NO_BYTES, *NO_NUMBER], ids=lambda x: repr(x).split(" at 0x")[0])
 @pytest.mark.parametrize("form", ["call", "decorator", "target"])
 def test_a_bad_budget_is_refused_where_it_is_written(budget, form):
     with pytest.raises(jaxtensile.BudgetError) as info:
@@ -114,7 +114,7 @@ def test_an_unknown_target_names_its_neighbours(name, nearest):
         assert lines(info.value) == 1 and all(t in str(info.value) for t in jaxtensile.targets())
 
 
-@pytest.mark.parametrize("name", [3, b"cpu", ["cpu"], jax.devices], ids=str)
+@pytest.mark.parametrize("name", [3, b"cpu", ["cpu"], jax.devices], ids=lambda x: str(x).split(" at 0x")[0])
 def test_a_target_is_a_name(name):
     with pytest.raises(jaxtensile.TargetError, match="is no name"):
         jaxtensile.jit(product, target=name)
