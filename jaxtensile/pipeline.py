@@ -86,7 +86,7 @@ def fit(job: Job, prepare: Prepare = greedy, watch: Watch = nothing, *, baseline
         traced = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
         graph = traced.graph
         live = live_ranges(graph)
-        bound = lower_bound(graph)
+        bound = lower_bound(graph, traced.consts, job.device.platform)
     predicted = MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias)
     plain = None
     loops = any(op.bodies for op in graph.ops)

@@ -8,7 +8,9 @@ least bytes that an epilogue could store instead. Beside them live the arguments
 whose memory XLA reuses, only if an op that must run later still reads them.
 
 Invariant: never above ``argument + output + temp - alias`` of a compiled program that computes the
-graph. What XLA does that a simpler rule would miss (compiled for an H200, jax 0.10.2 and 0.12.0.1):
+graph. For XLA:GPU; the other compilers fuse products with the reductions and products that read
+them (TPU, CPU) or keep values on the chip (TPU), so there only arguments and outputs are sure.
+What XLA:GPU does that a simpler rule would miss (compiled for an H200, jax 0.10.2 and 0.12.0.1):
 epilogues store the type they convert to (product in f32, bf16 or bool stored); ``p - a @ b`` is
 written over a donated ``p``, output or not; temporaries live in the memory of outputs that come
 later; slices move in front of products; a product with a vector is a reduction; constants that
@@ -48,10 +50,11 @@ class Bound:
     ops: tuple[tuple[OpId, Bytes], ...]
 
 
-def lower_bound(graph: Graph, constants: Collection[int] = ()) -> Bound:
+def lower_bound(graph: Graph, constants: Collection[int] = (), platform: str = "cuda") -> Bound:
     """Least device bytes of any program that computes ``graph``, recomputing as it likes.
 
-    ``constants``: inputs that are no arguments; XLA counts them nowhere.
+    ``constants``: inputs that are no arguments; XLA counts them nowhere. ``platform``: whose
+    compiler; for others than ``"cuda"`` the ops are named, but ``nbytes`` is arguments and outputs.
     """
     needs = _Needs(graph, graph.outputs, graph.outputs)
     inputs = [v for v in graph.inputs if v in needs.used and v not in constants]
@@ -68,7 +71,8 @@ def lower_bound(graph: Graph, constants: Collection[int] = ()) -> Bound:
         worst = sorted([*worst, (fixed + max(footprint, beside_donations), footprint, op.id)], reverse=True)[:_WORST]
     least = argument + output - _most_alias(needs, donated)
     by_footprint = sorted(((f, o) for _, f, o in worst), key=lambda w: (-w[0], w[1]))
-    return Bound(max([least, *(need for need, _, _ in worst)]), tuple((o, f) for f, o in by_footprint))
+    sure = [need for need, _, _ in worst] if platform == "cuda" else []
+    return Bound(max([least, *sure]), tuple((o, f) for f, o in by_footprint))
 
 
 def _most_alias(needs: _Needs, donated: Sequence[int]) -> Bytes:

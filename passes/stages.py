@@ -20,6 +20,8 @@ PROMINENCE = 1.3
 
 NARROW, NEIGHBOURS = 1.25, 2
 """A narrow waist is at most this much wider than its neighbours, so many to each side."""
+FEW, MOST = 3, 32
+"""With fewer waists than the first, a level climb is cut into at most about the second."""
 PLATEAU = 0.9
 """The turn is the highest step among those with this share of the most idle bytes."""
 
@@ -145,11 +147,20 @@ def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
         delta[o + 1] -= graph.values[v].nbytes
     profile = list(accumulate(delta))
     found = _valleys(profile, list(cone))
+    if len(found) < FEW:
+        found = sorted({*found, *_level(profile, list(cone))})
     width = [profile[w] for w in found]
     narrow = [
         w for i, w in enumerate(found) if width[i] <= NARROW * min(width[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS + 1])
     ]
     return found, narrow
+
+
+def _level(profile: list[int], steps: list[int]) -> list[int]:
+    """Evenly spaced steps of a climb that is about equally narrow everywhere, such as a plain chain."""
+    least = min((profile[s] for s in steps if profile[s] > 0), default=0)
+    low = [s for s in steps if 0 < profile[s] <= NARROW * least]
+    return low[:: max(len(low) // MOST, 1)][1:]
 
 
 def _valleys(profile: list[int], steps: list[int]) -> list[int]:

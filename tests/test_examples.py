@@ -78,7 +78,7 @@ def test_demo_numbers_hold(tmp_path):
     assert [int(step) for step, *_ in rows] == [1, 2, 3, 4, 5, 6]
     plain, fitted, difference = np.array([row[1:] for row in rows], float).T
     np.testing.assert_allclose(fitted - plain, difference, atol=2e-6)
-    np.testing.assert_allclose(fitted, plain, rtol=1e-4)
+    np.testing.assert_allclose(fitted, plain, rtol=1e-5)
     assert plain[-1] < plain[0] < math.log(256) + 0.1
 
     told = one(r"(?m)^Losses: .*largest difference ([\d.e+-]+)", printed)
@@ -125,7 +125,7 @@ def test_inspect_plan_walks_a_report_that_adds_up(tmp_path):
         sizes = one(rf"(?m)^{name} +" + r" +".join([SIZE] * 5) + "$", printed)
         argument, output, temp, alias, device[name] = map(parse_bytes, sizes)
         assert argument + output + temp - alias == pytest.approx(device[name], rel=1e-3)
-    assert device["compiled"] <= parse_bytes("96MiB") < device["baseline"]
+    assert device["compiled"] <= parse_bytes("56MiB") < device["baseline"]
     dropped, size = one(rf"(?m)^Remat: (\d+) values, {SIZE}$", printed)
     assert int(dropped) > 0
     assert parse_bytes(size) > 0
@@ -136,15 +136,10 @@ def test_inspect_plan_walks_a_report_that_adds_up(tmp_path):
 def test_will_it_fit_answers_and_explains(tmp_path):
     printed = run(tmp_path, "will_it_fit.py", "--targets", "cpu,nvidia-nothing")
 
-    alone = parse_bytes(one(rf"(?m)^batch 4: needs {SIZE}; fits as it is$", printed))
-    before, after = one(rf"(?m)^batch 16: needs {SIZE}; fits planned in {SIZE}, about \d+% slower$", printed)
-    assert alone <= parse_bytes("80MiB") < parse_bytes(before)
-    assert parse_bytes(after) <= parse_bytes("80MiB")
-    assert parse_bytes(one(rf"(?m)^batch 64: no, the least is {SIZE}$", printed)) > parse_bytes("80MiB")
-
-    before, after = one(rf"(?m)^cpu: {SIZE} without a plan, {SIZE} with it, budget 80MiB$", printed)
-    assert parse_bytes(after) <= parse_bytes("80MiB") < parse_bytes(before)
-    assert "nvidia-nothing" in one(r"(?m)^nvidia-nothing: (.*)$", printed)
+    alone = parse_bytes(one(rf"(?m)^cpu, batch 4: needs {SIZE}; fits as it is$", printed))
+    before, after = one(rf"(?m)^cpu, batch 16: needs {SIZE}; fits planned in {SIZE}, about \d+% slower$", printed)
+    assert max(alone, parse_bytes(after)) <= parse_bytes("48MiB") < parse_bytes(before)
+    assert re.findall(r"(?m)^nvidia-nothing, batch \d+: unknown target 'nvidia-nothing'", printed)
 
     errors = re.findall(rf"(?m)^budget {SIZE} is below the smallest reachable {SIZE} of train_step: ", printed)
     assert 1 <= len(errors) <= 3

@@ -160,9 +160,13 @@ def test_a_wide_waist_is_not_narrow():
     assert [crossing(graph, mountain, w) // 4 for w in narrow] == [w for w in widths if w == 16]
 
 
-def test_a_flat_climb_has_no_waist():
-    graph, turn, _ = tower(4, widths=(32,))
-    assert waists(graph, mountain_at(graph, turn)) == ([], [])
+def test_a_level_climb_is_cut_evenly():
+    graph, turn, _ = tower(12, widths=(32,))
+    every, narrow = waists(graph, mountain_at(graph, turn))
+    assert every == narrow and len(every) >= 3
+    gaps = {b - a for a, b in zip(every, every[1:], strict=False)}
+    assert max(gaps) - min(gaps) <= 1
+    assert all(0 < w < turn for w in every)
 
 
 def test_a_mountain_of_nothing():

@@ -1,0 +1,160 @@
+"""XLA's number is read right, the executable that was measured runs, known failures are survived."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtensile import compile as compiling
+from jaxtensile.compile import compile_program, memory_of, planned_options
+from jaxtensile.units import MIB
+from programs import FAST
+
+COMPILES: list[str] = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: COMPILES.append(event) if "backend_compile" in event else None
+)
+
+
+def jit_of(fun, **more):
+    return lambda options: jax.jit(fun, compiler_options=dict(options) or None, **more)
+
+
+def test_the_sum_is_xla_own():
+    a, b = jnp.ones((64, 32)), jnp.ones((32, 16))
+    made = compile_program(jit_of(lambda a, b: (jnp.tanh(a @ b) @ b.T).sum()), (a, b), {}, {})
+    analysis = made.jitted.lower(a, b).compile().memory_analysis()
+    assert made.memory.exact and made.refusal == "" and made.seconds > 0
+    assert made.memory.argument == analysis.argument_size_in_bytes == (64 * 32 + 32 * 16) * 4
+    assert made.memory.output == analysis.output_size_in_bytes == 4
+    assert made.memory.temp == analysis.temp_size_in_bytes >= 64 * 16 * 4
+    assert made.device == made.memory.argument + made.memory.output + made.memory.temp - made.memory.alias
+
+
+def test_donated_bytes_are_counted_once():
+    x = jax.ShapeDtypeStruct((MIB,), jnp.float32)
+    kept = compile_program(jit_of(lambda x: x + 1), (x,), {}, {}).memory
+    given = compile_program(jit_of(lambda x: x + 1, donate_argnums=0), (x,), {}, {}).memory
+    assert kept.device == 8 * MIB and kept.alias == 0
+    assert given.device == given.alias == 4 * MIB
+
+
+def test_memory_of_tells_host_bytes_apart():
+    sizes = dict.fromkeys(("argument", "output", "temp", "alias", "host_temp", "host_argument"), 0)
+    sizes |= {"argument": 5, "temp": 7, "host_temp": 11, "host_argument": 13}
+    analysis = SimpleNamespace(**{f"{name}_size_in_bytes": size for name, size in sizes.items()})
+    use = memory_of(SimpleNamespace(memory_analysis=lambda: analysis))
+    assert (use.device, use.host) == (12, 24)
+
+
+def test_the_first_call_does_not_compile_again():
+    x = jnp.ones(128)
+    made = compile_program(jit_of(lambda x, *, n: jnp.sin(x) * n), (x,), {"n": 2.0}, FAST)
+    COMPILES.clear()
+    assert made.jitted(x, n=2.0).shape == (128,)
+    assert COMPILES == []
+    jax.jit(lambda x: jnp.cos(x) - 3)(x)
+    assert len(COMPILES) == 1, "the counter counts"
+
+
+def failing(*errors):
+    """A ``make`` whose compiles fail in turn with the given texts (None: succeed); and the options it saw."""
+    seen, left = [], list(errors)
+
+    def make(options):
+        seen.append(dict(options))
+        text = left.pop(0)
+
+        def lower(*args, **kwargs):
+            if text is None:
+                return jax.jit(lambda x: x + 1).lower(*args, **kwargs)
+            return SimpleNamespace(compile=lambda: (_ for _ in ()).throw(RuntimeError(text)))
+
+        return SimpleNamespace(lower=lower)
+
+    return make, seen
+
+
+TILES = "INTERNAL: Couldn't find output tile sizes that satisfy hlo fusion.3"
+
+
+def test_missing_tile_sizes_are_compiled_without_triton():
+    make, seen = failing(TILES, None)
+    made = compile_program(make, (1.0,), {}, {"some": 1})
+    assert seen == [{"some": 1}, {"some": 1, "xla_gpu_enable_triton_gemm": False}]
+    assert made.options == seen[1] and made.memory is not None
+    assert any("xla_gpu_enable_triton_gemm" in note for note in made.notes)
+
+
+def test_missing_tile_sizes_a_second_time_are_an_error():
+    make, seen = failing(TILES, TILES)
+    with pytest.raises(RuntimeError, match="tile sizes"):
+        compile_program(make, (1.0,), {}, {})
+    assert len(seen) == 2
+    make, seen = failing(TILES)
+    with pytest.raises(RuntimeError, match="tile sizes"):
+        compile_program(make, (1.0,), {}, {"xla_gpu_enable_triton_gemm": True})
+    assert len(seen) == 1, "what the user chose is not overruled"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm.\nmore",
+        "E1000 CompileTimeHbmOom: Used 20.1G of 15.75G hbm",
+    ],
+)
+def test_a_compiler_that_refuses_for_memory_is_an_answer(text):
+    make, seen = failing(text)
+    made = compile_program(make, (1.0,), {}, {})
+    assert made.memory is None and made.device > 10**18 and len(seen) == 1
+    assert made.refusal and "\n" not in made.refusal and len(made.refusal) <= 300
+
+
+def test_other_errors_are_the_users():
+    make, _ = failing("INVALID_ARGUMENT: no such option")
+    with pytest.raises(RuntimeError, match="no such option"):
+        compile_program(make, (1.0,), {}, {})
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_accelerators_compile_planned_programs_as_plain_ones(platform):
+    user = {"xla_gpu_autotune_level": 0}
+    assert planned_options(platform, user) == [user]
+
+
+@pytest.mark.parametrize("version", [(0, 10, 2), (0, 12, 0)])
+def test_options_of_the_user_are_kept(version, monkeypatch):
+    monkeypatch.setattr(compiling._compat, "JAX_VERSION", version)
+    user = {"xla_disable_hlo_passes": "fusion,algsimp", "other": 1}
+    before = dict(user)
+    choices = planned_options("cpu", user)
+    assert user == before and len(choices) == 2
+    for options in choices:
+        assert options["other"] == 1
+        assert options["xla_disable_hlo_passes"].startswith("fusion,algsimp")
+    assert ("cse_barrier_expander" in choices[0]["xla_disable_hlo_passes"]) == (version < (0, 11))
+    assert [o.get("xla_cpu_scheduler_type") for o in choices] == [None, "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"]
+
+
+def test_under_planned_options_a_barrier_holds():
+    """The reason for the options: hand-written recomputation saves bytes under them on every jax."""
+
+    def layers(x, w):
+        for _ in range(12):
+            x = jnp.tanh(x @ w)
+        return x
+
+    def loss(remat, w, x):
+        for _ in range(4):
+            x = (jax.checkpoint(layers) if remat else layers)(x, w)
+        return x.sum()
+
+    x, w = jnp.ones((4096, 16)), jnp.eye(16)
+    options = planned_options("cpu", FAST)[0]
+    used = [
+        compile_program(jit_of(jax.grad(lambda w, x, r=r: loss(r, w, x))), (w, x), {}, options).memory.temp
+        for r in (False, True)
+    ]
+    assert used[1] < 0.6 * used[0]

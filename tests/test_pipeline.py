@@ -1,0 +1,231 @@
+"""The page: what is compiled when, what flows back, and how it ends when nothing fits."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtensile
+from jaxtensile import pipeline
+from jaxtensile.device import profile
+from jaxtensile.passes.greedy import prepare as greedy
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.pipeline import Job, fit
+from jaxtensile.plan import MemoryUse
+from jaxtensile.trace import trace_jaxpr
+from jaxtensile.units import GIB
+from programs import FAST, chain_args, step
+
+COMPILE = pipeline.compile_program
+ARGS = chain_args(layers=24, width=8, rows=256)
+
+
+def job(budget, fun=step, args=ARGS, **fields):
+    traced = jax.jit(fun).trace(*args)
+
+    def make(evaluate, options):
+        def run(*args):
+            return jax.tree.unflatten(traced.out_tree, evaluate(jax.tree.leaves(args)))
+
+        return jax.jit(fun if evaluate is None else run, compiler_options=dict(options) or None)
+
+    known = {
+        "name": "step",
+        "jaxpr": traced.jaxpr,
+        "donated": (False,) * len(jax.tree.leaves(args)),
+        "args": args,
+        "kwargs": {},
+        "budget": budget,
+        "device": profile("cpu"),
+        "shards": 1,
+        "make": make,
+        "options": FAST,
+    }
+    return Job(**(known | fields))
+
+
+def predicted():
+    return live_ranges(trace_jaxpr(jax.jit(step).trace(*ARGS).jaxpr).graph)
+
+
+def tight(share=0.8):
+    live = predicted()
+    return live.device - int((1 - share) * live.temp)
+
+
+class Compiler:
+    """``compile_program`` with a counter, whose number for planned programs is the model's and some more."""
+
+    def __init__(self, monkeypatch, add=0, refuse=0):
+        self.add, self.refuse = add, refuse
+        self.options, self.given = [], []
+        monkeypatch.setattr(pipeline, "compile_program", self)
+        self.solved = []
+
+    def prepare(self, problem):
+        solve = greedy(problem)
+
+        def solving(budget):
+            plan = solve(budget)
+            self.solved.append((budget, plan))
+            return plan
+
+        return solving
+
+    def __call__(self, make, args, kwargs, options):
+        made = COMPILE(make, args, kwargs, options)
+        self.options.append(dict(options))
+        if not self.solved:
+            return made
+        if self.refuse:
+            self.refuse -= 1
+            return replace(made, memory=None, refusal="RESOURCE_EXHAUSTED: too much")
+        use = self.solved[-1][1].predicted
+        self.given.append(use.device + self.add)
+        return replace(made, memory=replace(use, temp=use.temp + self.add, exact=True))
+
+
+def test_what_fits_is_compiled_once_and_left_alone(monkeypatch):
+    compiler, steps = Compiler(monkeypatch), []
+    fitted = fit(job(GIB), compiler.prepare, steps.append)
+    assert fitted.evaluate is None and fitted.report.unchanged and fitted.report.fits
+    assert fitted.report.baseline == fitted.report.compiled and fitted.report.rounds == 0
+    assert steps == ["graph", "compile plain"] and set(fitted.report.seconds) == set(steps)
+    assert compiler.solved == [] and compiler.options == [FAST]
+
+
+def test_what_surely_does_not_fit_is_not_compiled_as_it_is(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 1.0)
+    compiler, steps = Compiler(monkeypatch), []
+    report = fit(job(tight()), compiler.prepare, steps.append).report
+    assert "compile plain" not in steps and not report.baseline.exact
+    report = fit(job(tight()), compiler.prepare, steps.append, baseline=True).report
+    assert "compile plain" in steps and report.baseline.exact
+
+
+def test_the_first_plan_that_holds_is_taken(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    compiler, steps = Compiler(monkeypatch), []
+    fitted = fit(job(tight()), compiler.prepare, steps.append)
+    report = fitted.report
+    assert report.rounds == 1 and report.fits and not report.unchanged
+    assert report.compiled.device == compiler.given[0] <= report.budget
+    assert [s for s in steps if s in ("solve", "check", "compile planned")] == ["solve", "check", "compile planned"]
+    assert report.recompute_flops > 0 and report.overhead > 0 and report.stages > 0
+    jax.tree.map(np.testing.assert_array_equal, fitted.jitted(*ARGS), jax.jit(step, compiler_options=FAST)(*ARGS))
+
+
+def test_what_xla_adds_is_taken_off_the_next_aim(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    add = predicted().temp // 12
+    compiler = Compiler(monkeypatch, add)
+    report = fit(job(tight(0.9)), compiler.prepare).report
+    aims = list(dict.fromkeys(budget for budget, _ in compiler.solved))
+    assert report.rounds == len(compiler.given) > 1 and report.fits
+    assert aims == sorted(aims, reverse=True)
+    assert aims[0] == report.budget and aims[-1] <= report.budget - add
+    assert min(compiler.given) == report.compiled.device
+
+
+def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    compiler = Compiler(monkeypatch, add=100 * predicted().temp)
+    with pytest.raises(jaxtensile.BudgetError) as info:
+        fit(job(tight()), compiler.prepare)
+    assert len(compiler.given) <= pipeline.ROUNDS
+    assert info.value.needs > info.value.has == tight()
+    assert "smallest reachable" in str(info.value) and "step" in str(info.value)
+    assert info.value.culprits
+
+
+def test_a_compiler_that_refuses_is_asked_for_less(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    compiler = Compiler(monkeypatch, refuse=1)
+    report = fit(job(tight(0.9)), compiler.prepare).report
+    assert report.fits and report.rounds == 2
+    compiler = Compiler(monkeypatch, refuse=100)
+    with pytest.raises(jaxtensile.BudgetError) as info:
+        fit(job(tight()), compiler.prepare)
+    assert info.value.needs > info.value.has
+
+
+def test_below_the_arguments_and_below_the_bound_nothing_is_compiled(monkeypatch):
+    compiler = Compiler(monkeypatch)
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    for budget, words in ((1000, "the arguments alone"), (predicted().argument + 40, "no plan can need less")):
+        with pytest.raises(jaxtensile.BudgetError, match=words) as info:
+            fit(job(budget), compiler.prepare)
+        assert info.value.has == budget < info.value.needs
+    assert compiler.options == []
+
+
+def test_a_plan_that_is_wrong_is_not_compiled(monkeypatch):
+    """The checker does not trust the solver: a schedule whose outputs are other values is refused."""
+    compiler = Compiler(monkeypatch)
+
+    def lying(problem):
+        def solve(budget):
+            plan = greedy(problem)(budget)
+            graph = plan.program.graph
+            assert len(set(graph.outputs)) > 1
+            swapped = replace(graph, outputs=(graph.outputs[1], graph.outputs[0], *graph.outputs[2:]))
+            return replace(plan, program=replace(plan.program, graph=swapped))
+
+        return solve
+
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    with pytest.raises(Exception) as info:
+        fit(job(tight()), lying)
+    assert not isinstance(info.value, jaxtensile.BudgetError)
+    assert compiler.options == []
+
+
+def test_a_solver_that_does_nothing_is_no_plan(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+
+    def idle(problem):
+        plan = greedy(problem)(1 << 60)
+        assert plan.changes_nothing
+        return lambda budget: plan
+
+    with pytest.raises(jaxtensile.BudgetError):
+        fit(job(tight()), idle)
+
+
+def test_the_same_job_has_the_same_plan(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    plans = [fit(job(tight())).report for _ in range(2)]
+    assert plans[0].actions == plans[1].actions and plans[0].compiled == plans[1].compiled
+
+
+def test_stacks_of_a_scan_are_recomputed():
+    def loss(weights, x):
+        def layer(x, w):
+            return jnp.tanh(jnp.sin(x @ w) * x), None
+
+        return (jax.lax.scan(layer, x, weights)[0] ** 2).sum()
+
+    args = jnp.stack([jnp.eye(8) / 2] * 32), jnp.ones((256, 8))
+    gradient = jax.grad(loss)
+    plain = fit(job(GIB, gradient, args)).report.compiled
+    fitted = fit(job(plain.device - plain.temp // 4, gradient, args))
+    assert fitted.report.fits and not fitted.report.unchanged and fitted.report.recompute_flops >= 0
+    expected = jax.jit(gradient, compiler_options=FAST)(*args)
+    np.testing.assert_allclose(fitted.jitted(*args), expected, rtol=1e-6, atol=1e-6 * float(abs(expected).max()))
+
+
+def test_the_report_says_what_was_measured():
+    plain = fit(job(GIB)).report.compiled
+    report = fit(job(plain.device - plain.temp // 5), baseline=True).report
+    assert report.baseline == plain and report.baseline.exact and report.compiled.exact and not report.predicted.exact
+    assert report.lower_bound <= report.compiled.device <= report.budget < report.baseline.device
+    assert report.name == "step" and report.target == "cpu" and report.solver != "none"
+    assert report.seconds["compile plain"] > 0 and report.seconds["compile planned"] > 0
+    assert {d.kind for d in report.decisions} <= {"keep", "recompute", "offload"}
+    assert all("programs.py" in d.source for d in report.decisions)
+
+
+def test_memory_use_is_what_must_fit():
+    assert MemoryUse(argument=1, output=2, temp=4, alias=1).device == 6
