@@ -1,4 +1,4 @@
-"""All benchmarks, one after another: ``python -m benchmarks [--quick] [fit] [call] [planning]``.
+"""All benchmarks, one after another: ``python -m benchmarks [--quick] [NAME ...]``.
 
 Each runs in a process of its own, tells its cases as they begin, and writes its results into
 its folder. ``--quick`` is a subset that takes minutes and leaves the recorded results alone where
@@ -16,9 +16,10 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent
 RUNS: Final[dict[str, tuple[list[str], list[str]]]] = {
-    "fit": (["benchmarks.fit.run"], ["benchmarks.fit.run", "--print-only", "lstm", "dlrm"]),
-    "call": (["benchmarks.call.overhead"], ["benchmarks.call.overhead"]),
-    "planning": (["benchmarks.planning.run"], ["benchmarks.planning.run", "--quick"]),
+    "fit": (["fit.run"], ["fit.run", "--print-only", "lstm", "ode"]),
+    "call": (["call.overhead"], ["call.overhead"]),
+    "first-call": (["call.first_call"], ["call.first_call", "--case", "cpu", "--rounds", "1"]),
+    "planning": (["planning.run"], ["planning.run", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset."""
 
@@ -36,8 +37,8 @@ def main() -> int:
     for number, name in enumerate(names, 1):
         print(f"==== {number} of {len(names)}: {name}", flush=True)
         started = time.perf_counter()
-        command = RUNS[name][1 if options.quick else 0]
-        status = subprocess.run([sys.executable, "-m", *command], cwd=ROOT).returncode
+        module, *arguments = RUNS[name][1 if options.quick else 0]
+        status = subprocess.run([sys.executable, "-m", f"benchmarks.{module}", *arguments], cwd=ROOT).returncode
         print(f"==== {name}: {'done' if not status else f'status {status}'} in {time.perf_counter() - started:.0f} s\n")
         if status:
             failed.append(name)

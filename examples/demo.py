@@ -1,8 +1,8 @@
 """The same training twice, plain and within a byte budget, and a plan for a GPU that is not here.
 
-1. trains a small GPT on this machine's CPU with ``jax.jit``, on this project's own text;
-2. trains it again with ``jaxtensile.jit`` and a budget that the plain program exceeds;
-3. shows both loss curves, XLA's bytes and the step times side by side;
+1. asks XLA what the train step of a small GPT needs on this machine's CPU under ``jax.jit``;
+2. fits it into a budget below that with ``jaxtensile.jit``, and asks XLA again;
+3. trains both from the same start on this project's own text, taking turns: losses, bytes and times side by side;
 4. fits GPT-2 small, batch 16 x 1024, into 8 GiB of an H200 with that GPU's own compiler and no GPU.
 
 Run it with ``make demo`` or ``python examples/demo.py``; ``--help`` lists the sizes.
@@ -15,7 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -36,13 +36,22 @@ from jaxtensile.units import format_bytes, format_seconds
 CONSOLE = Console(highlight=False, soft_wrap=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Run:
-    """One training: what XLA allocates for its step, and what each step gave and took."""
+    """One training: its step, its state, what XLA allocates for the step, and what each step gave and took."""
 
+    label: str
+    step: Callable[..., Any]
+    state: gpt.State
     device: int
-    losses: np.ndarray
-    seconds: list[float]
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def advance(self, tokens: np.ndarray) -> None:
+        began = time.perf_counter()
+        self.state, loss = self.step(self.state, tokens)
+        self.losses.append(float(loss))
+        self.seconds.append(time.perf_counter() - began)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -65,7 +74,6 @@ def main(argv: list[str] | None = None) -> int:
     plain_step = jax.jit(train_step, donate_argnums=(0,))
     argument, device = _xla_bytes(plain_step, state, data[0])
     _say(f"XLA allocates {format_bytes(device)} for the step, {format_bytes(argument)} of them for its arguments.")
-    plain = _train("jax.jit", plain_step, state, data, device)
 
     _head("2. jaxtensile.jit")
     budget = argument + (device - argument) * options.share // 100
@@ -74,7 +82,6 @@ def main(argv: list[str] | None = None) -> int:
         "program needs above them."
     )
     fitted_step = jaxtensile.jit(train_step, budget=budget, donate_argnums=(0,))
-    state = begin(jax.random.key(0))  # the first one was donated
     began = time.perf_counter()
     try:
         with CONSOLE.status("planning, compiling, verifying"):
@@ -85,12 +92,13 @@ def main(argv: list[str] | None = None) -> int:
     _say(
         f"Planned, compiled and verified in {format_seconds(time.perf_counter() - began)}: "
         f"{format_bytes(report.predicted.device)} predicted, {format_bytes(report.compiled.device)} compiled, "
-        f"{_more(report.recompute_flops)} recomputed."
+        f"{_more(report)}."
     )
-    _, device = _xla_bytes(fitted_step, state, data[0])
-    fitted = _train("jaxtensile.jit", fitted_step, state, data, device)
 
     _head("3. Side by side")
+    plain = Run("jax.jit", plain_step, state, device)
+    fitted = Run("jaxtensile.jit", fitted_step, begin(jax.random.key(0)), _xla_bytes(fitted_step, state, data[0])[1])
+    _train(plain, fitted, data)
     _side_by_side(plain, fitted)
 
     planned = None
@@ -106,20 +114,18 @@ def main(argv: list[str] | None = None) -> int:
 # ---- training ---------------------------------------------------------------------------------
 
 
-def _train(label: str, step: Callable[..., Any], state: gpt.State, data: list[np.ndarray], device: int) -> Run:
-    """Run ``step`` over ``data``; the first step's time includes what compiling is still to be done."""
-    losses, seconds = [], []
+def _train(plain: Run, fitted: Run, data: list[np.ndarray]) -> None:
+    """Both runs over ``data``, one step each in turn, so that what else the machine does slows both alike."""
     with _progress() as bar:
-        task = bar.add_task(label, total=len(data))
+        task = bar.add_task("training", total=len(data))
         for done, tokens in enumerate(data, 1):
-            began = time.perf_counter()
-            state, loss = step(state, tokens)
-            losses.append(float(loss))
-            seconds.append(time.perf_counter() - began)
-            bar.update(task, completed=done, description=f"{label}, loss {losses[-1]:.4f}")
+            for run in (plain, fitted) if done % 2 else (fitted, plain):
+                run.advance(tokens)
+            told = ", ".join(f"{run.label} loss {run.losses[-1]:.4f}" for run in (plain, fitted))
+            bar.update(task, completed=done, description=told)
             if bar.disable and (done in (1, len(data)) or done % 10 == 0):
-                _say(f"{label}: step {done} of {len(data)}, loss {losses[-1]:.4f}, {format_seconds(seconds[-1])}")
-    return Run(device=device, losses=np.array(losses), seconds=seconds)
+                took = format_seconds(plain.seconds[-1] + fitted.seconds[-1])
+                _say(f"step {done} of {len(data)}: {told}, {took} together")
 
 
 def _xla_bytes(step: Any, *args: Any) -> tuple[int, int]:
@@ -153,11 +159,10 @@ def _plan_gpt2(target: str, budget: str) -> Any | None:
 
 def _side_by_side(plain: Run, fitted: Run) -> None:
     _say(f"{'step':>6}{'jax.jit':>12}{'jaxtensile':>12}{'difference':>13}")
-    steps = len(plain.losses)
-    for at in _shown(steps):
+    for at in _shown(len(plain.losses)):
         one, two = plain.losses[at], fitted.losses[at]
         _say(f"{at + 1:>6}{one:>12.6f}{two:>12.6f}{two - one:>+13.1e}")
-    _say(f"Losses: {_equality(plain.losses, fitted.losses)}.")
+    _say(f"Losses: {_equality(plain, fitted)}.")
     _say(f"\n{'':>16}{'jax.jit':>12}{'jaxtensile':>12}{'ratio':>10}")
     one, two = plain.device, fitted.device
     _say(f"{'bytes by XLA':>16}{format_bytes(one):>12}{format_bytes(two):>12}{two / one:>10.3f}")
@@ -174,18 +179,19 @@ def _summary(plain: Run, fitted: Run, budget: int, planned: Any | None, options:
         f"{verdict} its budget of {format_bytes(budget)} ({budget} bytes), at {two / one:.2f} times the time per "
         f"step ({format_seconds(one)} to {format_seconds(two)}, medians). "
         f"Over {len(plain.losses)} steps the loss fell from {plain.losses[0]:.3f} to {plain.losses[-1]:.3f}; "
-        f"the two runs' losses were {_equality(plain.losses, fitted.losses)}."
+        f"the two runs' losses were {_equality(plain, fitted)}."
     )
     if planned is not None:
         lines += (
             f" GPT-2 small at batch 16 x 1024 went from {format_bytes(planned.baseline.device)} to "
             f"{format_bytes(planned.compiled.device)} for {options.target} (budget {options.gpu_budget}, "
-            f"{_more(planned.recompute_flops)} recomputed), by that target's own compiler and without the GPU."
+            f"{_more(planned)}), by that target's own compiler and without the GPU."
         )
     return lines
 
 
-def _equality(one: np.ndarray, two: np.ndarray) -> str:
+def _equality(plain: Run, fitted: Run) -> str:
+    one, two = np.array(plain.losses), np.array(fitted.losses)
     difference = np.abs(one - two)
     if not difference.any():
         return f"equal to the last bit at all {len(one)} steps (largest difference 0)"
@@ -202,8 +208,8 @@ def _typical(run: Run) -> float:
     return median(run.seconds[1:] or run.seconds)
 
 
-def _more(flops: float) -> str:
-    return f"{flops / 1e9:.1f} GFLOP"
+def _more(report: Any) -> str:
+    return f"{100 * report.recompute_flops / report.flops:.1f} % more matrix FLOPs"
 
 
 def _shown(steps: int) -> Iterable[int]:
@@ -226,7 +232,7 @@ def _head(line: str) -> None:
 
 def _options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--steps", type=_positive, default=40)
+    parser.add_argument("--steps", type=_positive, default=30)
     parser.add_argument("--layers", type=_positive, default=6)
     parser.add_argument("--width", type=_positive, default=256)
     parser.add_argument("--heads", type=_positive, default=8)

@@ -19,9 +19,9 @@ from jaxtensile.units import format_bytes, format_seconds
 
 
 def main() -> None:
-    config = gpt.GPTConfig(layers=4, width=128, heads=4, context=128, vocab=256)
+    config = gpt.GPTConfig(layers=2, width=128, heads=4, context=128, vocab=256)
     state = jax.eval_shape(partial(gpt.start, config), jax.random.key(0))
-    step = jaxtensile.jit(gpt.make_step(config, 1e-3), budget="96MiB", target="cpu", donate_argnums=(0,))
+    step = jaxtensile.jit(gpt.make_step(config, 1e-3), budget="56MiB", target="cpu", donate_argnums=(0,))
     report = step.plan(state, gpt.tokens_like(config, batch=16))
 
     # Three accounts of the same step. What must fit is argument + output + temp - alias: "device".

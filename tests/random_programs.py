@@ -146,9 +146,7 @@ class Program:
     def args(self):
         """Fresh arguments of ``step``."""
         key = jax.random.key(len(self.layers))
-        weights = [
-            jax.random.normal(jax.random.fold_in(key, i), (WIDTH, WIDTH)) / 4 for i, _ in enumerate(self.layers)
-        ]
+        weights = [jax.random.normal(jax.random.fold_in(key, i), (WIDTH, WIDTH)) / 4 for i, _ in enumerate(self.layers)]
         momentum = [jnp.zeros_like(w) for w in weights]
         x = jax.random.normal(jax.random.fold_in(key, 99), (BATCH, WIDTH))
         return {"weights": weights, "momentum": momentum, "key": key, "count": 0}, x, 0.1
@@ -156,7 +154,9 @@ class Program:
 
 def programs(rules, *, layers=(8, 16), dtypes=("float32",)):
     """Programs made of the named rules and of the dense ones, half and half."""
-    one = st.builds(Layer, st.one_of(st.sampled_from(sorted(rules)), st.sampled_from(sorted(DENSE))), st.integers(0, 30))
+    one = st.builds(
+        Layer, st.one_of(st.sampled_from(sorted(rules)), st.sampled_from(sorted(DENSE))), st.integers(0, 30)
+    )
     return st.builds(
         Program,
         st.lists(one, min_size=layers[0], max_size=layers[1]).map(tuple),

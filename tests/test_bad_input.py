@@ -45,7 +45,9 @@ NO_BYTES = [0, 0.5, "0", "0%", "0GiB", "0.1B", -0.0]
 NO_NUMBER = [True, False, [1], {}, (), b"1GiB", object(), Decimal(5), np.float32(3), np.ones(2), 1j]
 
 
-@pytest.mark.parametrize("budget", [*UNREADABLE, *NO_SIZE, *NO_BYTES, *NO_NUMBER], ids=lambda x: repr(x).split(" at 0x")[0])
+@pytest.mark.parametrize(
+    "budget", [*UNREADABLE, *NO_SIZE, *NO_BYTES, *NO_NUMBER], ids=lambda x: repr(x).split(" at 0x")[0]
+)
 @pytest.mark.parametrize("form", ["call", "decorator", "target"])
 def test_a_bad_budget_is_refused_where_it_is_written(budget, form):
     with pytest.raises(jaxtensile.BudgetError) as info:

@@ -323,15 +323,15 @@ PROGRAMS = {  # name -> (function, arguments, donated, share of the compiled byt
     "state": (lambda s, w: s @ w, (X, X), (0,), 0.99),
     "donated by size": (lambda a: (a + 1).reshape(512, 2048), (X,), (0,), 0.99),
     "attention": (attention, (bf16(1024, 4, 64),) * 3, (), 0.4),
-    "train step": (sgd(mlp), ([H, H], bf16(4096, 1024)), (0,), 0.6),
+    "train step": (sgd(mlp), ([H, H], bf16(4096, 1024)), (0,), 0.5),
     "sparse update": (
         sgd(embedding),
         ([f32(4096, 128), f32(128, 4096)], jax.ShapeDtypeStruct((256,), jnp.int32)),
         (0,),
-        0.5,
+        0.4,
     ),
-    "convolutions": (jax.grad(convolutions), (f32(3, 3, 32, 32), f32(4, 32, 32, 32)), (), 0.4),
-    "loop": (lambda c, w: lax.fori_loop(0, 4, lambda _, c: jnp.tanh(c @ w) @ w, c), (X, X), (), 0.6),
+    "convolutions": (jax.grad(convolutions), (f32(3, 3, 32, 32), f32(4, 32, 32, 32)), (), 0.3),
+    "loop": (lambda c, w: lax.fori_loop(0, 4, lambda _, c: jnp.tanh(c @ w) @ w, c), (X, X), (), 0.99),
 }
 
 

@@ -1,5 +1,7 @@
 """Where a program turns, what waits across the turn, and where it can be cut."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -164,7 +166,7 @@ def test_a_level_climb_is_cut_evenly():
     graph, turn, _ = tower(12, widths=(32,))
     every, narrow = waists(graph, mountain_at(graph, turn))
     assert every == narrow and len(every) >= 3
-    gaps = {b - a for a, b in zip(every, every[1:], strict=False)}
+    gaps = {b - a for a, b in pairwise(every)}
     assert max(gaps) - min(gaps) <= 1
     assert all(0 < w < turn for w in every)
 
