@@ -40,7 +40,7 @@ Prepare = Callable[[Problem], Callable[[Bytes], Plan]]
 Watch = Callable[[str], None]
 
 ROUNDS = 4
-"""Compiles of planned programs at most."""
+"""Plans that are compiled at most, each under every choice of compiler options until one fits."""
 REFUSED = 0.9
 """After a compiler ran out of memory without a figure, aim this much lower."""
 SURELY_OVER = 1.25
@@ -205,17 +205,9 @@ def _rounds(
                 break
             aim = lower
             continue
-        evaluate = rewrite(variant.traced, plan.program)
         rounds += 1
         with clock("compile planned"):
-            # The last round, where there is a choice, is the other scheduler's.
-            options = choices[-1] if rounds == ROUNDS else choices[0]
-            made = _Made(
-                compiled=compile_program(lambda o, e=evaluate: job.make(e, o), job.args, job.kwargs, options),
-                variant=variant,
-                plan=plan,
-                evaluate=evaluate,
-            )
+            made, choices = _compile(job, variant, plan, choices)
         if best is None or made.compiled.device < best.compiled.device:
             best = made
         if made.compiled.device <= job.budget:
@@ -226,10 +218,7 @@ def _rounds(
             error = made.compiled.device * scale - plan.predicted.device
             target = int(job.budget * scale - max(error, 0))
         if plan.predicted.device > aim or target >= aim:
-            if len(choices) == 1 or rounds >= ROUNDS:
-                break
-            rounds = ROUNDS - 1
-            continue
+            break
         aim = target
     if best is None or best.compiled.device > job.budget:
         raise _cannot(job, variants, bound, best)
@@ -249,6 +238,24 @@ class _Made:
     variant: Variant
     plan: Plan
     evaluate: Evaluate
+
+
+def _compile(job: Job, variant: Variant, plan: Plan, choices: list[Options]) -> tuple[_Made, list[Options]]:
+    """Compile a plan under the first options that fit, else under the best; ``choices``, the better ones first.
+
+    Which of the CPU's schedulers follows a plan is decided by trying: neither is always better.
+    """
+    evaluate = rewrite(variant.traced, plan.program)
+    tried: list[tuple[Bytes, int, Compiled]] = []
+    for i, options in enumerate(choices):
+        compiled = compile_program(lambda o: job.make(evaluate, o), job.args, job.kwargs, options)
+        tried.append((compiled.device, i, compiled))
+        if compiled.device <= job.budget:
+            break
+    tried.sort(key=lambda t: t[:2])
+    order = [choices[i] for _, i, _ in tried]
+    made = _Made(compiled=tried[0][2], variant=variant, plan=plan, evaluate=evaluate)
+    return made, [*order, *(c for c in choices if c not in order)]
 
 
 def _cannot(job: Job, variants: list[Variant], bound: Bound, best: _Made | None) -> BudgetError:

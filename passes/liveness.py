@@ -27,11 +27,13 @@ class LiveRange:
 @dataclass(frozen=True, slots=True)
 class Liveness:
     """Buffers of one run. ``profile[i]``: temporary bytes while op ``i`` runs (arguments and
-    outputs excluded); ``argument``, ``output``, ``alias``: as XLA's memory analysis counts them."""
+    outputs excluded); ``owner[b]``: the buffer whose memory buffer ``b`` takes over, ``b`` itself if none;
+    ``argument``, ``output``, ``alias``: as XLA's memory analysis counts them."""
 
     ranges: tuple[LiveRange, ...]
     profile: list[Bytes]
     kernels: Kernels
+    owner: list[int]
     argument: Bytes
     output: Bytes
     alias: Bytes
@@ -90,7 +92,7 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
     profile = list(accumulate(delta))[:n]
     argument = sum(values[v].nbytes for v in graph.inputs if values[v].space != "host")
     output = sum(values[v].nbytes for v in graph.outputs if values[v].space != "host")
-    return Liveness(tuple(ranges), profile, kernels, argument, output, alias)
+    return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias)
 
 
 def _body_temp(body: Graph) -> Bytes:

@@ -60,16 +60,16 @@ def use_steps(graph: Graph) -> list[list[int]]:
 
 
 def buffer_steps(graph: Graph, live: Liveness) -> list[list[int]]:
-    """For each buffer the steps at which a kernel touches it."""
-    kernels = live.kernels
+    """For each buffer the steps at which a kernel touches it or what took over its memory."""
+    kernels, owner = live.kernels, live.owner
     steps: list[list[int]] = [[] for _ in graph.values]
     for op in graph.ops:
         if kernels.is_root[op.id]:
             for b in kernels.reads[op.id]:
-                steps[b].append(op.id)
+                steps[owner[b]].append(op.id)
             for r in op.results:
                 if kernels.home[r] == r:
-                    steps[r].append(op.id)
+                    steps[owner[r]].append(op.id)
     return steps
 
 
@@ -158,8 +158,9 @@ def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
 
 def _level(profile: list[int], steps: list[int]) -> list[int]:
     """Evenly spaced steps of a climb that is about equally narrow everywhere, such as a plain chain."""
-    least = min((profile[s] for s in steps if profile[s] > 0), default=0)
-    low = [s for s in steps if 0 < profile[s] <= NARROW * least]
+    widths = sorted(profile[s] for s in steps if profile[s] > 0)
+    level = widths[len(widths) // 4] if widths else 0  # a quarter may be narrower, such as the climb's ends
+    low = [s for s in steps if 0 < profile[s] <= NARROW * level]
     return low[:: max(len(low) // MOST, 1)][1:]
 
 

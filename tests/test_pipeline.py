@@ -123,7 +123,7 @@ def test_what_xla_adds_is_taken_off_the_next_aim(monkeypatch):
     compiler = Compiler(monkeypatch, add)
     report = fit(job(tight(0.9)), compiler.prepare).report
     aims = list(dict.fromkeys(budget for budget, _ in compiler.solved))
-    assert report.rounds == len(compiler.given) > 1 and report.fits
+    assert 1 < report.rounds <= len(compiler.given) <= report.rounds * len(compiler.options) and report.fits
     assert aims == sorted(aims, reverse=True)
     assert aims[0] == report.budget and aims[-1] <= report.budget - add
     assert min(compiler.given) == report.compiled.device
@@ -134,7 +134,7 @@ def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
     compiler = Compiler(monkeypatch, add=100 * predicted().temp)
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(tight()), compiler.prepare)
-    assert len(compiler.given) <= pipeline.ROUNDS
+    assert len({budget for budget, _ in compiler.solved}) <= pipeline.ROUNDS
     assert info.value.needs > info.value.has == tight()
     assert "smallest reachable" in str(info.value) and "step" in str(info.value)
     assert info.value.culprits
@@ -144,7 +144,7 @@ def test_a_compiler_that_refuses_is_asked_for_less(monkeypatch):
     monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
     compiler = Compiler(monkeypatch, refuse=1)
     report = fit(job(tight(0.9)), compiler.prepare).report
-    assert report.fits and report.rounds == 2
+    assert report.fits and report.rounds <= 2
     compiler = Compiler(monkeypatch, refuse=100)
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(tight()), compiler.prepare)
