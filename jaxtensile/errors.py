@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxtensile.places import short_place
 from jaxtensile.units import Bytes, format_bytes
 
 
@@ -24,7 +25,7 @@ class Culprit:
     nbytes: Bytes
 
     def __str__(self) -> str:
-        return f"{self.primitive} at {self.source} needs {format_bytes(self.nbytes)}"
+        return f"{self.primitive} at {short_place(self.source)} needs {format_bytes(self.nbytes)}"
 
 
 class BudgetError(JaxtensileError, ValueError):

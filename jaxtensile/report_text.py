@@ -1,6 +1,6 @@
 """A report as text: one screen, the figures that decide first.
 
-Also the words that the other forms share: groups of like decisions, short types, short places.
+Also the words that the other forms share: groups of like decisions, short types.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxtensile.places import short_place
 from jaxtensile.plan import MemoryUse
 from jaxtensile.units import Bytes, format_bytes, format_seconds
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _ROWS = 5
 """Groups shown of the kept and of the dropped values; what is left shares one line."""
-_SOURCE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::\d+)?(?: \((?P<function>.*)\))?")
 _DTYPE = re.compile(r"(b?float|complex|u?int)(\d+)(\w*)")
 _LETTERS = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 
@@ -64,22 +63,6 @@ def short_type(dtype: str, shape: tuple[int, ...]) -> str:
     match = _DTYPE.fullmatch(dtype)
     name = f"{_LETTERS[match[1]]}{match[2]}{match[3]}" if match else dtype
     return f"{name}[{','.join(map(str, shape))}]"
-
-
-def short_place(source: str) -> str:
-    """``model.py:41 (block)``: the path from here, from the package, or its last two parts."""
-    match = _SOURCE.fullmatch(source)
-    if match is None:
-        return source
-    path = Path(match["file"])
-    parts = path.parts
-    if path.is_relative_to(Path.cwd()):
-        file = path.relative_to(Path.cwd()).as_posix()
-    elif "site-packages" in parts:
-        file = "/".join(parts[parts.index("site-packages") + 1 :])
-    else:
-        file = "/".join(parts[-2:]) if path.is_absolute() else path.as_posix()
-    return f"{file}:{match['line']}" + (f" ({match['function']})" if match["function"] else "")
 
 
 def verdict(report: Report) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from jaxtensile.report_text import short_place
+from jaxtensile.places import short_place
 from jaxtensile.timeline import BARRIER, Track
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ VOCABULARY = "units errors ir plan device"
 EDGE = f"{VOCABULARY} irtext workload hardware gpu_description target _compat trace loops rewrite compile passes"
 MAY_IMPORT = {
     "units": "",
-    "errors": "units",
+    "places": "",
+    "errors": "units places",
     "hardware": "",
     "workload": "",
     "ir": "units",
@@ -33,10 +34,10 @@ MAY_IMPORT = {
     "target": "errors device gpu_description hardware",
     "compile": "units errors ir plan device target _compat",
     "timeline": "units",
-    "report_text": "units plan",
+    "report_text": "units plan places",
     "chart": "units timeline report_text",
     "report_html": "units plan report_text chart",
-    "report_trace": "report_text timeline",
+    "report_trace": "places timeline",
     "report": f"{VOCABULARY} timeline report_text report_html report_trace",
     "pipeline": f"{EDGE} timeline report",
     "api": f"{EDGE} report pipeline",

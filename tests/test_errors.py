@@ -47,3 +47,9 @@ def test_errors_survive_the_way_back_from_a_worker_process():
     back = pickle.loads(pickle.dumps(error))
     assert str(back) == str(error)
     assert (back.needs, back.has, back.culprits) == (error.needs, error.has, error.culprits)
+
+
+def test_a_culprit_is_named_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    culprit = Culprit(primitive="dot_general", source=f"{tmp_path}/nets/model.py:41:8 (block)", nbytes=1024)
+    assert str(culprit) == "dot_general at nets/model.py:41 (block) needs 1.00KiB"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import jaxtensile
 from jaxtensile.plan import MemoryUse, Remat
 from jaxtensile.report import Decision, Report
-from jaxtensile.report_text import groups, short_place, short_type
+from jaxtensile.report_text import groups, short_type
 from jaxtensile.timeline import BARRIER, Sites, Stage, Timeline, Track
 from jaxtensile.units import GIB, MIB
 
@@ -136,21 +136,6 @@ def test_text_names_what_it_does_not_know():
 def test_short_types(dtype, short):
     assert short_type(dtype, (2, 3)) == f"{short}[2,3]"
     assert short_type(dtype, ()) == f"{short}[]"
-
-
-def test_places_are_told_from_where_the_reader_is(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert short_place(f"{tmp_path}/nets/model.py:41:8 (block)") == "nets/model.py:41 (block)"
-    assert short_place("/somewhere/else/nets/model.py:41") == "nets/model.py:41"
-    assert short_place("/v/lib/python3.11/site-packages/flax/linen/linear.py:5:1 (f.<locals>.g)") == (
-        "flax/linen/linear.py:5 (f.<locals>.g)"
-    )
-    assert short_place("<iota>") == "<iota>"
-
-
-@given(st.text(max_size=40))
-def test_any_place_is_told(source):
-    assert isinstance(short_place(source), str)
 
 
 # ---- timeline ---------------------------------------------------------------------------------

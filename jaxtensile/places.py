@@ -1,0 +1,24 @@
+"""Where in the user's code something is, short enough to read and long enough to find."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+_SOURCE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::\d+)?(?: \((?P<function>.*)\))?")
+
+
+def short_place(source: str) -> str:
+    """``model.py:41 (block)``: the path from here, from the package, or its last two parts."""
+    match = _SOURCE.fullmatch(source)
+    if match is None:
+        return source
+    path = Path(match["file"])
+    parts = path.parts
+    if path.is_relative_to(Path.cwd()):
+        file = path.relative_to(Path.cwd()).as_posix()
+    elif "site-packages" in parts:
+        file = "/".join(parts[parts.index("site-packages") + 1 :])
+    else:
+        file = "/".join(parts[-2:]) if path.is_absolute() else path.as_posix()
+    return f"{file}:{match['line']}" + (f" ({match['function']})" if match["function"] else "")
