@@ -13,6 +13,7 @@ budget; under an outer trace, and under ``jax.disable_jit``, it is ``jax.jit(fun
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,6 +59,7 @@ def jit(
     an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for the device's capacity
     less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
     that it fits at the least cost in time; values stay the same within the dtype's rounding.
+    ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs; none by default).
     ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
     Everything else goes to ``jax.jit``.
 
@@ -65,7 +67,6 @@ def jit(
     needs the plan, and ``TargetError`` for a target that cannot be compiled for.
     """
     given = {
-        "host_budget": host_budget,
         "job": job,
         "offload_state": offload_state or None,
         "chunk": chunk or None,
@@ -82,9 +83,18 @@ def jit(
         raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
     # Bad values are an error where they are written; a percentage waits for its device.
     _budget_bytes(budget, TIB if target is None else profile(target).capacity)
+    host = _host_bytes(host_budget)
     if fun is None:
-        return functools.partial(jit, budget=budget, target=target, solver=solver, verify=verify, **jax_jit_options)
-    return Planned(fun, budget, target, jax_jit_options)
+        return functools.partial(
+            jit,
+            budget=budget,
+            host_budget=host_budget,
+            target=target,
+            solver=solver,
+            verify=verify,
+            **jax_jit_options,
+        )
+    return Planned(fun, budget, host, target, jax_jit_options)
 
 
 def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
@@ -100,6 +110,21 @@ def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
     if size <= 0:
         raise BudgetError(f"budget={budget!r} leaves no bytes at all: give at least the arguments' size", has=size)
     return size
+
+
+def _host_bytes(host_budget: int | str | None) -> Bytes:
+    """Pinned host memory that a plan may use: none unless it is given."""
+    if host_budget is None or (isinstance(host_budget, int) and host_budget == 0):
+        return 0
+    try:
+        return _budget_bytes(host_budget, _host_memory())
+    except BudgetError as error:
+        raise BudgetError(f"host_{error}") from None
+
+
+def _host_memory() -> Bytes:
+    """Memory of this machine, of which a percentage is meant."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(slots=True)
@@ -123,12 +148,17 @@ class Planned:
     """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``."""
 
     def __init__(
-        self, fun: Callable[..., Any], budget: int | str | None, target: str | None, options: Mapping[str, Any]
+        self,
+        fun: Callable[..., Any],
+        budget: int | str | None,
+        host_budget: Bytes,
+        target: str | None,
+        options: Mapping[str, Any],
     ) -> None:
         self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._budget, self._target = budget, target
+        self._budget, self._host_budget, self._target = budget, host_budget, target
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
@@ -234,6 +264,7 @@ class Planned:
             shards=place.count,
             make=functools.partial(self._make, traced.out_tree, captured),
             options={**needed, **self._compiler_options},
+            host_budget=self._host_budget,
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
         )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options
@@ -24,7 +24,7 @@ from jaxtensile.passes.greedy import prepare as greedy
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import LoopPlan, ladder
 from jaxtensile.passes.lowerbound import Bound, lower_bound
-from jaxtensile.plan import Action, Keep, MemoryUse, Plan, Problem, Program, Remat
+from jaxtensile.plan import Action, Keep, Link, MemoryUse, Offload, Plan, Problem, Program, Remat
 from jaxtensile.report import Decision, Report
 from jaxtensile.rewrite import rewrite
 from jaxtensile.timeline import Sites, Timeline, Track
@@ -47,6 +47,11 @@ SURELY_OVER = 1.25
 """The plain program is compiled unless the model puts it over the budget by this factor."""
 SURELY_OVER_WITH_LOOPS = 2.0
 
+OFFLOADS = frozenset({"cuda"})
+"""Platforms whose compiler keeps to the places of copies in straight-line code."""
+LINK_SHARE = 0.8
+"""Share of the link's peak rate that copies are planned for."""
+
 
 def nothing(_: str) -> None:
     """The default ``watch``."""
@@ -67,6 +72,14 @@ class Job:
     make: Make
     options: Options
     keep_unused: bool = False
+    host_budget: Bytes = 0
+
+    @property
+    def link(self) -> Link | None:
+        """The way to host memory, where values may wait there."""
+        if not self.host_budget or self.shards > 1 or self.device.platform not in OFFLOADS:
+            return None
+        return Link(bandwidth=self.device.link_bandwidth * LINK_SHARE, latency=self.device.link_latency)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +116,13 @@ def fit(job: Job, prepare: Prepare = greedy, watch: Watch = nothing, *, baseline
             )
     with clock("costs"):
         costs = op_costs(graph, job.device)
-    problem = Problem(graph=graph, costs=costs, budget=job.budget)
+    problem = Problem(graph=graph, costs=costs, budget=job.budget, link=job.link, host_budget=job.host_budget)
     with clock("loops"):
         variants = _variants(job, traced, problem, prepare)
     if job.shards == 1 and bound.nbytes > job.budget:
         # Before any search: no plan can need less than what single ops need at once.
         raise _cannot(job, variants, bound, None)
-    return _rounds(job, variants, predicted, plain, bound, clock)
+    return _rounds(job, variants, prepare, predicted, plain, bound, clock)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +154,7 @@ def _variants(job: Job, traced: Traced, problem: Problem, prepare: Prepare) -> l
             body = op_costs(front.bodies[0], job.device)
             charge += front.trip_count * sum(body.charge[o] for o in plan.again)
             seconds += front.trip_count * sum(body.seconds[o] for o in plan.again)
-        again = Problem(graph=changed.graph, costs=op_costs(changed.graph, job.device), budget=job.budget)
+        again = replace(problem, graph=changed.graph, costs=op_costs(changed.graph, job.device))
         out.append(_variant(changed, again, prepare, way, charge, seconds))
     return sorted(out, key=lambda v: v.charge)
 
@@ -151,6 +164,12 @@ def _variant(
 ) -> Variant:
     solve = prepare(problem)
     return Variant(traced=traced, problem=problem, solve=solve, loops=loops, charge=charge, seconds=seconds)
+
+
+def _without_host(variants: list[Variant], prepare: Prepare) -> list[Variant]:
+    """The same variants, to be planned by recomputation alone."""
+    problems = [replace(v.problem, link=None, host_budget=0) for v in variants]
+    return [replace(v, problem=p, solve=prepare(p)) for v, p in zip(variants, problems, strict=True)]
 
 
 def _solve(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
@@ -168,7 +187,7 @@ def _solve(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
 
 def _charge(variant: Variant, plan: Plan) -> Seconds:
     clones = plan.program.clones()
-    return variant.charge + sum(variant.problem.costs.charge[plan.program.origin[op.id]] for op in clones)
+    return variant.charge + plan.wait + sum(variant.problem.costs.charge[plan.program.origin[op.id]] for op in clones)
 
 
 def _rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:
@@ -179,6 +198,7 @@ def _rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:
 def _rounds(
     job: Job,
     variants: list[Variant],
+    prepare: Prepare,
     predicted: MemoryUse,
     plain: Compiled | None,
     bound: Bound,
@@ -210,6 +230,11 @@ def _rounds(
             made, choices = _compile(job, variant, plan, choices)
         if best is None or made.compiled.device < best.compiled.device:
             best = made
+        if plan.offload_bytes and made.compiled.memory is not None and not made.compiled.memory.host:
+            # The compiler cancelled every copy: what is left is no plan, so go on without the host.
+            variants = _without_host(variants, prepare)
+            best = None if best is made else best
+            continue
         if made.compiled.device <= job.budget:
             break
         if made.compiled.memory is None:
@@ -363,6 +388,7 @@ def _report(
         actions=(*loop_actions, *plan.actions),
         decisions=(*_decisions(traced, loop_actions), *_decisions(variant.traced, plan.actions, plan.program)),
         recompute_flops=plan.recompute_flops + variant.traced.graph.flops - traced.graph.flops,
+        offload_bytes=plan.offload_bytes,
         overhead=overhead,
         overhead_ratio=overhead / step if step else 0.0,
         stages=sum(o < 0 for o in plan.program.origin) + len(variant.loops),
@@ -399,6 +425,9 @@ def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, 
     return tuple(out)
 
 
+_KINDS = {Keep: "keep", Remat: "recompute", Offload: "offload"}
+
+
 def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | None = None) -> tuple[Decision, ...]:
     """The actions in the user's words, without what is only held for a moment after the first barrier."""
     origin = program.origin if program is not None else ()
@@ -412,7 +441,7 @@ def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | N
         value, op = traced.graph.values[action.value], made[action.value]
         out.append(
             Decision(
-                kind="keep" if isinstance(action, Keep) else "recompute",
+                kind=_KINDS[type(action)],
                 primitive=traced.graph.ops[op].primitive,
                 dtype=value.dtype,
                 shape=value.shape,

@@ -47,7 +47,19 @@ class Remat:
     recipe: OpId
 
 
-Action = Keep | Remat
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Residual ``value`` waits in host memory; ``hidden``: both copies end while other ops run."""
+
+    value: ValueId
+    nbytes: Bytes
+    hidden: bool
+
+
+Action = Keep | Remat | Offload
+
+TO_HOST, TO_DEVICE = "to_host", "to_device"
+"""Primitives of the copies that a plan inserts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +74,18 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """The way between device and host: bytes per second in each direction, and seconds per copy."""
+
+    bandwidth: float
+    latency: Seconds
+
+
+@dataclass(frozen=True, slots=True)
 class Program:
     """A schedule over versions of the original's values.
 
-    ``origin[i]``: the original op that op ``i`` repeats, -1 for an inserted barrier;
+    ``origin[i]``: the original op that op ``i`` repeats, -1 for an inserted barrier or copy;
     ``version_of[v]``: the original value that value ``v`` equals.
     """
 
@@ -93,11 +113,16 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """Make ``graph`` fit into ``budget`` device bytes at the least cost in seconds."""
+    """Make ``graph`` fit into ``budget`` device bytes at the least cost in seconds.
+
+    ``link``: None where nothing may wait in host memory; ``host_budget``: bytes that may.
+    """
 
     graph: Graph
     costs: Costs
     budget: Bytes
+    link: Link | None = None
+    host_budget: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +136,10 @@ class Plan:
     """Predicted extra seconds of one run."""
     recompute_flops: Flops
     solver: str
+    offload_bytes: Bytes = 0
+    """Bytes that leave for the host in one run."""
+    wait: Seconds = 0.0
+    """What of ``overhead`` is waiting for copies."""
 
     @property
     def changes_nothing(self) -> bool:

@@ -48,6 +48,11 @@ def kept(report: Report) -> list[Decision]:
     return [d for d in report.decisions if d.kind == "keep"]
 
 
+def offloaded(report: Report) -> list[Decision]:
+    """What waits in host memory."""
+    return [d for d in report.decisions if d.kind == "offload"]
+
+
 def dropped(report: Report) -> list[Decision]:
     """What the plain program stores and the planned one computes again."""
     return [d for d in report.decisions if d.kind == "recompute" and d.stored]
@@ -118,10 +123,12 @@ def as_text(report: Report) -> str:
         lines.append(f"{_row(name, *cells[:-1])}  {by}")
     if not r.unchanged:
         lines += _listed("kept", kept(r))
+        lines += _listed("offloaded", offloaded(r))
         lines += _listed("recomputed", dropped(r))
         lines.append(f"  {price(r)}")
     if r.offload_bytes or r.compiled.host:
-        lines.append(f"  {format_bytes(r.offload_bytes)} offloaded, {format_bytes(r.compiled.host)} on the host")
+        there = format_bytes(r.compiled.host)
+        lines.append(f"  {format_bytes(r.offload_bytes)} to the host and back in a step; XLA holds {there} there")
     lines.append(f"  no plan by recomputation can need less than {format_bytes(r.lower_bound)}")
     if r.unknown_primitives:
         lines.append(f"  without a cost rule of their own: {', '.join(r.unknown_primitives)}")

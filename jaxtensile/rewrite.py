@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
-from jaxtensile.plan import Program
+from jaxtensile.plan import TO_DEVICE, TO_HOST, Program
 from jaxtensile.trace import Traced, bind
+
+_SPACE = {TO_HOST: jax.memory.Space.Host, TO_DEVICE: jax.memory.Space.Device}
 
 
 def rewrite(traced: Traced, program: Program) -> Callable[[Sequence[Any]], list[Any]]:
@@ -26,10 +29,13 @@ def rewrite(traced: Traced, program: Program) -> Callable[[Sequence[Any]], list[
         env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
         env.update(traced.consts)
         for op in graph.ops:
-            equation = None if origin[op.id] < 0 else traced.equations[origin[op.id]]
-            if equation is None:
-                results: Sequence[Any] = lax.optimization_barrier(tuple(env[v] for v in op.operands))
+            results: Sequence[Any]
+            if op.primitive in _SPACE:
+                results = [jax.device_put(env[op.operands[0]], _SPACE[op.primitive])]
+            elif origin[op.id] < 0:
+                results = lax.optimization_barrier(tuple(env[v] for v in op.operands))
             else:
+                equation = traced.equations[origin[op.id]]
                 given = iter(op.operands)
                 operands = [env[next(given)] if isinstance(a, int) else a.val for a in equation.operands]
                 results = bind(equation, operands)

@@ -16,6 +16,7 @@ from jaxtensile.plan import Program
 from jaxtensile.units import Bytes
 
 BARRIER = "optimization_barrier"
+COPIES = {"to_host": (("device",), ("host",)), "to_device": (("host",), ("device",))}
 
 
 def check(graph: Graph, program: Program) -> None:
@@ -83,8 +84,8 @@ def _check_tables(graph: Graph, program: Program) -> None:
         if not 0 <= v < len(graph.values):
             _fail(f"value {value.id} is a version of {v}", f"the original has {len(graph.values)} values")
         old = graph.values[v]
-        mine = (value.nbytes, value.shape, value.dtype, value.space)
-        its = (old.nbytes, old.shape, old.dtype, old.space)
+        mine = (value.nbytes, value.shape, value.dtype)
+        its = (old.nbytes, old.shape, old.dtype)
         if mine != its:
             _fail(f"value {value.id} is {mine}", f"it is a version of {v}, which is {its}")
 
@@ -98,26 +99,41 @@ def _check_ends(graph: Graph, program: Program) -> None:
             _fail(f"input {v} is a version of {program.version_of[v]}", "an input is itself")
     if program.graph.donated != graph.donated:
         _fail(f"it donates {sorted(program.graph.donated)}", f"the original donates {sorted(graph.donated)}")
+    for v in (*program.graph.inputs, *program.graph.outputs):
+        its = graph.values[program.version_of[v]].space
+        if program.graph.values[v].space != its:
+            _fail(f"value {v} is in {program.graph.values[v].space} memory", f"the original is in {its} memory")
     outputs = tuple(program.version_of[v] for v in program.graph.outputs)
     if outputs != graph.outputs:
         _fail(f"its outputs are versions of {outputs}", f"the original's are {graph.outputs}")
 
 
 def _check_ops(graph: Graph, program: Program) -> None:
-    """Every op is an op of the original on versions of the same values, or a barrier that changes nothing."""
+    """Every op is an op of the original on versions of the same values, or changes nothing.
+
+    Only copies move a value to the host and back; everything else finds its operands where the original does.
+    """
 
     def versions(values: tuple[ValueId, ...]) -> tuple[int, ...]:
         return tuple(program.version_of[v] for v in values)
 
+    def spaces(of: Graph, values: tuple[ValueId, ...]) -> tuple[str, ...]:
+        return tuple(of.values[v].space for v in values)
+
     for op, o in zip(program.graph.ops, program.origin, strict=True):
         where = f"op {op.id} ({op.primitive})"
         if o < 0:
-            if op.primitive != BARRIER or op.bodies or op.pinned or op.flops:
-                _fail(f"{where} is new", f"only a plain {BARRIER} may be inserted")
+            if op.primitive not in (BARRIER, *COPIES) or op.bodies or op.pinned or op.flops:
+                _fail(f"{where} is new", f"only a plain {BARRIER} and copies may be inserted")
             if versions(op.operands) != versions(op.results):
                 _fail(
                     f"{where} turns versions of {versions(op.operands)} into versions of {versions(op.results)}",
-                    "a barrier changes nothing",
+                    "what is inserted changes nothing",
+                )
+            moves = (spaces(program.graph, op.operands), spaces(program.graph, op.results))
+            if moves[0] != moves[1] if op.primitive == BARRIER else moves != COPIES[op.primitive]:
+                _fail(
+                    f"{where} moves values from {moves[0]} to {moves[1]}", f"a barrier moves nothing, copies {COPIES}"
                 )
             continue
         old = graph.ops[o]
@@ -131,6 +147,12 @@ def _check_ops(graph: Graph, program: Program) -> None:
             _fail(f"{where} has the positions {op.slots}", f"op {o}, which it repeats, has {old.slots}")
         if versions(op.results) != old.results:
             _fail(f"{where} makes versions of {versions(op.results)}", f"op {o}, which it repeats, makes {old.results}")
+        for mine, its in ((op.operands, old.operands), (op.results, old.results)):
+            if spaces(program.graph, mine) != spaces(graph, its):
+                _fail(
+                    f"{where} works in {spaces(program.graph, mine)}",
+                    f"op {o}, which it repeats, in {spaces(graph, its)}",
+                )
 
 
 def _traits(op: Op) -> tuple[str, float, bool, int, tuple[int, int]]:

@@ -70,6 +70,7 @@ class Kernels:
     home: list[int]
     reads: list[tuple[int, ...]]
     is_root: list[bool]
+    leaves: list[tuple[int, ...]]
 
 
 def fuse(graph: Graph) -> Kernels:
@@ -117,7 +118,7 @@ def fuse(graph: Graph) -> Kernels:
         is_root[op.id] = True
         for r in op.results:
             leaves[r] = (r,)
-    return Kernels(home=home, reads=reads, is_root=is_root)
+    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves)
 
 
 def _worth_fusing(effort: float, nbytes: Bytes, users: int, sizes: list[Bytes]) -> bool:

@@ -5,23 +5,32 @@ longest segments, ``segments`` picks what to keep for the bytes there are; the s
 its peak predicted, and what it misses by is taken off the bytes. The cheapest that fits wins.
 Repeats on what is left over budget, so recomputed stages are planned again (nested
 checkpointing) when one round is not enough.
+
+Where values may wait on the host, the same is done for larger budgets too, and ``offload`` takes
+the program the rest of the way; recomputation and waiting for copies are compared in seconds.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtensile.ir import OpId, ValueId
 from jaxtensile.passes.emit import emit, recomputed_ops
 from jaxtensile.passes.liveness import Liveness, live_ranges
+from jaxtensile.passes.offload import Copy, offload
 from jaxtensile.passes.segments import Menu
 from jaxtensile.passes.stages import find_turn, mountain_at
-from jaxtensile.plan import Action, Keep, MemoryUse, Plan, Problem, Program, Remat
+from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Problem, Program, Remat
 from jaxtensile.units import Bytes
 
-_MOUNTAINS = 8
-_REPAIRS = 4
+_MOUNTAINS = 12
+"""Turns that are solved for one budget."""
+_AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+"""Shares of what must leave the device that are given to copies; the rest is recomputed."""
+_REPAIRS = 8
+_STRIDE = 4
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
 
@@ -34,10 +43,17 @@ class _Trial:
     program: Program
     live: Liveness
     charge: float
+    copies: tuple[Copy, ...] = ()
+    wait: float = 0.0
 
     @property
     def device(self) -> int:
         return self.live.device
+
+    @property
+    def price(self) -> float:
+        """What solvers minimise: charge of what runs again and seconds of waiting for copies."""
+        return self.charge + self.wait
 
 
 def solve(problem: Problem) -> Plan:
@@ -53,15 +69,22 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
     unchanged = _Trial(frozenset(), program, live, 0.0)
 
     def search(budget: Bytes) -> _Trial:
-        best = unchanged
-        for mountain in range(_MOUNTAINS):
-            if best.device <= budget:
-                break
-            trial = _one_mountain(problem, budget, best, menus if mountain == 0 else {})
-            if trial is None or trial.device >= best.device:
-                break
-            best = trial
-        return best
+        """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways."""
+        left = _MOUNTAINS
+
+        def descend(here: _Trial, best: _Trial) -> _Trial:
+            nonlocal left
+            if _better(here, best, budget):
+                best = here
+            if here.device <= budget or not left:
+                return best
+            left -= 1
+            for trial in _one_mountain(problem, budget, here, menus if here is unchanged else {}):
+                if trial.device < here.device and (best.device > budget or trial.price < best.price):
+                    best = descend(trial, best)
+            return best
+
+        return descend(unchanged, unchanged)
 
     def at(budget: Bytes) -> Plan:
         best = search(budget)
@@ -70,23 +93,47 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
             if budget < best.device and budget < easier:
                 # Which turn comes first depends on the budget, and an easier one may lead lower.
                 best = min(best, search(easier), key=lambda t: t.device)
-        return _as_plan(problem, best.program, best.live)
+        if problem.link is not None and problem.host_budget and live.device > budget:
+            best = _with_copies(problem, budget, best, search, live)
+        return _as_plan(problem, best)
 
     return at
 
 
-def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[int, Menu]) -> _Trial | None:
-    """The best plan around one turn of the program that ``start`` is; ``menus``: known ones by turn."""
+def _with_copies(
+    problem: Problem, budget: Bytes, best: _Trial, search: Callable[[Bytes], _Trial], plain: Liveness
+) -> _Trial:
+    """The better of ``best`` and of plans for larger budgets that copies to the host bring down to this one."""
+    assert problem.link is not None
+    most = min(problem.host_budget, plain.device - budget)
+    for share in _AWAY:
+        start = search(budget + int(share * most))
+        seconds = [problem.costs.seconds[o] if o >= 0 else 0.0 for o in start.program.origin]
+        off = offload(start.program, seconds, problem.link, budget, problem.host_budget)
+        if off.copies:
+            charge = sum(problem.costs.charge[off.program.origin[op.id]] for op in off.program.clones())
+            found = _Trial(start.kept, off.program, off.live, charge, off.copies, off.wait)
+            if _better(found, best, budget):
+                best = found
+    return best
+
+
+def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[int, Menu]) -> list[_Trial]:
+    """The best plan around one turn of the program that ``start`` is; ``menus``: known ones by turn.
+
+    The lowest when none fits. Behind it the cheapest of those that another turn keeps from fitting, if
+    there are such. Empty when nothing waits across the turn.
+    """
     program, live, graph = start.program, start.live, start.program.graph
     turn = find_turn(graph, live, max(budget - (live.device - live.temp), 0))
     if turn is None:
-        return None
+        return []
     charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in program.origin]
     menu = menus.get(turn)
     if menu is None:
         mountain = mountain_at(graph, turn)
         if not mountain.needed:
-            return None
+            return []
         menu = menus[turn] = Menu(graph, mountain, charge)
     known: dict[frozenset[int], _Trial] = {}
 
@@ -95,7 +142,7 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
         if trial is None:
             planned = emit(program, live.kernels, menu.mountain, kept, menu.waists)
             again = recomputed_ops(graph, menu.mountain, kept)
-            trial = _Trial(kept, planned, live_ranges(planned.graph), sum(charge[o] for o in again))
+            trial = _Trial(kept, planned, live_ranges(planned.graph), start.charge + sum(charge[o] for o in again))
             known[kept] = trial
         return trial
 
@@ -103,51 +150,63 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
     first = measure(menu.least(menu.spans[0]))
     barrier = next((i for i, o in enumerate(first.program.origin) if o < 0), len(first.program.origin))
     base = first.device - first.live.temp + max(first.live.profile[:barrier], default=0) - menu.size(first.kept)
-    best: _Trial | None = None
     for span in menu.spans:
-        found = _with_span(budget, base, menu, span, measure)
-        if best is None or _better(found, best, budget):
-            best = found
-    return best
+        _with_span(budget, base, menu, span, measure)
+    trials = known.values()
+    lowest = min(trials, key=lambda t: t.device)
+    if lowest.device <= budget:
+        lowest = min((t for t in trials if t.device <= budget), key=lambda t: t.price)
+    # Trials that keep different values and need the same bytes: what they need them for lies elsewhere.
+    times = Counter(t.device for t in trials)
+    stuck = [t for t in trials if times[t.device] > 1 and budget < t.device < start.device and t.price < lowest.price]
+    return [lowest, *([min(stuck, key=lambda t: (t.device, t.price))] if stuck else [])]
 
 
-def _with_span(
-    budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial]
-) -> _Trial:
-    """The cheapest trial that fits with segments of at most ``span`` stages; the smallest if none does."""
+def _with_span(budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial]) -> None:
+    """Measure trials with segments of at most ``span`` stages until one fits, and the smallest if none does."""
     capacity = budget - base
+    last: frozenset[int] | None = None
+    less = 0
     for _ in range(_REPAIRS):
         kept = menu.choose(span, capacity)
         if kept is None:
             break
         trial = measure(kept)
         if trial.device <= budget:
-            return trial
-        capacity = min(capacity, menu.size(kept)) - (trial.device - budget)
-    return measure(menu.least(span))
+            return
+        # What crosses the chosen cuts comes on top of the capacity, so a small step may change nothing.
+        less = less * _STRIDE if kept == last else trial.device - budget
+        last = kept
+        capacity = min(capacity, menu.size(kept)) - less
+    measure(menu.least(span))
 
 
 def _better(a: _Trial, b: _Trial, budget: Bytes) -> bool:
     if a.device <= budget and b.device <= budget:
-        return a.charge < b.charge
+        return a.price < b.price
     return a.device < b.device
 
 
-def _as_plan(problem: Problem, program: Program, live: Liveness) -> Plan:
+def _as_plan(problem: Problem, found: _Trial) -> Plan:
+    program, live = found.program, found.live
     clones = program.clones()
+    away = sum(c.nbytes for c in found.copies)
     return Plan(
         program=program,
-        actions=_actions(problem, program),
-        predicted=MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias),
-        overhead=sum(problem.costs.seconds[program.origin[op.id]] for op in clones),
+        actions=_actions(problem, found),
+        predicted=MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias, host=away),
+        overhead=sum(problem.costs.seconds[program.origin[op.id]] for op in clones) + found.wait,
         recompute_flops=sum(op.flops for op in clones),
         solver="greedy",
+        offload_bytes=away,
+        wait=found.wait,
     )
 
 
-def _actions(problem: Problem, program: Program) -> tuple[Action, ...]:
-    """What became of every value of the original that was recomputed, or held for a recomputation."""
-    values = problem.graph.values
+def _actions(problem: Problem, found: _Trial) -> tuple[Action, ...]:
+    """What became of every value of the original that was recomputed, or held for a recomputation, or copied."""
+    values, program = problem.graph.values, found.program
+    away = {program.version_of[c.value]: c for c in found.copies}
     inputs = set(problem.graph.inputs)
     recipe: dict[int, int] = {}
     held: dict[int, None] = {}
@@ -157,6 +216,7 @@ def _actions(problem: Problem, program: Program) -> tuple[Action, ...]:
             held.update(dict.fromkeys(program.version_of[v] for v in op.operands))
         elif any(r >= len(values) for r in op.results):
             recipe.update((program.version_of[r], origin) for r in op.results)
-    keeps = [Keep(ValueId(v), values[v].nbytes) for v in held if v not in recipe and v not in inputs]
+    keeps = [Keep(ValueId(v), values[v].nbytes) for v in held if v not in recipe and v not in inputs and v not in away]
+    offloads = [Offload(ValueId(v), values[v].nbytes, c.hidden) for v, c in away.items()]
     remats = [Remat(ValueId(v), values[v].nbytes, OpId(o)) for v, o in recipe.items()]
-    return (*keeps, *remats)
+    return (*keeps, *offloads, *remats)

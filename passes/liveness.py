@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from jaxtensile.ir import Graph
 from jaxtensile.passes.fusion import IN_PLACE, Kernels, fuse, is_fusible
+from jaxtensile.plan import TO_HOST
 from jaxtensile.units import Bytes
 
 
@@ -68,6 +69,7 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
                 start[r], stop[r] = i, i + 1
         for b in kernels.reads[i]:
             stop[b] = max(stop[b], i + 1)
+    _copies_take_time(graph, kernels, stop)
     merged = _share(graph, kernels, start, stop)
     is_input = set(graph.inputs)
     out_homes = {home[v] for v in graph.outputs if home[v] >= 0}
@@ -93,6 +95,17 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
     argument = sum(values[v].nbytes for v in graph.inputs if values[v].space != "host")
     output = sum(values[v].nbytes for v in graph.outputs if values[v].space != "host")
     return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias)
+
+
+def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
+    """A buffer that is copied to the host is needed until the first op that asks for the copy."""
+    copied = {op.results[0]: kernels.reads[op.id] for op in graph.ops if op.primitive == TO_HOST}
+    if not copied:
+        return
+    for op in graph.ops:
+        for v in op.operands:
+            for b in copied.pop(v, ()):
+                stop[b] = max(stop[b], op.id + 1)
 
 
 def _body_temp(body: Graph) -> Bytes:

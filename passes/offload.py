@@ -1,0 +1,369 @@
+"""Which buffers wait in host memory: copies out after a use, back before the next, hidden behind work.
+
+A candidate is a buffer that nothing touches for a while (a *gap*) around the step that needs the
+most bytes. The ops are laid on a clock; a copy out takes the earliest free time of the link after
+the use that opens the gap, a copy in the latest free time before the one that closes it, one copy
+at a time in each direction. Of the candidates at the highest step over budget the one with the
+most bytes x absence goes first, those that cost no time before those that do; then again from
+the new highest step. What is not hidden is waited for, and the wait is the price.
+
+Both ends of a copy are tied to a step by a barrier with a value of that step: the copy out is
+done before ``done`` runs, the copy in does not begin before ``begin``. Without them XLA:GPU
+cancels the pair against each other or keeps the device buffer for as long as it likes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, producers
+from jaxtensile.passes.fusion import Kernels, fuse
+from jaxtensile.passes.liveness import Liveness, live_ranges
+from jaxtensile.passes.stages import buffer_steps
+from jaxtensile.plan import TO_DEVICE, TO_HOST, Link, Program
+from jaxtensile.units import MIB, Bytes, Seconds
+
+SMALLEST = MIB
+"""Smaller buffers are never copied: latency costs more than they hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """``value`` is on the host between two uses of it.
+
+    ``after``: the op that uses it last; the copy out is done before ``done`` and the copy in begins
+    at ``begin``, in time for ``until``, the next op that uses it. ``hidden``: nobody waits for it.
+    """
+
+    value: int
+    nbytes: Bytes
+    after: int
+    done: int
+    begin: int
+    until: int
+    hidden: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Offloaded:
+    """A program with copies, and the seconds of waiting that they add."""
+
+    program: Program
+    copies: tuple[Copy, ...]
+    live: Liveness
+    wait: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _Gap:
+    """Buffer bytes that nothing touches between ops ``after`` and ``until``."""
+
+    value: int
+    nbytes: Bytes
+    after: int
+    until: int
+
+
+def offload(program: Program, seconds: Sequence[Seconds], link: Link, budget: Bytes, host_budget: Bytes) -> Offloaded:
+    """Move buffers of ``program`` to the host until it fits ``budget`` device bytes, or as far as that goes.
+
+    ``seconds``: of every op of the program.
+    """
+    live = live_ranges(program.graph)
+    copies = _choose(program.graph, live, seconds, link, budget - (live.device - live.temp), host_budget)
+    if not copies:
+        return Offloaded(program, (), live, 0.0)
+    planned = insert(program, copies)
+    new = live_ranges(planned.graph)
+    return Offloaded(planned, tuple(copies), new, _wait(seconds, copies, link))
+
+
+class _Channel:
+    """One direction of the link: copies one at a time."""
+
+    def __init__(self) -> None:
+        self.busy: list[tuple[Seconds, Seconds]] = []
+
+    def earliest(self, ready: Seconds, length: Seconds) -> Seconds:
+        """Start of the first free stretch of ``length`` from ``ready`` on."""
+        start = ready
+        for a, b in self.busy:
+            if start + length <= a:
+                break
+            start = max(start, b)
+        return start
+
+    def latest(self, due: Seconds, length: Seconds) -> Seconds:
+        """Start of the last free stretch of ``length`` that ends by ``due``."""
+        end = due
+        for a, b in reversed(self.busy):
+            if end - length >= b:
+                break
+            end = min(end, a)
+        return end - length
+
+    def take(self, start: Seconds, length: Seconds) -> None:
+        self.busy.append((start, start + length))
+        self.busy.sort()
+
+
+def _choose(
+    graph: Graph, live: Liveness, seconds: Sequence[Seconds], link: Link, budget_temp: Bytes, host_budget: Bytes
+) -> list[Copy]:
+    """Copies that take the profile below ``budget_temp``, or as many as help."""
+    begins = [0.0, *accumulate(seconds)]  # begins[i]: when op i starts
+    profile = np.array(live.profile, np.int64)
+    anchors = _anchors(graph, live.kernels)
+    gaps = _gaps(graph, live)
+    out, back = _Channel(), _Channel()
+    copies: list[Copy] = []
+    room = host_budget
+    while profile.size and int(profile.max()) > budget_temp:
+        peak = int(profile.argmax())
+        best: tuple[tuple[bool, float], Copy, Seconds, Seconds, Seconds] | None = None
+        for gap in gaps:
+            if not gap.after < peak < gap.until or gap.nbytes > room:
+                continue
+            length = link.latency + gap.nbytes / link.bandwidth
+            leaves = out.earliest(begins[gap.after + 1], length)
+            arrives = back.latest(begins[gap.until], length)
+            done = _at_or_after(anchors, bisect_left(begins, leaves + length), gap.after + 1, peak)
+            begin = _at_or_before(anchors, bisect_left(begins, arrives) - 1, peak + 1, gap.until - 1)
+            if done is None or begin is None or begin <= done:
+                continue
+            hidden = leaves + length <= begins[done] and arrives >= begins[begin]
+            score = (hidden, gap.nbytes * (begins[gap.until] - begins[gap.after + 1]))
+            if best is None or score > best[0]:
+                copy = Copy(gap.value, gap.nbytes, gap.after, done, begin, gap.until, hidden)
+                best = (score, copy, leaves, arrives, length)
+        if best is None:
+            if not _tighten(copies, peak, anchors, begins, profile):
+                break
+            continue
+        _, copy, leaves, arrives, length = best
+        out.take(leaves, length)
+        back.take(arrives, length)
+        profile[copy.done : copy.begin] -= copy.nbytes
+        copies.append(copy)
+        room -= copy.nbytes
+        gaps = [g for g in gaps if (g.value, g.after) != (copy.value, copy.after)]
+    return copies
+
+
+def _tighten(
+    copies: list[Copy], peak: int, anchors: Sequence[int], begins: Sequence[Seconds], profile: np.ndarray
+) -> bool:
+    """Take one buffer that is on its way at ``peak`` off the device there, and wait for it."""
+    best: tuple[Seconds, int, Copy] | None = None
+    for k, c in enumerate(copies):
+        if c.begin <= peak < c.until:
+            begin = _at_or_after(anchors, peak + 1, peak + 1, c.until - 1)
+            if begin is not None and (best is None or begins[begin] - begins[c.begin] < best[0]):
+                best = begins[begin] - begins[c.begin], k, replace(c, begin=begin, hidden=False)
+        elif c.after < peak < c.done:
+            done = _at_or_before(anchors, peak, c.after + 1, peak)
+            if done is not None and (best is None or begins[c.done] - begins[done] < best[0]):
+                best = begins[c.done] - begins[done], k, replace(c, done=done, hidden=False)
+    if best is None:
+        return False
+    _, k, new = best
+    profile[new.done : copies[k].done] -= new.nbytes
+    profile[copies[k].begin : new.begin] -= new.nbytes
+    copies[k] = new
+    return True
+
+
+def _gaps(graph: Graph, live: Liveness) -> list[_Gap]:
+    """Where one value, and nothing made from its buffer, is all that is read after a long pause."""
+    kernels, owner = live.kernels, live.owner
+    home = kernels.home
+    touched = buffer_steps(graph, live)
+    made = [-1] * len(graph.values)
+    last = [-1] * len(graph.values)
+    for op in graph.ops:
+        for r in op.results:
+            made[r] = op.id
+        for v in op.operands:
+            last[v] = op.id
+    end = len(graph.ops)
+    for v in graph.outputs:
+        last[v] = end
+    # Every value that needs a buffer to be read: the buffer's own versions, and what fuses from it.
+    bound: dict[int, list[int]] = {}
+    for v in range(len(graph.values)):
+        sources = (home[v],) if home[v] >= 0 else kernels.leaves[v]
+        for b in sources:
+            bound.setdefault(owner[b], []).append(v)
+    gaps: list[_Gap] = []
+    for r in live.ranges:
+        if r.nbytes < SMALLEST:
+            continue
+        steps = sorted(set(touched[r.value]))
+        for after, until in pairwise(steps):
+            if until - after < 4:
+                continue
+            late = [v for v in bound[r.value] if made[v] <= after and last[v] > after]
+            if len(late) != 1 or last[late[0]] >= end:
+                continue
+            v = late[0]
+            value = graph.values[v]
+            if home[v] < 0 or value.nbytes != r.nbytes or value.space == "host" or "key" in value.dtype:
+                continue
+            gaps.append(_Gap(v, r.nbytes, after, until))
+    return gaps
+
+
+def _anchors(graph: Graph, kernels: Kernels) -> list[int]:
+    """Ops that read a buffer made by a recent op: where a barrier can hold a copy, ascending."""
+    made = producers(graph)
+    return [op.id for op in graph.ops if _tie(graph, kernels, made, op) is not None]
+
+
+_RECENT = 32
+_SOME = 1024
+"""A tie of fewer bytes might be a scalar that XLA computes elsewhere and earlier."""
+
+
+def _tie(graph: Graph, kernels: Kernels, made: Sequence[int], op: Op) -> int | None:
+    """The operand of ``op`` that was made last, if it is a buffer of its own and recent."""
+    if not kernels.is_root[op.id] or op.primitive == "optimization_barrier" or op.pinned or op.bodies:
+        return None
+    fresh = [
+        v
+        for v in op.operands
+        if made[v] >= max(op.id - _RECENT, 0)
+        and kernels.home[v] == v
+        and graph.values[v].space != "host"
+        and graph.values[v].nbytes >= _SOME
+    ]
+    return max(fresh, key=lambda v: (made[v], v), default=None)
+
+
+def _at_or_after(anchors: Sequence[int], step: int, low: int, high: int) -> int | None:
+    """The first anchor from ``step`` on, else the last one before it, in ``[low, high]``."""
+    i = bisect_left(anchors, max(step, low))
+    if i < len(anchors) and anchors[i] <= high:
+        return anchors[i]
+    i = bisect_left(anchors, high + 1) - 1
+    return anchors[i] if i >= 0 and anchors[i] >= low else None
+
+
+def _at_or_before(anchors: Sequence[int], step: int, low: int, high: int) -> int | None:
+    """The last anchor up to ``step``, else the first one after it, in ``[low, high]``."""
+    i = bisect_left(anchors, min(step, high) + 1) - 1
+    if i >= 0 and anchors[i] >= low:
+        return anchors[i]
+    i = bisect_left(anchors, low)
+    return anchors[i] if i < len(anchors) and anchors[i] <= high else None
+
+
+def _wait(seconds: Sequence[Seconds], copies: Sequence[Copy], link: Link) -> Seconds:
+    """Seconds by which the program is late, the copies queueing in each direction."""
+    leaving: dict[int, list[int]] = {}
+    done: dict[int, list[int]] = {}
+    begin: dict[int, list[int]] = {}
+    until: dict[int, list[int]] = {}
+    for k, copy in enumerate(copies):
+        leaving.setdefault(copy.after, []).append(k)
+        done.setdefault(copy.done, []).append(k)
+        begin.setdefault(copy.begin, []).append(k)
+        until.setdefault(copy.until, []).append(k)
+    length = [link.latency + c.nbytes / link.bandwidth for c in copies]
+    left, arrived = [0.0] * len(copies), [0.0] * len(copies)
+    clock = out = back = 0.0
+    for i, duration in enumerate(seconds):
+        for k in sorted(begin.get(i, ()), key=lambda k: copies[k].until):
+            back = arrived[k] = max(back, clock, left[k]) + length[k]
+        clock = max([clock, *(left[k] for k in done.get(i, ())), *(arrived[k] for k in until.get(i, ()))])
+        clock += duration
+        for k in leaving.get(i, ()):
+            out = left[k] = max(out, clock) + length[k]
+    return clock - sum(seconds)
+
+
+def insert(program: Program, copies: Sequence[Copy]) -> Program:
+    """``program`` with its copies: each tied by one barrier to an op that needs its end or allows its beginning."""
+    return _Insertion(program, copies).run()
+
+
+class _Insertion:
+    """Scratch of one insertion: the new schedule, and what stands for every value by now."""
+
+    def __init__(self, program: Program, copies: Sequence[Copy]) -> None:
+        self.program = program
+        self.kernels, self.made = fuse(program.graph), producers(program.graph)
+        self.values: list[Value] = list(program.graph.values)
+        self.version_of = list(program.version_of)
+        self.ops: list[Op] = []
+        self.origin: list[int] = []
+        self.now: dict[int, int] = {}
+        self.on_host: dict[int, int] = {}
+        self.leaving = _by(copies, lambda c: c.after)
+        self.done = _by(copies, lambda c: c.done)
+        self.begin = _by(copies, lambda c: c.begin)
+
+    def run(self) -> Program:
+        graph = self.program.graph
+        for op in graph.ops:
+            if op.id in self.done:
+                self._tied(op, [c.value for c in self.done[op.id]])
+            if op.id in self.begin:
+                back = [c.value for c in self.begin[op.id]]
+                self._tied(op, back)
+                for v in back:
+                    self.now[v] = self._new(TO_DEVICE, self.on_host[v], "device")
+            operands = tuple(ValueId(self.now.get(v, v)) for v in op.operands)
+            given = iter(operands)
+            slots = tuple(next(given) if s >= 0 else -1 for s in op.slots)
+            self._put(replace(op, operands=operands, slots=slots), self.program.origin[op.id])
+            for copy in self.leaving.get(op.id, ()):
+                self.on_host[copy.value] = self._new(TO_HOST, self.now.get(copy.value, copy.value), "host")
+        outputs = tuple(ValueId(self.now.get(v, v)) for v in graph.outputs)
+        new = replace(graph, values=tuple(self.values), ops=tuple(self.ops), outputs=outputs)
+        return Program(new, tuple(self.origin), tuple(self.version_of))
+
+    def _tied(self, op: Op, values: Sequence[int]) -> None:
+        """A barrier over host copies and what ``op`` reads; ``op`` and everybody later reads behind it."""
+        tie = _tie(self.program.graph, self.kernels, self.made, op)
+        assert tie is not None, "anchors have a tie"
+        operands = [self.on_host[v] for v in values] + [self.now.get(tie, tie)]
+        results = [self._version(v, self.values[v].space) for v in operands]
+        self.on_host.update(zip(values, results, strict=False))
+        self.now[tie] = results[-1]
+        self._put(_op("optimization_barrier", operands, results), -1)
+
+    def _new(self, primitive: str, operand: int, space: str) -> int:
+        result = self._version(operand, space)
+        self._put(_op(primitive, [operand], [result]), -1)
+        return result
+
+    def _version(self, v: int, space: str) -> int:
+        fresh = ValueId(len(self.values))
+        self.values.append(replace(self.values[v], id=fresh, space=space))
+        self.version_of.append(self.version_of[v])
+        return fresh
+
+    def _put(self, op: Op, origin: int) -> None:
+        self.ops.append(replace(op, id=OpId(len(self.ops))))
+        self.origin.append(origin)
+
+
+def _op(primitive: str, operands: Sequence[int], results: Sequence[int]) -> Op:
+    return Op(
+        id=OpId(0),
+        primitive=primitive,
+        operands=tuple(ValueId(v) for v in operands),
+        results=tuple(ValueId(v) for v in results),
+    )
+
+
+def _by(copies: Sequence[Copy], key: Callable[[Copy], int]) -> dict[int, list[Copy]]:
+    out: dict[int, list[Copy]] = {}
+    for copy in copies:
+        out.setdefault(key(copy), []).append(copy)
+    return out
