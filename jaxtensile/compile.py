@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,15 +45,31 @@ class Compiled:
 
 
 def compile_program(
-    make: Callable[[Options], Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options
+    make: Callable[[Options], Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Compiled:
-    """Compile ``make(options)`` (a jit object) for the arguments and read its allocation."""
+    """Compile ``make(options)`` (a jit object) for the arguments and read its allocation.
+
+    ``meanwhile`` is called while XLA, which needs no Python, works in another thread.
+    """
     started = time.perf_counter()
     notes: tuple[str, ...] = ()
     for attempt in _attempts(options):
         jitted = make(attempt)
         try:
-            executable = jitted.lower(*args, **kwargs).compile()
+            # Only XLA's part runs elsewhere: tracing and lowering read this thread's configuration.
+            lowered = jitted.lower(*args, **kwargs)
+            if meanwhile is None:
+                executable = lowered.compile()
+            else:
+                with ThreadPoolExecutor(1) as pool:
+                    compiling = pool.submit(lowered.compile)
+                    now, meanwhile = meanwhile, None
+                    now()
+                executable = compiling.result()
         except Exception as error:
             text = str(error)
             if _TILE_SIZES in text and "xla_gpu_enable_triton_gemm" not in attempt:

@@ -101,12 +101,29 @@ def fit(job: Job, prepare: Prepare = greedy, watch: Watch = nothing, *, baseline
         live = live_ranges(graph)
         bound = lower_bound(graph, traced.consts, job.device.platform)
     predicted = MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias)
-    plain = None
+    plain: Compiled | None = None
+    ready: list[tuple[list[Variant], tuple[Variant, Plan] | None]] = []
+
+    def plan_ahead() -> None:
+        with clock("costs"):
+            costs = op_costs(graph, job.device)
+        problem = Problem(graph=graph, costs=costs, budget=job.budget, link=job.link, host_budget=job.host_budget)
+        with clock("loops"):
+            variants = _variants(job, traced, problem, prepare)
+        first = None
+        if possible and job.shards == 1:
+            with clock("solve"):
+                first = _solve(variants, job.budget)
+        ready.append((variants, first))
+
+    possible = job.shards > 1 or bound.nbytes <= job.budget
     loops = any(op.bodies for op in graph.ops)
     over = SURELY_OVER_WITH_LOOPS if loops else SURELY_OVER
     if baseline or job.shards > 1 or predicted.device <= over * job.budget:
         with clock("compile plain"):
-            plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options)
+            # By the model it does not fit: plan while XLA has its say.
+            meanwhile = plan_ahead if predicted.device > job.budget else None
+            plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, meanwhile)
         if plain.device <= job.budget:
             return Fitted(
                 jitted=plain.jitted,
@@ -114,15 +131,13 @@ def fit(job: Job, prepare: Prepare = greedy, watch: Watch = nothing, *, baseline
                 options=plain.options,
                 report=_report(job, traced, None, predicted, plain, plain, bound, 0, clock),
             )
-    with clock("costs"):
-        costs = op_costs(graph, job.device)
-    problem = Problem(graph=graph, costs=costs, budget=job.budget, link=job.link, host_budget=job.host_budget)
-    with clock("loops"):
-        variants = _variants(job, traced, problem, prepare)
-    if job.shards == 1 and bound.nbytes > job.budget:
+    if not ready:
+        plan_ahead()
+    variants, first = ready[0]
+    if not possible:
         # Before any search: no plan can need less than what single ops need at once.
         raise _cannot(job, variants, bound, None)
-    return _rounds(job, variants, prepare, predicted, plain, bound, clock)
+    return _rounds(job, variants, first, prepare, predicted, plain, bound, clock)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +213,7 @@ def _rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:
 def _rounds(
     job: Job,
     variants: list[Variant],
+    first: tuple[Variant, Plan] | None,
     prepare: Prepare,
     predicted: MemoryUse,
     plain: Compiled | None,
@@ -213,8 +229,10 @@ def _rounds(
     best: _Made | None = None
     rounds = 0
     while rounds < ROUNDS:
-        with clock("solve"):
-            variant, plan = _solve(variants, aim)
+        if first is None:
+            with clock("solve"):
+                first = _solve(variants, aim)
+        (variant, plan), first = first, None
         with clock("check"):
             check(variant.problem.graph, plan.program)
         if plan.changes_nothing and not variant.loops:
@@ -459,12 +477,17 @@ class _Clock:
     def __init__(self, watch: Watch) -> None:
         self.seconds: dict[str, float] = {}
         self.watch = watch
+        self._within = 0.0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         self.watch(name)
         started = time.perf_counter()
+        outer, self._within = self._within, 0.0
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+            # What was done meanwhile has a name of its own.
+            took = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + took - self._within
+            self._within = outer + took

@@ -175,7 +175,8 @@ def test_a_program_without_arrays_has_no_target(fun, args):
     [
         ({"solver": "clairvoyant"}, ValueError),
         ({"bugdet": "1GiB"}, TypeError),
-        ({"host_budget": "1GiB"}, NotImplementedError),
+        ({"host_budget": "much"}, jaxtensile.BudgetError),
+        ({"host_budget": -1}, jaxtensile.BudgetError),
         ({"job": "bert"}, NotImplementedError),
         ({"offload_state": True}, NotImplementedError),
         ({"chunk": True}, NotImplementedError),

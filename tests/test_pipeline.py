@@ -74,8 +74,8 @@ class Compiler:
 
         return solving
 
-    def __call__(self, make, args, kwargs, options):
-        made = COMPILE(make, args, kwargs, options)
+    def __call__(self, make, args, kwargs, options, meanwhile=None):
+        made = COMPILE(make, args, kwargs, options, meanwhile)
         self.options.append(dict(options))
         if not self.solved:
             return made
