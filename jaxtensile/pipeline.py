@@ -409,7 +409,7 @@ def _report(
         offload_bytes=plan.offload_bytes,
         overhead=overhead,
         overhead_ratio=overhead / step if step else 0.0,
-        stages=sum(o < 0 for o in plan.program.origin) + len(variant.loops),
+        stages=plan.program.stages() + len(variant.loops),
         solver=plan.solver,
         timeline=Timeline(plain_track, _track(plan.program, sites)),
         **common,

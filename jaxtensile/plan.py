@@ -98,6 +98,16 @@ class Program:
         """The original schedule."""
         return cls(graph, tuple(range(len(graph.ops))), tuple(range(len(graph.values))))
 
+    def stages(self) -> int:
+        """Barriers that open a stage; those that tie copies to steps are not among them."""
+        graph = self.graph
+        return sum(
+            self.origin[op.id] < 0
+            and op.primitive == "optimization_barrier"
+            and all(graph.values[v].space != "host" for v in op.operands)
+            for op in graph.ops
+        )
+
     def clones(self) -> list[Op]:
         """Ops that run a second (third, …) time."""
         seen: set[int] = set()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxtensile.chart import Line, memory_chart
 from jaxtensile.plan import MemoryUse
-from jaxtensile.report_text import Group, accounts, dropped, groups, kept, passing, price, verdict
+from jaxtensile.report_text import Group, accounts, dropped, groups, kept, offloaded, passing, price, verdict
 from jaxtensile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -158,6 +158,7 @@ def _decisions(r: Report, most: int | None = None) -> list[str]:
     out = ["<h2>Decisions</h2>", f"<p>{escape(price(r))}</p>"]
     for word, decisions, colour in (
         ("Kept for the backward pass", kept(r), "planned"),
+        ("In host memory until the backward pass", offloaded(r), "planned"),
         ("Dropped, and computed again when the backward pass needs them", dropped(r), "plain"),
     ):
         found = groups(decisions)

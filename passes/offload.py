@@ -26,7 +26,7 @@ from jaxtensile.passes.fusion import Kernels, fuse
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.stages import buffer_steps
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Link, Program
-from jaxtensile.units import MIB, Bytes, Seconds
+from jaxtensile.units import KIB, MIB, Bytes, Seconds
 
 SMALLEST = MIB
 """Smaller buffers are never copied: latency costs more than they hold."""
@@ -225,7 +225,7 @@ def _anchors(graph: Graph, kernels: Kernels) -> list[int]:
 
 
 _RECENT = 32
-_SOME = 1024
+_SOME = KIB
 """A tie of fewer bytes might be a scalar that XLA computes elsewhere and earlier."""
 
 

@@ -141,6 +141,16 @@ def test_short_types(dtype, short):
 # ---- timeline ---------------------------------------------------------------------------------
 
 
+def test_what_waits_on_the_host_is_listed():
+    away = report(decisions=(decision("keep", 1), decision("offload", 2, nbytes=3 * MIB)), offload_bytes=3 * MIB)
+    away = replace(away, compiled=replace(away.compiled, host=3 * MIB))
+    text, page = str(away), away.to_html()
+    assert "offloaded     3.00MiB   in 1 value" in text
+    assert "3.00MiB to the host and back in a step; XLA holds 3.00MiB there" in text
+    assert "In host memory until the backward pass" in page
+    assert "offloaded" not in str(report()) and "In host memory" not in report().to_html()
+
+
 def test_stages_are_the_steps_that_run_again():
     assert PLAIN.stages() == []
     assert PLANNED.stages() == [Stage(3, 6, 2)]  # the second barrier repeats nothing
