@@ -11,18 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options
 from jaxtensile.device import DeviceProfile
 from jaxtensile.errors import BudgetError, Culprit
-from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs, unknown_primitives
 from jaxtensile.passes.greedy import prepare as greedy
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import LoopPlan, ladder
+from jaxtensile.passes.loops import LoopPlan
 from jaxtensile.passes.lowerbound import Bound, lower_bound
 from jaxtensile.plan import Action, Keep, Link, MemoryUse, Offload, Plan, Problem, Program, Remat
 from jaxtensile.report import Decision, Report
@@ -30,17 +29,20 @@ from jaxtensile.rewrite import rewrite
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.units import Bytes, Seconds, format_bytes
+from jaxtensile.variants import Prepare, Variant, Variants
 
 Evaluate = Callable[[list[Any]], list[Any]]
 """Flat arguments → flat outputs, on tracers."""
 Make = Callable[[Evaluate | None, Options], Any]
 """A jit object that runs ``evaluate`` (None: the user's function as it is) under compiler options."""
-Prepare = Callable[[Problem], Callable[[Bytes], Plan]]
-"""A solver: what does not depend on the budget is done once, then one plan per budget."""
 Watch = Callable[[str], None]
 
 ROUNDS = 4
 """Plans that are compiled at most, each under every choice of compiler options until one fits."""
+ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
+"""Plans at most once one came within this factor of the budget."""
+FLATTEST = 0.4
+"""A byte less in the model is taken to be at least this share of a byte less in XLA's allocation."""
 REFUSED = 0.9
 """After a compiler ran out of memory without a figure, aim this much lower."""
 SURELY_OVER = 1.25
@@ -102,18 +104,18 @@ def fit(job: Job, prepare: Prepare = greedy, watch: Watch = nothing, *, baseline
         bound = lower_bound(graph, traced.consts, job.device.platform)
     predicted = MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias)
     plain: Compiled | None = None
-    ready: list[tuple[list[Variant], tuple[Variant, Plan] | None]] = []
+    ready: list[tuple[Variants, tuple[Variant, Plan] | None]] = []
 
     def plan_ahead() -> None:
         with clock("costs"):
             costs = op_costs(graph, job.device)
         problem = Problem(graph=graph, costs=costs, budget=job.budget, link=job.link, host_budget=job.host_budget)
         with clock("loops"):
-            variants = _variants(job, traced, problem, prepare)
+            variants = Variants(traced, job.jaxpr, job.donated, job.device, problem, prepare)
         first = None
         if possible and job.shards == 1:
             with clock("solve"):
-                first = _solve(variants, job.budget)
+                first = variants.solve(job.budget)
         ready.append((variants, first))
 
     possible = job.shards > 1 or bound.nbytes <= job.budget
@@ -137,84 +139,13 @@ def fit(job: Job, prepare: Prepare = greedy, watch: Watch = nothing, *, baseline
     if not possible:
         # Before any search: no plan can need less than what single ops need at once.
         raise _cannot(job, variants, bound, None)
-    return _rounds(job, variants, first, prepare, predicted, plain, bound, clock)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Variant:
-    """The program with its loops rewritten in one way, and what that costs."""
-
-    traced: Traced
-    problem: Problem
-    solve: Callable[[Bytes], Plan]
-    loops: tuple[LoopPlan, ...]
-    charge: Seconds
-    seconds: Seconds
-
-
-def _variants(job: Job, traced: Traced, problem: Problem, prepare: Prepare) -> list[Variant]:
-    """The program as it is, and with more and more of what its loops stack recomputed instead."""
-    graph = problem.graph
-    ways = ladder(graph, lambda body: op_costs(body, job.device).charge)
-    out: list[Variant] = []
-    for way in ways:
-        if not way:
-            out.append(_variant(traced, problem, prepare, (), 0.0, 0.0))
-            continue
-        jaxpr = rewrite_loops(traced, job.jaxpr, way)
-        changed = trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused)
-        charge = seconds = 0.0
-        for plan in way:
-            front = graph.ops[plan.pair.forward]
-            body = op_costs(front.bodies[0], job.device)
-            charge += front.trip_count * sum(body.charge[o] for o in plan.again)
-            seconds += front.trip_count * sum(body.seconds[o] for o in plan.again)
-        again = replace(problem, graph=changed.graph, costs=op_costs(changed.graph, job.device))
-        out.append(_variant(changed, again, prepare, way, charge, seconds))
-    return sorted(out, key=lambda v: v.charge)
-
-
-def _variant(
-    traced: Traced, problem: Problem, prepare: Prepare, loops: tuple[LoopPlan, ...], charge: Seconds, seconds: Seconds
-) -> Variant:
-    solve = prepare(problem)
-    return Variant(traced=traced, problem=problem, solve=solve, loops=loops, charge=charge, seconds=seconds)
-
-
-def _without_host(variants: list[Variant], prepare: Prepare) -> list[Variant]:
-    """The same variants, to be planned by recomputation alone."""
-    problems = [replace(v.problem, link=None, host_budget=0) for v in variants]
-    return [replace(v, problem=p, solve=prepare(p)) for v, p in zip(variants, problems, strict=True)]
-
-
-def _solve(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
-    """The cheapest variant and plan that fit; the smallest when none does."""
-    best: tuple[Variant, Plan] | None = None
-    for variant in variants:
-        if best is not None and best[1].predicted.device <= budget and _charge(*best) <= variant.charge:
-            break
-        found = variant, variant.solve(max(budget, 0))
-        if best is None or _rank(found, budget) < _rank(best, budget):
-            best = found
-    assert best is not None, "there is always the program as it is"
-    return best
-
-
-def _charge(variant: Variant, plan: Plan) -> Seconds:
-    clones = plan.program.clones()
-    return variant.charge + plan.wait + sum(variant.problem.costs.charge[plan.program.origin[op.id]] for op in clones)
-
-
-def _rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:
-    device = found[1].predicted.device
-    return (device > budget, device if device > budget else _charge(*found))
+    return _rounds(job, variants, first, predicted, plain, bound, clock)
 
 
 def _rounds(
     job: Job,
-    variants: list[Variant],
+    variants: Variants,
     first: tuple[Variant, Plan] | None,
-    prepare: Prepare,
     predicted: MemoryUse,
     plain: Compiled | None,
     bound: Bound,
@@ -227,11 +158,12 @@ def _rounds(
         scale = predicted.device / max(plain.device, 1)
     aim = int(job.budget * scale)
     best: _Made | None = None
+    seen: list[tuple[Bytes, Bytes]] = []
     rounds = 0
-    while rounds < ROUNDS:
+    while rounds < (ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE):
         if first is None:
             with clock("solve"):
-                first = _solve(variants, aim)
+                first = variants.solve(aim)
         (variant, plan), first = first, None
         with clock("check"):
             check(variant.problem.graph, plan.program)
@@ -250,7 +182,7 @@ def _rounds(
             best = made
         if plan.offload_bytes and made.compiled.memory is not None and not made.compiled.memory.host:
             # The compiler cancelled every copy: what is left is no plan, so go on without the host.
-            variants = _without_host(variants, prepare)
+            variants = variants.without_host()
             best = None if best is made else best
             continue
         if made.compiled.device <= job.budget:
@@ -258,8 +190,8 @@ def _rounds(
         if made.compiled.memory is None:
             target = int(min(aim, plan.predicted.device) * REFUSED)
         else:
-            error = made.compiled.device * scale - plan.predicted.device
-            target = int(job.budget * scale - max(error, 0))
+            seen.append((plan.predicted.device, int(made.compiled.device * scale)))
+            target = _lower(seen, int(job.budget * scale))
         if plan.predicted.device > aim or target >= aim:
             break
         aim = target
@@ -269,8 +201,23 @@ def _rounds(
         jitted=best.compiled.jitted,
         evaluate=best.evaluate,
         options=best.compiled.options,
-        report=_report(job, variants[0].traced, best, predicted, plain, best.compiled, bound, rounds, clock),
+        report=_report(job, variants.traced, best, predicted, plain, best.compiled, bound, rounds, clock),
     )
+
+
+def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
+    """What to aim at after misses: ``seen`` are (predicted, compiled) bytes, the latest last.
+
+    By as much lower as the last one missed by, or as the line through the last two says if that is
+    lower: where the model's error grows with what is dropped, the first alone would never arrive.
+    """
+    (p, c) = seen[-1]
+    target = min(p, budget) - max(c - budget, 0)
+    if len(seen) > 1:
+        (q, d) = seen[-2]
+        slope = min(max((d - c) / (q - p), FLATTEST), 1.0) if q > p else 1.0
+        target = min(target, int(p - (c - budget) / slope))
+    return target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,15 +248,15 @@ def _compile(job: Job, variant: Variant, plan: Plan, choices: list[Options]) -> 
     return made, [*order, *(c for c in choices if c not in order)]
 
 
-def _cannot(job: Job, variants: list[Variant], bound: Bound, best: _Made | None) -> BudgetError:
+def _cannot(job: Job, variants: Variants, bound: Bound, best: _Made | None) -> BudgetError:
     """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
-    traced = variants[0].traced
+    traced = variants.traced
     fixed = sum(traced.graph.values[v].nbytes for v in traced.graph.inputs)
     if best is not None and best.compiled.memory is not None:
         needs = max(best.compiled.device, bound.nbytes)
         culprits = _at_the_peak(best.variant, best.plan)
     else:
-        variant, plan = _solve(variants, 0)
+        variant, plan = variants.solve(0)
         needs = max(int(plan.predicted.device * 1.05), bound.nbytes)
         graph = traced.graph
         culprits = tuple(

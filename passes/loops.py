@@ -62,40 +62,71 @@ def find_pairs(graph: Graph) -> tuple[ScanPair, ...]:
     return tuple(found)
 
 
-def plan_pair(graph: Graph, pair: ScanPair, charge: Sequence[float], price: float) -> LoopPlan | None:
-    """What to stack when a byte costs ``price`` seconds; None when that is what the pair does already.
+class PairCut:
+    """What one pair may stack instead: the minimum cut on its forward body.
 
     ``charge``: seconds of each op of the forward body, for one iteration.
     """
-    front = graph.ops[pair.forward]
-    body = front.bodies[0]
-    consts, carries = front.carried
-    xs = body.inputs[consts + carries : len(front.slots)]
-    outs = body.output_slots
-    linked = {outs[carries + y] for y, _ in pair.links}
-    # Stacks that something else keeps alive are free to read in the backward body.
-    free = {v for y, v in enumerate(outs[carries:]) if y not in {y for y, _ in pair.links} and v is not None}
-    outer_inputs = set(graph.inputs)
-    costly: set[int] = {*body.inputs[consts : consts + carries]}
-    costly |= {v for v, outer in zip(xs, front.slots[consts + carries :], strict=True) if outer not in outer_inputs}
-    given: set[int] = {v for v in body.inputs if v not in costly}
-    wrapped, shift = _with_sources(body, costly)
-    always = frozenset(given | free)
-    needed = tuple(sorted(v for v in linked if v is not None and v not in always))
-    if not needed:
-        return None
-    cone = _cone(wrapped, needed, always)
-    mountain = Mountain(len(wrapped.ops), needed, always, cone)
-    trips = front.trip_count
-    costs = [0.0] * shift + [c * trips for c in charge]
-    scaled = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
-    kept = ResidualCut(scaled, mountain, costs, ()).keep(price)
-    again = recomputed_ops(scaled, mountain, kept)
-    dropped = tuple(sorted(y for y, _ in pair.links if outs[carries + y] in set(needed) - kept))
-    if not dropped:
-        return None
-    stacked = tuple(sorted(v for v in kept if v not in linked))
-    return LoopPlan(pair, dropped, stacked, tuple(sorted(o - shift for o in again if o >= shift)))
+
+    def __init__(self, graph: Graph, pair: ScanPair, charge: Sequence[float]) -> None:
+        self.pair = pair
+        front = graph.ops[pair.forward]
+        body = front.bodies[0]
+        consts, carries = front.carried
+        xs = body.inputs[consts + carries : len(front.slots)]
+        self._outs = body.output_slots[carries:]
+        linked = {self._outs[y] for y, _ in pair.links}
+        # Stacks that something else keeps alive are free to read in the backward body.
+        mine = {y for y, _ in pair.links}
+        free = {v for y, v in enumerate(self._outs) if y not in mine and v is not None}
+        outer_inputs = set(graph.inputs)
+        costly: set[int] = {*body.inputs[consts : consts + carries]}
+        costly |= {v for v, outer in zip(xs, front.slots[consts + carries :], strict=True) if outer not in outer_inputs}
+        given: set[int] = {v for v in body.inputs if v not in costly}
+        wrapped, self._shift = _with_sources(body, costly)
+        always = frozenset(given | free)
+        needed = tuple(sorted(v for v in linked if v is not None and v not in always))
+        self.all = frozenset(needed)
+        """What the pair stacks as it is."""
+        trips = front.trip_count
+        self._mountain = Mountain(len(wrapped.ops), needed, always, _cone(wrapped, needed, always))
+        self._graph = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
+        self._made: dict[int, int] = {r: op.id for op in self._graph.ops for r in op.results}
+        costs = [0.0] * self._shift + [c * trips for c in charge]
+        self._cut = ResidualCut(self._graph, self._mountain, costs, ()) if needed else None
+
+    def keep(self, price: float) -> frozenset[int]:
+        """What to stack when a byte costs ``price`` seconds."""
+        return self._cut.keep(price) if self._cut is not None else self.all
+
+    def between(self, more: frozenset[int], less: frozenset[int], share: float) -> frozenset[int]:
+        """``less``, and of what only ``more`` keeps the share of bytes that the body makes first."""
+        extra = sorted(more - less, key=lambda v: (self._made[v], v))
+        room = share * sum(self._graph.values[v].nbytes for v in extra)
+        out = set(less)
+        for v in extra:
+            room -= self._graph.values[v].nbytes
+            if room < 0:
+                break
+            out.add(v)
+        return frozenset(out)
+
+    def plan(self, kept: frozenset[int]) -> LoopPlan | None:
+        """The pair that stacks exactly ``kept``; None when that is what it does already."""
+        again = recomputed_ops(self._graph, self._mountain, kept)
+        outs, shift = self._outs, self._shift
+        dropped = tuple(sorted(y for y, _ in self.pair.links if outs[y] in self.all - kept))
+        if not dropped:
+            return None
+        linked = {outs[y] for y, _ in self.pair.links}
+        stacked = tuple(sorted(v for v in kept if v not in linked))
+        return LoopPlan(self.pair, dropped, stacked, tuple(sorted(o - shift for o in again if o >= shift)))
+
+
+def plan_pair(graph: Graph, pair: ScanPair, charge: Sequence[float], price: float) -> LoopPlan | None:
+    """What to stack when a byte costs ``price`` seconds; None when that is what the pair does already."""
+    cut = PairCut(graph, pair, charge)
+    return cut.plan(cut.keep(price))
 
 
 def _with_sources(body: Graph, sources: set[int]) -> tuple[Graph, int]:
@@ -126,18 +157,44 @@ def _cone(graph: Graph, needed: Sequence[int], always: frozenset[int]) -> tuple[
 
 
 _PRICES = 10
+_SHARES = (0.25, 0.5, 0.75)
+"""Of what two neighbouring rungs differ in, the shares of bytes that steps between them keep."""
+
+Way = tuple[LoopPlan, ...]
+"""One way to rewrite the loops of a program: the pairs that change."""
 
 
-def ladder(graph: Graph, charges: Callable[[Graph], Sequence[float]]) -> list[tuple[LoopPlan, ...]]:
+class Ladder:
+    """Ways to rewrite the loops of ``graph``; ``charges``: seconds of a body's ops.
+
+    ``rungs``: from nothing to everything dropped, one minimum cut of every pair per price.
+    """
+
+    def __init__(self, graph: Graph, charges: Callable[[Graph], Sequence[float]]) -> None:
+        pairs = find_pairs(graph)
+        bodies = {p.forward: graph.ops[p.forward].bodies[0] for p in pairs}
+        charge = {o: charges(body) for o, body in bodies.items()}
+        prices = {o: price_ladder(body, range(len(body.ops)), charge[o], _PRICES) for o, body in bodies.items()}
+        self._cuts = [PairCut(graph, p, charge[p.forward]) for p in pairs]
+        self._kept: dict[Way, list[frozenset[int]]] = {(): [cut.all for cut in self._cuts]}
+        for i in range(_PRICES):
+            at = (prices[c.pair.forward] for c in self._cuts)
+            self._add([c.keep(p[min(i, len(p) - 1)]) for c, p in zip(self._cuts, at, strict=True)])
+        self.rungs: tuple[Way, ...] = tuple(self._kept)
+
+    def _add(self, kept: list[frozenset[int]]) -> Way:
+        plans = (cut.plan(k) for cut, k in zip(self._cuts, kept, strict=True))
+        way = tuple(p for p in plans if p is not None)
+        self._kept.setdefault(way, kept)
+        return way
+
+    def between(self, more: Way, less: Way) -> list[Way]:
+        """Ways that stack less than ``more`` and more than ``less``."""
+        ends = list(zip(self._cuts, self._kept[more], self._kept[less], strict=True))
+        ways = (self._add([cut.between(a, b, share) for cut, a, b in ends]) for share in _SHARES)
+        return [way for way in dict.fromkeys(ways) if way not in (more, less)]
+
+
+def ladder(graph: Graph, charges: Callable[[Graph], Sequence[float]]) -> list[Way]:
     """Ways to rewrite the loops of ``graph``, from nothing to everything; ``charges``: of a body's ops."""
-    pairs = find_pairs(graph)
-    found: dict[tuple[LoopPlan, ...], None] = {(): None}
-    bodies = {p.forward: graph.ops[p.forward].bodies[0] for p in pairs}
-    charge = {o: charges(body) for o, body in bodies.items()}
-    prices = {o: price_ladder(body, range(len(body.ops)), charge[o], _PRICES) for o, body in bodies.items()}
-    for i in range(_PRICES):
-        plans = (
-            plan_pair(graph, p, charge[p.forward], prices[p.forward][min(i, len(prices[p.forward]) - 1)]) for p in pairs
-        )
-        found[tuple(p for p in plans if p is not None)] = None
-    return list(found)
+    return list(Ladder(graph, charges).rungs)

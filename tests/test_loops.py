@@ -8,7 +8,7 @@ import pytest
 from jaxtensile.device import profile
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.loops import find_pairs, ladder, plan_pair
+from jaxtensile.passes.loops import Ladder, find_pairs, ladder, plan_pair
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
 
 DEVICE = profile("nvidia-h200")
@@ -158,3 +158,24 @@ def test_free_bytes_change_nothing():
     for pair in find_pairs(graph):
         charge = op_costs(graph.ops[pair.forward].bodies[0], DEVICE).charge
         assert plan_pair(graph, pair, [c + 1.0 for c in charge], 1e-18) is None
+
+
+def test_between_two_rungs_there_are_finer_steps(program):
+    """Each stacks less than the rung above and no more than the rung below recomputes, and computes the same."""
+    fun, args = program
+    traced = jax.jit(fun).trace(*args)
+    flat = trace_jaxpr(traced.jaxpr)
+    steps = Ladder(flat.graph, lambda body: op_costs(body, DEVICE).charge)
+    expected = jax.tree.leaves(jax.jit(fun, compiler_options=LEVEL_0)(*args))
+    more, less = steps.rungs[0], steps.rungs[-1]
+    between = steps.between(more, less)
+
+    def again(way):
+        return {(p.pair, o) for p in way for o in p.again}
+
+    for way in between:
+        assert way not in (more, less) and again(way) <= again(less)
+        closed = rewrite_loops(flat, traced.jaxpr, way)
+        run = jax.jit(lambda *xs, c=closed: jax.core.eval_jaxpr(c.jaxpr, c.consts, *xs), compiler_options=LEVEL_0)
+        for new, old in zip(run(*jax.tree.leaves(args)), expected, strict=True):
+            np.testing.assert_allclose(new, old, rtol=2e-5, atol=2e-5)

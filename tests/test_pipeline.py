@@ -229,3 +229,12 @@ def test_the_report_says_what_was_measured():
 
 def test_memory_use_is_what_must_fit():
     assert MemoryUse(argument=1, output=2, temp=4, alias=1).device == 6
+
+
+def test_each_miss_aims_lower_and_by_what_the_last_ones_say():
+    assert pipeline._lower([(90, 120)], 100) == 70  # 20 too much, so 20 less
+    assert pipeline._lower([(100, 140), (60, 120)], 100) == 20  # 40 less brought 20 less
+    assert pipeline._lower([(100, 140), (60, 110)], 100) == 46  # 40 less brought 30 less
+    assert pipeline._lower([(100, 120), (80, 125)], 100) == 17  # no trend: as if 1 brought 0.4
+    for seen in ([(100, 101)], [(100, 130), (70, 101)], [(80, 200), (80, 200)]):
+        assert pipeline._lower(seen, 100) < seen[-1][0]
