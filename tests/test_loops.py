@@ -169,6 +169,7 @@ def test_between_two_rungs_there_are_finer_steps(program):
     expected = jax.tree.leaves(jax.jit(fun, compiler_options=LEVEL_0)(*args))
     more, less = steps.rungs[0], steps.rungs[-1]
     between = steps.between(more, less)
+    assert between
 
     def again(way):
         return {(p.pair, o) for p in way for o in p.again}

@@ -1,0 +1,152 @@
+"""Products that are only read in slices: compute the slices, and never the whole.
+
+The gradient of a stack of vectors is often one large product of which every consumer reads a slice.
+No recomputation helps there: the product, what it is made from and whatever is added to it exist at
+once. But a slice of a product is the product of a slice (of one factor along a free dimension, of
+both along a batch dimension), and a slice of a sum is the sum of slices: the same multiplications in
+more and smaller kernels.
+
+Invariant: every element is computed by the same operations from the same operands as before; what
+changes is which elements one op makes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxtensile import _compat
+from jaxtensile.ir import Graph, consumers
+from jaxtensile.trace import Traced, bind
+from jaxtensile.units import Bytes
+
+_POINTWISE = frozenset("add add_any sub mul neg convert_element_type".split())
+_CUTS = frozenset(("slice", "split", "unstack"))
+
+
+def sliced_products(traced: Traced, smallest: Bytes) -> frozenset[int]:
+    """Values of at least ``smallest`` bytes that are products, or pointwise made from such, and only read in slices."""
+    graph = traced.graph
+    read_by = consumers(graph)
+    final = set(graph.outputs)
+    able = [False] * len(graph.values)
+    for op in reversed(graph.ops):
+        if len(op.results) != 1 or op.pinned:
+            continue
+        r = op.results[0]
+        if graph.values[r].nbytes < smallest or r in final or not read_by[r]:
+            continue
+        if op.primitive == "dot_general" or (op.primitive in _POINTWISE and _same_shapes(graph, op.operands, r)):
+            able[r] = all(_cuts(traced, o) or _passes_on(graph, o, able) for o in read_by[r])
+    chosen: set[int] = set()
+    for op in graph.ops:
+        for r in op.results:
+            if able[r] and (op.primitive == "dot_general" or not chosen.isdisjoint(op.operands)):
+                chosen.add(r)
+    return frozenset(chosen)
+
+
+def split_products(traced: Traced, closed: Any, chosen: frozenset[int]) -> Any:
+    """The closed jaxpr of ``traced`` (of ``closed``) that makes the ``chosen`` values slice by slice."""
+
+    def evaluate(*flat: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
+        env.update(traced.consts)
+        for equation in traced.equations:
+            operands = [env[a] if isinstance(a, int) else a.val for a in equation.operands]
+            if equation.results and equation.results[0] in chosen:
+                env[equation.results[0]] = _Later(equation, tuple(operands))
+            elif operands and isinstance(operands[0], _Later):
+                env.update(zip(equation.results, _pieces(equation, operands[0]), strict=True))
+            else:
+                env.update(zip(equation.results, bind(equation, operands), strict=True))
+        return [env[o] if isinstance(o, int) else o.val for o in traced.outputs]
+
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
+    return jax.make_jaxpr(evaluate)(*avals)
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """A value that is made where a slice of it is read."""
+
+    equation: Any
+    operands: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.equation.eqn.outvars[0].aval.shape)
+
+    def piece(self, dim: int, low: int, high: int) -> Any:
+        """Elements ``low`` to ``high`` along ``dim``, all of the other dimensions."""
+        if self.equation.eqn.primitive.name != "dot_general":
+            return bind(self.equation, [_piece(x, dim, low, high) for x in self.operands])[0]
+        (left_sum, right_sum), (left_batch, right_batch) = self.equation.eqn.params["dimension_numbers"]
+        left, right = self.operands
+        free = [d for d in range(_rank(left)) if d not in (*left_sum, *left_batch)]
+        other = [d for d in range(_rank(right)) if d not in (*right_sum, *right_batch)]
+        if dim < len(left_batch):
+            left = _piece(left, left_batch[dim], low, high)
+            right = _piece(right, right_batch[dim], low, high)
+        elif dim < len(left_batch) + len(free):
+            left = _piece(left, free[dim - len(left_batch)], low, high)
+        else:
+            right = _piece(right, other[dim - len(left_batch) - len(free)], low, high)
+        return bind(self.equation, [left, right])[0]
+
+
+def _rank(x: Any) -> int:
+    return len(x.shape)
+
+
+def _piece(x: Any, dim: int, low: int, high: int) -> Any:
+    if isinstance(x, _Later):
+        return x.piece(dim, low, high)
+    if not getattr(x, "shape", ()):
+        return x
+    return lax.slice_in_dim(x, low, high, axis=dim)
+
+
+def _pieces(equation: Any, value: _Later) -> list[Any]:
+    """What a cutting equation makes of ``value``."""
+    name, params = equation.eqn.primitive.name, equation.eqn.params
+    with _compat.equation_context(equation.eqn, equation.stack):
+        if name == "slice":
+            (dim,) = _cut_dims(params, value.shape)
+            return [value.piece(dim, params["start_indices"][dim], params["limit_indices"][dim])]
+        if name == "split":
+            ends = [sum(params["sizes"][: k + 1]) for k in range(len(params["sizes"]))]
+            return [value.piece(params["axis"], e - n, e) for e, n in zip(ends, params["sizes"], strict=True)]
+        axis = params["axis"]
+        return [lax.squeeze(value.piece(axis, k, k + 1), (axis,)) for k in range(value.shape[axis])]
+
+
+def _cut_dims(params: Any, shape: tuple[int, ...]) -> list[int]:
+    spans = zip(params["start_indices"], params["limit_indices"], shape, strict=True)
+    return [d for d, (low, high, size) in enumerate(spans) if (low, high) != (0, size)]
+
+
+def _cuts(traced: Traced, o: int) -> bool:
+    """Whether op ``o`` reads its operand in slices along one dimension."""
+    equation = traced.equations[o]
+    if equation.eqn is None or equation.eqn.primitive.name not in _CUTS:
+        return False
+    params = equation.eqn.params
+    if equation.eqn.primitive.name != "slice":
+        return True
+    strides = params.get("strides")
+    return (strides is None or set(strides) == {1}) and len(_cut_dims(params, equation.eqn.invars[0].aval.shape)) == 1
+
+
+def _passes_on(graph: Graph, o: int, able: list[bool]) -> bool:
+    op = graph.ops[o]
+    return op.primitive in _POINTWISE and able[op.results[0]]
+
+
+def _same_shapes(graph: Graph, operands: tuple[int, ...], result: int) -> bool:
+    shape = graph.values[result].shape
+    return all(graph.values[v].shape in (shape, ()) for v in operands)
