@@ -115,8 +115,10 @@ def _exact(x: Any) -> Hashable:
         return (type(x), *map(_exact, x))
     if isinstance(x, float | complex | np.generic):
         return (type(x), np.asarray(x).tobytes())
+    if isinstance(x, np.ndarray) and not x.ndim and not x.dtype.hasobject:
+        return (type(x), x.dtype, x.tobytes())
     if isinstance(x, np.ndarray | jax.Array):
-        return ("array", id(x))
+        return ("array", id(x))  # whatever it holds; the equation keeps it alive
     return (type(x), x)
 
 
