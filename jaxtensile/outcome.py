@@ -137,11 +137,13 @@ def report(
     kept: tuple[Action, ...] = ()
     if variant.undone is not None:
         kept = _kept_again(variant.undone, variant, plan)
-        told = _decisions(variant.base, kept)
-        decisions = (*told, *decisions)
+        known = {action.value for action in plan.actions}
+        new = tuple(action for action in kept if action.value not in known)
+        decisions = (*_decisions(variant.base, new), *decisions)
+        count = f"{len(kept)} values kept that it would recompute, " if not variant.loops else ""
         ratio = flops / traced.graph.flops if traced.graph.flops else 1.0
-        share = f"matrix FLOPs x {ratio:.3f} of the program as written"
-        notes.insert(0, f"jax.checkpoint undone: {len(told)} values kept that it would recompute, {share}")
+        notes.insert(0, f"jax.checkpoint undone: {count}matrix FLOPs x {ratio:.3f} of the program as written")
+        kept = new
     overhead = plan.overhead + variant.seconds
     step = sum(costs.seconds)
     if variant.traced is not traced:
@@ -191,16 +193,16 @@ def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, 
 
 
 def _kept_again(undone: Undone, variant: Variant, plan: Plan) -> tuple[Action, ...]:
-    """What is in memory because the checkpoints are undone, and that the plan says nothing of.
+    """What waits in memory, or on the host, because the checkpoints are undone.
 
     Unknown where loops were rewritten too: that program has other values.
     """
     if variant.loops:
         return ()
     graph = undone.traced.graph
-    told = {action.value for action in plan.actions}
+    again = {action.value for action in plan.actions if isinstance(action, Remat)}
     home = live_ranges(graph).kernels.home
-    return tuple(Keep(v, graph.values[v].nbytes) for v in undone.kept if v not in told and home[v] == v)
+    return tuple(Keep(v, graph.values[v].nbytes) for v in undone.kept if v not in again and home[v] == v)
 
 
 _KINDS = {Keep: "keep", Remat: "recompute", Offload: "offload"}
