@@ -17,6 +17,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "fit": (["fit.run"], ["fit.run", "--print-only", "lstm", "ode"]),
+    "undo": (["undo.run"], None),
     "call": (["call.overhead"], ["call.overhead"]),
     "first-call": (["call.first_call"], None),
     "planning": (["planning.run"], ["planning.run", "--quick"]),

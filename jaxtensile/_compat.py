@@ -17,6 +17,7 @@ from jax._src import source_info_util as _source
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
 Literal = _core.Literal
+ShapedArray = _core.ShapedArray
 
 EMPTY_STACK = _source.NameStack()
 

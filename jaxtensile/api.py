@@ -28,7 +28,7 @@ from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import DeviceProfile, profile, profile_for_kind
 from jaxtensile.errors import BudgetError, TargetError
-from jaxtensile.pipeline import Evaluate, Fitted, Job
+from jaxtensile.job import Evaluate, Fitted, Job
 from jaxtensile.report import Report
 from jaxtensile.target import compiler_options, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
@@ -47,6 +47,7 @@ def jit(
     target: str | None = None,
     job: Any = None,
     solver: str = "auto",
+    undo: bool = True,
     offload_state: bool = False,
     chunk: bool = False,
     verify: bool = True,
@@ -60,6 +61,8 @@ def jit(
     less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
     that it fits at the least cost in time; values stay the same within the dtype's rounding.
     ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs; none by default).
+    ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
+    for it; False honours them as written (those inside loops, and those that offload, always are).
     ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
     Everything else goes to ``jax.jit``.
 
@@ -91,10 +94,11 @@ def jit(
             host_budget=host_budget,
             target=target,
             solver=solver,
+            undo=undo,
             verify=verify,
             **jax_jit_options,
         )
-    return Planned(fun, budget, host, target, jax_jit_options)
+    return Planned(fun, budget, host, target, jax_jit_options, undo=undo)
 
 
 def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
@@ -154,11 +158,14 @@ class Planned:
         host_budget: Bytes,
         target: str | None,
         options: Mapping[str, Any],
+        *,
+        undo: bool = True,
     ) -> None:
         self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._budget, self._host_budget, self._target = budget, host_budget, target
+        self._undo = bool(undo)
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
@@ -265,6 +272,7 @@ class Planned:
             make=functools.partial(self._make, traced.out_tree, captured),
             options={**needed, **self._compiler_options},
             host_budget=self._host_budget,
+            undo=self._undo,
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
         )
 

@@ -3,206 +3,285 @@
     trace → Graph → costs → (does it fit as it is?) → possible at all? → solve → check
           → rewrite → compile → XLA's number; on a miss feed it back and solve again.
 
-Facts flow down; the only thing that flows back is a measured number.
+Where the user's own checkpoints recompute more than the budget needs, the page is first gone through
+for the program without them. Facts flow down; the only thing that flows back is a measured number.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from jaxtensile import variants as ways
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options
-from jaxtensile.device import DeviceProfile
-from jaxtensile.errors import BudgetError, Culprit
+from jaxtensile.job import Evaluate, Fitted, Job
+from jaxtensile.outcome import Made, cannot, report
 from jaxtensile.passes.check import check
-from jaxtensile.passes.cost import op_costs, unknown_primitives
+from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare as greedy
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import LoopPlan
 from jaxtensile.passes.lowerbound import Bound, lower_bound
-from jaxtensile.plan import Action, Keep, Link, MemoryUse, Offload, Plan, Problem, Program, Remat
-from jaxtensile.report import Decision, Report
+from jaxtensile.plan import Costs, MemoryUse, Plan, Program
 from jaxtensile.rewrite import rewrite
-from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
-from jaxtensile.units import Bytes, Seconds, format_bytes
-from jaxtensile.variants import Prepare, Variant, Variants
+from jaxtensile.undo import Undone, undo
+from jaxtensile.units import Bytes
+from jaxtensile.variants import Prepare, Variant, cheapest
 
-Evaluate = Callable[[list[Any]], list[Any]]
-"""Flat arguments → flat outputs, on tracers."""
-Make = Callable[[Evaluate | None, Options], Any]
-"""A jit object that runs ``evaluate`` (None: the user's function as it is) under compiler options."""
 Watch = Callable[[str], None]
 
 ROUNDS = 4
-"""Plans that are compiled at most, each under every choice of compiler options until one fits."""
+"""Plans that are compiled at most, each under every choice of compiler options until one fits.
+
+Twice as many where the program without the user's checkpoints is tried first, and in vain.
+"""
 ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
 """Plans at most once one came within this factor of the budget."""
 FLATTEST = 0.4
 """A byte less in the model is taken to be at least this share of a byte less in XLA's allocation."""
+LARGE = 1 / 16
+"""Products that are read in slices are worth slicing from this share of the temporaries on."""
 REFUSED = 0.9
 """After a compiler ran out of memory without a figure, aim this much lower."""
 SURELY_OVER = 1.25
 """The plain program is compiled unless the model puts it over the budget by this factor."""
 SURELY_OVER_WITH_LOOPS = 2.0
 
-OFFLOADS = frozenset({"cuda"})
-"""Platforms whose compiler keeps to the places of copies in straight-line code."""
-LINK_SHARE = 0.8
-"""Share of the link's peak rate that copies are planned for."""
-
 
 def nothing(_: str) -> None:
     """The default ``watch``."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What ``fit`` works on: one call of one function for one device."""
-
-    name: str
-    jaxpr: Any
-    donated: tuple[bool, ...]
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-    budget: Bytes
-    device: DeviceProfile
-    shards: int
-    make: Make
-    options: Options
-    keep_unused: bool = False
-    host_budget: Bytes = 0
-
-    @property
-    def link(self) -> Link | None:
-        """The way to host memory, where values may wait there."""
-        if not self.host_budget or self.shards > 1 or self.device.platform not in OFFLOADS:
-            return None
-        return Link(bandwidth=self.device.link_bandwidth * LINK_SHARE, latency=self.device.link_latency)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Fitted:
-    """The jit object that fits, what it evaluates (None: the user's function), and the report."""
-
-    jitted: Any
-    evaluate: Evaluate | None
-    options: Options
-    report: Report
 
 
 def fit(job: Job, prepare: Prepare = greedy, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
     """Fit one job. ``baseline``: compile the plain program even when it surely does not fit."""
     clock = _Clock(watch)
     with clock("graph"):
-        traced = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
-        graph = traced.graph
-        live = live_ranges(graph)
-        bound = lower_bound(graph, traced.consts, job.device.platform)
-    predicted = MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias)
-    plain: Compiled | None = None
-    ready: list[tuple[Variants, tuple[Variant, Plan] | None]] = []
-
-    def plan_ahead() -> None:
-        with clock("costs"):
-            costs = op_costs(graph, job.device)
-        problem = Problem(graph=graph, costs=costs, budget=job.budget, link=job.link, host_budget=job.host_budget)
-        with clock("loops"):
-            variants = Variants(traced, job.jaxpr, job.donated, job.device, problem, prepare)
-        first = None
-        if possible and job.shards == 1:
-            with clock("solve"):
-                first = variants.solve(job.budget)
-        ready.append((variants, first))
-
-    possible = job.shards > 1 or bound.nbytes <= job.budget
-    loops = any(op.bodies for op in graph.ops)
-    over = SURELY_OVER_WITH_LOOPS if loops else SURELY_OVER
-    if baseline or job.shards > 1 or predicted.device <= over * job.budget:
-        with clock("compile plain"):
-            # By the model it does not fit: plan while XLA has its say.
-            meanwhile = plan_ahead if predicted.device > job.budget else None
-            plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, meanwhile)
-        if plain.device <= job.budget:
-            return Fitted(
-                jitted=plain.jitted,
-                evaluate=None,
-                options=plain.options,
-                report=_report(job, traced, None, predicted, plain, plain, bound, 0, clock),
-            )
-    if not ready:
-        plan_ahead()
-    variants, first = ready[0]
-    if not possible:
-        # Before any search: no plan can need less than what single ops need at once.
-        raise _cannot(job, variants, bound, None)
-    return _rounds(job, variants, first, predicted, plain, bound, clock)
+        program = _program(job, trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused))
+        undone = undo(program.traced) if job.undo and job.shards == 1 else None
+        lighter = _program(job, undone.traced) if undone is not None else None
+    page = _Page(job, prepare, clock, baseline, program)
+    if undone is not None and lighter is not None and lighter.bound.nbytes <= job.budget:
+        fitted = page.undone(undone, lighter)
+        if fitted is not None:
+            return fitted
+    return page.as_written()
 
 
-def _rounds(
-    job: Job,
-    variants: Variants,
-    first: tuple[Variant, Plan] | None,
-    predicted: MemoryUse,
-    plain: Compiled | None,
-    bound: Bound,
-    clock: _Clock,
-) -> Fitted:
-    """Plan, compile, and on a miss plan again for what XLA added."""
-    choices = planned_options(job.device.platform, job.options)
-    scale = 1.0
-    if job.shards > 1 and plain is not None and plain.memory is not None:
-        scale = predicted.device / max(plain.device, 1)
-    aim = int(job.budget * scale)
-    best: _Made | None = None
-    seen: list[tuple[Bytes, Bytes]] = []
-    rounds = 0
-    while rounds < (ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE):
-        if first is None:
-            with clock("solve"):
-                first = variants.solve(aim)
-        (variant, plan), first = first, None
-        with clock("check"):
-            check(variant.problem.graph, plan.program)
-        if plan.changes_nothing and not variant.loops:
-            # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
-            over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
-            lower = int(predicted.device / over) if plain is not None and over > 1.0 else aim
-            if lower >= aim or lower >= predicted.device:
-                break
-            aim = lower
-            continue
-        rounds += 1
-        with clock("compile planned"):
-            made, choices = _compile(job, variant, plan, choices)
-        if best is None or made.compiled.device < best.compiled.device:
-            best = made
-        if plan.offload_bytes and made.compiled.memory is not None and not made.compiled.memory.host:
-            # The compiler cancelled every copy: what is left is no plan, so go on without the host.
-            variants = variants.without_host()
-            best = None if best is made else best
-            continue
-        if made.compiled.device <= job.budget:
-            break
-        if made.compiled.memory is None:
-            target = int(min(aim, plan.predicted.device) * REFUSED)
-        else:
-            seen.append((plan.predicted.device, int(made.compiled.device * scale)))
-            target = _lower(seen, int(job.budget * scale))
-        if plan.predicted.device > aim or target >= aim:
-            break
-        aim = target
-    if best is None or best.compiled.device > job.budget:
-        raise _cannot(job, variants, bound, best)
-    return Fitted(
-        jitted=best.compiled.jitted,
-        evaluate=best.evaluate,
-        options=best.compiled.options,
-        report=_report(job, variants.traced, best, predicted, plain, best.compiled, bound, rounds, clock),
+@dataclass(frozen=True, kw_only=True)
+class _Subject:
+    """A traced program and what the model says of it as it is."""
+
+    traced: Traced
+    predicted: MemoryUse
+    bound: Bound
+
+    def may_fit(self, job: Job) -> bool:
+        """Whether XLA is worth asking about it as it is."""
+        loops = any(op.bodies for op in self.traced.graph.ops)
+        return self.predicted.device <= (SURELY_OVER_WITH_LOOPS if loops else SURELY_OVER) * job.budget
+
+
+def _program(job: Job, traced: Traced) -> _Subject:
+    live = live_ranges(traced.graph)
+    return _Subject(
+        traced=traced,
+        predicted=MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias),
+        bound=lower_bound(traced.graph, traced.consts, job.device.platform),
     )
+
+
+class _Page:
+    """One job on its way down the page, and what has been compiled of it."""
+
+    def __init__(self, job: Job, prepare: Prepare, clock: _Clock, baseline: bool, program: _Subject) -> None:
+        self.job, self.prepare, self.clock, self.baseline, self.program = job, prepare, clock, baseline, program
+        self.plain: Compiled | None = None
+        self.undone_as_it_is: Compiled | None = None
+        self.known_costs: Costs | None = None
+
+    def costs(self) -> Costs:
+        """Of the program as written."""
+        if self.known_costs is None:
+            with self.clock("costs"):
+                self.known_costs = op_costs(self.program.traced.graph, self.job.device)
+        return self.known_costs
+
+    def compile_plain(self, meanwhile: Callable[[], None] | None = None) -> Compiled:
+        """The user's own function, compiled once."""
+        if self.plain is None:
+            job = self.job
+            with self.clock("compile plain"):
+                self.plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, meanwhile)
+        return self.plain
+
+    def as_written(self) -> Fitted:
+        """The program as the user wrote it, as it is or planned; ``BudgetError`` when it cannot fit."""
+        job, program = self.job, self.program
+        ready: list[tuple[list[Variant], tuple[Variant, Plan] | None]] = []
+        possible = job.shards > 1 or program.bound.nbytes <= job.budget
+
+        def plan_ahead() -> None:
+            costs = self.costs()
+            with self.clock("loops"):
+                variants = ways.with_loops(ways.written(job, program.traced, costs, self.prepare))
+            first = None
+            if possible and job.shards == 1:
+                with self.clock("solve"):
+                    first = cheapest(variants, job.budget)
+                    if first[1].predicted.device > job.budget:
+                        variants, first = self.with_slices(variants, first)
+            ready.append((variants, first))
+
+        if self.baseline or job.shards > 1 or program.may_fit(job):
+            # By the model it does not fit: plan while XLA has its say.
+            plain = self.compile_plain(plan_ahead if program.predicted.device > job.budget else None)
+            if plain.device <= job.budget:
+                return self.unchanged()
+        if not ready:
+            plan_ahead()
+        variants, first = ready[0]
+        # Below the bound before any search: no plan can need less than what single ops need at once.
+        best, rounds = self.rounds(variants, first) if possible else (None, 0)
+        if best is None or best.compiled.device > job.budget:
+            raise cannot(job, variants, program.bound, best)
+        return self.planned(best, program.bound, rounds)
+
+    def with_slices(
+        self, variants: list[Variant], first: tuple[Variant, Plan]
+    ) -> tuple[list[Variant], tuple[Variant, Plan]]:
+        """Where recomputation cannot do it: large products also made slice by slice, if any are read so."""
+        program = self.program
+        smallest = int(LARGE * program.predicted.temp)
+        start = ways.sliced(self.job, program.traced, self.costs(), self.prepare, smallest)
+        if start is None:
+            return variants, first
+        more = ways.with_loops(start)
+        second = cheapest(more, self.job.budget)
+        if second[1].predicted.device >= first[1].predicted.device:
+            return variants, first
+        return [*variants, *more], second
+
+    def undone(self, undone: Undone, lighter: _Subject) -> Fitted | None:
+        """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
+        job = self.job
+        costs = self.costs()
+        with self.clock("costs"):
+            start = ways.undone(job, undone, costs, self.prepare)
+        ready: list[tuple[list[Variant], tuple[Variant, Plan]]] = []
+
+        def plan_ahead() -> None:
+            with self.clock("loops"):
+                written = ways.written(job, self.program.traced, costs, self.prepare)
+                variants = sorted([*ways.with_loops(start), written], key=lambda v: v.charge)
+            with self.clock("solve"):
+                ready.append((variants, cheapest(variants, job.budget)))
+
+        if lighter.may_fit(job):
+            meanwhile = plan_ahead if lighter.predicted.device > job.budget else None
+            if not undone.barriers:
+                # Nothing keeps XLA from merging what they recompute: it does so in the user's own function.
+                self.undone_as_it_is = self.compile_plain(meanwhile)
+                if self.undone_as_it_is.device <= job.budget:
+                    return self.unchanged()
+            else:
+                made = self.compile_as_it_is(start, lighter.predicted, meanwhile)
+                self.undone_as_it_is = made.compiled
+                if made.compiled.device <= job.budget:
+                    return self.planned(made, lighter.bound, 0)
+        if not ready:
+            plan_ahead()
+        best, rounds = self.rounds(*ready[0])
+        if best is None or best.compiled.device > job.budget:
+            return None
+        return self.unchanged() if best.evaluate is None else self.planned(best, lighter.bound, rounds)
+
+    def compile_as_it_is(self, variant: Variant, predicted: MemoryUse, meanwhile: Callable[[], None] | None) -> Made:
+        """The program without checkpoints, and with nothing else changed."""
+        job = self.job
+        program = Program.unchanged(variant.traced.graph)
+        evaluate = rewrite(variant.traced, program)
+        with self.clock("compile undone"):
+            compiled = compile_program(lambda o: job.make(evaluate, o), job.args, job.kwargs, job.options, meanwhile)
+        plan = Plan(program=program, actions=(), predicted=predicted, overhead=0.0, recompute_flops=0.0, solver="none")
+        return Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate)
+
+    def rounds(self, variants: list[Variant], first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
+        """Plan, compile, and on a miss plan again for what XLA added: the smallest, and how many were compiled."""
+        job, clock = self.job, self.clock
+        choices = planned_options(job.device.platform, job.options)
+        scale = 1.0
+        if job.shards > 1 and self.plain is not None and self.plain.memory is not None:
+            scale = self.program.predicted.device / max(self.plain.device, 1)
+        aim = int(job.budget * scale)
+        best: Made | None = None
+        rounds = 0
+        seen: list[tuple[Bytes, Bytes]] = []
+        while rounds < (ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE):
+            if first is None:
+                with clock("solve"):
+                    first = cheapest(variants, aim)
+            (variant, plan), first = first, None
+            with clock("check"):
+                check(variant.problem.graph, plan.program)
+            if plan.changes_nothing and not variant.loops:
+                if variant.undone is None and self.plain is None and plan.predicted.device <= aim:
+                    # With its checkpoints it may fit as it is, at the least price.
+                    plain = self.compile_plain()
+                    if plain.device <= job.budget:
+                        return Made(compiled=plain, variant=variant, plan=plan, evaluate=None), rounds
+                # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
+                plain = self.plain if variant.undone is None else self.undone_as_it_is
+                over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
+                lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else aim
+                if lower >= aim or lower >= plan.predicted.device:
+                    break
+                aim = lower
+                continue
+            rounds += 1
+            with clock("compile planned"):
+                made, choices = _compile(job, variant, plan, choices)
+            if best is None or made.compiled.device < best.compiled.device:
+                best = made
+            if plan.offload_bytes and made.compiled.memory is not None and not made.compiled.memory.host:
+                # The compiler cancelled every copy: what is left is no plan, so go on without the host.
+                variants = ways.without_host(variants)
+                best = None if best is made else best
+                continue
+            if made.compiled.device <= job.budget:
+                break
+            if made.compiled.memory is None:
+                target = int(min(aim, plan.predicted.device) * REFUSED)
+            else:
+                seen.append((plan.predicted.device, int(made.compiled.device * scale)))
+                target = _lower(seen, int(job.budget * scale))
+            if plan.predicted.device > aim or target >= aim:
+                break
+            aim = target
+        return best, rounds
+
+    def unchanged(self) -> Fitted:
+        """The user's own function, which fits."""
+        plain = self.plain
+        assert plain is not None
+        told = self.report(None, plain, self.program.bound, 0)
+        return Fitted(jitted=plain.jitted, evaluate=None, options=plain.options, report=told)
+
+    def planned(self, made: Made, bound: Bound, rounds: int) -> Fitted:
+        """The program that was made of it, which fits."""
+        if self.baseline:
+            self.compile_plain()
+        compiled = made.compiled
+        told = self.report(made, compiled, bound, rounds)
+        return Fitted(jitted=compiled.jitted, evaluate=made.evaluate, options=compiled.options, report=told)
+
+    def report(self, made: Made | None, compiled: Compiled, bound: Bound, rounds: int) -> Any:
+        program = self.program
+        return report(
+            self.job, program.traced, made, program.predicted, self.plain, compiled, bound, rounds, self.clock.seconds
+        )
 
 
 def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
@@ -220,23 +299,13 @@ def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
     return target
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Made:
-    """One planned and compiled program."""
-
-    compiled: Compiled
-    variant: Variant
-    plan: Plan
-    evaluate: Evaluate
-
-
-def _compile(job: Job, variant: Variant, plan: Plan, choices: list[Options]) -> tuple[_Made, list[Options]]:
+def _compile(job: Job, variant: Variant, plan: Plan, choices: list[Options]) -> tuple[Made, list[Options]]:
     """Compile a plan under the first options that fit, else under the best; ``choices``, the better ones first.
 
     Which of the CPU's schedulers follows a plan is decided by trying: neither is always better.
     """
     evaluate = rewrite(variant.traced, plan.program)
-    tried: list[tuple[Bytes, int, Compiled]] = []
+    tried: list[tuple[int, int, Compiled]] = []
     for i, options in enumerate(choices):
         compiled = compile_program(lambda o: job.make(evaluate, o), job.args, job.kwargs, options)
         tried.append((compiled.device, i, compiled))
@@ -244,178 +313,8 @@ def _compile(job: Job, variant: Variant, plan: Plan, choices: list[Options]) -> 
             break
     tried.sort(key=lambda t: t[:2])
     order = [choices[i] for _, i, _ in tried]
-    made = _Made(compiled=tried[0][2], variant=variant, plan=plan, evaluate=evaluate)
+    made = Made(compiled=tried[0][2], variant=variant, plan=plan, evaluate=evaluate)
     return made, [*order, *(c for c in choices if c not in order)]
-
-
-def _cannot(job: Job, variants: Variants, bound: Bound, best: _Made | None) -> BudgetError:
-    """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
-    traced = variants.traced
-    fixed = sum(traced.graph.values[v].nbytes for v in traced.graph.inputs)
-    if best is not None and best.compiled.memory is not None:
-        needs = max(best.compiled.device, bound.nbytes)
-        culprits = _at_the_peak(best.variant, best.plan)
-    else:
-        variant, plan = variants.solve(0)
-        needs = max(int(plan.predicted.device * 1.05), bound.nbytes)
-        graph = traced.graph
-        culprits = tuple(
-            Culprit(primitive=graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
-        ) or _at_the_peak(variant, plan)
-    needs = max(needs, job.budget + 1)
-    if job.budget < fixed:
-        because = f"the arguments alone are {format_bytes(fixed)}"
-    elif job.budget < bound.nbytes:
-        because = f"no plan can need less than {format_bytes(bound.nbytes)}, for {', '.join(map(str, culprits[:1]))}"
-    else:
-        because = f"at the peak of the smallest plan, {', '.join(map(str, culprits))}"
-    return BudgetError(
-        f"budget {format_bytes(job.budget)} is below the smallest reachable {format_bytes(needs)} of {job.name}: "
-        f"{because}; raise the budget, shrink the batch, donate the arguments that are updated, or shard the program",
-        needs=needs,
-        has=job.budget,
-        culprits=culprits,
-    )
-
-
-def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, ...]:
-    """What lives at the predicted peak, by the op and line that made it, largest first."""
-    graph, origin = plan.program.graph, plan.program.origin
-    live = live_ranges(graph)
-    if not live.profile:
-        return ()
-    peak = max(range(len(live.profile)), key=live.profile.__getitem__)
-    made: dict[int, int] = {r: op.id for op in graph.ops for r in op.results}
-    held: dict[tuple[str, str], int] = {}
-    for r in live.ranges:
-        if r.start <= peak < r.stop:
-            o = origin[made[r.value]]
-            key = (graph.ops[made[r.value]].primitive, variant.traced.source(o) if o >= 0 else "a barrier")
-            held[key] = held.get(key, 0) + r.nbytes
-    worst = sorted(held.items(), key=lambda item: -item[1])[:most]
-    return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in worst)
-
-
-def _report(
-    job: Job,
-    traced: Traced,
-    made: _Made | None,
-    predicted: MemoryUse,
-    plain: Compiled | None,
-    compiled: Compiled,
-    bound: Bound,
-    rounds: int,
-    clock: _Clock,
-) -> Report:
-    assert compiled.memory is not None
-    notes = [*(plain.notes if plain is not None else ()), *compiled.notes]
-    if plain is not None and plain.refusal:
-        notes.append(f"the plain program does not compile for this device: {plain.refusal}")
-    if job.shards > 1:
-        notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
-    costs = op_costs(traced.graph, job.device)
-    sites = _sites(traced, costs.seconds)
-    plain_track = _track(Program.unchanged(traced.graph), sites)
-    common = {
-        "name": job.name,
-        "target": job.device.name,
-        "budget": job.budget,
-        "baseline": plain.memory if plain is not None and plain.memory is not None else predicted,
-        "compiled": compiled.memory,
-        "lower_bound": bound.nbytes,
-        "flops": traced.graph.flops,
-        "rounds": rounds,
-        "unknown_primitives": unknown_primitives(traced.graph),
-        "notes": tuple(dict.fromkeys(notes)),
-        "seconds": clock.seconds,
-    }
-    if made is None:
-        return Report(
-            predicted=predicted,
-            actions=(),
-            decisions=(),
-            recompute_flops=0.0,
-            overhead=0.0,
-            overhead_ratio=0.0,
-            stages=0,
-            solver="none",
-            timeline=Timeline(plain_track, None),
-            **common,
-        )
-    variant, plan = made.variant, made.plan
-    loop_actions = _loop_actions(traced, variant.loops)
-    overhead = plan.overhead + variant.seconds
-    step = sum(costs.seconds)
-    if variant.traced is not traced:
-        sites = _sites(variant.traced, variant.problem.costs.seconds)
-    return Report(
-        predicted=plan.predicted,
-        actions=(*loop_actions, *plan.actions),
-        decisions=(*_decisions(traced, loop_actions), *_decisions(variant.traced, plan.actions, plan.program)),
-        recompute_flops=plan.recompute_flops + variant.traced.graph.flops - traced.graph.flops,
-        offload_bytes=plan.offload_bytes,
-        overhead=overhead,
-        overhead_ratio=overhead / step if step else 0.0,
-        stages=plan.program.stages() + len(variant.loops),
-        solver=plan.solver,
-        timeline=Timeline(plain_track, _track(plan.program, sites)),
-        **common,
-    )
-
-
-def _sites(traced: Traced, seconds: tuple[Seconds, ...]) -> Sites:
-    """The ops of ``traced`` by name and line; equal lines are one string."""
-    known: dict[str, str] = {}
-    lines = (traced.source(op.id) for op in traced.graph.ops)
-    return Sites(
-        primitives=tuple(op.primitive for op in traced.graph.ops),
-        sources=tuple(known.setdefault(line, line) for line in lines),
-        seconds=seconds,
-    )
-
-
-def _track(program: Program, sites: Sites) -> Track:
-    live = live_ranges(program.graph)
-    base = live.device - live.temp
-    return Track(sites=sites, origin=program.origin, device=tuple(base + b for b in live.profile), base=base)
-
-
-def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, ...]:
-    """A stack that a loop no longer makes is recomputed by that loop's body."""
-    out: list[Action] = []
-    for plan in loops:
-        front = traced.graph.ops[plan.pair.forward]
-        stacks = front.results[front.carried[1] :]
-        out.extend(Remat(stacks[y], traced.graph.values[stacks[y]].nbytes, front.id) for y in plan.dropped)
-    return tuple(out)
-
-
-_KINDS = {Keep: "keep", Remat: "recompute", Offload: "offload"}
-
-
-def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | None = None) -> tuple[Decision, ...]:
-    """The actions in the user's words, without what is only held for a moment after the first barrier."""
-    origin = program.origin if program is not None else ()
-    early = set(origin[: origin.index(-1)] if -1 in origin else range(len(traced.graph.ops)))
-    made = {r: op.id for op in traced.graph.ops for r in op.results}
-    home = live_ranges(traced.graph).kernels.home if actions else []
-    out: list[Decision] = []
-    for action in actions:
-        if action.value not in made or (isinstance(action, Keep) and made[action.value] not in early):
-            continue
-        value, op = traced.graph.values[action.value], made[action.value]
-        out.append(
-            Decision(
-                kind=_KINDS[type(action)],
-                primitive=traced.graph.ops[op].primitive,
-                dtype=value.dtype,
-                shape=value.shape,
-                nbytes=value.nbytes,
-                source=traced.source(op),
-                stored=home[action.value] == action.value,
-            )
-        )
-    return tuple(out)
 
 
 class _Clock:
@@ -438,3 +337,6 @@ class _Clock:
             took = time.perf_counter() - started
             self.seconds[name] = self.seconds.get(name, 0.0) + took - self._within
             self._within = outer + took
+
+
+__all__ = ["Evaluate", "Fitted", "Job", "fit"]

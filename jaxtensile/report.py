@@ -46,7 +46,9 @@ class Report:
     planned one by our model; ``compiled``: the planned one by XLA; ``lower_bound``: no plan can
     need less; ``overhead``: extra seconds of a step, ``overhead_ratio`` relative to the step;
     ``rounds``: compiles of planned programs; ``seconds``: wall time per pipeline step;
-    ``timeline``: the model's bytes while each op runs.
+    ``timeline``: the model's bytes while each op runs; ``undone``: runs without the user's own
+    ``jax.checkpoint``s. ``flops`` are those of the program as written, so ``recompute_flops`` and
+    ``overhead`` are negative where a checkpoint recomputed more than the budget needs.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Report:
     notes: tuple[str, ...]
     seconds: Mapping[str, Seconds]
     timeline: Timeline | None = field(default=None, repr=False)
+    undone: bool = False
 
     @property
     def fits(self) -> bool:
@@ -79,7 +82,7 @@ class Report:
     @property
     def unchanged(self) -> bool:
         """Whether the program runs as the user wrote it."""
-        return not self.actions
+        return not self.actions and not self.undone
 
     def __str__(self) -> str:
         return as_text(self)
@@ -131,6 +134,7 @@ class Report:
             "overhead_ratio": self.overhead_ratio,
             "stages": self.stages,
             "rounds": self.rounds,
+            "undone": self.undone,
             "unknown_primitives": list(self.unknown_primitives),
             "solver": self.solver,
             "notes": list(self.notes),

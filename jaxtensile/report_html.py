@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from jaxtensile.chart import Line, memory_chart
 from jaxtensile.plan import MemoryUse
-from jaxtensile.report_text import Group, accounts, dropped, groups, kept, offloaded, passing, price, verdict
+from jaxtensile.report_text import Group, accounts, dropped, groups, kept, offloaded, passing, price, slower, verdict
 from jaxtensile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _top(r: Report) -> list[str]:
         (format_bytes(r.baseline.device), f"plain, {_by(r.baseline)}"),
         (format_bytes(r.compiled.device), "planned, by XLA"),
         (format_bytes(r.budget), "budget"),
-        (f"+{100 * r.overhead_ratio:.1f} %", "step time, predicted"),
+        (slower(r), "step time, predicted"),
         (f"{1 + r.recompute_flops / r.flops if r.flops else 1:.3f} ×", "matrix FLOPs"),
         (str(r.stages), "stage" if r.stages == 1 else "stages"),
     ]

@@ -1,22 +1,24 @@
-"""The program as it is, or with its loops rewritten: which of them, planned, is the cheapest that fits?
+"""In which ways may a program be rewritten before it is planned, and which of them has the cheapest plan?
 
-Straight-line planning decides on whole stacks; what a loop stacks at all is decided first, by the
-rungs of a ladder from "everything as it is" to "everything dropped", and between the two rungs that
-enclose the budget by finer steps. Rewritten programs are traced only when they are asked for.
+The ways: as it is, without the user's checkpoints, with products made slice by slice, and each with
+more and more of what its loops stack recomputed instead. All are compared by what they cost over the
+program as written. A program is rewritten when it is first asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
 
-from jaxtensile.device import DeviceProfile
+from jaxtensile.job import Job
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way
-from jaxtensile.plan import Plan, Problem
+from jaxtensile.plan import Costs, Plan, Problem
+from jaxtensile.split import sliced_products, split_products
 from jaxtensile.trace import Traced, trace_jaxpr
+from jaxtensile.undo import Undone
 from jaxtensile.units import Bytes, Seconds
 
 Prepare = Callable[[Problem], Callable[[Bytes], Plan]]
@@ -25,96 +27,139 @@ Prepare = Callable[[Problem], Callable[[Bytes], Plan]]
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """The program with its loops rewritten in one way, and what that costs."""
+    """The program rewritten in one way, and what that costs over the program as written.
 
-    traced: Traced
-    problem: Problem
-    solve: Callable[[Bytes], Plan]
-    loops: tuple[LoopPlan, ...]
-    charge: Seconds
-    seconds: Seconds
+    ``base``: the program before its loops were rewritten; ``undone``: set where it has no checkpoints;
+    ``sliced``: products that are made slice by slice; ``finer``: steps between this and the next dearer one.
+    """
+
+    job: Job
+    prepare: Prepare
+    base: Traced
+    jaxpr: object
+    charge: Seconds = 0.0
+    seconds: Seconds = 0.0
+    loops: tuple[LoopPlan, ...] = ()
+    undone: Undone | None = None
+    sliced: int = 0
+    host: bool = True
+    known: Costs | None = None
+    finer: Callable[[], list[Variant]] = list
+
+    @cached_property
+    def traced(self) -> Traced:
+        """The program that is planned."""
+        if not self.loops:
+            return self.base
+        changed = rewrite_loops(self.base, self.jaxpr, self.loops)
+        return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
+
+    @cached_property
+    def problem(self) -> Problem:
+        """Fit it into the job's budget."""
+        job, graph = self.job, self.traced.graph
+        costs = self.known if self.known is not None and not self.loops else op_costs(graph, job.device)
+        if not self.host:
+            return Problem(graph=graph, costs=costs, budget=job.budget)
+        return Problem(graph=graph, costs=costs, budget=job.budget, link=job.link, host_budget=job.host_budget)
+
+    @cached_property
+    def solve(self) -> Callable[[Bytes], Plan]:
+        """The solver's answer for a budget."""
+        return self.prepare(self.problem)
 
 
-class Variants:
-    """All ways to rewrite the loops of one traced program, and the solver for each."""
+def written(job: Job, traced: Traced, costs: Costs, prepare: Prepare) -> Variant:
+    """The program as the user wrote it."""
+    return Variant(job=job, prepare=prepare, base=traced, jaxpr=job.jaxpr, known=costs)
 
-    def __init__(
-        self,
-        traced: Traced,
-        jaxpr: Any,
-        donated: tuple[bool, ...],
-        device: DeviceProfile,
-        problem: Problem,
-        prepare: Prepare,
-    ) -> None:
-        self.traced = traced
-        self._jaxpr, self._donated, self._device = jaxpr, donated, device
-        self._problem, self._prepare = problem, prepare
-        self._ladder = Ladder(problem.graph, lambda body: op_costs(body, device).charge)
-        self._known: dict[Way, Variant] = {}
-        self._rungs = sorted(self._ladder.rungs, key=lambda way: self._price(way)[0])
 
-    def solve(self, budget: Bytes) -> tuple[Variant, Plan]:
-        """The cheapest variant and plan that fit; the smallest when none does."""
-        best: tuple[Variant, Plan] | None = None
-        above: Way | None = None  # the rung over the cheapest that fits
-        for i, way in enumerate(self._rungs):
-            if best is not None and best[1].predicted.device <= budget and charge_of(*best) <= self._price(way)[0]:
-                break
-            found = self._solved(way, budget)
-            if best is None or _rank(found, budget) < _rank(best, budget):
-                best, above = found, self._rungs[i - 1] if i else None
-        assert best is not None, "there is always the program as it is"
-        if above is not None and best[1].predicted.device <= budget:
-            for way in self._ladder.between(above, best[0].loops):
-                if self._price(way)[0] < charge_of(*best):
-                    found = self._solved(way, budget)
-                    if _rank(found, budget) < _rank(best, budget):
-                        best = found
-        return best
+def undone(job: Job, program: Undone, costs: Costs, prepare: Prepare) -> Variant:
+    """The program without its checkpoints; ``costs`` are those of the program as written."""
+    start = Variant(job=job, prepare=prepare, base=program.traced, jaxpr=job.jaxpr, undone=program)
+    return _priced(start, costs)
 
-    def without_host(self) -> Variants:
-        """The same, planned by recomputation alone."""
-        problem = replace(self._problem, link=None, host_budget=0)
-        return Variants(self.traced, self._jaxpr, self._donated, self._device, problem, self._prepare)
 
-    def _solved(self, way: Way, budget: Bytes) -> tuple[Variant, Plan]:
-        variant = self._known.get(way)
-        if variant is None:
-            variant = self._known[way] = self._rewritten(way)
-        return variant, variant.solve(max(budget, 0))
+def sliced(job: Job, traced: Traced, costs: Costs, prepare: Prepare, smallest: Bytes) -> Variant | None:
+    """The program with products of ``smallest`` bytes or more made in the slices in which they are read."""
+    chosen = sliced_products(traced, smallest)
+    if not chosen:
+        return None
+    jaxpr = split_products(traced, job.jaxpr, chosen)
+    base = trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused)
+    return _priced(Variant(job=job, prepare=prepare, base=base, jaxpr=jaxpr, sliced=len(chosen)), costs)
 
-    def _rewritten(self, way: Way) -> Variant:
-        charge, seconds = self._price(way)
-        traced, problem = self.traced, self._problem
-        if way:
-            jaxpr = rewrite_loops(traced, self._jaxpr, way)
-            traced = trace_jaxpr(jaxpr, self._donated, keep_unused=_keeps_unused(self.traced))
-            problem = replace(problem, graph=traced.graph, costs=op_costs(traced.graph, self._device))
-        solve = self._prepare(problem)
-        return Variant(traced=traced, problem=problem, solve=solve, loops=way, charge=charge, seconds=seconds)
 
-    def _price(self, way: Way) -> tuple[Seconds, Seconds]:
-        """Charge and seconds of what the loops run again."""
-        charge = seconds = 0.0
+def _priced(start: Variant, costs: Costs) -> Variant:
+    """``start`` with what it costs over a program of ``costs``."""
+    own = op_costs(start.base.graph, start.job.device)
+    charge, seconds = sum(own.charge) - sum(costs.charge), sum(own.seconds) - sum(costs.seconds)
+    return replace(start, known=own, charge=charge, seconds=seconds)
+
+
+def with_loops(start: Variant) -> list[Variant]:
+    """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
+    graph, device = start.base.graph, start.job.device
+    ladder = Ladder(graph, lambda body: op_costs(body, device).charge)
+
+    def at(way: Way) -> Variant:
+        charge, seconds = start.charge, start.seconds
         for plan in way:
-            front = self._problem.graph.ops[plan.pair.forward]
-            body = op_costs(front.bodies[0], self._device)
+            front = graph.ops[plan.pair.forward]
+            body = op_costs(front.bodies[0], device)
             charge += front.trip_count * sum(body.charge[o] for o in plan.again)
             seconds += front.trip_count * sum(body.seconds[o] for o in plan.again)
-        return charge, seconds
+        return replace(start, loops=way, charge=charge, seconds=seconds)
+
+    def between(more: Way, less: Way) -> Callable[[], list[Variant]]:
+        known: list[Variant] = []
+
+        def finer() -> list[Variant]:
+            if not known:
+                known.extend(at(way) for way in ladder.between(more, less))
+            return known
+
+        return finer
+
+    rungs = sorted((at(way) for way in ladder.rungs), key=lambda v: v.charge)
+    above = [rungs[0], *rungs]
+    return [
+        replace(rung, finer=between(more.loops, rung.loops)) if i else rung
+        for i, (more, rung) in enumerate(zip(above, rungs, strict=False))
+    ]
 
 
-def charge_of(variant: Variant, plan: Plan) -> Seconds:
-    """What recomputing and waiting costs, loops included."""
+def without_host(variants: list[Variant]) -> list[Variant]:
+    """The same variants, to be planned by recomputation alone."""
+    return [replace(v, host=False) for v in variants]
+
+
+def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
+    """The cheapest variant and plan that fit; the smallest when none does. ``variants``: cheapest first."""
+    best: tuple[Variant, Plan] | None = None
+
+    def consider(variant: Variant) -> None:
+        nonlocal best
+        if best is not None and best[1].predicted.device <= budget and _charge(*best) <= variant.charge:
+            return
+        found = variant, variant.solve(max(budget, 0))
+        if best is None or _rank(found, budget) < _rank(best, budget):
+            best = found
+
+    for variant in variants:
+        consider(variant)
+    assert best is not None, "there is always the program as it is"
+    if best[1].predicted.device <= budget:
+        for variant in best[0].finer():
+            consider(variant if best[0].host else replace(variant, host=False))
+    return best
+
+
+def _charge(variant: Variant, plan: Plan) -> Seconds:
     clones = plan.program.clones()
     return variant.charge + plan.wait + sum(variant.problem.costs.charge[plan.program.origin[op.id]] for op in clones)
 
 
 def _rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:
     device = found[1].predicted.device
-    return (device > budget, device if device > budget else charge_of(*found))
-
-
-def _keeps_unused(traced: Traced) -> bool:
-    return set(traced.arguments) <= set(traced.graph.inputs)
+    return (device > budget, device if device > budget else _charge(*found))

@@ -39,16 +39,20 @@ MAY_IMPORT = {
     "report_html": "units plan report_text chart",
     "report_trace": "places timeline",
     "report": f"{VOCABULARY} timeline report_text report_html report_trace",
-    "variants": "units plan device trace loops passes",
-    "pipeline": f"{EDGE} timeline report variants",
-    "api": f"{EDGE} report pipeline",
+    "split": "units ir _compat trace",
+    "undo": "ir _compat trace",
+    "job": f"{VOCABULARY} compile report",
+    "variants": f"{EDGE} split undo job",
+    "outcome": f"{EDGE} undo job variants timeline report",
+    "pipeline": f"{EDGE} undo job variants outcome timeline report",
+    "api": f"{EDGE} job report pipeline",
     "loading": "errors workload",
     "doctor": "units device hardware",
     "cli": f"{VOCABULARY} api runtime report workload loading doctor",
     "__init__": "errors hardware api device plan report workload",
     "__main__": "cli",
 }
-MAY_USE_JAX = set("_compat trace loops rewrite compile target pipeline api".split())
+MAY_USE_JAX = set("_compat trace undo split loops rewrite compile target pipeline api".split())
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
 

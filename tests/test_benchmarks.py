@@ -57,4 +57,4 @@ def test_the_runner_names_modules_that_are_there(name):
 def test_the_runner_refuses_an_unknown_name():
     done = subprocess.run([sys.executable, "-m", "benchmarks", "nothing"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no benchmark 'nothing': there are fit, call, first-call, planning" in done.stderr
+    assert "no benchmark 'nothing': there are fit, undo, call, first-call, planning" in done.stderr

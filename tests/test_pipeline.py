@@ -15,6 +15,7 @@ from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.pipeline import Job, fit
 from jaxtensile.plan import MemoryUse
 from jaxtensile.trace import trace_jaxpr
+from jaxtensile.undo import undo
 from jaxtensile.units import GIB
 from programs import FAST, chain_args, step
 
@@ -238,3 +239,88 @@ def test_each_miss_aims_lower_and_by_what_the_last_ones_say():
     assert pipeline._lower([(100, 120), (80, 125)], 100) == 17  # no trend: as if 1 brought 0.4
     for seen in ([(100, 101)], [(100, 130), (70, 101)], [(80, 200), (80, 200)]):
         assert pipeline._lower(seen, 100) < seen[-1][0]
+
+
+# ---- the user's own checkpoints -----------------------------------------------------------------
+
+
+@jax.checkpoint
+def two_layers(x, v, w):
+    return jnp.tanh(jnp.tanh(x @ v) @ w)
+
+
+def careful(weights, x):
+    """``step`` that recomputes every second layer from the one before it."""
+
+    def loss(weights):
+        y = x
+        for v, w in zip(weights[::2], weights[1::2], strict=True):
+            y = two_layers(y, v, w)
+        return (y * y).sum()
+
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(loss)(weights))
+
+
+def predictions():
+    """Of ``careful``, and of it without its checkpoints: device bytes and FLOPs."""
+    traced = trace_jaxpr(jax.jit(careful).trace(*ARGS).jaxpr)
+    undone = undo(traced)
+    assert undone is not None
+    return [(live_ranges(t.graph).device, t.graph.flops) for t in (traced, undone.traced)]
+
+
+def test_checkpoints_are_undone_where_there_is_room(monkeypatch):
+    compiler, steps = Compiler(monkeypatch), []
+    fitted = fit(job(GIB, careful), compiler.prepare, steps.append)
+    (_, flops), (_, least) = predictions()
+    report = fitted.report
+    assert steps == ["graph", "costs", "costs", "compile undone"] and compiler.options == [FAST]
+    assert report.undone and not report.unchanged and report.fits and fitted.evaluate is not None
+    assert report.flops == flops and report.recompute_flops == least - flops < 0 and report.overhead < 0
+    assert not report.baseline.exact and report.rounds == 0
+    assert fit(job(GIB, careful), compiler.prepare, baseline=True).report.baseline.exact
+    jax.tree.map(np.testing.assert_array_equal, fitted.jitted(*ARGS), jax.jit(careful, compiler_options=FAST)(*ARGS))
+
+
+def test_checkpoints_are_honoured_on_request(monkeypatch):
+    compiler, steps = Compiler(monkeypatch), []
+    report = fit(job(GIB, careful, undo=False), compiler.prepare, steps.append).report
+    assert steps == ["graph", "compile plain"] and report.unchanged and not report.undone
+    assert report.recompute_flops == 0
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
+def test_only_what_the_budget_needs_is_recomputed(monkeypatch, share):
+    """Between the bytes of the program as written and those without checkpoints."""
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    (low, flops), (high, least) = predictions()
+    assert low < high and least < flops
+    compiler = Compiler(monkeypatch)
+    report = fit(job(low + int(share * (high - low)), careful), compiler.prepare).report
+    assert report.undone and report.fits and report.rounds == 1
+    assert least < report.flops + report.recompute_flops < flops
+
+
+def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
+    """XLA finds more than the model in all but the user's own function; compiles stay few."""
+    real, made = pipeline.compile_program, []
+
+    def compiling(make, args, kwargs, options, meanwhile=None):
+        given = []
+        found = real(make, args, kwargs, options, meanwhile)
+        given.append(found)
+        made.append(found)
+        if found.jitted.__name__ == "run":
+            return replace(found, memory=replace(found.memory, temp=100 * found.memory.temp))
+        return found
+
+    monkeypatch.setattr(pipeline, "compile_program", compiling)
+    (low, _), (high, _) = predictions()
+    exact = jax.jit(careful, compiler_options=FAST).lower(*ARGS).compile().memory_analysis()
+    budget = exact.argument_size_in_bytes + exact.output_size_in_bytes + exact.temp_size_in_bytes
+    fitted = fit(job(max(budget, low), careful))
+    assert fitted.evaluate is None and fitted.report.unchanged and not fitted.report.undone
+    assert len(made) <= 2 + 2 * pipeline.ROUNDS
+    with pytest.raises(jaxtensile.BudgetError):
+        fit(job(low // 2, careful))
+    assert high > low

@@ -1,0 +1,110 @@
+"""GPT-2 small with ``jax.checkpoint`` on every block, for an H200 that is not there: what is undone, and when.
+
+    python -m benchmarks.undo.run [POLICY ...]
+
+For each policy the step as written, and what ``jaxtensile.jit`` makes of it at budgets between its
+bytes and the bytes of the step without checkpoints. Every case runs in a fresh process; results go to
+``results-jax<version>.json`` and the table to ``results-jax<version>.md``. FLOPs are matrix FLOPs of the
+traced program; device bytes are XLA's argument + output + temp - alias.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fit.run import TARGET, fit, plain
+
+HERE = Path(__file__).parent
+POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable")
+SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of the way from the bytes of the step as written to those without checkpoints."""
+
+
+def case(name: str) -> dict[str, Any]:
+    """One case, in this process: ``POLICY`` as written (``none``: no checkpoints), ``POLICY@BYTES`` by us."""
+    import jax
+
+    from benchmarks.workloads import gpt2
+
+    policy, _, budget = name.partition("@")
+    workload = gpt2.workload(remat=None if policy == "none" else getattr(jax.checkpoint_policies, policy))
+    return {"policy": policy, **(fit(workload, int(budget)) if budget else plain(workload))}
+
+
+def isolated(name: str) -> dict[str, Any]:
+    """The case in a fresh process; a crash is a result too."""
+    print(f"{name} …", flush=True)
+    command = [sys.executable, "-m", "benchmarks.undo.run", "--case", name]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent.parent)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        return {"policy": name, "crash": (done.stderr or done.stdout)[-2000:]}
+    return json.loads(lines[-1])
+
+
+def rows(policy: str, free: dict[str, Any]) -> dict[str, Any]:
+    """The policy as written, and our programs at every share."""
+    written = isolated(policy)
+    budgets = [written["device"] + round(s * (free["device"] - written["device"])) for s in SHARES]
+    return {**written, "ours": [isolated(f"{policy}@{budget}") for budget in budgets]}
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    m, free = result["machine"], result["free"]
+    lines = [
+        f"# Undo, deviceless H200, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, {m['date']}",
+        "",
+        "GPT-2 small, batch 16 x 1024, bf16, Adam, `jax.checkpoint` on every block. MB (10^6 bytes) of argument "
+        "+ output + temp - alias as XLA allocates them; FLOPs relative to the step without checkpoints, which needs "
+        f"{free['device'] / 1e6:,.1f} MB.",
+        "",
+        "| policy | budget MB | MB | FLOPs | predicted step time | rounds | planning s | XLA s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["policies"]:
+        share = row["flops"] / free["flops"]
+        lines.append(
+            f"| {row['policy']} | as written | {row['device'] / 1e6:,.1f} | {share:.4f} | | | | {row['seconds']:.1f} |"
+        )
+        for ours in row["ours"]:
+            if not ours.get("fits"):
+                lines.append(f"| | {ours.get('budget', 0) / 1e6:,.1f} | **failed** | | | | | |")
+                continue
+            lines.append(
+                f"| | {ours['budget'] / 1e6:,.1f} | {ours['device'] / 1e6:,.1f} | {ours['flops'] / free['flops']:.4f} "
+                f"| {ours['overhead_ratio']:+.1%} | {ours['rounds']} | {ours['planning_seconds']:.2f} "
+                f"| {ours['compile_seconds']:.1f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("policies", nargs="*", help=f"of jax.checkpoint_policies; default: {', '.join(POLICIES)}")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(case(options.case)))
+        return
+    from benchmarks.machine import describe
+
+    machine = describe()
+    path = HERE / f"results-jax{machine['jax']}.json"
+    result: dict[str, Any] = {"machine": machine, "target": TARGET, "shares": SHARES, "free": isolated("none")}
+    result["policies"] = []
+    for policy in options.policies or POLICIES:
+        result["policies"].append(rows(policy, result["free"]))
+        # Nothing is lost when it is interrupted.
+        path.write_text(json.dumps(result, indent=1) + "\n")
+        path.with_suffix(".md").write_text(table(result))
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What is told of the end: the Report of a program that fits, the BudgetError of one that cannot.
+
+Invariant: figures are those of the program as the user wrote it, and of the one that runs; ops and
+values are named by the user's lines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtensile.compile import Compiled
+from jaxtensile.errors import BudgetError, Culprit
+from jaxtensile.job import Evaluate, Job
+from jaxtensile.passes.cost import op_costs, unknown_primitives
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.loops import LoopPlan
+from jaxtensile.passes.lowerbound import Bound
+from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
+from jaxtensile.report import Decision, Report
+from jaxtensile.timeline import Sites, Timeline, Track
+from jaxtensile.trace import Traced
+from jaxtensile.undo import Undone
+from jaxtensile.units import Seconds, format_bytes
+from jaxtensile.variants import Variant, cheapest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """One planned and compiled program; ``evaluate`` is None where it is the user's function itself."""
+
+    compiled: Compiled
+    variant: Variant
+    plan: Plan
+    evaluate: Evaluate | None
+
+
+def cannot(job: Job, variants: list[Variant], bound: Bound, best: Made | None) -> BudgetError:
+    """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
+    traced = variants[0].traced
+    fixed = sum(traced.graph.values[v].nbytes for v in traced.graph.inputs)
+    if best is not None and best.compiled.memory is not None:
+        needs = max(best.compiled.device, bound.nbytes)
+        culprits = _at_the_peak(best.variant, best.plan)
+    else:
+        variant, plan = cheapest(variants, 0)
+        needs = max(int(plan.predicted.device * 1.05), bound.nbytes)
+        graph = traced.graph
+        culprits = tuple(
+            Culprit(primitive=graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
+        ) or _at_the_peak(variant, plan)
+    needs = max(needs, job.budget + 1)
+    if job.budget < fixed:
+        because = f"the arguments alone are {format_bytes(fixed)}"
+    elif job.budget < bound.nbytes:
+        because = f"no plan can need less than {format_bytes(bound.nbytes)}, for {', '.join(map(str, culprits[:1]))}"
+    else:
+        because = f"at the peak of the smallest plan, {', '.join(map(str, culprits))}"
+    return BudgetError(
+        f"budget {format_bytes(job.budget)} is below the smallest reachable {format_bytes(needs)} of {job.name}: "
+        f"{because}; raise the budget, shrink the batch, donate the arguments that are updated, or shard the program",
+        needs=needs,
+        has=job.budget,
+        culprits=culprits,
+    )
+
+
+def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, ...]:
+    """What lives at the predicted peak, by the op and line that made it, largest first."""
+    graph, origin = plan.program.graph, plan.program.origin
+    live = live_ranges(graph)
+    if not live.profile:
+        return ()
+    peak = max(range(len(live.profile)), key=live.profile.__getitem__)
+    made: dict[int, int] = {r: op.id for op in graph.ops for r in op.results}
+    held: dict[tuple[str, str], int] = {}
+    for r in live.ranges:
+        if r.start <= peak < r.stop:
+            o = origin[made[r.value]]
+            key = (graph.ops[made[r.value]].primitive, variant.traced.source(o) if o >= 0 else "a barrier")
+            held[key] = held.get(key, 0) + r.nbytes
+    worst = sorted(held.items(), key=lambda item: -item[1])[:most]
+    return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in worst)
+
+
+def report(
+    job: Job,
+    traced: Traced,
+    made: Made | None,
+    predicted: MemoryUse,
+    plain: Compiled | None,
+    compiled: Compiled,
+    bound: Bound,
+    rounds: int,
+    seconds: Mapping[str, Seconds],
+) -> Report:
+    """What became of ``traced``, the program as written; ``made`` is None where it runs as it is."""
+    assert compiled.memory is not None
+    notes = [*(plain.notes if plain is not None else ()), *compiled.notes]
+    if plain is not None and plain.refusal:
+        notes.append(f"the plain program does not compile for this device: {plain.refusal}")
+    if job.shards > 1:
+        notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
+    costs = op_costs(traced.graph, job.device)
+    sites = _sites(traced, costs.seconds)
+    plain_track = _track(Program.unchanged(traced.graph), sites)
+    common = {
+        "name": job.name,
+        "target": job.device.name,
+        "budget": job.budget,
+        "baseline": plain.memory if plain is not None and plain.memory is not None else predicted,
+        "compiled": compiled.memory,
+        "lower_bound": bound.nbytes,
+        "flops": traced.graph.flops,
+        "rounds": rounds,
+        "unknown_primitives": unknown_primitives(traced.graph),
+        "seconds": seconds,
+    }
+    if made is None:
+        return Report(
+            predicted=predicted,
+            actions=(),
+            decisions=(),
+            recompute_flops=0.0,
+            overhead=0.0,
+            overhead_ratio=0.0,
+            stages=0,
+            solver="none",
+            timeline=Timeline(plain_track, None),
+            notes=tuple(dict.fromkeys(notes)),
+            **common,
+        )
+    variant, plan = made.variant, made.plan
+    flops = variant.traced.graph.flops + plan.recompute_flops
+    loop_actions = _loop_actions(variant.base, variant.loops)
+    decisions = (*_decisions(variant.base, loop_actions), *_decisions(variant.traced, plan.actions, plan.program))
+    kept: tuple[Action, ...] = ()
+    if variant.undone is not None:
+        kept = _kept_again(variant.undone, variant, plan)
+        known = {action.value for action in plan.actions}
+        new = tuple(action for action in kept if action.value not in known)
+        decisions = (*_decisions(variant.base, new), *decisions)
+        count = f"{len(kept)} values kept that it would recompute, " if not variant.loops else ""
+        ratio = flops / traced.graph.flops if traced.graph.flops else 1.0
+        notes.insert(0, f"jax.checkpoint undone: {count}matrix FLOPs x {ratio:.3f} of the program as written")
+        kept = new
+    if variant.sliced:
+        notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
+    overhead = plan.overhead + variant.seconds
+    step = sum(costs.seconds)
+    if variant.traced is not traced:
+        sites = _sites(variant.traced, variant.problem.costs.seconds)
+    return Report(
+        predicted=plan.predicted,
+        actions=(*kept, *loop_actions, *plan.actions),
+        decisions=decisions,
+        undone=variant.undone is not None,
+        recompute_flops=flops - traced.graph.flops,
+        offload_bytes=plan.offload_bytes,
+        overhead=overhead,
+        overhead_ratio=overhead / step if step else 0.0,
+        stages=plan.program.stages() + len(variant.loops),
+        solver=plan.solver,
+        timeline=Timeline(plain_track, _track(plan.program, sites)),
+        notes=tuple(dict.fromkeys(notes)),
+        **common,
+    )
+
+
+def _sites(traced: Traced, seconds: tuple[Seconds, ...]) -> Sites:
+    """The ops of ``traced`` by name and line; equal lines are one string."""
+    known: dict[str, str] = {}
+    lines = (traced.source(op.id) for op in traced.graph.ops)
+    return Sites(
+        primitives=tuple(op.primitive for op in traced.graph.ops),
+        sources=tuple(known.setdefault(line, line) for line in lines),
+        seconds=seconds,
+    )
+
+
+def _track(program: Program, sites: Sites) -> Track:
+    live = live_ranges(program.graph)
+    base = live.device - live.temp
+    return Track(sites=sites, origin=program.origin, device=tuple(base + b for b in live.profile), base=base)
+
+
+def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, ...]:
+    """A stack that a loop no longer makes is recomputed by that loop's body."""
+    out: list[Action] = []
+    for plan in loops:
+        front = traced.graph.ops[plan.pair.forward]
+        stacks = front.results[front.carried[1] :]
+        out.extend(Remat(stacks[y], traced.graph.values[stacks[y]].nbytes, front.id) for y in plan.dropped)
+    return tuple(out)
+
+
+def _kept_again(undone: Undone, variant: Variant, plan: Plan) -> tuple[Action, ...]:
+    """What waits in memory, or on the host, because the checkpoints are undone.
+
+    Unknown where loops were rewritten too: that program has other values.
+    """
+    if variant.loops:
+        return ()
+    graph = undone.traced.graph
+    again = {action.value for action in plan.actions if isinstance(action, Remat)}
+    home = live_ranges(graph).kernels.home
+    return tuple(Keep(v, graph.values[v].nbytes) for v in undone.kept if v not in again and home[v] == v)
+
+
+_KINDS = {Keep: "keep", Remat: "recompute", Offload: "offload"}
+
+
+def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | None = None) -> tuple[Decision, ...]:
+    """The actions in the user's words, without what is only held for a moment after the first barrier."""
+    origin = program.origin if program is not None else ()
+    early = set(origin[: origin.index(-1)] if -1 in origin else range(len(traced.graph.ops)))
+    made = {r: op.id for op in traced.graph.ops for r in op.results}
+    home = live_ranges(traced.graph).kernels.home if actions else []
+    out: list[Decision] = []
+    for action in actions:
+        if action.value not in made or (isinstance(action, Keep) and made[action.value] not in early):
+            continue
+        value, op = traced.graph.values[action.value], made[action.value]
+        out.append(
+            Decision(
+                kind=_KINDS[type(action)],
+                primitive=traced.graph.ops[op].primitive,
+                dtype=value.dtype,
+                shape=value.shape,
+                nbytes=value.nbytes,
+                source=traced.source(op),
+                stored=home[action.value] == action.value,
+            )
+        )
+    return tuple(out)
