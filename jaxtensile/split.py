@@ -12,7 +12,9 @@ changes is which elements one op makes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -50,20 +52,51 @@ def sliced_products(traced: Traced, smallest: Bytes) -> frozenset[int]:
 
 
 def split_products(traced: Traced, closed: Any, chosen: frozenset[int]) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) that makes the ``chosen`` values slice by slice."""
+    """The closed jaxpr of ``traced`` (of ``closed``) that makes the ``chosen`` values slice by slice.
+
+    A slice is made where it is first read, and one after the other: each stands behind a barrier with
+    the one before it. Without that XLA merges products that share a factor, and the whole is back.
+    """
 
     def evaluate(*flat: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
         env.update(traced.consts)
+        last: dict[int, tuple[int, Any]] = {}  # whole → the slice made last: its value id and itself
+
+        def read(atom: Any) -> Any:
+            if not isinstance(atom, int):
+                return atom.val
+            value = env[atom]
+            if isinstance(value, _Slice):
+                env[atom] = value = make(atom, value)
+            return value
+
+        def make(v: int, wanted: _Slice) -> Any:
+            with _compat.equation_context(wanted.equation.eqn, wanted.equation.stack):
+                before = last.get(id(wanted.whole))
+                whole = wanted.whole
+                if before is not None:
+                    u, slice_before = before
+                    leaves = whole.leaves()
+                    *leaves, slice_before = lax.optimization_barrier((*leaves, slice_before))
+                    env[u] = slice_before
+                    whole = whole.of(iter(leaves))
+                made = whole.piece(wanted.dim, wanted.low, wanted.high)
+                made = lax.squeeze(made, (wanted.dim,)) if wanted.squeezed else made
+            last[id(wanted.whole)] = v, made
+            return made
+
         for equation in traced.equations:
-            operands = [env[a] if isinstance(a, int) else a.val for a in equation.operands]
+            first = equation.operands[0] if equation.operands else None
             if equation.results and equation.results[0] in chosen:
-                env[equation.results[0]] = _Later(equation, tuple(operands))
-            elif operands and isinstance(operands[0], _Later):
-                env.update(zip(equation.results, _pieces(equation, operands[0]), strict=True))
+                operands = tuple(read(a) for a in equation.operands)
+                env[equation.results[0]] = _Later(equation, operands)
+            elif isinstance(first, int) and isinstance(env[first], _Later):
+                env.update(zip(equation.results, _slices(equation, env[first]), strict=True))
             else:
-                env.update(zip(equation.results, bind(equation, operands), strict=True))
-        return [env[o] if isinstance(o, int) else o.val for o in traced.outputs]
+                results = bind(equation, [read(a) for a in equation.operands])
+                env.update(zip(equation.results, results, strict=True))
+        return [read(o) for o in traced.outputs]
 
     jaxpr, _ = _compat.open_jaxpr(closed)
     avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
@@ -80,6 +113,21 @@ class _Later:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.equation.eqn.outvars[0].aval.shape)
+
+    def leaves(self) -> list[Any]:
+        """The arrays that it is made from."""
+        out: list[Any] = []
+        for x in self.operands:
+            out.extend(x.leaves() if isinstance(x, _Later) else [x] if getattr(x, "shape", ()) else [])
+        return out
+
+    def of(self, leaves: Iterator[Any]) -> _Later:
+        """The same from other arrays, in the order of ``leaves()``."""
+        operands = [
+            x.of(leaves) if isinstance(x, _Later) else next(leaves) if getattr(x, "shape", ()) else x
+            for x in self.operands
+        ]
+        return _Later(self.equation, tuple(operands))
 
     def piece(self, dim: int, low: int, high: int) -> Any:
         """Elements ``low`` to ``high`` along ``dim``, all of the other dimensions."""
@@ -99,6 +147,18 @@ class _Later:
         return bind(self.equation, [left, right])[0]
 
 
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """What one result of a cutting equation is: elements ``low`` to ``high`` along ``dim`` of ``whole``."""
+
+    equation: Any
+    whole: _Later
+    dim: int
+    low: int
+    high: int
+    squeezed: bool = False
+
+
 def _rank(x: Any) -> int:
     return len(x.shape)
 
@@ -111,18 +171,17 @@ def _piece(x: Any, dim: int, low: int, high: int) -> Any:
     return lax.slice_in_dim(x, low, high, axis=dim)
 
 
-def _pieces(equation: Any, value: _Later) -> list[Any]:
-    """What a cutting equation makes of ``value``."""
+def _slices(equation: Any, whole: _Later) -> list[_Slice]:
+    """What a cutting equation makes of ``whole``."""
     name, params = equation.eqn.primitive.name, equation.eqn.params
-    with _compat.equation_context(equation.eqn, equation.stack):
-        if name == "slice":
-            (dim,) = _cut_dims(params, value.shape)
-            return [value.piece(dim, params["start_indices"][dim], params["limit_indices"][dim])]
-        if name == "split":
-            ends = [sum(params["sizes"][: k + 1]) for k in range(len(params["sizes"]))]
-            return [value.piece(params["axis"], e - n, e) for e, n in zip(ends, params["sizes"], strict=True)]
-        axis = params["axis"]
-        return [lax.squeeze(value.piece(axis, k, k + 1), (axis,)) for k in range(value.shape[axis])]
+    if name == "slice":
+        (dim,) = _cut_dims(params, whole.shape)
+        return [_Slice(equation, whole, dim, params["start_indices"][dim], params["limit_indices"][dim])]
+    if name == "split":
+        ends = list(accumulate(params["sizes"]))
+        return [_Slice(equation, whole, params["axis"], e - n, e) for e, n in zip(ends, params["sizes"], strict=True)]
+    axis = params["axis"]
+    return [_Slice(equation, whole, axis, k, k + 1, True) for k in range(whole.shape[axis])]
 
 
 def _cut_dims(params: Any, shape: tuple[int, ...]) -> list[int]:

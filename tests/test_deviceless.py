@@ -50,6 +50,11 @@ def resnet():
     return module.workload(module.Config(batch=64, image=64, stages=(2, 2), width=32, classes=100))
 
 
+def dlrm():
+    module = workloads.load("dlrm")
+    return module.workload(module.Config(batch=32768, rows=(1000,) * 26, top=(256, 1)))
+
+
 SUBJECTS = {"gpt": functools.partial(gpt, batch=32), "mlp": mlp, "resnet": resnet}
 
 
@@ -149,6 +154,16 @@ def test_values_wait_on_the_host_instead():
     assert both.recompute_flops < alone.recompute_flops and alone.compiled.host == 0
     assert "offload" in {d.kind for d in both.decisions}
     assert "offloaded" in str(both) and "to the host and back in a step" in str(both)
+
+
+@pytest.mark.cuda_aot
+def test_a_product_that_is_read_in_slices_is_never_there_whole():
+    """DLRM's interactions: two products of one stack, added and taken apart; no recomputation gets below their bytes."""
+    SUBJECTS.setdefault("dlrm", dlrm)
+    report = plan(subject("dlrm"), at(0.5, "dlrm"))
+    check_report(report)
+    assert any("made slice by slice" in note for note in report.notes)
+    assert report.recompute_flops < report.flops / 10
 
 
 @pytest.mark.tpu_aot
