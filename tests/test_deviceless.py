@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxtensile
 from jaxtensile.target import resolve
+from jaxtensile.trace import jaxpr_flops
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 workloads = importlib.import_module("benchmarks.workloads")
@@ -149,6 +150,31 @@ def test_values_wait_on_the_host_instead():
     assert both.recompute_flops < alone.recompute_flops and alone.compiled.host == 0
     assert "offload" in {d.kind for d in both.decisions}
     assert "offloaded" in str(both) and "to the host and back in a step" in str(both)
+
+
+@pytest.mark.cuda_aot
+def test_checkpoints_by_hand_are_undone_where_there_is_room():
+    """With room for all: the bytes and FLOPs of the step without them. With some room: something in between."""
+    module = workloads.load("gpt2_small")
+    config = module.Config(layers=4, width=256, heads=4, vocab=4096, context=256, batch=32)
+    work = module.workload(config, remat=jax.checkpoint_policies.nothing_saveable)
+
+    def at_most(budget, **options):
+        step = jaxtensile.jit(work.fun, budget=budget, target=H200, **work.jit_options, **options)
+        return step.plan(*work.args), jaxpr_flops(step.trace(*work.args).jaxpr)
+
+    free, (written, flops) = plain("gpt"), at_most("100%", undo=False)
+    assert written.unchanged and written.flops == flops > free.flops
+    assert written.compiled.device < free.compiled.device
+    report, flops = at_most("100%")
+    assert report.undone and report.rounds == 0 and report.fits
+    assert report.compiled.device == free.compiled.device and report.baseline == written.compiled
+    assert flops == free.flops == report.flops + report.recompute_flops
+    room = (free.compiled.device - written.compiled.device) // 4
+    report, flops = at_most(written.compiled.device + room)
+    assert report.undone and report.fits and report.stages > 0
+    assert free.flops < flops == report.flops + report.recompute_flops < written.flops
+    assert "jax.checkpoint undone" in str(report)
 
 
 @pytest.mark.tpu_aot
