@@ -130,6 +130,36 @@ def test_text_names_what_it_does_not_know():
     assert "note: mind this" in text
 
 
+UNDONE = {
+    "undone": True,
+    "actions": (),
+    "decisions": (decision("keep"),),
+    "baseline": use(GIB),
+    "recompute_flops": -1.5e11,
+    "overhead": -0.04,
+    "overhead_ratio": -0.16,
+    "stages": 0,
+    "notes": ("jax.checkpoint undone: 1 values kept",),
+    "timeline": Timeline(PLAIN, replace(PLAIN, device=(10, 30, 70, 40, 20))),
+}
+
+
+def test_a_checkpoint_that_was_undone_is_told_in_every_form():
+    """Fewer FLOPs, less time, more bytes than the program as written."""
+    made = report(**UNDONE)
+    assert not made.unchanged
+    text = str(made)
+    assert text.splitlines()[0].endswith("2.01GiB, up from 1.00GiB")
+    assert "matrix FLOPs x 0.850, predicted step time -16.0 % (-40ms), in 0 stages" in text
+    assert "kept" in text and "recomputed" not in text and "note: jax.checkpoint undone" in text
+    for page in (made.to_html(), made._repr_html_()):
+        assert "-16.0 %" in page and "0.850" in page and "jax.checkpoint undone" in page and "+-" not in page
+    data = json.loads(made.to_json())
+    assert data["undone"] and data["recompute_flops"] == -1.5e11 and data["overhead"] == -0.04
+    assert not json.loads(report().to_json())["undone"]
+    assert json.loads(made.to_perfetto())
+
+
 @pytest.mark.parametrize(
     ("dtype", "short"), [("bfloat16", "bf16"), ("float8_e4m3fn", "f8_e4m3fn"), ("uint32", "u32"), ("bool", "bool")]
 )

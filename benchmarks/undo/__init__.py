@@ -1,1 +1,1 @@
-"""Does ``jaxtensile.jit`` undo no more of the user's own ``jax.checkpoint`` than there is room for?"""
+"""Claim: of the user's own ``jax.checkpoint``s no more is recomputed than the budget needs."""

@@ -60,8 +60,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"# Undo, deviceless H200, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, {m['date']}",
         "",
-        "GPT-2 small, batch 16 x 1024, bf16, Adam, `jax.checkpoint` on every block. MB (10^6 bytes) of argument "
-        "+ output + temp - alias as XLA allocates them; FLOPs relative to the step without checkpoints, which needs "
+        "GPT-2 small, batch 16 x 1024, bf16, Adam, `jax.checkpoint` on every block. MB (10^6 bytes) of argument + "
+        "output + temp - alias as XLA allocates them; FLOPs relative to the step without checkpoints, which needs "
         f"{free['device'] / 1e6:,.1f} MB.",
         "",
         "| policy | budget MB | MB | FLOPs | predicted step time | rounds | planning s | XLA s |",

@@ -1,0 +1,105 @@
+"""Ways to rewrite a program before it is planned: what each costs over the program as written, and which wins."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from jaxtensile import variants as ways
+from jaxtensile.device import profile
+from jaxtensile.job import Job
+from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.greedy import prepare
+from jaxtensile.plan import Link
+from jaxtensile.trace import trace_jaxpr
+from jaxtensile.undo import undo
+
+W, X = jnp.eye(16) / 2, jnp.ones((512, 16))
+
+
+@jax.checkpoint
+def block(w, x):
+    return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+
+def unrolled(w, x):
+    for _ in range(6):
+        x = block(w, x)
+    return (x * x).sum()
+
+
+def looped(w, x):
+    return (lax.scan(lambda c, _: (jnp.tanh(jnp.sin(c @ w)), None), block(w, x), None, length=8)[0] ** 2).sum()
+
+
+def job(loss, budget=1 << 30, **fields):
+    jaxpr = jax.jit(jax.grad(loss)).trace(W, X).jaxpr
+    known = {
+        "name": "step",
+        "jaxpr": jaxpr,
+        "donated": (False, False),
+        "args": (W, X),
+        "kwargs": {},
+        "budget": budget,
+        "device": profile("cpu"),
+        "shards": 1,
+        "make": lambda evaluate, options: None,
+        "options": {},
+    }
+    return Job(**(known | fields))
+
+
+def both(work):
+    """The program as written and without its checkpoints."""
+    traced = trace_jaxpr(work.jaxpr, work.donated)
+    costs, lighter = op_costs(traced.graph, work.device), undo(traced)
+    assert lighter is not None
+    return ways.written(work, traced, costs, prepare), ways.undone(work, lighter, costs, prepare)
+
+
+def test_costs_are_over_the_program_as_written():
+    written, undone = both(job(unrolled))
+    assert written.charge == written.seconds == 0.0 and written.undone is None
+    assert undone.charge < 0.0 and undone.seconds < 0.0 and undone.undone is not None
+    assert undone.traced is undone.base is undone.undone.traced
+    total = [sum(v.problem.costs.charge) - v.charge for v in (written, undone)]
+    assert total[0] == pytest.approx(total[1])
+
+
+def test_the_cheapest_that_fits_wins():
+    written, undone = both(job(unrolled))
+    order = [undone, written]
+    most, least = (v.solve(1 << 40).predicted.device for v in order)
+    assert most > least
+    variant, plan = ways.cheapest(order, most)
+    assert variant is undone and plan.changes_nothing
+    variant, plan = ways.cheapest(order, (most + least) // 2)
+    assert plan.predicted.device <= (most + least) // 2
+    assert variant is undone and not plan.changes_nothing
+
+
+def test_the_program_as_written_wins_where_nothing_else_fits():
+    written, undone = both(job(unrolled))
+    as_is = written.solve(1 << 40)
+    stuck = replace(undone, solve=lambda budget: undone.solve(1 << 40))
+    variant, plan = ways.cheapest([stuck, written], as_is.predicted.device)
+    assert variant is written and plan.changes_nothing
+
+
+def test_loops_are_rewritten_on_top():
+    _, undone = both(job(looped))
+    found = ways.with_loops(job(looped), undone, prepare)
+    assert found[0] is undone and len(found) > 1
+    assert [v.charge for v in found] == sorted(v.charge for v in found)
+    for variant in found[1:]:
+        assert variant.loops and variant.base is undone.traced and variant.undone is undone.undone
+        assert variant.charge > undone.charge and variant.traced is not undone.traced
+
+
+def test_without_the_host_nothing_waits_there():
+    written, _ = both(job(unrolled))
+    problem = replace(written.problem, link=Link(bandwidth=1e10, latency=1e-6), host_budget=1 << 30)
+    (again,) = ways.without_host([replace(written, problem=problem)], prepare)
+    assert again.problem.link is None and again.problem.host_budget == 0 and again.charge == written.charge
