@@ -1,6 +1,7 @@
 """Ways to rewrite a program before it is planned: what each costs over the program as written, and which wins."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,6 @@ from jaxtensile.device import profile
 from jaxtensile.job import Job
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare
-from jaxtensile.plan import Link
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import undo
 
@@ -83,23 +83,63 @@ def test_the_cheapest_that_fits_wins():
 def test_the_program_as_written_wins_where_nothing_else_fits():
     written, undone = both(job(unrolled))
     as_is = written.solve(1 << 40)
-    stuck = replace(undone, solve=lambda budget: undone.solve(1 << 40))
+    stuck = replace(undone, prepare=lambda problem: lambda budget: undone.solve(1 << 40))
     variant, plan = ways.cheapest([stuck, written], as_is.predicted.device)
     assert variant is written and plan.changes_nothing
 
 
 def test_loops_are_rewritten_on_top():
     _, undone = both(job(looped))
-    found = ways.with_loops(job(looped), undone, prepare)
-    assert found[0] is undone and len(found) > 1
+    found = ways.with_loops(undone)
+    assert found[0].traced is undone.traced and not found[0].loops and len(found) > 1
     assert [v.charge for v in found] == sorted(v.charge for v in found)
     for variant in found[1:]:
         assert variant.loops and variant.base is undone.traced and variant.undone is undone.undone
         assert variant.charge > undone.charge and variant.traced is not undone.traced
 
 
+def test_between_two_rungs_the_steps_are_finer():
+    written, _ = both(job(looped))
+    found = ways.with_loops(written)
+    assert found[0].finer() == []
+    for above, rung in pairwise(found):
+        for step in rung.finer():
+            assert step.loops not in (above.loops, rung.loops)
+            assert step.charge <= rung.charge and step.base is written.base
+        assert rung.finer() == rung.finer(), "rewritten and planned once"
+
+
+def test_a_step_between_wins_where_it_fits():
+    """A budget that the first rung misses by little is not met by dropping everything the second drops."""
+    work = job(looped)
+    written, _ = both(work)
+    found = ways.with_loops(written)
+    steps = [s for rung in found for s in rung.finer()]
+    assert steps
+    for step in steps:
+        need = step.solve(0).predicted.device
+        variant, plan = ways.cheapest(found, need)
+        assert plan.predicted.device <= need and variant.charge <= step.charge
+
+
 def test_without_the_host_nothing_waits_there():
-    written, _ = both(job(unrolled))
-    problem = replace(written.problem, link=Link(bandwidth=1e10, latency=1e-6), host_budget=1 << 30)
-    (again,) = ways.without_host([replace(written, problem=problem)], prepare)
+    work = job(unrolled, device=profile("nvidia-h200"), host_budget=1 << 30)
+    written, _ = both(work)
+    (again,) = ways.without_host([written])
+    assert written.problem.link == work.link is not None and written.problem.host_budget == 1 << 30
     assert again.problem.link is None and again.problem.host_budget == 0 and again.charge == written.charge
+
+
+def test_products_that_are_read_in_slices():
+    def interactions(w, x):
+        v = jnp.stack([x @ w, x, jnp.tanh(x)], axis=1)
+        return (jnp.einsum("bid,bjd->bij", v, v) ** 3).sum()
+
+    work = job(interactions)
+    traced = trace_jaxpr(work.jaxpr, work.donated)
+    costs = op_costs(traced.graph, work.device)
+    assert ways.sliced(work, traced, costs, prepare, 1 << 40) is None
+    sliced = ways.sliced(work, traced, costs, prepare, 1024)
+    assert sliced is not None and sliced.sliced == 3
+    # Only the gradient of one vector is asked for: the other slices are never made.
+    assert 0 < sliced.traced.graph.flops < traced.graph.flops
