@@ -26,7 +26,7 @@ W = jax.random.normal(jax.random.key(1), (4, 16, 16)) / 4
 def layer(w, x, key):
     h = checkpoint_name(jnp.tanh(x @ w), "hidden")
     h = jnp.where(jax.random.bernoulli(key, 0.8, h.shape), h / 0.8, 0)
-    return x + jax.nn.gelu(h @ w.T)
+    return x / 2 + jax.nn.gelu(h @ w.T) / 4
 
 
 def trace(fun, *args, **options):
@@ -116,7 +116,7 @@ def test_masks_are_made_where_they_are_read():
     last = {v: op.id for op in undone.traced.graph.ops for v in op.operands}
     masks = [v for v, op in made.items() if undone.traced.graph.values[v].dtype == "bool" and v in last]
     assert len(masks) >= 4
-    assert all(last[v] - made[v].id < len(undone.traced.graph.ops) / 2 for v in masks if made[v].operands == ())
+    assert all(last[v] - made[v].id < len(undone.traced.graph.ops) / 2 for v in masks)
 
 
 def test_checkpoints_within_checkpoints():
