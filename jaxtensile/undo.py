@@ -2,7 +2,8 @@
 
 The same equations without the barriers in front of recomputation, and with equal ones computed
 once: the same primitive, parameters and configuration, on the same values. What a checkpoint
-would compute again is then an ordinary residual, which a plan may keep or recompute.
+would compute again is then an ordinary residual, which a plan may keep or recompute. Only what is
+made of nothing but constants, as masks are, is still made wherever it is read.
 
 Invariant: an equation is merged only with one that computes the same bits; what has effects, is
 foreign code or touches mutable state runs as often as before. Checkpoints inside loops, and
@@ -19,11 +20,12 @@ import jax
 import numpy as np
 
 from jaxtensile import _compat
-from jaxtensile.ir import Graph, OpId, ValueId
+from jaxtensile.ir import Graph, Op, OpId, ValueId
 from jaxtensile.trace import Equation, Traced
 
 _PURE = frozenset({"random_seed", "random_wrap"})
 """Never repeated by a plan, and yet no more than functions of their operands."""
+_RANDOM = ("random_", "rng_", "threefry")
 _APART = frozenset({"optimization_barrier"})
 """Written to keep equal values apart."""
 
@@ -48,9 +50,15 @@ def undo(traced: Traced) -> Undone | None:
         return None
     same: dict[int, int] = {}
     """Value → the value it is merged into, or that it is behind a barrier."""
+    number: dict[int, int] = {}
+    """Value → the first value that is equal to it: also for those that are not merged."""
+    constant: set[int] = set()
 
     def now(v: int) -> int:
         return same.get(v, v)
+
+    def numbered(v: int) -> int:
+        return number.get(v, v)
 
     known: dict[Hashable, int] = {}
     stays: list[int] = []
@@ -59,10 +67,17 @@ def undo(traced: Traced) -> Undone | None:
     for i, equation in enumerate(traced.equations):
         if equation.eqn is None:
             barriers += 1
-            same.update((r, now(v)) for r, v in zip(equation.results, equation.operands, strict=True))
+            for r, v in zip(equation.results, equation.operands, strict=True):
+                same[r], number[r] = now(v), numbered(v)
             continue
-        key = None if _must_stay(traced, i) else _key(equation, same)
+        key = None if _must_stay(traced, i) else _key(equation, number)
         first = i if key is None else known.setdefault(key, i)
+        number.update(zip(equation.results, traced.equations[first].results, strict=True))
+        if key is not None and _is_cheap(traced.graph.ops[i]) and constant.issuperset(map(now, _values(equation))):
+            # Masks and zeros are made where they are read: one for all would only live longer.
+            constant.update(equation.results)
+            stays.append(i)
+            continue
         if first == i:
             stays.append(i)
             continue
@@ -71,7 +86,7 @@ def undo(traced: Traced) -> Undone | None:
             merged.update(traced.equations[first].results)
     if not merged:
         return None
-    read = {now(v) for i in stays if again[i] for v in traced.equations[i].operands if isinstance(v, int)}
+    read = {now(v) for i in stays if again[i] for v in _values(traced.equations[i])}
     read |= {now(v) for v in traced.outputs if isinstance(v, int) and v in same}
     return _rebuilt(traced, same, stays, sorted(merged & read), barriers)
 
@@ -85,19 +100,28 @@ def _uses_host(graph: Graph) -> bool:
     return any(v.space == "host" for v in graph.values) or any(_uses_host(b) for op in graph.ops for b in op.bodies)
 
 
+def _values(equation: Equation) -> list[int]:
+    return [a for a in equation.operands if isinstance(a, int)]
+
+
+def _is_cheap(op: Op) -> bool:
+    """Whether an op on constants costs next to nothing: no matrix work, no loop, no random numbers."""
+    return not (op.flops or op.bodies or op.primitive.startswith(_RANDOM))
+
+
 def _must_stay(traced: Traced, i: int) -> bool:
     eqn, op = traced.equations[i].eqn, traced.graph.ops[i]
     return bool(eqn.effects) or op.primitive in _APART or (op.pinned and op.primitive not in _PURE)
 
 
-def _key(equation: Equation, same: dict[int, int]) -> Hashable | None:
+def _key(equation: Equation, number: dict[int, int]) -> Hashable | None:
     """What two equations share when they compute the same bits; None for one that cannot be compared."""
     eqn = equation.eqn
     avals = tuple(v.aval for v in eqn.outvars)
     if not all(type(a) is _compat.ShapedArray for a in (*avals, *(v.aval for v in eqn.invars))):
         return None  # references and tokens stand for state
     operands = tuple(
-        same.get(a, a) if isinstance(a, int) else (_compat.Literal, a.aval, _exact(a.val)) for a in equation.operands
+        number.get(a, a) if isinstance(a, int) else (_compat.Literal, a.aval, _exact(a.val)) for a in equation.operands
     )
     key = (eqn.primitive, eqn.ctx, operands, _exact(eqn.params), avals)
     try:
