@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from jaxtensile.ir import OpId, ValueId
+from jaxtensile.passes.answer import answer
 from jaxtensile.passes.emit import emit, recomputed_ops
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.offload import Copy, offload
 from jaxtensile.passes.segments import Menu
 from jaxtensile.passes.stages import find_turn, mountain_at
-from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Problem, Program, Remat
+from jaxtensile.plan import Plan, Problem, Program
 from jaxtensile.units import Bytes
 
 _MOUNTAINS = 12
@@ -95,7 +95,7 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
                 best = min(best, search(easier), key=lambda t: t.device)
         if problem.link is not None and problem.host_budget and live.device > budget:
             best = _with_copies(problem, budget, best, search, live)
-        return _as_plan(problem, best)
+        return answer(problem, best.program, best.live, "greedy", copies=best.copies, wait=best.wait)
 
     return at
 
@@ -185,38 +185,3 @@ def _better(a: _Trial, b: _Trial, budget: Bytes) -> bool:
     if a.device <= budget and b.device <= budget:
         return a.price < b.price
     return a.device < b.device
-
-
-def _as_plan(problem: Problem, found: _Trial) -> Plan:
-    program, live = found.program, found.live
-    clones = program.clones()
-    away = sum(c.nbytes for c in found.copies)
-    return Plan(
-        program=program,
-        actions=_actions(problem, found),
-        predicted=MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias, host=away),
-        overhead=sum(problem.costs.seconds[program.origin[op.id]] for op in clones) + found.wait,
-        recompute_flops=sum(op.flops for op in clones),
-        solver="greedy",
-        offload_bytes=away,
-        wait=found.wait,
-    )
-
-
-def _actions(problem: Problem, found: _Trial) -> tuple[Action, ...]:
-    """What became of every value of the original that was recomputed, or held for a recomputation, or copied."""
-    values, program = problem.graph.values, found.program
-    away = {program.version_of[c.value]: c for c in found.copies}
-    inputs = set(problem.graph.inputs)
-    recipe: dict[int, int] = {}
-    held: dict[int, None] = {}
-    for op in program.graph.ops:
-        origin = program.origin[op.id]
-        if origin < 0:
-            held.update(dict.fromkeys(program.version_of[v] for v in op.operands))
-        elif any(r >= len(values) for r in op.results):
-            recipe.update((program.version_of[r], origin) for r in op.results)
-    keeps = [Keep(ValueId(v), values[v].nbytes) for v in held if v not in recipe and v not in inputs and v not in away]
-    offloads = [Offload(ValueId(v), values[v].nbytes, c.hidden) for v, c in away.items()]
-    remats = [Remat(ValueId(v), values[v].nbytes, OpId(o)) for v, o in recipe.items()]
-    return (*keeps, *offloads, *remats)
