@@ -231,6 +231,6 @@ def _search(problem: Problem, here: _Trial, budget: Bytes, deadline: float) -> _
         return None
     cuts, _ = waists(graph, mountain)
     charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in here.program.origin]
-    nodes = Nodes(graph, live, mountain, cuts)
+    nodes = Nodes(graph, live, mountain)
     model = Model(nodes, live, charge, room)
     return _Search(here, mountain, cuts, charge, budget, model, deadline)

@@ -30,11 +30,9 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.emit import emit
-from jaxtensile.passes.fusion import IN_PLACE, VIEWS, is_fusible
+from jaxtensile.passes.fusion import IN_PLACE, REDUCTIONS, VIEWS, is_fusible
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.stages import Mountain
-from jaxtensile.plan import Program
 from jaxtensile.units import Bytes, Seconds
 
 _SMALL = 2e-4
@@ -64,11 +62,11 @@ class Nodes:
     read a node; ``solid``: whether it is a buffer when it is computed again; ``small``: values kept in any case.
     """
 
-    def __init__(self, graph: Graph, live: Liveness, mountain: Mountain, waists: Sequence[int]) -> None:
+    def __init__(self, graph: Graph, live: Liveness, mountain: Mountain) -> None:
         self.graph, self.turn = graph, mountain.turn
         least = int(_SMALL * live.temp)
         pinned = frozenset(r for o in mountain.cone if graph.ops[o].pinned for r in graph.ops[o].results)
-        stored = _stored_again(graph, live, mountain, pinned, waists)
+        stored = _stored_again(graph, mountain.turn)
         self.of: dict[int, tuple[int, ...]] = {}
         self.maker: dict[int, int] = {}
         self.makes: dict[int, list[int]] = {}
@@ -123,19 +121,16 @@ class Nodes:
         return len(self.makes[o]) == 1
 
 
-def _stored_again(
-    graph: Graph, live: Liveness, mountain: Mountain, pinned: frozenset[int], waists: Sequence[int]
-) -> set[int]:
-    """Values that become buffers when all that can be is recomputed."""
-    program = emit(Program.unchanged(graph), live.kernels, mountain, pinned, waists)
-    home = live_ranges(program.graph).kernels.home
-    return {
-        program.version_of[r]
-        for op in program.graph.ops
-        if program.origin[op.id] >= 0
-        for r in op.results
-        if r >= len(graph.values) and home[r] == r
-    }
+def _stored_again(graph: Graph, turn: int) -> set[int]:
+    """Values that the descent reads as buffers, so that they are stored whenever they are computed again."""
+    stored: set[int] = set()
+    for op in reversed(graph.ops):
+        if op.primitive in VIEWS:
+            if stored.intersection(op.results):
+                stored.add(op.operands[0])
+        elif op.id >= turn and not is_fusible(op.primitive) and op.primitive not in REDUCTIONS:
+            stored.update(op.operands)
+    return stored
 
 
 def _read_at(graph: Graph, live: Liveness, turn: int) -> tuple[list[int], list[int]]:
