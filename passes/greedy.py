@@ -31,6 +31,9 @@ _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of what must leave the device that are given to copies; the rest is recomputed."""
 _REPAIRS = 8
 _STRIDE = 4
+_GROWTHS = 4
+"""Trials with more bytes after one that fits, while more than ``_LEFT`` of its temporaries are left over."""
+_LEFT = 0.01
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
 
@@ -163,7 +166,7 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
 
 
 def _with_span(budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial]) -> None:
-    """Measure trials with segments of at most ``span`` stages until one fits, and the smallest if none does."""
+    """Measure trials with segments of at most ``span`` stages until bytes are used up, the smallest if none fits."""
     capacity = budget - base
     last: frozenset[int] | None = None
     less = 0
@@ -173,12 +176,33 @@ def _with_span(budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Calla
             break
         trial = measure(kept)
         if trial.device <= budget:
+            _grow(budget, capacity, menu, span, measure, trial)
             return
         # What crosses the chosen cuts comes on top of the capacity, so a small step may change nothing.
         less = less * _STRIDE if kept == last else trial.device - budget
         last = kept
         capacity = min(capacity, menu.size(kept)) - less
     measure(menu.least(span))
+
+
+def _grow(
+    budget: Bytes, capacity: int, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial], fits: _Trial
+) -> None:
+    """Keep more while bytes are left: what the turn needs beside the kept values was only an estimate."""
+    high: int | None = None
+    for _ in range(_GROWTHS):
+        room = budget - fits.device
+        if not fits.charge or room <= _LEFT * fits.live.temp:
+            return
+        more = capacity + room if high is None else (capacity + high) // 2
+        kept = menu.choose(span, more)
+        if kept is None or kept == fits.kept:
+            return
+        trial = measure(kept)
+        if trial.device <= budget:
+            capacity, fits = more, trial
+        else:
+            high = more
 
 
 def _better(a: _Trial, b: _Trial, budget: Bytes) -> bool:

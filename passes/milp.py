@@ -29,7 +29,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from jaxtensile.ir import Graph
+from jaxtensile.ir import Graph, consumers
 from jaxtensile.passes.fusion import IN_PLACE, REDUCTIONS, VIEWS, is_fusible
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.stages import Mountain
@@ -134,8 +134,12 @@ def _stored_again(graph: Graph, turn: int) -> set[int]:
 
 
 def _read_at(graph: Graph, live: Liveness, turn: int) -> tuple[list[int], list[int]]:
-    """For each value the first and last step of the descent that reads it: ops that fuse away run in their readers."""
+    """For each value the first and last step of the descent that surely reads it.
+
+    Ops that fuse away run in their readers; with several, they may be stored by the first after all.
+    """
     n = len(graph.ops)
+    read_by = consumers(graph)
     early, late = [n] * len(graph.values), [-1] * len(graph.values)
     for v in graph.outputs:
         late[v] = n
@@ -143,7 +147,8 @@ def _read_at(graph: Graph, live: Liveness, turn: int) -> tuple[list[int], list[i
         low = high = op.id
         if not live.kernels.is_root[op.id] and not op.pinned:
             low = min((early[r] for r in op.results), default=op.id)
-            high = max((late[r] for r in op.results), default=op.id)
+            once = all(len(read_by[r]) <= 1 for r in op.results)
+            high = max((late[r] for r in op.results), default=op.id) if once else low
         for v in op.operands:
             early[v], late[v] = min(early[v], low), max(late[v], high)
     return early, late
