@@ -165,7 +165,7 @@ class Model:
         self._low: list[float] = []
         self._high: list[float] = []
         self._rows: list[Row] = []
-        self._others = _others(nodes, live)
+        self._others = others(nodes, live)
         self._forward = _forward_ends(nodes, live)
         self._memory: dict[int, int] = {}
         self.slack: dict[int, Bytes] = {}
@@ -357,7 +357,7 @@ def _forward_ends(nodes: Nodes, live: Liveness) -> dict[int, int]:
     return ends
 
 
-def _others(nodes: Nodes, live: Liveness) -> list[int]:
+def others(nodes: Nodes, live: Liveness) -> list[int]:
     """Bytes at each step that nothing decided here changes, and what the climb itself reads."""
     graph, kernels, owner, turn = nodes.graph, live.kernels, live.owner, nodes.turn
     n = len(graph.ops)
