@@ -13,9 +13,10 @@ the program the rest of the way; recomputation and waiting for copies are compar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jaxtensile.ir import Graph
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.emit import emit, recomputed_ops
 from jaxtensile.passes.liveness import Liveness, live_ranges
@@ -34,6 +35,8 @@ _STRIDE = 4
 _GROWTHS = 4
 """Trials with more bytes after one that fits, while more than ``_LEFT`` of its temporaries are left over."""
 _LEFT = 0.01
+_POLISHES, _WORTH = 8, 0.005
+"""Single ops tried in the end as kept after all, and the share of the program's charge that is worth a try."""
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
 
@@ -155,6 +158,9 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
     base = first.device - first.live.temp + max(first.live.profile[:barrier], default=0) - menu.size(first.kept)
     for span in menu.spans:
         _with_span(budget, base, menu, span, measure)
+    fitting = [t for t in known.values() if t.device <= budget]
+    if fitting:
+        _polish(budget, graph, menu, charge, measure, min(fitting, key=lambda t: t.price))
     trials = known.values()
     lowest = min(trials, key=lambda t: t.device)
     if lowest.device <= budget:
@@ -183,6 +189,29 @@ def _with_span(budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Calla
         last = kept
         capacity = min(capacity, menu.size(kept)) - less
     measure(menu.least(span))
+
+
+def _polish(
+    budget: Bytes,
+    graph: Graph,
+    menu: Menu,
+    charge: Sequence[float],
+    measure: Callable[[frozenset[int]], _Trial],
+    best: _Trial,
+) -> None:
+    """Keep what is dearest to run again where it does no harm: segments are chosen for the turn's bytes alone,
+    and a value that a low stage keeps may fit where the peak lies elsewhere."""
+    worth = _WORTH * sum(charge)
+    tried: set[int] = set()
+    for _ in range(_POLISHES):
+        again = recomputed_ops(graph, menu.mountain, best.kept) - tried
+        o = max(again, key=lambda o: (charge[o], o), default=None)
+        if o is None or charge[o] < worth:
+            return
+        tried.add(o)
+        trial = measure(best.kept | {r for r in graph.ops[o].results if r not in menu.mountain.always})
+        if trial.device <= budget and trial.price < best.price:
+            best = trial
 
 
 def _grow(
