@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.emit import emit
 from jaxtensile.passes.liveness import Liveness, live_ranges
-from jaxtensile.passes.milp import Nodes, others
+from jaxtensile.passes.nodes import Nodes, others
 from jaxtensile.passes.stages import find_turn, mountain_at, waists
 from jaxtensile.plan import Plan, Problem, Program
 from jaxtensile.units import Bytes, Seconds

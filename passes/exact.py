@@ -24,7 +24,8 @@ from dataclasses import dataclass, field
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.emit import emit, recomputed_ops
 from jaxtensile.passes.liveness import Liveness, live_ranges
-from jaxtensile.passes.milp import Model, Nodes
+from jaxtensile.passes.milp import Model
+from jaxtensile.passes.nodes import Nodes
 from jaxtensile.passes.stages import Mountain, find_turn, mountain_at, waists
 from jaxtensile.plan import Plan, Problem, Program
 from jaxtensile.units import Bytes, Seconds
