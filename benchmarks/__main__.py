@@ -18,9 +18,11 @@ ROOT: Final = Path(__file__).parent.parent
 RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "fit": (["fit.run"], ["fit.run", "--print-only", "lstm", "ode"]),
     "undo": (["undo.run"], None),
+    "tpu": (["tpu.run"], None),
     "call": (["call.overhead"], ["call.overhead"]),
     "first-call": (["call.first_call"], None),
     "planning": (["planning.run"], ["planning.run", "--quick"]),
+    "optimality": (["optimality.run"], ["optimality.run", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""
 

@@ -150,6 +150,10 @@ class Plan:
     """Bytes that leave for the host in one run."""
     wait: Seconds = 0.0
     """What of ``overhead`` is waiting for copies."""
+    gap: float | None = None
+    """How far the charge may be above the least, as a share of it: 0.0 is proven, None is not known."""
+    bound: Seconds | None = None
+    """Charge that no plan of the solver's space is below, where it has one."""
 
     @property
     def changes_nothing(self) -> bool:

@@ -13,16 +13,17 @@ the program the rest of the way; recomputation and waiting for copies are compar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxtensile.ir import OpId, ValueId
+from jaxtensile.ir import Graph
+from jaxtensile.passes.answer import answer
 from jaxtensile.passes.emit import emit, recomputed_ops
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.offload import Copy, offload
 from jaxtensile.passes.segments import Menu
 from jaxtensile.passes.stages import find_turn, mountain_at
-from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Problem, Program, Remat
+from jaxtensile.plan import Plan, Problem, Program
 from jaxtensile.units import Bytes
 
 _MOUNTAINS = 12
@@ -31,6 +32,11 @@ _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of what must leave the device that are given to copies; the rest is recomputed."""
 _REPAIRS = 8
 _STRIDE = 4
+_GROWTHS = 4
+"""Trials with more bytes after one that fits, while more than ``_LEFT`` of its temporaries are left over."""
+_LEFT = 0.01
+_POLISHES, _WORTH = 8, 0.005
+"""Single ops tried in the end as kept after all, and the share of the program's charge that is worth a try."""
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
 
@@ -95,7 +101,7 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
                 best = min(best, search(easier), key=lambda t: t.device)
         if problem.link is not None and problem.host_budget and live.device > budget:
             best = _with_copies(problem, budget, best, search, live)
-        return _as_plan(problem, best)
+        return answer(problem, best.program, best.live, "greedy", copies=best.copies, wait=best.wait)
 
     return at
 
@@ -152,6 +158,9 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
     base = first.device - first.live.temp + max(first.live.profile[:barrier], default=0) - menu.size(first.kept)
     for span in menu.spans:
         _with_span(budget, base, menu, span, measure)
+    fitting = [t for t in known.values() if t.device <= budget]
+    if fitting:
+        _polish(budget, graph, menu, charge, measure, min(fitting, key=lambda t: t.price))
     trials = known.values()
     lowest = min(trials, key=lambda t: t.device)
     if lowest.device <= budget:
@@ -163,7 +172,7 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
 
 
 def _with_span(budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial]) -> None:
-    """Measure trials with segments of at most ``span`` stages until one fits, and the smallest if none does."""
+    """Measure trials with segments of at most ``span`` stages until bytes are used up, the smallest if none fits."""
     capacity = budget - base
     last: frozenset[int] | None = None
     less = 0
@@ -173,6 +182,7 @@ def _with_span(budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Calla
             break
         trial = measure(kept)
         if trial.device <= budget:
+            _grow(budget, capacity, menu, span, measure, trial)
             return
         # What crosses the chosen cuts comes on top of the capacity, so a small step may change nothing.
         less = less * _STRIDE if kept == last else trial.device - budget
@@ -181,42 +191,50 @@ def _with_span(budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Calla
     measure(menu.least(span))
 
 
+def _polish(
+    budget: Bytes,
+    graph: Graph,
+    menu: Menu,
+    charge: Sequence[float],
+    measure: Callable[[frozenset[int]], _Trial],
+    best: _Trial,
+) -> None:
+    """Keep what is dearest to run again where it does no harm: segments are chosen for the turn's bytes alone,
+    and a value that a low stage keeps may fit where the peak lies elsewhere."""
+    worth = _WORTH * sum(charge)
+    tried: set[int] = set()
+    for _ in range(_POLISHES):
+        again = recomputed_ops(graph, menu.mountain, best.kept) - tried
+        o = max(again, key=lambda o: (charge[o], o), default=None)
+        if o is None or charge[o] < worth:
+            return
+        tried.add(o)
+        trial = measure(best.kept | {r for r in graph.ops[o].results if r not in menu.mountain.always})
+        if trial.device <= budget and trial.price < best.price:
+            best = trial
+
+
+def _grow(
+    budget: Bytes, capacity: int, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial], fits: _Trial
+) -> None:
+    """Keep more while bytes are left: what the turn needs beside the kept values was only an estimate."""
+    high: int | None = None
+    for _ in range(_GROWTHS):
+        room = budget - fits.device
+        if not fits.charge or room <= _LEFT * fits.live.temp:
+            return
+        more = capacity + room if high is None else (capacity + high) // 2
+        kept = menu.choose(span, more)
+        if kept is None or kept == fits.kept:
+            return
+        trial = measure(kept)
+        if trial.device <= budget:
+            capacity, fits = more, trial
+        else:
+            high = more
+
+
 def _better(a: _Trial, b: _Trial, budget: Bytes) -> bool:
     if a.device <= budget and b.device <= budget:
         return a.price < b.price
     return a.device < b.device
-
-
-def _as_plan(problem: Problem, found: _Trial) -> Plan:
-    program, live = found.program, found.live
-    clones = program.clones()
-    away = sum(c.nbytes for c in found.copies)
-    return Plan(
-        program=program,
-        actions=_actions(problem, found),
-        predicted=MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias, host=away),
-        overhead=sum(problem.costs.seconds[program.origin[op.id]] for op in clones) + found.wait,
-        recompute_flops=sum(op.flops for op in clones),
-        solver="greedy",
-        offload_bytes=away,
-        wait=found.wait,
-    )
-
-
-def _actions(problem: Problem, found: _Trial) -> tuple[Action, ...]:
-    """What became of every value of the original that was recomputed, or held for a recomputation, or copied."""
-    values, program = problem.graph.values, found.program
-    away = {program.version_of[c.value]: c for c in found.copies}
-    inputs = set(problem.graph.inputs)
-    recipe: dict[int, int] = {}
-    held: dict[int, None] = {}
-    for op in program.graph.ops:
-        origin = program.origin[op.id]
-        if origin < 0:
-            held.update(dict.fromkeys(program.version_of[v] for v in op.operands))
-        elif any(r >= len(values) for r in op.results):
-            recipe.update((program.version_of[r], origin) for r in op.results)
-    keeps = [Keep(ValueId(v), values[v].nbytes) for v in held if v not in recipe and v not in inputs and v not in away]
-    offloads = [Offload(ValueId(v), values[v].nbytes, c.hidden) for v, c in away.items()]
-    remats = [Remat(ValueId(v), values[v].nbytes, OpId(o)) for v, o in recipe.items()]
-    return (*keeps, *offloads, *remats)

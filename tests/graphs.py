@@ -145,3 +145,44 @@ def train_steps(draw, most_layers=8, pinned=False):
         if kind == "residual":
             g = b.op("add", g, g_in)
     return b.graph(loss, g, *updated, donated=donated)
+
+
+def network(layers, gated, batch=512, width=64):
+    """A train step of dense layers with its whole backward pass and plain SGD.
+
+    ``gated``: z * logistic(z) behind each product, which the backward pass recomputes from z;
+    otherwise tanh, where all that waits is one value per layer, each as wide as the next.
+    """
+    b = Builder()
+    x = b.input(batch, width)
+    ws = [b.input(width, width) for _ in range(layers)]
+    ys, zs = [x], []
+    for w in ws:
+        zs.append(b.dot(ys[-1], w))
+        ys.append(b.op("mul", zs[-1], b.op("logistic", zs[-1])) if gated else b.op("tanh", zs[-1]))
+    turn = len(b.ops)
+    g = b.op("sub", ys[-1], x)
+    updated = []
+    for k in reversed(range(layers)):
+        g = b.op("mul", g, b.op("neg", zs[k]) if gated else b.op("integer_pow", ys[k + 1]))
+        updated.append(b.op("sub", ws[k], b.dot(b.op("transpose", ys[k], shape=(width, batch)), g)))
+        g = b.dot(g, b.op("transpose", ws[k]))
+    return b.graph(*reversed(updated), donated=ws), turn, batch * width * 4
+
+
+def solid_chain(sizes, work, top=4, skips=()):
+    """x -> v1 -> … -> vn of ``sizes`` elements and ``work`` FLOPs each, and a descent that reads them in reverse.
+
+    Nothing fuses, so every value is a buffer. ``skips``: (i, j) makes v_j read v_i too. ``top``: ops at the turn.
+    """
+    b = Builder()
+    vs = [b.input(1)]
+    for j, (size, flops) in enumerate(zip(sizes, work, strict=True), 1):
+        reads = [vs[i] for i, k in skips if k == j and i < j - 1]
+        vs.append(b.op("cumsum", vs[-1], *reads, shape=(size,), flops=flops))
+    g = vs[-1]
+    for _ in range(top):
+        g = b.op("cumsum", g, shape=(1,))
+    for v in reversed(vs[1:]):
+        g = b.op("cumsum", g, v, shape=(1,))
+    return b.graph(g)

@@ -2,7 +2,10 @@
 
 from itertools import chain, combinations
 
-from jaxtensile.passes.emit import recomputed_ops
+from jaxtensile.passes.emit import emit, recomputed_ops
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.stages import find_turn, mountain_at, waists
+from jaxtensile.plan import Program
 
 
 class Meanings:
@@ -78,3 +81,29 @@ def completed(graph, mountain, kept):
     while effects := {o for o in recomputed_ops(graph, mountain, kept) if graph.ops[o].pinned}:
         kept = kept | {r for o in effects for r in graph.ops[o].results}
     return kept
+
+
+def one_turn(graph, budget):
+    """The mountain that solvers of one turn work on for ``budget``, None where there is none."""
+    live = live_ranges(graph)
+    turn = find_turn(graph, live, max(budget - (live.device - live.temp), 0))
+    return None if turn is None else mountain_at(graph, turn)
+
+
+def every_schedule(graph, mountain, charge):
+    """Charge and device bytes of the schedule of every kept set there is."""
+    program, kernels = Program.unchanged(graph), live_ranges(graph).kernels
+    cuts, _ = waists(graph, mountain)
+    candidates = [r for o in mountain.cone for r in graph.ops[o].results if r not in mountain.always]
+    found = []
+    for kept in map(frozenset, subsets(candidates)):
+        again = recomputed_ops(graph, mountain, kept)
+        if not any(graph.ops[o].pinned for o in again):
+            device = live_ranges(emit(program, kernels, mountain, kept, cuts).graph).device
+            found.append((sum(charge[o] for o in again), device))
+    return found
+
+
+def least_charge(schedules, budget):
+    """The least charge among ``every_schedule`` that fits; None when none does."""
+    return min((charge for charge, device in schedules if device <= budget), default=None)

@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks.__main__ import RUNS  # noqa: E402
+from benchmarks.optimality import run as optimality  # noqa: E402
 from benchmarks.planning import run as planning  # noqa: E402
 
 
@@ -48,6 +49,29 @@ def test_every_row_of_the_table_has_every_column():
     assert "| 4.0 | 0.25 |" in text
 
 
+def compared(greedy, exact, bound):
+    """A row of the comparison with the optimum; None: does not fit, or is not known."""
+    row = {"name": "dense", "equations": 10, "share": 0.5, "proven": bound is not None}
+    for solver, charge in (("greedy", greedy), ("exact", exact)):
+        row[solver] = {"fits": charge is not None, "charge": charge or 0.0, "step": 1 + (charge or 0.0), "took": 1.0}
+    return row if bound is None else {**row, "bound": bound, "gap": 0.0}
+
+
+def test_greedy_is_compared_where_both_fit():
+    row = compared(0.21, 0.10, 0.10)
+    assert optimality.above(row, "charge") == pytest.approx(0.1)
+    assert optimality.above(compared(None, 0.1, None), "charge") is None
+
+
+def test_every_row_of_the_comparison_has_every_column():
+    rows = [compared(0.21, 0.10, 0.10), compared(0.1, 0.1, 0.1), compared(None, 0.1, None), compared(0.1, None, None)]
+    machine = {"jax": "0", "date": "today"}
+    text = optimality.table({"machine": machine, "limit": 60.0, "rows": rows})
+    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1, text
+    assert "Proven: 2 of 4; there greedy is at most 10.0% above" in text
+    assert "within 2 % in 1" in text
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_runner_names_modules_that_are_there(name):
     for command in RUNS[name]:
@@ -57,4 +81,4 @@ def test_the_runner_names_modules_that_are_there(name):
 def test_the_runner_refuses_an_unknown_name():
     done = subprocess.run([sys.executable, "-m", "benchmarks", "nothing"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "no benchmark 'nothing': there are fit, undo, call, first-call, planning" in done.stderr
+    assert f"no benchmark 'nothing': there are {', '.join(RUNS)}" in done.stderr

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphs import Builder, graphs, train_steps
+from graphs import Builder, graphs, network, train_steps
 from jaxtensile.device import profile
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
@@ -68,29 +68,6 @@ def test_a_prepared_problem_gives_the_same_plans(graph, shares):
     for share in shares:
         budget = int(share * whole)
         assert at(budget) == solve(problem_of(graph, budget))
-
-
-def network(layers, gated, batch=512, width=64):
-    """A train step of dense layers with its whole backward pass and plain SGD.
-
-    ``gated``: z * logistic(z) behind each product, which the backward pass recomputes from z;
-    otherwise tanh, where all that waits is one value per layer, each as wide as the next.
-    """
-    b = Builder()
-    x = b.input(batch, width)
-    ws = [b.input(width, width) for _ in range(layers)]
-    ys, zs = [x], []
-    for w in ws:
-        zs.append(b.dot(ys[-1], w))
-        ys.append(b.op("mul", zs[-1], b.op("logistic", zs[-1])) if gated else b.op("tanh", zs[-1]))
-    turn = len(b.ops)
-    g = b.op("sub", ys[-1], x)
-    updated = []
-    for k in reversed(range(layers)):
-        g = b.op("mul", g, b.op("neg", zs[k]) if gated else b.op("integer_pow", ys[k + 1]))
-        updated.append(b.op("sub", ws[k], b.dot(b.op("transpose", ys[k], shape=(width, batch)), g)))
-        g = b.dot(g, b.op("transpose", ws[k]))
-    return b.graph(*reversed(updated), donated=ws), turn, batch * width * 4
 
 
 KINDS = [pytest.param(True, id="gated"), pytest.param(False, id="tanh")]

@@ -1,0 +1,1 @@
+"""How far is the default solver from the best plan?"""

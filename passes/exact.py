@@ -1,0 +1,237 @@
+"""How good can a plan around one turn be: an integer programme, its schedule, and the gap between them.
+
+What is it exact over? Three spaces were considered:
+
+* stages x ops, as in Checkmate (Jain et al., "Breaking the memory wall", 2020): each op may run in each stage.
+  Quadratic in ops, hopeless beyond some sixty without rounding, and most of its schedules cannot be emitted;
+* kept sets with one row per stage: small, but what a stage needs depends on which stages a dropped value joins;
+* kept sets with the order in which ``emit`` demands clones, bytes at single steps (``milp``). This one: every
+  answer is a schedule that ``emit`` makes, every schedule that ``emit`` makes around the turn is an answer, and
+  only steps that a found schedule violates become constraints.
+
+The optimum of the programme is a lower bound on the charge; the emitted schedule is measured, and its charge an
+upper one. Where the model sees fewer bytes than the schedule has, bytes are set aside at that step until the
+schedule fits, or the answer is excluded and the next best is tried. Several turns are taken one after another;
+what is proven is then unknown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jaxtensile.passes.answer import answer
+from jaxtensile.passes.emit import emit, recomputed_ops
+from jaxtensile.passes.liveness import Liveness, live_ranges
+from jaxtensile.passes.milp import Model
+from jaxtensile.passes.nodes import Nodes
+from jaxtensile.passes.stages import Mountain, find_turn, mountain_at, waists
+from jaxtensile.plan import Plan, Problem, Program
+from jaxtensile.units import Bytes, Seconds
+
+TIME_LIMIT: Seconds = 60.0
+_MOUNTAINS = 4
+_REPAIRS = 40
+_NEW_ROWS = 6
+"""Steps over budget that become constraints at once."""
+_EXCLUDED = 200
+"""Answers excluded one by one in search of a proof."""
+_PROVEN = 1e-5
+"""Relative gap that counts as none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """One kept set, laid out and measured."""
+
+    program: Program
+    live: Liveness
+    charge: Seconds
+    priced: Seconds = 0.0
+    """What of the charge the model sees."""
+
+    @property
+    def device(self) -> Bytes:
+        return self.live.device
+
+
+@dataclass(slots=True)
+class _Search:
+    """One mountain for one budget: the best schedules found and the least any can cost."""
+
+    start: _Trial
+    mountain: Mountain
+    cuts: list[int]
+    charge: list[Seconds]
+    budget: Bytes
+    model: Model
+    deadline: float
+    bound: Seconds = 0.0
+    best: _Trial | None = None
+    lowest: _Trial | None = None
+    known: dict[frozenset[int], _Trial] = field(default_factory=dict[frozenset[int], _Trial])
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def run(self) -> None:
+        """Bound, then repair, then close what gap is left."""
+        self.model.look_at(max(self.mountain.turn - 1, 0))
+        if not self.bounded():
+            self.repaired()
+            self.closed()
+
+    def bounded(self) -> bool:
+        """Add violated steps until the optimum fits or no step is new; whether it fits."""
+        while self.left > 0:
+            found = self.model.solve(self.left)
+            if found.kept is None and found.bound == float("inf"):
+                return False  # nothing fits, in the model
+            self.bound = max(self.bound, found.bound)
+            if found.kept is None:
+                return False
+            trial = self.measure(found.kept)
+            if trial.device <= self.budget:
+                return True
+            fresh = [s for s, _ in self.violated(trial) if not self.model.has(s)]
+            if not fresh:
+                return False
+            for step in fresh[:_NEW_ROWS]:
+                self.model.look_at(step)
+        return False
+
+    def repaired(self) -> None:
+        """Set bytes aside where schedules need more than the model sees, until one fits."""
+        slack = self.model.slack
+        for _ in range(_REPAIRS):
+            if self.left <= 0:
+                break
+            found = self.model.solve(self.left)
+            short = found.kept is None and found.bound == float("inf")
+            if short:
+                found = self.model.solve(self.left, short=True)
+            if found.kept is None:
+                break
+            new = found.kept not in self.known
+            trial = self.measure(found.kept)
+            if trial.device <= self.budget or (short and not new):
+                break
+            for step, over in self.violated(trial)[:_NEW_ROWS]:
+                if self.model.has(step):
+                    slack[step] = slack.get(step, 0) + over
+                self.model.look_at(step)
+        slack.clear()
+
+    def closed(self) -> None:
+        """Exclude the cheapest answers of the model one by one while they do not fit."""
+        for _ in range(_EXCLUDED):
+            if self.left <= 0 or self.proven:
+                break
+            found = self.model.solve(self.left)
+            # What was excluded is known: the bound is the least of it and of the rest.
+            least = self.best.priced if self.best else float("inf")
+            self.bound = max(self.bound, min(found.bound, least))
+            if found.kept is None:
+                break
+            self.measure(found.kept)
+            self.model.forbid(found.kept)
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing that the model has a price for can be saved."""
+        if self.best is None:
+            return False
+        return self.best.priced - self.bound <= _PROVEN * self.best.priced
+
+    @property
+    def gap(self) -> float:
+        """How far the best may be above the least, as a share of it."""
+        assert self.best is not None
+        cost = self.best.charge - self.start.charge
+        gap = max(cost - self.bound, 0.0) / cost if cost > 0 else 0.0
+        return gap if gap > _PROVEN else 0.0
+
+    def measure(self, kept: frozenset[int]) -> _Trial:
+        trial = self.known.get(kept)
+        if trial is None:
+            program = emit(self.start.program, self.start.live.kernels, self.mountain, kept, self.cuts)
+            again = recomputed_ops(self.start.program.graph, self.mountain, kept)
+            charge = self.start.charge + sum(self.charge[o] for o in again)
+            priced = sum(self.charge[o] for o in again if o in self.model.nodes.makes)
+            trial = self.known[kept] = _Trial(program, live_ranges(program.graph), charge, priced)
+            if trial.device <= self.budget and (self.best is None or trial.charge < self.best.charge):
+                self.best = trial
+            if self.lowest is None or trial.device < self.lowest.device:
+                self.lowest = trial
+        return trial
+
+    def violated(self, trial: _Trial) -> list[tuple[int, Bytes]]:
+        """Steps of the plain schedule at which ``trial`` is over budget, worst first: one per run of such steps."""
+        graph, profile = trial.program.graph, trial.live.profile
+        before = len(self.start.program.graph.values)
+        made = {r: op.id for op in self.start.program.graph.ops for r in op.results}
+        room = self.budget - (trial.device - trial.live.temp)
+        worst: dict[int, Bytes] = {}
+        step = len(self.start.program.graph.ops) - 1
+        for op in reversed(graph.ops):
+            # Clones and barriers belong to the op that demands them.
+            if op.results and all(r < before for r in op.results):
+                step = made[op.results[0]]
+            if profile[op.id] > room:
+                worst[step] = max(worst.get(step, 0), profile[op.id] - room)
+        peaks = [s for s, over in worst.items() if over >= worst.get(s - 1, 0) and over > worst.get(s + 1, 0)]
+        return sorted(((s, worst[s]) for s in peaks), key=lambda p: (-p[1], p[0]))
+
+
+def solve(problem: Problem) -> Plan:
+    """The cheapest schedule around the turn that fits, and how far from the least it may be."""
+    return prepare(problem)(problem.budget)
+
+
+def prepare(problem: Problem, time_limit: Seconds = TIME_LIMIT) -> Callable[[Bytes], Plan]:
+    """``solve`` for several budgets of one problem, each within ``time_limit`` seconds of search."""
+    program = Program.unchanged(problem.graph)
+    unchanged = _Trial(program, live_ranges(program.graph), 0.0)
+
+    def at(budget: Bytes) -> Plan:
+        here, deadline = unchanged, time.monotonic() + time_limit
+        gap: float | None = 0.0
+        bound: Seconds | None = 0.0
+        for k in range(_MOUNTAINS):
+            if here.device <= budget:
+                break
+            search = _search(problem, here, budget, deadline)
+            if search is None:
+                gap = bound = None
+                break
+            search.run()
+            found = search.best or search.lowest
+            if k or search.best is None:
+                gap = bound = None
+            else:
+                gap, bound = search.gap, search.bound
+            if found is None or (found is not search.best and found.device >= here.device):
+                break
+            here = found
+        return answer(problem, here.program, here.live, "exact", gap=gap, bound=bound)
+
+    return at
+
+
+def _search(problem: Problem, here: _Trial, budget: Bytes, deadline: float) -> _Search | None:
+    """The search around the highest turn of ``here``; None when nothing waits across one."""
+    graph, live = here.program.graph, here.live
+    room = budget - (live.device - live.temp)
+    turn = find_turn(graph, live, max(room, 0))
+    if turn is None:
+        return None
+    mountain = mountain_at(graph, turn)
+    if not mountain.needed:
+        return None
+    cuts, _ = waists(graph, mountain)
+    charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in here.program.origin]
+    nodes = Nodes(graph, live, mountain)
+    model = Model(nodes, live, charge, room)
+    return _Search(here, mountain, cuts, charge, budget, model, deadline)

@@ -1,0 +1,163 @@
+"""What of a climb is there to decide: nodes that may be kept, few enough for exact solvers.
+
+A transformer block is about two dozen nodes. Views are their base. Small values are always there. A fusible
+value that is no smaller than what it is computed from, and needs no buffer when computed again, is looked
+through, and its cost left out: keeping it instead could only save fused elementwise work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from jaxtensile.ir import Graph, consumers
+from jaxtensile.passes.fusion import IN_PLACE, REDUCTIONS, VIEWS, is_fusible
+from jaxtensile.passes.liveness import Liveness, live_ranges
+from jaxtensile.passes.stages import Mountain
+
+_SMALL = 2e-4
+"""Values below this share of the plain program's temporaries are always kept."""
+
+
+class Nodes:
+    """One mountain, coarsened: what may be kept, what makes it, and when it is read.
+
+    ``leaves(v)``: nodes from which ``v`` is computed for nothing; ``first``, ``last``: steps of the descent that
+    read a node; ``solid``: whether it is a buffer when it is computed again; ``small``: values kept in any case.
+    """
+
+    def __init__(self, graph: Graph, live: Liveness, mountain: Mountain) -> None:
+        self.graph, self.turn = graph, mountain.turn
+        least = int(_SMALL * live.temp)
+        pinned = frozenset(r for o in mountain.cone if graph.ops[o].pinned for r in graph.ops[o].results)
+        stored = _stored_again(graph, mountain.turn)
+        self.of: dict[int, tuple[int, ...]] = {}
+        self.maker: dict[int, int] = {}
+        self.makes: dict[int, list[int]] = {}
+        self.reads: dict[int, tuple[int, ...]] = {}
+        self.solid: set[int] = set()
+        small: set[int] = set()
+        for o in mountain.cone:
+            op = graph.ops[o]
+            before = self._leaves(op.operands)
+            for r in op.results:
+                size = graph.values[r].nbytes
+                if r in mountain.always:
+                    continue
+                if op.primitive in VIEWS and not op.pinned:
+                    self.of[r] = before
+                elif size <= least and r not in pinned:
+                    small.add(r)
+                elif (
+                    is_fusible(op.primitive)
+                    and not live.kernels.is_root[o]
+                    and r not in stored
+                    and r not in pinned
+                    and size >= sum(graph.values[v].nbytes for v in before)
+                ):
+                    self.of[r] = before
+                else:
+                    self.of[r] = (r,)
+                    self.maker[r] = o
+                    self.makes.setdefault(o, []).append(r)
+                    self.reads[o] = () if op.pinned else before
+                    if r in stored or not is_fusible(op.primitive):
+                        self.solid.add(r)
+        self.small = frozenset(small)
+        self.pinned = pinned
+        self.readers: dict[int, list[int]] = {v: [] for v in self.maker}
+        for o, before in self.reads.items():
+            for v in before:
+                self.readers[v].append(o)
+        self.first: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        early, late = _read_at(graph, live, self.turn)
+        for v in mountain.needed:
+            for u in self.of.get(v, ()):
+                self.first[u] = min(self.first.get(u, early[v]), early[v])
+                self.last[u] = max(self.last.get(u, late[v]), late[v])
+
+    def _leaves(self, values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(u for v in values for u in self.of.get(v, ())))
+
+    def single(self, o: int) -> bool:
+        """Whether keeping the result of ``o`` and running it again exclude each other."""
+        return len(self.makes[o]) == 1
+
+
+def _stored_again(graph: Graph, turn: int) -> set[int]:
+    """Values that the descent reads as buffers, so that they are stored whenever they are computed again."""
+    stored: set[int] = set()
+    for op in reversed(graph.ops):
+        if op.primitive in VIEWS:
+            if stored.intersection(op.results):
+                stored.add(op.operands[0])
+        elif op.id >= turn and not is_fusible(op.primitive) and op.primitive not in REDUCTIONS:
+            stored.update(op.operands)
+    return stored
+
+
+def _read_at(graph: Graph, live: Liveness, turn: int) -> tuple[list[int], list[int]]:
+    """For each value the first and last step of the descent that surely reads it.
+
+    Ops that fuse away run in their readers; with several, they may be stored by the first after all.
+    """
+    n = len(graph.ops)
+    read_by = consumers(graph)
+    early, late = [n] * len(graph.values), [-1] * len(graph.values)
+    for v in graph.outputs:
+        late[v] = n
+    for op in reversed(graph.ops[turn:]):
+        low = high = op.id
+        if not live.kernels.is_root[op.id] and not op.pinned:
+            low = min((early[r] for r in op.results), default=op.id)
+            once = all(len(read_by[r]) <= 1 for r in op.results)
+            high = max((late[r] for r in op.results), default=op.id) if once else low
+        for v in op.operands:
+            early[v], late[v] = min(early[v], low), max(late[v], high)
+    return early, late
+
+
+def forward_ends(nodes: Nodes, live: Liveness) -> dict[int, int]:
+    """For each node that is a buffer of the plain program its last reader before the turn."""
+    home, kernels = live.kernels.home, live.kernels
+    ends = {v: o for v, o in nodes.maker.items() if home[v] == v}
+    for op in nodes.graph.ops[: nodes.turn]:
+        if kernels.is_root[op.id]:
+            ends.update((b, op.id) for b in kernels.reads[op.id] if b in ends)
+    return ends
+
+
+def others(nodes: Nodes, live: Liveness) -> list[int]:
+    """Bytes at each step that nothing decided here changes, and what the climb itself reads."""
+    graph, kernels, owner, turn = nodes.graph, live.kernels, live.owner, nodes.turn
+    n = len(graph.ops)
+    start: dict[int, int] = {}
+    stop: dict[int, int] = {}
+    outside = {*graph.inputs, *(kernels.home[v] for v in graph.outputs)}
+    decided = {*nodes.of, *nodes.small}
+    for op in graph.ops:
+        if not kernels.is_root[op.id]:
+            continue
+        for r in op.results:
+            if kernels.home[r] == r and r not in outside and graph.values[r].space != "host":
+                # What takes over the memory of an operand, or may once that dies earlier, counts from the next step on.
+                takes_over = owner[r] != r or (
+                    (is_fusible(op.primitive) or op.primitive in IN_PLACE)
+                    and any(graph.values[b].nbytes == graph.values[r].nbytes for b in kernels.reads[op.id])
+                )
+                start[r], stop[r] = op.id + takes_over, op.id + 1
+        for b in kernels.reads[op.id]:
+            if b in start and (op.id < turn or b not in decided):
+                stop[b] = op.id + 1
+    delta = [0] * (n + 1)
+    for b, s in start.items():
+        if stop[b] > s:
+            delta[s] += graph.values[b].nbytes
+            delta[stop[b]] -= graph.values[b].nbytes
+    inner = [0] * n
+    for op in graph.ops:
+        if op.bodies and kernels.is_root[op.id]:
+            inner[op.id] = max(live_ranges(body).temp for body in op.bodies)
+    return [int(a + b) for a, b in zip(np.cumsum(delta)[:n], inner, strict=True)]

@@ -1,0 +1,46 @@
+"""Nodes: what is looked through, what is kept in any case, and what the rest costs whatever is decided."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphs import network, solid_chain, train_steps
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.nodes import Nodes, others
+from oracles import one_turn
+
+
+def nodes_of(graph):
+    live = live_ranges(graph)
+    mountain = one_turn(graph, 0)
+    return Nodes(graph, live, mountain), mountain, live
+
+
+def test_every_value_of_a_solid_chain_is_a_node_of_its_own():
+    graph = solid_chain([8, 4, 8, 4], [1, 1, 1, 1])
+    nodes, mountain, _ = nodes_of(graph)
+    assert set(nodes.maker) == set(mountain.needed) == nodes.solid
+    assert all(nodes.single(o) for o in nodes.makes)
+    assert all(nodes.first[v] == nodes.last[v] >= mountain.turn for v in nodes.maker)
+
+
+def test_the_logistic_of_a_product_is_looked_through():
+    graph, *_ = network(4, gated=True)
+    nodes, mountain, _ = nodes_of(graph)
+    made = {r: graph.ops[o].primitive for o in mountain.cone for r in graph.ops[o].results}
+    seen = {v: u for v, (u, *_) in nodes.of.items() if made[v] == "logistic"}
+    assert seen
+    assert all(made[u] == "dot_general" for u in seen.values())
+    assert not seen.keys() & nodes.maker.keys()
+
+
+@given(train_steps(), st.data())
+def test_what_is_not_decided_is_part_of_the_plain_program(graph, data):
+    live = live_ranges(graph)
+    mountain = one_turn(graph, 0)
+    if mountain is None or not mountain.needed:
+        return
+    nodes = Nodes(graph, live, mountain)
+    step = data.draw(st.integers(0, len(graph.ops) - 1))
+    assert 0 <= others(nodes, live)[step] <= live.temp + max(v.nbytes for v in graph.values)
+    assert nodes.first.keys() <= nodes.maker.keys()
+    assert all(mountain.turn <= nodes.first[v] <= nodes.last[v] for v in nodes.first)
