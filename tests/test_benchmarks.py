@@ -82,3 +82,13 @@ def test_the_runner_refuses_an_unknown_name():
     done = subprocess.run([sys.executable, "-m", "benchmarks", "nothing"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert f"no benchmark 'nothing': there are {', '.join(RUNS)}" in done.stderr
+
+
+@pytest.mark.parametrize("name", [name for name, (_, quick) in RUNS.items() if quick])
+def test_the_quick_subset_is_understood(name):
+    """Every option of it is one that the benchmark has."""
+    module, *arguments = RUNS[name][1]
+    told = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert all(a in told.stdout for a in arguments if a.startswith("--"))

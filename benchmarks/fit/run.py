@@ -185,6 +185,7 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", help="workloads, or 'policies'; default: everything")
+    parser.add_argument("--print-only", action="store_true", help="leave the recorded results alone")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
@@ -197,12 +198,16 @@ def main() -> None:
     machine = describe()
     path = HERE / f"results-jax{machine['jax']}.json"
     # A run of some cases renews those and keeps the others; nothing is lost when it is interrupted.
-    known = json.loads(path.read_text()) if path.exists() else {"policies": [], "suite": []}
+    known: dict[str, Any] = {"policies": [], "suite": []}
+    if path.exists() and not options.print_only:
+        known = json.loads(path.read_text())
     rows = {row["workload"]: row for row in known["suite"]}
     result: dict[str, Any] = {"machine": machine, "target": TARGET, "share": SHARE, "policies": known["policies"]}
 
     def save() -> None:
         result["suite"] = [rows[name] for name in workloads.NAMES if name in rows]
+        if options.print_only:
+            return
         path.write_text(json.dumps(result, indent=1) + "\n")
         path.with_suffix(".md").write_text(table(result))
 
