@@ -32,6 +32,8 @@ _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of what must leave the device that are given to copies; the rest is recomputed."""
 _REPAIRS = 8
 _STRIDE = 4
+_WORTHWHILE = 0.01
+"""A dearer plan is not given up for another turn to be solved unless this share of a step can be gained."""
 _GROWTHS = 4
 """Trials with more bytes after one that fits, while more than ``_LEFT`` of its temporaries are left over."""
 _LEFT = 0.01
@@ -156,23 +158,35 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
     first = measure(menu.least(menu.spans[0]))
     barrier = next((i for i, o in enumerate(first.program.origin) if o < 0), len(first.program.origin))
     base = first.device - first.live.temp + max(first.live.profile[:barrier], default=0) - menu.size(first.kept)
+    fits: list[tuple[_Trial, Bytes, int]] = []
     for span in menu.spans:
-        _with_span(budget, base, menu, span, measure)
-    fitting = [t for t in known.values() if t.device <= budget]
-    if fitting:
-        _polish(budget, graph, menu, charge, measure, min(fitting, key=lambda t: t.price))
+        found = _with_span(budget, base, menu, span, measure)
+        if found is not None:
+            fits.append((*found, span))
+    if fits:
+        trial, capacity, span = min(fits, key=lambda f: f[0].price)
+        _grow(budget, capacity, menu, span, measure, trial)
+        best = min((t for t in known.values() if t.device <= budget), key=lambda t: t.price)
+        _polish(budget, graph, menu, charge, measure, best)
     trials = known.values()
     lowest = min(trials, key=lambda t: t.device)
     if lowest.device <= budget:
         lowest = min((t for t in trials if t.device <= budget), key=lambda t: t.price)
     # Trials that keep different values and need the same bytes: what they need them for lies elsewhere.
     times = Counter(t.device for t in trials)
-    stuck = [t for t in trials if times[t.device] > 1 and budget < t.device < start.device and t.price < lowest.price]
+    worse = budget if lowest.device <= budget else lowest.device
+    dearer = lowest.price - _WORTHWHILE * sum(charge)
+    stuck = [t for t in trials if times[t.device] > 1 and worse < t.device < start.device and t.price < dearer]
     return [lowest, *([min(stuck, key=lambda t: (t.device, t.price))] if stuck else [])]
 
 
-def _with_span(budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial]) -> None:
-    """Measure trials with segments of at most ``span`` stages until bytes are used up, the smallest if none fits."""
+def _with_span(
+    budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial]
+) -> tuple[_Trial, Bytes] | None:
+    """Measure trials with segments of at most ``span`` stages until one fits, the smallest if none does.
+
+    Returns the one that fits and the bytes it was given to keep.
+    """
     capacity = budget - base
     last: frozenset[int] | None = None
     less = 0
@@ -182,13 +196,13 @@ def _with_span(budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Calla
             break
         trial = measure(kept)
         if trial.device <= budget:
-            _grow(budget, capacity, menu, span, measure, trial)
-            return
+            return trial, capacity
         # What crosses the chosen cuts comes on top of the capacity, so a small step may change nothing.
         less = less * _STRIDE if kept == last else trial.device - budget
         last = kept
         capacity = min(capacity, menu.size(kept)) - less
     measure(menu.least(span))
+    return None
 
 
 def _polish(

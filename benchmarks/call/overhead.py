@@ -14,6 +14,7 @@ the machine does not disturb) and by the wall clock. Results go to ``overhead-ja
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -146,6 +147,7 @@ def two_signatures() -> dict[str, Any]:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     cases = {
         "two arguments": few_arguments,
         "150-leaf pytree": many_leaves,
