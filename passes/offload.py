@@ -275,15 +275,16 @@ def _wait(seconds: Sequence[Seconds], copies: Sequence[Copy], link: Link) -> Sec
         until.setdefault(copy.until, []).append(k)
     length = [link.latency + c.nbytes / link.bandwidth for c in copies]
     left, arrived = [0.0] * len(copies), [0.0] * len(copies)
-    clock = out = back = 0.0
+    wait = clock = out = back = 0.0
     for i, duration in enumerate(seconds):
         for k in sorted(begin.get(i, ()), key=lambda k: copies[k].until):
             back = arrived[k] = max(back, clock, left[k]) + length[k]
-        clock = max([clock, *(left[k] for k in done.get(i, ())), *(arrived[k] for k in until.get(i, ()))])
-        clock += duration
+        ready = max([clock, *(left[k] for k in done.get(i, ())), *(arrived[k] for k in until.get(i, ()))])
+        wait += ready - clock
+        clock = ready + duration
         for k in leaving.get(i, ()):
             out = left[k] = max(out, clock) + length[k]
-    return clock - sum(seconds)
+    return wait
 
 
 def insert(program: Program, copies: Sequence[Copy]) -> Program:

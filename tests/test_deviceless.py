@@ -161,7 +161,7 @@ def test_values_wait_on_the_host_instead():
 def test_a_product_that_is_read_in_slices_is_never_there_whole():
     """DLRM's interactions: two products of one stack, added and taken apart. Recomputation cannot get below them."""
     SUBJECTS.setdefault("dlrm", dlrm)
-    report = plan(subject("dlrm"), at(0.6, "dlrm"))
+    report = plan(subject("dlrm"), at(0.65, "dlrm"))
     check_report(report)
     assert any("made slice by slice" in note for note in report.notes)
 
