@@ -5,7 +5,9 @@ everything kept that the stage recomputes from, and over the *frontier*, the buf
 the previous stage that later ops still read. Later readers take the versions behind the barrier.
 So XLA can neither merge the clones with the originals, nor start them before, nor postpone the
 previous stage's work (weight gradients above all) past them; its schedule keeps the order the
-plan was made for. XLA drops barrier operands whose result nobody uses, hence the rewiring.
+plan was made for. Clones that are first read later than that get a barrier of their own, over
+what was made meanwhile: left free within their stage, XLA may start them long before. XLA drops
+barrier operands whose result nobody uses, hence the rewiring.
 
 Ops that fuse away are emitted where they are read, once per stage: they cost nothing there, and
 the barrier sees buffers only. What nobody reads is never emitted.
@@ -109,6 +111,7 @@ class _Emission:
             for k in closed:
                 self.open_stage(k, reader)
             todo = self.missing(wanted)
+        self.hold_back([o for o in todo if o in self.again], reader)
         for o in todo:
             op = self.graph.ops[o]
             if o in self.again:
@@ -155,17 +158,38 @@ class _Emission:
 
     def open_stage(self, k: int, reader: int) -> None:
         """Put the stage's barrier; everything it recomputes from is read behind it."""
-        read: dict[int, None] = dict.fromkeys(
-            u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped
-        )
+        read = dict.fromkeys(u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped)
         read.update(dict.fromkeys(self.forced.get(k, ())))
-        ties = [v for v in self.frontier.since_last(reader) if v not in read]
-        operands = [*read, *ties]
+        self.behind[k] = self.barrier({v: self.now.get(v, v) for v in read}, self.frontier.since_last(reader))
+
+    def hold_back(self, clones: list[int], reader: int) -> None:
+        """Keep ``clones`` of stages that were opened long ago from starting before they are wanted."""
+        if not any(self.kernels.is_root[o] for o in clones):
+            return
+        ties = self.frontier.since_last(reader)
+        if not ties:
+            return
+        made = {r for o in clones for r in self.graph.ops[o].results}
+        read: dict[int, int] = {}
+        for o in clones:
+            behind = self.behind[self.stage[o]]
+            read.update(
+                (u, self.now[u] if u in self.dropped else behind[u])
+                for u in self.graph.ops[o].operands
+                if u not in made
+            )
+        fresh = self.barrier(read, ties)
+        for k in {self.stage[o] for o in clones}:
+            self.behind[k].update((v, f) for v, f in fresh.items() if v in self.behind[k])
+
+    def barrier(self, read: dict[int, int], ties: list[int]) -> dict[int, int]:
+        """Put a barrier over ``read`` (value → version) and ``ties``; their versions behind it."""
+        operands = read | {v: self.now.get(v, v) for v in ties if v not in read}
         behind: dict[int, int] = {v: self.new_version(v) for v in operands}
-        barrier = Op(id=OpId(0), primitive="optimization_barrier", operands=(), results=())
-        self.put(barrier, [self.now.get(v, v) for v in operands], list(behind.values()), -1)
-        self.behind[k] = behind
+        op = Op(id=OpId(0), primitive="optimization_barrier", operands=(), results=())
+        self.put(op, list(operands.values()), list(behind.values()), -1)
         self.now.update((v, b) for v, b in behind.items() if v not in self.inputs)
+        return behind
 
     def new_version(self, v: int) -> ValueId:
         fresh = ValueId(len(self.values))

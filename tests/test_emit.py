@@ -167,6 +167,30 @@ def test_a_barrier_is_tied_to_something_late():
         assert newest >= turn
 
 
+def test_what_a_stage_recomputes_later_is_held_back():
+    """Two arms in one stage, the second read after a product of the descent: its clones wait for that product."""
+    b = Builder()
+    x, v, w = b.input(64, 64), b.input(64, 64), b.input(64, 64)
+    first, second = b.op("tanh", b.dot(x, v)), b.op("tanh", b.dot(x, w))
+    g = b.op("neg", x)
+    turn = len(b.ops)
+    for _ in range(3):
+        g = b.dot(g, v)
+    g = b.dot(b.op("mul", g, first), w)
+    between = len(b.ops) - 1
+    graph = b.graph(b.dot(b.op("mul", g, second), v))
+    mountain = mountain_at(graph, turn)
+    assert {first, second} <= set(mountain.needed)
+    program = emit(Program.unchanged(graph), fuse(graph), mountain, frozenset(), [])
+    assert same_outputs(graph, program)
+    barriers = [op for op in program.graph.ops if op.primitive == BARRIER]
+    assert len(barriers) == 2
+    made_by = {r: program.origin[op.id] for op in program.graph.ops for r in op.results}
+    assert between in {made_by.get(v) for v in barriers[1].operands}
+    clones = [op.id for op in program.clones() if op.primitive == "dot_general"]
+    assert barriers[0].id < clones[0] < barriers[1].id < clones[1]
+
+
 def test_fused_ops_of_the_descent_are_made_where_they_are_read():
     """``s`` fuses into all its readers: once per stage that reads it, after that stage's barrier."""
     b = Builder()
