@@ -6,6 +6,7 @@ values that are inputs or results of earlier ops. Nothing here knows JAX.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -47,6 +48,22 @@ class Op:
     trip_count: int = 1
     slots: tuple[int, ...] = ()
     carried: tuple[int, int] = (0, 0)
+
+    def on(self, id: int, operands: Sequence[int], results: Sequence[int]) -> Op:
+        """The same computation as op ``id`` of another schedule, on other values."""
+        given = iter(operands)
+        return Op(
+            id=OpId(id),
+            primitive=self.primitive,
+            operands=tuple(ValueId(v) for v in operands),
+            results=tuple(ValueId(v) for v in results),
+            flops=self.flops,
+            pinned=self.pinned,
+            bodies=self.bodies,
+            trip_count=self.trip_count,
+            slots=tuple(next(given) if s >= 0 else -1 for s in self.slots),
+            carried=self.carried,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.passes.loops import LoopPlan
-from jaxtensile.trace import Equation, Traced, bind, trace_jaxpr
+from jaxtensile.trace import Equation, Traced, bind, retrace, trace_jaxpr
 
 
 def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan]) -> Any:
@@ -41,9 +40,7 @@ def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan]) -> Any
             env.update((v, r) for v, r in zip(equation.results, results, strict=True) if r is not None)
         return [read(o) for o in traced.outputs]
 
-    jaxpr, _ = _compat.open_jaxpr(closed)
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
-    return jax.make_jaxpr(evaluate)(*avals)
+    return retrace(evaluate, closed)
 
 
 def _forward(

@@ -88,7 +88,7 @@ def _program(job: Job, traced: Traced) -> _Subject:
     live = live_ranges(traced.graph)
     return _Subject(
         traced=traced,
-        predicted=MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias),
+        predicted=live.use(),
         bound=lower_bound(traced.graph, traced.consts, job.device.platform),
     )
 

@@ -6,7 +6,7 @@ ops is an op of the original on versions of the same values, or a barrier that c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxtensile.ir import Graph, Op, OpId, ValueId
@@ -119,6 +119,10 @@ class Program:
                     out.append(op)
                 seen.add(o)
         return out
+
+    def again(self, figure: Sequence[float]) -> float:
+        """What ``figure``, one per op of the original, adds up to over the clones."""
+        return sum(figure[self.origin[op.id]] for op in self.clones())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,12 +17,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-import jax
 from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.ir import Graph, consumers
-from jaxtensile.trace import Traced, bind
+from jaxtensile.trace import Traced, bind, retrace
 from jaxtensile.units import Bytes
 
 _POINTWISE = frozenset("add add_any sub mul neg convert_element_type".split())
@@ -98,9 +97,7 @@ def split_products(traced: Traced, closed: Any, chosen: frozenset[int]) -> Any:
                 env.update(zip(equation.results, results, strict=True))
         return [read(o) for o in traced.outputs]
 
-    jaxpr, _ = _compat.open_jaxpr(closed)
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
-    return jax.make_jaxpr(evaluate)(*avals)
+    return retrace(evaluate, closed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ Invariant: ``graph.ops[i]`` describes ``equations[i]``; value ids are shared by 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -287,6 +288,13 @@ def jaxpr_flops(jaxpr: Any) -> float:
     """Matrix and convolution FLOPs of a (closed) jaxpr: the figure all benchmarks quote."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     return sum(equation_flops(e) for e in jaxpr.eqns)
+
+
+def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
+    """The closed jaxpr of ``evaluate`` on the arguments of ``closed``."""
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
+    return jax.make_jaxpr(evaluate)(*avals)
 
 
 def bind(equation: Equation, operands: list[Any]) -> list[Any]:

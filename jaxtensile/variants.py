@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from jaxtensile.job import Job
 from jaxtensile.loops import rewrite_loops
@@ -100,26 +100,20 @@ def _priced(start: Variant, costs: Costs) -> Variant:
 def with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
     graph, device = start.base.graph, start.job.device
+    costs = cache(lambda forward: op_costs(graph.ops[forward].bodies[0], device))
     ladder = Ladder(graph, lambda body: op_costs(body, device).charge)
 
     def at(way: Way) -> Variant:
         charge, seconds = start.charge, start.seconds
         for plan in way:
             front = graph.ops[plan.pair.forward]
-            body = op_costs(front.bodies[0], device)
+            body = costs(plan.pair.forward)
             charge += front.trip_count * sum(body.charge[o] for o in plan.again)
             seconds += front.trip_count * sum(body.seconds[o] for o in plan.again)
         return replace(start, loops=way, charge=charge, seconds=seconds)
 
     def between(more: Way, less: Way) -> Callable[[], list[Variant]]:
-        known: list[Variant] = []
-
-        def finer() -> list[Variant]:
-            if not known:
-                known.extend(at(way) for way in ladder.between(more, less))
-            return known
-
-        return finer
+        return cache(lambda: [at(way) for way in ladder.between(more, less)])
 
     rungs = sorted((at(way) for way in ladder.rungs), key=lambda v: v.charge)
     above = [rungs[0], *rungs]
@@ -131,7 +125,7 @@ def with_loops(start: Variant) -> list[Variant]:
 
 def without_host(variants: list[Variant]) -> list[Variant]:
     """The same variants, to be planned by recomputation alone."""
-    return [replace(v, host=False) for v in variants]
+    return [replace(v, host=False, finer=cache(lambda v=v: without_host(v.finer()))) for v in variants]
 
 
 def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
@@ -151,13 +145,12 @@ def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
     assert best is not None, "there is always the program as it is"
     if best[1].predicted.device <= budget:
         for variant in best[0].finer():
-            consider(variant if best[0].host else replace(variant, host=False))
+            consider(variant)
     return best
 
 
 def _charge(variant: Variant, plan: Plan) -> Seconds:
-    clones = plan.program.clones()
-    return variant.charge + plan.wait + sum(variant.problem.costs.charge[plan.program.origin[op.id]] for op in clones)
+    return variant.charge + plan.wait + plan.program.again(variant.problem.costs.charge)
 
 
 def _rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jaxtensile.ir import OpId, ValueId
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.offload import Copy
-from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Problem, Program, Remat
+from jaxtensile.plan import Action, Keep, Offload, Plan, Problem, Program, Remat
 from jaxtensile.units import Seconds
 
 
@@ -26,14 +26,13 @@ def answer(
     bound: Seconds | None = None,
 ) -> Plan:
     """The plan that ``program`` is; ``live``: its buffers; ``gap`` and ``bound``: what the solver has proven."""
-    clones = program.clones()
     away = sum(c.nbytes for c in copies)
     return Plan(
         program=program,
         actions=_actions(problem, program, copies),
-        predicted=MemoryUse(argument=live.argument, output=live.output, temp=live.temp, alias=live.alias, host=away),
-        overhead=sum(problem.costs.seconds[program.origin[op.id]] for op in clones) + wait,
-        recompute_flops=sum(op.flops for op in clones),
+        predicted=live.use(host=away),
+        overhead=program.again(problem.costs.seconds) + wait,
+        recompute_flops=program.again([op.flops for op in problem.graph.ops]),
         solver=solver,
         offload_bytes=away,
         wait=wait,

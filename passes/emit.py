@@ -24,6 +24,8 @@ from jaxtensile.passes.fusion import Kernels, is_fusible
 from jaxtensile.passes.stages import Mountain
 from jaxtensile.plan import Program
 
+_BARRIER = Op(id=OpId(0), primitive="optimization_barrier", operands=(), results=())
+
 
 def recomputed_ops(graph: Graph, mountain: Mountain, kept: frozenset[int]) -> set[int]:
     """Ops that must run again when exactly ``kept`` survives the turn."""
@@ -186,8 +188,7 @@ class _Emission:
         """Put a barrier over ``read`` (value → version) and ``ties``; their versions behind it."""
         operands = read | {v: self.now.get(v, v) for v in ties if v not in read}
         behind: dict[int, int] = {v: self.new_version(v) for v in operands}
-        op = Op(id=OpId(0), primitive="optimization_barrier", operands=(), results=())
-        self.put(op, list(operands.values()), list(behind.values()), -1)
+        self.put(_BARRIER, list(operands.values()), list(behind.values()), -1)
         self.now.update((v, b) for v, b in behind.items() if v not in self.inputs)
         return behind
 
@@ -198,26 +199,8 @@ class _Emission:
         return fresh
 
     def put(self, op: Op, operands: Sequence[int], results: Sequence[int], origin: int) -> None:
-        self.ops.append(
-            Op(
-                id=OpId(len(self.ops)),
-                primitive=op.primitive,
-                operands=tuple(ValueId(v) for v in operands),
-                results=tuple(ValueId(v) for v in results),
-                flops=op.flops,
-                pinned=op.pinned,
-                bodies=op.bodies,
-                trip_count=op.trip_count,
-                slots=_slots(op, operands),
-                carried=op.carried,
-            )
-        )
+        self.ops.append(op.on(len(self.ops), operands, results))
         self.origin.append(origin)
-
-
-def _slots(op: Op, operands: Sequence[int]) -> tuple[int, ...]:
-    given = iter(operands)
-    return tuple(next(given) if s >= 0 else -1 for s in op.slots)
 
 
 class _Frontier:

@@ -119,7 +119,7 @@ def _with_copies(
         seconds = [problem.costs.seconds[o] if o >= 0 else 0.0 for o in start.program.origin]
         off = offload(start.program, seconds, problem.link, budget, problem.host_budget)
         if off.copies:
-            charge = sum(problem.costs.charge[off.program.origin[op.id]] for op in off.program.clones())
+            charge = off.program.again(problem.costs.charge)
             found = _Trial(start.kept, off.program, off.live, charge, off.copies, off.wait)
             if _better(found, best, budget):
                 best = found

@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from jaxtensile.ir import Graph
 from jaxtensile.passes.fusion import IN_PLACE, Kernels, fuse, is_fusible
-from jaxtensile.plan import TO_HOST
+from jaxtensile.plan import TO_HOST, MemoryUse
 from jaxtensile.units import Bytes
 
 
@@ -48,6 +48,10 @@ class Liveness:
     def device(self) -> Bytes:
         """Bytes the program occupies: argument + output + temp - alias."""
         return self.argument + self.output + self.temp - self.alias
+
+    def use(self, host: Bytes = 0) -> MemoryUse:
+        """The same as the prediction of XLA's memory analysis; ``host``: bytes that wait there."""
+        return MemoryUse(argument=self.argument, output=self.output, temp=self.temp, alias=self.alias, host=host)
 
 
 def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:

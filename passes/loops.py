@@ -123,12 +123,6 @@ class PairCut:
         return LoopPlan(self.pair, dropped, stacked, tuple(sorted(o - shift for o in again if o >= shift)))
 
 
-def plan_pair(graph: Graph, pair: ScanPair, charge: Sequence[float], price: float) -> LoopPlan | None:
-    """What to stack when a byte costs ``price`` seconds; None when that is what the pair does already."""
-    cut = PairCut(graph, pair, charge)
-    return cut.plan(cut.keep(price))
-
-
 def _with_sources(body: Graph, sources: set[int]) -> tuple[Graph, int]:
     """The body with an immovable op in front that makes ``sources``: they can be kept, never recomputed."""
     source = Op(
@@ -193,8 +187,3 @@ class Ladder:
         ends = list(zip(self._cuts, self._kept[more], self._kept[less], strict=True))
         ways = (self._add([cut.between(a, b, share) for cut, a, b in ends]) for share in _SHARES)
         return [way for way in dict.fromkeys(ways) if way not in (more, less)]
-
-
-def ladder(graph: Graph, charges: Callable[[Graph], Sequence[float]]) -> list[Way]:
-    """Ways to rewrite the loops of ``graph``, from nothing to everything; ``charges``: of a body's ops."""
-    return list(Ladder(graph, charges).rungs)

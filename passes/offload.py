@@ -183,11 +183,9 @@ def _gaps(graph: Graph, live: Liveness) -> list[_Gap]:
     kernels, owner = live.kernels, live.owner
     home = kernels.home
     touched = buffer_steps(graph, live)
-    made = [-1] * len(graph.values)
+    made = producers(graph)
     last = [-1] * len(graph.values)
     for op in graph.ops:
-        for r in op.results:
-            made[r] = op.id
         for v in op.operands:
             last[v] = op.id
     end = len(graph.ops)
@@ -318,10 +316,7 @@ class _Insertion:
                 self._tied(op, back)
                 for v in back:
                     self.now[v] = self._new(TO_DEVICE, self.on_host[v], "device")
-            operands = tuple(ValueId(self.now.get(v, v)) for v in op.operands)
-            given = iter(operands)
-            slots = tuple(next(given) if s >= 0 else -1 for s in op.slots)
-            self._put(replace(op, operands=operands, slots=slots), self.program.origin[op.id])
+            self._put(op, [self.now.get(v, v) for v in op.operands], op.results, self.program.origin[op.id])
             for copy in self.leaving.get(op.id, ()):
                 self.on_host[copy.value] = self._new(TO_HOST, self.now.get(copy.value, copy.value), "host")
         outputs = tuple(ValueId(self.now.get(v, v)) for v in graph.outputs)
@@ -336,11 +331,11 @@ class _Insertion:
         results = [self._version(v, self.values[v].space) for v in operands]
         self.on_host.update(zip(values, results, strict=False))
         self.now[tie] = results[-1]
-        self._put(_op("optimization_barrier", operands, results), -1)
+        self._put(_named("optimization_barrier"), operands, results, -1)
 
     def _new(self, primitive: str, operand: int, space: str) -> int:
         result = self._version(operand, space)
-        self._put(_op(primitive, [operand], [result]), -1)
+        self._put(_named(primitive), [operand], [result], -1)
         return result
 
     def _version(self, v: int, space: str) -> int:
@@ -349,18 +344,13 @@ class _Insertion:
         self.version_of.append(self.version_of[v])
         return fresh
 
-    def _put(self, op: Op, origin: int) -> None:
-        self.ops.append(replace(op, id=OpId(len(self.ops))))
+    def _put(self, op: Op, operands: Sequence[int], results: Sequence[int], origin: int) -> None:
+        self.ops.append(op.on(len(self.ops), operands, results))
         self.origin.append(origin)
 
 
-def _op(primitive: str, operands: Sequence[int], results: Sequence[int]) -> Op:
-    return Op(
-        id=OpId(0),
-        primitive=primitive,
-        operands=tuple(ValueId(v) for v in operands),
-        results=tuple(ValueId(v) for v in results),
-    )
+def _named(primitive: str) -> Op:
+    return Op(id=OpId(0), primitive=primitive, operands=(), results=())
 
 
 def _by(copies: Sequence[Copy], key: Callable[[Copy], int]) -> dict[int, list[Copy]]:

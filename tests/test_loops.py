@@ -8,7 +8,7 @@ import pytest
 from jaxtensile.device import profile
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.loops import Ladder, find_pairs, ladder, plan_pair
+from jaxtensile.passes.loops import Ladder, PairCut, find_pairs
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
 
 DEVICE = profile("nvidia-h200")
@@ -80,10 +80,14 @@ def program(request):
     return jax.value_and_grad(request.param), args
 
 
+def ladder(graph):
+    return Ladder(graph, lambda body: op_costs(body, DEVICE).charge)
+
+
 def ways_of(fun, args):
     traced = jax.jit(fun).trace(*args)
     flat = trace_jaxpr(traced.jaxpr)
-    return traced, flat, ladder(flat.graph, lambda body: op_costs(body, DEVICE).charge)
+    return traced, flat, ladder(flat.graph).rungs
 
 
 def test_every_way_to_rewrite_gives_the_same_values(program):
@@ -157,7 +161,8 @@ def test_free_bytes_change_nothing():
     graph = trace_jaxpr(jax.jit(jax.grad(rnn)).trace(*args).jaxpr).graph
     for pair in find_pairs(graph):
         charge = op_costs(graph.ops[pair.forward].bodies[0], DEVICE).charge
-        assert plan_pair(graph, pair, [c + 1.0 for c in charge], 1e-18) is None
+        cut = PairCut(graph, pair, [c + 1.0 for c in charge])
+        assert cut.plan(cut.keep(1e-18)) is None
 
 
 def test_between_two_rungs_there_are_finer_steps(program):
@@ -165,7 +170,7 @@ def test_between_two_rungs_there_are_finer_steps(program):
     fun, args = program
     traced = jax.jit(fun).trace(*args)
     flat = trace_jaxpr(traced.jaxpr)
-    steps = Ladder(flat.graph, lambda body: op_costs(body, DEVICE).charge)
+    steps = ladder(flat.graph)
     expected = jax.tree.leaves(jax.jit(fun, compiler_options=LEVEL_0)(*args))
     more, less = steps.rungs[0], steps.rungs[-1]
     between = steps.between(more, less)
@@ -184,5 +189,5 @@ def test_between_two_rungs_there_are_finer_steps(program):
 def test_where_rungs_differ_in_many_values_there_are_steps():
     w = {"in": jnp.ones((16, 16)), "b": jnp.ones(16)}
     traced = jax.jit(jax.value_and_grad(rnn)).trace(w, jnp.ones((12, 8)), jnp.ones(8))
-    steps = Ladder(trace_jaxpr(traced.jaxpr).graph, lambda body: op_costs(body, DEVICE).charge)
+    steps = ladder(trace_jaxpr(traced.jaxpr).graph)
     assert len(steps.between(steps.rungs[0], steps.rungs[-1])) > 1

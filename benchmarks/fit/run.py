@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.isolate import isolated, save
+
 HERE = Path(__file__).parent
+MODULE = "fit.run"
 TARGET = "nvidia-h200"
 SHARE = 0.6
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
@@ -35,49 +37,47 @@ def measure_policy(policy: str | None) -> dict[str, Any]:
     return {"policy": policy or "none", **plain(workload)}
 
 
-def plain(workload: Any) -> dict[str, Any]:
-    """The program as it is: compiled by the target's compiler, through the same known failures."""
+def plain(workload: Any, target: str = TARGET) -> dict[str, Any]:
+    """The program as it is: compiled by the target's compiler, through the same known failures.
+
+    No ``device``, ``argument`` and ``temp`` when the compiler refuses; ``refusal`` is then what it said.
+    """
     import jax
     from jax.sharding import SingleDeviceSharding
 
     from jaxtensile.compile import compile_program
-    from jaxtensile.target import resolve
+    from jaxtensile.target import compiler_options, resolve
     from jaxtensile.trace import jaxpr_flops
 
-    sharding = SingleDeviceSharding(resolve(TARGET))
+    sharding = SingleDeviceSharding(resolve(target))
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), workload.args)
 
     def make(options: Any) -> Any:
         return jax.jit(workload.fun, **workload.jit_options, compiler_options=dict(options) or None)
 
-    made = compile_program(make, args, {}, {})
-    assert made.memory is not None, made.refusal
+    made = compile_program(make, args, {}, compiler_options(target))
     jaxpr = jax.jit(workload.fun, **workload.jit_options).trace(*workload.args).jaxpr
-    return {
-        "device": made.device,
-        "argument": made.memory.argument,
-        "temp": made.memory.temp,
-        "flops": jaxpr_flops(jaxpr),
-        "seconds": made.seconds,
-        "notes": list(made.notes),
-    }
+    row = {"flops": jaxpr_flops(jaxpr), "seconds": made.seconds, "notes": list(made.notes), "refusal": made.refusal}
+    if made.memory is None:
+        return row
+    return {**row, "device": made.device, "argument": made.memory.argument, "temp": made.memory.temp}
 
 
-def fit(workload: Any, budget: int) -> dict[str, Any]:
-    """What ``jaxtensile.jit`` makes of the budget."""
+def fit(workload: Any, budget: int | None, target: str = TARGET) -> dict[str, Any]:
+    """What ``jaxtensile.jit`` makes of the budget; None: what the target has."""
     import jaxtensile
     from jaxtensile.trace import jaxpr_flops
 
-    step = jaxtensile.jit(workload.fun, budget=budget, target=TARGET, **workload.jit_options)
+    step = jaxtensile.jit(workload.fun, budget=budget, target=target, **workload.jit_options)
     started = time.perf_counter()
     try:
         report = step.plan(*workload.args)
     except jaxtensile.BudgetError as error:
-        return {"budget": budget, "fits": False, "error": str(error), "needs": error.needs}
+        return {"budget": error.has, "fits": False, "error": str(error), "needs": error.needs}
     wall = time.perf_counter() - started
     compiling = sum(s for name, s in report.seconds.items() if name.startswith("compile"))
     return {
-        "budget": budget,
+        "budget": report.budget,
         "fits": report.fits,
         "device": report.compiled.device,
         "predicted": report.predicted.device,
@@ -107,23 +107,12 @@ def case(name: str) -> dict[str, Any]:
     return {"workload": name, "plain": base, "fit": fit(workload, budget)}
 
 
-def isolated(name: str) -> dict[str, Any]:
-    """The case in a fresh process; a crash is a result too."""
-    print(f"{name} …", flush=True)
-    command = [sys.executable, "-m", "benchmarks.fit.run", "--case", name]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent.parent)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {"workload": name, "crash": (done.stderr or done.stdout)[-2000:]}
-    return json.loads(lines[-1])
-
-
 def policies() -> list[dict[str, Any]]:
     """Each policy and our plan at its bytes."""
-    rows = [isolated("policy:none")]
+    rows = [isolated(MODULE, "policy:none", "policy")]
     for policy in POLICIES:
-        peer = isolated(f"policy:{policy}")
-        rows.append({**peer, "ours": isolated(f"gpt2@{peer['device']}")})
+        peer = isolated(MODULE, f"policy:{policy}", "policy")
+        rows.append({**peer, "ours": isolated(MODULE, f"gpt2@{peer['device']}", "policy")})
     return rows
 
 
@@ -204,21 +193,19 @@ def main() -> None:
     rows = {row["workload"]: row for row in known["suite"]}
     result: dict[str, Any] = {"machine": machine, "target": TARGET, "share": SHARE, "policies": known["policies"]}
 
-    def save() -> None:
+    def keep() -> None:
         result["suite"] = [rows[name] for name in workloads.NAMES if name in rows]
-        if options.print_only:
-            return
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        path.with_suffix(".md").write_text(table(result))
+        if not options.print_only:
+            save(path, result, table)
 
     if not options.cases or "policies" in options.cases:
         result["policies"] = policies()
-        save()
+        keep()
     for name in names:
-        rows[name] = {**isolated(name), "date": machine["date"]}
+        rows[name] = {**isolated(MODULE, name), "date": machine["date"]}
         if "crash" in rows[name]:
             print(rows[name]["crash"], file=sys.stderr)
-        save()
+        keep()
     print(table(result))
 
 

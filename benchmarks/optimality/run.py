@@ -13,12 +13,13 @@ of a step's charge apart. Nothing is compiled: bytes, charge and seconds are the
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from benchmarks.isolate import save
 
 HERE = Path(__file__).parent
 TARGET = "nvidia-h200"
@@ -188,8 +189,7 @@ def main() -> int:
     print(text)
     if not options.quick and not options.names:
         stem = f"results-jax{result['machine']['jax']}"
-        (HERE / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (HERE / f"{stem}.md").write_text(text)
+        save(HERE / f"{stem}.json", result, table)
         print(f"written: {HERE.name}/{stem}.json and .md")
     return 0
 

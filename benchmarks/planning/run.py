@@ -20,7 +20,6 @@ import json
 import math
 import pstats
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -28,7 +27,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.isolate import isolated, save
+
 HERE = Path(__file__).parent
+MODULE = "planning.run"
 TARGET = "nvidia-h200"
 SHARE = 0.6
 LAYERS = (3, 6, 12, 24, 48, 96)
@@ -69,7 +71,7 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
     from jaxtensile.passes.cost import op_costs
     from jaxtensile.passes.greedy import prepare
     from jaxtensile.passes.liveness import live_ranges
-    from jaxtensile.passes.loops import ladder
+    from jaxtensile.passes.loops import Ladder
     from jaxtensile.passes.lowerbound import lower_bound
     from jaxtensile.plan import Problem
     from jaxtensile.rewrite import rewrite
@@ -88,7 +90,7 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
     with clock("costs"):
         costs = op_costs(traced.graph, device)
     with clock("loops"):
-        ladder(traced.graph, lambda body: op_costs(body, device).charge)
+        Ladder(traced.graph, lambda body: op_costs(body, device).charge)
     with clock("solve"):
         plan = prepare(Problem(graph=traced.graph, costs=costs, budget=budget))(budget)
     with clock("check"):
@@ -156,22 +158,6 @@ def profiled(layers: int) -> str:
     return out.getvalue()
 
 
-def isolated(layers: int, *, with_compile: bool) -> dict[str, Any]:
-    """The case in a fresh process; a crash is a result too."""
-    print(f"planning {layers} layers …", end=" ", flush=True)
-    command = [sys.executable, "-m", "benchmarks.planning.run", "--case", str(layers)]
-    done = subprocess.run(
-        command if with_compile else [*command, "--no-compile"], capture_output=True, text=True, cwd=HERE.parent.parent
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        print("crashed", flush=True)
-        return {"layers": layers, "crash": (done.stderr or done.stdout)[-2000:]}
-    row = json.loads(lines[-1])
-    print(f"{row['equations']:,} equations, {row['planning_cpu_seconds']:.2f} s of CPU", flush=True)
-    return row
-
-
 def exponents(rows: list[dict[str, Any]]) -> dict[str, float]:
     """The slope of log time over log(n log n), least squares, of each part: 1 is n log n."""
     rows = [row for row in rows if "crash" not in row]
@@ -236,7 +222,8 @@ def main() -> int:
 
     sizes = options.layers or (QUICK if options.quick else LAYERS)
     with_compile = not (options.quick or options.no_compile)
-    rows = [isolated(layers, with_compile=with_compile) for layers in sizes]
+    extra = () if with_compile else ("--no-compile",)
+    rows = [isolated(MODULE, str(layers), "layers", extra) for layers in sizes]
     result = {"machine": describe(), "target": TARGET, "share": SHARE, "rows": rows, "exponents": exponents(rows)}
     text = table(result)
     print(text)
@@ -245,8 +232,7 @@ def main() -> int:
             print(row["layers"], "layers:", row["crash"], file=sys.stderr)
     if not options.quick and not options.layers:
         stem = f"results-jax{result['machine']['jax']}"
-        (HERE / f"{stem}.json").write_text(json.dumps(result, indent=1) + "\n")
-        (HERE / f"{stem}.md").write_text(text)
+        save(HERE / f"{stem}.json", result, table)
         print(f"written: {HERE.name}/{stem}.json and .md")
     return int(any("crash" in row for row in rows))
 

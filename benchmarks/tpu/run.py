@@ -12,65 +12,24 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.fit.run import fit, plain
+from benchmarks.isolate import isolated, save
+
 HERE = Path(__file__).parent
+MODULE = "tpu.run"
 TARGET = "tpu-v5e"
 
 
 def case(name: str) -> dict[str, Any]:
     """One workload, in this process."""
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
-    import jaxtensile
     from benchmarks import workloads
-    from jaxtensile.compile import compile_program
-    from jaxtensile.target import compiler_options, resolve
-    from jaxtensile.trace import jaxpr_flops
 
-    work = workloads.workload(name)
-    sharding = SingleDeviceSharding(resolve(TARGET))
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), work.args)
-
-    def make(options: Any) -> Any:
-        return jax.jit(work.fun, **work.jit_options, compiler_options=dict(options) or None)
-
-    plain = compile_program(make, args, {}, compiler_options(TARGET))
-    flops = jaxpr_flops(jax.jit(work.fun, **work.jit_options).trace(*work.args).jaxpr)
-    row: dict[str, Any] = {"workload": name, "plain_seconds": plain.seconds, "refusal": plain.refusal}
-    if plain.memory is not None:
-        return {**row, "plain": plain.device}
-    step = jaxtensile.jit(work.fun, target=TARGET, **work.jit_options)
-    started = time.perf_counter()
-    try:
-        report = step.plan(*work.args)
-    except jaxtensile.BudgetError as error:
-        return {**row, "error": str(error), "needs": error.needs}
-    return {
-        **row,
-        "budget": report.budget,
-        "predicted_plain": report.baseline.device,
-        "device": report.compiled.device,
-        "flops": jaxpr_flops(step.trace(*work.args).jaxpr) / flops if flops else 1.0,
-        "rounds": report.rounds,
-        "wall_seconds": time.perf_counter() - started,
-    }
-
-
-def isolated(name: str) -> dict[str, Any]:
-    """The case in a fresh process; a crash is a result too."""
-    print(f"{name} …", flush=True)
-    command = [sys.executable, "-m", "benchmarks.tpu.run", "--case", name]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent.parent)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {"workload": name, "crash": (done.stderr or done.stdout)[-2000:]}
-    return json.loads(lines[-1])
+    workload = workloads.workload(name)
+    as_it_is = plain(workload, TARGET)
+    return {"workload": name, "plain": as_it_is, "fit": fit(workload, None, TARGET) if as_it_is["refusal"] else None}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -87,15 +46,17 @@ def table(result: dict[str, Any]) -> str:
     for row in result["rows"]:
         if "crash" in row:
             lines.append(f"| {row['workload']} | crashed | | | | |")
-        elif not row["refusal"]:
-            lines.append(f"| {row['workload']} | fits: {row['plain'] / 1e6:,.0f} | | | | |")
-        elif "error" in row:
-            lines.append(f"| {row['workload']} | refused | | does not fit, needs {row['needs'] / 1e6:,.0f} | | |")
+            continue
+        ours = row["fit"]
+        if ours is None:
+            lines.append(f"| {row['workload']} | fits: {row['plain']['device'] / 1e6:,.0f} | | | | |")
+            continue
+        head = f"| {row['workload']} | refused | {ours['budget'] / 1e6:,.0f} "
+        if ours["fits"]:
+            share = ours["flops"] / row["plain"]["flops"] if row["plain"]["flops"] else 1.0
+            lines.append(head + f"| {ours['device'] / 1e6:,.0f} | {share:.4f} | {ours['rounds']} |")
         else:
-            lines.append(
-                f"| {row['workload']} | refused | {row['budget'] / 1e6:,.0f} | {row['device'] / 1e6:,.0f} "
-                f"| {row['flops']:.4f} | {row['rounds']} |"
-            )
+            lines.append(head + f"| does not fit, needs {ours['needs'] / 1e6:,.0f} | | |")
     return "\n".join(lines) + "\n"
 
 
@@ -115,14 +76,13 @@ def main() -> None:
     known = json.loads(path.read_text()) if path.exists() else {"rows": []}
     rows = {row["workload"]: row for row in known["rows"]}
     for name in options.names or workloads.NAMES:
-        rows[name] = isolated(name)
+        rows[name] = isolated(MODULE, name)
         result = {
             "machine": machine,
             "target": TARGET,
             "rows": [rows[n] for n in workloads.NAMES if n in rows],
         }
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        path.with_suffix(".md").write_text(table(result))
+        save(path, result, table)
     print(path.with_suffix(".md").read_text())
 
 

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fit.run import TARGET, fit, plain
+from benchmarks.isolate import isolated, save
 
 HERE = Path(__file__).parent
+MODULE = "undo.run"
 POLICIES = ("nothing_saveable", "dots_with_no_batch_dims_saveable")
 SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of the way from the bytes of the step as written to those without checkpoints."""
@@ -36,22 +36,11 @@ def case(name: str) -> dict[str, Any]:
     return {"policy": policy, **(fit(workload, int(budget)) if budget else plain(workload))}
 
 
-def isolated(name: str) -> dict[str, Any]:
-    """The case in a fresh process; a crash is a result too."""
-    print(f"{name} …", flush=True)
-    command = [sys.executable, "-m", "benchmarks.undo.run", "--case", name]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=HERE.parent.parent)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {"policy": name, "crash": (done.stderr or done.stdout)[-2000:]}
-    return json.loads(lines[-1])
-
-
 def rows(policy: str, free: dict[str, Any]) -> dict[str, Any]:
     """The policy as written, and our programs at every share."""
-    written = isolated(policy)
+    written = isolated(MODULE, policy, "policy")
     budgets = [written["device"] + round(s * (free["device"] - written["device"])) for s in SHARES]
-    return {**written, "ours": [isolated(f"{policy}@{budget}") for budget in budgets]}
+    return {**written, "ours": [isolated(MODULE, f"{policy}@{budget}", "policy") for budget in budgets]}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -96,13 +85,17 @@ def main() -> None:
 
     machine = describe()
     path = HERE / f"results-jax{machine['jax']}.json"
-    result: dict[str, Any] = {"machine": machine, "target": TARGET, "shares": SHARES, "free": isolated("none")}
+    result: dict[str, Any] = {
+        "machine": machine,
+        "target": TARGET,
+        "shares": SHARES,
+        "free": isolated(MODULE, "none", "policy"),
+    }
     result["policies"] = []
     for policy in options.policies or POLICIES:
         result["policies"].append(rows(policy, result["free"]))
         # Nothing is lost when it is interrupted.
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        path.with_suffix(".md").write_text(table(result))
+        save(path, result, table)
     print(table(result))
 
 
