@@ -49,7 +49,7 @@ def compile_program(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     options: Options,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Compiled:
     """Compile ``make(options)`` (a jit object) for the arguments and read its allocation.
 

@@ -10,9 +10,10 @@ for the program without them. Facts flow down; the only thing that flows back is
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from jaxtensile import variants as ways
@@ -29,7 +30,7 @@ from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone, undo
 from jaxtensile.units import Bytes
-from jaxtensile.variants import Prepare, Variant, cheapest
+from jaxtensile.variants import Candidates, Prepare, Variant
 
 Watch = Callable[[str], None]
 
@@ -42,8 +43,6 @@ ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
 """Plans at most once one came within this factor of the budget."""
 FLATTEST = 0.4
 """A byte less in the model is taken to be at least this share of a byte less in XLA's allocation."""
-LARGE = 1 / 16
-"""Products that are read in slices are worth slicing from this share of the temporaries on."""
 REFUSED = 0.9
 """After a compiler ran out of memory without a figure, aim this much lower."""
 SURELY_OVER = 1.25
@@ -109,7 +108,7 @@ class _Page:
                 self.known_costs = op_costs(self.program.traced.graph, self.job.device)
         return self.known_costs
 
-    def compile_plain(self, meanwhile: Callable[[], None] | None = None) -> Compiled:
+    def compile_plain(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
         """The user's own function, compiled once."""
         if self.plain is None:
             job = self.job
@@ -117,52 +116,37 @@ class _Page:
                 self.plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, meanwhile)
         return self.plain
 
+    def candidates(self, start: Variant, others: Sequence[Variant] = ()) -> Candidates:
+        with self.clock("loops"):
+            return Candidates(start, self.costs(), others)
+
+    def cheapest(self, candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
+        with self.clock("solve"):
+            return candidates.cheapest(aim)
+
     def as_written(self) -> Fitted:
         """The program as the user wrote it, as it is or planned; ``BudgetError`` when it cannot fit."""
         job, program = self.job, self.program
-        ready: list[tuple[list[Variant], tuple[Variant, Plan] | None]] = []
         possible = job.shards > 1 or program.bound.nbytes <= job.budget
 
-        def plan_ahead() -> None:
-            costs = self.costs()
-            with self.clock("loops"):
-                variants = ways.with_loops(ways.written(job, program.traced, costs, self.prepare))
-            first = None
-            if possible and job.shards == 1:
-                with self.clock("solve"):
-                    first = cheapest(variants, job.budget)
-                    if first[1].predicted.device > job.budget:
-                        variants, first = self.with_slices(variants, first)
-            ready.append((variants, first))
+        @cache
+        def ahead() -> tuple[Candidates, tuple[Variant, Plan] | None]:
+            candidates = self.candidates(ways.written(job, program.traced, self.costs(), self.prepare))
+            # Across shards the model's figures are scaled by the plain program's, which is not known yet.
+            first = self.cheapest(candidates, job.budget) if possible and job.shards == 1 else None
+            return candidates, first
 
         if self.baseline or job.shards > 1 or program.may_fit(job):
             # By the model it does not fit: plan while XLA has its say.
-            plain = self.compile_plain(plan_ahead if program.predicted.device > job.budget else None)
+            plain = self.compile_plain(ahead if program.predicted.device > job.budget else None)
             if plain.device <= job.budget:
                 return self.unchanged()
-        if not ready:
-            plan_ahead()
-        variants, first = ready[0]
+        candidates, first = ahead()
         # Below the bound before any search: no plan can need less than what single ops need at once.
-        best, rounds = self.rounds(variants, first) if possible else (None, 0)
+        best, rounds = self.rounds(candidates, first) if possible else (None, 0)
         if best is None or best.compiled.device > job.budget:
-            raise cannot(job, variants, program.bound, best)
+            raise cannot(job, candidates.variants, program.bound, best)
         return self.planned(best, program.bound, rounds)
-
-    def with_slices(
-        self, variants: list[Variant], first: tuple[Variant, Plan]
-    ) -> tuple[list[Variant], tuple[Variant, Plan]]:
-        """Where recomputation cannot do it: large products also made slice by slice, if any are read so."""
-        program = self.program
-        smallest = int(LARGE * program.predicted.temp)
-        start = ways.sliced(self.job, program.traced, self.costs(), self.prepare, smallest)
-        if start is None:
-            return variants, first
-        more = ways.with_loops(start)
-        second = cheapest(more, self.job.budget)
-        if second[1].predicted.device >= first[1].predicted.device:
-            return variants, first
-        return [*variants, *more], second
 
     def undone(self, undone: Undone, lighter: _Subject) -> Fitted | None:
         """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
@@ -170,17 +154,14 @@ class _Page:
         costs = self.costs()
         with self.clock("costs"):
             start = ways.undone(job, undone, costs, self.prepare)
-        ready: list[tuple[list[Variant], tuple[Variant, Plan]]] = []
 
-        def plan_ahead() -> None:
-            with self.clock("loops"):
-                written = ways.written(job, self.program.traced, costs, self.prepare)
-                variants = sorted([*ways.with_loops(start), written], key=lambda v: v.charge)
-            with self.clock("solve"):
-                ready.append((variants, cheapest(variants, job.budget)))
+        @cache
+        def ahead() -> tuple[Candidates, tuple[Variant, Plan]]:
+            candidates = self.candidates(start, [ways.written(job, self.program.traced, costs, self.prepare)])
+            return candidates, self.cheapest(candidates, job.budget)
 
         if lighter.may_fit(job):
-            meanwhile = plan_ahead if lighter.predicted.device > job.budget else None
+            meanwhile = ahead if lighter.predicted.device > job.budget else None
             if not undone.barriers:
                 # Nothing keeps XLA from merging what they recompute: it does so in the user's own function.
                 self.undone_as_it_is = self.compile_plain(meanwhile)
@@ -191,14 +172,12 @@ class _Page:
                 self.undone_as_it_is = made.compiled
                 if made.compiled.device <= job.budget:
                     return self.planned(made, lighter.bound, 0)
-        if not ready:
-            plan_ahead()
-        best, rounds = self.rounds(*ready[0])
+        best, rounds = self.rounds(*ahead())
         if best is None or best.compiled.device > job.budget:
             return None
         return self.unchanged() if best.evaluate is None else self.planned(best, lighter.bound, rounds)
 
-    def compile_as_it_is(self, variant: Variant, predicted: MemoryUse, meanwhile: Callable[[], None] | None) -> Made:
+    def compile_as_it_is(self, variant: Variant, predicted: MemoryUse, meanwhile: Callable[[], object] | None) -> Made:
         """The program without checkpoints, and with nothing else changed."""
         job = self.job
         program = Program.unchanged(variant.traced.graph)
@@ -208,7 +187,7 @@ class _Page:
         plan = Plan(program=program, actions=(), predicted=predicted, overhead=0.0, recompute_flops=0.0, solver="none")
         return Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate)
 
-    def rounds(self, variants: list[Variant], first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
+    def rounds(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
         """Plan, compile, and on a miss plan again for what XLA added: the smallest, and how many were compiled."""
         job, clock = self.job, self.clock
         choices = planned_options(job.device.platform, job.options)
@@ -220,10 +199,7 @@ class _Page:
         rounds = 0
         seen: list[tuple[Bytes, Bytes]] = []
         while rounds < (ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE):
-            if first is None:
-                with clock("solve"):
-                    first = cheapest(variants, aim)
-            (variant, plan), first = first, None
+            (variant, plan), first = first or self.cheapest(candidates, aim), None
             with clock("check"):
                 check(variant.problem.graph, plan.program)
             if plan.changes_nothing and not variant.loops:
@@ -247,7 +223,7 @@ class _Page:
                 best = made
             if plan.offload_bytes and made.compiled.memory is not None and not made.compiled.memory.host:
                 # The compiler cancelled every copy: what is left is no plan, so go on without the host.
-                variants = ways.without_host(variants)
+                candidates.forget_host()
                 best = None if best is made else best
                 continue
             if made.compiled.device <= job.budget:

@@ -7,13 +7,14 @@ program as written. A program is rewritten when it is first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from jaxtensile.job import Job
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way
 from jaxtensile.plan import Costs, Plan, Problem
 from jaxtensile.split import sliced_products, split_products
@@ -23,6 +24,10 @@ from jaxtensile.units import Bytes, Seconds
 
 Prepare = Callable[[Problem], Callable[[Bytes], Plan]]
 """A solver: what does not depend on the budget is done once, then one plan per budget."""
+
+
+LARGE = 1 / 16
+"""Products that are read in slices are worth slicing from this share of the temporaries on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +41,6 @@ class Variant:
     job: Job
     prepare: Prepare
     base: Traced
-    jaxpr: object
     charge: Seconds = 0.0
     seconds: Seconds = 0.0
     loops: tuple[LoopPlan, ...] = ()
@@ -51,7 +55,7 @@ class Variant:
         """The program that is planned."""
         if not self.loops:
             return self.base
-        changed = rewrite_loops(self.base, self.jaxpr, self.loops)
+        changed = rewrite_loops(self.base, self.job.jaxpr, self.loops)
         return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
 
     @cached_property
@@ -71,23 +75,23 @@ class Variant:
 
 def written(job: Job, traced: Traced, costs: Costs, prepare: Prepare) -> Variant:
     """The program as the user wrote it."""
-    return Variant(job=job, prepare=prepare, base=traced, jaxpr=job.jaxpr, known=costs)
+    return Variant(job=job, prepare=prepare, base=traced, known=costs)
 
 
 def undone(job: Job, program: Undone, costs: Costs, prepare: Prepare) -> Variant:
     """The program without its checkpoints; ``costs`` are those of the program as written."""
-    start = Variant(job=job, prepare=prepare, base=program.traced, jaxpr=job.jaxpr, undone=program)
+    start = Variant(job=job, prepare=prepare, base=program.traced, undone=program)
     return _priced(start, costs)
 
 
-def sliced(job: Job, traced: Traced, costs: Costs, prepare: Prepare, smallest: Bytes) -> Variant | None:
-    """The program with products of ``smallest`` bytes or more made in the slices in which they are read."""
-    chosen = sliced_products(traced, smallest)
+def sliced(start: Variant, costs: Costs, smallest: Bytes) -> Variant | None:
+    """``start`` with products of ``smallest`` bytes or more made in the slices in which they are read."""
+    chosen = sliced_products(start.base, smallest)
     if not chosen:
         return None
-    jaxpr = split_products(traced, job.jaxpr, chosen)
-    base = trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused)
-    return _priced(Variant(job=job, prepare=prepare, base=base, jaxpr=jaxpr, sliced=len(chosen)), costs)
+    jaxpr = split_products(start.base, start.job.jaxpr, chosen)
+    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    return _priced(replace(start, base=base, sliced=len(chosen)), costs)
 
 
 def _priced(start: Variant, costs: Costs) -> Variant:
@@ -121,6 +125,41 @@ def with_loops(start: Variant) -> list[Variant]:
         replace(rung, finer=between(more.loops, rung.loops)) if i else rung
         for i, (more, rung) in enumerate(zip(above, rungs, strict=False))
     ]
+
+
+class Candidates:
+    """The variants of one program, cheapest first; large products made slice by slice once nothing else fits.
+
+    ``costs``: of the program as written; ``others``: variants that are taken as they are.
+    """
+
+    def __init__(self, start: Variant, costs: Costs, others: Sequence[Variant] = ()) -> None:
+        self.variants = _ordered([*with_loops(start), *others])
+        self._start, self._costs = start, costs
+        self._slicing_tried = False
+
+    def cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
+        """The cheapest variant and plan that fit; the smallest when none does."""
+        best = cheapest(self.variants, budget)
+        if best[1].predicted.device > budget and not self._slicing_tried:
+            self._slicing_tried = True
+            start = sliced(self._start, self._costs, int(LARGE * live_ranges(self._start.base.graph).temp))
+            if start is not None:
+                more = with_loops(start)
+                second = cheapest(more, budget)
+                if second[1].predicted.device < best[1].predicted.device:
+                    self.variants = _ordered([*self.variants, *more])
+                    return second
+        return best
+
+    def forget_host(self) -> None:
+        """From now on plan by recomputation alone."""
+        self.variants = without_host(self.variants)
+        self._start = replace(self._start, host=False)
+
+
+def _ordered(variants: list[Variant]) -> list[Variant]:
+    return sorted(variants, key=lambda v: v.charge)
 
 
 def without_host(variants: list[Variant]) -> list[Variant]:

@@ -160,7 +160,9 @@ class _Emission:
 
     def open_stage(self, k: int, reader: int) -> None:
         """Put the stage's barrier; everything it recomputes from is read behind it."""
-        read = dict.fromkeys(u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped)
+        read: dict[int, None] = dict.fromkeys(
+            u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped
+        )
         read.update(dict.fromkeys(self.forced.get(k, ())))
         self.behind[k] = self.barrier({v: self.now.get(v, v) for v in read}, self.frontier.since_last(reader))
 

@@ -130,16 +130,31 @@ def test_without_the_host_nothing_waits_there():
     assert again.problem.link is None and again.problem.host_budget == 0 and again.charge == written.charge
 
 
-def test_products_that_are_read_in_slices():
-    def interactions(w, x):
-        v = jnp.stack([x @ w, x, jnp.tanh(x)], axis=1)
-        return (jnp.einsum("bid,bjd->bij", v, v) ** 3).sum()
+def interactions(w, x):
+    v = jnp.stack([x @ w, x, jnp.tanh(x)], axis=1)
+    return (jnp.einsum("bid,bjd->bij", v, v) ** 3).sum()
 
+
+def test_products_that_are_read_in_slices():
     work = job(interactions)
     traced = trace_jaxpr(work.jaxpr, work.donated)
     costs = op_costs(traced.graph, work.device)
-    assert ways.sliced(work, traced, costs, prepare, 1 << 40) is None
-    sliced = ways.sliced(work, traced, costs, prepare, 1024)
+    written = ways.written(work, traced, costs, prepare)
+    assert ways.sliced(written, costs, 1 << 40) is None
+    sliced = ways.sliced(written, costs, 1024)
     assert sliced is not None and sliced.sliced == 3
     # Only the gradient of one vector is asked for: the other slices are never made.
     assert 0 < sliced.traced.graph.flops < traced.graph.flops
+
+
+def test_products_are_sliced_only_when_nothing_else_fits():
+    work = job(interactions)
+    traced = trace_jaxpr(work.jaxpr, work.donated)
+    costs = op_costs(traced.graph, work.device)
+    written = ways.written(work, traced, costs, prepare)
+    candidates = ways.Candidates(written, costs)
+    plain, least = (written.solve(budget).predicted.device for budget in (1 << 40, 0))
+    assert candidates.cheapest(plain)[0] is candidates.variants[0] and len(candidates.variants) == 1
+    variant, plan = candidates.cheapest(least - 1)
+    assert variant.sliced and plan.predicted.device < least
+    assert variant in candidates.variants and candidates.cheapest(least - 1)[0] is variant
