@@ -18,9 +18,13 @@ COPY_SHARE = 0.85
 FUSED_SHARE = 0.04
 """Cost of recomputing a fused elementwise value, as a share of streaming it through memory."""
 
-TRAFFIC_WEIGHT = 0.005
-"""What solvers charge for traffic and launches beside matrix time: recomputed elementwise work mostly
-fuses into kernels that run anyway, so a plan is worth no extra matrix FLOPs to avoid it."""
+TRAFFIC_WEIGHT = 0.03
+"""What solvers charge for traffic and launches beside matrix time.
+
+Recomputed elementwise work mostly fuses into kernels that run anyway, so matrix FLOPs come first. Measured on a
+GPT-2 step at the bytes of per-block checkpointing: up to 0.03 the FLOPs stay what they are at 0.005 while the
+predicted step gets up to 2 % shorter; from 0.1 on FLOPs are spent to save traffic.
+"""
 
 KNOWN = (
     ELEMENTWISE

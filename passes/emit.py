@@ -45,10 +45,18 @@ def recomputed_ops(graph: Graph, mountain: Mountain, kept: frozenset[int]) -> se
 
 def emit(program: Program, kernels: Kernels, mountain: Mountain, kept: frozenset[int], cuts: Sequence[int]) -> Program:
     """The schedule in which exactly ``kept`` (and what is always there) crosses the turn."""
+    return emit_with_clones(program, kernels, mountain, kept, cuts)[0]
+
+
+def emit_with_clones(
+    program: Program, kernels: Kernels, mountain: Mountain, kept: frozenset[int], cuts: Sequence[int]
+) -> tuple[Program, list[tuple[int, int]]]:
+    """The same, and every clone: its place in the new schedule, and the op of ``program`` that it repeats."""
     again = recomputed_ops(program.graph, mountain, kept)
     if not again:
-        return program
-    return _Emission(program, kernels, mountain, kept, again, cuts).run()
+        return program, []
+    emission = _Emission(program, kernels, mountain, kept, again, cuts)
+    return emission.run(), emission.clones
 
 
 class _Emission:
@@ -85,6 +93,7 @@ class _Emission:
         self.frontier = _Frontier(graph, kernels, min(mountain.turn, max(again) + 1))
         self.behind: dict[int, dict[int, int]] = {}
         self.done: set[int] = set()
+        self.clones: list[tuple[int, int]] = []
         self.lazy_era: dict[int, int] = {}
 
     def run(self) -> Program:
@@ -118,6 +127,7 @@ class _Emission:
             op = self.graph.ops[o]
             if o in self.again:
                 self.done.add(o)
+                self.clones.append((len(self.ops), o))
                 behind = self.behind[self.stage[o]]
                 operands = [self.now[u] if u in self.dropped else behind[u] for u in op.operands]
                 results = [self.new_version(r) for r in op.results]

@@ -16,12 +16,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxtensile.ir import Graph
 from jaxtensile.passes.answer import answer
-from jaxtensile.passes.emit import emit, recomputed_ops
+from jaxtensile.passes.emit import emit_with_clones, recomputed_ops
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.offload import Copy, offload
-from jaxtensile.passes.segments import Menu
+from jaxtensile.passes.polish import polish
+from jaxtensile.passes.segments import Choice, Menu, Needs
 from jaxtensile.passes.stages import find_turn, mountain_at
 from jaxtensile.plan import Plan, Problem, Program
 from jaxtensile.units import Bytes
@@ -37,8 +37,6 @@ _WORTHWHILE = 0.01
 _GROWTHS = 4
 """Trials with more bytes after one that fits, while more than ``_LEFT`` of its temporaries are left over."""
 _LEFT = 0.01
-_POLISHES, _WORTH = 8, 0.005
-"""Single ops tried in the end as kept after all, and the share of the program's charge that is worth a try."""
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
 
@@ -51,6 +49,7 @@ class _Trial:
     program: Program
     live: Liveness
     charge: float
+    clones: Sequence[tuple[int, int]] = ()
     copies: tuple[Copy, ...] = ()
     wait: float = 0.0
 
@@ -120,7 +119,7 @@ def _with_copies(
         off = offload(start.program, seconds, problem.link, budget, problem.host_budget)
         if off.copies:
             charge = off.program.again(problem.costs.charge)
-            found = _Trial(start.kept, off.program, off.live, charge, off.copies, off.wait)
+            found = _Trial(start.kept, off.program, off.live, charge, copies=off.copies, wait=off.wait)
             if _better(found, best, budget):
                 best = found
     return best
@@ -132,46 +131,24 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
     The lowest when none fits. Behind it the cheapest of those that another turn keeps from fitting, if
     there are such. Empty when nothing waits across the turn.
     """
-    program, live, graph = start.program, start.live, start.program.graph
+    live, graph = start.live, start.program.graph
     turn = find_turn(graph, live, max(budget - (live.device - live.temp), 0))
     if turn is None:
         return []
-    charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in program.origin]
+    charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in start.program.origin]
     menu = menus.get(turn)
     if menu is None:
         mountain = mountain_at(graph, turn)
         if not mountain.needed:
             return []
         menu = menus[turn] = Menu(graph, mountain, charge)
-    known: dict[frozenset[int], _Trial] = {}
-
-    def measure(kept: frozenset[int]) -> _Trial:
-        trial = known.get(kept)
-        if trial is None:
-            planned = emit(program, live.kernels, menu.mountain, kept, menu.waists)
-            again = recomputed_ops(graph, menu.mountain, kept)
-            trial = _Trial(kept, planned, live_ranges(planned.graph), start.charge + sum(charge[o] for o in again))
-            known[kept] = trial
-        return trial
-
-    # What the turn needs beside the kept values; the rest of the budget is for keeping.
-    first = measure(menu.least(menu.spans[0]))
-    barrier = next((i for i, o in enumerate(first.program.origin) if o < 0), len(first.program.origin))
-    base = first.device - first.live.temp + max(first.live.profile[:barrier], default=0) - menu.size(first.kept)
-    fits: list[tuple[_Trial, Bytes, int]] = []
-    for span in menu.spans:
-        found = _with_span(budget, base, menu, span, measure)
-        if found is not None:
-            fits.append((*found, span))
+    around = _Around(budget, start, menu, charge)
+    fits = [found for span in menu.spans if (found := around.with_span(span)) is not None]
     if fits:
-        trial, capacity, span = min(fits, key=lambda f: f[0].price)
-        _grow(budget, capacity, menu, span, measure, trial)
-        best = min((t for t in known.values() if t.device <= budget), key=lambda t: t.price)
-        _polish(budget, graph, menu, charge, measure, best)
-    trials = known.values()
-    lowest = min(trials, key=lambda t: t.device)
-    if lowest.device <= budget:
-        lowest = min((t for t in trials if t.device <= budget), key=lambda t: t.price)
+        around.grow(min(fits, key=lambda f: f.trial.price))
+        polish(budget, start.program, menu.mountain, charge, around.measure, around.best)
+    trials = around.known.values()
+    lowest = around.best if fits else min(trials, key=lambda t: t.device)
     # Trials that keep different values and need the same bytes: what they need them for lies elsewhere.
     times = Counter(t.device for t in trials)
     worse = budget if lowest.device <= budget else lowest.device
@@ -180,72 +157,94 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
     return [lowest, *([min(stuck, key=lambda t: (t.device, t.price))] if stuck else [])]
 
 
-def _with_span(
-    budget: Bytes, base: Bytes, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial]
-) -> tuple[_Trial, Bytes] | None:
-    """Measure trials with segments of at most ``span`` stages until one fits, the smallest if none does.
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """A trial that fits, and what it was chosen by."""
 
-    Returns the one that fits and the bytes it was given to keep.
-    """
-    capacity = budget - base
-    last: frozenset[int] | None = None
-    less = 0
-    for _ in range(_REPAIRS):
-        kept = menu.choose(span, capacity)
-        if kept is None:
-            break
-        trial = measure(kept)
-        if trial.device <= budget:
-            return trial, capacity
-        # What crosses the chosen cuts comes on top of the capacity, so a small step may change nothing.
-        less = less * _STRIDE if kept == last else trial.device - budget
-        last = kept
-        capacity = min(capacity, menu.size(kept)) - less
-    measure(menu.least(span))
-    return None
+    trial: _Trial
+    span: int
+    capacity: Bytes
+    needs: Needs
 
 
-def _polish(
-    budget: Bytes,
-    graph: Graph,
-    menu: Menu,
-    charge: Sequence[float],
-    measure: Callable[[frozenset[int]], _Trial],
-    best: _Trial,
-) -> None:
-    """Keep what is dearest to run again where it does no harm: segments are chosen for the turn's bytes alone,
-    and a value that a low stage keeps may fit where the peak lies elsewhere."""
-    worth = _WORTH * sum(charge)
-    tried: set[int] = set()
-    for _ in range(_POLISHES):
-        again = recomputed_ops(graph, menu.mountain, best.kept) - tried
-        o = max(again, key=lambda o: (charge[o], o), default=None)
-        if o is None or charge[o] < worth:
-            return
-        tried.add(o)
-        trial = measure(best.kept | {r for r in graph.ops[o].results if r not in menu.mountain.always})
-        if trial.device <= budget and trial.price < best.price:
-            best = trial
+class _Around:
+    """The trials around one turn for one budget."""
 
+    def __init__(self, budget: Bytes, start: _Trial, menu: Menu, charge: Sequence[float]) -> None:
+        self.budget, self.start, self.menu, self.charge = budget, start, menu, charge
+        self.known: dict[frozenset[int], _Trial] = {}
+        self.fixed = start.device - start.live.temp
+        # What the turn needs beside the kept values; the rest of the budget is for keeping.
+        first = self.measure(menu.least(menu.spans[0]))
+        barrier = next((i for i, o in enumerate(first.program.origin) if o < 0), len(first.program.origin))
+        self.base = self.fixed + max(first.live.profile[:barrier], default=0) - menu.size(first.kept)
 
-def _grow(
-    budget: Bytes, capacity: int, menu: Menu, span: int, measure: Callable[[frozenset[int]], _Trial], fits: _Trial
-) -> None:
-    """Keep more while bytes are left: what the turn needs beside the kept values was only an estimate."""
-    high: int | None = None
-    for _ in range(_GROWTHS):
-        room = budget - fits.device
-        if not fits.charge or room <= _LEFT * fits.live.temp:
-            return
-        more = capacity + room if high is None else (capacity + high) // 2
-        kept = menu.choose(span, more)
-        if kept is None or kept == fits.kept:
-            return
-        trial = measure(kept)
-        if trial.device <= budget:
-            capacity, fits = more, trial
-        else:
-            high = more
+    @property
+    def best(self) -> _Trial:
+        """The cheapest that fits."""
+        return min((t for t in self.known.values() if t.device <= self.budget), key=lambda t: t.price)
+
+    def measure(self, kept: frozenset[int]) -> _Trial:
+        trial = self.known.get(kept)
+        if trial is None:
+            start, mountain = self.start, self.menu.mountain
+            program, clones = emit_with_clones(start.program, start.live.kernels, mountain, kept, self.menu.waists)
+            again = sum(self.charge[o] for o in recomputed_ops(start.program.graph, mountain, kept))
+            trial = _Trial(kept, program, live_ranges(program.graph), start.charge + again, clones)
+            self.known[kept] = trial
+        return trial
+
+    def choose(self, span: int, capacity: Bytes, needs: Needs) -> tuple[Choice, _Trial] | None:
+        """The cheapest choice as far as is known, measured; what is measured is known from then on."""
+        choice = self.menu.choose(span, capacity, self.budget - self.fixed, needs)
+        if choice is None:
+            return None
+        trial = self.measure(choice.kept)
+        if trial.device > self.budget:
+            needs.learn(self.menu, choice, trial.clones, trial.live.profile)
+        return choice, trial
+
+    def with_span(self, span: int) -> _Fit | None:
+        """Segments of at most ``span`` stages until a trial fits; the smallest is measured when none does."""
+        capacity = self.budget - self.base
+        last: frozenset[int] | None = None
+        less = 0
+        needs = Needs()
+        for _ in range(_REPAIRS):
+            found = self.choose(span, capacity, needs)
+            if found is None:
+                break
+            choice, trial = found
+            if trial.device <= self.budget:
+                return _Fit(trial, span, capacity, needs)
+            climb = trial.clones[0][0] if trial.clones else len(trial.live.profile)
+            over = self.fixed + max(trial.live.profile[:climb]) - self.budget
+            # At the turn only keeping less helps; what a segment needs when it is made again is known from now on.
+            # Where that changes nothing, a larger step.
+            same = (less * _STRIDE if less else trial.device - self.budget) if choice.kept == last else 0
+            less = same or max(over, 0)
+            last = choice.kept
+            if less:
+                capacity = min(capacity, self.menu.size(choice.kept)) - less
+        self.measure(self.menu.least(span))
+        return None
+
+    def grow(self, fit: _Fit) -> None:
+        """Keep more while bytes are left: what the turn needs beside the kept values was only an estimate."""
+        trial, capacity = fit.trial, fit.capacity
+        high: int | None = None
+        for _ in range(_GROWTHS):
+            room = self.budget - trial.device
+            if not trial.charge or room <= _LEFT * trial.live.temp:
+                return
+            more = capacity + room if high is None else (capacity + high) // 2
+            found = self.choose(fit.span, more, fit.needs)
+            if found is None or found[1] is trial:
+                return
+            if found[1].device <= self.budget:
+                capacity, trial = more, found[1]
+            else:
+                high = more
 
 
 def _better(a: _Trial, b: _Trial, budget: Bytes) -> bool:

@@ -11,8 +11,9 @@ the least total charge: a shortest path and a multiple-choice knapsack in one.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -25,17 +26,68 @@ _PRICES = 20
 _SPANS = (1, 2, 4, 8)
 _OFFSETS = 2
 """Segmentations tried per span: starts at different waists."""
+_STEPS, _DEAR = 3, 0.002
+"""Steps tried between two neighbouring answers, behind ops that charge at least this share of the whole."""
 _UNITS = 16384
 """Resolution of the programme: bytes are rounded to this share of what there is to distribute."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """What one segment keeps, in bytes, and what recomputing the rest is charged."""
+    """What one segment keeps, in bytes, and what recomputing the rest is charged.
+
+    ``entry``: bytes of what it reads across its lower end, to be kept by the segments before it;
+    ``exit``: whether all that crosses its upper end and is made in it is kept.
+    """
 
     kept: frozenset[int]
     nbytes: int
     charge: float
+    entry: int
+    exit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to keep, and the segments (first and last cut) with the option taken for each, in order of the climb."""
+
+    kept: frozenset[int]
+    parts: tuple[tuple[int, int, frozenset[int]], ...]
+
+
+class Needs:
+    """What segments need while they are recomputed, beside all that is kept for the segments before them.
+
+    Learned from schedules that were laid out and measured. A segment of which only other options were
+    measured is believed to need the least of those.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], dict[frozenset[int], int]] = {}
+
+    def of(self, i: int, j: int, kept: frozenset[int]) -> int:
+        known = self._known.get((i, j))
+        if not known:
+            return 0
+        return known[kept] if kept in known else min(known.values())
+
+    def learn(self, menu: Menu, choice: Choice, clones: Sequence[tuple[int, int]], profile: Sequence[int]) -> None:
+        """From a schedule with ``profile`` bytes at its steps; ``clones``: (step, op of the climb) of every clone."""
+        cuts = menu.cuts
+        count = len(cuts) + 1
+        held, peak = [set[int]() for _ in range(count)], [0] * count
+        for v in choice.kept:
+            held[bisect_right(cuts, menu.made(v))].add(v)
+        for (step, o), (end, _) in pairwise([*clones, (len(profile), -1)]):
+            k = bisect_right(cuts, o)
+            peak[k] = max(peak[k], max(profile[step:end]))
+        before = [0, *accumulate(menu.size(values) for values in held)]
+        chosen = {(i, j): kept for i, j, kept in choice.parts}
+        for i, j in menu.segments():
+            top = max(peak[i:j])
+            kept = chosen.get((i, j)) or frozenset[int]().union(*held[i:j])
+            if top:
+                self._known.setdefault((i, j), {})[kept] = top - before[i]
 
 
 class Menu:
@@ -44,7 +96,7 @@ class Menu:
     def __init__(self, graph: Graph, mountain: Mountain, charge: Sequence[float]) -> None:
         self._graph, self.mountain, self._charge = graph, mountain, charge
         self.waists, narrow = waists(graph, mountain)
-        self._cuts = tuple(narrow)
+        self.cuts = tuple(narrow)
         self._made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
         self._options: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
         self._least: dict[int, frozenset[int]] = {}
@@ -52,7 +104,8 @@ class Menu:
         # Matrix products that may not run again: what the knapsack needs to fill the last bytes with
         # small, cheap values, where a product would be the better bargain per byte only.
         self._sparing = [c + (1.0 if op.flops else 0.0) for c, op in zip(charge, graph.ops, strict=True)]
-        count = len(self._cuts) + 1
+        self._dear = _DEAR * sum(charge)
+        count = len(self.cuts) + 1
         self.spans = [s for s in _SPANS if s < count] + [count]
         """Longest segments worth trying, in stages; the last is the whole climb."""
         for span in self.spans:
@@ -61,9 +114,9 @@ class Menu:
 
     def _segmentation(self, span: int, offset: int) -> None:
         """Options of the segments that begin at every ``span``-th waist from ``offset`` on."""
-        count = len(self._cuts) + 1
+        count = len(self.cuts) + 1
         bounds = sorted({0, *range(offset, count, span), count})
-        inner = [self._cuts[b - 1] for b in bounds[1:-1]]
+        inner = [self.cuts[b - 1] for b in bounds[1:-1]]
         cut = ResidualCut(self._graph, self.mountain, self._charge, inner)
         sparing = ResidualCut(self._graph, self.mountain, self._sparing, inner)
         answers = list(
@@ -72,19 +125,53 @@ class Menu:
         least = min((self.completed(kept, inner) for kept in answers), key=self.size)
         if span not in self._least or self.size(least) < self.size(self._least[span]):
             self._least[span] = least
-        for kept in answers:
-            again = recomputed_ops(self._graph, self.mountain, kept)
+        crossing: dict[int, set[int]] = {}
+        for u in cut.crossing:
+            k = bisect_right(inner, self._made[u])
+            crossing.setdefault(bounds[k + 1], set()).add(u)
+        rerun = {kept: recomputed_ops(self._graph, self.mountain, kept) for kept in answers}
+        for a, b in pairwise(sorted(answers, key=self.size)):
+            for kept in self._between(a, b, rerun[a] - rerun[b], inner):
+                kept = self.completed(kept, inner)
+                if kept not in rerun:
+                    rerun[kept] = recomputed_ops(self._graph, self.mountain, kept)
+        for kept, again in rerun.items():
             held: list[set[int]] = [set() for _ in bounds[1:]]
+            read: list[set[int]] = [set() for _ in held]
             charge = [0.0] * len(held)
             for v in kept:
                 held[bisect_right(inner, self._made[v])].add(v)
             for o in again:
-                charge[bisect_right(inner, o)] += self._charge[o]
-            for i, j, values, cost in zip(bounds, bounds[1:], held, charge, strict=False):
-                option = _Option(frozenset(values), self.size(values), cost)
+                k = bisect_right(inner, o)
+                charge[k] += self._charge[o]
+                low = inner[k - 1] if k else 0
+                read[k].update(u for u in self._graph.ops[o].operands if u in kept and self._made[u] < low)
+            for i, j, values, cost, entering in zip(bounds, bounds[1:], held, charge, read, strict=False):
+                entry = self.size(entering)
+                ends = crossing.get(j, set())
+                option = _Option(frozenset(values), self.size(values), cost, entry, ends <= values)
                 known = self._options.setdefault((i, j), {})
                 if option.kept not in known or cost < known[option.kept].charge:
                     known[option.kept] = option
+
+    def _between(
+        self, less: frozenset[int], more: frozenset[int], spared: set[int], inner: Sequence[int]
+    ) -> Iterator[frozenset[int]]:
+        """Where two answers differ in several dear ops of one segment: one below a step, the other above it."""
+        dear: list[list[int]] = [[] for _ in range(len(inner) + 1)]
+        for o in sorted(spared):
+            if self._charge[o] >= self._dear:
+                dear[bisect_right(inner, o)].append(o)
+        for k in range(1, min(max(map(len, dear)), _STEPS + 1)):
+            # Segments with fewer dear ops repeat their last step.
+            steps = [ops[min(k, len(ops) - 1)] if len(ops) > 1 else 0 for ops in dear]
+            for low, high in ((less, more), (more, less)):
+                yield frozenset(
+                    v
+                    for source, below in ((low, True), (high, False))
+                    for v in source
+                    if (self._made[v] < steps[bisect_right(inner, self._made[v])]) == below
+                )
 
     def size(self, kept: frozenset[int] | set[int]) -> int:
         """Bytes of the kept values."""
@@ -111,17 +198,31 @@ class Menu:
                 return kept
             kept = kept | missing
 
-    def choose(self, span: int, capacity: int) -> frozenset[int] | None:
-        """What to keep within ``capacity`` bytes at the least charge; None when nothing fits."""
-        count = len(self._cuts) + 1
+    def segments(self) -> Iterable[tuple[int, int]]:
+        """First and last cut of every segment that has options; cut 0 is the foot of the climb."""
+        return self._options
+
+    def made(self, v: int) -> int:
+        """The op that makes ``v``."""
+        return self._made[v]
+
+    def choose(self, span: int, capacity: int, room: int | None = None, needs: Needs | None = None) -> Choice | None:
+        """What to keep within ``capacity`` bytes at the least charge; None when nothing fits.
+
+        ``room``: bytes for what is kept before a segment and what the segment ``needs`` when it is recomputed:
+        the descent frees what late segments keep before it comes to the early ones.
+        """
+        needs = needs or Needs()
+        count = len(self.cuts) + 1
         unit = max(capacity // _UNITS, 1)
         width = capacity // unit + 1
         if capacity < 0:
             return None
-        best = np.full((count + 1, width), np.inf)
-        best[0] = 0.0
-        back: list[list[tuple[int, _Option]]] = [[] for _ in range(count + 1)]
-        pick = np.zeros((count + 1, width), np.int32)
+        # Two states at each cut: whether what crosses it is kept (1) or may have to be on top (0).
+        best = np.full((count + 1, 2, width), np.inf)
+        best[0, 1] = 0.0
+        back: list[list[tuple[int, int, int, _Option]]] = [[] for _ in range(count + 1)]
+        pick = np.zeros((count + 1, 2, width), np.int32)
         menu = {
             (i, j): _undominated(list(options.values())) for (i, j), options in self._options.items() if j - i <= span
         }
@@ -131,33 +232,40 @@ class Menu:
         for j in range(1, count + 1):
             for i, options in by_end[j]:
                 for option in options:
-                    shift = -(-option.nbytes // unit)
-                    if shift >= width:
-                        continue
-                    offer = best[i, : width - shift] + option.charge
-                    here = best[j, shift:]
-                    better = offer < here
-                    if better.any():
-                        here[better] = offer[better]
-                        pick[j, shift:][better] = len(back[j])
-                        back[j].append((i, option))
-        if not np.isfinite(best[count, -1]):
+                    for state in (0, 1):
+                        above = 0 if state else -(-option.entry // unit)
+                        shift = above - (-option.nbytes // unit)
+                        reach = width - shift
+                        if room is not None and option.charge > 0:
+                            reach = min(reach, (room - needs.of(i, j, option.kept)) // unit + 1 - above)
+                        if reach <= 0:
+                            continue
+                        offer = best[i, state, :reach] + option.charge
+                        here = best[j, int(option.exit), shift : shift + reach]
+                        better = offer < here
+                        if better.any():
+                            here[better] = offer[better]
+                            pick[j, int(option.exit), shift : shift + reach][better] = len(back[j])
+                            back[j].append((i, state, shift, option))
+        if not np.isfinite(best[count].min()):
             return None
-        kept, inner, j, room = set[int](), list[int](), count, width - 1
+        g, left = divmod(int(best[count].argmin()), width)
+        parts: list[tuple[int, int, frozenset[int]]] = []
+        j = count
         while j > 0:
-            i, option = back[j][int(pick[j, room])]
-            kept |= option.kept
-            room -= -(-option.nbytes // unit)
-            j = i
-            if i > 0:
-                inner.append(self._cuts[i - 1])
-        return self.completed(frozenset(kept), sorted(inner))
+            i, state, shift, option = back[j][int(pick[j, g, left])]
+            parts.append((i, j, option.kept))
+            left -= shift
+            j, g = i, state
+        parts.reverse()
+        kept = frozenset[int]().union(*(values for _, _, values in parts))
+        return Choice(self.completed(kept, [self.cuts[i - 1] for i, _, _ in parts[1:]]), tuple(parts))
 
 
 def _undominated(options: list[_Option]) -> list[_Option]:
-    """Options by ascending bytes, each cheaper to recompute than all smaller ones."""
+    """Options by ascending bytes, each cheaper to recompute than all smaller ones that are as good at their ends."""
     out: list[_Option] = []
-    for option in sorted(options, key=lambda o: (o.nbytes, o.charge)):
-        if not out or option.charge < out[-1].charge:
+    for option in sorted(options, key=lambda o: (o.nbytes, o.charge, o.entry)):
+        if not any(o.charge <= option.charge and o.entry <= option.entry and o.exit >= option.exit for o in out):
             out.append(option)
     return out

@@ -146,9 +146,10 @@ def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
         delta[made[v] + 1] += graph.values[v].nbytes
         delta[o + 1] -= graph.values[v].nbytes
     profile = list(accumulate(delta))
-    found = _valleys(profile, list(cone))
+    costly = [bool(op.flops) for op in graph.ops]
+    found = _valleys(profile, list(cone), costly)
     if len(found) < FEW:
-        found = sorted({*found, *_level(profile, list(cone))})
+        found = sorted({*found, *_level(profile, list(cone), costly)})
     width = [profile[w] for w in found]
     narrow = [
         w for i, w in enumerate(found) if width[i] <= NARROW * min(width[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS + 1])
@@ -156,16 +157,21 @@ def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
     return found, narrow
 
 
-def _level(profile: list[int], steps: list[int]) -> list[int]:
+def _level(profile: list[int], steps: list[int], costly: list[bool]) -> list[int]:
     """Evenly spaced steps of a climb that is about equally narrow everywhere, such as a plain chain."""
     widths = sorted(profile[s] for s in steps if profile[s] > 0)
     level = widths[len(widths) // 4] if widths else 0  # a quarter may be narrower, such as the climb's ends
     low = [s for s in steps if 0 < profile[s] <= NARROW * level]
+    # What crosses right behind a product is dear to make again, what comes after it cheap.
+    low = [s for s in low if s > 0 and costly[s - 1]] or low
     return low[:: max(len(low) // MOST, 1)][1:]
 
 
-def _valleys(profile: list[int], steps: list[int]) -> list[int]:
-    """Local minima of ``profile`` over ``steps`` whose sides rise by ``PROMINENCE``."""
+def _valleys(profile: list[int], steps: list[int], costly: list[bool]) -> list[int]:
+    """Local minima of ``profile`` over ``steps`` whose sides rise by ``PROMINENCE``.
+
+    ``costly``: ops that are dear to run again; of equal minima the one behind such an op is taken.
+    """
     found: list[int] = []
     low_step, low, high = -1, float("inf"), 0.0
     falling = False
@@ -175,7 +181,7 @@ def _valleys(profile: list[int], steps: list[int]) -> list[int]:
             high = max(high, here)
             if here * PROMINENCE < high:
                 falling, low_step, low = True, s, here
-        elif here < low:
+        elif here < low or (here == low and s > 0 and costly[s - 1] and not costly[low_step - 1]):
             low_step, low = s, here
         elif here > low * PROMINENCE and here > 0:
             if low > 0:

@@ -1,5 +1,6 @@
 """Segments: the dynamic programme against exhaustive search on climbs small enough for it."""
 
+from bisect import bisect_right
 from itertools import chain, combinations
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.passes.emit import recomputed_ops
-from jaxtensile.passes.segments import Menu
+from jaxtensile.passes.segments import Menu, Needs
 from jaxtensile.passes.stages import Mountain, mountain_at
 
 
@@ -65,11 +66,12 @@ def test_the_choice_fits_and_is_close_to_the_optimum(sizes, costs, share):
     charge = [*costs[: len(sizes)], *([0.0] * (len(graph.ops) - len(sizes)))]
     capacity = int(share * sum(sizes))
     menu = Menu(graph, mountain, charge)
-    kept = menu.choose(menu.spans[-1], capacity)
+    choice = menu.choose(menu.spans[-1], capacity)
     best = exhaustive(graph, mountain, charge, capacity)
-    if kept is None:  # whole segments only: less than the smallest option cannot be chosen
+    if choice is None:  # whole segments only: less than the smallest option cannot be chosen
         assert capacity < menu.size(menu.least(menu.spans[-1]))
         return
+    kept = choice.kept
     assert menu.size(kept) <= capacity
     got = charge_of(graph, mountain, kept, charge)
     assert got >= best - 1e-9
@@ -80,7 +82,7 @@ def test_the_choice_fits_and_is_close_to_the_optimum(sizes, costs, share):
 def test_everything_is_kept_when_there_is_room():
     graph, turn = train_step([10, 20, 30, 20])
     menu = Menu(graph, mountain_at(graph, turn), [1.0] * 4 + [0.0] * (len(graph.ops) - 4))
-    assert menu.choose(menu.spans[-1], 1000) == {1, 2, 3, 4}
+    assert menu.choose(menu.spans[-1], 1000).kept == {1, 2, 3, 4}
 
 
 def test_nothing_is_kept_when_it_must_be():
@@ -97,6 +99,59 @@ def test_a_value_read_across_a_cut_is_completed(capacity):
     mountain: Mountain = mountain_at(graph, turn)
     menu = Menu(graph, mountain, [1.0] * 6 + [0.0] * (len(graph.ops) - 6))
     for span in menu.spans:
-        kept = menu.choose(span, capacity)
-        if kept is not None:
-            assert menu.completed(kept, []) == kept
+        choice = menu.choose(span, capacity)
+        if choice is not None:
+            assert menu.completed(choice.kept, []) == choice.kept
+
+
+class Given(Needs):
+    """What segments need, as told instead of learned."""
+
+    def __init__(self, told):
+        super().__init__()
+        self.told = told
+
+    def of(self, i, j, kept):
+        return self.told[i % len(self.told)]
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=4), st.integers(0, 150), st.integers(0, 150))
+def test_what_a_segment_needs_finds_room_above_what_is_kept_before_it(told, capacity, room):
+    graph, turn = train_step([10, 20, 10, 30, 20, 10, 20, 30])
+    mountain = mountain_at(graph, turn)
+    charge = [1.0] * 8 + [0.0] * (len(graph.ops) - 8)
+    menu = Menu(graph, mountain, charge)
+    for span in menu.spans:
+        free = menu.choose(span, capacity)
+        choice = menu.choose(span, capacity, room, Given(told))
+        if choice is None:
+            continue
+        assert menu.size(choice.kept) <= capacity
+        assert free is not None
+        assert charge_of(graph, mountain, free.kept, charge) <= charge_of(graph, mountain, choice.kept, charge)
+        again = recomputed_ops(graph, mountain, choice.kept)
+        for i, j, _ in choice.parts:
+            if any(bisect_right(menu.cuts, o) in range(i, j) for o in again):
+                before = {v for v in choice.kept if bisect_right(menu.cuts, menu.made(v)) < i}
+                assert menu.size(before) + told[i % len(told)] <= room
+
+
+def test_what_was_measured_is_learned():
+    """Segment 2 needs 50 bytes beside the 30 kept before it: with 70 bytes of room less is kept, or 2 kept whole."""
+    graph, turn = train_step([10] * 6)
+    mountain = mountain_at(graph, turn)
+    menu = Menu(graph, mountain, [1.0] * 6 + [0.0] * (len(graph.ops) - 6))
+    span = menu.spans[-1]
+    choice = menu.choose(span, 40)
+    again = sorted(recomputed_ops(graph, mountain, choice.kept), reverse=True)
+    profile = [0] * 10 + [90] * len(again)
+    needs = Needs()
+    needs.learn(menu, choice, [(10 + k, o) for k, o in enumerate(again)], profile)
+    for i, j, kept in choice.parts:
+        before = menu.size({v for v in choice.kept if bisect_right(menu.cuts, menu.made(v)) < i})
+        if any(bisect_right(menu.cuts, o) in range(i, j) for o in again):
+            assert needs.of(i, j, kept) == 90 - before
+        else:
+            assert needs.of(i, j, kept) == 0
+    other = menu.choose(span, 40, 89, needs)
+    assert other is None or other.kept != choice.kept

@@ -171,6 +171,30 @@ def test_a_level_climb_is_cut_evenly():
     assert all(0 < w < turn for w in every)
 
 
+@pytest.mark.parametrize("wide", [False, True], ids=["level", "valleys"])
+def test_of_equally_narrow_steps_the_one_behind_a_product_is_taken(wide):
+    """x -> x @ w -> … -> x: everything is as wide. Behind the product waits what is dear to make again."""
+    b = Builder()
+    x = b.input(32, 32)
+    ws = [b.input(32, 32) for _ in range(12)]
+    ys = []
+    for w in ws:
+        z = b.dot(x, w)
+        y = b.op("exp", z)
+        if wide:
+            y = b.op("reduce_max", b.op("concatenate", y, y, shape=(64, 64)), shape=(32, 32))
+        x = b.op("tanh", y)
+        ys += [z, x]
+    turn = len(b.ops)
+    g = b.op("neg", x)
+    for y in reversed(ys):
+        g = b.op("mul", g, y)
+    graph = b.graph(g)
+    every, narrow = waists(graph, mountain_at(graph, turn))
+    assert len(narrow) >= 3
+    assert {graph.ops[w - 1].primitive for w in every} == {"dot_general"}
+
+
 def test_a_mountain_of_nothing():
     b = Builder()
     x = b.input(4)

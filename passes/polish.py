@@ -1,0 +1,126 @@
+"""What can be exchanged in a plan that fits: keep what is dear to run again, drop what is cheap instead.
+
+Segments are chosen for the bytes at the turn and at their own recomputation, value by value nothing is
+known there. Here single products are kept after all; where that is too much, those values make room that
+are live at the step that is over budget and cheap to make again per byte. Each exchange is laid out and
+measured, so nothing is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from jaxtensile.ir import Graph
+from jaxtensile.passes.emit import recomputed_ops
+from jaxtensile.passes.liveness import Liveness
+from jaxtensile.passes.stages import Mountain
+from jaxtensile.plan import Program
+from jaxtensile.units import Bytes, Seconds
+
+_TRIES, _WORTH = 8, 0.005
+"""Ops tried, each of at least this share of the program's charge."""
+_MEASURED = 4
+"""Schedules measured for one op."""
+
+
+class Trial(Protocol):
+    """One kept set, laid out and measured."""
+
+    @property
+    def kept(self) -> frozenset[int]: ...
+    @property
+    def program(self) -> Program: ...
+    @property
+    def live(self) -> Liveness: ...
+    @property
+    def device(self) -> Bytes: ...
+
+
+T = TypeVar("T", bound=Trial)
+
+
+def polish(
+    budget: Bytes,
+    start: Program,
+    mountain: Mountain,
+    charge: Sequence[Seconds],
+    measure: Callable[[frozenset[int]], T],
+    best: T,
+) -> T:
+    """The cheapest of ``best``, which fits, and what exchanges make of it. ``start``: the program around the turn."""
+    graph = start.graph
+    worth = _WORTH * sum(charge)
+    tried: set[int] = set()
+    for _ in range(_TRIES):
+        again = recomputed_ops(graph, mountain, best.kept)
+        o = max(again - tried, key=lambda o: (charge[o], o), default=None)
+        if o is None or charge[o] < worth:
+            break
+        tried.add(o)
+        most = sum(charge[p] for p in again) - worth
+        new = {r for r in graph.ops[o].results if r not in mountain.always}
+        kept = best.kept | new
+        for _ in range(_MEASURED):
+            if sum(charge[p] for p in recomputed_ops(graph, mountain, kept)) > most:
+                break
+            trial = measure(kept)
+            if trial.device <= budget:
+                best = trial
+                break
+            live = _live_at_peak(start, trial)
+            room = _make_room(graph, mountain, charge, kept - new, live, trial.device - budget)
+            if not room:
+                break
+            kept -= room
+    return best
+
+
+def _live_at_peak(start: Program, trial: Trial) -> set[int]:
+    """Values of ``start`` of which a version has a buffer where ``trial`` needs most."""
+    profile = trial.live.profile
+    peak = max(range(len(profile)), key=profile.__getitem__)
+    known = {trial.program.version_of[r.value] for r in trial.live.ranges if r.start <= peak < r.stop}
+    return {v for v, original in enumerate(start.version_of) if original in known}
+
+
+def _make_room(
+    graph: Graph, mountain: Mountain, charge: Sequence[Seconds], kept: frozenset[int], live: set[int], short: Bytes
+) -> set[int]:
+    """Kept values of at least ``short`` bytes that are cheapest to drop; empty when there are not so many."""
+    made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    again = recomputed_ops(graph, mountain, kept)
+
+    def dropped(v: int) -> Seconds:
+        """What runs again beside ``again`` when ``v`` is dropped too."""
+        seen: set[int] = set()
+        todo = [made[v]]
+        while todo:
+            o = todo.pop()
+            if o in seen or o in again:
+                continue
+            seen.add(o)
+            todo.extend(
+                made[u] for u in graph.ops[o].operands if u in made and u not in kept and u not in mountain.always
+            )
+        return sum(charge[o] for o in seen)
+
+    price = {v: dropped(v) for v in kept if v in live and graph.values[v].nbytes and not graph.ops[made[v]].pinned}
+    size = {v: graph.values[v].nbytes for v in price}
+    best: tuple[Seconds, set[int]] = (float("inf"), set())
+    chosen: set[int] = set()
+    # The cheapest per byte, as many as it takes, and instead of the last ones a single one that is enough.
+    for v in [*sorted(price, key=lambda v: (price[v] / size[v], v)), None]:
+        if short <= 0:
+            return min(best, (sum(price[u] for u in chosen), chosen), key=lambda b: b[0])[1]
+        last = min(
+            (u for u in price if u not in chosen and size[u] >= short), key=lambda u: (price[u], u), default=None
+        )
+        spent = sum(price[u] for u in chosen)
+        if last is not None:
+            best = min(best, (spent + price[last], chosen | {last}), key=lambda b: b[0])
+        if v is None:
+            break
+        chosen.add(v)
+        short -= size[v]
+    return best[1]

@@ -1,0 +1,104 @@
+"""Exchanges: a dearer op kept in place of cheaper ones, never at the price of the budget."""
+
+from dataclasses import dataclass
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphs import Builder, solid_chain, train_steps
+from jaxtensile.passes.emit import emit, recomputed_ops
+from jaxtensile.passes.fusion import fuse
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.polish import polish
+from jaxtensile.passes.stages import mountain_at
+from jaxtensile.plan import Program
+from oracles import completed
+
+
+@dataclass(frozen=True)
+class Trial:
+    kept: frozenset
+    program: object
+    live: object
+    charge: float
+
+    @property
+    def device(self):
+        return self.live.device
+
+
+class Bench:
+    """One turn of a graph: lays out kept sets and remembers them."""
+
+    def __init__(self, graph, turn, charge):
+        self.graph, self.charge, self.start = graph, charge, Program.unchanged(graph)
+        self.mountain, self.kernels = mountain_at(graph, turn), fuse(graph)
+        self.trials = []
+
+    def measure(self, kept):
+        program = emit(self.start, self.kernels, self.mountain, kept, [])
+        again = recomputed_ops(self.graph, self.mountain, kept)
+        trial = Trial(kept, program, live_ranges(program.graph), sum(self.charge[o] for o in again))
+        self.trials.append(trial)
+        return trial
+
+    def polish(self, budget, kept):
+        best = self.measure(kept)
+        return best, polish(budget, self.start, self.mountain, self.charge, self.measure, best)
+
+
+def test_one_dear_value_takes_the_place_of_two_cheap_ones():
+    """Four values of 100; the first is dear. Three may wait: kept are the cheap ones, until they are exchanged."""
+    graph = solid_chain([200, 100, 100, 100], [9.0, 1.0, 1.0, 1.0], top=200)
+    turn = 4 + 100
+    bench = Bench(graph, turn, [9.0, 1.0, 1.0, 1.0] + [0.0] * (len(graph.ops) - 4))
+    assert set(bench.mountain.needed) == {1, 2, 3, 4}
+    worst = bench.measure(frozenset({2, 3, 4}))
+    before, after = bench.polish(worst.device + 100 * 4, frozenset({2, 3, 4}))
+    assert before.charge == 9.0
+    assert after.device <= worst.device + 100 * 4
+    assert 1 in after.kept and after.charge <= 2.0
+
+
+def test_what_costs_less_than_it_is_worth_is_left():
+    graph = solid_chain([100] * 4, [1.0] * 4, top=200)
+    bench = Bench(graph, 104, [1e-6] * 4 + [1.0] * (len(graph.ops) - 4))
+    before, after = bench.polish(1 << 40, frozenset())
+    assert after is before and len(bench.trials) == 1
+
+
+def test_everything_worth_it_is_kept_when_there_is_room():
+    graph = solid_chain([100] * 4, [1.0] * 4, top=200)
+    bench = Bench(graph, 104, [1.0] * 4 + [0.0] * (len(graph.ops) - 4))
+    _, after = bench.polish(1 << 40, frozenset())
+    assert after.charge == 0.0
+
+
+@given(train_steps(), st.floats(0.2, 0.8), st.integers(1, 4), st.floats(0.5, 1.0))
+@settings(max_examples=60)
+def test_it_fits_and_is_never_dearer(graph, share, every, tight):
+    charge = [1.0 + op.flops for op in graph.ops]
+    bench = Bench(graph, max(int(share * len(graph.ops)), 1), charge)
+    kept = completed(graph, bench.mountain, frozenset(bench.mountain.needed[::every]))
+    budget = int(bench.measure(kept).device / tight)
+    before, after = bench.polish(budget, kept)
+    assert after.device <= budget and after.charge <= before.charge
+    assert after in bench.trials
+
+
+def test_pinned_values_are_never_dropped():
+    b = Builder()
+    x = b.input(64)
+    vs = [b.op("cumsum", x), b.op("debug_callback", x, results=[(64,)], pinned=True)[0], b.op("cumsum", x)]
+    g = x
+    for _ in range(300):
+        g = b.op("cumsum", g, shape=(1,))
+    for v in vs:
+        g = b.op("cumsum", g, v, shape=(1,))
+    graph = b.graph(g)
+    charge = [5.0, 1.0, 1.0] + [0.0] * (len(graph.ops) - 3)
+    bench = Bench(graph, 150, charge)
+    kept = completed(graph, bench.mountain, frozenset(vs[1:]))
+    budget = bench.measure(kept).device
+    _, after = bench.polish(budget, kept)
+    assert vs[1] in after.kept | bench.mountain.always
