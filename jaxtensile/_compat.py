@@ -13,6 +13,7 @@ import jax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _source
+from jax._src.lax import windowed_reductions as _windows
 
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
@@ -147,3 +148,17 @@ def _constraints(closed: Any) -> Iterator[Any]:
             yield eqn.params["sharding"]
         for body in _core.jaxprs_in_params(eqn.params):
             yield from _constraints(body)
+
+
+def select_and_scatter_add(source: Any, operand: Any, zero: Any, params: Mapping[str, Any]) -> Any:
+    """``select_and_scatter_add_p`` that begins with ``zero``, a scalar of its own, instead of a constant."""
+    return _windows._select_and_scatter(
+        operand,
+        params["select_prim"].bind,
+        params["window_dimensions"],
+        params["window_strides"],
+        params["padding"],
+        source,
+        zero,
+        jax.lax.add,
+    )

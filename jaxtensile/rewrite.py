@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import lax
 
+from jaxtensile import _compat
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Program
-from jaxtensile.trace import Traced, bind
+from jaxtensile.trace import Equation, Traced, bind
 
 _SPACE = {TO_HOST: jax.memory.Space.Host, TO_DEVICE: jax.memory.Space.Device}
 
@@ -38,7 +40,7 @@ def rewrite(traced: Traced, program: Program) -> Callable[[Sequence[Any]], list[
                 equation = traced.equations[origin[op.id]]
                 given = iter(op.operands)
                 operands = [env[next(given)] if isinstance(a, int) else a.val for a in equation.operands]
-                results = bind(equation, operands)
+                results = _with_its_own_zeros(equation, operands) or bind(equation, operands)
             env.update(zip(op.results, results, strict=True))
             for v in dict.fromkeys(op.operands):
                 if last_use[v] == op.id:
@@ -47,3 +49,17 @@ def rewrite(traced: Traced, program: Program) -> Callable[[Sequence[Any]], list[
         return [env[next(final)] if isinstance(a, int) else a.val for a in traced.outputs]
 
     return evaluate
+
+
+def _with_its_own_zeros(equation: Equation, operands: list[Any]) -> list[Any] | None:
+    """The gradient of a max pool that adds to zeros made late; None for anything else.
+
+    XLA merges equal constants: what such a gradient adds to has to exist, and then every ``relu`` of its
+    shape reads its zeros from there, from the forward pass on.
+    """
+    if equation.eqn is None or equation.eqn.primitive.name != "select_and_scatter_add":
+        return None
+    source, operand = operands
+    with _compat.equation_context(equation.eqn, equation.stack):
+        source, zero = lax.optimization_barrier((source, np.zeros((), source.dtype)))
+        return [_compat.select_and_scatter_add(source, operand, zero, equation.eqn.params)]

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.passes.fusion import Kernels, is_fusible
-from jaxtensile.passes.stages import Mountain
+from jaxtensile.passes.stages import Mountain, idle_window
 from jaxtensile.plan import Program
 
 _BARRIER = Op(id=OpId(0), primitive="optimization_barrier", operands=(), results=())
@@ -216,21 +216,32 @@ class _Emission:
 
 
 class _Frontier:
-    """Buffers that the descent has made and still needs."""
+    """Buffers that the descent has made and still needs.
+
+    Of what could fuse into its readers only those that wait long for the first: XLA would fuse them all the
+    same and keep what they are made from instead, such as a whole gradient of which a part is added later.
+    """
 
     def __init__(self, graph: Graph, kernels: Kernels, start: int) -> None:
         self.seen = start
+        first: dict[int, int] = {}
         last: dict[int, int] = {}
         made: dict[int, int] = {}
+        fusible: set[int] = set()
         for op in graph.ops[start:]:
             if not kernels.is_root[op.id]:
                 continue
             for b in kernels.reads[op.id]:
+                first.setdefault(b, op.id)
                 last[b] = op.id
-            if op.primitive != "optimization_barrier" and not op.pinned and not is_fusible(op.primitive):
+            if op.primitive != "optimization_barrier" and not op.pinned:
                 for r in op.results:
                     if kernels.home[r] == r and graph.values[r].nbytes > 0 and graph.values[r].shape:
                         made[r] = op.id
+                        if is_fusible(op.primitive):
+                            fusible.add(r)
+        window = idle_window(graph)
+        made = {b: o for b, o in made.items() if b not in fusible or first.get(b, o) - o > window}
         final = {kernels.home[v] for v in graph.outputs}
         self.made = sorted((o, b) for b, o in made.items())
         self.last = {b: (len(graph.ops) if b in final else last.get(b, -1)) for b in made}

@@ -191,6 +191,31 @@ def test_what_a_stage_recomputes_later_is_held_back():
     assert barriers[0].id < clones[0] < barriers[1].id < clones[1]
 
 
+def test_what_waits_long_for_its_reader_is_made_before_the_next_stage():
+    """A part of a gradient that is added much later: left to XLA, all that it is made from would wait instead."""
+    b = Builder()
+    x, w = b.input(64, 64), b.input(64, 64)
+    ys = [x]
+    for _ in range(8):
+        ys.append(b.op("tanh", b.dot(ys[-1], w)))
+    turn = len(b.ops)
+    wide = b.op("concatenate", b.dot(ys[-1], w), ys[-1], shape=(64, 128))
+    part, short = b.op("split", wide, results=[(64, 64), (64, 64)])
+    g = b.op("cumsum", short)
+    for y in reversed(ys[1:]):
+        for _ in range(20):
+            g = b.op("cumsum", g)
+        g = b.dot(b.op("mul", g, y), w)
+    graph = b.graph(b.op("add", g, part))
+    mountain = mountain_at(graph, turn)
+    kept = frozenset(ys[2::2]) & frozenset(mountain.needed)
+    program = emit(Program.unchanged(graph), fuse(graph), mountain, kept, [2 * k for k in range(1, 8)])
+    assert same_outputs(graph, program)
+    first = next(op for op in program.graph.ops if op.primitive == BARRIER)
+    tied = {program.version_of[v] for v in first.operands}
+    assert part in tied and short not in tied
+
+
 def test_fused_ops_of_the_descent_are_made_where_they_are_read():
     """``s`` fuses into all its readers: once per stage that reads it, after that stage's barrier."""
     b = Builder()

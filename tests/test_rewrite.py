@@ -36,6 +36,12 @@ def scaled(x):
         return jnp.sin(x) * 2.0
 
 
+def pooled(x):
+    """Overlapping windows, and ties within them."""
+    y = jnp.maximum(x.reshape(1, 2, 4, 1), 0.0)
+    return lax.reduce_window(y, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 1, 1, 1), "SAME").sum()
+
+
 ZOO = {
     "elementwise": (lambda x: jnp.tanh(x) * x + 1, (V,)),
     "results are arguments, literals and twins": (lambda x, y: (x, y, 3.0, jnp.sin(x), y), (V, 2 * V)),
@@ -47,6 +53,9 @@ ZOO = {
     "branches": (lambda x: lax.cond(x[0] > 0, jnp.sin, jnp.cos, x), (V,)),
     "while": (lambda x: lax.while_loop(lambda c: c[0] < 3, lambda c: c + 1, x), (V,)),
     "gradient": (jax.grad(lambda x: jnp.tanh(x * x) @ x), (V,)),
+    "a max pool": (jax.grad(pooled), (V,)),
+    "a max pool of one value": (jax.grad(pooled), (0 * V,)),
+    "a max pool in half precision": (jax.grad(pooled), (V.astype(jnp.bfloat16),)),
     "remat": (jax.grad(lambda x: jax.checkpoint(lambda y: jnp.sin(jnp.sin(y)))(x).sum()), (V,)),
     "custom rules": (lambda x: jax.nn.relu(jax.nn.silu(x)), (V,)),
     "half precision": (lambda x: (x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16)).astype(jnp.float32), (V,)),
@@ -128,6 +137,16 @@ def test_barriers_stand_where_the_schedule_says():
     barrier, again = made[3], made[4:]
     assert [len(barrier.invars), len(barrier.outvars)] == [2, 2]
     assert set(again[0].invars) | set(again[1].invars) == set(barrier.outvars), "the clones read behind the barrier"
+
+
+def test_a_max_pool_adds_to_zeros_of_its_own():
+    """A constant would be shared with every relu of that shape, and live from the forward pass on."""
+    closed = program_of(rewrite(t := traced(jax.grad(pooled), V), Program.unchanged(t.graph)), V)
+    made = {v: e for e in equations(closed) for v in e.outvars}
+    (pool,) = (e for e in equations(closed) if e.primitive.name == "select_and_scatter")
+    source, zero = pool.invars[1:]
+    assert made[zero].primitive.name == made[source].primitive.name == "optimization_barrier"
+    assert zero.aval.shape == () and zero.aval.dtype == V.dtype
 
 
 def test_a_value_is_forgotten_after_its_last_use(monkeypatch):
