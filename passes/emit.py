@@ -27,20 +27,33 @@ from jaxtensile.plan import Program
 _BARRIER = Op(id=OpId(0), primitive="optimization_barrier", operands=(), results=())
 
 
+class Recomputation:
+    """What must run again around one turn, for many kept sets."""
+
+    def __init__(self, graph: Graph, mountain: Mountain) -> None:
+        self.made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
+        """The op of the climb that makes each value."""
+        self._needed = [(v, self.made[v]) for v in mountain.needed]
+        self._reads = {
+            o: [(u, self.made[u]) for u in graph.ops[o].operands if u in self.made and u not in mountain.always]
+            for o in mountain.cone
+        }
+
+    def ops(self, kept: frozenset[int]) -> set[int]:
+        """Ops that must run again when exactly ``kept`` survives the turn."""
+        todo = [o for v, o in self._needed if v not in kept]
+        again = set(todo)
+        while todo:
+            for u, o in self._reads[todo.pop()]:
+                if u not in kept and o not in again:
+                    again.add(o)
+                    todo.append(o)
+        return again
+
+
 def recomputed_ops(graph: Graph, mountain: Mountain, kept: frozenset[int]) -> set[int]:
     """Ops that must run again when exactly ``kept`` survives the turn."""
-    made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
-    again: set[int] = set()
-    todo = [made[v] for v in mountain.needed if v not in kept]
-    while todo:
-        o = todo.pop()
-        if o in again:
-            continue
-        again.add(o)
-        for u in graph.ops[o].operands:
-            if u in made and u not in kept and u not in mountain.always and made[u] not in again:
-                todo.append(made[u])
-    return again
+    return Recomputation(graph, mountain).ops(kept)
 
 
 def emit(program: Program, kernels: Kernels, mountain: Mountain, kept: frozenset[int], cuts: Sequence[int]) -> Program:
@@ -211,7 +224,8 @@ class _Emission:
         return fresh
 
     def put(self, op: Op, operands: Sequence[int], results: Sequence[int], origin: int) -> None:
-        self.ops.append(op.on(len(self.ops), operands, results))
+        same = op.id == len(self.ops) and operands is op.operands and results is op.results
+        self.ops.append(op if same else op.on(len(self.ops), operands, results))
         self.origin.append(origin)
 
 

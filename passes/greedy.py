@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxtensile.passes.answer import answer
-from jaxtensile.passes.emit import emit_with_clones, recomputed_ops
+from jaxtensile.passes.emit import emit_with_clones
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.offload import Copy, offload
 from jaxtensile.passes.polish import polish
@@ -146,7 +146,7 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
     fits = [found for span in menu.spans if (found := around.with_span(span)) is not None]
     if fits:
         around.grow(min(fits, key=lambda f: f.trial.price))
-        polish(budget, start.program, menu.mountain, charge, around.measure, around.best)
+        polish(budget, start.program, menu.mountain, menu.again, charge, around.measure, around.best)
     trials = around.known.values()
     lowest = around.best if fits else min(trials, key=lambda t: t.device)
     # Trials that keep different values and need the same bytes: what they need them for lies elsewhere.
@@ -189,7 +189,7 @@ class _Around:
         if trial is None:
             start, mountain = self.start, self.menu.mountain
             program, clones = emit_with_clones(start.program, start.live.kernels, mountain, kept, self.menu.waists)
-            again = sum(self.charge[o] for o in recomputed_ops(start.program.graph, mountain, kept))
+            again = sum(self.charge[o] for o in self.menu.again.ops(kept))
             trial = _Trial(kept, program, live_ranges(program.graph), start.charge + again, clones)
             self.known[kept] = trial
         return trial

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.emit import recomputed_ops
+from jaxtensile.passes.emit import Recomputation
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.stages import Mountain
 from jaxtensile.plan import Program
@@ -44,6 +44,7 @@ def polish(
     budget: Bytes,
     start: Program,
     mountain: Mountain,
+    recomputation: Recomputation,
     charge: Sequence[Seconds],
     measure: Callable[[frozenset[int]], T],
     best: T,
@@ -53,7 +54,7 @@ def polish(
     worth = _WORTH * sum(charge)
     tried: set[int] = set()
     for _ in range(_TRIES):
-        again = recomputed_ops(graph, mountain, best.kept)
+        again = recomputation.ops(best.kept)
         o = max(again - tried, key=lambda o: (charge[o], o), default=None)
         if o is None or charge[o] < worth:
             break
@@ -62,14 +63,14 @@ def polish(
         new = {r for r in graph.ops[o].results if r not in mountain.always}
         kept = best.kept | new
         for _ in range(_MEASURED):
-            if sum(charge[p] for p in recomputed_ops(graph, mountain, kept)) > most:
+            if sum(charge[p] for p in recomputation.ops(kept)) > most:
                 break
             trial = measure(kept)
             if trial.device <= budget:
                 best = trial
                 break
             live = _live_at_peak(start, trial)
-            room = _make_room(graph, mountain, charge, kept - new, live, trial.device - budget)
+            room = _make_room(graph, mountain, recomputation, charge, kept - new, live, trial.device - budget)
             if not room:
                 break
             kept -= room
@@ -85,11 +86,17 @@ def _live_at_peak(start: Program, trial: Trial) -> set[int]:
 
 
 def _make_room(
-    graph: Graph, mountain: Mountain, charge: Sequence[Seconds], kept: frozenset[int], live: set[int], short: Bytes
+    graph: Graph,
+    mountain: Mountain,
+    recomputation: Recomputation,
+    charge: Sequence[Seconds],
+    kept: frozenset[int],
+    live: set[int],
+    short: Bytes,
 ) -> set[int]:
     """Kept values of at least ``short`` bytes that are cheapest to drop; empty when there are not so many."""
-    made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
-    again = recomputed_ops(graph, mountain, kept)
+    made = recomputation.made
+    again = recomputation.ops(kept)
 
     def dropped(v: int) -> Seconds:
         """What runs again beside ``again`` when ``v`` is dropped too."""

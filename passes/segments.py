@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.emit import recomputed_ops
+from jaxtensile.passes.emit import Recomputation
 from jaxtensile.passes.mincut import ResidualCut, price_ladder
 from jaxtensile.passes.stages import Mountain, waists
 
@@ -97,7 +97,8 @@ class Menu:
         self._graph, self.mountain, self._charge = graph, mountain, charge
         self.waists, narrow = waists(graph, mountain)
         self.cuts = tuple(narrow)
-        self._made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
+        self.again = Recomputation(graph, mountain)
+        self._made = self.again.made
         self._options: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
         self._least: dict[int, frozenset[int]] = {}
         self._prices = price_ladder(graph, mountain.cone, charge, _PRICES)
@@ -129,12 +130,12 @@ class Menu:
         for u in cut.crossing:
             k = bisect_right(inner, self._made[u])
             crossing.setdefault(bounds[k + 1], set()).add(u)
-        rerun = {kept: recomputed_ops(self._graph, self.mountain, kept) for kept in answers}
+        rerun = {kept: self.again.ops(kept) for kept in answers}
         for a, b in pairwise(sorted(answers, key=self.size)):
             for kept in self._between(a, b, rerun[a] - rerun[b], inner):
                 kept = self.completed(kept, inner)
                 if kept not in rerun:
-                    rerun[kept] = recomputed_ops(self._graph, self.mountain, kept)
+                    rerun[kept] = self.again.ops(kept)
         for kept, again in rerun.items():
             held: list[set[int]] = [set() for _ in bounds[1:]]
             read: list[set[int]] = [set() for _ in held]
@@ -187,7 +188,7 @@ class Menu:
         while True:
             missing = {
                 u
-                for o in recomputed_ops(graph, self.mountain, kept)
+                for o in self.again.ops(kept)
                 for u in graph.ops[o].operands
                 if u in made
                 and u not in kept

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, solid_chain, train_steps
-from jaxtensile.passes.emit import emit, recomputed_ops
+from jaxtensile.passes.emit import Recomputation, emit
 from jaxtensile.passes.fusion import fuse
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.polish import polish
@@ -33,18 +33,19 @@ class Bench:
     def __init__(self, graph, turn, charge):
         self.graph, self.charge, self.start = graph, charge, Program.unchanged(graph)
         self.mountain, self.kernels = mountain_at(graph, turn), fuse(graph)
+        self.recomputation = Recomputation(graph, self.mountain)
         self.trials = []
 
     def measure(self, kept):
         program = emit(self.start, self.kernels, self.mountain, kept, [])
-        again = recomputed_ops(self.graph, self.mountain, kept)
+        again = self.recomputation.ops(kept)
         trial = Trial(kept, program, live_ranges(program.graph), sum(self.charge[o] for o in again))
         self.trials.append(trial)
         return trial
 
     def polish(self, budget, kept):
         best = self.measure(kept)
-        return best, polish(budget, self.start, self.mountain, self.charge, self.measure, best)
+        return best, polish(budget, self.start, self.mountain, self.recomputation, self.charge, self.measure, best)
 
 
 def test_one_dear_value_takes_the_place_of_two_cheap_ones():
