@@ -1,9 +1,10 @@
 """What a device can hold and how fast it moves: one frozen profile per target name.
 
-Invariant: every rate is a peak of the hardware (data sheet, or derived from one), in bytes
-or operations per second, and ``source`` says where each number comes from. On an H200
-790 of 989 TFLOP/s (bf16 matmul) and 4.3 of 4.8 TB/s (copy) were measured; what share of a
-peak a program reaches is the cost model's business. No JAX here.
+Invariant: a rate here is a peak of the hardware (data sheet, or derived from one), in bytes or
+operations per second, and ``sources`` says where each number comes from; ``measured`` puts in
+what ``jaxtensile.calibrate`` found. On an H200 790 of 989 TFLOP/s (bf16 matmul) and 4.3 of
+4.8 TB/s (copy) were measured; what share of a peak a program reaches is the cost model's
+business. No JAX here.
 
 f32 matrix products are counted as XLA runs them by default: TF32 on CUDA from compute
 capability 8.0 on, one bf16 pass on TPU.
@@ -13,8 +14,8 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
@@ -22,6 +23,10 @@ from jaxtensile.errors import TargetError
 from jaxtensile.units import GIB, MIB, Bytes, Seconds
 
 Platform = Literal["cuda", "tpu", "cpu"]
+
+OF_MEASURED: Final = 0.95
+"""Share of a measured rate that programs get: where 0.80 and 0.90 of the peaks of an H200 were measured
+(products, copies), real programs are taken to reach 0.75 and 0.85."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,14 +49,29 @@ class DeviceProfile:
     """Bytes per second between host and device, each direction."""
     link_latency: Seconds
     kernel_launch: Seconds
-    source: str
+    sources: Mapping[str, str] = field(hash=False, repr=False)
+    """Where each of the numbers above comes from, by its name."""
+    measured: frozenset[str] = frozenset()
+    """Names of the numbers that were measured on a device of this kind."""
+
+    def reached(self, rate: str, of_peak: float) -> float:
+        """What programs get of the rate of that name: ``of_peak`` of a peak, ``OF_MEASURED`` of a measured rate."""
+        return getattr(self, rate) * (OF_MEASURED if rate in self.measured else of_peak)
 
 
-# No data sheet states these two; they only keep tiny copies and ops from looking free.
-_ASSUMED: Final = "link_latency 10us and kernel_launch 4us are assumptions."
+_MEMORY: Final = ("capacity", "memory_bandwidth")
+_FLOPS: Final = ("matmul_flops_bf16", "matmul_flops_f32", "elementwise_flops")
+_FIXED: Final = ("link_latency", "kernel_launch")
+NUMBERS: Final = (*_MEMORY, *_FLOPS, "link_bandwidth", *_FIXED)
+"""The fields of a profile that have a source."""
+
+_ASSUMED: Final = "assumed, no data sheet states it; keeps tiny copies and ops from looking free"
 _LATENCY: Final = 10e-6
 _LAUNCH: Final = 4e-6
-_XLA: Final = "capacity and bandwidth: device description in openxla/xla"
+_XLA: Final = "device description in openxla/xla"
+_XLA_GEN4: Final = f"{_XLA}, which lists PCIe 4 rates for this card"
+_ENCODED: Final = "PCIe 4.0 x16 after encoding"
+_GOOGLE: Final = "Google's TPU system architecture pages"
 _GEN3: Final = 17_179_869_184.0
 _GEN4: Final = 34_359_738_368.0
 _GEN5: Final = 68_719_476_736.0
@@ -67,8 +87,14 @@ def _gpu(
     f32: float,
     elementwise: float,
     link: float,
-    source: str,
+    flops: str,
+    memory: str = _XLA,
+    way: str = _XLA,
+    room: str | None = None,
+    bf16_flops: str | None = None,
 ) -> DeviceProfile:
+    """``flops``, ``memory``, ``way``: sources of rates, of capacity and bandwidth, and of the link;
+    ``room`` and ``bf16_flops``: of the capacity and of the bf16 rate where they are others."""
     return DeviceProfile(
         name=name,
         platform="cuda",
@@ -81,7 +107,14 @@ def _gpu(
         link_bandwidth=link,
         link_latency=_LATENCY,
         kernel_launch=_LAUNCH,
-        source=f"{source} {_ASSUMED}",
+        sources={
+            "capacity": room or memory,
+            "memory_bandwidth": memory,
+            **dict.fromkeys(_FLOPS, flops),
+            **({"matmul_flops_bf16": bf16_flops} if bf16_flops else {}),
+            "link_bandwidth": way,
+            **dict.fromkeys(_FIXED, _ASSUMED),
+        },
     )
 
 
@@ -100,11 +133,15 @@ def _tpu(
         link_bandwidth=link,
         link_latency=_LATENCY,
         kernel_launch=_LAUNCH,
-        source=(
-            "capacity: largest argument + output that libtpu 0.0.52 compiles, rounded down to MiB; "
-            "bf16 and bandwidth: Google's TPU system architecture pages (f32 = one bf16 pass); "
-            "elementwise: vector lanes x ALUs x clock, derived; link: 'How to Scale Your Model', part 2. " + _ASSUMED
-        ),
+        sources={
+            "capacity": "largest argument + output that libtpu 0.0.52 compiles, rounded down to MiB",
+            "memory_bandwidth": _GOOGLE,
+            "matmul_flops_bf16": _GOOGLE,
+            "matmul_flops_f32": f"{_GOOGLE}: one bf16 pass",
+            "elementwise_flops": "derived: vector lanes x ALUs x clock",
+            "link_bandwidth": "'How to Scale Your Model', part 2",
+            **dict.fromkeys(_FIXED, _ASSUMED),
+        },
     )
 
 
@@ -118,7 +155,8 @@ _ACCELERATORS: Final = (
         f32=494.7e12,
         elementwise=66.9e12,
         link=_GEN4,
-        source=f"{_XLA} (as is the link: it lists PCIe 4 rates for this card); flops: H200 SXM data sheet, dense.",
+        flops="H200 SXM data sheet, dense",
+        way=_XLA_GEN4,
     ),
     _gpu(
         "nvidia-h100-80gb",
@@ -129,7 +167,8 @@ _ACCELERATORS: Final = (
         f32=494.7e12,
         elementwise=66.9e12,
         link=_GEN4,
-        source=f"{_XLA} (as is the link: it lists PCIe 4 rates for this card); flops: H100 SXM data sheet, dense.",
+        flops="H100 SXM data sheet, dense",
+        way=_XLA_GEN4,
     ),
     _gpu(
         "nvidia-a100-80gb",
@@ -140,7 +179,8 @@ _ACCELERATORS: Final = (
         f32=156e12,
         elementwise=19.5e12,
         link=_GEN4,
-        source=f"{_XLA}; link: as listed there for the 40 GB card; flops: A100 data sheet, dense.",
+        flops="A100 data sheet, dense",
+        way=f"{_XLA}, as listed for the 40 GB card",
     ),
     _gpu(
         "nvidia-a100-40gb",
@@ -151,7 +191,7 @@ _ACCELERATORS: Final = (
         f32=156e12,
         elementwise=19.5e12,
         link=_GEN4,
-        source=f"{_XLA} (link too); flops: A100 data sheet, dense.",
+        flops="A100 data sheet, dense",
     ),
     _gpu(
         "nvidia-b200",
@@ -162,7 +202,7 @@ _ACCELERATORS: Final = (
         f32=1125e12,
         elementwise=75e12,
         link=_GEN5,
-        source=f"{_XLA} (link too); flops: HGX B200 data sheet over 8 GPUs, sparse rates halved.",
+        flops="HGX B200 data sheet over 8 GPUs, sparse rates halved",
     ),
     _gpu(
         "nvidia-rtx-a6000",
@@ -173,7 +213,8 @@ _ACCELERATORS: Final = (
         f32=77.4e12,
         elementwise=38.7e12,
         link=31.5e9,
-        source=f"{_XLA}; flops: RTX A6000 data sheet, sparse rates halved; link: PCIe 4.0 x16 after encoding.",
+        flops="RTX A6000 data sheet, sparse rates halved",
+        way=_ENCODED,
     ),
     _gpu(
         "nvidia-v100-16gb",
@@ -184,10 +225,8 @@ _ACCELERATORS: Final = (
         f32=15.7e12,
         elementwise=15.7e12,
         link=_GEN3,
-        source=(
-            f"{_XLA} (link too); flops: V100 data sheet. It has neither bf16 nor TF32 units: XLA computes bf16 "
-            "products in f32, hence one rate (its 125 TFLOP/s are for f16 only)."
-        ),
+        flops="V100 data sheet; no TF32 units",
+        bf16_flops="V100 data sheet: XLA computes bf16 products in f32 there (its 125 TFLOP/s are for f16 only)",
     ),
     _gpu(
         "nvidia-l4",
@@ -198,10 +237,10 @@ _ACCELERATORS: Final = (
         f32=60e12,
         elementwise=30.3e12,
         link=31.5e9,
-        source=(
-            "bandwidth, flops (sparse rates halved): L4 data sheet; link: PCIe 4.0 x16 after encoding; "
-            "capacity: 24 GB board less ECC and the driver's share, rounded down."
-        ),
+        flops="L4 data sheet, sparse rates halved",
+        memory="L4 data sheet",
+        way=_ENCODED,
+        room="24 GB board less ECC and the driver's share, rounded down",
     ),
     _gpu(
         "nvidia-rtx-4090",
@@ -212,10 +251,10 @@ _ACCELERATORS: Final = (
         f32=82.6e12,
         elementwise=82.6e12,
         link=31.5e9,
-        source=(
-            "bandwidth, flops (dense, f32 accumulation): Ada architecture white paper; link: PCIe 4.0 x16 after "
-            "encoding; capacity: 24 GiB board less the driver's share (users see 23.6 to 23.7 GiB)."
-        ),
+        flops="Ada architecture white paper, dense, f32 accumulation",
+        memory="Ada architecture white paper",
+        way=_ENCODED,
+        room="24 GiB board less the driver's share (users see 23.6 to 23.7 GiB)",
     ),
     _gpu(
         "nvidia-rtx-3060",
@@ -226,10 +265,11 @@ _ACCELERATORS: Final = (
         f32=12.7e12,
         elementwise=12.7e12,
         link=31.5e9,
-        source=(
-            "bandwidth, f32: RTX 3060 12 GB product page; bf16 (f32 accumulation): twice that, as the Ampere "
-            "white paper has it for GeForce; link: PCIe 4.0 x16 after encoding; capacity: 12 GiB less the driver's."
-        ),
+        flops="RTX 3060 12 GB product page",
+        bf16_flops="twice the f32 rate, as the Ampere white paper has it for GeForce with f32 accumulation",
+        memory="RTX 3060 12 GB product page",
+        way=_ENCODED,
+        room="12 GiB board less the driver's share",
     ),
     _tpu(
         "tpu-v5e",
@@ -319,7 +359,7 @@ def _worst(device_kind: str, platform: Platform) -> DeviceProfile:
         capacity=min(p.capacity for p in members),
         link_latency=over(max, "link_latency"),
         kernel_launch=over(max, "kernel_launch"),
-        source=f"no profile for {device_kind!r}: the worst known {platform} number in every field.",
+        sources=dict.fromkeys(NUMBERS, f"no profile for {device_kind!r}: the worst known {platform} number"),
         **slowest,
     )
 
@@ -337,7 +377,10 @@ def _cpu() -> DeviceProfile:
         link_bandwidth=10e9,
         link_latency=1e-6,
         kernel_launch=1e-6,
-        source="capacity: this machine's memory, or the container's limit; rates: order of magnitude of two cores.",
+        sources={
+            **dict.fromkeys(NUMBERS, "order of magnitude of two cores"),
+            "capacity": "this machine's memory, or the container's limit",
+        },
     )
 
 

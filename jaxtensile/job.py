@@ -20,7 +20,7 @@ Make = Callable[[Evaluate | None, Options], Any]
 OFFLOADS = frozenset({"cuda"})
 """Platforms whose compiler keeps to the places of copies in straight-line code."""
 LINK_SHARE = 0.8
-"""Share of the link's peak rate that copies are planned for."""
+"""Share of the link's peak rate that copies are planned for, where it was not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Job:
         """The way to host memory, where values may wait there."""
         if not self.host_budget or self.shards > 1 or self.device.platform not in OFFLOADS:
             return None
-        return Link(bandwidth=self.device.link_bandwidth * LINK_SHARE, latency=self.device.link_latency)
+        return Link(bandwidth=self.device.reached("link_bandwidth", LINK_SHARE), latency=self.device.link_latency)
 
 
 @dataclass(frozen=True, kw_only=True)

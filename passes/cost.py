@@ -1,7 +1,8 @@
 """How long does each op take: a roofline per op, aware that fused ops cost no traffic of their own.
 
 Rules are keyed by primitive; an unknown primitive is charged the traffic of its operands and
-results and reported by name. Rates are peaks times the share of them that real programs reach.
+results and reported by name. Rates are peaks times the share of them that real programs reach, or
+nearly all of what was measured on the device.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ KNOWN = (
 def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
     """Seconds of each op of ``graph`` on ``device``."""
     kernels = fuse(graph)
-    bandwidth = device.memory_bandwidth * COPY_SHARE
+    bandwidth = device.reached("memory_bandwidth", COPY_SHARE)
 
     def parts(op: Op) -> tuple[float, float, float]:
         """Launch, matrix and traffic seconds."""
@@ -53,7 +54,7 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
         written = sum(graph.values[r].nbytes for r in op.results)
         if op.bodies:
             inner = [op_costs(body, device) for body in op.bodies]
-            compute = op.flops / (matmul_rate(op, graph, device) * MATMUL_SHARE)
+            compute = op.flops / matmul_rate(op, graph, device)
             traffic = max(sum(c.seconds) for c in inner) * op.trip_count
             return device.kernel_launch, compute, traffic
         if not kernels.is_root[op.id]:
@@ -64,7 +65,7 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
         read = sum(graph.values[b].nbytes for b in kernels.reads[op.id])
         if op.primitive in MOVES or op.primitive in IN_PLACE:
             read = min(read, written)
-        compute = op.flops / (matmul_rate(op, graph, device) * MATMUL_SHARE)
+        compute = op.flops / matmul_rate(op, graph, device)
         return device.kernel_launch, compute, (read + written) / bandwidth
 
     rows = [parts(op) for op in graph.ops]
@@ -75,9 +76,9 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
 
 
 def matmul_rate(op: Op, graph: Graph, device: DeviceProfile) -> float:
-    """Peak FLOP/s of the matrix units for the operand type of ``op``."""
+    """FLOP/s that programs get of the matrix units for the operand type of ``op``."""
     wide = any(graph.values[v].dtype in ("float32", "float64", "complex64") for v in op.operands)
-    return device.matmul_flops_f32 if wide else device.matmul_flops_bf16
+    return device.reached("matmul_flops_f32" if wide else "matmul_flops_bf16", MATMUL_SHARE)
 
 
 def unknown_primitives(graph: Graph) -> tuple[str, ...]:

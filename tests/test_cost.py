@@ -46,8 +46,8 @@ def test_the_operands_decide_about_the_rate():
     b.dot(narrow, narrow)
     b.dot(narrow, wide)
     graph = b.graph(wide)
-    assert matmul_rate(graph.ops[0], graph, DEVICE) == DEVICE.matmul_flops_bf16
-    assert matmul_rate(graph.ops[1], graph, DEVICE) == DEVICE.matmul_flops_f32
+    assert matmul_rate(graph.ops[0], graph, DEVICE) == DEVICE.matmul_flops_bf16 * cost.MATMUL_SHARE
+    assert matmul_rate(graph.ops[1], graph, DEVICE) == DEVICE.matmul_flops_f32 * cost.MATMUL_SHARE
 
 
 def test_a_kernel_streams_what_it_reads_and_writes():

@@ -6,7 +6,7 @@ import os
 import pytest
 
 import jaxtensile
-from jaxtensile.device import DeviceProfile, profile, profile_for_kind, targets
+from jaxtensile.device import NUMBERS, DeviceProfile, profile, profile_for_kind, targets
 from jaxtensile.gpu_description import FACTS, target_config
 from jaxtensile.units import GIB, KIB, MIB
 
@@ -32,7 +32,9 @@ def test_a_profile_is_whole(name):
     device = profile(name)
     assert device.name == name
     assert device.platform == name.split("-")[0].replace("nvidia", "cuda")
-    assert len(device.source) > 40
+    assert set(device.sources) == set(NUMBERS) <= {f.name for f in dataclasses.fields(device)}
+    assert all(len(source) > 10 for source in device.sources.values())
+    assert not device.measured
     for rate in RATES:
         assert getattr(device, rate) > 1e9, rate
     assert 0 < device.kernel_launch < 1e-3
@@ -96,7 +98,7 @@ def test_kinds_lead_back_to_their_profile(name):
 def test_an_unknown_kind_is_never_better_than_a_known_one(kind, platform):
     guess = profile_for_kind(kind, platform)
     assert guess.name.endswith("-unknown")
-    assert kind in guess.source
+    assert all(kind in source for source in guess.sources.values())
     for known in (profile(n) for n in BOARD_GB if profile(n).platform == guess.platform):
         assert guess.capacity <= known.capacity
         for rate in RATES:
