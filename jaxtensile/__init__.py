@@ -21,7 +21,8 @@ from jaxtensile.hardware import spare_cuda_plugin_check
 
 if TYPE_CHECKING:
     from jaxtensile.api import jit
-    from jaxtensile.device import targets
+    from jaxtensile.calibration import calibrate
+    from jaxtensile.device import DeviceProfile, targets
     from jaxtensile.plan import MemoryUse
     from jaxtensile.report import Report
     from jaxtensile.workload import Workload
@@ -32,19 +33,23 @@ __all__ = [
     "BudgetError",
     "ConfigError",
     "CoordinatorError",
+    "DeviceProfile",
     "JaxtensileError",
     "MemoryUse",
     "Report",
     "TargetError",
     "VerifyError",
     "Workload",
+    "calibrate",
     "jit",
     "targets",
 ]
 
 _HOMES = {
+    "calibrate": "jaxtensile.calibration",
     "jit": "jaxtensile.api",
     "targets": "jaxtensile.device",
+    "DeviceProfile": "jaxtensile.device",
     "MemoryUse": "jaxtensile.plan",
     "Report": "jaxtensile.report",
     "Workload": "jaxtensile.workload",

@@ -29,6 +29,7 @@ from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import DeviceProfile, profile, profile_for_kind
 from jaxtensile.errors import BudgetError, TargetError
 from jaxtensile.job import Evaluate, Fitted, Job
+from jaxtensile.measured import best_known
 from jaxtensile.report import Report
 from jaxtensile.target import compiler_options, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
@@ -257,7 +258,9 @@ class Planned:
         return entry
 
     def _job(self, traced: Any, place: _Place, args: Any, kwargs: Any) -> Job:
-        device = _profile(place.device) if self._target is None else profile(self._target)
+        # Compile-only devices too: a kind's rates are the same wherever it is.
+        known = _profile(place.device), place.device.device_kind
+        device = best_known(*known) if self._target is None else best_known(profile(self._target))
         needed = compiler_options(self._target) if self._target is not None else {}
         captured = _compat.captured(traced)
         return Job(

@@ -1,4 +1,4 @@
-"""``jaxtensile plan | doctor``: the command line.
+"""``jaxtensile plan | calibrate | doctor``: the command line.
 
 Exit codes: 0 done, 1 does not fit, 2 anything else. JAX is imported by a command that needs
 it, never for help or for a wrong argument.
@@ -57,6 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--perfetto", metavar="F", type=Path, help="also write a timeline to F, for ui.perfetto.dev")
     plan.set_defaults(command=_plan)
 
+    calibrate = commands.add_parser("calibrate", help="measure this machine's device; later plans use its own rates")
+    calibrate.add_argument("--refresh", action="store_true", help="measure again what was measured before")
+    calibrate.add_argument("--json", action="store_true", help="print JSON")
+    calibrate.set_defaults(command=_calibrate)
+
     doctor = commands.add_parser("doctor", help="versions, extras and targets, and what is missing")
     doctor.set_defaults(command=_doctor)
     return parser
@@ -82,6 +87,14 @@ def _plan(options: argparse.Namespace) -> int:
     for write, path in zip((report.to_json, report.to_html, report.to_perfetto), files, strict=True):
         if path is not None:
             write(path)
+    return DONE
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    from jaxtensile.calibration import calibrate, told_as_json, told_as_text
+
+    device = calibrate(refresh=options.refresh)
+    print(told_as_json(device) if options.json else told_as_text(device))
     return DONE
 
 

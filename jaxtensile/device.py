@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from jaxtensile.errors import TargetError
 from jaxtensile.units import GIB, MIB, Bytes, Seconds
@@ -351,7 +351,7 @@ def _worst(device_kind: str, platform: Platform) -> DeviceProfile:
     def over(pick: Callable[[list[float]], float], field: str) -> float:
         return pick([getattr(p, field) for p in members])
 
-    slowest = {field: over(min, field) for field in _RATES}
+    slowest: dict[str, Any] = {field: over(min, field) for field in _RATES}
     return DeviceProfile(
         name=f"{platform}-unknown",
         platform=platform,

@@ -16,6 +16,7 @@ from typing import Final
 
 from jaxtensile.device import profile, targets
 from jaxtensile.hardware import has_nvidia_driver, has_tpu
+from jaxtensile.measured import best_known, table
 from jaxtensile.units import format_bytes
 
 _CORE: Final = ("jaxtensile", "jax", "jaxlib", "numpy", "msgspec", "rich")
@@ -64,8 +65,14 @@ class Diagnosis:
             lines.append(f"  {extra:<12} {state}")
         lines += ["", "Targets"]
         for name, problem in self.targets.items():
-            state = f"no: {problem}" if problem else f"compiles here, {format_bytes(profile(name).capacity)}"
-            lines.append(f"  {name:<18} {state}")
+            device = best_known(profile(name))
+            state = f"no: {problem}" if problem else f"compiles here, {format_bytes(device.capacity)}"
+            lines.append(f"  {name:<18} {state}{', rates measured' if device.measured else ''}")
+        lines += ["", "Rates, and where they come from (jaxtensile calibrate measures this machine's device)"]
+        for name in self.targets:
+            device = best_known(profile(name))
+            if device.measured or name == "cpu":
+                lines += [f"  {name}", *(f"    {line}" for line in table(device))]
         return "\n".join(lines)
 
 

@@ -101,6 +101,8 @@ def report(
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
     if job.shards > 1:
         notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
+    if rates := sorted(job.device.measured - {"capacity"}):
+        notes.append(f"times from rates measured on {job.device.kinds[0]}: {', '.join(rates)}")
     costs = op_costs(traced.graph, job.device)
     sites = _sites(traced, costs.seconds)
     plain_track = _track(Program.unchanged(traced.graph), sites)

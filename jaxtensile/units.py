@@ -84,3 +84,12 @@ def format_seconds(time: Seconds) -> str:
         if abs(time) >= 0.9995 * factor:
             return f"{time / factor:.3g}{unit}"
     return f"{time / 1e-9:.3g}ns" if time else "0s"
+
+
+def format_rate(rate: float, unit: str) -> str:
+    """``7.9e14, 'FLOP/s'`` → ``'790 TFLOP/s'``: three significant places, decimal prefixes."""
+    for factor, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        # What would round to 1000 of a prefix is 1 of the next.
+        if rate >= 0.9995 * factor:
+            return f"{rate / factor:#.3g}".rstrip(".") + f" {prefix}{unit}"
+    return f"{rate:.3g} {unit}"

@@ -1,6 +1,9 @@
 """One environment for all tests: JAX on the CPU, reproducible examples, no test that cannot run here."""
 
+import atexit
 import os
+import shutil
+import tempfile
 from importlib.util import find_spec
 
 import pytest
@@ -8,6 +11,10 @@ from hypothesis import settings
 
 # Before anything imports JAX: tests are about this machine's CPU and about compile-only devices.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+# No test reads or writes the user's own cache; plans are made with published rates unless a test measures.
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtensile-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 # Two busy cores make single examples slow at random; the same examples every time keep CI honest.
 settings.register_profile("jaxtensile", deadline=None, derandomize=True)

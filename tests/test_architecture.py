@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = "units errors ir plan device"
-EDGE = f"{VOCABULARY} irtext workload hardware gpu_description target _compat trace loops rewrite compile passes"
+EDGE = (
+    f"{VOCABULARY} measured irtext workload hardware gpu_description target _compat trace loops rewrite compile passes"
+)
 MAY_IMPORT = {
     "units": "",
     "places": "",
@@ -24,6 +26,7 @@ MAY_IMPORT = {
     "irtext": "units errors ir",
     "device": "units errors",
     "plan": "units ir",
+    "measured": "units device",
     "gpu_description": "units device",
     "passes": f"{VOCABULARY} passes",
     "runtime": "units errors runtime",
@@ -39,20 +42,21 @@ MAY_IMPORT = {
     "report_html": "units plan report_text chart",
     "report_trace": "places timeline",
     "report": f"{VOCABULARY} timeline report_text report_html report_trace",
+    "calibration": "units errors device measured _compat",
     "split": "units ir _compat trace",
     "undo": "ir _compat trace",
     "job": f"{VOCABULARY} compile report",
     "variants": f"{EDGE} split undo job",
     "outcome": f"{EDGE} undo job variants timeline report",
     "pipeline": f"{EDGE} undo job variants outcome timeline report",
-    "api": f"{EDGE} job report pipeline",
+    "api": f"{EDGE} measured job report pipeline",
     "loading": "errors workload",
-    "doctor": "units device hardware",
-    "cli": f"{VOCABULARY} api runtime report workload loading doctor",
-    "__init__": "errors hardware api device plan report workload",
+    "doctor": "units device measured hardware",
+    "cli": f"{VOCABULARY} api calibration runtime report workload loading doctor",
+    "__init__": "errors hardware api calibration device plan report workload",
     "__main__": "cli",
 }
-MAY_USE_JAX = set("_compat trace undo split loops rewrite compile target pipeline api".split())
+MAY_USE_JAX = set("_compat trace undo split loops rewrite compile target pipeline api calibration".split())
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtensile.units import GIB, KIB, MIB, TIB, format_bytes, format_seconds, parse_bytes
+from jaxtensile.units import GIB, KIB, MIB, TIB, format_bytes, format_rate, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -124,3 +124,20 @@ def test_printed_seconds_are_within_three_digits(seconds):
     factor = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit]
     assert float(text.removesuffix(unit)) * factor == pytest.approx(seconds, rel=5.1e-3)
     assert "e" not in text
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (7.9e14, "790 TFLOP/s"),
+        (4.8e12, "4.80 TFLOP/s"),
+        (999.4e9, "999 GFLOP/s"),
+        (999.6e9, "1.00 TFLOP/s"),
+        (2.25e15, "2.25 PFLOP/s"),
+        (12.34e6, "12.3 MFLOP/s"),
+        (5.0, "5 FLOP/s"),
+        (0.0, "0 FLOP/s"),
+    ],
+)
+def test_rates(rate, text):
+    assert format_rate(rate, "FLOP/s") == text
