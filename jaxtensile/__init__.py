@@ -14,6 +14,7 @@ from jaxtensile.errors import (
     ConfigError,
     CoordinatorError,
     JaxtensileError,
+    SolverError,
     TargetError,
     VerifyError,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "JaxtensileError",
     "MemoryUse",
     "Report",
+    "SolverError",
     "TargetError",
     "VerifyError",
     "Workload",

@@ -27,14 +27,14 @@ from jax.sharding import SingleDeviceSharding
 from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import DeviceProfile, profile, profile_for_kind
-from jaxtensile.errors import BudgetError, TargetError
+from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.job import Evaluate, Fitted, Job
 from jaxtensile.measured import best_known
+from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.report import Report
 from jaxtensile.target import compiler_options, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 
-_SOLVERS = ("auto", "greedy")
 _RESERVE = GIB
 """Bytes of the device left to the process when no budget is given."""
 
@@ -64,11 +64,14 @@ def jit(
     ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs; none by default).
     ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
     for it; False honours them as written (those inside loops, and those that offload, always are).
+    ``solver``: ``"auto"``, which is ``"greedy"``: fast at any size; ``"exact"``, an integer programme beside it that
+    takes up to a minute and reports a gap; ``"chain"``, a dynamic programme for programs that are chains.
     ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
     Everything else goes to ``jax.jit``.
 
     Raises ``BudgetError`` (``.needs``, ``.has``, ``.culprits``) when no plan fits, at the call that
-    needs the plan, and ``TargetError`` for a target that cannot be compiled for.
+    needs the plan, ``TargetError`` for a target that cannot be compiled for, and ``SolverError`` for an unknown
+    solver or one that cannot plan this program.
     """
     given = {
         "job": job,
@@ -81,13 +84,17 @@ def jit(
         raise NotImplementedError(
             f"jaxtensile.jit({unsupported[0]}=...) is not available yet: leave it out; budget= and target= are"
         )
-    if solver not in _SOLVERS:
-        raise ValueError(f"unknown solver {solver!r}: use {' or '.join(map(repr, _SOLVERS))}")
+    named(solver)
     if target is not None and not isinstance(target, str):
         raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
     # Bad values are an error where they are written; a percentage waits for its device.
     _budget_bytes(budget, TIB if target is None else profile(target).capacity)
     host = _host_bytes(host_budget)
+    if host and solver not in TO_THE_HOST:
+        raise SolverError(
+            f"solver={solver!r} plans by recomputation alone: leave host_budget={host_budget!r} out, "
+            f"or use solver={TO_THE_HOST[0]!r}"
+        )
     if fun is None:
         return functools.partial(
             jit,
@@ -99,7 +106,7 @@ def jit(
             verify=verify,
             **jax_jit_options,
         )
-    return Planned(fun, budget, host, target, jax_jit_options, undo=undo)
+    return Planned(fun, budget, host, target, jax_jit_options, solver=solver, undo=undo)
 
 
 def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
@@ -160,13 +167,14 @@ class Planned:
         target: str | None,
         options: Mapping[str, Any],
         *,
+        solver: str = "auto",
         undo: bool = True,
     ) -> None:
         self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._budget, self._host_budget, self._target = budget, host_budget, target
-        self._undo = bool(undo)
+        self._solver, self._undo = solver, bool(undo)
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
@@ -276,6 +284,7 @@ class Planned:
             options={**needed, **self._compiler_options},
             host_budget=self._host_budget,
             undo=self._undo,
+            solver=self._solver,
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
         )
 

@@ -53,6 +53,10 @@ class TargetError(JaxtensileError, ValueError):
     """A target that does not exist, or whose compiler plugin is not installed."""
 
 
+class SolverError(JaxtensileError, ValueError):
+    """A solver that does not exist, or that cannot plan this program."""
+
+
 class ConfigError(JaxtensileError, ValueError):
     """A configuration file that says something impossible: file, key, value, what is allowed."""
 

@@ -27,7 +27,8 @@ LINK_SHARE = 0.8
 class Job:
     """What ``pipeline.fit`` works on: one call of one function for one device.
 
-    ``undo``: whether the user's own checkpoints may recompute less than they say.
+    ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute
+    less than they say.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Job:
     keep_unused: bool = False
     host_budget: Bytes = 0
     undo: bool = True
+    solver: str = "auto"
 
     @property
     def link(self) -> Link | None:

@@ -56,9 +56,11 @@ def cannot(job: Job, variants: list[Variant], bound: Bound, best: Made | None) -
         because = f"no plan can need less than {format_bytes(bound.nbytes)}, for {', '.join(map(str, culprits[:1]))}"
     else:
         because = f"at the peak of the smallest plan, {', '.join(map(str, culprits))}"
+    other = ", or plan with solver='auto'" if job.solver == "chain" else ""
     return BudgetError(
         f"budget {format_bytes(job.budget)} is below the smallest reachable {format_bytes(needs)} of {job.name}: "
-        f"{because}; raise the budget, shrink the batch, donate the arguments that are updated, or shard the program",
+        f"{because}; raise the budget, shrink the batch, donate the arguments that are updated, or shard the program"
+        f"{other}",
         needs=needs,
         has=job.budget,
         culprits=culprits,
@@ -163,6 +165,7 @@ def report(
         overhead_ratio=overhead / step if step else 0.0,
         stages=plan.program.stages() + len(variant.loops),
         solver=plan.solver,
+        gap=plan.gap,
         timeline=Timeline(plain_track, _track(plan.program, sites)),
         notes=tuple(dict.fromkeys(notes)),
         **common,

@@ -22,15 +22,15 @@ from jaxtensile.job import Evaluate, Fitted, Job
 from jaxtensile.outcome import Made, cannot, report
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare as greedy
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.lowerbound import Bound, lower_bound
-from jaxtensile.plan import Costs, MemoryUse, Plan, Program
+from jaxtensile.passes.solvers import named
+from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone, undo
 from jaxtensile.units import Bytes
-from jaxtensile.variants import Candidates, Prepare, Variant
+from jaxtensile.variants import Candidates, Variant
 
 Watch = Callable[[str], None]
 
@@ -54,8 +54,10 @@ def nothing(_: str) -> None:
     """The default ``watch``."""
 
 
-def fit(job: Job, prepare: Prepare = greedy, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
-    """Fit one job. ``baseline``: compile the plain program even when it surely does not fit."""
+def fit(job: Job, prepare: Prepare | None = None, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
+    """Fit one job. ``prepare``: the solver, the job's own if None; ``baseline``: compile the plain program even
+    when it surely does not fit."""
+    prepare = prepare or named(job.solver)
     clock = _Clock(watch)
     with clock("graph"):
         program = _program(job, trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused))

@@ -166,3 +166,5 @@ class Plan:
 
 
 Solver = Callable[[Problem], Plan]
+Prepare = Callable[[Problem], Callable[[Bytes], Plan]]
+"""A solver for several budgets: what does not depend on the budget is done once, then one plan per budget."""

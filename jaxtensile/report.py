@@ -47,8 +47,10 @@ class Report:
     need less; ``overhead``: extra seconds of a step, ``overhead_ratio`` relative to the step;
     ``rounds``: compiles of planned programs; ``seconds``: wall time per pipeline step;
     ``timeline``: the model's bytes while each op runs; ``undone``: runs without the user's own
-    ``jax.checkpoint``s. ``flops`` are those of the program as written, so ``recompute_flops`` and
-    ``overhead`` are negative where a checkpoint recomputed more than the budget needs.
+    ``jax.checkpoint``s; ``solver``: which made the plan, and ``gap``: what share of its recomputation
+    another plan around the same turn might spare, by the model (0.0: none, proven; None: not known).
+    ``flops`` are those of the program as written, so ``recompute_flops`` and ``overhead`` are negative
+    where a checkpoint recomputed more than the budget needs.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Report:
     rounds: int
     unknown_primitives: tuple[str, ...]
     solver: str
+    gap: float | None = None
     notes: tuple[str, ...]
     seconds: Mapping[str, Seconds]
     timeline: Timeline | None = field(default=None, repr=False)
@@ -137,6 +140,7 @@ class Report:
             "undone": self.undone,
             "unknown_primitives": list(self.unknown_primitives),
             "solver": self.solver,
+            "gap": self.gap,
             "notes": list(self.notes),
             "seconds": dict(self.seconds),
             "actions": [

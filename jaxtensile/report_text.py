@@ -97,7 +97,17 @@ def price(report: Report) -> str:
     ratio = f"matrix FLOPs x {1 + r.recompute_flops / r.flops:.3f}" if r.flops else "no matrix FLOPs"
     stages = f"{r.stages} {'stage' if r.stages == 1 else 'stages'}"
     sign = "+" if r.overhead >= 0 else ""
-    return f"{ratio}, predicted step time {slower(r)} ({sign}{format_seconds(r.overhead)}), in {stages}"
+    return f"{ratio}, predicted step time {slower(r)} ({sign}{format_seconds(r.overhead)}), in {stages}, {made_by(r)}"
+
+
+def made_by(report: Report) -> str:
+    """The solver, and what it has proven."""
+    r = report
+    if r.gap is None:
+        return f"by {r.solver}"
+    if not r.gap:
+        return f"by {r.solver}: none around this turn is cheaper"
+    return f"by {r.solver}: at most {100 * r.gap:.2g} % of what it recomputes could be spared"
 
 
 def slower(report: Report) -> str:

@@ -16,15 +16,11 @@ from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way
-from jaxtensile.plan import Costs, Plan, Problem
+from jaxtensile.plan import Costs, Plan, Prepare, Problem
 from jaxtensile.split import sliced_products, split_products
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone
 from jaxtensile.units import Bytes, Seconds
-
-Prepare = Callable[[Problem], Callable[[Bytes], Plan]]
-"""A solver: what does not depend on the budget is done once, then one plan per budget."""
-
 
 LARGE = 1 / 16
 """Products that are read in slices are worth slicing from this share of the temporaries on."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jaxtensile.errors import SolverError
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.emit import emit
 from jaxtensile.passes.liveness import Liveness, live_ranges
@@ -25,6 +26,8 @@ from jaxtensile.plan import Plan, Problem, Program
 from jaxtensile.units import Bytes, Seconds
 
 _REPAIRS = 24
+_FEW, _LINK = 8, 0.75
+"""A climb of so many values is no chain when one link has more than this share of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def solve(problem: Problem) -> Plan:
 
 
 def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
-    """``solve`` for several budgets of one problem."""
+    """``solve`` for several budgets of one problem; ``SolverError`` where it is no chain."""
     program = Program.unchanged(problem.graph)
     live = live_ranges(problem.graph)
 
@@ -128,6 +131,12 @@ def _best(problem: Problem, program: Program, live: Liveness, budget: Bytes) -> 
         return program, live
     nodes = Nodes(graph, live, mountain)
     groups = _groups(nodes)
+    values, longest = len(nodes.maker), max(map(len, groups), default=0)
+    if values >= _FEW and longest > _LINK * values:
+        raise SolverError(
+            f"no single value cuts {longest} of the {values} values that wait for the backward pass, so this "
+            "program is no chain: use solver='auto', or 'exact' for a small one"
+        )
     beside = others(nodes, live)
     cuts, _ = waists(graph, mountain)
     lowest = program, live
