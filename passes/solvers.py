@@ -4,9 +4,9 @@
 far the better of both may be from the least. ``chain``: the dynamic programme, for programs that are chains.
 
 ``auto`` is greedy at every size, because more did not pay where it was tried. On dense chains, ResNets and GPT-2
-steps with up to 64 values to decide on (17 budgets, an H200's costs), the integer programme, given as long again as
-greedy took, found a lower charge in two: by 1 and 2 % of a step, and with a predicted step that was 2 % longer.
-The chain's programme found none. So equal programs get equal plans on every machine, whatever its clock.
+steps with up to 64 values to decide on (17 budgets, an H200's costs), a short run of the integer programme found a
+lower charge in two: by 1 and 2 % of a step, and with a predicted step that was 2 % longer. So equal programs get
+equal plans on every machine, whatever its clock.
 """
 
 from __future__ import annotations
