@@ -3,24 +3,41 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
 
-def isolated(module: str, name: str, key: str = "workload", options: tuple[str, ...] = ()) -> dict[str, Any]:
-    """What ``python -m benchmarks.MODULE --case NAME`` prints as JSON; a crash is a result too, under ``key``."""
+def isolated(
+    module: str,
+    name: str,
+    key: str = "workload",
+    options: tuple[str, ...] = (),
+    limit: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The last JSON line that ``python -m benchmarks.MODULE --case NAME`` prints.
+
+    A crash, or more than ``limit`` seconds, is a result too: under ``key``, with what was printed before.
+    """
     print(f"{name} …", flush=True)
     command = [sys.executable, "-m", f"benchmarks.{module}", "--case", name, *options]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        return {key: name, "crash": (done.stderr or done.stdout)[-2000:]}
-    return json.loads(lines[-1])
+    env = {**os.environ, **(environment or {})}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=limit, env=env)
+        told, crash = done.stdout, (done.stderr or done.stdout)[-2000:] if done.returncode else ""
+    except subprocess.TimeoutExpired as late:
+        told, crash = (late.stdout or b"").decode(errors="replace"), f"not done in {limit:.0f} s"
+    lines = [line for line in told.splitlines() if line.startswith("{")]
+    row = json.loads(lines[-1]) if lines else {}
+    if crash or not lines:
+        return {key: name, **row, "crash": crash or "printed nothing"}
+    return row
 
 
 def save(path: Path, result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> None:
