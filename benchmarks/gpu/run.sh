@@ -1,0 +1,67 @@
+#!/usr/bin/env bash
+# Measure plans on a real NVIDIA GPU in at most eight minutes: benchmarks/gpu/run.sh [--dry-run] [--seconds S] [CASE ...]
+# PYTHON names the interpreter; otherwise the first that has what is needed is taken, and failing that a new
+# environment is tried. Exit status: 0 measured, 1 every case failed, 2 no GPU here or no JAX for it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+dry=
+for argument in "$@"; do [[ $argument != --dry-run ]] || dry=1; done
+if [[ -z $dry ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null && ! nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+  echo "no NVIDIA GPU here: benchmarks/gpu/run.sh measures on one; --dry-run tries the script without" >&2
+  exit 2
+fi
+
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+if [[ -n $dry ]]; then export JAX_PLATFORMS=cpu; fi
+
+# Prints what is missing, nothing if all is there. A dry run takes any JAX that the package takes.
+check='
+import sys
+dry = bool(sys.argv[1:])
+try:
+    import jax
+except ImportError:
+    sys.exit("no JAX")
+if tuple(map(int, jax.__version__.split(".")[:2])) < ((0, 10) if dry else (0, 11)):
+    sys.exit(f"jax {jax.__version__}, older than 0.11")
+if not dry:
+    try:
+        jax.devices("cuda")
+    except Exception as error:
+        sys.exit(f"jax {jax.__version__} without a GPU: {str(error).splitlines()[0][:200]}")
+'
+tried=()
+usable() { # usable PYTHON: whether it can run the benchmark; says why not at the end
+  command -v "$1" >/dev/null || return 1
+  local why
+  why=$("$1" -c "$check" $dry 2>&1 >/dev/null) && return 0
+  tried+=("$1: $(tail -n 1 <<<"$why")")
+  return 1
+}
+
+python=
+for candidate in ${PYTHON:-python3 python3.12 .venv-312/bin/python .venv/bin/python .venv-gpu/bin/python}; do
+  if usable "$candidate"; then python=$candidate && break; fi
+done
+if [[ -z $python && -z ${PYTHON:-} ]]; then
+  # Whatever wheels pip finds: an index, or the folder .whl of this checkout.
+  base=$(command -v python3.12 || command -v python3 || true)
+  links=()
+  if [[ -d .whl ]]; then links=(--find-links .whl); fi
+  echo "no Python here has what is needed; trying a new environment, .venv-gpu ..." >&2
+  if [[ -n $base ]] && "$base" -m venv --clear .venv-gpu &&
+    timeout 180 .venv-gpu/bin/python -m pip install -q --retries 0 --timeout 10 "${links[@]}" "jax[cuda13]>=0.11" flax optax; then
+    usable .venv-gpu/bin/python && python=.venv-gpu/bin/python
+  else
+    tried+=(".venv-gpu: pip could not install jax[cuda13]>=0.11 flax optax")
+  fi
+fi
+if [[ -z $python ]]; then
+  echo "needed: Python >= 3.12 with jax[cuda13] >= 0.11, and flax and optax for most workloads. Tried:" >&2
+  printf '  %s\n' "${tried[@]}" >&2
+  exit 2
+fi
+echo "with $("$python" -c 'import sys, jax; print(sys.executable, "jax", jax.__version__)' 2>/dev/null)"
+exec "$python" -m benchmarks.gpu.run "$@"
