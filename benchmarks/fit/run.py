@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.summary import line
 from benchmarks.isolate import isolated, save
 
 HERE = Path(__file__).parent
@@ -168,6 +169,7 @@ def table(result: dict[str, Any]) -> str:
             )
         else:
             lines.append(head + f"| **does not fit**, needs {f['needs'] / 1e6:,.0f}: {f['error']} | | | | | | |")
+    lines += ["", line()]
     return "\n".join(lines) + "\n"
 
 
