@@ -44,6 +44,7 @@ def environment(folder: Path, *, dry: bool) -> dict[str, str]:
     """Of a case: memory taken as it is needed, and one autotuning for all (executables are never reused)."""
     if dry:  # nothing is measured: compile fast
         return {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    (folder / "xla_gpu_per_fusion_autotune_cache_dir").mkdir(exist_ok=True)  # JAX names it, XLA wants it to exist
     return {
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "JAX_COMPILATION_CACHE_DIR": str(folder),

@@ -65,7 +65,7 @@ def table(result: dict[str, Any]) -> str:
         f"# Measured on {where}" + (" (dry run: tiny sizes on a CPU, no measurement)" if result["dry_run"] else ""),
         "",
         f"Step: median of waited-for steps. XLA MB: argument + output + temp - alias. Peak MB: `memory_stats` of the "
-        "process, initialisation included. Overhead: step time over that of the unchanged program. "
+        "process, initialisation and autotuning included. Overhead: step time over that of the unchanged program. "
         f"{result['seconds']:.0f} s in all.",
         "",
         "| case | program | budget MB | XLA MB | peak MB | host MB | step ms | overhead | predicted | losses differ by "
