@@ -34,7 +34,7 @@ if not dry:
 '
 tried=()
 usable() { # usable PYTHON: whether it can run the benchmark; says why not at the end
-  command -v "$1" >/dev/null || return 1
+  "$1" -c '' 2>/dev/null || return 1 # not there, or a shim of nothing
   local why
   why=$("$1" -c "$check" $dry 2>&1 >/dev/null) && return 0
   tried+=("$1: $(tail -n 1 <<<"$why")")
@@ -47,15 +47,17 @@ for candidate in ${PYTHON:-python3 python3.12 .venv-312/bin/python .venv/bin/pyt
 done
 if [[ -z $python && -z ${PYTHON:-} ]]; then
   # Whatever wheels pip finds: an index, or the folder .whl of this checkout.
-  base=$(command -v python3.12 || command -v python3 || true)
-  links=()
+  wanted=("jax[cuda13]>=0.11" flax optax) links=()
+  if [[ -n $dry ]]; then wanted=(jax flax optax); fi
   if [[ -d .whl ]]; then links=(--find-links .whl); fi
   echo "no Python here has what is needed; trying a new environment, .venv-gpu ..." >&2
-  if [[ -n $base ]] && "$base" -m venv --clear .venv-gpu &&
-    timeout 180 .venv-gpu/bin/python -m pip install -q --retries 0 --timeout 10 "${links[@]}" "jax[cuda13]>=0.11" flax optax; then
-    usable .venv-gpu/bin/python && python=.venv-gpu/bin/python
+  for base in python3.12 python3.13 python3; do
+    if "$base" -m venv --clear .venv-gpu 2>/dev/null; then break; fi
+  done
+  if timeout 180 .venv-gpu/bin/python -m pip install -q --retries 0 --timeout 10 "${links[@]}" "${wanted[@]}"; then
+    if usable .venv-gpu/bin/python; then python=.venv-gpu/bin/python; fi
   else
-    tried+=(".venv-gpu: pip could not install jax[cuda13]>=0.11 flax optax")
+    tried+=(".venv-gpu: pip could not install ${wanted[*]}")
   fi
 fi
 if [[ -z $python ]]; then
