@@ -23,6 +23,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "first-call": (["call.first_call"], None),
     "planning": (["planning.run"], ["planning.run", "--quick"]),
     "optimality": (["optimality.run"], ["optimality.run", "--quick"]),
+    "papers": (["papers.run"], None),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""
 

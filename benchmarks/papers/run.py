@@ -1,0 +1,292 @@
+"""The memory saved and the time paid, as TENSILE and AutoSwap report them, on the networks that TENSILE reports.
+
+    python -m benchmarks.papers.run [--again] [NETWORK ...]
+
+Whole training steps at batch 16, float32. MSR = 1 - peak / peak0, EOR = t / t0 - 1, CBR = MSR / EOR
+(TENSILE, arXiv 2105.13336); AutoSwap (arXiv 1903.06631) asks for the largest MSR without overhead, here
+EOR <= 1 %. Peaks are XLA's argument + output + temp - alias, compiled for an H200 that is not here; times
+are predicted. Each network is planned with recomputation alone and with copies to the host: a sweep of the
+model over budgets, and three points of it compiled: the smallest that is reached, the authors' MSR, and the
+largest MSR at EOR <= 1 %. Every case runs in a fresh process; results go to ``results-jax<version>.json``
+and ``.md``, and a run goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.isolate import isolated, save
+
+HERE = Path(__file__).parent
+MODULE = "papers.run"
+TARGET = "nvidia-h200"
+BATCH = 16
+NETWORKS = ("vgg16", "inception_v3", "resnet50", "densenet121")
+TENSILE = {
+    "vgg16": (0.326, 0.263),
+    "inception_v3": (0.590, 0.296),
+    "resnet50": (0.671, 0.609),
+    "densenet121": (0.760, 0.164),
+}
+"""MSR and EOR of TENSILE alone on the GPU at batch 16, from the data its authors publish with their code."""
+AUTOSWAP = 0.342
+"""The most that AutoSwap saves without communication overhead, from its abstract."""
+FREE = 0.01
+"""Overhead that counts as none."""
+SHARES = tuple(s / 10 for s in range(9, 0, -1))
+"""Of the temporaries that the model predicts for the plain program."""
+SHARES_HOST = (0.8, 0.6, 0.4)
+"""The same where copies to the host are planned too, which takes the solver some ten times as long."""
+HOST = {"recompute": 0, "recompute + host": 64 << 30}
+"""Host bytes that a plan may use, by what it may do."""
+TRIES = 3
+LIMIT = 1200.0
+"""Seconds for one plan."""
+
+
+def workload(name: str) -> Any:
+    """The training step of a network as measured here."""
+    from benchmarks import workloads
+
+    return workloads.workload(name, batch=BATCH, dtype="float32")
+
+
+def sweep(name: str, host_budget: int) -> dict[str, Any]:
+    """What the model says of every share, and the fewest bytes it can reach; nothing is compiled."""
+    import jax
+
+    from jaxtensile.device import profile
+    from jaxtensile.job import LINK_SHARE
+    from jaxtensile.passes import greedy
+    from jaxtensile.passes.cost import op_costs
+    from jaxtensile.passes.liveness import live_ranges
+    from jaxtensile.plan import Link, Problem
+    from jaxtensile.trace import trace_jaxpr
+
+    work, device = workload(name), profile(TARGET)
+    made = jax.jit(work.fun, **work.jit_options).trace(*work.args)
+    graph = trace_jaxpr(made.jaxpr, tuple(bool(a.donated) for a in jax.tree.leaves(made.args_info))).graph
+    live, costs = live_ranges(graph), op_costs(graph, device)
+    link = Link(bandwidth=device.link_bandwidth * LINK_SHARE, latency=device.link_latency) if host_budget else None
+    solve = greedy.prepare(Problem(graph=graph, costs=costs, budget=0, link=link, host_budget=host_budget))
+    step, rows = sum(costs.seconds), []
+    for share in SHARES_HOST if host_budget else SHARES:
+        budget = live.device - int((1 - share) * live.temp)
+        plan = solve(budget)
+        row = {"share": share, "budget": budget, "predicted": plan.predicted.device, "eor": plan.overhead / step}
+        rows.append({**row, "fits": plan.predicted.device <= budget, "offload": plan.offload_bytes})
+    return {"predicted": live.device, "step": step, "ops": len(graph.ops), "rows": rows}
+
+
+def fit(name: str, budget: int, host_budget: int) -> dict[str, Any]:
+    """The plan for a budget, compiled; the plain program is not compiled again for it."""
+    import jaxtensile
+
+    work = workload(name)
+    step = jaxtensile.jit(work.fun, budget=budget, host_budget=host_budget or None, target=TARGET, **work.jit_options)
+    try:
+        report = step._planned(work.args, {})[0].fitted.report
+    except jaxtensile.BudgetError as error:
+        return {"budget": budget, "fits": False, "needs": error.needs, "error": str(error)}
+    return {
+        "budget": budget,
+        "fits": report.fits,
+        "device": report.compiled.device,
+        "predicted": report.predicted.device,
+        "argument": report.compiled.argument,
+        "host": report.compiled.host,
+        "eor": report.overhead_ratio,
+        "flops": report.flops + report.recompute_flops,
+        "rounds": report.rounds,
+        "seconds": dict(report.seconds),
+        "notes": list(report.notes),
+    }
+
+
+def case(name: str) -> dict[str, Any]:
+    """One case, in this process: ``plain:NETWORK``, ``sweep:NETWORK:HOST`` or ``fit:NETWORK:HOST:BYTES``."""
+    from benchmarks.fit.run import plain
+
+    kind, network, *numbers = name.split(":")
+    if kind == "plain":
+        return plain(workload(network), TARGET)
+    return (sweep if kind == "sweep" else fit)(network, *map(int, reversed(numbers)))
+
+
+def msr(point: dict[str, Any], base: dict[str, Any], above: int = 0) -> float:
+    """Memory saved, as a share of what the plain program has above ``above`` bytes."""
+    return 1 - (point["device"] - above) / (base["device"] - above)
+
+
+def free_budget(rows: list[dict[str, Any]], base: int, predicted: int) -> int | None:
+    """Bytes of XLA's that the model's smallest budget without overhead stands for; None where there is none."""
+    free = [row["budget"] for row in rows if row["fits"] and row["eor"] <= FREE]
+    return int(min(free) * base / predicted) if free else None
+
+
+def at_authors(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """At the bytes that the authors' MSR leaves."""
+    budget = int((1 - TENSILE[network][0]) * row["plain"]["device"])
+    return isolated(MODULE, f"fit:{network}:{host}:{budget}", limit=LIMIT)
+
+
+def free(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The smallest budget found whose plan has no overhead: from the model's guess at it, upwards."""
+    plain, known = row["plain"]["device"], found["sweep"]
+    budget = free_budget(known["rows"], plain, known["predicted"])
+    for _ in range(TRIES):
+        if budget is None or budget >= plain:
+            break
+        point = isolated(MODULE, f"fit:{network}:{host}:{budget}", limit=LIMIT)
+        if "crash" in point or (point["fits"] and point["eor"] <= FREE):
+            return point
+        budget = max(budget + int(0.05 * plain), 0 if point["fits"] else point["needs"])
+    return {"none": True}
+
+
+def best(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The smallest budget that fits: the model's, and on a miss the fewest bytes that XLA gave a plan for it."""
+    known = found["sweep"]
+    least = min(r["predicted"] for r in row["ways"]["recompute"]["sweep"]["rows"])
+    point: dict[str, Any] = {"needs": int(least * row["plain"]["device"] / known["predicted"])}
+    for _ in range(TRIES):
+        point = isolated(MODULE, f"fit:{network}:{host}:{point['needs']}", limit=LIMIT)
+        if "crash" in point or point["fits"]:
+            break
+    return point
+
+
+POINTS = {"authors": at_authors, "free": free, "best": best}
+
+
+def measure(networks: list[str], known: dict[str, dict[str, Any]], keep: Any) -> None:
+    """What is not known yet of ``networks``, what all rest on first; ``keep`` takes a row after each case."""
+    for network in networks:
+        row = known.setdefault(network, {"network": network, "ways": {way: {} for way in HOST}})
+        if "plain" not in row:
+            row["plain"] = isolated(MODULE, f"plain:{network}")
+        for way, host in HOST.items():
+            if "sweep" not in row["ways"][way]:
+                row["ways"][way]["sweep"] = isolated(MODULE, f"sweep:{network}:{host}")
+        keep(row)
+    for key, point in POINTS.items():
+        for network in networks:
+            for way, host in HOST.items():
+                row, found = known[network], known[network]["ways"][way]
+                if key not in found and "device" in row["plain"] and "rows" in found["sweep"]:
+                    found[key] = point(network, host, row, found)
+                    keep(row)
+
+
+def figures(point: dict[str, Any] | None, base: dict[str, Any]) -> str:
+    """The three columns of a point: MSR, MSR above the arguments, EOR."""
+    if not point or "none" in point:
+        return "none | | " if point else "not compiled yet | | "
+    if "crash" in point:
+        return "crashed | | "
+    if not point["fits"]:
+        return f"not reached: {1 - point['needs'] / base['device']:.3f} | | "
+    return f"{msr(point, base):.3f} | {msr(point, base, base['argument']):.3f} | {point['eor']:+.3f} "
+
+
+def ratio(saved: float, paid: float) -> str:
+    """CBR; saving for nothing has no finite one."""
+    return f"{saved / paid:.2f}" if paid > 0 else "free"
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    m = result["machine"]
+    rows = [row for row in result["networks"] if "device" in row["plain"]]
+    lines = [
+        f"# MSR, EOR, CBR beside the authors', jax {m['jax']}, Python {m['python']}, {m['date']}",
+        "",
+        f"Training steps at batch {BATCH}, float32, SGD with momentum. Peaks: XLA's argument + output + temp - alias "
+        f"for `{result['target']}`, deviceless. **Our times are predicted, the authors' are measured**, on their own "
+        "card and framework. MSR: of all bytes; above arguments: of those that are no argument (weights, momentum and "
+        "batch are arguments, and stay on the device).",
+        "",
+        "## At the authors' MSR (TENSILE alone on the GPU)",
+        "",
+        "| network | plain MB | arguments MB | their MSR | their EOR | their CBR | by | our MSR | above arguments "
+        "| our EOR (predicted) | our CBR |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        base, (saved, paid) = row["plain"], TENSILE[row["network"]]
+        for way, found in row["ways"].items():
+            point = found.get("authors")
+            cbr = ratio(msr(point, base), point["eor"]) if point and point.get("fits") else ""
+            lines.append(
+                f"| {row['network']} | {base['device'] / 1e6:,.0f} | {base['argument'] / 1e6:,.0f} | {saved:.3f} "
+                f"| {paid:.3f} | {saved / paid:.2f} | {way} | {figures(point, base)}| {cbr} |"
+            )
+    for title, key in ((f"## Largest MSR at EOR <= {FREE:.0%}", "free"), ("## Largest MSR reached", "best")):
+        note = f" (AutoSwap: up to {AUTOSWAP:.3f} without overhead, over its own networks)" if key == "free" else ""
+        lines += [
+            "",
+            title + note,
+            "",
+            "| network | by | MSR | above arguments | EOR (predicted) | MB | on the host MB | matrix FLOPs |",
+            "|---|---|---|---|---|---|---|---|",
+        ]
+        for row in rows:
+            for way, found in row["ways"].items():
+                point, base = found.get(key), row["plain"]
+                rest = "| | | |"
+                if point and point.get("fits"):
+                    flops = point["flops"] / base["flops"]
+                    rest = f"| {point['device'] / 1e6:,.0f} | {point['host'] / 1e6:,.0f} | {flops:.3f} |"
+                lines.append(f"| {row['network']} | {way} | {figures(point, base)}{rest}")
+    lines += [
+        "",
+        "## The model over all budgets (nothing compiled): EOR at MSR",
+        "",
+        "| network | by | " + " | ".join(f"{1 - s:.0%}" for s in SHARES) + " |",
+        "|---|---|" + "---|" * len(SHARES),
+    ]
+    for row in rows:
+        for way, found in row["ways"].items():
+            if "rows" not in found.get("sweep", {}):
+                continue
+            swept = {r["share"]: f"{r['eor']:+.3f}" if r["fits"] else "-" for r in found["sweep"]["rows"]}
+            cells = [swept.get(share, "") for share in SHARES]
+            lines.append(f"| {row['network']} | {way} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n\nColumns: share of the plain program's temporaries saved, by the model.\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("networks", nargs="*", help=f"of {', '.join(NETWORKS)}; default: all")
+    parser.add_argument("--again", action="store_true", help="measure anew what is recorded already")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case:
+        print(json.dumps(case(options.case)))
+        return
+    unknown = [name for name in options.networks if name not in NETWORKS]
+    if unknown:
+        parser.error(f"no network {unknown[0]!r}: there are {', '.join(NETWORKS)}")
+    from benchmarks.machine import describe
+
+    machine = describe()
+    path = HERE / f"results-jax{machine['jax']}.json"
+    known: dict[str, dict[str, Any]] = {}
+    if path.exists() and not options.again:
+        known = {row["network"]: row for row in json.loads(path.read_text())["networks"]}
+
+    def keep(row: dict[str, Any]) -> None:
+        row["date"] = machine["date"]
+        rows = [known[name] for name in NETWORKS if name in known]
+        save(path, {"machine": machine, "target": TARGET, "batch": BATCH, "networks": rows}, table)
+
+    measure(options.networks or list(NETWORKS), known, keep)
+    print(path.with_suffix(".md").read_text(), file=sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
