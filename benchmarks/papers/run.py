@@ -161,24 +161,27 @@ def best(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) ->
     return point
 
 
-POINTS = {"authors": at_authors, "free": free, "best": best}
+def by_model(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """The model over all budgets; the points below rest on it."""
+    return isolated(MODULE, f"sweep:{network}:{host}")
+
+
+POINTS = {"authors": at_authors, "sweep": by_model, "free": free, "best": best}
 
 
 def measure(networks: list[str], known: dict[str, dict[str, Any]], keep: Any) -> None:
-    """What is not known yet of ``networks``, what all rest on first; ``keep`` takes a row after each case."""
+    """What is not known yet of ``networks``, a point of all before the next; ``keep`` takes a row after each case."""
     for network in networks:
         row = known.setdefault(network, {"network": network, "ways": {way: {} for way in HOST}})
         if "plain" not in row:
             row["plain"] = isolated(MODULE, f"plain:{network}")
-        for way, host in HOST.items():
-            if "sweep" not in row["ways"][way]:
-                row["ways"][way]["sweep"] = isolated(MODULE, f"sweep:{network}:{host}")
-        keep(row)
+            keep(row)
     for key, point in POINTS.items():
         for network in networks:
             for way, host in HOST.items():
                 row, found = known[network], known[network]["ways"][way]
-                if key not in found and "device" in row["plain"] and "rows" in found["sweep"]:
+                ready = key in ("authors", "sweep") or "rows" in found["sweep"]
+                if key not in found and "device" in row["plain"] and ready:
                     found[key] = point(network, host, row, found)
                     keep(row)
 
