@@ -58,6 +58,17 @@ class Offload:
 
 Action = Keep | Remat | Offload
 
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A donated leaf in host memory between calls: flat argument ``argument``, replaced by flat output ``slot``."""
+
+    argument: int
+    slot: int
+    nbytes: Bytes
+    name: str
+
+
 TO_HOST, TO_DEVICE = "to_host", "to_device"
 """Primitives of the copies that a plan inserts."""
 
@@ -129,7 +140,8 @@ class Program:
 class Problem:
     """Make ``graph`` fit into ``budget`` device bytes at the least cost in seconds.
 
-    ``link``: None where nothing may wait in host memory; ``host_budget``: bytes that may.
+    ``link``: None where nothing may wait in host memory; ``host_budget``: bytes that may. ``state``: bytes of
+    arguments that the graph itself takes from the host and gives back to it.
     """
 
     graph: Graph
@@ -137,6 +149,7 @@ class Problem:
     budget: Bytes
     link: Link | None = None
     host_budget: Bytes = 0
+    state: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ _NEVER_CLONED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Equation:
-    """One flat equation: what to bind, on which values. ``eqn`` None: an inserted barrier."""
+    """One flat equation: what to bind, on which values. ``eqn`` None: an inserted barrier, or a ``copy``."""
 
     eqn: Any
     stack: Any
@@ -55,6 +55,8 @@ class Equation:
     results: tuple[int, ...]
     callers: tuple[Any, ...] = ()
     """The inlined calls around it, innermost first: where the user is when the equation is JAX's own."""
+    copy: str = ""
+    """``TO_HOST`` or ``TO_DEVICE``: an inserted copy between memory spaces."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ class Traced:
         """Where the user wrote op ``op``."""
         equation = self.equations[op]
         if equation.eqn is None:
-            return "<checkpoint>"
+            return f"<{equation.copy or 'checkpoint'}>"
         lines = [_compat.source_line(e) for e in (equation.eqn, *equation.callers)]
         return next((line for line in lines if not line.startswith("<")), lines[0])
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from jaxtensile.ir import OpId, ValueId
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.offload import Copy
+from jaxtensile.passes.streaming import waiting
 from jaxtensile.plan import Action, Keep, Offload, Plan, Problem, Program, Remat
 from jaxtensile.units import Seconds
 
@@ -26,7 +27,9 @@ def answer(
     bound: Seconds | None = None,
 ) -> Plan:
     """The plan that ``program`` is; ``live``: its buffers; ``gap`` and ``bound``: what the solver has proven."""
-    away = sum(c.nbytes for c in copies)
+    away = sum(c.nbytes for c in copies) + problem.state
+    if problem.state and problem.link is not None:
+        wait = waiting(program, problem.costs.seconds, problem.link)
     return Plan(
         program=program,
         actions=_actions(problem, program, copies),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from jaxtensile.device import DeviceProfile
 from jaxtensile.ir import Graph, Op
 from jaxtensile.passes.fusion import ELEMENTWISE, EXPENSIVE, IN_PLACE, MOVES, REDUCTIONS, VIEWS, fuse
-from jaxtensile.plan import Costs
+from jaxtensile.plan import TO_DEVICE, TO_HOST, Costs
 
 MATMUL_SHARE = 0.75
 """Dense bf16 products reach 790 of 989 TFLOP/s on an H200 (measured); real shapes a little less."""
@@ -39,6 +39,7 @@ KNOWN = (
         select_and_gather_add triangular_solve cholesky lu qr eigh svd device_put custom_jvp_call fft
         ragged_dot ragged_dot_general dynamic_update_slice shard_map clamp approx_top_k rng_bit_generator""".split()
     )
+    | {TO_HOST, TO_DEVICE}
 )
 
 
@@ -49,7 +50,7 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
 
     def parts(op: Op) -> tuple[float, float, float]:
         """Launch, matrix and traffic seconds."""
-        if op.primitive in VIEWS or op.primitive == "optimization_barrier":
+        if op.primitive in VIEWS or op.primitive in ("optimization_barrier", TO_HOST, TO_DEVICE):
             return 0.0, 0.0, 0.0
         written = sum(graph.values[r].nbytes for r in op.results)
         if op.bodies:

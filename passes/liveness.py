@@ -155,15 +155,16 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
 
 
 def _donate(graph: Graph) -> Bytes:
-    """Bytes of outputs that reuse a donated input of the same shape and type, as jit pairs them."""
+    """Device bytes of outputs that reuse a donated input of the same shape and type, as jit pairs them."""
     pool: dict[tuple[tuple[int, ...], str], int] = {}
     for v in graph.donated.intersection(graph.inputs):  # jit drops the unused ones
-        key = (graph.values[v].shape, graph.values[v].dtype)
-        pool[key] = pool.get(key, 0) + 1
+        if graph.values[v].space != "host":
+            key = (graph.values[v].shape, graph.values[v].dtype)
+            pool[key] = pool.get(key, 0) + 1
     total = 0
     for v in graph.outputs:
         key = (graph.values[v].shape, graph.values[v].dtype)
-        if pool.get(key, 0) > 0:
+        if graph.values[v].space != "host" and pool.get(key, 0) > 0:
             pool[key] -= 1
             total += graph.values[v].nbytes
     return total

@@ -83,7 +83,7 @@ def offload(program: Program, seconds: Sequence[Seconds], link: Link, budget: By
     return Offloaded(planned, tuple(copies), new, _wait(seconds, copies, link))
 
 
-class _Channel:
+class Channel:
     """One direction of the link: copies one at a time."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ def _choose(
     profile = np.array(live.profile, np.int64)
     anchors = _anchors(graph, live.kernels)
     gaps = _gaps(graph, live)
-    out, back = _Channel(), _Channel()
+    out, back = Channel(), Channel()
     copies: list[Copy] = []
     room = host_budget
     while profile.size and int(profile.max()) > budget_temp:
