@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source
 from jax._src.lax import windowed_reductions as _windows
 
@@ -79,15 +80,20 @@ def is_tracer(x: Any) -> bool:
 # ---- calls ----------------------------------------------------------------------------------------
 
 
+Choose = Callable[[Any, Any], tuple[Any, Any, Any]]
+"""``(args, kwargs)`` → the jit object to run, and the arguments to run it on."""
+
+
 class _Slow:
     """Dispatch through Python, for a jax whose C++ jit objects cannot be rebuilt: right, not fast."""
 
-    def __init__(self, fun: Any, choose: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, fun: Any, choose: Choose) -> None:
         self.fun, self.choose = fun, choose
         self.seen: set[int] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.choose(args, kwargs)(*args, **kwargs)
+        jitted, args, kwargs = self.choose(args, kwargs)
+        return jitted(*args, **kwargs)
 
     def _cache_size(self) -> int:
         return 0
@@ -96,17 +102,21 @@ class _Slow:
         pass
 
 
-def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Callable[[Any, Any], Any]) -> Any:
-    """A callable that runs ``choose(args, kwargs)``, a jit object, on them: in C++ from the second call on.
+def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choose) -> Any:
+    """A callable that runs the jit object that ``choose`` names: in C++ from the second call on.
 
     It is ``jax.jit(fun, **options)`` whose cache misses go to the chosen object: a miss returns
-    the outputs and the dispatch entry of that object's executable. ``fun`` runs under
-    ``jax.disable_jit`` only; it must belong to nobody else, because the entries are shared
+    the outputs and the dispatch entry of that object's executable, unless ``choose`` gave it other arguments.
+    ``fun`` runs under ``jax.disable_jit`` only; it must belong to nobody else, because the entries are shared
     between the jit objects of one function.
     """
 
     def cache_miss(*args: Any, **kwargs: Any) -> Any:
-        return choose(args, kwargs)._cache_miss(*args, **kwargs)
+        jitted, given, named = choose(args, kwargs)
+        if given is args and named is kwargs:
+            return jitted._cache_miss(*args, **kwargs)
+        outputs, _, *rest = jitted._cache_miss(*given, **named)
+        return outputs, None, *rest
 
     model: Any = jax.jit(fun, **options)
     try:
@@ -120,6 +130,39 @@ def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Call
     except (AttributeError, KeyError, TypeError, ValueError):
         return _Slow(fun, choose)
     return made
+
+
+def donated_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
+    """Positions and names of the donated arguments of a ``jax.jit`` result, as JAX resolved them."""
+    return frozenset(jitted._jit_info.donate_argnums), frozenset(jitted._jit_info.donate_argnames)
+
+
+def argument_names(traced: Any) -> tuple[str, ...]:
+    """The flat arguments of a trace as the user would write them: ``state['m'][0]``."""
+    jaxpr, _ = open_jaxpr(traced.jaxpr)
+    names = getattr(getattr(jaxpr, "debug_info", None), "arg_names", None) or ()
+    count = len(jaxpr.invars)
+    return tuple(str(n) for n in names) if len(names) == count else tuple(f"argument {i}" for i in range(count))
+
+
+def in_host_memory(x: Any) -> bool:
+    """Whether an array, a tracer or an abstract array is in host memory."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(x, _core.Tracer):
+        return getattr(x.aval, "memory_space", None) == _core.MemorySpace.Host
+    return getattr(sharding, "memory_kind", None) == "pinned_host"
+
+
+class HostShape(jax.ShapeDtypeStruct):
+    """A ``ShapeDtypeStruct`` of an array in host memory: JAX traces it as one, whatever kind its sharding is of."""
+
+
+def _host_aval(x: HostShape) -> Any:
+    return _core.pytype_aval_mappings[jax.ShapeDtypeStruct](x).update(memory_space=_core.MemorySpace.Host)
+
+
+_core.pytype_aval_mappings[HostShape] = _host_aval
+_dtypes.register_canonicalize_value_handler(HostShape, None)
 
 
 def captured(traced: Any) -> tuple[Any, ...]:

@@ -95,7 +95,10 @@ def memory_of(executable: Any) -> MemoryUse:
         output=int(m.output_size_in_bytes),
         temp=int(m.temp_size_in_bytes),
         alias=int(m.alias_size_in_bytes),
-        host=int(m.host_temp_size_in_bytes) + int(m.host_argument_size_in_bytes),
+        host=int(m.host_temp_size_in_bytes)
+        + int(m.host_argument_size_in_bytes)
+        + int(m.host_output_size_in_bytes)
+        - int(m.host_alias_size_in_bytes),
         exact=True,
     )
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtensile.compile import Options
 from jaxtensile.device import DeviceProfile
-from jaxtensile.plan import Link
+from jaxtensile.plan import Leaf, Link
 from jaxtensile.report import Report
 from jaxtensile.units import Bytes
 
@@ -16,6 +16,8 @@ Evaluate = Callable[[list[Any]], list[Any]]
 """Flat arguments → flat outputs, on tracers."""
 Make = Callable[[Evaluate | None, Options], Any]
 """A jit object that runs ``evaluate`` (None: the user's function as it is) under compiler options."""
+Place = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
+"""The arguments as the program is called with them that has these leaves on the host."""
 
 OFFLOADS = frozenset({"cuda"})
 """Platforms whose compiler keeps to the places of copies in straight-line code."""
@@ -28,7 +30,8 @@ class Job:
     """What ``pipeline.fit`` works on: one call of one function for one device.
 
     ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute
-    less than they say.
+    less than they say. ``place`` is set where donated arguments may wait on the host between calls, of at most
+    ``state_budget`` bytes; ``state`` are those that do. ``names``: of the flat arguments.
     """
 
     name: str
@@ -45,20 +48,51 @@ class Job:
     host_budget: Bytes = 0
     undo: bool = True
     solver: str = "auto"
+    place: Place | None = None
+    state_budget: Bytes | None = None
+    state: tuple[Leaf, ...] = ()
+    names: tuple[str, ...] = ()
+
+    @property
+    def way(self) -> Link:
+        """The way to host memory, wherever it is."""
+        return Link(bandwidth=self.device.reached("link_bandwidth", LINK_SHARE), latency=self.device.link_latency)
 
     @property
     def link(self) -> Link | None:
-        """The way to host memory, where values may wait there."""
-        if not self.host_budget or self.shards > 1 or self.device.platform not in OFFLOADS:
+        """The way to host memory, where copies take time and the compiler keeps to their places."""
+        if self.shards > 1 or self.device.platform not in OFFLOADS or not (self.host_budget or self.state):
             return None
-        return Link(bandwidth=self.device.reached("link_bandwidth", LINK_SHARE), latency=self.device.link_latency)
+        return self.way
+
+    @property
+    def state_bytes(self) -> Bytes:
+        """Bytes that wait on the host between calls."""
+        return sum(leaf.nbytes for leaf in self.state)
+
+    def with_state(self, state: tuple[Leaf, ...]) -> Job:
+        """The same job with ``state`` on the host."""
+        if not state or self.place is None:
+            return self
+        left = max(self.host_budget - sum(leaf.nbytes for leaf in state), 0)
+        return replace(self, state=state, host_budget=left)
+
+    def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """What a planned program is compiled for."""
+        if self.place is None or not self.state:
+            return self.args, self.kwargs
+        return self.place(self.state)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """The jit object that fits, what it evaluates (None: the user's function), and the report."""
+    """The jit object that fits, what it evaluates (None: the user's function), and the report.
+
+    ``state``: the flat arguments that it takes from host memory.
+    """
 
     jitted: Any
     evaluate: Evaluate | None
     options: Options
     report: Report
+    state: frozenset[int] = frozenset()

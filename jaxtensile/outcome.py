@@ -38,7 +38,8 @@ class Made:
 def cannot(job: Job, variants: list[Variant], bound: Bound, best: Made | None) -> BudgetError:
     """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
     traced = variants[0].traced
-    fixed = sum(traced.graph.values[v].nbytes for v in traced.graph.inputs)
+    values = traced.graph.values
+    fixed = sum(values[v].nbytes for v in traced.graph.inputs if values[v].space != "host")
     if best is not None and best.compiled.memory is not None:
         needs = max(best.compiled.device, bound.nbytes)
         culprits = _at_the_peak(best.variant, best.plan)
@@ -150,6 +151,8 @@ def report(
         kept = new
     if variant.sliced:
         notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
+    if job.state and job.device.platform == "cpu":
+        notes.append("a CPU has one memory: what waits in pinned host memory is counted as device bytes")
     overhead = plan.overhead + variant.seconds
     step = sum(costs.seconds)
     if variant.traced is not traced:
@@ -161,6 +164,8 @@ def report(
         undone=variant.undone is not None,
         recompute_flops=flops - traced.graph.flops,
         offload_bytes=plan.offload_bytes,
+        wait=plan.wait,
+        state=job.state,
         overhead=overhead,
         overhead_ratio=overhead / step if step else 0.0,
         stages=plan.program.stages() + len(variant.loops),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxtensile import variants as ways
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options
 from jaxtensile.job import Evaluate, Fitted, Job
 from jaxtensile.outcome import Made, cannot, report
+from jaxtensile.passes.answer import answer
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
@@ -27,6 +28,7 @@ from jaxtensile.passes.lowerbound import Bound, lower_bound
 from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
 from jaxtensile.rewrite import rewrite
+from jaxtensile.state import choose
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone, undo
 from jaxtensile.units import Bytes
@@ -60,10 +62,12 @@ def fit(job: Job, prepare: Prepare | None = None, watch: Watch = nothing, *, bas
     prepare = prepare or named(job.solver)
     clock = _Clock(watch)
     with clock("graph"):
-        program = _program(job, trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused))
+        traced = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
+        job, notes = _with_state(job, traced)
+        program = _program(job, traced)
         undone = undo(program.traced) if job.undo and job.shards == 1 else None
         lighter = _program(job, undone.traced) if undone is not None else None
-    page = _Page(job, prepare, clock, baseline, program)
+    page = _Page(job, prepare, clock, baseline, program, notes)
     if undone is not None and lighter is not None and lighter.bound.nbytes <= job.budget:
         fitted = page.undone(undone, lighter)
         if fitted is not None:
@@ -73,9 +77,10 @@ def fit(job: Job, prepare: Prepare | None = None, watch: Watch = nothing, *, bas
 
 @dataclass(frozen=True, kw_only=True)
 class _Subject:
-    """A traced program and what the model says of it as it is."""
+    """A traced program, what the model says of it as it is, and once its state is on the host."""
 
     traced: Traced
+    plain: MemoryUse
     predicted: MemoryUse
     bound: Bound
 
@@ -86,21 +91,45 @@ class _Subject:
 
 
 def _program(job: Job, traced: Traced) -> _Subject:
-    live = live_ranges(traced.graph)
+    placed = ways.streamed(job, traced)
+    plain = live_ranges(traced.graph).use()
     return _Subject(
         traced=traced,
-        predicted=live.use(),
-        bound=lower_bound(traced.graph, traced.consts, job.device.platform),
+        plain=plain,
+        predicted=plain if placed is traced else live_ranges(placed.graph).use(host=job.state_bytes),
+        bound=lower_bound(placed.graph, placed.consts, job.device.platform),
     )
+
+
+def _with_state(job: Job, traced: Traced) -> tuple[Job, tuple[str, ...]]:
+    """The job with the arguments that may wait on the host between calls there, and what to say of the others."""
+    if job.place is None:
+        return job, ()
+    if job.shards > 1:
+        return job, ("offload_state: arguments that are sharded over several devices stay there",)
+    state, stay = choose(traced, op_costs(traced.graph, job.device).charge, job.names, job.state_budget)
+    notes: list[str] = []
+    if stay:
+        notes.append(
+            f"offload_state: {len(stay)} arguments ({stay[0]}, ...) stay on the device, because jax.jit would give "
+            "their buffers to other outputs than those that replace them: return the state in the arguments' order"
+        )
+    elif not state:
+        notes.append("offload_state: no donated argument of 1 MiB or more is needed by the update alone")
+    return job.with_state(state), tuple(notes)
 
 
 class _Page:
     """One job on its way down the page, and what has been compiled of it."""
 
-    def __init__(self, job: Job, prepare: Prepare, clock: _Clock, baseline: bool, program: _Subject) -> None:
+    def __init__(
+        self, job: Job, prepare: Prepare, clock: _Clock, baseline: bool, program: _Subject, notes: tuple[str, ...]
+    ) -> None:
         self.job, self.prepare, self.clock, self.baseline, self.program = job, prepare, clock, baseline, program
+        self.notes = notes
         self.plain: Compiled | None = None
-        self.undone_as_it_is: Compiled | None = None
+        self.changed_as_it_is: dict[bool, Compiled] = {}
+        """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
         self.known_costs: Costs | None = None
 
     def costs(self) -> Costs:
@@ -138,7 +167,15 @@ class _Page:
             first = self.cheapest(candidates, job.budget) if possible and job.shards == 1 else None
             return candidates, first
 
-        if self.baseline or job.shards > 1 or program.may_fit(job):
+        if self.baseline and job.state:
+            self.compile_plain()
+        if job.state and program.may_fit(job):
+            start = ways.written(job, program.traced, self.costs(), self.prepare)
+            meanwhile = ahead if program.predicted.device > job.budget else None
+            made = self.compile_as_it_is(start, meanwhile)
+            if made.compiled.device <= job.budget:
+                return self.planned(made, program.bound, 0)
+        elif not job.state and (self.baseline or job.shards > 1 or program.may_fit(job)):
             # By the model it does not fit: plan while XLA has its say.
             plain = self.compile_plain(ahead if program.predicted.device > job.budget else None)
             if plain.device <= job.budget:
@@ -164,14 +201,13 @@ class _Page:
 
         if lighter.may_fit(job):
             meanwhile = ahead if lighter.predicted.device > job.budget else None
-            if not undone.barriers:
+            if not undone.barriers and not job.state:
                 # Nothing keeps XLA from merging what they recompute: it does so in the user's own function.
-                self.undone_as_it_is = self.compile_plain(meanwhile)
-                if self.undone_as_it_is.device <= job.budget:
+                self.changed_as_it_is[True] = self.compile_plain(meanwhile)
+                if self.changed_as_it_is[True].device <= job.budget:
                     return self.unchanged()
             else:
-                made = self.compile_as_it_is(start, lighter.predicted, meanwhile)
-                self.undone_as_it_is = made.compiled
+                made = self.compile_as_it_is(start, meanwhile)
                 if made.compiled.device <= job.budget:
                     return self.planned(made, lighter.bound, 0)
         best, rounds = self.rounds(*ahead())
@@ -179,14 +215,16 @@ class _Page:
             return None
         return self.unchanged() if best.evaluate is None else self.planned(best, lighter.bound, rounds)
 
-    def compile_as_it_is(self, variant: Variant, predicted: MemoryUse, meanwhile: Callable[[], object] | None) -> Made:
-        """The program without checkpoints, and with nothing else changed."""
+    def compile_as_it_is(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
+        """The program with its state on the host, or without checkpoints, and with nothing else changed."""
         job = self.job
         program = Program.unchanged(variant.traced.graph)
         evaluate = rewrite(variant.traced, program)
-        with self.clock("compile undone"):
-            compiled = compile_program(lambda o: job.make(evaluate, o), job.args, job.kwargs, job.options, meanwhile)
-        plan = Plan(program=program, actions=(), predicted=predicted, overhead=0.0, recompute_flops=0.0, solver="none")
+        args, kwargs = job.arguments()
+        with self.clock("compile undone" if variant.undone is not None else "compile streamed"):
+            compiled = compile_program(lambda o: job.make(evaluate, o), args, kwargs, job.options, meanwhile)
+        self.changed_as_it_is[variant.undone is not None] = compiled
+        plan = answer(variant.problem, program, live_ranges(program.graph), "none")
         return Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate)
 
     def rounds(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
@@ -197,6 +235,8 @@ class _Page:
         if job.shards > 1 and self.plain is not None and self.plain.memory is not None:
             scale = self.program.predicted.device / max(self.plain.device, 1)
         aim = int(job.budget * scale)
+        if job.device.platform == "cpu":
+            aim -= job.state_bytes  # its host memory is its device memory
         best: Made | None = None
         rounds = 0
         seen: list[tuple[Bytes, Bytes]] = []
@@ -205,13 +245,17 @@ class _Page:
             with clock("check"):
                 check(variant.problem.graph, plan.program)
             if plan.changes_nothing and not variant.loops:
-                if variant.undone is None and self.plain is None and plan.predicted.device <= aim:
+                known = self.as_it_is(variant)
+                if variant.undone is None and known is None and plan.predicted.device <= aim:
                     # With its checkpoints it may fit as it is, at the least price.
-                    plain = self.compile_plain()
-                    if plain.device <= job.budget:
-                        return Made(compiled=plain, variant=variant, plan=plan, evaluate=None), rounds
+                    if job.state:
+                        made = self.compile_as_it_is(variant)
+                    else:
+                        made = Made(compiled=self.compile_plain(), variant=variant, plan=plan, evaluate=None)
+                    if made.compiled.device <= job.budget:
+                        return made, rounds
                 # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
-                plain = self.plain if variant.undone is None else self.undone_as_it_is
+                plain = self.as_it_is(variant)
                 over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
                 lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else aim
                 if lower >= aim or lower >= plan.predicted.device:
@@ -223,7 +267,8 @@ class _Page:
                 made, choices = _compile(job, variant, plan, choices)
             if best is None or made.compiled.device < best.compiled.device:
                 best = made
-            if plan.offload_bytes and made.compiled.memory is not None and not made.compiled.memory.host:
+            there = job.state_bytes
+            if plan.offload_bytes > there and made.compiled.memory is not None and made.compiled.memory.host <= there:
                 # The compiler cancelled every copy: what is left is no plan, so go on without the host.
                 candidates.forget_host()
                 best = None if best is made else best
@@ -240,6 +285,11 @@ class _Page:
             aim = target
         return best, rounds
 
+    def as_it_is(self, variant: Variant) -> Compiled | None:
+        """What XLA said of the variant's program with nothing recomputed, if it was asked."""
+        undone = variant.undone is not None
+        return self.changed_as_it_is.get(undone) if undone or self.job.state else self.plain
+
     def unchanged(self) -> Fitted:
         """The user's own function, which fits."""
         plain = self.plain
@@ -253,13 +303,17 @@ class _Page:
             self.compile_plain()
         compiled = made.compiled
         told = self.report(made, compiled, bound, rounds)
-        return Fitted(jitted=compiled.jitted, evaluate=made.evaluate, options=compiled.options, report=told)
+        state = frozenset(leaf.argument for leaf in self.job.state)
+        return Fitted(
+            jitted=compiled.jitted, evaluate=made.evaluate, options=compiled.options, report=told, state=state
+        )
 
     def report(self, made: Made | None, compiled: Compiled, bound: Bound, rounds: int) -> Any:
         program = self.program
-        return report(
-            self.job, program.traced, made, program.predicted, self.plain, compiled, bound, rounds, self.clock.seconds
+        told = report(
+            self.job, program.traced, made, program.plain, self.plain, compiled, bound, rounds, self.clock.seconds
         )
+        return replace(told, notes=(*told.notes, *self.notes))
 
 
 def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
@@ -283,9 +337,10 @@ def _compile(job: Job, variant: Variant, plan: Plan, choices: list[Options]) -> 
     Which of the CPU's schedulers follows a plan is decided by trying: neither is always better.
     """
     evaluate = rewrite(variant.traced, plan.program)
+    args, kwargs = job.arguments()
     tried: list[tuple[int, int, Compiled]] = []
     for i, options in enumerate(choices):
-        compiled = compile_program(lambda o: job.make(evaluate, o), job.args, job.kwargs, options)
+        compiled = compile_program(lambda o: job.make(evaluate, o), args, kwargs, options)
         tried.append((compiled.device, i, compiled))
         if compiled.device <= job.budget:
             break

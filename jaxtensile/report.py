@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxtensile.plan import Action, MemoryUse
+from jaxtensile.plan import Action, Leaf, MemoryUse
 from jaxtensile.report_text import as_text
 from jaxtensile.timeline import Timeline
 from jaxtensile.units import Bytes, Flops, Seconds
@@ -48,7 +48,9 @@ class Report:
     ``rounds``: compiles of planned programs; ``seconds``: wall time per pipeline step;
     ``timeline``: the model's bytes while each op runs; ``undone``: runs without the user's own
     ``jax.checkpoint``s; ``solver``: which made the plan, and ``gap``: what share of its recomputation
-    another plan around the same turn might spare, by the model (0.0: none, proven; None: not known).
+    another plan around the same turn might spare, by the model (0.0: none, proven; None: not known);
+    ``offload_bytes``: what leaves for the host in a step, ``state``: the arguments that wait there between steps, by
+    their names, ``wait``: the part of ``overhead`` that is waiting for copies.
     ``flops`` are those of the program as written, so ``recompute_flops`` and ``overhead`` are negative
     where a checkpoint recomputed more than the budget needs.
     """
@@ -76,6 +78,8 @@ class Report:
     seconds: Mapping[str, Seconds]
     timeline: Timeline | None = field(default=None, repr=False)
     undone: bool = False
+    wait: Seconds = 0.0
+    state: tuple[Leaf, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -85,7 +89,7 @@ class Report:
     @property
     def unchanged(self) -> bool:
         """Whether the program runs as the user wrote it."""
-        return not self.actions and not self.undone
+        return not self.actions and not self.undone and not self.state
 
     def __str__(self) -> str:
         return as_text(self)
@@ -133,6 +137,8 @@ class Report:
             "flops": self.flops,
             "recompute_flops": self.recompute_flops,
             "offload_bytes": self.offload_bytes,
+            "wait": self.wait,
+            "state": [{"name": leaf.name, "nbytes": leaf.nbytes} for leaf in self.state],
             "overhead": self.overhead,
             "overhead_ratio": self.overhead_ratio,
             "stages": self.stages,

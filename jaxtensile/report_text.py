@@ -142,16 +142,35 @@ def as_text(report: Report) -> str:
         lines += _listed("kept", kept(r))
         lines += _listed("offloaded", offloaded(r))
         lines += _listed("recomputed", dropped(r))
+        lines += _waiting(r)
         lines.append(f"  {price(r)}")
     if r.offload_bytes or r.compiled.host:
         there = format_bytes(r.compiled.host)
-        lines.append(f"  {format_bytes(r.offload_bytes)} to the host and back in a step; XLA holds {there} there")
+        waits = f", {format_seconds(r.wait)} waiting for it" if r.wait else ""
+        lines.append(
+            f"  {format_bytes(r.offload_bytes)} to the host and back in a step{waits}; XLA holds {there} there"
+        )
     lines.append(f"  no plan by recomputation can need less than {format_bytes(r.lower_bound)}")
     if r.unknown_primitives:
         lines.append(f"  without a cost rule of their own: {', '.join(r.unknown_primitives)}")
     lines.extend(f"  note: {note}" for note in r.notes)
     lines.append(f"  {spent(r)}")
     return "\n".join(lines)
+
+
+def _waiting(report: Report) -> list[str]:
+    """The arguments on the host between steps, the largest first."""
+    state = sorted(report.state, key=lambda leaf: -leaf.nbytes)
+    if not state:
+        return []
+    total, count = format_bytes(sum(leaf.nbytes for leaf in state)), len(state)
+    arguments = "argument" if count == 1 else "arguments"
+    lines = [f"  {'on the host':<10}{total:>10}   in {count} {arguments} between steps"]
+    shown = state if count <= _ROWS + 1 else state[:_ROWS]
+    lines += [f"  {'':<10}{format_bytes(leaf.nbytes):>11}      {leaf.name}" for leaf in shown]
+    if rest := state[len(shown) :]:
+        lines.append(f"  {'':<10}{format_bytes(sum(leaf.nbytes for leaf in rest)):>11} {len(rest):>4} more")
+    return lines
 
 
 def _values(count: int) -> str:

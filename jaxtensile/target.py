@@ -44,6 +44,9 @@ from jaxtensile.hardware import has_tpu
 Device = Any
 """``jax.Device``, which is no class to a type checker."""
 
+PINNED_HOST: Final = "pinned_host"
+"""Memory kind of host memory that a device reads and writes by itself."""
+
 _CUDA_PLUGINS: Final = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _TPU_TOPOLOGIES: Final = {"tpu-v5e": "v5e:1x1", "tpu-v5p": "v5p:1x1x1", "tpu-v6e": "v6e:1x1"}
 _TPU_ENVIRONMENT: Final = {
@@ -124,6 +127,37 @@ def _cuda_topology(config: str, plugin: str) -> Device:
         # Plugins were discovered before the variable was set: register this one again.
         importlib.import_module(plugin).initialize()
         return build()
+
+
+class _PinnedHost(SingleDeviceSharding):
+    """Pinned host memory of a compile-only GPU.
+
+    Such a device lists no memories, and JAX drops the memory kind of its shardings; then XLA takes the argument
+    for one in device memory and lets kernels read it across the link.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+
+    @property
+    def memory_kind(self) -> str:
+        return PINNED_HOST
+
+
+def host_sharding(device: Device) -> SingleDeviceSharding:
+    """Pinned host memory beside ``device``; ``TargetError`` where it has none."""
+    if device.platform == "gpu" and "CompileOnly" in type(device.client).__name__:
+        return _PinnedHost(device)
+    try:
+        kinds = [m.kind for m in device.addressable_memories()]
+    except Exception:  # what a backend without memories raises is its own affair
+        kinds = []
+    if PINNED_HOST not in kinds:
+        raise TargetError(
+            f"{device} has no pinned host memory ({', '.join(kinds) or 'it lists no memories'}), so nothing can wait "
+            "there between steps: leave offload_state= out"
+        )
+    return SingleDeviceSharding(device, memory_kind=PINNED_HOST)
 
 
 def _compile_something(device: Device, options: Mapping[str, str]) -> None:

@@ -18,6 +18,7 @@ from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way
 from jaxtensile.plan import Costs, Plan, Prepare, Problem
 from jaxtensile.split import sliced_products, split_products
+from jaxtensile.state import on_host
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone
 from jaxtensile.units import Bytes, Seconds
@@ -50,23 +51,36 @@ class Variant:
     def traced(self) -> Traced:
         """The program that is planned."""
         if not self.loops:
-            return self.base
+            return streamed(self.job, self.base)
         changed = rewrite_loops(self.base, self.job.jaxpr, self.loops)
-        return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
+        return streamed(self.job, trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused))
 
     @cached_property
     def problem(self) -> Problem:
         """Fit it into the job's budget."""
         job, graph = self.job, self.traced.graph
-        costs = self.known if self.known is not None and not self.loops else op_costs(graph, job.device)
-        if not self.host:
-            return Problem(graph=graph, costs=costs, budget=job.budget)
-        return Problem(graph=graph, costs=costs, budget=job.budget, link=job.link, host_budget=job.host_budget)
+        known = self.known is not None and self.traced is self.base
+        costs = self.known if self.known is not None and known else op_costs(graph, job.device)
+        return Problem(
+            graph=graph,
+            costs=costs,
+            budget=job.budget,
+            link=job.link if self.host or job.state else None,
+            host_budget=job.host_budget if self.host else 0,
+            state=job.state_bytes,
+        )
 
     @cached_property
     def solve(self) -> Callable[[Bytes], Plan]:
         """The solver's answer for a budget."""
         return self.prepare(self.problem)
+
+
+def streamed(job: Job, traced: Traced) -> Traced:
+    """``traced`` with the job's state on the host."""
+    if not job.state:
+        return traced
+    return on_host(traced, job.state, op_costs(traced.graph, job.device).seconds, job.way)
 
 
 def written(job: Job, traced: Traced, costs: Costs, prepare: Prepare) -> Variant:
