@@ -197,3 +197,59 @@ def test_a_step_for_a_v5e():
     report = plan(subject("mlp"), at(0.75, "mlp", V5E), V5E)
     check_report(report)
     assert report.target == V5E
+
+
+def adam():
+    """Twelve layers of 2048 x 2048 in f32, a batch of 8192, Adam: the moments are two thirds of the arguments."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jax.nn.gelu(x @ w)
+        return (x**2).mean()
+
+    def train_step(state, x):
+        value, grads = jax.value_and_grad(loss)(state["w"], x)
+        m = [0.9 * m + 0.1 * g for m, g in zip(state["m"], grads, strict=True)]
+        v = [0.99 * v + 0.01 * g * g for v, g in zip(state["v"], grads, strict=True)]
+        w = [w - 0.01 * a / (jnp.sqrt(b) + 1e-6) for w, a, b in zip(state["w"], m, v, strict=True)]
+        return {"w": w, "m": m, "v": v}, value
+
+    weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 12
+    args = {"w": weights, "m": weights, "v": weights}, jax.ShapeDtypeStruct((8192, 2048), jnp.float32)
+    return jaxtensile.Workload(fun=train_step, args=args, jit_options={"donate_argnums": 0}, name="adam")
+
+
+@pytest.mark.cuda_aot
+def test_the_state_is_on_the_host_and_off_the_device():
+    work = adam()
+    moved = 24 * 4 * 2048 * 2048
+    before = plan(work, "100%").compiled
+    step = jaxtensile.jit(work.fun, budget="100%", target=H200, offload_state=True, **work.jit_options)
+    report = step.plan(*work.args)
+    assert report.fits and not report.unchanged and report.rounds == 0
+    assert report.baseline.device == before.device and report.baseline.host == 0
+    # XLA counts the old and the new state once, as one buffer of the host.
+    assert report.compiled.host == moved == report.offload_bytes
+    assert report.compiled.argument == before.argument - moved
+    assert report.compiled.alias == before.alias - moved
+    assert report.compiled.device <= before.device - 0.8 * moved
+    assert report.predicted.host == moved and report.predicted.argument == report.compiled.argument
+    text = step.lower(*work.args).compile().as_text()
+    assert text.count("S(5)} parameter(") == 24
+    # Nothing is copied in before the forward pass is over.
+    entry = text[text.index("\nENTRY") :].splitlines()
+    copies = [i for i, line in enumerate(entry) if " copy-start(" in line]
+    products = [i for i, line in enumerate(entry) if "gemm" in line or "custom-call" in line]
+    assert len(copies) == 48 and sum(i < copies[0] for i in products) >= 12
+
+
+@pytest.mark.cuda_aot
+def test_the_state_on_the_host_leaves_room_for_residuals():
+    work = adam()
+    use = plan(work, "100%").compiled
+    budget = use.device - int(0.7 * use.temp)
+    alone = plan(work, budget)
+    step = jaxtensile.jit(work.fun, budget=budget, target=H200, offload_state=True, **work.jit_options)
+    report = step.plan(*work.args)
+    assert report.fits and report.recompute_flops < alone.recompute_flops
+    assert report.wait > 0 and report.overhead >= report.wait
