@@ -18,6 +18,7 @@ ROOT: Final = Path(__file__).parent.parent
 RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "fit": (["fit.run"], ["fit.run", "--print-only", "lstm", "ode"]),
     "undo": (["undo.run"], None),
+    "state": (["state.run"], None),
     "tpu": (["tpu.run"], None),
     "call": (["call.overhead"], ["call.overhead"]),
     "first-call": (["call.first_call"], None),
