@@ -6,7 +6,8 @@ One file per model, each readable and loadable on its own, all with the same fiv
 * ``init_params(config, key)``: the trainable parameters;
 * ``init_args(config, key)``: concrete ``(state, batch)``. ``state["params"]`` is always there, next to the optimizer's
   state and, where the model has them, ``"key"`` (a typed PRNG key), ``"ema"``, ``"batch_stats"``, ``"carry"``;
-* ``step(config)``: the function ``(state, batch) -> (state, loss)``, that is loss, gradients and optimizer update;
+* ``step(config, remat)``: the function ``(state, batch) -> (state, loss)``, that is loss, gradients and optimizer
+  update; ``remat`` is a ``jax.checkpoint`` policy for every block, layer or iteration, none by default;
 * ``workload(config)``: the `Workload` of a config (of the published sizes without one): arguments abstract, so nothing
   is allocated, state donated. All files but gpt2 also take single sizes, ``workload(batch=8)``, and this package's
   ``workload(name, batch=8)`` does so for every name.
@@ -46,7 +47,10 @@ def load(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{known[name]}")
 
 
-def workload(name: str, **sizes: Any) -> Workload:
-    """The named workload at its published sizes, or with some of its ``Config``'s fields changed."""
+def workload(name: str, *, remat: Any = None, **sizes: Any) -> Workload:
+    """The named workload at its published sizes, or with some of its ``Config``'s fields changed.
+
+    ``remat``: a ``jax.checkpoint`` policy, applied to every block as a user would.
+    """
     module = load(name)
-    return module.workload(module.Config(**sizes))
+    return module.workload(module.Config(**sizes), remat=remat)

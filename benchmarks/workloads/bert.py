@@ -6,12 +6,14 @@ output matrix tied to the word embedding; float32 parameters, bfloat16 compute, 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.workloads.remat import checkpointed
 from jaxtensile.workload import Workload
 
 
@@ -94,16 +96,21 @@ def attention(config: Config, p, x, mask, key):
     return linear(p["out"], jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(x.shape))
 
 
-def encode(config: Config, params, batch, key):
+def layer(config: Config, p, x, mask, key):
+    key1, key2, key3 = jax.random.split(key, 3)
+    mixed = attention(config, p, x, mask, key1)
+    x = layer_norm(p["norm1"], x + dropout(key2, config.dropout, mixed))
+    hidden = linear(p["down"], jax.nn.gelu(linear(p["up"], x), approximate=False))
+    return layer_norm(p["norm2"], x + dropout(key3, config.dropout, hidden))
+
+
+def encode(config: Config, params, batch, key, remat=None):
+    one_layer = checkpointed(partial(layer, config), remat)
     key_embed, *layer_keys = jax.random.split(key, 1 + config.layers)
     x = params["word"][batch["tokens"]] + params["position"] + params["segment"][batch["segments"]]
     x = dropout(key_embed, config.dropout, layer_norm(params["norm"], x).astype(config.dtype))
     for p, layer_key in zip(params["layers"], layer_keys, strict=True):
-        key1, key2, key3 = jax.random.split(layer_key, 3)
-        mixed = attention(config, p, x, batch["mask"], key1)
-        x = layer_norm(p["norm1"], x + dropout(key2, config.dropout, mixed))
-        hidden = linear(p["down"], jax.nn.gelu(linear(p["up"], x), approximate=False))
-        x = layer_norm(p["norm2"], x + dropout(key3, config.dropout, hidden))
+        x = one_layer(p, x, batch["mask"], layer_key)
     return x
 
 
@@ -133,9 +140,9 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, batch
 
 
-def step(config: Config) -> Callable[..., Any]:
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     def loss_fn(params, batch, key):
-        logits = predict(params, encode(config, params, batch, key), batch["positions"])
+        logits = predict(params, encode(config, params, batch, key, remat), batch["positions"])
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     def train_step(state, batch):
@@ -148,7 +155,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="bert_base")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="bert_base")

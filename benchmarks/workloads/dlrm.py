@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.workloads.remat import checkpointed
 from jaxtensile.workload import Workload
 
 CRITEO_KAGGLE_ROWS = (
@@ -76,18 +77,26 @@ def linear(p, x):
     return x @ p["weight"] + p["bias"]
 
 
-def forward(mlps, embedded, dense):
-    """Logit per example; ``embedded`` lists one [batch, dim] array per table."""
-    x = dense
-    for p in mlps["bottom"]:
+def bottom_mlp(layers, x):
+    for p in layers:
         x = jax.nn.relu(linear(p, x))
+    return x
+
+
+def top_mlp(layers, x):
+    for p in layers[:-1]:
+        x = jax.nn.relu(linear(p, x))
+    return linear(layers[-1], x)
+
+
+def forward(mlps, embedded, dense, remat=None):
+    """Logit per example; ``embedded`` lists one [batch, dim] array per table."""
+    x = checkpointed(bottom_mlp, remat)(mlps["bottom"], dense)
     vectors = jnp.stack([x, *embedded], axis=1)
     products = jnp.einsum("bid,bjd->bij", vectors, vectors)
     first, second = np.tril_indices(vectors.shape[1], -1)
     x = jnp.concatenate([x, products[:, first, second]], axis=1)
-    for p in mlps["top"][:-1]:
-        x = jax.nn.relu(linear(p, x))
-    return linear(mlps["top"][-1], x)[:, 0]
+    return checkpointed(top_mlp, remat)(mlps["top"], x)[:, 0]
 
 
 def optimizer(config: Config):
@@ -107,9 +116,9 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, batch
 
 
-def step(config: Config) -> Callable[..., Any]:
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     def loss_fn(mlps, embedded, batch):
-        logits = forward(mlps, embedded, batch["dense"])
+        logits = forward(mlps, embedded, batch["dense"], remat)
         return optax.sigmoid_binary_cross_entropy(logits, batch["labels"]).mean()
 
     def train_step(state, batch):
@@ -128,7 +137,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="dlrm")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="dlrm")

@@ -1,7 +1,7 @@
 """GPT-2 small (124M parameters): Radford et al. 2019, table 2; unrolled layers, Adam, bf16 compute.
 
 ``remat`` applies a ``jax.checkpoint`` policy to every block: what a user does by hand today,
-kept here so that the peers are measured on the same step.
+kept here, as in all these files, so that the peers are measured on the same step.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.workloads.remat import checkpointed
 from jaxtensile.workload import Workload
 
 
@@ -85,9 +86,7 @@ def block(p: Any, x: jax.Array, heads: int) -> jax.Array:
 
 def loss(params: Any, tokens: jax.Array, config: Config, remat: Any = None) -> jax.Array:
     """Mean next-token cross-entropy of ``tokens`` (batch, context + 1)."""
-    one_block: Callable[..., Any] = partial(block, heads=config.heads)
-    if remat is not None:
-        one_block = jax.checkpoint(one_block, policy=remat)
+    one_block = checkpointed(partial(block, heads=config.heads), remat)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = (params["embed"][inputs] + params["position"][: inputs.shape[1]]).astype(config.compute)
     for p in params["blocks"]:

@@ -5,12 +5,14 @@ float32 parameters, bfloat16 compute, AdamW with global-norm clipping, layers un
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.workloads.remat import checkpointed
 from jaxtensile.workload import Workload
 
 
@@ -97,11 +99,16 @@ def swiglu(p, x):
     return dense(jax.nn.silu(dense(x, p["gate"])) * dense(x, p["up"]), p["down"])
 
 
-def forward(config: Config, params, tokens):
+def block(config: Config, p, x):
+    x = x + attention(config, p, rms_norm(x, p["attention_norm"]))
+    return x + swiglu(p, rms_norm(x, p["ffn_norm"]))
+
+
+def forward(config: Config, params, tokens, remat=None):
+    one_block = checkpointed(partial(block, config), remat)
     x = params["embed"].astype(config.dtype)[tokens]
     for p in params["layers"]:
-        x = x + attention(config, p, rms_norm(x, p["attention_norm"]))
-        x = x + swiglu(p, rms_norm(x, p["ffn_norm"]))
+        x = one_block(p, x)
     return dense(rms_norm(x, params["norm"]), params["head"]).astype(jnp.float32)
 
 
@@ -120,9 +127,9 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, batch
 
 
-def step(config: Config) -> Callable[..., Any]:
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     def loss_fn(params, batch):
-        logits = forward(config, params, batch["tokens"][:, :-1])
+        logits = forward(config, params, batch["tokens"][:, :-1], remat)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:]).mean()
 
     def train_step(state, batch):
@@ -133,7 +140,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="llama")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="llama")

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.workloads.remat import checkpointed
 from jaxtensile.workload import Workload
 
 
@@ -61,7 +62,7 @@ def cell(p, carry, x):
     return jax.nn.sigmoid(o) * jnp.tanh(memory), memory
 
 
-def unroll(config: Config, params, carry, tokens, key):
+def unroll(config: Config, params, carry, tokens, key, remat=None):
     """Runs all layers over ``tokens`` [batch, seq]: the carry and the top layer's outputs, [seq, batch, hidden]."""
 
     def body(carries, inputs):
@@ -74,11 +75,12 @@ def unroll(config: Config, params, carry, tokens, key):
             x = after[-1][0]
         return after, dropout(keys[-1], config.dropout, x)
 
+    body = checkpointed(body, remat, stream=0, loop=True)
     return jax.lax.scan(body, carry, (jnp.arange(config.seq), tokens.T))
 
 
-def forward(config: Config, params, carry, tokens, key):
-    carry, outputs = unroll(config, params, carry, tokens, key)
+def forward(config: Config, params, carry, tokens, key, remat=None):
+    carry, outputs = unroll(config, params, carry, tokens, key, remat)
     logits = outputs @ params["head"]["weight"].astype(outputs.dtype) + params["head"]["bias"].astype(outputs.dtype)
     return carry, logits.astype(jnp.float32)
 
@@ -101,9 +103,9 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, batch
 
 
-def step(config: Config) -> Callable[..., Any]:
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     def loss_fn(params, carry, tokens, key):
-        carry, logits = forward(config, params, carry, tokens[:, :-1], key)
+        carry, logits = forward(config, params, carry, tokens[:, :-1], key, remat)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].T).mean(), carry
 
     def train_step(state, batch):
@@ -118,7 +120,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="lstm")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="lstm")

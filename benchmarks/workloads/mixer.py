@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from benchmarks.workloads.remat import named_input
 from jaxtensile.workload import Workload
 
 
@@ -61,6 +62,13 @@ class Block(nnx.Module):
         return x + self.channel_mlp(self.channel_norm(x))
 
 
+def checkpointed(policy):
+    """``block(x)`` as a function of both, under ``nnx.remat`` where there is a policy."""
+    if policy is None:
+        return lambda block, x: block(x)
+    return nnx.remat(lambda block, x: block(named_input(x)), policy=policy)
+
+
 class Mixer(nnx.Module):
     def __init__(self, config: Config, rngs: nnx.Rngs):
         dtype, patch = jnp.dtype(config.dtype), (config.patch, config.patch)
@@ -69,11 +77,12 @@ class Mixer(nnx.Module):
         self.norm = nnx.LayerNorm(config.dim, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(config.dim, config.classes, dtype=jnp.float32, rngs=rngs)
 
-    def __call__(self, images):
+    def __call__(self, images, remat=None):
+        one_block = checkpointed(remat)
         x = self.stem(images)
         x = x.reshape(x.shape[0], -1, x.shape[-1])
         for block in self.blocks:
-            x = block(x)
+            x = one_block(block, x)
         return self.head(jnp.mean(self.norm(x), axis=1))
 
 
@@ -97,11 +106,11 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, batch
 
 
-def step(config: Config) -> Callable[..., Any]:
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     graph = nnx.graphdef(nnx.eval_shape(lambda: Mixer(config, nnx.Rngs(0))))
 
     def loss_fn(params, batch):
-        logits = nnx.merge(graph, params)(batch["images"])
+        logits = nnx.merge(graph, params)(batch["images"], remat)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     def train_step(state, batch):
@@ -112,7 +121,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="mixer")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="mixer")

@@ -6,12 +6,14 @@ pass by on the residual. float32 parameters, bfloat16 compute, Adafactor (as the
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.workloads.remat import checkpointed
 from jaxtensile.workload import Workload
 
 
@@ -122,18 +124,22 @@ def sparse_ffn(config: Config, p, x):
     return jnp.einsum("bsec,ebcd->bsd", combine.astype(x.dtype), outputs), balance
 
 
-def forward(config: Config, params, tokens):
+def block(config: Config, p, x):
+    """The stream after one layer, and the load-balancing loss of its experts where it has any."""
+    x = x + attention(config, p, rms_norm(x, p["attention_norm"]))
+    normed = rms_norm(x, p["ffn_norm"])
+    y, balance = sparse_ffn(config, p, normed) if "router" in p else (dense_ffn(p, normed), None)
+    return x + y, balance
+
+
+def forward(config: Config, params, tokens, remat=None):
+    one_block = checkpointed(partial(block, config), remat)
     x = (params["embed"][tokens] + params["position"]).astype(config.dtype)
     balances = []
-    for index, p in enumerate(params["layers"]):
-        x = x + attention(config, p, rms_norm(x, p["attention_norm"]))
-        normed = rms_norm(x, p["ffn_norm"])
-        if is_sparse(index):
-            y, balance = sparse_ffn(config, p, normed)
+    for p in params["layers"]:
+        x, balance = one_block(p, x)
+        if balance is not None:
             balances.append(balance)
-        else:
-            y = dense_ffn(p, normed)
-        x = x + y
     logits = rms_norm(x, params["norm"]) @ params["embed"].T.astype(x.dtype)
     return logits.astype(jnp.float32), sum(balances)
 
@@ -150,9 +156,9 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, batch
 
 
-def step(config: Config) -> Callable[..., Any]:
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     def loss_fn(params, batch):
-        logits, balance = forward(config, params, batch["tokens"][:, :-1])
+        logits, balance = forward(config, params, batch["tokens"][:, :-1], remat)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["tokens"][:, 1:])
         return losses.mean() + config.balance_weight * balance
 
@@ -164,7 +170,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="moe")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="moe")

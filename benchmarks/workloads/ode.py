@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.workloads.remat import checkpointed
 from jaxtensile.workload import Workload
 
 TRUE_PHYSICS = {"diffusion": (0.16, 0.08), "feed": 0.035, "kill": 0.065}
@@ -71,7 +72,7 @@ def learned_rate(params, fields):
     return physical_rate(params["physics"], fields) + correction(params, fields)
 
 
-def integrate(config: Config, rate, fields):
+def integrate(config: Config, rate, fields, remat=None):
     """The field after ``config.steps`` classical Runge-Kutta steps."""
 
     def body(fields, _):
@@ -81,7 +82,7 @@ def integrate(config: Config, rate, fields):
         k4 = rate(fields + config.dt * k3)
         return fields + config.dt / 6 * (k1 + 2 * k2 + 2 * k3 + k4), None
 
-    return jax.lax.scan(body, fields, length=config.steps)[0]
+    return jax.lax.scan(checkpointed(body, remat, stream=0, loop=True), fields, length=config.steps)[0]
 
 
 def optimizer(config: Config):
@@ -100,9 +101,9 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, {"start": start, "target": target}
 
 
-def step(config: Config) -> Callable[..., Any]:
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     def loss_fn(params, batch):
-        final = integrate(config, lambda fields: learned_rate(params, fields), batch["start"])
+        final = integrate(config, lambda fields: learned_rate(params, fields), batch["start"], remat)
         return jnp.mean((final - batch["target"]) ** 2)
 
     def train_step(state, batch):
@@ -113,7 +114,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="ode")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="ode")

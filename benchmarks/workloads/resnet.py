@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.workloads.remat import named_input
 from jaxtensile.workload import Workload
 
 
@@ -50,8 +51,17 @@ class Bottleneck(nn.Module):
         return nn.relu(x + y)
 
 
+class NamedBottleneck(Bottleneck):
+    """The same block, whose input has a name for ``jax.checkpoint`` policies."""
+
+    @nn.compact
+    def __call__(self, x):
+        return Bottleneck.__call__(self, named_input(x))
+
+
 class ResNet(nn.Module):
     config: Config
+    remat: Any = None
 
     @nn.compact
     def __call__(self, images):
@@ -60,10 +70,12 @@ class ResNet(nn.Module):
         x = nn.Conv(config.width, (7, 7), strides=2, use_bias=False, dtype=config.dtype)(x)
         x = nn.relu(nn.BatchNorm(use_running_average=False, momentum=0.9, dtype=config.dtype)(x))
         x = nn.max_pool(x, (3, 3), strides=(2, 2), padding="SAME")
+        one_block = Bottleneck if self.remat is None else nn.remat(NamedBottleneck, policy=self.remat)
         for stage, blocks in enumerate(config.stages):
             for block in range(blocks):
                 stride = 2 if stage > 0 and block == 0 else 1
-                x = Bottleneck(config.width * 2**stage, stride, config.dtype)(x)
+                name = f"Bottleneck_{sum(config.stages[:stage]) + block}"  # flax's own, with and without remat
+                x = one_block(config.width * 2**stage, stride, config.dtype, name=name)(x)
         return nn.Dense(config.classes, dtype=jnp.float32)(jnp.mean(x, axis=(1, 2)))
 
 
@@ -98,8 +110,8 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, batch
 
 
-def step(config: Config) -> Callable[..., Any]:
-    model = ResNet(config)
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
+    model = ResNet(config, remat)
 
     def loss_fn(params, batch_stats, batch):
         variables = {"params": params, "batch_stats": batch_stats}
@@ -118,7 +130,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="resnet50")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="resnet50")

@@ -6,6 +6,7 @@ dropout 0.1, float32 throughout (as published), Adam and an exponential moving a
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.workloads.remat import checkpointed
 from jaxtensile.workload import Workload
 
 
@@ -176,20 +178,21 @@ def time_embedding(config: Config, params, times):
     return linear(params["time2"], jax.nn.silu(linear(params["time1"], embedding)))
 
 
-def forward(config: Config, params, images, times, key):
+def forward(config: Config, params, images, times, key, remat=None):
     down, up = layout(config)
+    one_block = checkpointed(partial(res_block, config), remat)
     keys = iter(jax.random.split(key, len(down) + len(params["middle"]) + len(up)))
     time = time_embedding(config, params, times)
     x = conv(params["conv_in"], images.astype(config.dtype))
     skips = [x]
     for stage, p in zip(down, params["down"], strict=True):
-        x = res_block(config, p, x, time, next(keys)) if stage.kind == "block" else conv(p["conv"], x, stride=2)
+        x = one_block(p, x, time, next(keys)) if stage.kind == "block" else conv(p["conv"], x, stride=2)
         skips.append(x)
     for p in params["middle"]:
-        x = res_block(config, p, x, time, next(keys))
+        x = one_block(p, x, time, next(keys))
     for stage, p in zip(up, params["up"], strict=True):
         if stage.kind == "block":
-            x = res_block(config, p, jnp.concatenate([x, skips.pop()], axis=-1), time, next(keys))
+            x = one_block(p, jnp.concatenate([x, skips.pop()], axis=-1), time, next(keys))
         else:
             x = upsample(p, x)
     return conv(params["conv_out"], jax.nn.silu(group_norm(config, params["norm_out"], x))).astype(jnp.float32)
@@ -212,7 +215,7 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, {"images": images}
 
 
-def step(config: Config) -> Callable[..., Any]:
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     signal = np.cumprod(1 - np.linspace(1e-4, 0.02, config.diffusion_steps)).astype(np.float32)
 
     def loss_fn(params, images, key):
@@ -221,7 +224,7 @@ def step(config: Config) -> Callable[..., Any]:
         noise = jax.random.normal(key_noise, images.shape)
         alpha = jnp.asarray(signal)[times][:, None, None, None]
         noisy = jnp.sqrt(alpha) * images + jnp.sqrt(1 - alpha) * noise
-        return jnp.mean((forward(config, params, noisy, times, key_dropout) - noise) ** 2)
+        return jnp.mean((forward(config, params, noisy, times, key_dropout, remat) - noise) ** 2)
 
     def train_step(state, batch):
         next_key, key = jax.random.split(state["key"])
@@ -234,7 +237,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="unet")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="unet")

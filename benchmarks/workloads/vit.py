@@ -5,12 +5,14 @@ float32 parameters, bfloat16 compute, AdamW, layers unrolled in Python.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from benchmarks.workloads.remat import checkpointed
 from jaxtensile.workload import Workload
 
 
@@ -80,7 +82,13 @@ def attention(config: Config, p, x):
     return linear(p["out"], mixed.reshape(x.shape))
 
 
-def forward(config: Config, params, images):
+def block(config: Config, p, x):
+    x = x + attention(config, p, layer_norm(p["norm1"], x))
+    return x + linear(p["down"], jax.nn.gelu(linear(p["up"], layer_norm(p["norm2"], x)), approximate=False))
+
+
+def forward(config: Config, params, images, remat=None):
+    one_block = checkpointed(partial(block, config), remat)
     dtype = jnp.dtype(config.dtype)
     patches = jax.lax.conv_general_dilated(
         images.astype(dtype),
@@ -93,8 +101,7 @@ def forward(config: Config, params, images):
     class_token = jnp.broadcast_to(params["class"].astype(dtype), (x.shape[0], 1, config.dim))
     x = jnp.concatenate([class_token, x], axis=1) + params["position"].astype(dtype)
     for p in params["blocks"]:
-        x = x + attention(config, p, layer_norm(p["norm1"], x))
-        x = x + linear(p["down"], jax.nn.gelu(linear(p["up"], layer_norm(p["norm2"], x)), approximate=False))
+        x = one_block(p, x)
     return linear(params["head"], layer_norm(params["norm"], x)[:, 0]).astype(jnp.float32)
 
 
@@ -113,9 +120,9 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
     return state, batch
 
 
-def step(config: Config) -> Callable[..., Any]:
+def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     def loss_fn(params, batch):
-        logits = forward(config, params, batch["images"])
+        logits = forward(config, params, batch["images"], remat)
         return optax.softmax_cross_entropy_with_integer_labels(logits, batch["labels"]).mean()
 
     def train_step(state, batch):
@@ -126,7 +133,7 @@ def step(config: Config) -> Callable[..., Any]:
     return train_step
 
 
-def workload(config: Config | None = None, **sizes: Any) -> Workload:
+def workload(config: Config | None = None, *, remat: Any = None, **sizes: Any) -> Workload:
     config = replace(config or Config(), **sizes)
     args = jax.eval_shape(lambda: init_args(config, jax.random.key(0)))
-    return Workload(fun=step(config), args=args, jit_options={"donate_argnums": (0,)}, name="vit_b")
+    return Workload(fun=step(config, remat), args=args, jit_options={"donate_argnums": (0,)}, name="vit_b")
