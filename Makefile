@@ -14,7 +14,7 @@ COMPILERS := $(VENV)/.compilers
 DEV := $(VENV)/.dev
 
 .DEFAULT_GOAL := help
-.PHONY: help test demo bench lint types wheel clean
+.PHONY: help test demo bench soak lint types wheel clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ demo: $(COMPILERS) ## the demonstration: a training step before and after, and a
 
 bench: $(COMPILERS) ## the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
+
+soak: $(COMPILERS) ## the long sweeps, hours: every peer of every workload, many budgets; goes on where it stopped
+	$(BIN)/python -m benchmarks dominance promise $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format
 	$(BIN)/ruff check .

@@ -17,6 +17,8 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent
 RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "fit": (["fit.run"], ["fit.run", "--print-only", "lstm", "ode"]),
+    "dominance": (["dominance.run"], None),
+    "promise": (["promise.run"], ["promise.run", "--quick"]),
     "undo": (["undo.run"], None),
     "state": (["state.run"], None),
     "tpu": (["tpu.run"], None),

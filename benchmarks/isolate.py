@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,21 @@ def isolated(
     if crash or not lines:
         return {key: name, **row, "crash": crash or "printed nothing"}
     return row
+
+
+def streamed(module: str, name: str, options: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+    """Each JSON line of ``python -m benchmarks.MODULE --case NAME`` as it is printed; a crash is the last one."""
+    print(f"{name} …", flush=True)
+    command = [sys.executable, "-m", f"benchmarks.{module}", "--case", name, *options]
+    with (
+        tempfile.TemporaryFile("w+") as told,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=told, text=True, cwd=ROOT) as child,
+    ):
+        assert child.stdout is not None
+        yield from (json.loads(line) for line in child.stdout if line.startswith("{"))
+        if child.wait():
+            told.seek(0)
+            yield {"crash": told.read()[-2000:] or f"status {child.returncode}"}
 
 
 def save(path: Path, result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> None:

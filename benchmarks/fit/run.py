@@ -15,6 +15,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +39,16 @@ def measure_policy(policy: str | None) -> dict[str, Any]:
     return {"policy": policy or "none", **plain(workload)}
 
 
-def plain(workload: Any, target: str = TARGET) -> dict[str, Any]:
+def plain(
+    workload: Any,
+    target: str = TARGET,
+    flags: Mapping[str, Any] | None = None,
+    look: Callable[[Any], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """The program as it is: compiled by the target's compiler, through the same known failures.
 
-    No ``device``, ``argument`` and ``temp`` when the compiler refuses; ``refusal`` is then what it said.
+    No ``device``, ``argument``, ``temp`` and ``host`` when the compiler refuses; ``refusal`` is then what it said.
+    ``flags``: compiler options; ``look``: what else to say of the executable.
     """
     import jax
     from jax.sharding import SingleDeviceSharding
@@ -56,20 +63,28 @@ def plain(workload: Any, target: str = TARGET) -> dict[str, Any]:
     def make(options: Any) -> Any:
         return jax.jit(workload.fun, **workload.jit_options, compiler_options=dict(options) or None)
 
-    made = compile_program(make, args, {}, compiler_options(target))
+    made = compile_program(make, args, {}, {**compiler_options(target), **(flags or {})})
     jaxpr = jax.jit(workload.fun, **workload.jit_options).trace(*workload.args).jaxpr
     row = {"flops": jaxpr_flops(jaxpr), "seconds": made.seconds, "notes": list(made.notes), "refusal": made.refusal}
     if made.memory is None:
         return row
-    return {**row, "device": made.device, "argument": made.memory.argument, "temp": made.memory.temp}
+    memory = made.memory
+    return {
+        **row,
+        "device": made.device,
+        "argument": memory.argument,
+        "temp": memory.temp,
+        "host": memory.host,
+        **(look(made.jitted.lower(*args).compile()) if look else {}),  # JAX keeps the executable: no second compile
+    }
 
 
-def fit(workload: Any, budget: int | None, target: str = TARGET) -> dict[str, Any]:
+def fit(workload: Any, budget: int | None, target: str = TARGET, host_budget: int = 0) -> dict[str, Any]:
     """What ``jaxtensile.jit`` makes of the budget; None: what the target has."""
     import jaxtensile
     from jaxtensile.trace import jaxpr_flops
 
-    step = jaxtensile.jit(workload.fun, budget=budget, target=target, **workload.jit_options)
+    step = jaxtensile.jit(workload.fun, budget=budget, host_budget=host_budget, target=target, **workload.jit_options)
     started = time.perf_counter()
     try:
         report = step.plan(*workload.args)
@@ -81,6 +96,8 @@ def fit(workload: Any, budget: int | None, target: str = TARGET) -> dict[str, An
         "budget": report.budget,
         "fits": report.fits,
         "device": report.compiled.device,
+        "host": report.compiled.host,
+        "bound": report.lower_bound,
         "predicted": report.predicted.device,
         "flops": jaxpr_flops(step.trace(*workload.args).jaxpr),
         "overhead_ratio": report.overhead_ratio,

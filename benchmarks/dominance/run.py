@@ -1,0 +1,271 @@
+"""Every workload beside what a user can do by hand, for an H200 that is not there.
+
+    python -m benchmarks.dominance.run [--again] [WORKLOAD ...]
+
+Peers, each compiled on the same step: ``jax.checkpoint`` policies on every block (``remat=`` of
+benchmarks/workloads), two of which offload, and XLA's own rematerialization at several slop factors. At the
+bytes of each peer ``jaxtensile.jit`` plans the step without checkpoints; where the peer holds bytes on the
+host, with as many host bytes. Then it is asked for its smallest budget, without and with the host.
+
+FLOPs are matrix and convolution FLOPs, of the traced program for policies and ours, of the optimized HLO for
+XLA's own rematerialization; device bytes are XLA's argument + output + temp - alias. Peers run in fresh
+processes, our plans of one workload in one, which compiles the plain step once. Results go to
+``results-jax<version>.json`` and ``.md`` row by row; rows that are there are not measured again without ``--again``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fit.run import TARGET, fit, plain
+from benchmarks.isolate import isolated, save, streamed
+
+HERE = Path(__file__).parent
+MODULE = "dominance.run"
+SLOPS = (10, 5, 3)
+"""Percent of the device's memory that XLA's rematerialization aims at."""
+OFFLOADING = ("save_and_offload_only_these_names", "offload_dot_with_no_batch_dims")
+POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable", *OFFLOADING)
+PEERS = (*POLICIES, *(f"xla_slop_{n}" for n in SLOPS))
+HOST = 64 << 30
+"""Host bytes allowed for the smallest budget: XLA's own cap on pinned memory."""
+SMALLER, STEPS = 0.95, 4
+"""The smallest budget is asked for again, by this factor lower, as long as that fits and this often at most."""
+
+
+def policy(name: str) -> Callable[..., Any]:
+    """A ``jax.checkpoint`` policy; the one that goes by names offloads what enters each block."""
+    import jax
+
+    from benchmarks.workloads.remat import BLOCK_INPUT
+
+    found = getattr(jax.checkpoint_policies, name)
+    if name == "save_and_offload_only_these_names":
+        return found(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[BLOCK_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return found("device", "pinned_host") if name in OFFLOADING else found
+
+
+def measure_peer(name: str, peer: str) -> dict[str, Any]:
+    """XLA's bytes and the FLOPs of one workload as one peer makes it; ``none``: as it is."""
+    from benchmarks import workloads
+    from benchmarks.hlo import hlo_flops
+
+    def look(executable: Any) -> dict[str, Any]:
+        return {"hlo_flops": hlo_flops(executable.as_text())}
+
+    if peer.startswith("xla_slop_"):
+        flags = {"xla_gpu_memory_limit_slop_factor": int(peer.removeprefix("xla_slop_"))}
+        return plain(workloads.workload(name), flags=flags, look=look)
+    return plain(workloads.workload(name, remat=None if peer == "none" else policy(peer)), look=look)
+
+
+def ours(name: str, asked: list[str]) -> Iterator[dict[str, Any]]:
+    """Our programs of one workload, each as soon as it is there; ``asked``: ``BYTES:HOST BYTES`` or ``least:HOST``."""
+    from benchmarks import workloads
+
+    workload = workloads.workload(name)
+    for question in asked:
+        budget, _, host = question.partition(":")
+        try:
+            answer = least(workload, int(host)) if budget == "least" else fit(workload, int(budget), TARGET, int(host))
+        except Exception as error:
+            answer = {"crash": f"{type(error).__name__}: {error}"[-2000:]}
+        yield {"asked": question, **answer}
+
+
+def least(workload: Any, host: int) -> dict[str, Any]:
+    """The smallest program that we find: what is reached below the least bytes, then step by step lower."""
+    base = plain(workload)
+    found: dict[str, Any] = {}
+    budget, refused = base["device"], 0
+    bound = fit(workload, budget)["bound"]
+    first = fit(workload, bound, TARGET, host)
+    budget = first["device"] if first["fits"] else first["needs"]
+    for _ in range(STEPS):
+        answer = fit(workload, budget, TARGET, host)
+        if not answer["fits"]:
+            refused = budget
+            break
+        found, budget = answer, int(SMALLER * answer["device"])
+    return {**found, "bound": bound, "promised": first.get("needs", 0), "refused": refused}
+
+
+def question(peer: dict[str, Any]) -> str:
+    """What we are asked at the peer's bytes."""
+    return f"{peer['device']}:{peer['host']}"
+
+
+def flops(peer: dict[str, Any], base: dict[str, Any]) -> float:
+    """Of the peer, relative to the plain step; XLA's own rematerialization shows in its HLO alone."""
+    kind = "hlo_flops" if peer["peer"].startswith("xla") else "flops"
+    return peer[kind] / base[kind] if base[kind] else 1.0
+
+
+def wins(peer: dict[str, Any], base: dict[str, Any], answer: dict[str, Any]) -> bool:
+    """Whether we fit into the peer's bytes with no more FLOPs."""
+    return bool(answer.get("fits")) and answer["flops"] / base["flops"] <= flops(peer, base) * (1 + 1e-6)
+
+
+def at(row: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any] | None:
+    """Our program at the peer's bytes, None while it is not measured; the plain one where the peer saves nothing."""
+    base = row["peers"]["none"]
+    if peer["device"] >= base["device"]:
+        return {"fits": True, "device": base["device"], "flops": base["flops"]}
+    return row["ours"].get(question(peer))
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    m, rows = result["machine"], result["workloads"]
+    lines = [
+        f"# Dominance, deviceless H200, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, {m['date']}",
+        "",
+        "MB (10^6 bytes) of argument + output + temp - alias as XLA allocates them; matrix FLOPs relative to the plain "
+        "step. At a peer's bytes: we win when we fit with no more FLOPs. `(plain)`: the peer saves nothing, so the "
+        "plain step fits.",
+        "",
+        "## At the bytes of each peer",
+        "",
+        "| workload | peer | its MB | its host MB | its FLOPs | our MB | our FLOPs | |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    missing: list[str] = []
+    won = lost = trivial = 0
+    for name in rows:
+        base = rows[name]["peers"].get("none", {})
+        if "device" not in base:
+            missing.append(f"{name}/none")
+            continue
+        lines.append(f"| {name} | none | {base['device'] / 1e6:,.1f} | | 1.0000 | | | |")
+        for label in PEERS:
+            peer = rows[name]["peers"].get(label)
+            if peer is None:
+                missing.append(f"{name}/{label}")
+                continue
+            if "device" not in peer:
+                why = peer.get("refusal") or peer.get("crash", "").strip().rpartition("\n")[2]
+                lines.append(f"| | {label} | no program: {why[:120]} | | | | | |")
+                continue
+            head = f"| | {label} | {peer['device'] / 1e6:,.1f} | {peer['host'] / 1e6:,.1f} | {flops(peer, base):.4f} "
+            answer = at(rows[name], peer)
+            if answer is None:
+                missing.append(f"{name}/{label}/ours")
+                lines.append(head + "| | | not measured |")
+            elif answer.get("fits"):
+                good, saves = wins(peer, base, answer), peer["device"] < base["device"]
+                won, lost, trivial = won + good, lost + (not good), trivial + (not saves)
+                ratio = answer["flops"] / base["flops"]
+                verdict = ("won" if good else "**more FLOPs**") + ("" if saves else " (plain)")
+                lines.append(head + f"| {answer['device'] / 1e6:,.1f} | {ratio:.4f} | {verdict} |")
+            else:
+                lost += 1
+                said = f"needs {answer['needs'] / 1e6:,.1f}" if "needs" in answer else "crashed"
+                lines.append(head + f"| {said} | | **does not fit** |")
+    lines += ["", f"Won {won} of {won + lost} points; in {trivial} of them the peer saves nothing.", ""]
+    lines += _smallest(rows, missing)
+    if missing:
+        lines += ["", f"**Partial**: not measured yet are {', '.join(missing)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _smallest(rows: dict[str, Any], missing: list[str]) -> list[str]:
+    lines = [
+        "## The smallest budget",
+        "",
+        f"The best policy is the one with the fewest bytes, without and with the offloading ones. `host`: with "
+        f"`host_budget` of {HOST >> 30} GiB; the ratio is to the best policy of all.",
+        "",
+        "| workload | best policy | MB | best with offload | MB | our MB | ratio | our FLOPs | our MB, host | ratio "
+        "| our FLOPs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    lower = half = count = 0
+    for name, row in rows.items():
+        peers = {n: p for n, p in row["peers"].items() if n in POLICIES and "device" in p}
+        own, host = (row["ours"].get(f"least:{h}", {}) for h in (0, HOST))
+        if len(peers) < len(POLICIES) or "device" not in own or "device" not in host:
+            missing.append(f"{name}/least")
+            continue
+        every = sorted(peers, key=lambda n: peers[n]["device"])
+        best, alone = every[0], next(n for n in every if n not in OFFLOADING)
+        a, b = own["device"] / peers[alone]["device"], host["device"] / peers[best]["device"]
+        count, lower, half = count + 1, lower + (a < 1), half + (b <= 0.6)
+        base = row["peers"]["none"]["flops"]
+        lines.append(
+            f"| {name} | {alone} | {peers[alone]['device'] / 1e6:,.1f} | {best} | {peers[best]['device'] / 1e6:,.1f} "
+            f"| {own['device'] / 1e6:,.1f} | {a:.3f} | {own['flops'] / base:.4f} "
+            f"| {host['device'] / 1e6:,.1f} | {b:.3f} | {host['flops'] / base:.4f} |"
+        )
+    lines += ["", f"Lower than the best policy without the host in {lower} of {count}; at most 0.6 of the best"]
+    lines[-1] += f" policy of all, with the host, in {half} of {count}."
+    return lines
+
+
+def measure(name: str, row: dict[str, Any], keep: Callable[[], None]) -> None:
+    """What is missing in the row of one workload; ``keep`` is called after each piece."""
+    for peer in ("none", *PEERS):
+        if peer not in row["peers"]:
+            row["peers"][peer] = {"peer": peer, **isolated(MODULE, f"{name}:{peer}", "peer")}
+            keep()
+    base = row["peers"]["none"]
+    saving = [p for p in row["peers"].values() if p.get("device", base["device"]) < base["device"]]
+    wanted = [question(p) for p in sorted(saving, key=lambda p: -p["device"])]
+    wanted = [q for q in (*wanted, "least:0", f"least:{HOST}") if q not in row["ours"]]
+    while wanted:
+        for answer in streamed(MODULE, name, ("--asked", *wanted)):
+            if not wanted:
+                break
+            # A process that dies answers nothing to what it was asked last.
+            row["ours"][answer.setdefault("asked", wanted[0])] = answer
+            if "crash" in answer:
+                print(answer["crash"], file=sys.stderr)
+            wanted.remove(answer["asked"])
+            keep()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="WORKLOAD", help="default: all")
+    parser.add_argument("--again", action="store_true", help="measure rows that are there as well")
+    parser.add_argument("--table", action="store_true", help="write the table anew from the recorded rows")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--asked", nargs="*", default=[], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.case and options.asked:
+        for answer in ours(options.case, options.asked):
+            print(json.dumps(answer), flush=True)
+        return
+    if options.case:
+        print(json.dumps(measure_peer(*options.case.split(":"))))
+        return
+    from benchmarks import workloads
+    from benchmarks.machine import describe
+
+    machine = describe()
+    path = HERE / f"results-jax{machine['jax']}.json"
+    known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"machine": machine, "workloads": {}}
+    if not options.table:
+        known["machine"] = machine
+    rows = {name: known["workloads"].get(name, {"peers": {}, "ours": {}}) for name in workloads.NAMES}
+    result = {"machine": known["machine"], "target": TARGET, "workloads": rows}
+    for name in [] if options.table else options.names or list(workloads.NAMES):
+        if options.again:
+            rows[name] = {"peers": {}, "ours": {}}
+        measure(name, rows[name], lambda: save(path, result, table))
+        rows[name]["date"] = machine["date"]
+    save(path, result, table)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

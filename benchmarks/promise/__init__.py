@@ -1,0 +1,1 @@
+"""Claim: what is returned fits its budget, and uses it."""
