@@ -15,7 +15,7 @@ from jaxtensile.job import Job
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import Ladder, LoopPlan, Way
+from jaxtensile.passes.loops import Ladder, LoopPlan, Way, repeated
 from jaxtensile.plan import Costs, Plan, Prepare, Problem
 from jaxtensile.split import sliced_products, split_products
 from jaxtensile.state import on_host
@@ -114,7 +114,7 @@ def _priced(start: Variant, costs: Costs) -> Variant:
 def with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
     graph, device = start.base.graph, start.job.device
-    costs = cache(lambda forward: op_costs(graph.ops[forward].bodies[0], device))
+    costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device))
     ladder = Ladder(graph, lambda body: op_costs(body, device).charge)
 
     def at(way: Way) -> Variant:

@@ -123,6 +123,13 @@ class PairCut:
         return LoopPlan(self.pair, dropped, stacked, tuple(sorted(o - shift for o in again if o >= shift)))
 
 
+def repeated(front: Op) -> Graph:
+    """The forward body as the backward loop repeats it: what was stacked is stored for nobody and may fuse."""
+    body = front.bodies[0]
+    carried = body.output_slots[: front.carried[1]]
+    return replace(body, outputs=tuple(v for v in carried if v is not None), output_slots=carried)
+
+
 def _with_sources(body: Graph, sources: set[int]) -> tuple[Graph, int]:
     """The body with an immovable op in front that makes ``sources``: they can be kept, never recomputed."""
     source = Op(
@@ -159,14 +166,14 @@ Way = tuple[LoopPlan, ...]
 
 
 class Ladder:
-    """Ways to rewrite the loops of ``graph``; ``charges``: seconds of a body's ops.
+    """Ways to rewrite the loops of ``graph``; ``charges``: seconds of a ``repeated`` body's ops.
 
     ``rungs``: from nothing to everything dropped, one minimum cut of every pair per price.
     """
 
     def __init__(self, graph: Graph, charges: Callable[[Graph], Sequence[float]]) -> None:
         pairs = find_pairs(graph)
-        bodies = {p.forward: graph.ops[p.forward].bodies[0] for p in pairs}
+        bodies = {p.forward: repeated(graph.ops[p.forward]) for p in pairs}
         charge = {o: charges(body) for o, body in bodies.items()}
         prices = {o: price_ladder(body, range(len(body.ops)), charge[o], _PRICES) for o, body in bodies.items()}
         self._cuts = [PairCut(graph, p, charge[p.forward]) for p in pairs]

@@ -191,3 +191,25 @@ def test_where_rungs_differ_in_many_values_there_are_steps():
     traced = jax.jit(jax.value_and_grad(rnn)).trace(w, jnp.ones((12, 8)), jnp.ones(8))
     steps = ladder(trace_jaxpr(traced.jaxpr).graph)
     assert len(steps.between(steps.rungs[0], steps.rungs[-1])) > 1
+
+
+def test_elementwise_work_is_repeated_before_any_product():
+    """A stacked tanh looks dear in the forward body, where it is stored; where it is repeated it fuses."""
+
+    def net(w, x):
+        def body(x, _):
+            h = jnp.tanh(x @ w["up"] + w["b"])
+            return x + h @ w["down"], None
+
+        return jnp.sum(jax.lax.scan(body, x, length=100)[0] ** 2)
+
+    w = {"up": jax.ShapeDtypeStruct((2, 16), jnp.float32), "down": jax.ShapeDtypeStruct((16, 2), jnp.float32)}
+    args = {**w, "b": jax.ShapeDtypeStruct((16,), jnp.float32)}, jax.ShapeDtypeStruct((1 << 18, 2), jnp.float32)
+    _, flat, ways = ways_of(jax.value_and_grad(net), args)
+
+    def products(way):
+        return sum(flat.graph.ops[p.pair.forward].bodies[0].ops[o].flops > 0 for p in way for o in p.again)
+
+    changed = [way for way in ways if way]
+    assert products(changed[0]) == 0, "the wide preactivations or their tanh are kept, the rest is made again"
+    assert products(changed[-1]) > 0, "at the lowest rung nothing wide is left"
