@@ -169,8 +169,11 @@ def table(result: dict[str, Any]) -> str:
                 lines.append(head + f"| {answer['device'] / 1e6:,.1f} | {ratio:.4f} | {verdict} |")
             else:
                 lost += 1
-                said = f"needs {answer['needs'] / 1e6:,.1f}" if "needs" in answer else "crashed"
-                lines.append(head + f"| {said} | | **does not fit** |")
+                said, short = "crashed", ""
+                if "needs" in answer:
+                    said = f"needs {answer['needs'] / 1e6:,.1f}"
+                    short = f", {answer['needs'] / peer['device'] - 1:.2%} over"
+                lines.append(head + f"| {said} | | **does not fit**{short} |")
     lines += ["", f"Won {won} of {won + lost} points; in {trivial} of them the peer saves nothing.", ""]
     lines += _smallest(rows, missing)
     if missing:
@@ -219,8 +222,8 @@ def measure(name: str, row: dict[str, Any], keep: Callable[[], None]) -> None:
             keep()
     base = row["peers"]["none"]
     saving = [p for p in row["peers"].values() if p.get("device", base["device"]) < base["device"]]
-    wanted = [question(p) for p in sorted(saving, key=lambda p: -p["device"])]
-    wanted = [q for q in (*wanted, "least:0", f"least:{HOST}") if q not in row["ours"]]
+    asked = (question(p) for p in sorted(saving, key=lambda p: -p["device"]))
+    wanted = [q for q in dict.fromkeys((*asked, "least:0", f"least:{HOST}")) if q not in row["ours"]]
     while wanted:
         for answer in streamed(MODULE, name, ("--asked", *wanted)):
             if not wanted:
