@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxtensile.trace import jaxpr_flops
+
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not installed; appended, so a wheel wins
 workloads = importlib.import_module("benchmarks.workloads")
 
@@ -84,3 +86,47 @@ def test_tiny_arguments_match_the_abstract_ones_and_train(name):
         losses.append(float(loss))
     assert all(math.isfinite(loss) for loss in losses)
     assert losses[-1] < losses[0], losses
+
+
+BLOCKS = {"gpt2_small": 12, "llama": 22, "vit_b": 12, "resnet50": 16, "unet": 22, "bert_base": 12, "moe": 12}
+BLOCKS |= {"lstm": 1, "mixer": 12, "dlrm": 2, "ode": 1}  # a loop's body once, one of each MLP
+
+
+def equations(jaxpr, name):
+    """How often a primitive stands in a jaxpr, bodies included."""
+    found = 0
+    for eqn in jaxpr.eqns:
+        found += eqn.primitive.name == name
+        for part in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda p: hasattr(p, "eqns")):
+            body = getattr(part, "jaxpr", part)
+            found += equations(body, name) if hasattr(body, "eqns") else 0
+    return found
+
+
+@pytest.mark.parametrize("name", workloads.NAMES)
+def test_a_policy_stands_on_every_block_and_nowhere_without_the_option(name):
+    def traced(remat):
+        work = workloads.workload(name, remat=remat)
+        return jax.jit(work.fun, **work.jit_options).trace(*work.args).jaxpr
+
+    plain, recomputing = traced(None), traced(jax.checkpoint_policies.nothing_saveable)
+    assert [equations(plain.jaxpr, p) for p in ("remat2", "checkpoint", "name")] == [0, 0, 0]
+    assert sum(equations(recomputing.jaxpr, p) for p in ("remat2", "checkpoint")) == BLOCKS[name]
+    assert jaxpr_flops(recomputing) > jaxpr_flops(plain)
+    assert recomputing.out_avals == plain.out_avals
+
+
+@pytest.mark.parametrize("name", ["gpt2_small", "resnet50", "mixer", "lstm"])
+def test_a_policy_changes_no_value(name):
+    """One block in plain JAX, in flax.linen, in flax.nnx, and a scan's body: two steps, the second by the gradients."""
+    module = workloads.load(name)
+    config = module.Config.tiny()
+    fast = {"compiler_options": {"xla_backend_optimization_level": 0}}
+    args = jax.jit(module.init_args, static_argnums=0, **fast)(config, jax.random.key(1))
+    losses = []
+    for remat in (None, jax.checkpoint_policies.nothing_saveable):
+        step = jax.jit(module.step(config, remat), **fast)
+        state, first = step(*args)
+        losses.append([first, step(state | ({"key": args[0]["key"]} if "key" in state else {}), args[1])[1]])
+    assert losses[0][1] != losses[0][0]
+    assert jnp.allclose(jnp.array(losses[0]), jnp.array(losses[1]), rtol=2e-3)

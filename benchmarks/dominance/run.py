@@ -34,8 +34,8 @@ POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveab
 PEERS = (*POLICIES, *(f"xla_slop_{n}" for n in SLOPS))
 HOST = 64 << 30
 """Host bytes allowed for the smallest budget: XLA's own cap on pinned memory."""
-SMALLER, STEPS = 0.95, 4
-"""The smallest budget is asked for again, by this factor lower, as long as that fits and this often at most."""
+SMALLER, STEPS = 0.95, 10
+"""Budgets lower by this factor are asked for as long as they fit, and this often at most."""
 
 
 def policy(name: str) -> Callable[..., Any]:
@@ -74,30 +74,36 @@ def ours(name: str, asked: list[str]) -> Iterator[dict[str, Any]]:
     from benchmarks import workloads
 
     workload = workloads.workload(name)
+    smallest = 1 << 62
     for question in asked:
         budget, _, host = question.partition(":")
         try:
-            answer = least(workload, int(host)) if budget == "least" else fit(workload, int(budget), TARGET, int(host))
+            if budget == "least":
+                answer = least(workload, int(host), smallest)
+            else:
+                answer = fit(workload, int(budget), TARGET, int(host))
         except Exception as error:
             answer = {"crash": f"{type(error).__name__}: {error}"[-2000:]}
+        # What fits without the host fits with it.
+        if answer.get("fits") and not answer["host"]:
+            smallest = min(smallest, answer["device"])
         yield {"asked": question, **answer}
 
 
-def least(workload: Any, host: int) -> dict[str, Any]:
-    """The smallest program that we find: what is reached below the least bytes, then step by step lower."""
-    base = plain(workload)
-    found: dict[str, Any] = {}
-    budget, refused = base["device"], 0
-    bound = fit(workload, budget)["bound"]
+def least(workload: Any, host: int, known: int) -> dict[str, Any]:
+    """The smallest program that we find: what is reached at the bound, or is ``known``, then step by step lower."""
+    bound = fit(workload, plain(workload)["device"])["bound"]
     first = fit(workload, bound, TARGET, host)
-    budget = first["device"] if first["fits"] else first["needs"]
+    promised = first["device"] if first["fits"] else first["needs"]
+    found: dict[str, Any] = {}
+    budget, refused = min(promised, known), 0
     for _ in range(STEPS):
         answer = fit(workload, budget, TARGET, host)
         if not answer["fits"]:
             refused = budget
             break
         found, budget = answer, int(SMALLER * answer["device"])
-    return {**found, "bound": bound, "promised": first.get("needs", 0), "refused": refused}
+    return {**found, "bound": bound, "promised": promised, "refused": refused}
 
 
 def question(peer: dict[str, Any]) -> str:
