@@ -121,20 +121,27 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
     """Buffers that take over the memory of an operand that dies in the same kernel.
 
     In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
-    operand. Extends the first owner's lifetime; returns each value's owner.
+    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier.
+    Extends the first owner's lifetime; returns each value's owner.
     """
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
     last = list(stop)
     final = {home[v] for v in graph.outputs}  # never dies, so nothing takes over its memory
+    behind: set[int] = set()
     for op in graph.ops:
         i = op.id
-        if not kernels.is_root[i] or op.primitive == "optimization_barrier":
+        if op.primitive == "optimization_barrier":
+            behind.update(home[v] for v in op.operands)
+            continue
+        if not kernels.is_root[i]:
             continue
         if op.primitive in IN_PLACE:
             pool = [home[op.operands[0]]] if home[op.operands[0]] >= 0 else []
-        elif is_fusible(op.primitive) or op.bodies:
+        elif op.bodies:
             pool = list(kernels.reads[i])
+        elif is_fusible(op.primitive):
+            pool = [b for b in kernels.reads[i] if b not in behind]
         else:
             continue
         free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]

@@ -222,3 +222,20 @@ def test_a_barrier_makes_its_operands_exist():
     d = b.op("dot_general", p, q, shape=(1,))
     graph = b.graph(b.op("cumsum", d))
     assert live_ranges(graph).profile == [B, B, 4 * B, 4 * B, 4 * B + 4, 4]
+
+
+def test_a_kernel_behind_a_barrier_writes_over_nothing():
+    """In place as long as its operand has passed no barrier; an update stays in place."""
+
+    def peak(barrier, primitive):
+        b = Builder()
+        v = b.input(N)
+        x, y = b.op("cumsum", v), b.op("cumsum", v)
+        if barrier:
+            x, y = b.op("optimization_barrier", x, y, results=[(N,), (N,)])
+        z = b.op("cumsum", b.op(primitive, x, y))
+        return live_ranges(b.graph(b.op("dot_general", z, shape=(1,)))).temp
+
+    assert peak(False, "mul") == 2 * B
+    assert peak(True, "mul") == 3 * B
+    assert peak(True, "scatter-add") == peak(False, "scatter-add") == 2 * B
