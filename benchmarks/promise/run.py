@@ -1,11 +1,12 @@
 """Is what is returned within its budget, and is the budget used? Many budgets, for an H200 that is not there.
 
-    python -m benchmarks.promise.run [--quick] [--again] [NAME ...]
+    python -m benchmarks.promise.run [--quick] [--again] [--turns N] [NAME ...]
 
 The workloads of benchmarks/workloads with fewer layers, smaller batches or shorter loops, so that one compile
 takes seconds; each at 20 budgets, evenly from the smallest that is reached to just below the plain bytes. A budget
 is kept when XLA's argument + output + temp - alias is not above it. What is used of it counts where using more
-could save FLOPs: where the planned step has more matrix FLOPs than the plain one. All budgets of one workload run in
+could save FLOPs: where the planned step has more matrix FLOPs than the plain one. It is a missed chance where another
+of these programs fits as well and has fewer. All budgets of one workload run in
 one process, which compiles the plain step once. Results go to ``results-jax<version>.json`` and ``.md`` row by
 row; rows that are there are not measured again without ``--again``.
 """
@@ -28,6 +29,8 @@ MODULE = "promise.run"
 STEPS = 20
 SHARES = tuple(n / STEPS for n in range(STEPS))
 """Of the way from the smallest reachable to the plain bytes."""
+TURNS = 4
+"""Shares are gone through in so many turns, each over the whole range."""
 SIZES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
     "gpt2-3": ("gpt2_small", {"layers": 3}),
     "llama-3": ("llama", {"layers": 3}),
@@ -45,8 +48,8 @@ SIZES: Final[dict[str, tuple[str, dict[str, Any]]]] = {
 QUICK = ("lstm-128", "ode-200")
 
 
-def case(name: str, known: list[float]) -> Iterator[dict[str, Any]]:
-    """One workload, in this process: the smallest reachable, then every share that is not ``known``."""
+def case(name: str, known: list[float], turns: int) -> Iterator[dict[str, Any]]:
+    """One workload, in this process: the smallest reachable, then every share of these turns that is not ``known``."""
     from benchmarks import workloads
 
     model, sizes = SIZES[name]
@@ -56,8 +59,7 @@ def case(name: str, known: list[float]) -> Iterator[dict[str, Any]]:
     smallest = fit(workload, bound)
     least = smallest["device"] if smallest["fits"] else smallest["needs"]
     yield {"plain": base, "bound": bound, "least": least}
-    # In turns, so that an interrupted run has seen the whole range.
-    for share in (s for turn in range(4) for s in SHARES[turn::4] if s not in known):
+    for share in (s for turn in range(turns) for s in SHARES[turn::TURNS] if s not in known):
         budget = least + round(share * (base["device"] - least))
         try:
             answer = fit(workload, budget)
@@ -75,11 +77,12 @@ def table(result: dict[str, Any]) -> str:
         f"Workloads made small (fewer layers, shorter loops), each at {STEPS} budgets from the smallest that is "
         "reached up to 95 % of the way to the plain bytes. MB (10^6 bytes) of argument + output + temp - alias as XLA "
         "allocates them. *kept*: compiled within the budget, of those returned; *refused*: `BudgetError`, or a crash; "
-        "*used*: compiled / budget, over budgets at which the planned step has more matrix FLOPs than the plain one.",
+        "*used*: compiled / budget, over budgets at which the planned step has more matrix FLOPs than the plain one; "
+        "*missed*: budgets at which another program of the same row fits with fewer matrix FLOPs.",
         "",
         "| workload | changed | plain MB | smallest MB | bound MB | budgets | kept | refused | used, median "
-        "| used, least | rounds, mean |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| used, least | missed | rounds, mean |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     missing: list[str] = []
     returned = kept = refused = 0
@@ -96,6 +99,8 @@ def table(result: dict[str, Any]) -> str:
         given = [a for a in answers if a.get("fits")]
         within = [a for a in given if a["device"] <= a["budget"]]
         share = [a["device"] / a["budget"] for a in given if a["flops"] > base["flops"]]
+        late = missed(given)
+        broken += [f"- {name} at {a['budget']} ({a['share']:.0%}): {_better(a, b, base)}" for a, b in late]
         for a in answers:
             if not a.get("fits") or a["device"] > a["budget"]:
                 said = f"needs {a['needs'] / 1e6:,.1f}" if "needs" in a else a.get("crash", "over the budget")[:120]
@@ -106,7 +111,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"| {name} | {model}: {change} | {base['device'] / 1e6:,.1f} | {row['least'] / 1e6:,.1f} "
             f"| {row['bound'] / 1e6:,.1f} | {len(answers)} | {len(within)} of {len(given)} "
-            f"| {len(answers) - len(given)} | {_share(statistics.median, share)} | {_share(min, share)} "
+            f"| {len(answers) - len(given)} | {_share(statistics.median, share)} | {_share(min, share)} | {len(late)} "
             f"| {statistics.mean(a['rounds'] for a in given) if given else 0:.1f} |"
         )
     if returned:
@@ -116,10 +121,22 @@ def table(result: dict[str, Any]) -> str:
             f"which using more could save FLOPs: {_share(statistics.median, used)}.",
         ]
     if broken:
-        lines += ["", "Refused or not kept:", "", *broken]
+        lines += ["", "Refused, not kept or missed:", "", *broken]
     if missing:
         lines += ["", f"**Partial**: not measured yet are {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
+
+
+def missed(given: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each program for which another fits into its budget with fewer FLOPs, and the one with the fewest."""
+    best = (
+        (a, min((b for b in given if b["device"] <= a["budget"]), key=lambda b: b["flops"], default=a)) for a in given
+    )
+    return [(a, b) for a, b in best if b["flops"] < a["flops"] * (1 - 1e-6)]
+
+
+def _better(a: dict[str, Any], b: dict[str, Any], base: dict[str, Any]) -> str:
+    return f"FLOPs {a['flops'] / base['flops']:.4f}, but {b['device']} bytes at {b['flops'] / base['flops']:.4f}"
 
 
 def _share(of: Callable[[list[float]], float], values: list[float]) -> str:
@@ -133,12 +150,13 @@ def main() -> None:
         "--quick", action="store_true", help=f"{' and '.join(QUICK)} alone, recorded results left alone"
     )
     parser.add_argument("--again", action="store_true", help="measure rows that are there as well")
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"{STEPS // TURNS} budgets each; default: {TURNS}")
     parser.add_argument("--table", action="store_true", help="write the table anew from the recorded rows")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--known", nargs="*", type=float, default=[], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.case:
-        for row in case(options.case, options.known):
+        for row in case(options.case, options.known, options.turns):
             print(json.dumps(row), flush=True)
         return
     from benchmarks.machine import describe
@@ -150,21 +168,21 @@ def main() -> None:
         result["workloads"] = (known := json.loads(path.read_text()))["workloads"]
         result["machine"] = known["machine"] if options.table else machine
     for name in [] if options.table else options.names or (QUICK if options.quick else SIZES):
-        measure(name, result, path, again=options.again, recorded=not options.quick)
+        if options.again:
+            result["workloads"].pop(name, None)
+        measure(name, result, path, options.turns, recorded=not options.quick)
     if not options.quick:
         save(path, result, table)
     print(table(result))
 
 
-def measure(name: str, result: dict[str, Any], path: Path, *, again: bool, recorded: bool) -> None:
+def measure(name: str, result: dict[str, Any], path: Path, turns: int, *, recorded: bool) -> None:
     """What is missing of one workload, saved as it comes."""
-    rows = result["workloads"]
-    row = rows.get(name) if not again else None
-    row = rows[name] = row or {"answers": {}, "date": result["machine"]["date"]}
-    known = [str(a["share"]) for a in row["answers"].values()]
-    if len(known) == STEPS:
+    row = result["workloads"].setdefault(name, {"answers": {}, "date": result["machine"]["date"]})
+    known = list(row["answers"])
+    if all(str(s) in known for turn in range(turns) for s in SHARES[turn::TURNS]):
         return
-    for answer in streamed(MODULE, name, ("--known", *known)):
+    for answer in streamed(MODULE, name, ("--turns", str(turns), "--known", *known)):
         if "share" in answer:
             row["answers"][str(answer["share"])] = answer
         elif "plain" in answer:
