@@ -6,15 +6,25 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxtensile.target import resolve
+from jaxtensile.trace import jaxpr_flops
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
 from benchmarks.__main__ import RUNS  # noqa: E402
+from benchmarks.dominance import run as dominance  # noqa: E402
+from benchmarks.hlo import hlo_flops  # noqa: E402
+from benchmarks.isolate import streamed  # noqa: E402
 from benchmarks.optimality import run as optimality  # noqa: E402
 from benchmarks.papers import run as papers  # noqa: E402
 from benchmarks.planning import run as planning  # noqa: E402
+from benchmarks.promise import run as promise  # noqa: E402
 
 
 def row(equations, seconds):
@@ -113,6 +123,70 @@ def test_every_row_beside_the_papers_has_every_column():
     assert (
         "not reached: 0.300" in text and "not compiled yet" in text and "predicted, the authors' are measured" in text
     )
+
+
+def program(device, flops, **more):
+    return {"device": device, "host": 0, "flops": flops, "hlo_flops": flops, "fits": True, **more}
+
+
+def test_dominance_counts_what_is_won_lost_and_missing():
+    peers = {"none": program(100, 10.0, peer="none")}
+    peers |= {p: program(50 + i, 10.0 + i, peer=p) for i, p in enumerate(dominance.POLICIES)}
+    peers["xla_slop_3"] = program(100, 12.0, peer="xla_slop_3")
+    answers = {"50:0": program(49, 10.0), "51:0": program(51, 11.5), "52:0": {"fits": False, "needs": 53}}
+    answers |= {"least:0": program(40, 12.0), f"least:{dominance.HOST}": program(20, 11.0)}
+    rows = {"lstm": {"peers": peers, "ours": answers}, "ode": {"peers": {}, "ours": {}}}
+    machine = {"jax": "0", "python": "3", "cpus": 2, "date": "today"}
+    text = dominance.table({"machine": machine, "workloads": rows})
+    assert "Won 2 of 4 points; in 1 of them the peer saves nothing." in text
+    assert "**more FLOPs**" in text and "**does not fit**, 1.92% over" in text
+    assert "Lower than the best policy without the host in 1 of 1" in text and "with the host, in 1 of 1." in text
+    missing = text.rpartition("**Partial**")[2]
+    assert all(name in missing for name in ("ode/none", "lstm/xla_slop_5", f"lstm/{dominance.POLICIES[3]}/ours"))
+    for section in text.split("## "):
+        assert len({line.count("|") for line in section.splitlines() if line.startswith("|")}) <= 1, text
+
+
+def test_a_missed_chance_is_a_program_that_fits_with_less_work():
+    dear, cheap = program(50, 13.0, budget=80, share=0.2), program(70, 11.0, budget=75, share=0.1)
+    assert promise.missed([dear, cheap]) == [(dear, cheap)]
+    assert promise.missed([{**dear, "budget": 60}, cheap]) == []
+
+
+def test_promise_counts_what_is_kept_refused_and_used():
+    answers = [program(50, 13.0, budget=80, share=0.2, rounds=1), program(74, 11.0, budget=75, share=0.1, rounds=2)]
+    answers += [
+        {"fits": False, "needs": 99, "budget": 60, "share": 0.0},
+        program(91, 10.0, budget=92, share=0.9, rounds=1),
+    ]
+    row = {"plain": program(100, 10.0), "least": 50, "bound": 40, "answers": {str(a["share"]): a for a in answers}}
+    machine = {"jax": "0", "python": "3", "cpus": 2, "date": "today"}
+    text = promise.table({"machine": machine, "workloads": {"dlrm": row}})
+    assert "Kept 3 of 3 returned, refused 1; used, median over the 2 budgets" in text
+    assert "FLOPs 1.3000, but 74 bytes at 1.1000" in text and "needs 0.0" in text
+    assert "dlrm at 16 budgets" in text and "gpt2-3" in text.rpartition("**Partial**")[2]
+
+
+def test_rows_of_a_case_come_one_by_one_and_its_crash_last():
+    rows = list(streamed("promise.run", "nothing", ("--turns", "0")))
+    assert len(rows) == 1 and "KeyError" in rows[0]["crash"]
+
+
+@pytest.mark.cuda_aot
+def test_flops_of_the_compiled_program_are_those_of_the_traced_one():
+    """Products in a loop, a strided convolution and both of its gradients."""
+    sharding = SingleDeviceSharding(resolve("nvidia-h200"))
+
+    def loss(w, k, x, images):
+        x = jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=7)[0]
+        y = jax.lax.conv_general_dilated(images, k, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return (x**2).sum() + (jnp.sin(y) ** 2).sum()
+
+    shapes = (256, 256), (3, 3, 64, 128), (512, 256), (8, 32, 32, 64)
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=sharding) for shape in shapes]
+    fun = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))
+    text = fun.lower(*args).compile().as_text()
+    assert hlo_flops(text) == jaxpr_flops(fun.trace(*args).jaxpr)
 
 
 @pytest.mark.parametrize("name", RUNS)
