@@ -18,7 +18,7 @@ ROOT: Final = Path(__file__).parent.parent
 RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "fit": (["fit.run"], ["fit.run", "--print-only", "lstm", "ode"]),
     "dominance": (["dominance.run"], None),
-    "promise": (["promise.run"], ["promise.run", "--quick"]),
+    "promise": (["promise.run"], ["promise.run", "--quick", "--turns", "1"]),
     "undo": (["undo.run"], None),
     "state": (["state.run"], None),
     "tpu": (["tpu.run"], None),

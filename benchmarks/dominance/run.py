@@ -74,7 +74,7 @@ def ours(name: str, asked: list[str]) -> Iterator[dict[str, Any]]:
     from benchmarks import workloads
 
     workload = workloads.workload(name)
-    smallest = 1 << 62
+    smallest: dict[str, Any] | None = None
     for question in asked:
         budget, _, host = question.partition(":")
         try:
@@ -85,18 +85,21 @@ def ours(name: str, asked: list[str]) -> Iterator[dict[str, Any]]:
         except Exception as error:
             answer = {"crash": f"{type(error).__name__}: {error}"[-2000:]}
         # What fits without the host fits with it.
-        if answer.get("fits") and not answer["host"]:
-            smallest = min(smallest, answer["device"])
+        if answer.get("fits") and not answer["host"] and (smallest is None or answer["device"] < smallest["device"]):
+            smallest = answer
         yield {"asked": question, **answer}
 
 
-def least(workload: Any, host: int, known: int) -> dict[str, Any]:
-    """The smallest program that we find: what is reached at the bound, or is ``known``, then step by step lower."""
+def least(workload: Any, host: int, known: dict[str, Any] | None) -> dict[str, Any]:
+    """The smallest program that we find: what is reached at the bound, or is ``known``, then step by step lower.
+
+    ``promised``: what ``BudgetError.needs`` says at the bound; ``refused``: the budget that was refused in the end.
+    """
     bound = fit(workload, plain(workload)["device"])["bound"]
     first = fit(workload, bound, TARGET, host)
     promised = first["device"] if first["fits"] else first["needs"]
-    found: dict[str, Any] = {}
-    budget, refused = min(promised, known), 0
+    found = known or {}
+    budget, refused = min(promised, int(SMALLER * known["device"])) if known else promised, 0
     for _ in range(STEPS):
         answer = fit(workload, budget, TARGET, host)
         if not answer["fits"]:
