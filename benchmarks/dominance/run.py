@@ -153,7 +153,7 @@ def table(result: dict[str, Any]) -> str:
     for name in rows:
         base = rows[name]["peers"].get("none", {})
         if "device" not in base:
-            missing.append(f"{name}/none")
+            missing.append(name)
             continue
         lines.append(f"| {name} | none | {base['device'] / 1e6:,.1f} | | 1.0000 | | | |")
         for label in PEERS:
@@ -181,7 +181,8 @@ def table(result: dict[str, Any]) -> str:
                 said, short = "crashed", ""
                 if "needs" in answer:
                     said = f"needs {answer['needs'] / 1e6:,.1f}"
-                    short = f", {answer['needs'] / peer['device'] - 1:.2%} over"
+                    over = answer["needs"] - peer["device"]
+                    short = f", {over / peer['device']:.1%} over" if over > 1e6 else f", {over} bytes over"
                 lines.append(head + f"| {said} | | **does not fit**{short} |")
     lines += ["", f"Won {won} of {won + lost} points; in {trivial} of them the peer saves nothing.", ""]
     lines += _smallest(rows, missing)
@@ -206,7 +207,7 @@ def _smallest(rows: dict[str, Any], missing: list[str]) -> list[str]:
         peers = {n: p for n, p in row["peers"].items() if n in POLICIES and "device" in p}
         own, host = (row["ours"].get(f"least:{h}", {}) for h in (0, HOST))
         if len(peers) < len(POLICIES) or "device" not in own or "device" not in host:
-            missing.append(f"{name}/least")
+            missing += [f"{name}/least"] if "device" in row["peers"].get("none", {}) else []
             continue
         every = sorted(peers, key=lambda n: peers[n]["device"])
         best, alone = every[0], next(n for n in every if n not in OFFLOADING)
