@@ -149,6 +149,7 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     missing: list[str] = []
+    again: list[str] = []
     won = lost = trivial = 0
     for name in rows:
         base = rows[name]["peers"].get("none", {})
@@ -175,9 +176,11 @@ def table(result: dict[str, Any]) -> str:
                 won, lost, trivial = won + good, lost + (not good), trivial + (not saves)
                 ratio = answer["flops"] / base["flops"]
                 verdict = ("won" if good else "**more FLOPs**") + ("" if saves else " (plain)")
+                again += [] if good else [f"{name} --asked {question(peer)}"]
                 lines.append(head + f"| {answer['device'] / 1e6:,.1f} | {ratio:.4f} | {verdict} |")
             else:
                 lost += 1
+                again.append(f"{name} --asked {question(peer)}")
                 said, short = "crashed", ""
                 if "needs" in answer:
                     said = f"needs {answer['needs'] / 1e6:,.1f}"
@@ -185,6 +188,9 @@ def table(result: dict[str, Any]) -> str:
                     short = f", {over / peer['device']:.1%} over" if over > 1e6 else f", {over} bytes over"
                 lines.append(head + f"| {said} | | **does not fit**{short} |")
     lines += ["", f"Won {won} of {won + lost} points; in {trivial} of them the peer saves nothing.", ""]
+    if again:
+        lines += ["The lost ones again: `python -m benchmarks.dominance.run --case` and", ""]
+        lines += [*(f"- `{command}`" for command in dict.fromkeys(again)), ""]
     lines += _smallest(rows, missing)
     if missing:
         lines += ["", f"**Partial**: not measured yet are {', '.join(missing)}."]
