@@ -186,7 +186,12 @@ class _Emission:
         read: dict[int, None] = dict.fromkeys(
             u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped
         )
-        read.update(dict.fromkeys(self.forced.get(k, ())))
+        forced = self.forced.get(k, ())
+        if not forced and not any(self.kernels.is_root[o] for o in self.members[k]):
+            # All of it fuses into readers as it does in the program as it is: a barrier would cost them their places.
+            self.behind[k] = {v: self.now.get(v, v) for v in read}
+            return
+        read.update(dict.fromkeys(forced))
         self.behind[k] = self.barrier({v: self.now.get(v, v) for v in read}, self.frontier.since_last(reader))
 
     def hold_back(self, clones: list[int], reader: int) -> None:

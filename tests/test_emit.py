@@ -15,6 +15,7 @@ from jaxtensile.plan import Program
 from oracles import completed, recomputed_by_hand, same_outputs
 
 BARRIER = "optimization_barrier"
+N = 100
 
 
 @st.composite
@@ -63,19 +64,41 @@ def test_an_emitted_program_can_be_planned_again(decision, data):
 @given(decisions(train_steps()))
 @settings(max_examples=60)
 def test_what_is_recomputed_stands_behind_a_barrier(decision):
-    """Otherwise XLA merges the clone with the original."""
+    """Otherwise XLA merges the clone with the original; what fuses into its readers may merge before it does."""
     graph, mountain, kept, cuts = decision
     program = emitted(graph, mountain, kept, cuts)
     again = recomputed_ops(graph, mountain, kept)
+    is_kernel = fuse(graph).is_root
     maker = {r: op for op in program.graph.ops for r in op.results}
     fresh = set()
     for i, op in enumerate(program.graph.ops):
         if i < mountain.turn or program.origin[i] not in again:
             continue
         fresh.add(op.id)
-        for v in op.operands:
+        for v in op.operands if is_kernel[program.origin[i]] else ():
             assert v in maker, f"clone {op} reads an input directly"
             assert maker[v].primitive == BARRIER or maker[v].id in fresh, f"clone {op} reads {v} past the barrier"
+
+
+def test_what_fuses_into_its_reader_needs_no_barrier():
+    """exp runs inside the backward kernel with or without a plan; only the product's clone is a kernel."""
+
+    b = Builder()
+    a = b.op("cumsum", b.input(N))
+    e = b.op("exp", a)
+    turn = b.op("cumsum", b.op("reduce_sum", e, shape=(1,)))
+    back = b.op("cumsum", b.op("mul", e, a))
+    graph = b.graph(turn, back)
+    mountain = mountain_at(graph, 3)
+
+    def barriers(*kept):
+        program = emitted(graph, mountain, completed(graph, mountain, frozenset(kept)), [])
+        assert same_outputs(graph, program)
+        return sum(op.primitive == BARRIER for op in program.graph.ops)
+
+    assert not fuse(graph).is_root[1]
+    assert barriers(a) == 0
+    assert barriers() == 1
 
 
 @given(decisions(graphs()))
