@@ -10,7 +10,8 @@ what was made meanwhile: left free within their stage, XLA may start them long b
 barrier operands whose result nobody uses, hence the rewiring.
 
 Ops that fuse away are emitted where they are read, once per stage: they cost nothing there, and
-the barrier sees buffers only. What nobody reads is never emitted.
+the barrier sees buffers only; a stage of such ops alone has none. What nobody reads is never
+emitted.
 """
 
 from __future__ import annotations
