@@ -2,10 +2,11 @@
 
     python -m benchmarks.tpu.run [WORKLOAD ...]
 
-Every workload of the suite is compiled for a v5e by libtpu; where it fits, with twice and four times
-the batch too. What is refused (out of memory: 16 GiB, 15.75 of them for programs) is planned for the
-device's capacity less 1 GiB and compiled again. Every case runs in a fresh process; results go to ``results-jax<version>.json`` and ``.md``.
-FLOPs are matrix and convolution FLOPs of the traced program.
+Every workload of the suite is compiled for a v5e by libtpu; where it fits, with twice and four
+times the batch too. What is refused (out of memory: 16 GiB, 15.75 of them for programs) is planned
+for the device's capacity less 1 GiB and compiled again. Every case runs in a fresh process; results
+go to ``results-jax<version>.json`` and ``.md``. FLOPs are matrix and convolution FLOPs of the
+traced program.
 """
 
 from __future__ import annotations
