@@ -187,12 +187,13 @@ class _Emission:
         read: dict[int, None] = dict.fromkeys(
             u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped
         )
-        forced = self.forced.get(k, ())
-        if not forced and not any(self.kernels.is_root[o] for o in self.members[k]):
+        forced: dict[int, None] = dict.fromkeys(self.forced.get(k, ()))
+        if not any(self.kernels.is_root[o] for o in self.members[k]):
             # All of it fuses into readers as it does in the program as it is: a barrier would cost them their places.
-            self.behind[k] = {v: self.now.get(v, v) for v in read}
+            made = self.barrier({v: self.now.get(v, v) for v in forced}, []) if forced else {}
+            self.behind[k] = {v: self.now.get(v, v) for v in read} | made
             return
-        read.update(dict.fromkeys(forced))
+        read.update(forced)
         self.behind[k] = self.barrier({v: self.now.get(v, v) for v in read}, self.frontier.since_last(reader))
 
     def hold_back(self, clones: list[int], reader: int) -> None:

@@ -214,6 +214,28 @@ def test_what_a_stage_recomputes_later_is_held_back():
     assert barriers[0].id < clones[0] < barriers[1].id < clones[1]
 
 
+def test_a_stage_that_fuses_away_forces_only_what_is_kept_of_it():
+    """Statistics of a softmax are kept, its numerators made again where they are read: no barrier for the logits."""
+    b = Builder()
+    x, w = b.input(64, 64), b.input(64, 64)
+    logits = b.dot(x, w)
+    top = b.op("broadcast_in_dim", b.op("reduce_max", logits, shape=(64,)), shape=(64, 1))
+    exps = b.op("exp", b.op("sub", logits, top))
+    total = b.op("reduce_sum", exps, shape=(64,))
+    turn = len(b.ops)
+    g = b.op("cumsum", total)
+    for _ in range(150):
+        g = b.op("cumsum", g)
+    graph = b.graph(b.dot(b.op("mul", exps, b.op("add", top, b.op("broadcast_in_dim", g, shape=(64, 1)))), w))
+    mountain = mountain_at(graph, turn)
+    program = emit(
+        Program.unchanged(graph), fuse(graph), mountain, completed(graph, mountain, frozenset({logits, top})), []
+    )
+    assert same_outputs(graph, program)
+    read = {program.version_of[v] for op in program.graph.ops if op.primitive == BARRIER for v in op.operands}
+    assert read == {top}
+
+
 def test_what_waits_long_for_its_reader_is_made_before_the_next_stage():
     """A part of a gradient that is added much later: left to XLA, all that it is made from would wait instead."""
     b = Builder()
