@@ -178,7 +178,6 @@ def test_a_program_without_arrays_has_no_target(fun, args):
         ({"host_budget": "much"}, jaxtensile.BudgetError),
         ({"host_budget": -1}, jaxtensile.BudgetError),
         ({"job": "bert"}, NotImplementedError),
-        ({"offload_state": True}, NotImplementedError),
         ({"chunk": True}, NotImplementedError),
         ({"config": "jaxtensile.toml"}, NotImplementedError),
     ],

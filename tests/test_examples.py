@@ -101,9 +101,14 @@ def test_demo_refuses_no_steps(tmp_path):
     assert "argument --steps: 0 is below 1" in done.stderr
 
 
+_LISTEN = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+HEARING = [sys.executable, "-c", _LISTEN]
+"""Before a command that is to hear Ctrl-C: where the tests run in the background they ignore it, and pass that on."""
+
+
 def test_demo_stops_cleanly_on_ctrl_c():
     with subprocess.Popen(
-        [sys.executable, "-u", EXAMPLES / "demo.py", "--no-gpu-plan", "--steps", "100000", *TINY_DEMO],
+        [*HEARING, sys.executable, "-u", EXAMPLES / "demo.py", "--no-gpu-plan", "--steps", "100000", *TINY_DEMO],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

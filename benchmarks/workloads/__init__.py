@@ -50,7 +50,8 @@ def load(name: str) -> ModuleType:
 def workload(name: str, *, remat: Any = None, **sizes: Any) -> Workload:
     """The named workload at its published sizes, or with some of its ``Config``'s fields changed.
 
-    ``remat``: a ``jax.checkpoint`` policy, applied to every block as a user would.
+    ``remat``: a ``jax.checkpoint`` policy, applied to every block as a user would (in the suite's workloads).
     """
     module = load(name)
-    return module.workload(module.Config(**sizes), remat=remat)
+    config = module.Config(**sizes)
+    return module.workload(config) if remat is None else module.workload(config, remat=remat)
