@@ -51,6 +51,17 @@ class Recomputation:
                     todo.append(o)
         return again
 
+    def beside(self, again: set[int], kept: frozenset[int], v: int) -> set[int]:
+        """Ops that run again beside ``again``, which ``kept`` makes necessary, when ``v`` is dropped too."""
+        more: set[int] = set()
+        todo = [self.made[v]]
+        while todo:
+            o = todo.pop()
+            if o not in more and o not in again:
+                more.add(o)
+                todo.extend(m for u, m in self._reads[o] if u not in kept)
+        return more
+
 
 def recomputed_ops(graph: Graph, mountain: Mountain, kept: frozenset[int]) -> set[int]:
     """Ops that must run again when exactly ``kept`` survives the turn."""
@@ -59,14 +70,17 @@ def recomputed_ops(graph: Graph, mountain: Mountain, kept: frozenset[int]) -> se
 
 def emit(program: Program, kernels: Kernels, mountain: Mountain, kept: frozenset[int], cuts: Sequence[int]) -> Program:
     """The schedule in which exactly ``kept`` (and what is always there) crosses the turn."""
-    return emit_with_clones(program, kernels, mountain, kept, cuts)[0]
+    again = recomputed_ops(program.graph, mountain, kept)
+    return emit_with_clones(program, kernels, mountain, kept, again, cuts)[0]
 
 
 def emit_with_clones(
-    program: Program, kernels: Kernels, mountain: Mountain, kept: frozenset[int], cuts: Sequence[int]
+    program: Program, kernels: Kernels, mountain: Mountain, kept: frozenset[int], again: set[int], cuts: Sequence[int]
 ) -> tuple[Program, list[tuple[int, int]]]:
-    """The same, and every clone: its place in the new schedule, and the op of ``program`` that it repeats."""
-    again = recomputed_ops(program.graph, mountain, kept)
+    """The same, and every clone: its place in the new schedule, and the op of ``program`` that it repeats.
+
+    ``again``: what must run again for ``kept``.
+    """
     if not again:
         return program, []
     emission = _Emission(program, kernels, mountain, kept, again, cuts)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jaxtensile.passes.answer import answer
-from jaxtensile.passes.emit import emit, recomputed_ops
+from jaxtensile.passes.emit import emit_with_clones, recomputed_ops
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.milp import Model
 from jaxtensile.passes.nodes import Nodes
@@ -156,8 +156,9 @@ class _Search:
     def measure(self, kept: frozenset[int]) -> _Trial:
         trial = self.known.get(kept)
         if trial is None:
-            program = emit(self.start.program, self.start.live.kernels, self.mountain, kept, self.cuts)
-            again = recomputed_ops(self.start.program.graph, self.mountain, kept)
+            start, mountain = self.start, self.mountain
+            again = recomputed_ops(start.program.graph, mountain, kept)
+            program, _ = emit_with_clones(start.program, start.live.kernels, mountain, kept, again, self.cuts)
             charge = self.start.charge + sum(self.charge[o] for o in again)
             priced = sum(self.charge[o] for o in again if o in self.model.nodes.makes)
             trial = self.known[kept] = _Trial(program, live_ranges(program.graph), charge, priced)

@@ -188,9 +188,10 @@ class _Around:
         trial = self.known.get(kept)
         if trial is None:
             start, mountain = self.start, self.menu.mountain
-            program, clones = emit_with_clones(start.program, start.live.kernels, mountain, kept, self.menu.waists)
-            again = sum(self.charge[o] for o in self.menu.again.ops(kept))
-            trial = _Trial(kept, program, live_ranges(program.graph), start.charge + again, clones)
+            again, cuts = self.menu.again.ops(kept), self.menu.waists
+            program, clones = emit_with_clones(start.program, start.live.kernels, mountain, kept, again, cuts)
+            charge = start.charge + sum(self.charge[o] for o in again)
+            trial = _Trial(kept, program, live_ranges(program.graph), charge, clones)
             self.known[kept] = trial
         return trial
 

@@ -70,7 +70,7 @@ def polish(
                 best = trial
                 break
             live = _live_at_peak(start, trial)
-            room = _make_room(graph, mountain, recomputation, charge, kept - new, live, trial.device - budget)
+            room = _make_room(graph, recomputation, charge, kept - new, live, trial.device - budget)
             if not room:
                 break
             kept -= room
@@ -87,7 +87,6 @@ def _live_at_peak(start: Program, trial: Trial) -> set[int]:
 
 def _make_room(
     graph: Graph,
-    mountain: Mountain,
     recomputation: Recomputation,
     charge: Sequence[Seconds],
     kept: frozenset[int],
@@ -98,21 +97,11 @@ def _make_room(
     made = recomputation.made
     again = recomputation.ops(kept)
 
-    def dropped(v: int) -> Seconds:
-        """What runs again beside ``again`` when ``v`` is dropped too."""
-        seen: set[int] = set()
-        todo = [made[v]]
-        while todo:
-            o = todo.pop()
-            if o in seen or o in again:
-                continue
-            seen.add(o)
-            todo.extend(
-                made[u] for u in graph.ops[o].operands if u in made and u not in kept and u not in mountain.always
-            )
-        return sum(charge[o] for o in seen)
-
-    price = {v: dropped(v) for v in kept if v in live and graph.values[v].nbytes and not graph.ops[made[v]].pinned}
+    price = {
+        v: sum(charge[o] for o in recomputation.beside(again, kept, v))
+        for v in kept
+        if v in live and graph.values[v].nbytes and not graph.ops[made[v]].pinned
+    }
     size = {v: graph.values[v].nbytes for v in price}
     best: tuple[Seconds, set[int]] = (float("inf"), set())
     chosen: set[int] = set()
