@@ -20,12 +20,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
+from jaxtensile.ir import Graph, ValueId
 from jaxtensile.passes.fusion import Kernels, is_fusible
+from jaxtensile.passes.schedule import Schedule
 from jaxtensile.passes.stages import Mountain, idle_window
 from jaxtensile.plan import Program
-
-_BARRIER = Op(id=OpId(0), primitive="optimization_barrier", operands=(), results=())
 
 
 class Recomputation:
@@ -87,7 +86,7 @@ def emit_with_clones(
     return emission.run(), emission.clones
 
 
-class _Emission:
+class _Emission(Schedule):
     """Scratch of one emission: the schedule so far and the current version of every value."""
 
     def __init__(
@@ -100,12 +99,8 @@ class _Emission:
         cuts: Sequence[int],
     ) -> None:
         graph = program.graph
+        super().__init__(graph.values, program.version_of)
         self.program, self.graph, self.kernels = program, graph, kernels
-        self.values: list[Value] = list(graph.values)
-        self.version_of: list[int] = list(program.version_of)
-        self.ops: list[Op] = []
-        self.origin: list[int] = []
-        self.now: dict[int, int] = {}
         self.made: dict[int, int] = {r: op.id for op in graph.ops for r in op.results}
         self.inputs: set[int] = set(graph.inputs)
         self.again = again
@@ -158,13 +153,13 @@ class _Emission:
                 self.clones.append((len(self.ops), o))
                 behind = self.behind[self.stage[o]]
                 operands = [self.now[u] if u in self.dropped else behind[u] for u in op.operands]
-                results = [self.new_version(r) for r in op.results]
+                results = [self.version(r) for r in op.results]
                 self.now.update((r, f) for r, f in zip(op.results, results, strict=True) if r in self.dropped)
             else:
                 first = o not in self.lazy_era
                 self.lazy_era[o] = len(self.behind)
                 operands = [self.now.get(u, u) for u in op.operands]
-                results = list(op.results) if first else [self.new_version(r) for r in op.results]
+                results = list(op.results) if first else [self.version(r) for r in op.results]
                 self.now.update(zip(op.results, results, strict=True))
             self.put(op, operands, results, self.program.origin[o])
 
@@ -233,21 +228,9 @@ class _Emission:
     def barrier(self, read: dict[int, int], ties: list[int]) -> dict[int, int]:
         """Put a barrier over ``read`` (value → version) and ``ties``; their versions behind it."""
         operands = read | {v: self.now.get(v, v) for v in ties if v not in read}
-        behind: dict[int, int] = {v: self.new_version(v) for v in operands}
-        self.put(_BARRIER, list(operands.values()), list(behind.values()), -1)
+        behind: dict[int, int] = dict(zip(operands, self.put_barrier(list(operands.values())), strict=True))
         self.now.update((v, b) for v, b in behind.items() if v not in self.inputs)
         return behind
-
-    def new_version(self, v: int) -> ValueId:
-        fresh = ValueId(len(self.values))
-        self.values.append(replace(self.values[v], id=fresh))
-        self.version_of.append(self.version_of[v])
-        return fresh
-
-    def put(self, op: Op, operands: Sequence[int], results: Sequence[int], origin: int) -> None:
-        same = op.id == len(self.ops) and operands is op.operands and results is op.results
-        self.ops.append(op if same else op.on(len(self.ops), operands, results))
-        self.origin.append(origin)
 
 
 class _Frontier:

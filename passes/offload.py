@@ -21,9 +21,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, producers
+from jaxtensile.ir import Graph, Op, ValueId, producers
 from jaxtensile.passes.fusion import Kernels, fuse
 from jaxtensile.passes.liveness import Liveness, live_ranges
+from jaxtensile.passes.schedule import Schedule
 from jaxtensile.passes.stages import buffer_steps
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Link, Program
 from jaxtensile.units import KIB, MIB, Bytes, Seconds
@@ -290,17 +291,13 @@ def insert(program: Program, copies: Sequence[Copy]) -> Program:
     return _Insertion(program, copies).run()
 
 
-class _Insertion:
+class _Insertion(Schedule):
     """Scratch of one insertion: the new schedule, and what stands for every value by now."""
 
     def __init__(self, program: Program, copies: Sequence[Copy]) -> None:
+        super().__init__(program.graph.values, program.version_of)
         self.program = program
         self.kernels, self.made = fuse(program.graph), producers(program.graph)
-        self.values: list[Value] = list(program.graph.values)
-        self.version_of = list(program.version_of)
-        self.ops: list[Op] = []
-        self.origin: list[int] = []
-        self.now: dict[int, int] = {}
         self.on_host: dict[int, int] = {}
         self.leaving = _by(copies, lambda c: c.after)
         self.done = _by(copies, lambda c: c.done)
@@ -315,10 +312,10 @@ class _Insertion:
                 back = [c.value for c in self.begin[op.id]]
                 self._tied(op, back)
                 for v in back:
-                    self.now[v] = self._new(TO_DEVICE, self.on_host[v], "device")
-            self._put(op, [self.now.get(v, v) for v in op.operands], op.results, self.program.origin[op.id])
+                    self.now[v] = self.put_copy(TO_DEVICE, self.on_host[v], "device")
+            self.put(op, [self.now.get(v, v) for v in op.operands], op.results, self.program.origin[op.id])
             for copy in self.leaving.get(op.id, ()):
-                self.on_host[copy.value] = self._new(TO_HOST, self.now.get(copy.value, copy.value), "host")
+                self.on_host[copy.value] = self.put_copy(TO_HOST, self.now.get(copy.value, copy.value), "host")
         outputs = tuple(ValueId(self.now.get(v, v)) for v in graph.outputs)
         new = replace(graph, values=tuple(self.values), ops=tuple(self.ops), outputs=outputs)
         return Program(new, tuple(self.origin), tuple(self.version_of))
@@ -328,29 +325,9 @@ class _Insertion:
         tie = _tie(self.program.graph, self.kernels, self.made, op)
         assert tie is not None, "anchors have a tie"
         operands = [self.on_host[v] for v in values] + [self.now.get(tie, tie)]
-        results = [self._version(v, self.values[v].space) for v in operands]
+        results = self.put_barrier(operands)
         self.on_host.update(zip(values, results, strict=False))
         self.now[tie] = results[-1]
-        self._put(_named("optimization_barrier"), operands, results, -1)
-
-    def _new(self, primitive: str, operand: int, space: str) -> int:
-        result = self._version(operand, space)
-        self._put(_named(primitive), [operand], [result], -1)
-        return result
-
-    def _version(self, v: int, space: str) -> int:
-        fresh = ValueId(len(self.values))
-        self.values.append(replace(self.values[v], id=fresh, space=space))
-        self.version_of.append(self.version_of[v])
-        return fresh
-
-    def _put(self, op: Op, operands: Sequence[int], results: Sequence[int], origin: int) -> None:
-        self.ops.append(op.on(len(self.ops), operands, results))
-        self.origin.append(origin)
-
-
-def _named(primitive: str) -> Op:
-    return Op(id=OpId(0), primitive=primitive, operands=(), results=())
 
 
 def _by(copies: Sequence[Copy], key: Callable[[Copy], int]) -> dict[int, list[Copy]]:

@@ -22,10 +22,11 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
+from jaxtensile.ir import Graph, ValueId, consumers, producers
 from jaxtensile.passes.fusion import fuse
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.offload import Channel
+from jaxtensile.passes.schedule import Schedule
 from jaxtensile.passes.state import Moved, descendants
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Link, Program
 from jaxtensile.units import KIB, MIB, Bytes, Seconds
@@ -74,18 +75,15 @@ class _Event:
     update: bool
 
 
-class _Streaming:
+class _Streaming(Schedule):
     """Scratch of one streaming: the new schedule, and what stands for every value by now."""
 
     def __init__(self, graph: Graph, moved: Sequence[Moved], seconds: Sequence[Seconds], link: Link) -> None:
-        self.graph, self.kernels, self.made, self.link = graph, fuse(graph), producers(graph), link
         self.moved: set[int] = {m.value for m in moved}
+        values = [replace(v, space="host") if v.id in self.moved else v for v in graph.values]
+        super().__init__(values, range(len(values)))
+        self.graph, self.kernels, self.made, self.link = graph, fuse(graph), producers(graph), link
         self.leaving: set[int] = {m.output for m in moved}
-        self.values: list[Value] = [replace(v, space="host") if v.id in self.moved else v for v in graph.values]
-        self.version_of = list(range(len(graph.values)))
-        self.ops: list[Op] = []
-        self.origin: list[int] = []
-        self.now: dict[int, int] = {}
         self.on_host: dict[int, int] = {}
         self.done: set[int] = set()
         self.latest: int | None = None
@@ -283,7 +281,7 @@ class _Streaming:
             ties = [] if self.latest is None else [self.latest]
             self._barrier(group.leaves, ties, away)
             for v in group.leaves:
-                self.now[v] = self._copy(TO_DEVICE, self.now[v], "device")
+                self.now[v] = self.put_copy(TO_DEVICE, self.now[v], "device")
             return
         for v in self._read(group.ops):
             if self.made[v] >= 0:
@@ -307,12 +305,12 @@ class _Streaming:
                 continue
             self.done.add(o)
             op = graph.ops[o]
-            self._put(op, [self.now.get(v, v) for v in op.operands], op.results, o)
+            self.put(op, [self.now.get(v, v) for v in op.operands], op.results, o)
             for r in op.results:
                 if self.kernels.home[r] == r and graph.values[r].nbytes > _SMALL and o not in self.update:
                     self.latest = r
                 if r in self.leaving:
-                    self.on_host[r] = self._copy(TO_HOST, r, "host")
+                    self.on_host[r] = self.put_copy(TO_HOST, r, "host")
 
     def _barrier(self, leaves: Sequence[int], ties: Sequence[int], away: Sequence[int]) -> None:
         """Nothing behind it is read before all of it is there."""
@@ -320,10 +318,9 @@ class _Streaming:
         if not held:
             return
         operands = [*(self.now.get(v, v) for v in held), *(self.on_host[o] for o in away)]
-        results = [self._version(v, self.values[v].space) for v in operands]
+        results = self.put_barrier(operands)
         self.now.update(zip(held, results, strict=False))
         self.on_host.update(zip(away, results[len(held) :], strict=True))
-        self._put(_named("optimization_barrier"), operands, results, -1)
 
     def _readers(self, group: _Group) -> list[int]:
         """What the last readers of arguments that ``group`` overwrites have made."""
@@ -336,25 +333,6 @@ class _Streaming:
 
     def _size(self, values: Iterable[int]) -> Bytes:
         return sum(self.graph.values[v].nbytes for v in values)
-
-    def _copy(self, primitive: str, operand: int, space: str) -> int:
-        result = self._version(operand, space)
-        self._put(_named(primitive), [operand], [result], -1)
-        return result
-
-    def _version(self, v: int, space: str) -> int:
-        fresh = ValueId(len(self.values))
-        self.values.append(replace(self.values[v], id=fresh, space=space))
-        self.version_of.append(self.version_of[v])
-        return fresh
-
-    def _put(self, op: Op, operands: Sequence[int], results: Sequence[int], origin: int) -> None:
-        self.ops.append(op.on(len(self.ops), operands, results))
-        self.origin.append(origin)
-
-
-def _named(primitive: str) -> Op:
-    return Op(id=OpId(0), primitive=primitive, operands=(), results=())
 
 
 def waiting(program: Program, seconds: Sequence[Seconds], link: Link) -> Seconds:
