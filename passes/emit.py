@@ -236,12 +236,14 @@ class _Emission(Schedule):
 class _Frontier:
     """Buffers that the descent has made and still needs.
 
-    Of what could fuse into its readers only those that wait long for the first: XLA would fuse them all the
-    same and keep what they are made from instead, such as a whole gradient of which a part is added later.
+    Of what could fuse into its readers only those that wait long for the first, or are smaller than what dies
+    once they are made: XLA would fuse them all the same and keep what they are made from instead, such as a
+    whole gradient of which a part is added later.
     """
 
     def __init__(self, graph: Graph, kernels: Kernels, start: int) -> None:
         self.seen = start
+        self.graph = graph
         first: dict[int, int] = {}
         last: dict[int, int] = {}
         made: dict[int, int] = {}
@@ -259,7 +261,8 @@ class _Frontier:
                         if is_fusible(op.primitive):
                             fusible.add(r)
         window = idle_window(graph)
-        made = {b: o for b, o in made.items() if b not in fusible or first.get(b, o) - o > window}
+        free = {b: kernels.reads[made[b]] for b in fusible if first.get(b, made[b]) - made[b] <= window}
+        self.sources = {b: [s for s in sources if s in made] for b, sources in free.items()}
         final = {kernels.home[v] for v in graph.outputs}
         self.made = sorted((o, b) for b, o in made.items())
         self.last = {b: (len(graph.ops) if b in final else last.get(b, -1)) for b in made}
@@ -268,7 +271,14 @@ class _Frontier:
         """Buffers made since the previous call and used at or after ``reader``."""
         low, high = bisect_left(self.made, (self.seen, -1)), bisect_left(self.made, (reader, -1))
         self.seen = max(reader, self.seen)
-        return [b for _, b in self.made[low:high] if self.last[b] >= reader]
+        return [b for _, b in self.made[low:high] if self.last[b] >= reader and self._worth(b, reader)]
+
+    def _worth(self, b: int, reader: int) -> bool:
+        """Whether ``b`` is no fusible value, or one that had better exist at ``reader``."""
+        if b not in self.sources:
+            return True
+        size = self.graph.values
+        return size[b].nbytes < sum(size[s].nbytes for s in self.sources[b] if self.last[s] < reader)
 
 
 def _stage_of(graph: Graph, again: set[int], dropped: set[int], cuts: Sequence[int]) -> dict[int, int]:

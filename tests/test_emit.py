@@ -261,6 +261,33 @@ def test_what_waits_long_for_its_reader_is_made_before_the_next_stage():
     assert part in tied and short not in tied
 
 
+@pytest.mark.parametrize("read_again", [False, True])
+def test_a_part_is_made_before_the_next_stage_if_the_whole_dies_with_it(read_again):
+    """Part of a product that is read once a stage has opened: fused there, the whole would wait."""
+    b = Builder()
+    x, w, wide = b.input(64, 64), b.input(64, 64), b.input(64, 256)
+    y = b.op("tanh", b.dot(x, w))
+    turn = len(b.ops)
+    c = x
+    for _ in range(10):
+        c = b.op("cumsum", c)
+    whole = b.dot(c, wide)
+    part, rest = b.op("split", whole, results=[(64, 64), (64, 192)])
+    at_once = b.op("cumsum", rest)
+    g = b.op("add", b.dot(b.op("mul", c, y), w), part)
+    for _ in range(300):
+        at_once = b.op("cumsum", at_once)
+    ends = [g, at_once]
+    if read_again:
+        ends.append(b.op("reduce_sum", whole, shape=()))
+    graph = b.graph(*ends)
+    mountain = mountain_at(graph, turn)
+    program = emit(Program.unchanged(graph), fuse(graph), mountain, frozenset(), [])
+    assert same_outputs(graph, program)
+    first = next(op for op in program.graph.ops if op.primitive == BARRIER)
+    assert (part in {program.version_of[v] for v in first.operands}) == (not read_again)
+
+
 def test_fused_ops_of_the_descent_are_made_where_they_are_read():
     """``s`` fuses into all its readers: once per stage that reads it, after that stage's barrier."""
     b = Builder()
