@@ -30,7 +30,8 @@ from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import DeviceProfile, profile, profile_for_kind
 from jaxtensile.errors import BudgetError, SolverError, TargetError
-from jaxtensile.job import Evaluate, Fitted, Job
+from jaxtensile.hosted import stacks_come_back
+from jaxtensile.job import Evaluate, Fitted, Job, loads_index
 from jaxtensile.measured import best_known
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.plan import Leaf
@@ -64,7 +65,8 @@ def jit(
     an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for the device's capacity
     less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
     that it fits at the least cost in time; values stay the same within the dtype's rounding.
-    ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs; none by default).
+    ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs; on TPUs
+    what loops stack; none by default).
     ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
     for it; False honours them as written (those inside loops, and those that offload, always are).
     ``solver``: ``"auto"``, which is ``"greedy"``: fast at any size; ``"exact"``, an integer programme beside it that
@@ -309,6 +311,9 @@ class Planned:
             state_budget=self._state_budget,
             names=_compat.argument_names(traced) if self._state_budget != 0 else (),
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
+            stacks_come_back=functools.partial(
+                _stacks_come_back, place.device if self._target is None else None, device
+            ),
         )
 
     # ---- arguments that wait on the host ----
@@ -487,6 +492,11 @@ def _abstract(x: Any, sharding: Any, kind: type[jax.ShapeDtypeStruct] = jax.Shap
 def _as_on_device(x: Any) -> jax.ShapeDtypeStruct:
     """What an array in host memory is to the user's function."""
     return _abstract(x, SingleDeviceSharding(next(iter(x.sharding.device_set))))
+
+
+def _stacks_come_back(here: Any, device: DeviceProfile) -> bool:
+    """Whether a device that is ``here`` reads stacks on the host right; taken for granted of one that is not."""
+    return here is None or stacks_come_back(here, load_index=loads_index(device))
 
 
 def _require_streams(device: Any) -> None:

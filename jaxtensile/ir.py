@@ -35,7 +35,8 @@ class Op:
     ``pinned``: never cloned, dropped or moved (effects, references, foreign calls);
     ``bodies``: bodies of loops and branches; ``trip_count``: how often they run (1 when unknown).
     ``slots``: for ops with bodies, the value in every operand position, -1 for a literal;
-    ``carried``: for scans, the number of constants and of carries among the positions.
+    ``carried``: for scans, the number of constants and of carries among the positions;
+    ``reverse``: for scans, whether they run from the last slice to the first.
     """
 
     id: OpId
@@ -48,6 +49,7 @@ class Op:
     trip_count: int = 1
     slots: tuple[int, ...] = ()
     carried: tuple[int, int] = (0, 0)
+    reverse: bool = False
 
     def on(self, id: int, operands: Sequence[int], results: Sequence[int]) -> Op:
         """The same computation as op ``id`` of another schedule, on other values."""
@@ -63,6 +65,7 @@ class Op:
             trip_count=self.trip_count,
             slots=tuple(next(given) if s >= 0 else -1 for s in self.slots),
             carried=self.carried,
+            reverse=self.reverse,
         )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from jaxtensile._compat import JAX_VERSION
 from jaxtensile.compile import Options
 from jaxtensile.device import DeviceProfile
 from jaxtensile.plan import Leaf, Link
@@ -21,8 +22,17 @@ Place = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
 
 OFFLOADS = frozenset({"cuda"})
 """Platforms whose compiler keeps to the places of copies in straight-line code."""
+LOOPS_OFFLOAD = frozenset({"cuda", "tpu"})
+"""Platforms on which what a loop stacks may wait on the host."""
+READS_BACKWARDS = (0, 12)
+"""From this jax on, XLA:GPU finds the slices of such stacks by itself, see ``jaxtensile.loops``."""
 LINK_SHARE = 0.8
 """Share of the link's peak rate that copies are planned for, where it was not measured."""
+
+
+def loads_index(device: DeviceProfile) -> bool:
+    """Whether slices of stacks in host memory have to be read at an index that comes from memory."""
+    return device.platform == "cuda" and JAX_VERSION < READS_BACKWARDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +42,8 @@ class Job:
     ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute
     less than they say. ``place`` is set where donated arguments may wait on the host between calls, of at most
     ``state_budget`` bytes; ``state`` are those that do. ``names``: of the flat arguments.
+    ``stacks_come_back``: whether the device has been seen to read right what its loops stack in host memory;
+    asked before anything is stacked there.
     """
 
     name: str
@@ -52,6 +64,7 @@ class Job:
     state_budget: Bytes | None = None
     state: tuple[Leaf, ...] = ()
     names: tuple[str, ...] = ()
+    stacks_come_back: Callable[[], bool] = lambda: True
 
     @property
     def way(self) -> Link:
@@ -64,6 +77,21 @@ class Job:
         if self.shards > 1 or self.device.platform not in OFFLOADS or not (self.host_budget or self.state):
             return None
         return self.way
+
+    @property
+    def loop_link(self) -> Link | None:
+        """The way to host memory for what loops stack."""
+        return self.way if self.may_stack_on_host and self.stacks_come_back() else None
+
+    @property
+    def may_stack_on_host(self) -> bool:
+        """Whether loops may stack in host memory if the device can read it there."""
+        return self.shards == 1 and self.host_budget > 0 and self.device.platform in LOOPS_OFFLOAD
+
+    @property
+    def load_index(self) -> bool:
+        """Whether slices of such stacks have to be read at an index that comes from memory."""
+        return loads_index(self.device)
 
     @property
     def state_bytes(self) -> Bytes:

@@ -1,7 +1,12 @@
 """Rewrite pairs of scans: stop stacking what the backward body can recompute.
 
 Invariant: both loops run the same iterations in the same order on the same values; the forward
-one stacks something else, the backward one computes the rest from it before its own equations.
+one stacks something else, or elsewhere, the backward one computes the rest from it before its own
+equations.
+
+XLA:GPU before its change 46308 (2026-07-27) takes the place of a host slice that it copies in the background
+to be linear in the iteration that XLA counts, also where the loop runs backwards: it reads the stack
+forwards, and gradients are silently wrong. An index that is loaded from memory has no such place.
 """
 
 from __future__ import annotations
@@ -9,15 +14,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.passes.loops import LoopPlan
 from jaxtensile.trace import Equation, Traced, bind, retrace, trace_jaxpr
 
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
-def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan]) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) with the loops of ``plans`` rewritten."""
+
+def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan], *, load_index: bool = False) -> Any:
+    """The closed jaxpr of ``traced`` (of ``closed``) with the loops of ``plans`` rewritten.
+
+    ``load_index``: slices of stacks in host memory are read at an index that comes from memory.
+    """
     fronts = {p.pair.forward: [q for q in plans if q.pair.forward == p.pair.forward] for p in plans}
     backs = {p.pair.backward: [q for q in plans if q.pair.backward == p.pair.backward] for p in plans}
 
@@ -34,7 +46,7 @@ def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan]) -> Any
             if i in fronts:
                 results = _forward(equation, operands, fronts[i], extra)
             elif i in backs:
-                results = _backward(traced, equation, operands, backs[i], extra, read)
+                results = _backward(traced, equation, operands, backs[i], extra, read, load_index)
             else:
                 results = bind(equation, operands)
             env.update((v, r) for v, r in zip(equation.results, results, strict=True) if r is not None)
@@ -53,12 +65,14 @@ def _forward(
     slices = set(body.arguments[consts + carries :])
     dropped = {y for p in plans for y in p.dropped}
     stacked = sorted({v for p in plans for v in p.stacked} - slices)
+    hosted = {v for p in plans for v in p.hosted}
 
     def step(carry: Any, x: Any) -> Any:
         env = _run(body, [*operands[:consts], *carry, *x])
         outs = [_read(env, o) for o in body.outputs]
         ys = [y for k, y in enumerate(outs[carries:]) if k not in dropped]
-        return outs[:carries], (ys, [env[v] for v in stacked])
+        # Copies last, so that nothing of the iteration waits for them.
+        return outs[:carries], (ys, [jax.device_put(env[v], HOST) if v in hosted else env[v] for v in stacked])
 
     with _compat.equation_context(equation.eqn, equation.stack):
         carry, (ys, new) = _scan(step, operands[consts : consts + carries], operands[consts + carries :], params)
@@ -76,6 +90,7 @@ def _backward(
     plans: Sequence[LoopPlan],
     extra: dict[tuple[int, int], Any],
     read: Any,
+    load_index: bool,
 ) -> list[Any]:
     """The backward scan that recomputes what its forward scans no longer stack."""
     params = equation.eqn.params
@@ -85,12 +100,18 @@ def _backward(
     missing = {x for s in sources for x in s.position.values()}
     xs = [x for k, x in enumerate(operands[consts + carries :]) if k not in missing]
 
+    # Stacks on the host that are read at a loaded index are constants of the loop.
+    apart = [{v for v, s in source.stacks.items() if load_index and _compat.in_host_memory(s)} for source in sources]
+    loaded = [{v: s for v, s in source.stacks.items() if v in own} for source, own in zip(sources, apart, strict=True)]
+    given = [{v: s for v, s in src.stacks.items() if v not in own} for src, own in zip(sources, apart, strict=True)]
+
     def step(carry: Any, x: Any) -> Any:
-        given, slices = x
+        others, slices, index = x
         recomputed: dict[int, Any] = {}
-        for source, values in zip(sources, slices, strict=True):
-            recomputed.update(source.recompute(values))
-        left = iter(given)
+        for source, values, own in zip(sources, slices, loaded, strict=True):
+            there = {v: lax.dynamic_index_in_dim(s, index, keepdims=False) for v, s in own.items()}
+            recomputed.update(source.recompute(values | there))
+        left = iter(others)
         count = len(body.arguments) - consts - carries
         full = [recomputed[k] if k in missing else next(left) for k in range(count)]
         env = _run(body, [*operands[:consts], *carry, *full])
@@ -98,7 +119,8 @@ def _backward(
         return outs[:carries], outs[carries:]
 
     with _compat.equation_context(equation.eqn, equation.stack):
-        carry, ys = _scan(step, operands[consts : consts + carries], (xs, [s.stacks for s in sources]), params)
+        order = lax.optimization_barrier(np.arange(params["length"], dtype=np.int32)) if any(loaded) else None
+        carry, ys = _scan(step, operands[consts : consts + carries], (xs, given, order), params)
     return [*carry, *ys]
 
 
@@ -141,7 +163,8 @@ class _Source:
 
     def recompute(self, values: dict[int, Any]) -> dict[int, Any]:
         """Backward xs position → value of this iteration."""
-        env = {**self.constants, **values}
+        here = {v: jax.device_put(x, DEVICE) if _compat.in_host_memory(x) else x for v, x in values.items()}
+        env = {**self.constants, **here}
         for o in self.again:
             equation = self.body.equations[o]
             env.update(zip(equation.results, bind(equation, [_read(env, a) for a in equation.operands]), strict=True))

@@ -104,6 +104,8 @@ def report(
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
     if job.shards > 1:
         notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
+    if job.may_stack_on_host and job.loop_link is None:
+        notes.append("loops stack nothing in host memory: a test loop on this device did not get its values back")
     if rates := sorted(job.device.measured - {"capacity"}):
         notes.append(f"times from rates measured on {job.device.kinds[0]}: {', '.join(rates)}")
     costs = op_costs(traced.graph, job.device)
@@ -164,7 +166,7 @@ def report(
         undone=variant.undone is not None,
         recompute_flops=flops - traced.graph.flops,
         offload_bytes=plan.offload_bytes,
-        wait=plan.wait,
+        wait=plan.wait + sum(loop.wait for loop in variant.loops),
         state=job.state,
         overhead=overhead,
         overhead_ratio=overhead / step if step else 0.0,
@@ -195,12 +197,16 @@ def _track(program: Program, sites: Sites) -> Track:
 
 
 def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, ...]:
-    """A stack that a loop no longer makes is recomputed by that loop's body."""
+    """A stack that a loop no longer makes is recomputed by that loop's body, or stands in host memory."""
     out: list[Action] = []
     for plan in loops:
         front = traced.graph.ops[plan.pair.forward]
-        stacks = front.results[front.carried[1] :]
-        out.extend(Remat(stacks[y], traced.graph.values[stacks[y]].nbytes, front.id) for y in plan.dropped)
+        carries = front.carried[1]
+        stacks, made = front.results[carries:], front.bodies[0].output_slots[carries:]
+        for y in plan.dropped:
+            stack, nbytes = stacks[y], traced.graph.values[stacks[y]].nbytes
+            away = made[y] in plan.hosted
+            out.append(Offload(stack, nbytes, hidden=not plan.wait) if away else Remat(stack, nbytes, front.id))
     return tuple(out)
 
 

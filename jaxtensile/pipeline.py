@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import jax
+
 from jaxtensile import variants as ways
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options
 from jaxtensile.job import Evaluate, Fitted, Job
@@ -263,11 +265,17 @@ class _Page:
                 aim = lower
                 continue
             rounds += 1
-            with clock("compile planned"):
-                made, choices = _compile(job, variant, plan, choices)
+            there = job.state_bytes
+            try:
+                with clock("compile planned"):
+                    made, choices = _compile(job, variant, plan, choices)
+            except jax.errors.JaxRuntimeError:
+                if plan.offload_bytes <= there:
+                    raise
+                candidates.forget_host()  # some programs with copies XLA does not compile at all
+                continue
             if best is None or made.compiled.device < best.compiled.device:
                 best = made
-            there = job.state_bytes
             if plan.offload_bytes > there and made.compiled.memory is not None and made.compiled.memory.host <= there:
                 # The compiler cancelled every copy: what is left is no plan, so go on without the host.
                 candidates.forget_host()

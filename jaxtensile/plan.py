@@ -141,7 +141,7 @@ class Problem:
     """Make ``graph`` fit into ``budget`` device bytes at the least cost in seconds.
 
     ``link``: None where nothing may wait in host memory; ``host_budget``: bytes that may. ``state``: bytes of
-    arguments that the graph itself takes from the host and gives back to it.
+    arguments that the graph itself takes from the host and gives back to it; ``stacks``: of what its loops stack there.
     """
 
     graph: Graph
@@ -150,6 +150,7 @@ class Problem:
     link: Link | None = None
     host_budget: Bytes = 0
     state: Bytes = 0
+    stacks: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

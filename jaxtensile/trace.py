@@ -196,8 +196,11 @@ def _value(i: int, aval: Any) -> Value:
     shape = tuple(int(d) for d in getattr(aval, "shape", ()))
     dtype = getattr(aval, "dtype", None)
     name = str(dtype) if dtype is not None else type(aval).__name__
-    space = "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
-    return Value(id=ValueId(i), nbytes=_nbytes(shape, dtype), shape=shape, dtype=name, space=space)
+    return Value(id=ValueId(i), nbytes=_nbytes(shape, dtype), shape=shape, dtype=name, space=_space(aval))
+
+
+def _space(aval: Any) -> str:
+    return "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
 
 
 def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
@@ -237,11 +240,15 @@ def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
         operands=operands,
         results=results,
         flops=equation_flops(eqn),
-        pinned=bool(eqn.effects) or name in _NEVER_CLONED or any(o.pinned for g in inner for o in g.ops),
+        pinned=bool(eqn.effects)
+        or name in _NEVER_CLONED
+        or any(o.pinned for g in inner for o in g.ops)
+        or (bool(bodies) and any(_space(v.aval) == "host" for v in eqn.outvars)),
         bodies=inner,
         trip_count=trips,
         slots=tuple(v if isinstance(v, int) else -1 for v in equation.operands) if bodies else (),
         carried=_compat.scan_split(eqn.params) if name == "scan" else (0, 0),
+        reverse=name == "scan" and bool(eqn.params["reverse"]),
     )
 
 

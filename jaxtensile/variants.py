@@ -7,6 +7,7 @@ program as written. A program is rewritten when it is first asked for.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -27,7 +28,7 @@ LARGE = 1 / 16
 """Products that are read in slices are worth slicing from this share of the temporaries on."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
     """The program rewritten in one way, and what that costs over the program as written.
 
@@ -47,12 +48,17 @@ class Variant:
     known: Costs | None = None
     finer: Callable[[], list[Variant]] = list
 
+    @property
+    def aside(self) -> Bytes:
+        """Bytes that its loops stack in host memory."""
+        return sum(plan.aside for plan in self.loops)
+
     @cached_property
     def traced(self) -> Traced:
         """The program that is planned."""
         if not self.loops:
             return streamed(self.job, self.base)
-        changed = rewrite_loops(self.base, self.job.jaxpr, self.loops)
+        changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
         return streamed(self.job, trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused))
 
     @cached_property
@@ -66,8 +72,9 @@ class Variant:
             costs=costs,
             budget=job.budget,
             link=job.link if self.host or job.state else None,
-            host_budget=job.host_budget if self.host else 0,
+            host_budget=job.host_budget - self.aside if self.host else 0,
             state=job.state_bytes,
+            stacks=self.aside,
         )
 
     @cached_property
@@ -115,25 +122,36 @@ def with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
     graph, device = start.base.graph, start.job.device
     costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device))
-    ladder = Ladder(graph, lambda body: op_costs(body, device).charge)
+    link = start.job.loop_link if start.host else None
+    ladder = Ladder(
+        graph, lambda body: op_costs(body, device).charge, link, lambda body: op_costs(body, device).seconds
+    )
+    room = start.job.host_budget
 
     def at(way: Way) -> Variant:
         charge, seconds = start.charge, start.seconds
         for plan in way:
             front = graph.ops[plan.pair.forward]
             body = costs(plan.pair.forward)
-            charge += front.trip_count * sum(body.charge[o] for o in plan.again)
-            seconds += front.trip_count * sum(body.seconds[o] for o in plan.again)
+            charge += front.trip_count * sum(body.charge[o] for o in plan.again) + plan.wait
+            seconds += front.trip_count * sum(body.seconds[o] for o in plan.again) + plan.wait
         return replace(start, loops=way, charge=charge, seconds=seconds)
 
     def between(more: Way, less: Way) -> Callable[[], list[Variant]]:
         return cache(lambda: [at(way) for way in ladder.between(more, less)])
 
+    def less_away(rung: Way) -> Callable[[], list[Variant]]:
+        return cache(lambda: [at(way) for way in ladder.aways(rung)])
+
     rungs = sorted((at(way) for way in ladder.rungs), key=lambda v: v.charge)
+    away = [replace(at(ladder.away(r.loops)), finer=less_away(r.loops)) for r in rungs] if link is not None else []
     above = [rungs[0], *rungs]
     return [
-        replace(rung, finer=between(more.loops, rung.loops)) if i else rung
-        for i, (more, rung) in enumerate(zip(above, rungs, strict=False))
+        *(
+            replace(rung, finer=between(more.loops, rung.loops)) if i else rung
+            for i, (more, rung) in enumerate(zip(above, rungs, strict=False))
+        ),
+        *(v for v in away if 0 < v.aside <= room),
     ]
 
 
@@ -173,29 +191,49 @@ def _ordered(variants: list[Variant]) -> list[Variant]:
 
 
 def without_host(variants: list[Variant]) -> list[Variant]:
-    """The same variants, to be planned by recomputation alone."""
-    return [replace(v, host=False, finer=cache(lambda v=v: without_host(v.finer()))) for v in variants]
+    """The same variants, to be planned by recomputation alone; none that stacks in host memory."""
+    return [replace(v, host=False, finer=cache(lambda v=v: without_host(v.finer()))) for v in variants if not v.aside]
 
 
 def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
-    """The cheapest variant and plan that fit; the smallest when none does. ``variants``: cheapest first."""
+    """The cheapest variant and plan that fit; the smallest when none does. ``variants``: cheapest first.
+
+    Of those that rewrite the same loops more and more, the dearer ones are taken to need less.
+    """
     best: tuple[Variant, Plan] | None = None
+
+    @cache
+    def solved(variant: Variant) -> Plan:
+        return variant.solve(max(budget, 0))
+
+    def fits(variant: Variant) -> bool:
+        return solved(variant).predicted.device <= budget
 
     def consider(variant: Variant) -> None:
         nonlocal best
         if best is not None and best[1].predicted.device <= budget and _charge(*best) <= variant.charge:
             return
-        found = variant, variant.solve(max(budget, 0))
+        found = variant, solved(variant)
         if best is None or _rank(found, budget) < _rank(best, budget):
             best = found
 
-    for variant in variants:
-        consider(variant)
+    for chain in _chains(variants):
+        first = bisect_left(chain, True, key=fits) if fits(chain[-1]) else len(chain) - 1
+        for variant in chain[first:]:
+            consider(variant)
     assert best is not None, "there is always the program as it is"
     if best[1].predicted.device <= budget:
         for variant in best[0].finer():
             consider(variant)
     return best
+
+
+def _chains(variants: list[Variant]) -> list[list[Variant]]:
+    """Variants that differ in their loops alone, with and without stacks on the host."""
+    chains: dict[tuple[int, bool], list[Variant]] = {}
+    for variant in variants:
+        chains.setdefault((id(variant.base), variant.aside > 0), []).append(variant)
+    return list(chains.values())
 
 
 def _charge(variant: Variant, plan: Plan) -> Seconds:

@@ -27,7 +27,7 @@ def answer(
     bound: Seconds | None = None,
 ) -> Plan:
     """The plan that ``program`` is; ``live``: its buffers; ``gap`` and ``bound``: what the solver has proven."""
-    away = sum(c.nbytes for c in copies) + problem.state
+    away = sum(c.nbytes for c in copies) + problem.state + problem.stacks
     if problem.state and problem.link is not None:
         wait = waiting(program, problem.costs.seconds, problem.link)
     return Plan(

@@ -7,6 +7,7 @@ Invariant: a buffer is live in ``[start, stop)`` steps; the profile at step ``i`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 
 from jaxtensile.ir import Graph
@@ -92,7 +93,7 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
         delta[stop[v]] -= nbytes
     for op in ops:
         if op.bodies and kernels.is_root[op.id]:
-            inner = max(_body_temp(b) for b in op.bodies)
+            inner = max(_body_temp(_Body(b)) for b in op.bodies)
             delta[op.id] += inner
             delta[op.id + 1] -= inner
     profile = list(accumulate(delta))[:n]
@@ -112,9 +113,23 @@ def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
                 stop[b] = max(stop[b], op.id + 1)
 
 
-def _body_temp(body: Graph) -> Bytes:
-    """Bytes a loop body or branch needs beyond its arguments and results."""
-    return live_ranges(body).temp
+class _Body:
+    """A body as a key: itself, whatever equals it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Body) and self.graph is other.graph
+
+
+@lru_cache(maxsize=256)
+def _body_temp(body: _Body) -> Bytes:
+    """Bytes a loop body or branch needs beyond its arguments and results; schedule after schedule shares bodies."""
+    return live_ranges(body.graph).temp
 
 
 def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> list[int]:

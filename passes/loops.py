@@ -5,6 +5,9 @@ backward one that reads them as ``xs`` at the same positions. A residual kept co
 times the trip count; recomputed, it costs its ops once per iteration. Which to keep is the same
 minimum cut as between stages, on the forward body: loop constants are there for free, slices of
 arguments too, a carry must be stacked to be had, and everything stacked anyway is free.
+
+What is kept may be stacked in host memory instead: its slice leaves at the end of a forward iteration
+and comes back at the beginning of the backward one.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from dataclasses import dataclass, replace
 from jaxtensile.ir import Graph, Op, OpId, ValueId, consumers, producers
 from jaxtensile.passes.emit import recomputed_ops
 from jaxtensile.passes.mincut import ResidualCut, price_ladder
+from jaxtensile.passes.offload import SMALLEST
 from jaxtensile.passes.stages import Mountain
+from jaxtensile.plan import Link
+from jaxtensile.units import Bytes, Seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +37,19 @@ class ScanPair:
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
     """``dropped``: ys positions that are no longer stacked; ``stacked``: forward-body values that
-    are stacked instead; ``again``: forward-body ops to run in every backward iteration."""
+    are stacked instead; ``again``: forward-body ops to run in every backward iteration.
+
+    ``hosted``: those of ``stacked`` that wait in host memory, ``aside`` bytes in all; ``wait``: seconds
+    that the copies of all iterations add.
+    """
 
     pair: ScanPair
     dropped: tuple[int, ...]
     stacked: tuple[int, ...]
     again: tuple[int, ...]
+    hosted: tuple[int, ...] = ()
+    aside: Bytes = 0
+    wait: Seconds = 0.0
 
 
 def find_pairs(graph: Graph) -> tuple[ScanPair, ...]:
@@ -88,12 +101,20 @@ class PairCut:
         needed = tuple(sorted(v for v in linked if v is not None and v not in always))
         self.all = frozenset(needed)
         """What the pair stacks as it is."""
-        trips = front.trip_count
+        trips = self._trips = front.trip_count
         self._mountain = Mountain(len(wrapped.ops), needed, always, _cone(wrapped, needed, always))
         self._graph = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
         self._made: dict[int, int] = {r: op.id for op in self._graph.ops for r in op.results}
         costs = [0.0] * self._shift + [c * trips for c in charge]
         self._cut = ResidualCut(self._graph, self._mountain, costs, ()) if needed else None
+        slices = set(xs)
+        self._able: dict[int, Bytes] = {
+            v.id: v.nbytes
+            for v in wrapped.values
+            if v.nbytes >= SMALLEST and v.space != "host" and "key" not in v.dtype and v.id not in slices
+        }
+        if front.reverse:
+            self._able = {}  # XLA:GPU may write such a stack in the wrong order, see ``jaxtensile.loops``
 
     def keep(self, price: float) -> frozenset[int]:
         """What to stack when a byte costs ``price`` seconds."""
@@ -111,16 +132,49 @@ class PairCut:
             out.add(v)
         return frozenset(out)
 
-    def plan(self, kept: frozenset[int]) -> LoopPlan | None:
-        """The pair that stacks exactly ``kept``; None when that is what it does already."""
+    def nbytes(self, value: int) -> Bytes:
+        """Bytes of one slice of a value that can wait on the host."""
+        return self._able[value]
+
+    def hosted(self, kept: frozenset[int], share: float) -> frozenset[int]:
+        """Of ``kept`` what waits on the host when about ``share`` of the bytes that can do so; large slices first."""
+        able = sorted((v for v in kept if v in self._able), key=lambda v: (-self._able[v], v))
+        room = share * sum(self._able[v] for v in able)
+        out: list[int] = []
+        for v in able:
+            room -= self._able[v]
+            if room < 0:
+                break
+            out.append(v)
+        return frozenset(out)
+
+    def wait(self, hosted: frozenset[int], link: Link, forward: Seconds) -> Seconds:
+        """Seconds that copying ``hosted`` adds; ``forward``: one iteration of the forward loop.
+
+        A slice leaves while the rest of its iteration runs; the next one needs nothing of it.
+        XLA starts to bring one back when the backward iteration begins, which needs it at once.
+        """
+        one_way = sum(link.latency + self._able[v] / link.bandwidth for v in hosted)
+        return self._trips * (max(one_way - forward, 0.0) + one_way)
+
+    def plan(self, kept: frozenset[int], hosted: frozenset[int] = frozenset(), wait: Seconds = 0.0) -> LoopPlan | None:
+        """The pair that stacks exactly ``kept``, ``hosted`` of it on the host; None when it does so already."""
         again = recomputed_ops(self._graph, self._mountain, kept)
         outs, shift = self._outs, self._shift
-        dropped = tuple(sorted(y for y, _ in self.pair.links if outs[y] in self.all - kept))
+        dropped = tuple(sorted(y for y, _ in self.pair.links if outs[y] in self.all - (kept - hosted)))
         if not dropped:
             return None
-        linked = {outs[y] for y, _ in self.pair.links}
+        linked = {outs[y] for y, _ in self.pair.links} - hosted
         stacked = tuple(sorted(v for v in kept if v not in linked))
-        return LoopPlan(self.pair, dropped, stacked, tuple(sorted(o - shift for o in again if o >= shift)))
+        return LoopPlan(
+            pair=self.pair,
+            dropped=dropped,
+            stacked=stacked,
+            again=tuple(sorted(o - shift for o in again if o >= shift)),
+            hosted=tuple(sorted(hosted)),
+            aside=self._trips * sum(self._able[v] for v in hosted),
+            wait=wait,
+        )
 
 
 def repeated(front: Op) -> Graph:
@@ -168,15 +222,25 @@ Way = tuple[LoopPlan, ...]
 class Ladder:
     """Ways to rewrite the loops of ``graph``; ``charges``: seconds of a ``repeated`` body's ops.
 
-    ``rungs``: from nothing to everything dropped, one minimum cut of every pair per price.
+    ``rungs``: from nothing to everything dropped, one minimum cut of every pair per price. With a ``link`` each
+    rung has a way with all that it keeps on the host (``away``); ``seconds``: of the ops of a body as it is.
     """
 
-    def __init__(self, graph: Graph, charges: Callable[[Graph], Sequence[float]]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        charges: Callable[[Graph], Sequence[float]],
+        link: Link | None = None,
+        seconds: Callable[[Graph], Sequence[Seconds]] | None = None,
+    ) -> None:
         pairs = find_pairs(graph)
         bodies = {p.forward: repeated(graph.ops[p.forward]) for p in pairs}
         charge = {o: charges(body) for o, body in bodies.items()}
         prices = {o: price_ladder(body, range(len(body.ops)), charge[o], _PRICES) for o, body in bodies.items()}
         self._cuts = [PairCut(graph, p, charge[p.forward]) for p in pairs]
+        self._link = link
+        if link is not None and seconds is not None:
+            self._seconds = {o: sum(seconds(graph.ops[o].bodies[0])) for o in bodies}
         self._kept: dict[Way, list[frozenset[int]]] = {(): [cut.all for cut in self._cuts]}
         for i in range(_PRICES):
             at = (prices[c.pair.forward] for c in self._cuts)
@@ -188,6 +252,21 @@ class Ladder:
         way = tuple(p for p in plans if p is not None)
         self._kept.setdefault(way, kept)
         return way
+
+    def away(self, rung: Way, share: float = 1.0) -> Way:
+        """``rung`` with about ``share`` of the bytes that it keeps, and that can be there, in host memory."""
+        if self._link is None:
+            return rung
+        plans: list[LoopPlan | None] = []
+        for cut, kept in zip(self._cuts, self._kept[rung], strict=True):
+            hosted = cut.hosted(kept, share)
+            plans.append(cut.plan(kept, hosted, cut.wait(hosted, self._link, self._seconds[cut.pair.forward])))
+        return tuple(p for p in plans if p is not None)
+
+    def aways(self, rung: Way) -> list[Way]:
+        """Ways that are ``rung`` with more and more of what it keeps in host memory, but not all."""
+        ways = dict.fromkeys(self.away(rung, share) for share in _SHARES)
+        return [way for way in ways if way not in (rung, self.away(rung))]
 
     def between(self, more: Way, less: Way) -> list[Way]:
         """Ways that stack less than ``more`` and more than ``less``."""

@@ -108,7 +108,7 @@ def mountain_at(graph: Graph, turn: int) -> Mountain:
         gap = steps[v][after] - steps[v][bisect_right(steps[v], turn - 1) - 1]
         if v in fixed:
             continue
-        if gap <= window or graph.ops[op_id].pinned:
+        if gap <= window or graph.ops[op_id].pinned or graph.values[v].space == "host":
             always.add(v)
         else:
             needed.append(v)

@@ -33,6 +33,7 @@ MAY_IMPORT = {
     "_compat": "",
     "trace": "units errors ir _compat",
     "loops": "units errors ir plan _compat trace passes",
+    "hosted": "ir plan trace loops passes",
     "rewrite": "units errors ir plan _compat trace",
     "target": "errors device gpu_description hardware",
     "compile": "units errors ir plan device target _compat",
@@ -46,18 +47,18 @@ MAY_IMPORT = {
     "split": "units ir _compat trace",
     "state": "units ir plan trace passes",
     "undo": "ir _compat trace",
-    "job": f"{VOCABULARY} compile report",
+    "job": f"{VOCABULARY} _compat compile report",
     "variants": f"{EDGE} split state undo job",
     "outcome": f"{EDGE} undo job variants timeline report",
     "pipeline": f"{EDGE} state undo job variants outcome timeline report",
-    "api": f"{EDGE} measured job report pipeline",
+    "api": f"{EDGE} measured hosted job report pipeline",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "cli": f"{VOCABULARY} api calibration runtime report workload loading doctor",
     "__init__": "errors hardware api calibration device plan report workload",
     "__main__": "cli",
 }
-MAY_USE_JAX = set("_compat trace undo split loops rewrite compile target pipeline api calibration".split())
+MAY_USE_JAX = set("_compat trace undo split loops hosted rewrite compile target pipeline api calibration".split())
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
 

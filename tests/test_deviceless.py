@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -155,6 +156,38 @@ def test_values_wait_on_the_host_instead():
     assert both.recompute_flops < alone.recompute_flops and alone.compiled.host == 0
     assert "offload" in {d.kind for d in both.decisions}
     assert "offloaded" in str(both) and "to the host and back in a step" in str(both)
+
+
+def ode():
+    module = workloads.load("ode")
+    return module.workload(module.Config(batch=4, grid=256, steps=200))
+
+
+@pytest.mark.parametrize(
+    "target", [pytest.param(H200, marks=pytest.mark.cuda_aot), pytest.param(V5E, marks=pytest.mark.tpu_aot)]
+)
+def test_what_a_loop_stacks_waits_on_the_host(target):
+    """One field of 2 MiB per step is on the host; without it that many bytes are on the device."""
+    work = ode()
+    step = jaxtensile.jit(work.fun, budget="400MB", host_budget="1GiB", target=target, **work.jit_options)
+    report = step.plan(*work.args)
+    assert report.compiled.exact and report.compiled.device <= report.budget
+    assert report.compiled.host == report.offload_bytes == 200 * 2 << 20 > report.budget
+    assert "offload" in {d.kind for d in report.decisions}
+    assert report.wait > 0
+    if target == H200:
+        strides = slice_strides(step.lower(*work.args).compile().as_text(), "f32[1,4,256,256,2]")
+        assert all(stride < 0 for stride in strides), "the backward loop reads the last slice first"
+
+
+def slice_strides(hlo, shape):
+    """By how many bytes an iteration XLA takes the place of such a slice to move on, where it takes it to be linear."""
+    found = []
+    for line in hlo.splitlines():
+        if re.search(rf"= {re.escape(shape)}\S* dynamic-slice\(", line) and "dynamic_slice_config" in line:
+            linear = re.search(r'"linear":\{[^}]*"byte_stride":"(-?\d+)"', line)
+            found.append(int((linear or re.search(r'"byte_stride":"(-?\d+)"', line))[1]))
+    return found
 
 
 @pytest.mark.cuda_aot

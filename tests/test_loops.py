@@ -9,9 +9,11 @@ from jaxtensile.device import profile
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.loops import Ladder, PairCut, find_pairs
+from jaxtensile.plan import Link
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
 
 DEVICE = profile("nvidia-h200")
+LINK = Link(bandwidth=1e9, latency=1e-5)
 LEVEL_0 = {"xla_backend_optimization_level": 0}
 
 
@@ -80,8 +82,17 @@ def program(request):
     return jax.value_and_grad(request.param), args
 
 
-def ladder(graph):
-    return Ladder(graph, lambda body: op_costs(body, DEVICE).charge)
+def ladder(graph, link=None):
+    return Ladder(
+        graph,
+        lambda body: op_costs(body, DEVICE).charge,
+        link,
+        lambda body: op_costs(body, DEVICE).seconds,
+    )
+
+
+def fun_name(program):
+    return program[0].__wrapped__.__name__
 
 
 def ways_of(fun, args):
@@ -101,6 +112,70 @@ def test_every_way_to_rewrite_gives_the_same_values(program):
         for new, old in zip(run(*jax.tree.leaves(args)), expected, strict=True):
             assert new.dtype == old.dtype and new.shape == old.shape
             np.testing.assert_allclose(new, old, rtol=2e-5, atol=2e-5)  # twelve chained f32 steps
+
+
+@pytest.mark.parametrize("load_index", [False, True])
+def test_stacks_on_the_host_give_the_same_values(program, load_index, monkeypatch):
+    monkeypatch.setattr("jaxtensile.passes.loops.SMALLEST", 1)
+    fun, args = program
+    traced = jax.jit(fun).trace(*args)
+    flat = trace_jaxpr(traced.jaxpr)
+    expected = jax.tree.leaves(jax.jit(fun, compiler_options=LEVEL_0)(*args))
+    full = ladder(flat.graph, LINK)
+    ways = dict.fromkeys(way for rung in full.rungs for way in (full.away(rung), *full.aways(rung)))
+    hosted = [way for way in ways if any(plan.hosted for plan in way)]
+    assert bool(hosted) == (fun_name(program) != "reverse"), "a loop that runs backwards stacks on the device"
+    for way in hosted:
+        closed = rewrite_loops(flat, traced.jaxpr, way, load_index=load_index)
+        graph = trace_jaxpr(closed).graph
+        there = [v for op in graph.ops for v in op.results if graph.values[v].space == "host"]
+        assert sum(graph.values[v].nbytes for v in there) == sum(plan.aside for plan in way)
+        assert all(op.pinned for op in graph.ops if set(there) & set(op.results)), "none is made twice"
+        run = jax.jit(lambda *xs, c=closed: jax.core.eval_jaxpr(c.jaxpr, c.consts, *xs), compiler_options=LEVEL_0)
+        for new, old in zip(run(*jax.tree.leaves(args)), expected, strict=True):
+            np.testing.assert_allclose(new, old, rtol=2e-5, atol=2e-5)
+
+
+def test_large_slices_go_to_the_host_first_and_small_ones_never():
+    def f(x, y, z):
+        def body(c, k):
+            a, b, d = c
+            return (jnp.sin(a * k), jnp.sin(b * k), jnp.sin(d * k)), None
+
+        out, _ = jax.lax.scan(body, (x, y, z), jnp.arange(4.0))
+        return sum((o**2).sum() for o in out)
+
+    sizes = (1 << 20, 1 << 18, 1 << 17)  # 4 MiB, 1 MiB, 512 KiB
+    args = [jax.ShapeDtypeStruct((n,), jnp.float32) for n in sizes]
+    graph = trace_jaxpr(jax.jit(jax.grad(f, argnums=(0, 1, 2))).trace(*args).jaxpr).graph
+    (pair,) = find_pairs(graph)
+    cut = PairCut(graph, pair, op_costs(graph.ops[pair.forward].bodies[0], DEVICE).charge)
+    graph.ops[pair.forward].bodies[0]
+
+    def bytes_of(values):
+        return sorted((cut.nbytes(v) for v in values), reverse=True)
+
+    kept = min((cut.keep(p) for p in (0.0, 1.0, 1e9)), key=len)
+    every = cut.hosted(kept, 1.0)
+    assert set(bytes_of(every)) == {4 << 20, 1 << 20}
+    assert set(bytes_of(cut.hosted(kept, 0.8))) == {4 << 20}
+    assert cut.hosted(kept, 0.1) == frozenset()
+    assert cut.plan(kept, every).aside == 4 * sum(bytes_of(every))
+
+
+def test_a_copy_hides_behind_the_forward_iteration_and_not_behind_the_backward_one():
+    def f(x):
+        out, _ = jax.lax.scan(lambda c, k: (jnp.sin(c * k), None), x, jnp.arange(10.0))
+        return (out**2).sum()
+
+    graph = trace_jaxpr(jax.jit(jax.grad(f)).trace(jax.ShapeDtypeStruct((1 << 20,), jnp.float32)).jaxpr).graph
+    (pair,) = find_pairs(graph)
+    cut = PairCut(graph, pair, op_costs(graph.ops[pair.forward].bodies[0], DEVICE).charge)
+    one = cut.hosted(cut.keep(1e9), 1.0)
+    assert len(one) == 1
+    length = LINK.latency + (4 << 20) / LINK.bandwidth
+    assert cut.wait(one, LINK, length) == pytest.approx(10 * length)
+    assert cut.wait(one, LINK, 0.25 * length) == pytest.approx(10 * 1.75 * length)
 
 
 def test_dearer_bytes_stack_less(program):
