@@ -4,7 +4,7 @@ A fusible op (elementwise, broadcast, slice, …) disappears into its consumers 
 needs its result in memory: a library call, a loop, a barrier, an output. Model of XLA's
 producer-consumer fusion: a producer is fused into all of its consumers or into none, and only
 while that reads fewer bytes than writing the result once (priority fusion,
-``xla/service/gpu/transforms/priority_fusion.cc``).
+``xla/service/gpu/transforms/priority_fusion.cc``). Consumers that have become one kernel are one.
 
 Invariant: every value has a ``home``: itself when it is a buffer, the buffer it is a view of,
 or -1 when it never exists.
@@ -79,6 +79,7 @@ def fuse(graph: Graph) -> Kernels:
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
     must_exist = _needed_in_memory(graph, read_by, wanted)
+    alone = _read_by_one_kernel(graph, read_by, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
     work = [0.0] * len(values)  # arithmetic inside a fused value, in bytes of traffic that take as long
@@ -107,7 +108,7 @@ def fuse(graph: Graph) -> Kernels:
             effort = sum(work[v] for v in dict.fromkeys(op.operands))
             effort += WORK.get(name, 0.0) * math.prod(values[r0].shape)
             if not any(must_exist[r] for r in op.results) and _worth_fusing(
-                effort, values[r0].nbytes, len(read_by[r0]), [values[s].nbytes for s in sources]
+                effort, values[r0].nbytes, 1 if alone[op.id] else len(read_by[r0]), [values[s].nbytes for s in sources]
             ):
                 for r in op.results:
                     home[r] = -1
@@ -147,3 +148,18 @@ def _needed_in_memory(graph: Graph, read_by: list[list[int]], wanted: set[int]) 
             for v in op.operands:
                 needed[v] = True
     return needed
+
+
+def _read_by_one_kernel(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> list[bool]:
+    """For each op whether all that reads it ends in one kernel: computed there, it is computed once."""
+    ops = graph.ops
+    sink = list(range(len(ops)))
+    alone = [False] * len(ops)
+    for op in reversed(ops):
+        if not is_fusible(op.primitive) and op.primitive not in VIEWS:
+            continue
+        ends = {sink[o] for r in op.results for o in read_by[r]}
+        alone[op.id] = len(ends) == 1
+        if alone[op.id] and not any(must_exist[r] for r in op.results):
+            sink[op.id] = ends.pop()
+    return alone

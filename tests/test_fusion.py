@@ -164,6 +164,17 @@ def test_dear_arithmetic_is_not_repeated_in_many_readers():
     assert not exists("neg")
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_value_whose_readers_end_in_one_kernel_is_made_in_it(apart):
+    """Dear and from three sources, read twice: by one kernel in the end, or by two."""
+    b = Builder()
+    x, y, z, w = b.input(N), b.input(N), b.input(N), b.input(N)
+    dear = b.op("tanh", b.op("mul", b.op("add", x, y), z))
+    left, right = b.op("mul", dear, w), b.op("sub", dear, w)
+    ends = [b.op("cumsum", left), b.op("cumsum", right)] if apart else [b.op("cumsum", b.op("add", left, right))]
+    assert (dear in buffers(b.graph(*ends))) == apart
+
+
 def test_an_output_exists_and_its_readers_read_it():
     b = Builder()
     x = b.input(N)
