@@ -158,8 +158,13 @@ def _read_by_one_kernel(graph: Graph, read_by: list[list[int]], must_exist: list
     for op in reversed(ops):
         if not is_fusible(op.primitive) and op.primitive not in VIEWS:
             continue
-        ends = {sink[o] for r in op.results for o in read_by[r]}
-        alone[op.id] = len(ends) == 1
-        if alone[op.id] and not any(must_exist[r] for r in op.results):
-            sink[op.id] = ends.pop()
+        readers = read_by[op.results[0]] if len(op.results) == 1 else [o for r in op.results for o in read_by[r]]
+        if not readers:
+            continue
+        end = sink[readers[0]]
+        if len(readers) > 1 and any(sink[o] != end for o in readers):
+            continue
+        alone[op.id] = True
+        if not any(must_exist[r] for r in op.results):
+            sink[op.id] = end
     return alone
