@@ -139,15 +139,14 @@ def report(
         )
     variant, plan = made.variant, made.plan
     flops = variant.traced.graph.flops + plan.recompute_flops
-    loop_actions = _loop_actions(variant.base, variant.loops)
-    decisions = (*_decisions(variant.base, loop_actions), *_decisions(variant.traced, plan.actions, plan.program))
+    actions, decisions = _chosen(variant, plan)
     kept: tuple[Action, ...] = ()
     if variant.undone is not None:
         kept = _kept_again(variant.undone, variant, plan)
         known = {action.value for action in plan.actions}
         new = tuple(action for action in kept if action.value not in known)
         decisions = (*_decisions(variant.base, new), *decisions)
-        count = f"{len(kept)} values kept that it would recompute, " if not variant.loops else ""
+        count = f"{len(kept)} values kept that it would recompute, " if variant.as_it_is else ""
         ratio = flops / traced.graph.flops if traced.graph.flops else 1.0
         notes.insert(0, f"jax.checkpoint undone: {count}matrix FLOPs x {ratio:.3f} of the program as written")
         kept = new
@@ -161,7 +160,7 @@ def report(
         sites = _sites(variant.traced, variant.problem.costs.seconds)
     return Report(
         predicted=plan.predicted,
-        actions=(*kept, *loop_actions, *plan.actions),
+        actions=(*kept, *actions),
         decisions=decisions,
         undone=variant.undone is not None,
         recompute_flops=flops - traced.graph.flops,
@@ -170,7 +169,7 @@ def report(
         state=job.state,
         overhead=overhead,
         overhead_ratio=overhead / step if step else 0.0,
-        stages=plan.program.stages() + len(variant.loops),
+        stages=_stages(variant, plan),
         solver=plan.solver,
         gap=plan.gap,
         timeline=Timeline(plain_track, _track(plan.program, sites)),
@@ -196,6 +195,20 @@ def _track(program: Program, sites: Sites) -> Track:
     return Track(sites=sites, origin=program.origin, device=tuple(base + b for b in live.profile), base=base)
 
 
+def _chosen(variant: Variant, plan: Plan) -> tuple[tuple[Action, ...], tuple[Decision, ...]]:
+    """What was done with values: by loops, inside bodies (of which they are values), and by the plan."""
+    loops = _loop_actions(variant.base, variant.loops)
+    bodies = [_chosen(inside.variant, inside.plan) for inside in variant.inside]
+    actions = (*loops, *(a for acts, _ in bodies for a in acts), *plan.actions)
+    own = _decisions(variant.traced, plan.actions, plan.program)
+    return actions, (*_decisions(variant.base, loops), *(d for _, decided in bodies for d in decided), *own)
+
+
+def _stages(variant: Variant, plan: Plan) -> int:
+    """Points at which recomputation begins, loops and bodies included."""
+    return plan.program.stages() + len(variant.loops) + sum(_stages(i.variant, i.plan) for i in variant.inside)
+
+
 def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, ...]:
     """A stack that a loop no longer makes is recomputed by that loop's body, or stands in host memory."""
     out: list[Action] = []
@@ -215,7 +228,7 @@ def _kept_again(undone: Undone, variant: Variant, plan: Plan) -> tuple[Action, .
 
     Unknown where loops were rewritten too: that program has other values.
     """
-    if variant.loops:
+    if not variant.as_it_is:
         return ()
     graph = undone.traced.graph
     again = {action.value for action in plan.actions if isinstance(action, Remat)}

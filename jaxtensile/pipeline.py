@@ -246,7 +246,7 @@ class _Page:
             (variant, plan), first = first or self.cheapest(candidates, aim), None
             with clock("check"):
                 check(variant.problem.graph, plan.program)
-            if plan.changes_nothing and not variant.loops:
+            if plan.changes_nothing and variant.as_it_is:
                 known = self.as_it_is(variant)
                 if variant.undone is None and known is None and plan.predicted.device <= aim:
                     # With its checkpoints it may fit as it is, at the least price.

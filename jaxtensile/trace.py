@@ -302,7 +302,11 @@ def jaxpr_flops(jaxpr: Any) -> float:
 def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
     """The closed jaxpr of ``evaluate`` on the arguments of ``closed``."""
     jaxpr, _ = _compat.open_jaxpr(closed)
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in jaxpr.invars]
+    kinds = [_compat.HostShape if _space(v.aval) == "host" else jax.ShapeDtypeStruct for v in jaxpr.invars]
+    avals = [
+        kind(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
+        for kind, v in zip(kinds, jaxpr.invars, strict=True)
+    ]
     return jax.make_jaxpr(evaluate)(*avals)
 
 

@@ -1,23 +1,27 @@
 """In which ways may a program be rewritten before it is planned, and which of them has the cheapest plan?
 
 The ways: as it is, without the user's checkpoints, with products made slice by slice, and each with
-more and more of what its loops stack recomputed instead. All are compared by what they cost over the
+more and more of what its loops stack recomputed instead; and, once nothing else fits, with the bodies of
+loops and branches planned as programs of their own. All are compared by what they cost over the
 program as written. A program is rewritten when it is first asked for.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
+from jaxtensile.bodies import Body, Key, bodies_of, with_bodies
 from jaxtensile.job import Job
 from jaxtensile.loops import rewrite_loops
+from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way, repeated
 from jaxtensile.plan import Costs, Plan, Prepare, Problem
+from jaxtensile.rewrite import rewrite
 from jaxtensile.split import sliced_products, split_products
 from jaxtensile.state import on_host
 from jaxtensile.trace import Traced, trace_jaxpr
@@ -33,7 +37,8 @@ class Variant:
     """The program rewritten in one way, and what that costs over the program as written.
 
     ``base``: the program before its loops were rewritten; ``undone``: set where it has no checkpoints;
-    ``sliced``: products that are made slice by slice; ``finer``: steps between this and the next dearer one.
+    ``sliced``: products that are made slice by slice; ``inside``: what became of the bodies of its loops and
+    branches; ``finer``: steps between this and the next dearer one.
     """
 
     job: Job
@@ -44,6 +49,7 @@ class Variant:
     loops: tuple[LoopPlan, ...] = ()
     undone: Undone | None = None
     sliced: int = 0
+    inside: tuple[Inside, ...] = ()
     host: bool = True
     known: Costs | None = None
     finer: Callable[[], list[Variant]] = list
@@ -53,13 +59,28 @@ class Variant:
         """Bytes that its loops stack in host memory."""
         return sum(plan.aside for plan in self.loops)
 
+    @property
+    def as_it_is(self) -> bool:
+        """Whether neither its loops nor their bodies are rewritten."""
+        return not (self.loops or self.inside)
+
+    @cached_property
+    def looped(self) -> Traced:
+        """The program with its loops rewritten."""
+        if not self.loops:
+            return self.base
+        changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
+        return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
+
     @cached_property
     def traced(self) -> Traced:
         """The program that is planned."""
-        if not self.loops:
-            return streamed(self.job, self.base)
-        changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
-        return streamed(self.job, trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused))
+        traced = self.looped
+        if self.inside:
+            new = {i.key: rewrite(i.variant.traced, i.plan.program) for i in self.inside}
+            changed = with_bodies(traced, self.job.jaxpr, new)
+            traced = trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
+        return streamed(self.job, traced)
 
     @cached_property
     def problem(self) -> Problem:
@@ -81,6 +102,24 @@ class Variant:
     def solve(self) -> Callable[[Bytes], Plan]:
         """The solver's answer for a budget."""
         return self.prepare(self.problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inside:
+    """How one body of the program with its loops rewritten was planned, as a program of its own."""
+
+    key: Key
+    trips: int
+    variant: Variant
+    plan: Plan
+
+    @property
+    def charge(self) -> Seconds:
+        return self.trips * _charge(self.variant, self.plan)
+
+    @property
+    def seconds(self) -> Seconds:
+        return self.trips * (self.variant.seconds + self.plan.overhead)
 
 
 def streamed(job: Job, traced: Traced) -> Traced:
@@ -155,8 +194,73 @@ def with_loops(start: Variant) -> list[Variant]:
     ]
 
 
+_INSIDE = (0.75, 0.5, 0.25, 0.0)
+"""Shares of its temporaries that a body is planned for."""
+
+
+class _Bodies:
+    """The bodies of ``start`` that need much memory of their own, and plans for them."""
+
+    def __init__(self, start: Variant) -> None:
+        self.start = start
+        live = live_ranges(start.looped.graph)
+        smallest = LARGE * live.temp
+        self.large: list[tuple[Key, Body, Traced, Bytes]] = []
+        for op in start.looped.graph.ops if start.job.shards == 1 else ():
+            for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not op.pinned else ()):
+                inner = body.traced()
+                temp = live_ranges(inner.graph).temp
+                if temp >= max(smallest, 1):
+                    self.large.append(((op.id, k), body, inner, temp))
+        self._candidates = cache(self._of)
+
+    def _of(self, i: int) -> Candidates:
+        _, body, inner, _ = self.large[i]
+        job = replace(
+            self.start.job,
+            jaxpr=body.closed,
+            donated=body.donated,
+            keep_unused=True,
+            host_budget=0,
+            place=None,
+            state=(),
+        )
+        costs = op_costs(inner.graph, job.device)
+        return Candidates(written(job, inner, costs, self.start.prepare), costs)
+
+    def at(self, share: float) -> Variant:
+        """``start`` with each large body planned for ``share`` of its temporaries, or as far as that goes."""
+        start, found = self.start, list[Inside]()
+        for i, (key, body, inner, temp) in enumerate(self.large):
+            live = live_ranges(inner.graph)
+            variant, plan = self._candidates(i).cheapest(live.device - int((1 - share) * temp))
+            if variant.as_it_is and plan.changes_nothing:
+                continue
+            check(variant.problem.graph, plan.program)
+            found.append(Inside(key=key, trips=body.trips, variant=variant, plan=plan))
+        made = replace(
+            start,
+            inside=tuple(found),
+            charge=start.charge + sum(i.charge for i in found),
+            seconds=start.seconds + sum(i.seconds for i in found),
+            finer=list,
+        )
+        made.__dict__["looped"] = start.looped  # the same, and known
+        return made
+
+    def between(self, low: float, high: float) -> list[Variant]:
+        """Three steps between two shares."""
+        return [self.at(low + part * (high - low)) for part in (0.25, 0.5, 0.75)]
+
+    def rungs(self) -> Iterator[Variant]:
+        """The same for less and less memory, each with steps to the one before as ``finer``."""
+        for high, low in zip((1.0, *_INSIDE), _INSIDE, strict=False) if self.large else ():
+            yield replace(self.at(low), finer=cache(partial(self.between, low, high)))
+
+
 class Candidates:
-    """The variants of one program, cheapest first; large products made slice by slice once nothing else fits.
+    """The variants of one program, cheapest first; once nothing else fits, large products are made slice by slice,
+    and bodies of loops and branches are planned.
 
     ``costs``: of the program as written; ``others``: variants that are taken as they are.
     """
@@ -165,6 +269,8 @@ class Candidates:
         self.variants = _ordered([*with_loops(start), *others])
         self._start, self._costs = start, costs
         self._slicing_tried = False
+        self._rungs: Iterator[Variant] | None = None
+        """Plans for bodies that have not been asked for yet."""
 
     def cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
         """The cheapest variant and plan that fit; the smallest when none does."""
@@ -177,7 +283,16 @@ class Candidates:
                 second = cheapest(more, budget)
                 if second[1].predicted.device < best[1].predicted.device:
                     self.variants = _ordered([*self.variants, *more])
-                    return second
+                    best = second
+        if best[1].predicted.device > budget:
+            self._rungs = self._rungs or _Bodies(best[0]).rungs()
+            for variant in self._rungs:
+                self.variants = _ordered([*self.variants, variant])
+                found = cheapest([variant], budget)
+                if found[1].predicted.device < best[1].predicted.device:
+                    best = found
+                if best[1].predicted.device <= budget:
+                    break
         return best
 
     def forget_host(self) -> None:
@@ -230,9 +345,9 @@ def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
 
 def _chains(variants: list[Variant]) -> list[list[Variant]]:
     """Variants that differ in their loops alone, with and without stacks on the host."""
-    chains: dict[tuple[int, bool], list[Variant]] = {}
+    chains: dict[tuple[int, bool, bool], list[Variant]] = {}
     for variant in variants:
-        chains.setdefault((id(variant.base), variant.aside > 0), []).append(variant)
+        chains.setdefault((id(variant.base), variant.aside > 0, bool(variant.inside)), []).append(variant)
     return list(chains.values())
 
 

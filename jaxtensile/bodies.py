@@ -1,0 +1,83 @@
+"""Bodies of loops and branches as programs of their own, and a program with other bodies in their places.
+
+Invariant: a body that is exchanged takes and gives values of the same types; everything around it
+is bound as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxtensile import _compat
+from jaxtensile.trace import Traced, bind, retrace, trace_jaxpr
+
+_PARAMETER = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
+
+Key = tuple[int, int]
+"""Op, and which of its bodies."""
+
+
+@dataclass(frozen=True)
+class Body:
+    """A body: its closed jaxpr, which of its arguments its results replace (a loop's carry), and how often it runs."""
+
+    closed: Any
+    donated: tuple[bool, ...]
+    trips: int
+
+    def traced(self) -> Traced:
+        return trace_jaxpr(self.closed, self.donated)
+
+
+def bodies_of(traced: Traced, o: int) -> list[Body]:
+    """The bodies of op ``o`` that can be exchanged: of scans, whiles and branches on plain arrays."""
+    eqn, op = traced.equations[o].eqn, traced.graph.ops[o]
+    if eqn is None or op.primitive not in _PARAMETER or eqn.effects:
+        return []
+    found = eqn.params[_PARAMETER[op.primitive]]
+    out: list[Body] = []
+    for closed in found if isinstance(found, tuple) else (found,):
+        jaxpr, _ = _compat.open_jaxpr(closed)
+        if not all(type(v.aval) is _compat.ShapedArray for v in (*jaxpr.invars, *jaxpr.outvars)):
+            return []
+        out.append(Body(closed, _carried(op.primitive, op.carried, eqn.params, len(jaxpr.invars)), op.trip_count))
+    return out
+
+
+def _carried(primitive: str, carried: tuple[int, int], params: Mapping[str, Any], count: int) -> tuple[bool, ...]:
+    """Which arguments of a body are a loop's carry."""
+    if primitive == "while":
+        carried = params["body_nconsts"], count - params["body_nconsts"]
+    consts, carries = carried
+    return tuple(consts <= i < consts + carries for i in range(count))
+
+
+def with_bodies(traced: Traced, closed: Any, new: Mapping[Key, Callable[[Sequence[Any]], list[Any]]]) -> Any:
+    """The closed jaxpr of ``traced`` (of ``closed``) with other bodies: flat arguments → flat results."""
+    changed = {o for o, _ in new}
+
+    def evaluate(*flat: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
+        env.update(traced.consts)
+
+        def read(atom: Any) -> Any:
+            return env[atom] if isinstance(atom, int) else atom.val
+
+        for o, equation in enumerate(traced.equations):
+            if o in changed:
+                name = _PARAMETER[equation.eqn.primitive.name]
+                old = equation.eqn.params[name]
+                several = isinstance(old, tuple)
+                made = tuple(
+                    retrace(lambda *args, f=new[o, k]: f(args), body) if (o, k) in new else body
+                    for k, body in enumerate(old if several else (old,))
+                )
+                eqn = equation.eqn.replace(params={**equation.eqn.params, name: made if several else made[0]})
+                equation = replace(equation, eqn=eqn)
+            results = bind(equation, [read(a) for a in equation.operands])
+            env.update(zip(equation.results, results, strict=True))
+        return [read(a) for a in traced.outputs]
+
+    return retrace(evaluate, closed)
