@@ -198,7 +198,8 @@ def without_host(variants: list[Variant]) -> list[Variant]:
 def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
     """The cheapest variant and plan that fit; the smallest when none does. ``variants``: cheapest first.
 
-    Of those that rewrite the same loops more and more, the dearer ones are taken to need less.
+    Of those that recompute more and more in the same loops, the dearer ones are taken to need less. With stacks
+    on the host they need not: the dearest stacks most, and what it cannot stack there stays on the device.
     """
     best: tuple[Variant, Plan] | None = None
 
@@ -218,7 +219,9 @@ def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
             best = found
 
     for chain in _chains(variants):
-        first = bisect_left(chain, True, key=fits) if fits(chain[-1]) else len(chain) - 1
+        first = 0
+        if not chain[0].aside:
+            first = bisect_left(chain, True, key=fits) if fits(chain[-1]) else len(chain) - 1
         for variant in chain[first:]:
             consider(variant)
     assert best is not None, "there is always the program as it is"

@@ -122,6 +122,38 @@ def test_a_step_between_wins_where_it_fits():
         assert plan.predicted.device <= need and variant.charge <= step.charge
 
 
+def large_and_small(w, x):
+    """Slices that can wait on the host, and many that are too small for it."""
+
+    def body(carry, _):
+        h, s = carry
+        y = jnp.sin(jnp.tanh(h @ w)) * jnp.cos(h)
+        t = s
+        for i in range(8):
+            t = jnp.sin(jnp.tanh(t * (i + 1) + y[:128].mean(0)[:1]))
+        return (y + h, t), None
+
+    (h, s), _ = lax.scan(body, (x, jnp.zeros(1 << 17)), None, length=64)
+    return (h**2).sum() + (s**2).sum()
+
+
+def test_of_stacks_on_the_host_the_cheapest_that_fits_is_found():
+    """The dearest way keeps most: here its small slices need more than all that the cheapest one recomputes."""
+    args = jnp.zeros((512, 512)), jnp.zeros((1024, 512))
+    jaxpr = jax.jit(jax.grad(large_and_small)).trace(*args).jaxpr
+    work = job(looped, jaxpr=jaxpr, args=args, device=profile("nvidia-h200"), host_budget=8 << 30)
+    traced = trace_jaxpr(jaxpr)
+    written = ways.written(work, traced, op_costs(traced.graph, work.device), prepare)
+    found = sorted(ways.with_loops(written), key=lambda v: v.charge)
+    hosted = [v for v in found if v.aside]
+    needs = [v.solve(0).predicted.device for v in hosted]
+    assert needs[-1] > min(needs)
+    for need in needs:
+        variant, plan = ways.cheapest(found, need)
+        assert plan.predicted.device <= need
+        assert variant.charge <= min(v.charge for v, n in zip(hosted, needs, strict=True) if n <= need)
+
+
 def test_without_the_host_nothing_waits_there():
     work = job(unrolled, device=profile("nvidia-h200"), host_budget=1 << 30)
     written, _ = both(work)
