@@ -141,10 +141,15 @@ def with_loops(start: Variant) -> list[Variant]:
         return cache(lambda: [at(way) for way in ladder.between(more, less)])
 
     def less_away(rung: Way) -> Callable[[], list[Variant]]:
-        return cache(lambda: [at(way) for way in ladder.aways(rung)])
+        return cache(lambda: [v for v in map(at, ladder.aways(rung)) if v.aside <= room])
+
+    def all_away(rung: Way) -> Variant:
+        """With all that it keeps on the host, or with what there is room for."""
+        every = at(ladder.away(rung))
+        return every if every.aside <= room else at(ladder.away(rung, room / every.aside))
 
     rungs = sorted((at(way) for way in ladder.rungs), key=lambda v: v.charge)
-    away = [replace(at(ladder.away(r.loops)), finer=less_away(r.loops)) for r in rungs] if link is not None else []
+    away = [replace(all_away(r.loops), finer=less_away(r.loops)) for r in rungs] if link is not None else []
     above = [rungs[0], *rungs]
     return [
         *(

@@ -154,6 +154,27 @@ def test_of_stacks_on_the_host_the_cheapest_that_fits_is_found():
         assert variant.charge <= min(v.charge for v, n in zip(hosted, needs, strict=True) if n <= need)
 
 
+def two_carries(w, x):
+    def body(carry, k):
+        a, b = carry
+        return (jnp.sin(a * k) @ w, jnp.cos(b * k) @ w), None
+
+    a, b = lax.scan(body, (x, x + 1), jnp.arange(1.0, 9.0))[0]
+    return (a**2).sum() + (b**2).sum()
+
+
+@pytest.mark.parametrize("slices", [0, 4, 8, 12, 16, 24, 32])
+def test_of_what_loops_keep_as_much_is_on_the_host_as_there_is_room_for(slices):
+    args = jnp.zeros((256, 256)), jnp.zeros((1024, 256))
+    jaxpr = jax.jit(jax.grad(two_carries)).trace(*args).jaxpr
+    room = slices * (1 << 20) + (1 << 19)
+    work = job(looped, jaxpr=jaxpr, args=args, device=profile("nvidia-h200"), host_budget=room)
+    traced = trace_jaxpr(jaxpr)
+    found = ways.with_loops(ways.written(work, traced, op_costs(traced.graph, work.device), prepare))
+    asides = {v.aside for v in (*found, *(s for v in found for s in v.finer()))}
+    assert max(asides) == slices // 8 * (8 << 20), "whole stacks of eight slices of 1 MiB"
+
+
 def test_without_the_host_nothing_waits_there():
     work = job(unrolled, device=profile("nvidia-h200"), host_budget=1 << 30)
     written, _ = both(work)
