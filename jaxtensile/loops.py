@@ -80,7 +80,8 @@ def _loop(
     hosted = {v for p in plans for v in p.hosted}
 
     # Stacks on the host that are read at a loaded index are constants of the loop.
-    apart = [{v for v, s in source.stacks.items() if load_index and _compat.in_host_memory(s)} for source in sources]
+    there = [{v for v, s in source.stacks.items() if _compat.in_host_memory(s)} for source in sources]
+    apart = [own if load_index else set[int]() for own in there]
     loaded = [{v: s for v, s in source.stacks.items() if v in own} for source, own in zip(sources, apart, strict=True)]
     given = [{v: s for v, s in src.stacks.items() if v not in own} for src, own in zip(sources, apart, strict=True)]
 
@@ -88,8 +89,8 @@ def _loop(
         others, slices, index = x
         recomputed: dict[int, Any] = {}
         for source, values, own in zip(sources, slices, loaded, strict=True):
-            there = {v: lax.dynamic_index_in_dim(s, index, keepdims=False) for v, s in own.items()}
-            recomputed.update(source.recompute(values | there))
+            found = {v: lax.dynamic_index_in_dim(s, index, keepdims=False) for v, s in own.items()}
+            recomputed.update(source.recompute(values | found))
         left = iter(others)
         count = len(body.arguments) - consts - carries
         full = [recomputed[k] if k in missing else next(left) for k in range(count)]
@@ -102,7 +103,11 @@ def _loop(
     with _compat.equation_context(equation.eqn, equation.stack):
         order = lax.optimization_barrier(np.arange(params["length"], dtype=np.int32)) if any(loaded) else None
         start = operands[consts : consts + carries]
-        carry, (ys, new) = _scan(step, start, (xs, given, order), params)
+        # Unrolled, slices would be put together on the host, by its processor or on the device after all.
+        unroll = 1 if hosted or any(there) else params["unroll"]
+        carry, (ys, new) = lax.scan(
+            step, start, (xs, given, order), length=params["length"], reverse=params["reverse"], unroll=unroll
+        )
     for plan in plans:
         extra.update(((plan.pair.forward, v), stack) for v, stack in zip(stacked, new, strict=True))
     left = iter(ys)
@@ -169,14 +174,3 @@ def _run(body: Traced, args: Sequence[Any]) -> dict[int, Any]:
 
 def _read(env: dict[int, Any], atom: Any) -> Any:
     return env[atom] if isinstance(atom, int) else atom.val
-
-
-def _scan(step: Any, carry: Sequence[Any], xs: Any, params: Any) -> Any:
-    return lax.scan(
-        step,
-        list(carry),
-        xs if isinstance(xs, tuple) else list(xs),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )

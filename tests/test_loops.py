@@ -173,6 +173,26 @@ def test_stacks_on_the_host_give_the_same_values(program, load_index, monkeypatc
             np.testing.assert_allclose(new, old, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("unroll", [2, 5, True])
+def test_a_loop_that_stacks_on_the_host_is_not_unrolled(unroll, monkeypatch):
+    """XLA joins the slices of an unrolled loop by a concatenation, which it runs on the host."""
+    monkeypatch.setattr("jaxtensile.passes.loops.SMALLEST", 1)
+
+    def loss(x):
+        return (jax.lax.scan(lambda c, k: (jnp.sin(c * k), None), x, jnp.arange(12.0), unroll=unroll)[0] ** 2).sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(jnp.ones(8))
+    flat = trace_jaxpr(traced.jaxpr)
+    full = ladder(flat.graph, LINK)
+
+    def unrolled(way):
+        jaxpr = rewrite_loops(flat, traced.jaxpr, way).jaxpr
+        return {eqn.params["unroll"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"}
+
+    assert unrolled(full.rungs[-1]) == {12 if unroll is True else unroll}
+    assert unrolled(full.away(full.rungs[0])) == {1}
+
+
 def test_large_slices_go_to_the_host_first_and_small_ones_never():
     def f(x, y, z):
         def body(c, k):
