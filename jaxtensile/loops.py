@@ -43,10 +43,9 @@ def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan], *, loa
 
         for i, equation in enumerate(traced.equations):
             operands = [read(a) if not (isinstance(a, int) and a not in env) else None for a in equation.operands]
-            if i in fronts:
-                results = _forward(equation, operands, fronts[i], extra)
-            elif i in backs:
-                results = _backward(traced, equation, operands, backs[i], extra, read, load_index)
+            if i in fronts or i in backs:
+                sources = [_Source(traced, plan, extra, read) for plan in backs.get(i, ())]
+                results = _loop(equation, operands, fronts.get(i, ()), sources, extra, load_index)
             else:
                 results = bind(equation, operands)
             env.update((v, r) for v, r in zip(equation.results, results, strict=True) if r is not None)
@@ -55,53 +54,34 @@ def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan], *, loa
     return retrace(evaluate, closed)
 
 
-def _forward(
-    equation: Equation, operands: Sequence[Any], plans: Sequence[LoopPlan], extra: dict[tuple[int, int], Any]
-) -> list[Any]:
-    """The forward scan without the dropped stacks (None in their place) and with the new ones in ``extra``."""
-    params = equation.eqn.params
-    consts, carries = _compat.scan_split(params)
-    body = trace_jaxpr(params["jaxpr"])
-    slices = set(body.arguments[consts + carries :])
-    dropped = {y for p in plans for y in p.dropped}
-    stacked = sorted({v for p in plans for v in p.stacked} - slices)
-    hosted = {v for p in plans for v in p.hosted}
-
-    def step(carry: Any, x: Any) -> Any:
-        env = _run(body, [*operands[:consts], *carry, *x])
-        outs = [_read(env, o) for o in body.outputs]
-        ys = [y for k, y in enumerate(outs[carries:]) if k not in dropped]
-        # Copies last, so that nothing of the iteration waits for them.
-        return outs[:carries], (ys, [jax.device_put(env[v], HOST) if v in hosted else env[v] for v in stacked])
-
-    with _compat.equation_context(equation.eqn, equation.stack):
-        carry, (ys, new) = _scan(step, operands[consts : consts + carries], operands[consts + carries :], params)
-    number = plans[0].pair.forward
-    extra.update(((number, v), stack) for v, stack in zip(stacked, new, strict=True))
-    left = iter(ys)
-    count = len(body.outputs) - carries
-    return [*carry, *(None if k in dropped else next(left) for k in range(count))]
-
-
-def _backward(
-    traced: Traced,
+def _loop(
     equation: Equation,
     operands: Sequence[Any],
     plans: Sequence[LoopPlan],
+    sources: Sequence[_Source],
     extra: dict[tuple[int, int], Any],
-    read: Any,
     load_index: bool,
 ) -> list[Any]:
-    """The backward scan that recomputes what its forward scans no longer stack."""
+    """The scan that is the forward one of ``plans`` and the backward one of ``sources``; it may be both.
+
+    Without the stacks that its plans drop (None in their place), with the new ones in ``extra``, and with what
+    its forward scans no longer stack recomputed.
+    """
     params = equation.eqn.params
     consts, carries = _compat.scan_split(params)
     body = trace_jaxpr(params["jaxpr"])
-    sources = [_Source(traced, plan, extra, read) for plan in plans]
     missing = {x for s in sources for x in s.position.values()}
     xs = [x for k, x in enumerate(operands[consts + carries :]) if k not in missing]
 
+    dropped = {y for p in plans for y in p.dropped}
+    at_hand = {v for k, v in enumerate(body.arguments[consts + carries :]) if k not in missing}
+    at_hand |= {o for y, o in enumerate(body.outputs[carries:]) if isinstance(o, int) and y not in dropped}
+    stacked = sorted({v for p in plans for v in _reads(body, p, consts, carries)} - at_hand)
+    hosted = {v for p in plans for v in p.hosted}
+
     # Stacks on the host that are read at a loaded index are constants of the loop.
-    apart = [{v for v, s in source.stacks.items() if load_index and _compat.in_host_memory(s)} for source in sources]
+    there = [{v for v, s in source.stacks.items() if _compat.in_host_memory(s)} for source in sources]
+    apart = [own if load_index else set[int]() for own in there]
     loaded = [{v: s for v, s in source.stacks.items() if v in own} for source, own in zip(sources, apart, strict=True)]
     given = [{v: s for v, s in src.stacks.items() if v not in own} for src, own in zip(sources, apart, strict=True)]
 
@@ -109,19 +89,39 @@ def _backward(
         others, slices, index = x
         recomputed: dict[int, Any] = {}
         for source, values, own in zip(sources, slices, loaded, strict=True):
-            there = {v: lax.dynamic_index_in_dim(s, index, keepdims=False) for v, s in own.items()}
-            recomputed.update(source.recompute(values | there))
+            found = {v: lax.dynamic_index_in_dim(s, index, keepdims=False) for v, s in own.items()}
+            recomputed.update(source.recompute(values | found))
         left = iter(others)
         count = len(body.arguments) - consts - carries
         full = [recomputed[k] if k in missing else next(left) for k in range(count)]
         env = _run(body, [*operands[:consts], *carry, *full])
         outs = [_read(env, o) for o in body.outputs]
-        return outs[:carries], outs[carries:]
+        ys = [y for k, y in enumerate(outs[carries:]) if k not in dropped]
+        # Copies last, so that nothing of the iteration waits for them.
+        return outs[:carries], (ys, [jax.device_put(env[v], HOST) if v in hosted else env[v] for v in stacked])
 
     with _compat.equation_context(equation.eqn, equation.stack):
         order = lax.optimization_barrier(np.arange(params["length"], dtype=np.int32)) if any(loaded) else None
-        carry, ys = _scan(step, operands[consts : consts + carries], (xs, given, order), params)
-    return [*carry, *ys]
+        start = operands[consts : consts + carries]
+        # Unrolled, slices would be put together on the host, by its processor or on the device after all.
+        unroll = 1 if hosted or any(there) else params["unroll"]
+        carry, (ys, new) = lax.scan(
+            step, start, (xs, given, order), length=params["length"], reverse=params["reverse"], unroll=unroll
+        )
+    for plan in plans:
+        extra.update(((plan.pair.forward, v), stack) for v, stack in zip(stacked, new, strict=True))
+    left = iter(ys)
+    count = len(body.outputs) - carries
+    return [*carry, *(None if k in dropped else next(left) for k in range(count))]
+
+
+def _reads(body: Traced, plan: LoopPlan, consts: int, carries: int) -> set[int]:
+    """What the backward scan of ``plan`` needs of an iteration of ``body``, to recompute the rest from."""
+    made = {r for o in plan.again for r in body.equations[o].results}
+    reads = [a for o in plan.again for a in body.equations[o].operands]
+    reads += [body.outputs[carries + y] for y in plan.dropped]
+    constants = {*body.arguments[:consts], *body.consts}
+    return {a for a in reads if isinstance(a, int)} - made - constants
 
 
 class _Source:
@@ -136,24 +136,15 @@ class _Source:
         self.constants = {v: read(a) for v, a in zip(self.body.arguments[:consts], equation.operands, strict=False)}
         self.constants.update(self.body.consts)
         outs = self.body.outputs[carries:]
-        dropped = set(plan.dropped)
         wanted = dict(plan.pair.links)
         self.position = {y: wanted[y] for y in plan.dropped}
         self.outs = outs
-        # What the recomputed ops read and do not make: slices, new stacks, and stacks that stay.
-        made = {r for o in self.again for r in self.body.equations[o].results}
-        reads = {
-            a
-            for o in self.again
-            for a in self.body.equations[o].operands
-            if isinstance(a, int) and a not in made and a not in self.constants
-        }
-        reads |= {outs[y] for y in dropped if outs[y] not in made and outs[y] not in self.constants}
+        # New stacks, slices, and stacks that stay.
         number = plan.pair.forward
         slices = dict(zip(self.body.arguments[consts + carries :], equation.operands[consts + carries :], strict=True))
-        staying = {o: k for k, o in enumerate(outs) if isinstance(o, int) and k not in dropped}
+        staying = {o: k for k, o in enumerate(outs) if isinstance(o, int) and k not in self.position}
         self.stacks: dict[int, Any] = {}
-        for v in sorted(reads):
+        for v in sorted(_reads(self.body, plan, consts, carries)):
             if (number, v) in extra:
                 self.stacks[v] = extra[number, v]
             elif v in slices:
@@ -183,14 +174,3 @@ def _run(body: Traced, args: Sequence[Any]) -> dict[int, Any]:
 
 def _read(env: dict[int, Any], atom: Any) -> Any:
     return env[atom] if isinstance(atom, int) else atom.val
-
-
-def _scan(step: Any, carry: Sequence[Any], xs: Any, params: Any) -> Any:
-    return lax.scan(
-        step,
-        list(carry),
-        xs if isinstance(xs, tuple) else list(xs),
-        length=params["length"],
-        reverse=params["reverse"],
-        unroll=params["unroll"],
-    )

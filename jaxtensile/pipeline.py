@@ -230,7 +230,26 @@ class _Page:
         return Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate)
 
     def rounds(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
-        """Plan, compile, and on a miss plan again for what XLA added: the smallest, and how many were compiled."""
+        """What comes closest to the budget, and how many plans were compiled.
+
+        Where plans with bytes on the host do not fit, or are refused, recomputation alone has as many rounds:
+        a ``host_budget`` costs compiles and never a fit.
+        """
+        budget = self.job.budget
+        best, rounds, tried = self.some_rounds(candidates, first)
+        if not tried or (best is not None and best.compiled.device <= budget):
+            return best, rounds
+        candidates.forget_host()
+        first = self.cheapest(candidates, budget)
+        if first[1].predicted.device > SURELY_OVER_WITH_LOOPS * budget:
+            return best, rounds
+        second, more, _ = self.some_rounds(candidates, first)
+        made = [m for m in (best, second) if m is not None]
+        return min(made, key=lambda m: m.compiled.device, default=None), rounds + more
+
+    def some_rounds(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int, bool]:
+        """Plan, compile, and on a miss plan again for what XLA added: the smallest, how many were compiled, and
+        whether bytes on the host were among what was tried."""
         job, clock = self.job, self.clock
         choices = planned_options(job.device.platform, job.options)
         scale = 1.0
@@ -240,7 +259,7 @@ class _Page:
         if job.device.platform == "cpu":
             aim -= job.state_bytes  # its host memory is its device memory
         best: Made | None = None
-        rounds = 0
+        rounds, hosted = 0, False
         seen: list[tuple[Bytes, Bytes]] = []
         while rounds < (ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE):
             (variant, plan), first = first or self.cheapest(candidates, aim), None
@@ -255,7 +274,7 @@ class _Page:
                     else:
                         made = Made(compiled=self.compile_plain(), variant=variant, plan=plan, evaluate=None)
                     if made.compiled.device <= job.budget:
-                        return made, rounds
+                        return made, rounds, hosted
                 # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
                 plain = self.as_it_is(variant)
                 over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
@@ -266,21 +285,20 @@ class _Page:
                 continue
             rounds += 1
             there = job.state_bytes
+            hosted = hosted or plan.offload_bytes > there
             try:
                 with clock("compile planned"):
                     made, choices = _compile(job, variant, plan, choices)
             except jax.errors.JaxRuntimeError:
                 if plan.offload_bytes <= there:
                     raise
-                candidates.forget_host()  # some programs with copies XLA does not compile at all
-                continue
+                break  # some programs with copies XLA does not compile at all
             if best is None or made.compiled.device < best.compiled.device:
                 best = made
             if plan.offload_bytes > there and made.compiled.memory is not None and made.compiled.memory.host <= there:
-                # The compiler cancelled every copy: what is left is no plan, so go on without the host.
-                candidates.forget_host()
+                # The compiler cancelled every copy: what is left is no plan.
                 best = None if best is made else best
-                continue
+                break
             if made.compiled.device <= job.budget:
                 break
             if made.compiled.memory is None:
@@ -291,7 +309,7 @@ class _Page:
             if plan.predicted.device > aim or target >= aim:
                 break
             aim = target
-        return best, rounds
+        return best, rounds, hosted
 
     def as_it_is(self, variant: Variant) -> Compiled | None:
         """What XLA said of the variant's program with nothing recomputed, if it was asked."""

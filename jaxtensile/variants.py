@@ -180,10 +180,15 @@ def with_loops(start: Variant) -> list[Variant]:
         return cache(lambda: [at(way) for way in ladder.between(more, less)])
 
     def less_away(rung: Way) -> Callable[[], list[Variant]]:
-        return cache(lambda: [at(way) for way in ladder.aways(rung)])
+        return cache(lambda: [v for v in map(at, ladder.aways(rung)) if v.aside <= room])
+
+    def all_away(rung: Way) -> Variant:
+        """With all that it keeps on the host, or with what there is room for."""
+        every = at(ladder.away(rung))
+        return every if every.aside <= room else at(ladder.away(rung, room / every.aside))
 
     rungs = sorted((at(way) for way in ladder.rungs), key=lambda v: v.charge)
-    away = [replace(at(ladder.away(r.loops)), finer=less_away(r.loops)) for r in rungs] if link is not None else []
+    away = [replace(all_away(r.loops), finer=less_away(r.loops)) for r in rungs] if link is not None else []
     above = [rungs[0], *rungs]
     return [
         *(
@@ -313,7 +318,8 @@ def without_host(variants: list[Variant]) -> list[Variant]:
 def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
     """The cheapest variant and plan that fit; the smallest when none does. ``variants``: cheapest first.
 
-    Of those that rewrite the same loops more and more, the dearer ones are taken to need less.
+    Of those that recompute more and more in the same loops, the dearer ones are taken to need less. With stacks
+    on the host they need not: the dearest stacks most, and what it cannot stack there stays on the device.
     """
     best: tuple[Variant, Plan] | None = None
 
@@ -333,7 +339,9 @@ def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
             best = found
 
     for chain in _chains(variants):
-        first = bisect_left(chain, True, key=fits) if fits(chain[-1]) else len(chain) - 1
+        first = 0
+        if not chain[0].aside:
+            first = bisect_left(chain, True, key=fits) if fits(chain[-1]) else len(chain) - 1
         for variant in chain[first:]:
             consider(variant)
     assert best is not None, "there is always the program as it is"

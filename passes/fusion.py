@@ -137,6 +137,8 @@ def _worth_fusing(effort: float, nbytes: Bytes, users: int, sizes: list[Bytes]) 
 def _needed_in_memory(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
     """Values that some reader takes as a buffer; views pass the demand on to their base."""
     needed = [False] * len(graph.values)
+    # XLA makes a constant of a loop that is one number in every place inside of the loop (WhileLoopConstantSinking).
+    splats = {r for op in graph.ops if op.primitive == "broadcast_in_dim" and not op.operands for r in op.results}
     for v in wanted:
         needed[v] = True
     for op in reversed(graph.ops):
@@ -145,8 +147,9 @@ def _needed_in_memory(graph: Graph, read_by: list[list[int]], wanted: set[int]) 
             if op.results and needed[op.results[0]]:
                 needed[op.operands[0]] = True
         elif not (is_fusible(name) or name in REDUCTIONS):
+            inside = set(op.slots[: op.carried[0]]) & splats
             for v in op.operands:
-                needed[v] = True
+                needed[v] = needed[v] or v not in inside
     return needed
 
 

@@ -142,10 +142,9 @@ class PairCut:
         room = share * sum(self._able[v] for v in able)
         out: list[int] = []
         for v in able:
-            room -= self._able[v]
-            if room < 0:
-                break
-            out.append(v)
+            if self._able[v] <= room:
+                room -= self._able[v]
+                out.append(v)
         return frozenset(out)
 
     def wait(self, hosted: frozenset[int], link: Link, forward: Seconds) -> Seconds:

@@ -180,6 +180,38 @@ def test_what_a_loop_stacks_waits_on_the_host(target):
         assert all(stride < 0 for stride in strides), "the backward loop reads the last slice first"
 
 
+def loop(length, unroll=1):
+    def loss(w, x):
+        def body(c, _):
+            for _ in range(4):
+                c = jnp.sin(jnp.tanh(c @ w)) * c
+            return c, None
+
+        return (jax.lax.scan(body, x, length=length, unroll=unroll)[0] ** 2).sum()
+
+    args = jax.ShapeDtypeStruct((1024, 1024), jnp.float32), jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+    return jaxtensile.Workload(fun=jax.grad(loss), args=args, jit_options={}, name="loop")
+
+
+@pytest.mark.cuda_aot
+def test_what_fits_without_the_host_fits_with_a_host_budget():
+    """XLA unrolls a loop of two iterations, and then cancels the copies."""
+    work = loop(2)
+    alone = jaxtensile.jit(work.fun, budget="180MiB", target=H200).plan(*work.args)
+    budget = alone.compiled.device + (2 << 20)
+    both = jaxtensile.jit(work.fun, budget=budget, host_budget="1GiB", target=H200).plan(*work.args)
+    assert both.fits and both.compiled.host == both.offload_bytes
+
+
+@pytest.mark.cuda_aot
+def test_an_unrolled_loop_stacks_on_the_host():
+    work, budget = loop(16, unroll=5), "160MiB"
+    with pytest.raises(jaxtensile.errors.BudgetError):
+        jaxtensile.jit(work.fun, budget=budget, target=H200).plan(*work.args)
+    report = jaxtensile.jit(work.fun, budget=budget, host_budget="1GiB", target=H200).plan(*work.args)
+    assert report.fits and report.compiled.host == report.offload_bytes == 16 * 8 << 20
+
+
 def slice_strides(hlo, shape):
     """By how many bytes an iteration XLA takes the place of such a slice to move on, where it takes it to be linear."""
     found = []

@@ -1,5 +1,7 @@
 """Which values become buffers: by rule for small programs, by invariant for random ones."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 
@@ -7,6 +9,7 @@ from graphs import Builder, graphs
 from jaxtensile.ir import producers
 from jaxtensile.passes import fusion
 from jaxtensile.passes.fusion import VIEWS, fuse, is_fusible
+from jaxtensile.trace import trace_jaxpr
 
 N = 1000
 
@@ -183,3 +186,24 @@ def test_an_output_exists_and_its_readers_read_it():
     kernels = fuse(b.graph(r, y))
     assert kernels.home[y] == y
     assert kernels.reads[1] == (y,)
+
+
+def test_a_number_in_every_place_is_made_inside_of_the_loop_that_reads_it():
+    """Of a constant of a loop; what a loop carries or is given slice by slice is in memory."""
+
+    def f(x, s):
+        same, given = jnp.full((64, 64), -1e9), jnp.broadcast_to(s, (64, 64))
+
+        def body(c, t):
+            return jnp.where(c > 0, c @ c, same) * given + t, None
+
+        return jax.lax.scan(body, jnp.zeros((64, 64)), jnp.ones((4, 64, 64)))[0] * x
+
+    graph = trace_jaxpr(jax.make_jaxpr(f)(jnp.ones((64, 64)), 1.0)).graph
+    (loop,) = (op for op in graph.ops if op.primitive == "scan")
+    home = fuse(graph).home
+    constants, others = loop.slots[: loop.carried[0]], loop.slots[loop.carried[0] :]
+    made = producers(graph)
+    inside = [v for v in constants if home[v] < 0]
+    assert [graph.ops[made[v]].operands for v in inside] == [()]
+    assert len(constants) == 2 and all(home[v] >= 0 for v in others)

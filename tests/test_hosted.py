@@ -21,6 +21,11 @@ def test_this_device_gives_them_back(load_index):
     assert stacks_come_back(jax.devices()[0], load_index=load_index)
 
 
+def test_it_does_so_with_64_bits_too():
+    with jax.enable_x64(True):
+        assert stacks_come_back(jax.devices()[0], load_index=True)
+
+
 def test_a_stack_that_is_read_forwards_is_found_out(monkeypatch):
     right = lax.dynamic_index_in_dim
     monkeypatch.setattr(lax, "dynamic_index_in_dim", lambda s, i, **how: right(s, s.shape[0] - 1 - i, **how))

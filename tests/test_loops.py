@@ -71,6 +71,23 @@ def masked(w, xs, h0):
     return (h**2).sum() + m.sum()
 
 
+def chained(w, xs, h0):
+    """Loops that read what the loop before stacks, twice, and stack something themselves."""
+
+    def first(h, x):
+        h = jnp.tanh(h @ w["in"][:8, :8] + x)
+        return h, (jnp.sin(h), h)
+
+    def second(h, x):
+        h = h * 0.5 + jnp.sin(x[0]) * x[1]
+        return h, jnp.cos(h * x[0])
+
+    h, ab = jax.lax.scan(first, h0, xs)
+    h, c = jax.lax.scan(second, h, ab)
+    h, d = jax.lax.scan(lambda h, x: (h * 0.5 + x, jnp.exp(-((h * x) ** 2))), h, c, reverse=True)
+    return (h**2).sum() + (d**2).sum()
+
+
 PROGRAMS = (rnn, reverse, two_loops, masked)
 
 
@@ -89,6 +106,26 @@ def ladder(graph, link=None):
         link,
         lambda body: op_costs(body, DEVICE).seconds,
     )
+
+
+def test_a_loop_is_the_backward_one_of_one_pair_and_the_forward_one_of_another(monkeypatch):
+    """Nothing is differentiated: three loops, each reading what the one before stacks."""
+    monkeypatch.setattr("jaxtensile.passes.loops.SMALLEST", 1)
+    w = {"in": jax.random.normal(jax.random.key(0), (16, 16)), "b": jnp.ones(16)}
+    args = (w, jax.random.normal(jax.random.key(1), (12, 8)), jnp.ones(8))
+    traced = jax.jit(chained).trace(*args)
+    flat = trace_jaxpr(traced.jaxpr)
+    pairs = find_pairs(flat.graph)
+    assert {p.forward for p in pairs} & {p.backward for p in pairs}
+    full = ladder(flat.graph, LINK)
+    ways = {full.away(rung) for rung in full.rungs} | set(full.rungs)
+    both = [w for w in ways if {p.pair.forward for p in w} & {p.pair.backward for p in w}]
+    assert both
+    for way in ways:
+        closed = rewrite_loops(flat, traced.jaxpr, way)
+        run = jax.jit(lambda *xs, c=closed: jax.core.eval_jaxpr(c.jaxpr, c.consts, *xs), compiler_options=LEVEL_0)
+        (new,) = run(*jax.tree.leaves(args))
+        np.testing.assert_allclose(new, jax.jit(chained, compiler_options=LEVEL_0)(*args), rtol=2e-5)
 
 
 def fun_name(program):
@@ -134,6 +171,26 @@ def test_stacks_on_the_host_give_the_same_values(program, load_index, monkeypatc
         run = jax.jit(lambda *xs, c=closed: jax.core.eval_jaxpr(c.jaxpr, c.consts, *xs), compiler_options=LEVEL_0)
         for new, old in zip(run(*jax.tree.leaves(args)), expected, strict=True):
             np.testing.assert_allclose(new, old, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("unroll", [2, 5, True])
+def test_a_loop_that_stacks_on_the_host_is_not_unrolled(unroll, monkeypatch):
+    """XLA joins the slices of an unrolled loop by a concatenation, which it runs on the host."""
+    monkeypatch.setattr("jaxtensile.passes.loops.SMALLEST", 1)
+
+    def loss(x):
+        return (jax.lax.scan(lambda c, k: (jnp.sin(c * k), None), x, jnp.arange(12.0), unroll=unroll)[0] ** 2).sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(jnp.ones(8))
+    flat = trace_jaxpr(traced.jaxpr)
+    full = ladder(flat.graph, LINK)
+
+    def unrolled(way):
+        jaxpr = rewrite_loops(flat, traced.jaxpr, way).jaxpr
+        return {eqn.params["unroll"] for eqn in jaxpr.eqns if eqn.primitive.name == "scan"}
+
+    assert unrolled(full.rungs[-1]) == {12 if unroll is True else unroll}
+    assert unrolled(full.away(full.rungs[0])) == {1}
 
 
 def test_large_slices_go_to_the_host_first_and_small_ones_never():

@@ -122,6 +122,59 @@ def test_a_step_between_wins_where_it_fits():
         assert plan.predicted.device <= need and variant.charge <= step.charge
 
 
+def large_and_small(w, x):
+    """Slices that can wait on the host, and many that are too small for it."""
+
+    def body(carry, _):
+        h, s = carry
+        y = jnp.sin(jnp.tanh(h @ w)) * jnp.cos(h)
+        t = s
+        for i in range(8):
+            t = jnp.sin(jnp.tanh(t * (i + 1) + y[:128].mean(0)[:1]))
+        return (y + h, t), None
+
+    (h, s), _ = lax.scan(body, (x, jnp.zeros(1 << 17)), None, length=64)
+    return (h**2).sum() + (s**2).sum()
+
+
+def test_of_stacks_on_the_host_the_cheapest_that_fits_is_found():
+    """The dearest way keeps most: here its small slices need more than all that the cheapest one recomputes."""
+    args = jnp.zeros((512, 512)), jnp.zeros((1024, 512))
+    jaxpr = jax.jit(jax.grad(large_and_small)).trace(*args).jaxpr
+    work = job(looped, jaxpr=jaxpr, args=args, device=profile("nvidia-h200"), host_budget=8 << 30)
+    traced = trace_jaxpr(jaxpr)
+    written = ways.written(work, traced, op_costs(traced.graph, work.device), prepare)
+    found = sorted(ways.with_loops(written), key=lambda v: v.charge)
+    hosted = [v for v in found if v.aside]
+    needs = [v.solve(0).predicted.device for v in hosted]
+    assert needs[-1] > min(needs)
+    for need in needs:
+        variant, plan = ways.cheapest(found, need)
+        assert plan.predicted.device <= need
+        assert variant.charge <= min(v.charge for v, n in zip(hosted, needs, strict=True) if n <= need)
+
+
+def two_carries(w, x):
+    def body(carry, k):
+        a, b = carry
+        return (jnp.sin(a * k) @ w, jnp.cos(b * k) @ w), None
+
+    a, b = lax.scan(body, (x, x + 1), jnp.arange(1.0, 9.0))[0]
+    return (a**2).sum() + (b**2).sum()
+
+
+@pytest.mark.parametrize("slices", [0, 4, 8, 12, 16, 24, 32])
+def test_of_what_loops_keep_as_much_is_on_the_host_as_there_is_room_for(slices):
+    args = jnp.zeros((256, 256)), jnp.zeros((1024, 256))
+    jaxpr = jax.jit(jax.grad(two_carries)).trace(*args).jaxpr
+    room = slices * (1 << 20) + (1 << 19)
+    work = job(looped, jaxpr=jaxpr, args=args, device=profile("nvidia-h200"), host_budget=room)
+    traced = trace_jaxpr(jaxpr)
+    found = ways.with_loops(ways.written(work, traced, op_costs(traced.graph, work.device), prepare))
+    asides = {v.aside for v in (*found, *(s for v in found for s in v.finer()))}
+    assert max(asides) == slices // 8 * (8 << 20), "whole stacks of eight slices of 1 MiB"
+
+
 def test_without_the_host_nothing_waits_there():
     work = job(unrolled, device=profile("nvidia-h200"), host_budget=1 << 30)
     written, _ = both(work)
