@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtensile import _compat
+from jaxtensile.errors import TargetError
 from jaxtensile.plan import MemoryUse
 from jaxtensile.units import Bytes, Seconds
 
@@ -20,6 +21,7 @@ Options = Mapping[str, Any]
 """``compiler_options`` of ``jax.jit``."""
 
 _TILE_SIZES = "output tile sizes"
+_NO_BACKEND = "Unknown backend"
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CompileTimeHbmOom", "Ran out of memory")
 
 
@@ -75,6 +77,11 @@ def compile_program(
             if _TILE_SIZES in text and "xla_gpu_enable_triton_gemm" not in attempt:
                 notes = ("XLA found no tile sizes for a product: compiled with xla_gpu_enable_triton_gemm=False",)
                 continue
+            if _NO_BACKEND in text:
+                raise TargetError(
+                    "callbacks into Python cannot be compiled for a device that is not here: leave them out to plan "
+                    f"for it, or plan where the device is ({text.partition(chr(10))[0]})"
+                ) from None
             if any(mark in text for mark in _OUT_OF_MEMORY):
                 seconds = time.perf_counter() - started
                 return Compiled(jitted, None, attempt, seconds, notes, text.split("\n", 1)[0][:300])

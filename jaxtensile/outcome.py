@@ -14,7 +14,7 @@ from jaxtensile.errors import BudgetError, Culprit
 from jaxtensile.job import Evaluate, Job
 from jaxtensile.passes.cost import op_costs, unknown_primitives
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import LoopPlan
+from jaxtensile.passes.loops import LoopPlan, find_pairs
 from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
 from jaxtensile.report import Decision, Report
@@ -104,8 +104,6 @@ def report(
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
     if job.shards > 1:
         notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
-    if job.may_stack_on_host and job.loop_link is None:
-        notes.append("loops stack nothing in host memory: a test loop on this device did not get its values back")
     if rates := sorted(job.device.measured - {"capacity"}):
         notes.append(f"times from rates measured on {job.device.kinds[0]}: {', '.join(rates)}")
     costs = op_costs(traced.graph, job.device)
@@ -150,6 +148,8 @@ def report(
         ratio = flops / traced.graph.flops if traced.graph.flops else 1.0
         notes.insert(0, f"jax.checkpoint undone: {count}matrix FLOPs x {ratio:.3f} of the program as written")
         kept = new
+    if job.may_stack_on_host and find_pairs(variant.base.graph) and job.loop_link is None:
+        notes.append("loops stack nothing in host memory: a test loop on this device did not get its values back")
     if variant.sliced:
         notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
     if job.state and job.device.platform == "cpu":

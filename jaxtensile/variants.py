@@ -19,7 +19,7 @@ from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import Ladder, LoopPlan, Way, repeated
+from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
 from jaxtensile.plan import Costs, Plan, Prepare, Problem
 from jaxtensile.rewrite import rewrite
 from jaxtensile.split import sliced_products, split_products
@@ -161,7 +161,8 @@ def with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
     graph, device = start.base.graph, start.job.device
     costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device))
-    link = start.job.loop_link if start.host else None
+    # Asked only where there are loops: the device may have to be tried for the answer.
+    link = start.job.loop_link if start.host and find_pairs(graph) else None
     ladder = Ladder(
         graph, lambda body: op_costs(body, device).charge, link, lambda body: op_costs(body, device).seconds
     )

@@ -154,6 +154,16 @@ def test_calling_for_a_device_that_is_not_here(plugins, request):
     assert jax.jit(step)(x).shape == ()  # under a trace nothing is planned
 
 
+@pytest.mark.cuda_aot
+def test_a_callback_for_a_gpu_that_is_not_here():
+    def shout(x):
+        jax.debug.callback(lambda _: None, x.sum())
+        return jnp.sin(x)
+
+    with pytest.raises(jaxtensile.TargetError, match="leave them out to plan for it"):
+        jaxtensile.jit(shout, budget="1GiB", target="nvidia-h200").plan(jax.ShapeDtypeStruct((8,), jnp.float32))
+
+
 def test_the_cpu_is_a_target_that_is_here():
     step = jaxtensile.jit(product, target="cpu", budget="1GiB", compiler_options=FAST)
     assert step(jnp.ones((4, 4))) == jax.jit(product, compiler_options=FAST)(jnp.ones((4, 4)))
