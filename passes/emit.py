@@ -7,7 +7,8 @@ So XLA can neither merge the clones with the originals, nor start them before, n
 previous stage's work (weight gradients above all) past them; its schedule keeps the order the
 plan was made for. Clones that are first read later than that get a barrier of their own, over
 what was made meanwhile: left free within their stage, XLA may start them long before. XLA drops
-barrier operands whose result nobody uses, hence the rewiring.
+barrier operands whose result nobody uses, hence the rewiring. What is made of constants alone reads
+nothing that a barrier could hold: where it is stored, a barrier stands behind the constants.
 
 Ops that fuse away are emitted where they are read, once per stage: they cost nothing there, and
 the barrier sees buffers only; a stage of such ops alone has none. What nobody reads is never
@@ -25,6 +26,7 @@ from jaxtensile.passes.fusion import Kernels, is_fusible
 from jaxtensile.passes.schedule import Schedule
 from jaxtensile.passes.stages import Mountain, idle_window
 from jaxtensile.plan import Program
+from jaxtensile.units import MIB
 
 
 class Recomputation:
@@ -117,6 +119,7 @@ class _Emission(Schedule):
         self.behind: dict[int, dict[int, int]] = {}
         self.done: set[int] = set()
         self.clones: list[tuple[int, int]] = []
+        self.constants = _stored_constants(graph, kernels, again, self.made)
         self.lazy_era: dict[int, int] = {}
 
     def run(self) -> Program:
@@ -155,6 +158,10 @@ class _Emission(Schedule):
                 operands = [self.now[u] if u in self.dropped else behind[u] for u in op.operands]
                 results = [self.version(r) for r in op.results]
                 self.now.update((r, f) for r, f in zip(op.results, results, strict=True) if r in self.dropped)
+                if o in self.constants:
+                    self.put(op, operands, results, self.program.origin[o])
+                    self.hold_constants(op.results, self.stage[o])
+                    continue
             else:
                 first = o not in self.lazy_era
                 self.lazy_era[o] = len(self.behind)
@@ -224,6 +231,14 @@ class _Emission(Schedule):
         fresh = self.barrier(read, ties)
         for k in {self.stage[o] for o in clones}:
             self.behind[k].update((v, f) for v, f in fresh.items() if v in self.behind[k])
+
+    def hold_constants(self, made: Iterable[int], k: int) -> None:
+        """Tie what a clone made of nothing to something of stage ``k``, or XLA merges it with the original."""
+        behind = self.behind[k]
+        late = next((u for u in behind if u not in self.inputs), next(iter(behind), None))
+        held = {r: self.now[r] for r in made if r in self.dropped}
+        if late is not None and held:
+            behind[late] = self.barrier(held | {late: behind[late]}, [])[late]
 
     def barrier(self, read: dict[int, int], ties: list[int]) -> dict[int, int]:
         """Put a barrier over ``read`` (value → version) and ``ties``; their versions behind it."""
@@ -297,6 +312,21 @@ def _stage_of(graph: Graph, again: set[int], dropped: set[int], cuts: Sequence[i
         stage = stage if with_previous else s
         number.append(stage)
     return {o: number[bisect_right(cuts, o)] for o in again}
+
+
+def _stored_constants(graph: Graph, kernels: Kernels, again: set[int], made: dict[int, int]) -> set[int]:
+    """Ops that read nothing and run again for a buffer that is made of constants alone, such as a mask for a loop."""
+    bare: dict[int, frozenset[int]] = {}  # op that depends on constants alone → those of them that read nothing
+    out: set[int] = set()
+    for o in sorted(again):
+        op = graph.ops[o]
+        sources = [bare.get(made.get(u, -1)) for u in op.operands]
+        if any(s is None for s in sources):
+            continue
+        bare[o] = frozenset([o]) if not sources else frozenset[int]().union(*(s for s in sources if s is not None))
+        if sources and kernels.is_root[o] and any(graph.values[r].nbytes >= MIB for r in op.results):
+            out |= bare[o]
+    return out
 
 
 def _forced(

@@ -261,6 +261,34 @@ def test_what_waits_long_for_its_reader_is_made_before_the_next_stage():
     assert part in tied and short not in tied
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_is_made_of_constants_for_a_buffer_is_held_behind_a_barrier(stored):
+    """A mask that two loops read, made again for the second: with nothing to hold it XLA would keep the first."""
+    b = Builder()
+    x, w = b.input(1024, 1024), b.input(1024, 1024)
+    numbers = b.op("iota", shape=(1024,))
+    mask = b.op("broadcast_in_dim", b.op("ge", numbers, numbers), shape=(1024, 1024))
+    reader = "cumsum" if stored else "mul"
+    y = b.op("tanh", b.dot(b.op(reader, mask, x), w))
+    turn = len(b.ops)
+    g = x
+    for _ in range(6):
+        g = b.dot(g, w)
+    graph = b.graph(b.dot(b.op("mul", b.op(reader, mask, g), y), w))
+    mountain = mountain_at(graph, turn)
+    assert mask in mountain.needed
+    program = emit(Program.unchanged(graph), fuse(graph), mountain, frozenset(), [])
+    assert same_outputs(graph, program)
+    made = {r: op for op in program.graph.ops for r in op.results}
+    held = [v for op in program.graph.ops if op.primitive == BARRIER for v in op.operands if v in made]
+    assert any(made[v].primitive == "iota" for v in held) == stored
+    if stored:
+        first, second = (op for op in program.graph.ops if program.origin[op.id] == made[mask].id)
+        assert first.id < turn < second.id
+        (compared,) = (made[v] for v in second.operands)
+        assert all(made[v].primitive == BARRIER for v in compared.operands)
+
+
 @pytest.mark.parametrize("read_again", [False, True])
 def test_a_part_is_made_before_the_next_stage_if_the_whole_dies_with_it(read_again):
     """Part of a product that is read once a stage has opened: fused there, the whole would wait."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.planning.run [--quick] [--profile LAYERS] [LAYERS ...]
 
-GPT-2 train steps of 3 to 96 layers (batch 16 x 1024, bf16, Adam) for an H200, at 60 % of the
+GPT-2 train steps of 3 to 244 layers (batch 16 x 1024, bf16, Adam) for an H200, at 60 % of the
 temporary bytes that the model predicts for the plain program. Measured is everything that
 ``jaxtensile.jit`` does beyond ``jax.jit`` except XLA's compiles: the graph, its liveness and lower
 bound, costs, loops, solving, checking, and tracing the rewritten program. JAX's own trace of the
@@ -33,7 +33,7 @@ HERE = Path(__file__).parent
 MODULE = "planning.run"
 TARGET = "nvidia-h200"
 SHARE = 0.6
-LAYERS = (3, 6, 12, 24, 48, 96)
+LAYERS = (3, 6, 12, 24, 48, 96, 244)
 QUICK = (3, 6, 12)
 REPEATED_UP_TO = 10_000
 COMPILED_UP_TO = 6_000
