@@ -52,14 +52,17 @@ MAY_IMPORT = {
     "variants": f"{EDGE} bodies split state undo job",
     "outcome": f"{EDGE} undo job variants timeline report",
     "pipeline": f"{EDGE} state undo job variants outcome timeline report",
-    "api": f"{EDGE} measured hosted job report pipeline",
+    "placement": f"{VOCABULARY} target _compat",
+    "api": f"{EDGE} hosted job placement report pipeline",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "cli": f"{VOCABULARY} api calibration runtime report workload loading doctor",
     "__init__": "errors hardware api calibration device plan report workload",
     "__main__": "cli",
 }
-MAY_USE_JAX = set("_compat trace undo split loops hosted rewrite compile target pipeline api calibration".split())
+MAY_USE_JAX = set(
+    "_compat trace undo split loops hosted rewrite compile target pipeline placement api calibration".split()
+)
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
 
