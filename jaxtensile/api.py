@@ -16,7 +16,7 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +28,7 @@ from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import DeviceProfile, profile, profile_for_kind
 from jaxtensile.errors import BudgetError, SolverError, TargetError
+from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import stacks_come_back
 from jaxtensile.job import Evaluate, Fitted, Job, loads_index
 from jaxtensile.measured import best_known
@@ -154,11 +155,20 @@ def _host_memory() -> Bytes:
 
 @dataclass(slots=True)
 class _Entry:
-    """The outcome for one signature; ``measured``: the plain program was compiled for the report."""
+    """The outcome for one signature; ``measured``: the plain program was compiled for the report.
 
-    fitted: Fitted
+    ``watched``: calls come to Python, because their times are wanted or a renewal of the plan is under way.
+    """
+
+    feedback: Feedback
     measured: bool
     device: Any
+    watched: bool
+
+    @property
+    def fitted(self) -> Fitted:
+        """What runs at present."""
+        return self.feedback.fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,6 +243,8 @@ class Planned:
     def clear_cache(self) -> None:
         """Forget every plan and executable."""
         with self._lock:
+            for entry in (e for entries in self._entries.values() for e in entries.values()):
+                entry.feedback.give_up()
             self._entries.clear()
             self._plain.clear_cache()
             self._dispatch._clear_cache()
@@ -242,22 +254,31 @@ class Planned:
 
     # ---- from here on: once per signature ----
 
-    def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """The jit object that a call with these arguments is to run, and what it is to be called with."""
+    def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
+        """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
         if _compat.under_trace() or _compat.jit_is_disabled():
-            return self._plain, *self._placement.on_device(args, kwargs)
+            return self._plain, *self._placement.on_device(args, kwargs), None
         known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
         place = _place(traced, known, named, self._jit_options)
         if place is None:
-            return self._plain, args, kwargs  # its call raises JAX's own error
+            return self._plain, args, kwargs, None  # its call raises JAX's own error
         if self._target is not None and profile(self._target) != _profile(place.device):
             raise TargetError(
                 f"target {self._target!r} is not here: the arguments of {_name(self._fun)} are on {place.device}. "
                 "Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= out to run here"
             )
-        fitted = self._entry(traced, place, known, named).fitted
-        return fitted.jitted, *self._placement.moved(place.device, fitted.state, args, kwargs)
+        entry = self._entry(traced, place, known, named)
+        fitted = entry.fitted
+        moved = self._placement.moved(place.device, fitted.state, args, kwargs)
+        if not entry.watched:
+            return fitted.jitted, *moved, None
+
+        def job() -> Job:
+            abstract = self._placement.dynamic(lambda _, x, __: without_arrays(x), known, named)
+            return self._job(traced, place, *abstract)
+
+        return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, job, place.device)
 
     def _planned(self, args: Any, kwargs: Any, *, measure: bool = False) -> tuple[_Entry, Any, Any]:
         """The entry for a program that is not called, and the arguments as its compiler wants them."""
@@ -280,10 +301,16 @@ class Planned:
             entries = self._entries.setdefault(traced.jaxpr, {})
             entry = entries.get(place.key)
             if entry is None:
-                fitted = pipeline.fit(self._job(traced, place, args, kwargs), baseline=measure)
-                entry = entries[place.key] = _Entry(fitted, measure, place.device)
+                job = self._job(traced, place, args, kwargs)
+                feedback = Feedback(pipeline.fit(job, baseline=measure), job.device)
+                entry = entries[place.key] = _Entry(feedback, measure, place.device, not feedback.settled)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)
+            if entry.watched:
+                entry.feedback.change()
+                if entry.feedback.settled:
+                    entry.watched = False
+                    self._dispatch._clear_cache()  # what has no dispatch entry gets one from its next call on
         return entry
 
     def _job(self, traced: Any, place: _Place, args: Any, kwargs: Any) -> Job:
@@ -338,7 +365,7 @@ class Planned:
         if not report.baseline.exact:
             plain = compile_program(functools.partial(self._make, None, (), None), args, kwargs, entry.fitted.options)
             if plain.memory is not None:
-                entry.fitted = replace(entry.fitted, report=replace(report, baseline=plain.memory))
+                entry.feedback.tell(baseline=plain.memory)
         entry.measured = True
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -65,7 +65,7 @@ class Placement:
         def abstract(i: int, x: Any, donated: bool) -> Any:
             if i in state:
                 return _abstract(x, host, _compat.HostShape)
-            if donated and isinstance(x, jax.Array | np.ndarray):
+            if donated and isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
                 return _abstract(x, here)
             return x
 

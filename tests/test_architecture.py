@@ -48,12 +48,13 @@ MAY_IMPORT = {
     "split": "units ir _compat trace",
     "state": "units ir plan trace passes",
     "undo": "ir _compat trace",
-    "job": f"{VOCABULARY} _compat compile report",
+    "job": f"{VOCABULARY} _compat passes compile report",
     "variants": f"{EDGE} bodies split state undo job",
     "outcome": f"{EDGE} undo job variants timeline report",
     "pipeline": f"{EDGE} state undo job variants outcome timeline report",
     "placement": f"{VOCABULARY} target _compat",
-    "api": f"{EDGE} hosted job placement report pipeline",
+    "feedback": f"{VOCABULARY} _compat calibration job passes pipeline",
+    "api": f"{EDGE} feedback hosted job placement report pipeline",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "cli": f"{VOCABULARY} api calibration runtime report workload loading doctor",
@@ -61,7 +62,7 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    "_compat trace undo split loops hosted rewrite compile target pipeline placement api calibration".split()
+    "_compat trace undo split loops hosted rewrite compile target pipeline placement feedback api calibration".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
