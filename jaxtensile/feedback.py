@@ -182,8 +182,6 @@ class Feedback:
 
     def _why_not(self, job: Job) -> str:
         """Why this plan cannot be renewed; empty where it can."""
-        if job.shards > 1:
-            return "times are predicted for programs on one device"
         link = (job.host_budget > 0 or self.fitted.state) and job.device.platform in OFFLOADS
         if not (link or job.may_stack_on_host):
             return "it recomputes alone, and one factor on all work changes nothing in it"

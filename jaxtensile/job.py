@@ -118,7 +118,7 @@ class Fitted:
     """The jit object that fits, what it evaluates (None: the user's function), and the report.
 
     ``state``: the flat arguments that it takes from host memory. ``time``: of a step, None where the function runs as
-    it is; ``key``: equal for equal programs.
+    it is and where it runs on several devices; ``key``: equal for equal programs.
     """
 
     jitted: Any

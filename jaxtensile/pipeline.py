@@ -374,7 +374,7 @@ class _Page:
             options=compiled.options,
             report=told,
             state=state,
-            time=ways.step_time(made.variant, made.plan, sum(self.costs().seconds)),
+            time=ways.step_time(made.variant, made.plan, sum(self.costs().seconds)) if self.job.shards == 1 else None,
             key=program_key(made.variant, made.plan),
         )
 

@@ -3,6 +3,7 @@
 The clock is turned by hand and the rates of the device are made up; programs, plans, compiles and switches are real.
 """
 
+import gc
 import subprocess
 import sys
 import threading
@@ -360,6 +361,19 @@ def test_clear_cache_in_the_middle_begins_anew(slow, clock):
     assert step.plan(state, batch(0)).measured is None
     state, _ = run(step, state, 2, WATCHED)
     close(state, expected(WATCHED + 2)[0])
+
+
+def test_nothing_outlives_the_trace_it_was_made_for(slow, clock):
+    step = jitted()
+    for _ in range(2):
+        _, state = measured_at(step, clock, 0.05)
+        renewed()
+        state, _ = run(step, state, 2, WATCHED)
+        assert step.plan(state, batch(0)).renewed == 1
+        del state
+        jax.clear_caches()
+        gc.collect()
+    assert not step._entries
 
 
 EXIT = """
