@@ -157,7 +157,7 @@ def _host_memory() -> Bytes:
 class _Entry:
     """The outcome for one signature; ``measured``: the plain program was compiled for the report.
 
-    ``watched``: calls come to Python, because their times are wanted or a renewal of the plan is under way.
+    ``watched``: calls come to Python, because their times are wanted.
     """
 
     feedback: Feedback
@@ -302,15 +302,14 @@ class Planned:
             entry = entries.get(place.key)
             if entry is None:
                 job = self._job(traced, place, args, kwargs)
-                feedback = Feedback(pipeline.fit(job, baseline=measure), job.device)
-                entry = entries[place.key] = _Entry(feedback, measure, place.device, not feedback.settled)
+                feedback = Feedback(pipeline.fit(job, baseline=measure), job.device, self._dispatch._clear_cache)
+                entry = entries[place.key] = _Entry(feedback, measure, place.device, watched=False)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)
-            if entry.watched:
-                entry.feedback.change()
-                if entry.feedback.settled:
-                    entry.watched = False
-                    self._dispatch._clear_cache()  # what has no dispatch entry gets one from its next call on
+            entry.feedback.change()
+            if entry.watched and not entry.feedback.timing:
+                self._dispatch._clear_cache()  # what has no dispatch entry gets one from its next call on
+            entry.watched = entry.feedback.timing
         return entry
 
     def _job(self, traced: Any, place: _Place, args: Any, kwargs: Any) -> Job:

@@ -62,10 +62,15 @@ class _Stopped(Exception):
 
 
 class Feedback:
-    """What one signature runs, and what was learned from running it. ``fitted``: what it runs at present."""
+    """What one signature runs, and what was learned from running it. ``fitted``: what it runs at present.
 
-    def __init__(self, fitted: Fitted, device: DeviceProfile) -> None:
+    ``device``: the rates it was planned for; ``ask_again``: called, in another thread, once calls that do not come
+    to Python are to come there again.
+    """
+
+    def __init__(self, fitted: Fitted, device: DeviceProfile, ask_again: Callable[[], object]) -> None:
         self.fitted = fitted
+        self._ask_again = ask_again
         self._lock = threading.Lock()
         self._settled = fitted.time is None
         self._device = device  # as it was planned for, then with what was folded in
@@ -75,9 +80,9 @@ class Feedback:
         self._calls = self._running = 0
 
     @property
-    def settled(self) -> bool:
-        """Whether calls need not come to Python any more."""
-        return self._settled
+    def timing(self) -> bool:
+        """Whether calls are to come to ``run``."""
+        return not self._settled and self._search is None
 
     def give_up(self) -> None:
         """End what is under way as soon as possible; what runs at present stays."""
@@ -118,7 +123,7 @@ class Feedback:
         ``job``: to be fitted again, without arrays; ``device``: where the call runs.
         """
         with self._lock:
-            timed = fitted is self.fitted and not self._settled and self._search is None
+            timed = fitted is self.fitted and self.timing
             self._calls += 1
             calls, alone = self._calls, self._running == 0
             self._running += 1
@@ -133,7 +138,7 @@ class Feedback:
             with self._lock:
                 self._running -= 1
         with self._lock:
-            if fitted is not self.fitted or self._settled or self._search is not None:
+            if fitted is not self.fitted or not self.timing:
                 return outputs
             if timed and alone and calls == self._calls:
                 self._times.append(took)
@@ -156,7 +161,7 @@ class Feedback:
         self.fitted = replace(self.fitted, report=report)
         if self._before is not None and measured > self._before[1]:
             took = format_seconds(measured)
-            self.fitted = self._before[0]
+            self.fitted, self._before = self._before[0], None
             self._note(f"a renewed plan took longer, {took} a step, and was given up")
             self._settled = True
             return
@@ -195,8 +200,14 @@ class Feedback:
 
     def _start(self, task: _Task) -> None:
         search = _Search()
+
+        def renew() -> None:
+            _renew(search, task)
+            if search.found is not None:
+                self._ask_again()
+
         # No daemon: the interpreter waits for it at exit, or XLA's threads would outlive what they work with.
-        threading.Thread(target=_renew, args=(search, task), name="jaxtensile-renewal").start()
+        threading.Thread(target=renew, name="jaxtensile-renewal").start()
         self._search = search
 
 

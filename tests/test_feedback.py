@@ -25,6 +25,7 @@ from programs import step as descent
 from test_offload_state import batch, init, train_step, where
 
 WATCHED = SKIPPED + TIMED
+RENEW = pipeline.renew
 COMPILES = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **__: COMPILES.append(threading.current_thread()) if "backend_compile" in event else None
@@ -174,8 +175,9 @@ def test_a_plan_is_renewed_between_two_steps(slow, clock):
     step = jitted()
     first, state = measured_at(step, clock, 0.05)
     before = str(step.lower(init(), batch(0)).as_text())
-    state, _ = run(step, state, 2, WATCHED)  # with the old plan, whatever the other thread is at
+    state, _ = run(step, state, 2, WATCHED)
     renewed()
+    assert not fast(step, state, batch(0)), "what is found is asked for without anybody's help"
     assert step.plan(state, batch(0)).renewed == 1
     del COMPILES[:]
     now = step.plan(state, batch(0))
@@ -214,11 +216,10 @@ def test_a_renewed_plan_that_takes_longer_is_given_up(slow, clock):
 def test_renewals_are_bounded(slow, clock, monkeypatch):
     """A clock that always halves what is predicted never agrees; every plan found is taken for a better one."""
     found = []
-    renew = pipeline.renew
 
     def at_any_price(job, at_most, unlike, watch):
         found.append(job.device)
-        return renew(job, float("inf"), 0, watch)
+        return RENEW(job, float("inf"), 0, watch)
 
     monkeypatch.setattr(pipeline, "renew", at_any_price)
     step, state, seed = jitted(), init(), 0
@@ -298,7 +299,37 @@ def test_in_the_context_of_the_calls(slow, clock):
     assert in_another == [jnp.float32]
 
 
-def test_from_several_threads_at_once(slow, clock):
+def test_calls_are_as_fast_as_ever_while_a_plan_is_renewed(slow, clock, monkeypatch):
+    begun, go = threading.Event(), threading.Event()
+
+    def renew(*args):
+        begun.set()
+        assert go.wait(60)
+        return RENEW(*args)
+
+    monkeypatch.setattr(pipeline, "renew", renew)
+    step = jitted()
+    _, state = measured_at(step, clock, 0.05)
+    state, _ = run(step, state, 2, WATCHED)
+    assert begun.wait(60)
+    state, _ = run(step, state, 1, WATCHED + 2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api._compat, "under_trace", None)
+        state, _ = run(step, state, 3, WATCHED + 3)
+    go.set()
+    renewed()
+    state, _ = run(step, state, 1, WATCHED + 6)
+    assert step.plan(state, batch(0)).renewed == 1
+    close(state, expected(WATCHED + 7)[0])
+
+
+def test_from_several_threads_at_once(slow, clock, monkeypatch):
+    def renew(*args):
+        found = RENEW(*args)
+        clock.took = found.report.step  # once it runs, it takes what is predicted
+        return found
+
+    monkeypatch.setattr(pipeline, "renew", renew)
     step, outs = jitted(), {}
     measured_at(step, clock, 0.05)
     start = threading.Barrier(4)
@@ -319,7 +350,6 @@ def test_from_several_threads_at_once(slow, clock):
         close(outs[i][0], state)
         np.testing.assert_allclose(outs[i][1], value, rtol=1e-4)
     assert step.plan(init(), batch(0)).renewed == 1
-    clock.took = step.plan(init(), batch(0)).step
     state, _ = run(step, init(), PATIENCE)
     assert fast(step, state, batch(0))
 
