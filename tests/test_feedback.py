@@ -372,6 +372,16 @@ def test_a_failure_in_the_background_is_a_note(slow, clock, monkeypatch, capfd):
     assert fast(step, state, batch(0)) and capfd.readouterr() == ("", "")
 
 
+def test_a_context_that_no_other_thread_can_enter_is_a_note(slow, clock, monkeypatch):
+    monkeypatch.setattr(api._compat, "configuration", lambda: lambda: False)
+    step = jitted()
+    _, state = measured_at(step, clock, 0.05)
+    renewed()
+    last = step.plan(state, batch(0))
+    assert last.renewed == 0 and any("no other thread can enter" in note for note in last.notes)
+    assert not fast(step, state, batch(0)) and run(step, state, 2, WATCHED)[1] > 0
+
+
 def test_errors_of_a_timed_call_are_those_of_any_call(slow, clock):
     step, state = jitted(), init()
     state, _ = run(step, state, 2)
