@@ -77,11 +77,34 @@ def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)
 
 
+def configuration() -> Callable[[], bool]:
+    """Puts what this thread's contexts have set (``enable_x64`` and the like) in force in the thread that calls it.
+
+    For a thread that ends with what it is about. It returns whether that thread now traces and compiles as this one
+    did, by JAX's own key for it: there are contexts that no other thread can be put into.
+    """
+    kind = _config.config_ext.Config
+    known = {id(x): x for x in (*_config.config_states.values(), *vars(_config).values()) if isinstance(x, kind)}
+    found = [(x, x.get_local()) for x in known.values()]
+    here = _config.trace_context()
+
+    def enter() -> bool:
+        for x, value in found:
+            if value is not _config.config_ext.unset:
+                x.set_local(value)
+        return _config.trace_context() == here
+
+    return enter
+
+
 # ---- calls ----------------------------------------------------------------------------------------
 
 
-Choose = Callable[[Any, Any], tuple[Any, Any, Any]]
-"""``(args, kwargs)`` → the jit object to run, and the arguments to run it on."""
+Run = Callable[[Any, Any, Any], Any]
+"""``(jit object, args, kwargs)`` → what it returns."""
+Choose = Callable[[Any, Any], tuple[Any, Any, Any, Run | None]]
+"""``(args, kwargs)`` → the jit object to run, the arguments to run it on, and who is to run it, if the next such call
+is to come to Python too."""
 
 
 class _Slow:
@@ -92,8 +115,8 @@ class _Slow:
         self.seen: set[int] = set()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        jitted, args, kwargs = self.choose(args, kwargs)
-        return jitted(*args, **kwargs)
+        jitted, args, kwargs, run = self.choose(args, kwargs)
+        return jitted(*args, **kwargs) if run is None else run(jitted, args, kwargs)
 
     def _cache_size(self) -> int:
         return 0
@@ -106,13 +129,16 @@ def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choo
     """A callable that runs the jit object that ``choose`` names: in C++ from the second call on.
 
     It is ``jax.jit(fun, **options)`` whose cache misses go to the chosen object: a miss returns
-    the outputs and the dispatch entry of that object's executable, unless ``choose`` gave it other arguments.
+    the outputs and the dispatch entry of that object's executable, unless ``choose`` gave it other arguments or
+    somebody to run it. Without an entry such calls stay misses until ``_clear_cache``.
     ``fun`` runs under ``jax.disable_jit`` only; it must belong to nobody else, because the entries are shared
     between the jit objects of one function.
     """
 
     def cache_miss(*args: Any, **kwargs: Any) -> Any:
-        jitted, given, named = choose(args, kwargs)
+        jitted, given, named, run = choose(args, kwargs)
+        if run is not None:
+            return run(jitted, given, named), None, False
         if given is args and named is kwargs:
             return jitted._cache_miss(*args, **kwargs)
         outputs, _, *rest = jitted._cache_miss(*given, **named)

@@ -16,27 +16,26 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import count
+from dataclasses import dataclass
 from operator import index
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import DeviceProfile, profile, profile_for_kind
 from jaxtensile.errors import BudgetError, SolverError, TargetError
+from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import stacks_come_back
 from jaxtensile.job import Evaluate, Fitted, Job, loads_index
 from jaxtensile.measured import best_known
 from jaxtensile.passes.solvers import TO_THE_HOST, named
-from jaxtensile.plan import Leaf
+from jaxtensile.placement import Placement
 from jaxtensile.report import Report
-from jaxtensile.target import compiler_options, host_sharding, resolve
+from jaxtensile.target import compiler_options, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 
 _RESERVE = GIB
@@ -156,11 +155,20 @@ def _host_memory() -> Bytes:
 
 @dataclass(slots=True)
 class _Entry:
-    """The outcome for one signature; ``measured``: the plain program was compiled for the report."""
+    """The outcome for one signature; ``measured``: the plain program was compiled for the report.
 
-    fitted: Fitted
+    ``watched``: calls come to Python, because their times are wanted.
+    """
+
+    feedback: Feedback
     measured: bool
     device: Any
+    watched: bool
+
+    @property
+    def fitted(self) -> Fitted:
+        """What runs at present."""
+        return self.feedback.fitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +205,8 @@ class Planned:
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
-        self._dispatch: Any = _compat.dispatcher(_same(self._without_jit(fun)), options, self._chosen)
+        self._placement = Placement(self._plain, active=state_budget != 0)
+        self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._dispatch(*args, **kwargs)
@@ -224,7 +233,7 @@ class Planned:
         """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one."""
         entry, args, kwargs = self._planned(args, kwargs)
         if entry.fitted.state:
-            args, kwargs = self._abstract(entry.device, entry.fitted.state, args, kwargs)
+            args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
         return entry.fitted.jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
@@ -234,6 +243,8 @@ class Planned:
     def clear_cache(self) -> None:
         """Forget every plan and executable."""
         with self._lock:
+            for entry in (e for entries in self._entries.values() for e in entries.values()):
+                entry.feedback.give_up()
             self._entries.clear()
             self._plain.clear_cache()
             self._dispatch._clear_cache()
@@ -243,26 +254,35 @@ class Planned:
 
     # ---- from here on: once per signature ----
 
-    def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
-        """The jit object that a call with these arguments is to run, and what it is to be called with."""
+    def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
+        """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
         if _compat.under_trace() or _compat.jit_is_disabled():
-            return self._plain, *self._donated(_to_device, args, kwargs)
-        known, named = self._donated(_as_on_device, args, kwargs)
+            return self._plain, *self._placement.on_device(args, kwargs), None
+        known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
         place = _place(traced, known, named, self._jit_options)
         if place is None:
-            return self._plain, args, kwargs  # its call raises JAX's own error
+            return self._plain, args, kwargs, None  # its call raises JAX's own error
         if self._target is not None and profile(self._target) != _profile(place.device):
             raise TargetError(
                 f"target {self._target!r} is not here: the arguments of {_name(self._fun)} are on {place.device}. "
                 "Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= out to run here"
             )
-        fitted = self._entry(traced, place, known, named).fitted
-        return fitted.jitted, *self._moved(place.device, fitted.state, args, kwargs)
+        entry = self._entry(traced, place, known, named)
+        fitted = entry.fitted
+        moved = self._placement.moved(place.device, fitted.state, args, kwargs)
+        if not entry.watched:
+            return fitted.jitted, *moved, None
+
+        def job() -> Job:
+            abstract = self._placement.dynamic(lambda _, x, __: without_arrays(x), known, named)
+            return self._job(traced, place, *abstract)
+
+        return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, job, place.device)
 
     def _planned(self, args: Any, kwargs: Any, *, measure: bool = False) -> tuple[_Entry, Any, Any]:
         """The entry for a program that is not called, and the arguments as its compiler wants them."""
-        args, kwargs = self._donated(_as_on_device, *self._placed(args, kwargs))
+        args, kwargs = self._placement.as_on_device(*self._placed(args, kwargs))
         traced = self._plain.trace(*args, **kwargs)
         place = _place(traced, args, kwargs, self._jit_options)
         if place is None:
@@ -281,10 +301,15 @@ class Planned:
             entries = self._entries.setdefault(traced.jaxpr, {})
             entry = entries.get(place.key)
             if entry is None:
-                fitted = pipeline.fit(self._job(traced, place, args, kwargs), baseline=measure)
-                entry = entries[place.key] = _Entry(fitted, measure, place.device)
+                job = self._job(traced, place, args, kwargs)
+                feedback = Feedback(pipeline.fit(job, baseline=measure), job.device, self._dispatch._clear_cache)
+                entry = entries[place.key] = _Entry(feedback, measure, place.device, watched=False)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)
+            entry.feedback.change()
+            if entry.watched and not entry.feedback.timing:
+                self._dispatch._clear_cache()  # what has no dispatch entry gets one from its next call on
+            entry.watched = entry.feedback.timing
         return entry
 
     def _job(self, traced: Any, place: _Place, args: Any, kwargs: Any) -> Job:
@@ -307,7 +332,7 @@ class Planned:
             host_budget=self._host_budget,
             undo=self._undo,
             solver=self._solver,
-            place=self._placement(place, args, kwargs),
+            place=self._placement.job_place(place.device, args, kwargs),
             state_budget=self._state_budget,
             names=_compat.argument_names(traced) if self._state_budget != 0 else (),
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
@@ -315,102 +340,6 @@ class Planned:
                 _stacks_come_back, place.device if self._target is None else None, device
             ),
         )
-
-    # ---- arguments that wait on the host ----
-
-    def _placement(self, place: _Place, args: Any, kwargs: Any) -> Any:
-        """The arguments with some leaves on the host; None without ``offload_state``."""
-        if self._state_budget == 0:
-            return None
-        _require_streams(place.device)
-
-        def on_host(leaves: Sequence[Leaf]) -> tuple[Any, Any]:
-            return self._abstract(place.device, frozenset(leaf.argument for leaf in leaves), args, kwargs)
-
-        return on_host
-
-    def _without_jit(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs under ``jax.disable_jit``: the function on arrays that are all on the device."""
-        if self._state_budget == 0:
-            return fun
-
-        @functools.wraps(fun)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = self._donated(_to_device, args, kwargs)
-            return fun(*args, **kwargs)
-
-        return run
-
-    def _abstract(self, device: Any, state: frozenset[int], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with ``state`` on the host and other donated arrays on ``device``, as a call will have them."""
-        host, here = host_sharding(device), SingleDeviceSharding(device)
-
-        def abstract(i: int, x: Any, donated: bool) -> Any:
-            if i in state:
-                return _abstract(x, host, _compat.HostShape)
-            if donated and isinstance(x, jax.Array | np.ndarray):
-                return _abstract(x, here)
-            return x
-
-        return self._dynamic(abstract, args, kwargs)
-
-    def _moved(self, device: Any, state: frozenset[int], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with ``state`` on the host and other donated arrays on ``device``; the very same if they are.
-
-        Where the replacements are committed to a place, so are the arguments, or JAX would compile again for them.
-        """
-        if not state:
-            return self._donated(_to_device, args, kwargs)
-        host, here = host_sharding(device), SingleDeviceSharding(device)
-        emptied: list[Any] = []
-        changed = False
-
-        def move(i: int, x: Any, donated: bool) -> Any:
-            nonlocal changed
-            if not (donated and isinstance(x, jax.Array | np.ndarray)):
-                return x
-            there = host if i in state else here
-            if isinstance(x, jax.Array) and x.committed and x.sharding == there:
-                return x
-            changed = True
-            if isinstance(x, jax.Array) and (i in state or _compat.in_host_memory(x)):
-                emptied.append(x)  # it was donated; on the device its buffer itself is
-            return jax.device_put(x, there)
-
-        moved = self._dynamic(move, args, kwargs)
-        if not changed:
-            return args, kwargs
-        for x in emptied:
-            x.delete()
-        return moved
-
-    def _donated(self, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with every donated leaf in host memory changed; the very same without such."""
-        if self._state_budget == 0:
-            return args, kwargs
-        numbers, names = _compat.donated_arguments(self._plain)
-        inside = [x for i, x in enumerate(args) if i in numbers], {k: x for k, x in kwargs.items() if k in names}
-        if not any(map(_compat.in_host_memory, jax.tree.leaves(inside))):
-            return args, kwargs
-
-        def changed(x: Any) -> Any:
-            return change(x) if _compat.in_host_memory(x) else x
-
-        new = (jax.tree.map(changed, x) if i in numbers else x for i, x in enumerate(args))
-        return tuple(new), {k: jax.tree.map(changed, x) if k in names else x for k, x in kwargs.items()}
-
-    def _dynamic(self, change: Callable[[int, Any, bool], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with every leaf that is not static changed: by its position, itself, whether it is donated."""
-        static, static_names = _compat.static_arguments(self._plain)
-        donated, donated_names = _compat.donated_arguments(self._plain)
-        position = count()
-
-        def each(x: Any, is_donated: bool) -> Any:
-            return jax.tree.map(lambda leaf: change(next(position), leaf, is_donated), x)
-
-        new = tuple(x if i in static else each(x, i in donated) for i, x in enumerate(args))
-        named = {k: each(kwargs[k], k in donated_names) for k in sorted(kwargs) if k not in static_names}
-        return new, {k: named.get(k, x) for k, x in kwargs.items()}
 
     # ---- making and measuring ----
 
@@ -435,7 +364,7 @@ class Planned:
         if not report.baseline.exact:
             plain = compile_program(functools.partial(self._make, None, (), None), args, kwargs, entry.fitted.options)
             if plain.memory is not None:
-                entry.fitted = replace(entry.fitted, report=replace(report, baseline=plain.memory))
+                entry.feedback.tell(baseline=plain.memory)
         entry.measured = True
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -484,33 +413,9 @@ class Bound:
 _TAKE_ARGUMENTS = frozenset({"plan", "lower", "trace", "eval_shape"})
 
 
-def _abstract(x: Any, sharding: Any, kind: type[jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    aval = jax.typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-    return kind(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
-
-
-def _as_on_device(x: Any) -> jax.ShapeDtypeStruct:
-    """What an array in host memory is to the user's function."""
-    return _abstract(x, SingleDeviceSharding(next(iter(x.sharding.device_set))))
-
-
 def _stacks_come_back(here: Any, device: DeviceProfile) -> bool:
     """Whether a device that is ``here`` reads stacks on the host right; taken for granted of one that is not."""
     return here is None or stacks_come_back(here, load_index=loads_index(device))
-
-
-def _require_streams(device: Any) -> None:
-    """Before any planning: that arguments can wait on the host, and that it helps."""
-    if device.platform == "tpu":
-        raise TargetError(
-            f"offload_state=True is for GPUs, and {device} is a TPU: XLA schedules copies there by itself and brings "
-            "all state in at once, which needs more memory than keeping it; leave offload_state= out"
-        )
-    host_sharding(device)
-
-
-def _to_device(x: Any) -> Any:
-    return jax.device_put(x, jax.memory.Space.Device)
 
 
 def _place(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> _Place | None:

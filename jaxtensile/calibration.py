@@ -18,6 +18,7 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -36,6 +37,7 @@ _TILE = 256
 _RESIZES = 2
 _LONGEST_CHAIN = 32
 _MOST_OVER_LINK: Bytes = 256 * MIB
+_LITTLE_OVER_LINK: Bytes = 32 * MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,9 @@ class Effort:
     share: float = 1 / 32
     repetitions: int = 7
     limit: Seconds = 0.8
+
+
+_LITTLE = Effort(aim=0.003, repetitions=3, limit=0.05)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +129,20 @@ def measure(device: Any, published: DeviceProfile, effort: Effort) -> Measuremen
         numbers=numbers,
         how=how,
     )
+
+
+@cache
+def link_bandwidth(device: Any) -> float | None:
+    """Bytes per second of the link between a device that is here and pinned host memory, the slower way.
+
+    Measured once per process with little effort (some 30 ms of copies of at most 32 MiB, and their compiles), and
+    kept nowhere; None where there is no such link, or no room for the test.
+    """
+    published = profile_for_kind(device.device_kind, device.platform)
+    try:
+        return _link(device, published.link_bandwidth, _LITTLE_OVER_LINK, _LITTLE)[0]
+    except (jax.errors.JaxRuntimeError, _NotMeasured):
+        return None
 
 
 class _NotMeasured(Exception):

@@ -9,6 +9,7 @@ from typing import Any
 from jaxtensile._compat import JAX_VERSION
 from jaxtensile.compile import Options
 from jaxtensile.device import DeviceProfile
+from jaxtensile.passes.steptime import StepTime
 from jaxtensile.plan import Leaf, Link
 from jaxtensile.report import Report
 from jaxtensile.units import Bytes
@@ -116,7 +117,8 @@ class Job:
 class Fitted:
     """The jit object that fits, what it evaluates (None: the user's function), and the report.
 
-    ``state``: the flat arguments that it takes from host memory.
+    ``state``: the flat arguments that it takes from host memory. ``time``: of a step, None where the function runs as
+    it is and where it runs on several devices; ``key``: equal for equal programs.
     """
 
     jitted: Any
@@ -124,3 +126,5 @@ class Fitted:
     options: Options
     report: Report
     state: frozenset[int] = frozenset()
+    time: StepTime | None = None
+    key: int = 0

@@ -22,7 +22,7 @@ from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced
 from jaxtensile.undo import Undone
 from jaxtensile.units import Seconds, format_bytes
-from jaxtensile.variants import Variant, cheapest
+from jaxtensile.variants import Variant, cheapest, step_time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +132,7 @@ def report(
             stages=0,
             solver="none",
             timeline=Timeline(plain_track, None),
+            step=sum(costs.seconds),
             notes=tuple(dict.fromkeys(notes)),
             **common,
         )
@@ -173,6 +174,7 @@ def report(
         solver=plan.solver,
         gap=plan.gap,
         timeline=Timeline(plain_track, _track(plan.program, sites)),
+        step=step_time(variant, plan, step).at(),
         notes=tuple(dict.fromkeys(notes)),
         **common,
     )

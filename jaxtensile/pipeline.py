@@ -33,8 +33,8 @@ from jaxtensile.rewrite import rewrite
 from jaxtensile.state import choose
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone, undo
-from jaxtensile.units import Bytes
-from jaxtensile.variants import Candidates, Variant
+from jaxtensile.units import Bytes, Seconds
+from jaxtensile.variants import Candidates, Variant, program_key
 
 Watch = Callable[[str], None]
 
@@ -61,20 +61,42 @@ def nothing(_: str) -> None:
 def fit(job: Job, prepare: Prepare | None = None, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
     """Fit one job. ``prepare``: the solver, the job's own if None; ``baseline``: compile the plain program even
     when it surely does not fit."""
-    prepare = prepare or named(job.solver)
-    clock = _Clock(watch)
+    page, undone, lighter = _opened(job, prepare or named(job.solver), _Clock(watch), baseline)
+    if undone is not None and lighter is not None:
+        fitted = page.undone(undone, lighter)
+        if fitted is not None:
+            return fitted
+    return page.as_written()
+
+
+def renew(job: Job, at_most: Seconds, unlike: int, watch: Watch = nothing) -> Fitted | None:
+    """The plan for a job whose rates are known better than when it was fitted; None when there is no better one.
+
+    Better: of another key than ``unlike`` and with a step of at most ``at_most`` predicted seconds. What is not
+    does not get compiled, and the user's function is not run.
+    """
+    page, undone, lighter = _opened(job, named(job.solver), _Clock(watch), False)
+    as_it_is = rewrite(page.program.traced, Program.unchanged(page.program.traced.graph))
+    make = job.make
+    page.job = replace(page.job, make=lambda evaluate, options: make(evaluate or as_it_is, options))
+    page.worth = lambda variant, plan: (
+        program_key(variant, plan) != unlike
+        and ways.step_time(variant, plan, sum(page.costs().seconds)).at() <= at_most
+    )
+    return page.renewed(undone, lighter)
+
+
+def _opened(job: Job, prepare: Prepare, clock: _Clock, baseline: bool) -> tuple[_Page, Undone | None, _Subject | None]:
+    """The page of a job, and the program without the user's checkpoints where it has some and may fit."""
     with clock("graph"):
         traced = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
         job, notes = _with_state(job, traced)
         program = _program(job, traced)
         undone = undo(program.traced) if job.undo and job.shards == 1 else None
         lighter = _program(job, undone.traced) if undone is not None else None
-    page = _Page(job, prepare, clock, baseline, program, notes)
-    if undone is not None and lighter is not None and lighter.bound.nbytes <= job.budget:
-        fitted = page.undone(undone, lighter)
-        if fitted is not None:
-            return fitted
-    return page.as_written()
+    if lighter is not None and lighter.bound.nbytes > job.budget:
+        undone = lighter = None
+    return _Page(job, prepare, clock, baseline, program, notes), undone, lighter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,6 +155,8 @@ class _Page:
         self.changed_as_it_is: dict[bool, Compiled] = {}
         """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
         self.known_costs: Costs | None = None
+        self.worth: Callable[[Variant, Plan], bool] = lambda _, __: True
+        """Whether a plan is worth a compile."""
 
     def costs(self) -> Costs:
         """Of the program as written."""
@@ -217,6 +241,18 @@ class _Page:
             return None
         return self.unchanged() if best.evaluate is None else self.planned(best, lighter.bound, rounds)
 
+    def renewed(self, undone: Undone | None, lighter: _Subject | None) -> Fitted | None:
+        """The cheapest of what is worth it and fits, with and without the user's checkpoints; None without such."""
+        job, costs, program = self.job, self.costs(), self.program
+        start = written = ways.written(job, program.traced, costs, self.prepare)
+        if undone is not None and lighter is not None:
+            start, program = ways.undone(job, undone, costs, self.prepare), lighter
+        others = [written] if start is not written else []
+        best, rounds = self.rounds(self.candidates(start, others), None)
+        if best is None or best.compiled.device > job.budget:
+            return None
+        return self.planned(best, program.bound, rounds)
+
     def compile_as_it_is(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
         """The program with its state on the host, or without checkpoints, and with nothing else changed."""
         job = self.job
@@ -263,6 +299,8 @@ class _Page:
         seen: list[tuple[Bytes, Bytes]] = []
         while rounds < (ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE):
             (variant, plan), first = first or self.cheapest(candidates, aim), None
+            if not self.worth(variant, plan):
+                break
             with clock("check"):
                 check(variant.problem.graph, plan.program)
             if plan.changes_nothing and variant.as_it_is:
@@ -331,7 +369,13 @@ class _Page:
         told = self.report(made, compiled, bound, rounds)
         state = frozenset(leaf.argument for leaf in self.job.state)
         return Fitted(
-            jitted=compiled.jitted, evaluate=made.evaluate, options=compiled.options, report=told, state=state
+            jitted=compiled.jitted,
+            evaluate=made.evaluate,
+            options=compiled.options,
+            report=told,
+            state=state,
+            time=ways.step_time(made.variant, made.plan, sum(self.costs().seconds)) if self.job.shards == 1 else None,
+            key=program_key(made.variant, made.plan),
         )
 
     def report(self, made: Made | None, compiled: Compiled, bound: Bound, rounds: int) -> Any:
@@ -398,4 +442,4 @@ class _Clock:
             self._within = outer + took
 
 
-__all__ = ["Evaluate", "Fitted", "Job", "fit"]
+__all__ = ["Evaluate", "Fitted", "Job", "fit", "renew"]

@@ -51,6 +51,8 @@ class Report:
     another plan around the same turn might spare, by the model (0.0: none, proven; None: not known);
     ``offload_bytes``: what leaves for the host in a step, ``state``: the arguments that wait there between steps, by
     their names, ``wait``: the part of ``overhead`` that is waiting for copies.
+    ``step``: predicted seconds of a step of what runs, ``measured``: median seconds of a few of its first calls (None
+    until there were enough, and where it runs unchanged), ``renewed``: how often those led to another plan.
     ``flops`` are those of the program as written, so ``recompute_flops`` and ``overhead`` are negative
     where a checkpoint recomputed more than the budget needs.
     """
@@ -80,6 +82,9 @@ class Report:
     undone: bool = False
     wait: Seconds = 0.0
     state: tuple[Leaf, ...] = ()
+    step: Seconds = 0.0
+    measured: Seconds | None = None
+    renewed: int = 0
 
     @property
     def fits(self) -> bool:
@@ -138,6 +143,9 @@ class Report:
             "recompute_flops": self.recompute_flops,
             "offload_bytes": self.offload_bytes,
             "wait": self.wait,
+            "step": self.step,
+            "measured": self.measured,
+            "renewed": self.renewed,
             "state": [{"name": leaf.name, "nbytes": leaf.nbytes} for leaf in self.state],
             "overhead": self.overhead,
             "overhead_ratio": self.overhead_ratio,

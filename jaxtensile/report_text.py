@@ -115,6 +115,15 @@ def slower(report: Report) -> str:
     return f"{100 * report.overhead_ratio:+.1f} %"
 
 
+def timed(report: Report) -> str:
+    """What a step took, beside what was predicted for it."""
+    r = report
+    took = f"{format_seconds(r.measured)} measured" if r.measured is not None else "not yet measured"
+    renewals = "1 renewal" if r.renewed == 1 else f"{r.renewed} renewals"
+    after = f", after {renewals} of the plan" if r.renewed else ""
+    return f"a step takes {took}, {format_seconds(r.step)} predicted{after}"
+
+
 def spent(report: Report) -> str:
     """How long planning and XLA took."""
     compiling = {n: s for n, s in report.seconds.items() if n.startswith("compile")}
@@ -150,6 +159,8 @@ def as_text(report: Report) -> str:
         lines.append(
             f"  {format_bytes(r.offload_bytes)} to the host and back in a step{waits}; XLA holds {there} there"
         )
+    if r.measured is not None or r.renewed:
+        lines.append(f"  {timed(r)}")
     lines.append(f"  no plan by recomputation can need less than {format_bytes(r.lower_bound)}")
     if r.unknown_primitives:
         lines.append(f"  without a cost rule of their own: {', '.join(r.unknown_primitives)}")

@@ -220,7 +220,7 @@ def _bits(dtype: Any) -> int:
     for prefix in ("uint", "int"):
         if name.startswith(prefix) and name[len(prefix) :].isdigit():
             return max(int(name[len(prefix) :]), 1)
-    if name.startswith("float4") or name.startswith("float6"):
+    if name.startswith(("float4_", "float6_")):
         return int(name[5])
     return dtype.itemsize * 8
 

@@ -20,6 +20,7 @@ from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
+from jaxtensile.passes.steptime import LoopCopies, StepTime
 from jaxtensile.plan import Costs, Plan, Prepare, Problem
 from jaxtensile.rewrite import rewrite
 from jaxtensile.split import sliced_products, split_products
@@ -262,6 +263,34 @@ class _Bodies:
         """The same for less and less memory, each with steps to the one before as ``finer``."""
         for high, low in zip((1.0, *_INSIDE), _INSIDE, strict=False) if self.large else ():
             yield replace(self.at(low), finer=cache(partial(self.between, low, high)))
+
+
+def step_time(variant: Variant, plan: Plan, written: Seconds) -> StepTime:
+    """Of the variant under its plan; ``written``: seconds of the program as written."""
+    job, graph = variant.job, variant.base.graph
+    copies: list[LoopCopies] = []
+    for loop in variant.loops:
+        if loop.hosted:
+            front = graph.ops[loop.pair.forward]
+            forward = sum(op_costs(front.bodies[0], job.device).seconds)
+            per_trip = loop.aside // front.trip_count
+            copies.append(LoopCopies(trips=front.trip_count, count=len(loop.hosted), nbytes=per_trip, forward=forward))
+    problem = variant.problem
+    streams = problem.link is not None and plan.offload_bytes > problem.stacks
+    return StepTime(
+        work=written + variant.seconds + plan.overhead - plan.wait - sum(loop.wait for loop in variant.loops),
+        link=job.way if copies or streams else None,
+        program=plan.program if streams else None,
+        seconds=problem.costs.seconds if streams else (),
+        loops=tuple(copies),
+    )
+
+
+def program_key(variant: Variant, plan: Plan) -> int:
+    """Equal, in this process, for equal programs."""
+    ops = tuple((op.primitive, op.operands, op.results) for op in plan.program.graph.ops)
+    inside = tuple((i.key, program_key(i.variant, i.plan)) for i in variant.inside)
+    return hash((variant.undone is not None, variant.sliced, variant.loops, inside, plan.program.origin, ops))
 
 
 class Candidates:

@@ -52,6 +52,15 @@ class LoopPlan:
     wait: Seconds = 0.0
 
 
+def copying(trips: int, one_way: Seconds, forward: Seconds) -> Seconds:
+    """Seconds that copies add to a pair of loops; ``one_way``: the copies of one iteration, ``forward``: its work.
+
+    A slice leaves while the rest of its iteration runs; the next one needs nothing of it.
+    XLA starts to bring one back when the backward iteration begins, which needs it at once.
+    """
+    return trips * (max(one_way - forward, 0.0) + one_way)
+
+
 def find_pairs(graph: Graph) -> tuple[ScanPair, ...]:
     """Pairs of scans of equal length that are linked by stacks read nowhere else."""
     read_by = consumers(graph)
@@ -148,13 +157,9 @@ class PairCut:
         return frozenset(out)
 
     def wait(self, hosted: frozenset[int], link: Link, forward: Seconds) -> Seconds:
-        """Seconds that copying ``hosted`` adds; ``forward``: one iteration of the forward loop.
-
-        A slice leaves while the rest of its iteration runs; the next one needs nothing of it.
-        XLA starts to bring one back when the backward iteration begins, which needs it at once.
-        """
+        """Seconds that copying ``hosted`` adds; ``forward``: one iteration of the forward loop."""
         one_way = sum(link.latency + self._able[v] / link.bandwidth for v in hosted)
-        return self._trips * (max(one_way - forward, 0.0) + one_way)
+        return copying(self._trips, one_way, forward)
 
     def plan(self, kept: frozenset[int], hosted: frozenset[int] = frozenset(), wait: Seconds = 0.0) -> LoopPlan | None:
         """The pair that stacks exactly ``kept``, ``hosted`` of it on the host; None when it does so already."""

@@ -48,18 +48,22 @@ MAY_IMPORT = {
     "split": "units ir _compat trace",
     "state": "units ir plan trace passes",
     "undo": "ir _compat trace",
-    "job": f"{VOCABULARY} _compat compile report",
+    "job": f"{VOCABULARY} _compat passes compile report",
     "variants": f"{EDGE} bodies split state undo job",
     "outcome": f"{EDGE} undo job variants timeline report",
     "pipeline": f"{EDGE} state undo job variants outcome timeline report",
-    "api": f"{EDGE} measured hosted job report pipeline",
+    "placement": f"{VOCABULARY} target _compat",
+    "feedback": f"{VOCABULARY} _compat calibration job passes pipeline",
+    "api": f"{EDGE} feedback hosted job placement report pipeline",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "cli": f"{VOCABULARY} api calibration runtime report workload loading doctor",
     "__init__": "errors hardware api calibration device plan report workload",
     "__main__": "cli",
 }
-MAY_USE_JAX = set("_compat trace undo split loops hosted rewrite compile target pipeline api calibration".split())
+MAY_USE_JAX = set(
+    "_compat trace undo split loops hosted rewrite compile target pipeline placement feedback api calibration".split()
+)
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
 

@@ -138,6 +138,20 @@ def test_a_measurement_says_how_each_number_was_found():
     assert "float32" in found.how["matmul_flops_f32"] and "bfloat16" in found.how["matmul_flops_bf16"]
 
 
+def test_the_link_is_measured_alone_where_there_is_one(monkeypatch):
+    assert calibration.link_bandwidth(CPU) is None  # its own memory is the host's
+    monkeypatch.setattr(calibration, "_LITTLE", TINY)
+    monkeypatch.setattr(
+        calibration,
+        "copies",
+        lambda device, there, peak, most, effort, _: copies(device, there, peak, most, effort, bool),
+    )
+    calibration.link_bandwidth.cache_clear()
+    assert 1e6 < calibration.link_bandwidth(CPU) < 1e14 and CPU in jax.devices()
+    assert calibration.link_bandwidth(CPU) == calibration.link_bandwidth(CPU)
+    calibration.link_bandwidth.cache_clear()
+
+
 def test_an_unknown_device_without_a_link_falls_back_to_the_table():
     published = profile_for_kind("NVIDIA Something", "gpu")
     with pytest.warns(RuntimeWarning, match="link_bandwidth: the compiler makes no copy"):

@@ -4,6 +4,7 @@ import functools
 import importlib
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -12,6 +13,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxtensile
+from jaxtensile import api, pipeline
+from jaxtensile.feedback import slowed
 from jaxtensile.target import resolve
 from jaxtensile.trace import jaxpr_flops
 
@@ -156,6 +159,32 @@ def test_values_wait_on_the_host_instead():
     assert both.recompute_flops < alone.recompute_flops and alone.compiled.host == 0
     assert "offload" in {d.kind for d in both.decisions}
     assert "offloaded" in str(both) and "to the host and back in a step" in str(both)
+
+
+@pytest.mark.cuda_aot
+def test_where_work_takes_longer_than_thought_more_waits_on_the_host():
+    """Copies hide behind slower work and recomputation does not; where nothing is gained, nothing is compiled."""
+    work, budget = subject("mlp"), at(0.35, "mlp")
+    step = jaxtensile.jit(work.fun, budget=budget, host_budget="8GiB", target=H200, **work.jit_options)
+    entry, args, kwargs = step._planned(work.args, {})
+    first, traced = entry.fitted, step._plain.trace(*work.args)
+    job = step._job(traced, api._place(traced, args, kwargs, {}), args, kwargs)
+
+    def renewed(factor):
+        took, asked = factor * first.report.step, []
+        slower = first.time.slower(took)
+        return pipeline.renew(
+            replace(job, device=slowed(job.device, slower)), took / 1.02, first.key, asked.append
+        ), asked
+
+    assert first.report.step == pytest.approx(first.time.work + first.report.wait, rel=0.02)
+    same, asked = renewed(1.5)
+    assert same is None and not [name for name in asked if "compile" in name]
+    other, asked = renewed(10.0)
+    assert other is not None and asked.count("compile planned") == other.report.rounds and "compile plain" not in asked
+    assert other.report.step < 9.9 * first.report.step and other.report.recompute_flops < first.report.recompute_flops
+    assert other.report.compiled.host == other.report.offload_bytes > first.report.offload_bytes
+    assert other.report.compiled.device <= budget
 
 
 def ode():

@@ -233,6 +233,7 @@ def test_random_numbers_from_a_key_are_not_pinned():
         (jnp.float32, 400),
         (jnp.bfloat16, 200),
         (jnp.float8_e4m3fn, 100),
+        (jnp.float4_e2m1fn, 50),
         (jnp.int4, 50),
         (jnp.uint4, 50),
         (jnp.int8, 100),
@@ -249,6 +250,12 @@ def test_bytes_of_a_hundred_elements(dtype, nbytes):
     assert value.shape == (4, 25)
     assert value.dtype == jnp.dtype(dtype).name
     assert value.space == "device"
+
+
+@pytest.mark.parametrize(("dtype", "nbytes"), [("float64", 800), ("int64", 800), ("complex128", 1600)])
+def test_bytes_of_wide_types(dtype, nbytes):
+    with jax.enable_x64(True):
+        assert trace(lambda x: x, jax.ShapeDtypeStruct((4, 25), dtype)).graph.values[0].nbytes == nbytes
 
 
 def test_an_odd_count_of_small_integers_is_rounded_up():

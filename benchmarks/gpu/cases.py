@@ -154,6 +154,9 @@ def host(budget: int, sizes: Sizes, row: dict[str, Any], tell: Callable[[], None
     tell()
     if step is not None:
         row["ours"] |= run(step, subject.arguments)
+        tell()
+        report = step._planned(subject.arguments(), {})[0].fitted.report  # the first steps may have led to another plan
+        row["ours"] |= {"predicted_seconds": report.step, "renewed": report.renewed, "notes": list(report.notes)}
 
 
 def suite(name: str, sizes: Sizes, row: dict[str, Any], tell: Callable[[], None]) -> None:
