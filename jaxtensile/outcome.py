@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxtensile.candidates import cheapest
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import BudgetError, Culprit
 from jaxtensile.job import Evaluate, Job
@@ -22,7 +23,7 @@ from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced
 from jaxtensile.undo import Undone
 from jaxtensile.units import Seconds, format_bytes
-from jaxtensile.variants import Variant, cheapest, step_time
+from jaxtensile.variants import Variant, step_time
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from jaxtensile import variants as ways
+from jaxtensile.candidates import Candidates
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options
 from jaxtensile.job import Evaluate, Fitted, Job
 from jaxtensile.outcome import Made, cannot, report
@@ -34,7 +35,7 @@ from jaxtensile.state import choose
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone, undo
 from jaxtensile.units import Bytes, Seconds
-from jaxtensile.variants import Candidates, Variant, program_key
+from jaxtensile.variants import Variant, program_key
 
 Watch = Callable[[str], None]
 
