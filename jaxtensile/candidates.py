@@ -15,6 +15,7 @@ from jaxtensile.bodies import Body, Key, bodies_of
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, Plan
 from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
@@ -54,7 +55,8 @@ class _Bodies:
             state=(),
         )
         costs = op_costs(inner.graph, job.device)
-        return Candidates(written(job, inner, costs, self.start.prepare), costs)
+        # The default solver: others may take a minute for each share, or want a program of one kind.
+        return Candidates(written(job, inner, costs, named("auto")), costs)
 
     def at(self, share: float) -> Variant:
         """``start`` with each large body planned for ``share`` of its temporaries, or as far as that goes."""
