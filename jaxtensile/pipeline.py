@@ -44,6 +44,8 @@ ROUNDS = 4
 
 Twice as many where the program without the user's checkpoints is tried first, and in vain.
 """
+SPARE, LIFTS = 0.03, 2
+"""After a miss and a plan that fits: share of the budget that is worth a plan between them, and how many at most."""
 ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
 """Plans at most once one came within this factor of the budget."""
 FLATTEST = 0.4
@@ -339,6 +341,9 @@ class _Page:
                 best = None if best is made else best
                 break
             if made.compiled.device <= job.budget:
+                if seen:
+                    best, more = self.cheaper(candidates, made, seen[-1], choices, scale)
+                    rounds += more
                 break
             if made.compiled.memory is None:
                 target = int(min(aim, plan.predicted.device) * REFUSED)
@@ -349,6 +354,38 @@ class _Page:
                 break
             aim = target
         return best, rounds, hosted
+
+    def cheaper(
+        self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes], choices: list[Options], scale: float
+    ) -> tuple[Made, int]:
+        """A plan with less work between one that missed, of (predicted, compiled) bytes, and one that fits with bytes
+        to spare; the one that fits if there is no such, and how many were compiled."""
+        job, budget = self.job, self.job.budget * scale
+        for tried in range(LIFTS):
+            predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
+            if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
+                return fits, tried
+            aim = predicted + int((budget - compiled) / (missed[1] - compiled) * (missed[0] - predicted))
+            variant, plan = self.cheapest(candidates, aim)
+            less = ways.charge_of(variant, plan) < ways.charge_of(fits.variant, fits.plan)
+            same = plan.changes_nothing and variant.as_it_is
+            if same or not less or plan.predicted.device > aim or not self.worth(variant, plan):
+                return fits, tried
+            with self.clock("check"):
+                check(variant.problem.graph, plan.program)
+            try:
+                with self.clock("compile planned"):
+                    made, _ = _compile(job, variant, plan, choices)
+            except jax.errors.JaxRuntimeError:
+                return fits, tried + 1
+            memory, there = made.compiled.memory, job.state_bytes
+            if memory is None or (plan.offload_bytes > there and memory.host <= there):
+                return fits, tried + 1
+            if made.compiled.device <= job.budget:
+                fits = made
+            else:
+                missed = plan.predicted.device, int(made.compiled.device * scale)
+        return fits, LIFTS
 
     def as_it_is(self, variant: Variant) -> Compiled | None:
         """What XLA said of the variant's program with nothing recomputed, if it was asked."""

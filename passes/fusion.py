@@ -131,7 +131,7 @@ def _worth_fusing(effort: float, nbytes: Bytes, users: int, sizes: list[Bytes]) 
     read = sum(min(s, nbytes) for s in sizes)
     fused = users * (read + effort)
     unfused = read + effort + nbytes + users * nbytes
-    return fused <= unfused
+    return fused < unfused
 
 
 def _needed_in_memory(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
