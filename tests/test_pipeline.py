@@ -130,6 +130,32 @@ def test_what_xla_adds_is_taken_off_the_next_aim(monkeypatch):
     assert min(compiler.given) == report.compiled.device
 
 
+class Uneven(Compiler):
+    """Plans of more than ``limit`` predicted bytes need a quarter of the plain temporaries more than predicted."""
+
+    def __init__(self, monkeypatch, limit):
+        super().__init__(monkeypatch)
+        self.limit = limit
+
+    def __call__(self, *args):
+        over = bool(self.solved) and self.solved[-1][1].predicted.device > self.limit
+        self.add = predicted().temp // 4 if over else 0
+        return super().__call__(*args)
+
+
+def test_between_a_miss_and_a_fit_with_bytes_to_spare_less_is_recomputed(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    found = {}
+    for lifts in (0, 2):
+        monkeypatch.setattr(pipeline, "LIFTS", lifts)
+        compiler = Uneven(monkeypatch, limit=tight(0.85))
+        found[lifts] = fit(job(tight(0.95)), compiler.prepare).report
+    assert all(report.fits for report in found.values())
+    assert found[0].rounds < found[2].rounds <= found[0].rounds + 2
+    assert found[0].compiled.device < found[2].compiled.device
+    assert found[2].overhead < found[0].overhead
+
+
 def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
     monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
     compiler = Compiler(monkeypatch, add=100 * predicted().temp)
