@@ -16,7 +16,7 @@ from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.solvers import named
-from jaxtensile.plan import Costs, Plan
+from jaxtensile.plan import Costs, MemoryUse, Plan
 from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
 from jaxtensile.variants import Inside, Variant, charge_of, sliced, with_loops, written
@@ -34,13 +34,13 @@ class _Bodies:
         self.start = start
         live = live_ranges(start.looped.graph)
         smallest = LARGE * live.temp
-        self.large: list[tuple[Key, Body, Traced, Bytes]] = []
+        self.large: list[tuple[Key, Body, Traced, MemoryUse]] = []
         for op in start.looped.graph.ops if start.job.shards == 1 else ():
             for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not op.pinned else ()):
                 inner = body.traced()
-                temp = live_ranges(inner.graph).temp
-                if temp >= max(smallest, 1):
-                    self.large.append(((op.id, k), body, inner, temp))
+                use = live_ranges(inner.graph).use()
+                if use.temp >= max(smallest, 1):
+                    self.large.append(((op.id, k), body, inner, use))
         self._candidates = cache(self._of)
 
     def _of(self, i: int) -> Candidates:
@@ -61,9 +61,8 @@ class _Bodies:
     def at(self, share: float) -> Variant:
         """``start`` with each large body planned for ``share`` of its temporaries, or as far as that goes."""
         start, found = self.start, list[Inside]()
-        for i, (key, body, inner, temp) in enumerate(self.large):
-            live = live_ranges(inner.graph)
-            variant, plan = self._candidates(i).cheapest(live.device - int((1 - share) * temp))
+        for i, (key, body, _, use) in enumerate(self.large):
+            variant, plan = self._candidates(i).cheapest(use.device - int((1 - share) * use.temp))
             if variant.as_it_is and plan.changes_nothing:
                 continue
             check(variant.problem.graph, plan.program)

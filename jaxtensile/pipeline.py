@@ -336,8 +336,7 @@ class _Page:
                 break  # some programs with copies XLA does not compile at all
             if best is None or made.compiled.device < best.compiled.device:
                 best = made
-            if plan.offload_bytes > there and made.compiled.memory is not None and made.compiled.memory.host <= there:
-                # The compiler cancelled every copy: what is left is no plan.
+            if self.cancelled(made):
                 best = None if best is made else best
                 break
             if made.compiled.device <= job.budget:
@@ -378,14 +377,18 @@ class _Page:
                     made, _ = _compile(job, variant, plan, choices)
             except jax.errors.JaxRuntimeError:
                 return fits, tried + 1
-            memory, there = made.compiled.memory, job.state_bytes
-            if memory is None or (plan.offload_bytes > there and memory.host <= there):
+            if made.compiled.memory is None or self.cancelled(made):
                 return fits, tried + 1
             if made.compiled.device <= job.budget:
                 fits = made
             else:
                 missed = plan.predicted.device, int(made.compiled.device * scale)
         return fits, LIFTS
+
+    def cancelled(self, made: Made) -> bool:
+        """Whether the compiler dropped every copy of a plan with copies: what is left is no plan."""
+        memory, there = made.compiled.memory, self.job.state_bytes
+        return made.plan.offload_bytes > there and memory is not None and memory.host <= there
 
     def as_it_is(self, variant: Variant) -> Compiled | None:
         """What XLA said of the variant's program with nothing recomputed, if it was asked."""
