@@ -96,7 +96,7 @@ class Candidates:
 
     def __init__(self, start: Variant, costs: Costs, others: Sequence[Variant] = ()) -> None:
         self.variants = _ordered([*with_loops(start), *others])
-        self._start, self._costs = start, costs
+        self._start, self._costs, self._others = start, costs, others
         self._slicing_tried = False
         self._rungs: Iterator[Variant] | None = None
         """Plans for bodies that have not been asked for yet."""
@@ -124,10 +124,15 @@ class Candidates:
                     break
         return best
 
+    def smallest(self) -> tuple[Variant, Plan]:
+        """The smallest plan that is found when nothing fits; the same one whatever was asked before."""
+        return Candidates(self._start, self._costs, self._others).cheapest(0)
+
     def forget_host(self) -> None:
         """From now on plan by recomputation alone."""
         self.variants = without_host(self.variants)
         self._start = replace(self._start, host=False)
+        self._others = without_host([*self._others])
 
 
 def _ordered(variants: list[Variant]) -> list[Variant]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxtensile.candidates import cheapest
+from jaxtensile.candidates import Candidates
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import BudgetError, Culprit
 from jaxtensile.job import Evaluate, Job
@@ -25,6 +25,9 @@ from jaxtensile.undo import Undone
 from jaxtensile.units import Seconds, format_bytes
 from jaxtensile.variants import Variant, step_time
 
+MARGIN = 0.2
+"""Of the smallest plan's predicted bytes: what XLA may add to them, where it was not asked."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
@@ -36,17 +39,19 @@ class Made:
     evaluate: Evaluate | None
 
 
-def cannot(job: Job, variants: list[Variant], bound: Bound, best: Made | None) -> BudgetError:
+def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:
     """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
-    traced = variants[0].traced
+    traced = candidates.variants[0].traced
     values = traced.graph.values
     fixed = sum(values[v].nbytes for v in traced.graph.inputs if values[v].space != "host")
     if best is not None and best.compiled.memory is not None:
         needs = max(best.compiled.device, bound.nbytes)
+        about = ""
         culprits = _at_the_peak(best.variant, best.plan)
     else:
-        variant, plan = cheapest(variants, 0)
-        needs = max(int(plan.predicted.device * 1.05), bound.nbytes)
+        variant, plan = candidates.smallest()
+        needs = max(int(plan.predicted.device * (1 + MARGIN)), bound.nbytes)
+        about = "about "
         graph = traced.graph
         culprits = tuple(
             Culprit(primitive=graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
@@ -58,11 +63,11 @@ def cannot(job: Job, variants: list[Variant], bound: Bound, best: Made | None) -
         because = f"no plan can need less than {format_bytes(bound.nbytes)}, for {', '.join(map(str, culprits[:1]))}"
     else:
         because = f"at the peak of the smallest plan, {', '.join(map(str, culprits))}"
+    smallest = f"the smallest reachable {about}{format_bytes(needs)}"
     other = ", or plan with solver='auto'" if job.solver == "chain" else ""
     return BudgetError(
-        f"budget {format_bytes(job.budget)} is below the smallest reachable {format_bytes(needs)} of {job.name}: "
-        f"{because}; raise the budget, shrink the batch, donate the arguments that are updated, or shard the program"
-        f"{other}",
+        f"budget {format_bytes(job.budget)} is below {smallest} of {job.name}: {because}; "
+        f"raise the budget, shrink the batch, donate the arguments that are updated, or shard the program{other}",
         needs=needs,
         has=job.budget,
         culprits=culprits,

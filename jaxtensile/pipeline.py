@@ -212,8 +212,12 @@ class _Page:
         candidates, first = ahead()
         # Below the bound before any search: no plan can need less than what single ops need at once.
         best, rounds = self.rounds(candidates, first) if possible else (None, 0)
+        if possible and (best is None or best.compiled.device > job.budget):
+            best, more = self.smallest(best)
+            rounds += more
         if best is None or best.compiled.device > job.budget:
-            raise cannot(job, candidates.variants, program.bound, best)
+            with self.clock("solve"):
+                raise cannot(job, candidates, program.bound, best)
         return self.planned(best, program.bound, rounds)
 
     def undone(self, undone: Undone, lighter: _Subject) -> Fitted | None:
@@ -291,15 +295,14 @@ class _Page:
         whether bytes on the host were among what was tried."""
         job, clock = self.job, self.clock
         choices = planned_options(job.device.platform, job.options)
-        scale = 1.0
-        if job.shards > 1 and self.plain is not None and self.plain.memory is not None:
-            scale = self.program.predicted.device / max(self.plain.device, 1)
+        scale = self.scale
         aim = int(job.budget * scale)
         if job.device.platform == "cpu":
             aim -= job.state_bytes  # its host memory is its device memory
         best: Made | None = None
         rounds, hosted = 0, False
         seen: list[tuple[Bytes, Bytes]] = []
+        keys: set[int] = set()
         while rounds < (ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE):
             (variant, plan), first = first or self.cheapest(candidates, aim), None
             if not self.worth(variant, plan):
@@ -324,16 +327,15 @@ class _Page:
                     break
                 aim = lower
                 continue
+            if (key := program_key(variant, plan)) in keys:
+                break
+            keys.add(key)
             rounds += 1
-            there = job.state_bytes
-            hosted = hosted or plan.offload_bytes > there
-            try:
-                with clock("compile planned"):
-                    made, choices = _compile(job, variant, plan, choices)
-            except jax.errors.JaxRuntimeError:
-                if plan.offload_bytes <= there:
-                    raise
-                break  # some programs with copies XLA does not compile at all
+            hosted = hosted or plan.offload_bytes > job.state_bytes
+            done = self.compile_planned(variant, plan, choices)
+            if done is None:
+                break
+            made, choices = done
             if best is None or made.compiled.device < best.compiled.device:
                 best = made
             if self.cancelled(made):
@@ -341,7 +343,7 @@ class _Page:
                 break
             if made.compiled.device <= job.budget:
                 if seen:
-                    best, more = self.cheaper(candidates, made, seen[-1], choices, scale)
+                    best, more = self.cheaper(candidates, made, seen[-1], choices)
                     rounds += more
                 break
             if made.compiled.memory is None:
@@ -354,12 +356,69 @@ class _Page:
             aim = target
         return best, rounds, hosted
 
+    def smallest(self, missed: Made | None) -> tuple[Made | None, int]:
+        """The program as written under the smallest plan there is, and how many were compiled.
+
+        Which plans are compiled on the way to a budget depends on it, and so does how low they get; this one does
+        not. So a budget of its bytes is met, and lower ones that were met by luck are not promised.
+        """
+        job = self.job
+        candidates = self.candidates(ways.written(job, self.program.traced, self.costs(), self.prepare))
+        choices = planned_options(job.device.platform, job.options)
+        best: Made | None = None
+        rounds, known = 0, set[int]()
+        for host in (True, False) if job.host_budget else (False,):
+            if not host:
+                candidates.forget_host()
+            with self.clock("solve"):
+                variant, plan = candidates.smallest()
+            key = program_key(variant, plan)
+            if key in known or (plan.changes_nothing and variant.as_it_is):
+                continue
+            known.add(key)
+            with self.clock("check"):
+                check(variant.problem.graph, plan.program)
+            rounds += 1
+            made = self.compile_planned(variant, plan, choices)
+            if made is None or self.cancelled(made[0]):
+                continue
+            found, order = made
+            if best is None or found.compiled.device < best.compiled.device:
+                best = found
+            if found.compiled.device <= job.budget:
+                if missed is None or missed.compiled.memory is None:
+                    return found, rounds
+                over = missed.plan.predicted.device, int(missed.compiled.device * self.scale)
+                found, more = self.cheaper(candidates, found, over, order)
+                return found, rounds + more
+        return best or missed, rounds
+
+    def compile_planned(
+        self, variant: Variant, plan: Plan, choices: list[Options]
+    ) -> tuple[Made, list[Options]] | None:
+        """The plan, compiled, and the choices with the better ones first; None for copies that XLA does not compile."""
+        try:
+            with self.clock("compile planned"):
+                return _compile(self.job, variant, plan, choices)
+        except jax.errors.JaxRuntimeError:
+            if plan.offload_bytes <= self.job.state_bytes:
+                raise
+            return None
+
+    @property
+    def scale(self) -> float:
+        """Bytes in the model per byte on one device: the model knows nothing of shards."""
+        if self.job.shards > 1 and self.plain is not None and self.plain.memory is not None:
+            return self.program.predicted.device / max(self.plain.device, 1)
+        return 1.0
+
     def cheaper(
-        self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes], choices: list[Options], scale: float
+        self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes], choices: list[Options]
     ) -> tuple[Made, int]:
         """A plan with less work between one that missed, of (predicted, compiled) bytes, and one that fits with bytes
         to spare; the one that fits if there is no such, and how many were compiled."""
-        job, budget = self.job, self.job.budget * scale
+        job, scale = self.job, self.scale
+        budget = job.budget * scale
         for tried in range(LIFTS):
             predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
             if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
@@ -372,13 +431,10 @@ class _Page:
                 return fits, tried
             with self.clock("check"):
                 check(variant.problem.graph, plan.program)
-            try:
-                with self.clock("compile planned"):
-                    made, _ = _compile(job, variant, plan, choices)
-            except jax.errors.JaxRuntimeError:
+            done = self.compile_planned(variant, plan, choices)
+            if done is None or done[0].compiled.memory is None or self.cancelled(done[0]):
                 return fits, tried + 1
-            if made.compiled.memory is None or self.cancelled(made):
-                return fits, tried + 1
+            made, _ = done
             if made.compiled.device <= job.budget:
                 fits = made
             else:

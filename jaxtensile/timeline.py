@@ -62,12 +62,15 @@ class Track:
         return out
 
     def stages(self) -> list[Stage]:
-        """The stages in which ops run again, in schedule order."""
+        """The stages in which ops run again, in schedule order.
+
+        What is repeated before the first barrier is made with its readers, at no cost: no stage of its own.
+        """
         found: list[Stage] = []
         start, stop, count = -1, -1, 0
         for i, again in enumerate([*self.repeats(), False]):
             if i == len(self.origin) or self.origin[i] == BARRIER:
-                if count:
+                if count and start >= 0:
                     found.append(Stage(start, stop, count))
                 start, count = i, 0
             elif again:

@@ -73,7 +73,7 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
     program = Program.unchanged(problem.graph)
     live = live_ranges(program.graph)
     menus: dict[int, Menu] = {}
-    unchanged = _Trial(frozenset(), program, live, 0.0)
+    lowest = unchanged = _Trial(frozenset(), program, live, 0.0)
 
     def search(budget: Bytes) -> _Trial:
         """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways."""
@@ -94,12 +94,16 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
         return descend(unchanged, unchanged)
 
     def at(budget: Bytes) -> Plan:
+        nonlocal lowest
         best = search(budget)
         for share in _EASIER:
             easier = live.device - int((1 - share) * live.temp)
             if budget < best.device and budget < easier:
                 # Which turn comes first depends on the budget, and an easier one may lead lower.
                 best = min(best, search(easier), key=lambda t: t.device)
+        # Nor do lower budgets always lead lower: what was found for another one may be all there is.
+        lowest = min(lowest, best, key=lambda t: t.device)
+        best = best if best.device <= budget else lowest
         if problem.link is not None and problem.host_budget and live.device > budget:
             best = _with_copies(problem, budget, best, search, live)
         return answer(problem, best.program, best.live, "greedy", copies=best.copies, wait=best.wait)
