@@ -119,8 +119,7 @@ def test_demo_stops_cleanly_on_ctrl_c():
             _, errors = demo.communicate(timeout=60)
         finally:
             demo.kill()
-    assert demo.returncode == 130
-    assert errors.strip() == "Stopped by Ctrl-C; nothing was written."
+    assert (demo.returncode, errors.strip()) == (130, "Stopped by Ctrl-C; nothing was written.")
 
 
 def test_inspect_plan_walks_a_report_that_adds_up(tmp_path):
