@@ -31,6 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import gpt
 import jaxtensile
 import text
+from jaxtensile.interrupts import Interrupts
 from jaxtensile.units import format_bytes, format_seconds
 
 CONSOLE = Console(highlight=False, soft_wrap=True)
@@ -253,8 +254,11 @@ def _positive(word: str) -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        print("\nStopped by Ctrl-C; nothing was written.", file=sys.stderr)
-        sys.exit(130)
+    with Interrupts() as interrupts:
+        try:
+            sys.exit(main())
+        except (KeyboardInterrupt, Exception):
+            if not interrupts.pressed:
+                raise
+            print("\nStopped by Ctrl-C; nothing was written.", file=sys.stderr)
+            sys.exit(130)

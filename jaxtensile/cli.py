@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from jaxtensile.errors import BudgetError, JaxtensileError
+from jaxtensile.interrupts import Interrupts
 
 DONE, DOES_NOT_FIT, WRONG_USE = 0, 1, 2
 _INTERRUPTED = 130
@@ -22,21 +23,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     options = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = options.command
-    try:
-        return command(options)
-    except BudgetError as error:
-        _complain(error)
-        # Without a smallest budget it is the text of the budget that was wrong.
-        return WRONG_USE if error.needs is None else DOES_NOT_FIT
-    except JaxtensileError as error:
-        _complain(error)
-        return WRONG_USE
-    except KeyboardInterrupt:
-        return _INTERRUPTED
-    except Exception:
+    with Interrupts() as interrupts:
+        try:
+            return command(options)
+        except (KeyboardInterrupt, Exception) as error:
+            return _INTERRUPTED if interrupts.pressed or isinstance(error, KeyboardInterrupt) else _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    """Say what went wrong, and return the exit code."""
+    if not isinstance(error, JaxtensileError):
         # Python would exit with 1, which here says "does not fit".
-        traceback.print_exc()
+        traceback.print_exception(error)
         return WRONG_USE
+    _complain(error)
+    # Without a smallest budget it is the text of the budget that was wrong.
+    return DOES_NOT_FIT if isinstance(error, BudgetError) and error.needs is not None else WRONG_USE
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -58,7 +58,8 @@ MAY_IMPORT = {
     "api": f"{EDGE} feedback hosted job placement report pipeline",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
-    "cli": f"{VOCABULARY} api calibration runtime report workload loading doctor",
+    "interrupts": "",
+    "cli": f"{VOCABULARY} api calibration runtime report workload loading doctor interrupts",
     "__init__": "errors hardware api calibration device plan report workload",
     "__main__": "cli",
 }

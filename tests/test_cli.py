@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, and no traceback for a user's mistake."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from jaxtensile import cli, doctor
 from jaxtensile.device import targets
 
 WORKLOADS = """
+    import signal
     import sys
     from dataclasses import dataclass
     import jax
@@ -40,6 +42,12 @@ WORKLOADS = """
 
     def broken():
         return undefined_name
+
+    def stopped():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt as error:
+            raise ValueError("Cache keys should be comparable") from error
 
     constant = 7
 """
@@ -242,3 +250,12 @@ def test_it_runs_as_a_module(start):
     )
     assert done.returncode == 2
     assert done.stderr == "jaxtensile: 'x' is not FILE:FUNCTION: write for example train.py:step\n"
+
+
+def test_ctrl_c_that_came_out_as_another_error(file, capsys):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli.main(["plan", f"{file}:stopped", "--budget", "1GiB"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert capsys.readouterr().err == ""
