@@ -14,6 +14,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import windowed_reductions as _windows
 
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
@@ -27,6 +28,13 @@ EMPTY_STACK = _source.NameStack()
 def open_jaxpr(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """``(jaxpr, consts)`` of a ClosedJaxpr (0.10) or of the Jaxpr that replaced it (0.11+)."""
     return closed.jaxpr, tuple(closed.consts)
+
+
+def without_dead_code(closed: Any) -> Any:
+    """The same program without what nothing reads, inside loops too; its arguments and constants stay."""
+    jaxpr, consts = open_jaxpr(closed)
+    new, _ = _partial_eval.dce_jaxpr(jaxpr, True, instantiate=True)
+    return new if hasattr(new, "consts") else type(closed)(new, consts)
 
 
 def under_trace() -> bool:

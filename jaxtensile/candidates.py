@@ -1,15 +1,15 @@
 """Which way to rewrite a program has the cheapest plan?
 
-All are compared by what they cost over the program as written. Products are made slice by slice, and the
-bodies of loops and branches planned as programs of their own, once nothing else fits.
+All are compared by what they cost over the program as written. Once nothing else fits, products are made slice
+by slice, loops are nested, and the bodies of loops and branches planned as programs of their own.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 
 from jaxtensile.bodies import Body, Key, bodies_of
 from jaxtensile.passes.check import check
@@ -19,12 +19,12 @@ from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan
 from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
-from jaxtensile.variants import Inside, Variant, charge_of, sliced, with_loops, written
+from jaxtensile.variants import Inside, Variant, charge_of, nested, sliced, with_loops, written
 
 LARGE = 1 / 16
 """Products that are read in slices are worth slicing, and bodies planning, from this share of the temporaries on."""
-_INSIDE = (0.75, 0.5, 0.25, 0.0)
-"""Shares of its temporaries that a body is planned for."""
+ABOUT = 1.02
+"""Where nothing fits, plans within this factor of the smallest are as good."""
 
 
 class _Bodies:
@@ -32,7 +32,7 @@ class _Bodies:
 
     def __init__(self, start: Variant) -> None:
         self.start = start
-        live = live_ranges(start.looped.graph)
+        self.live = live = live_ranges(start.looped.graph)
         smallest = LARGE * live.temp
         self.large: list[tuple[Key, Body, Traced, MemoryUse]] = []
         for op in start.looped.graph.ops if start.job.shards == 1 else ():
@@ -58,15 +58,21 @@ class _Bodies:
         # The default solver: others may take a minute for each share, or want a program of one kind.
         return Candidates(written(job, inner, costs, named("auto")), costs)
 
-    def at(self, share: float) -> Variant:
-        """``start`` with each large body planned for ``share`` of its temporaries, or as far as that goes."""
-        start, found = self.start, list[Inside]()
+    def fitted(self, budget: Bytes) -> Variant | None:
+        """``start`` with its large bodies planned for what ``budget`` leaves them where they run, or as far as that
+        goes; None where all have what they need."""
+        start, live, found = self.start, self.live, list[Inside]()
         for i, (key, body, _, use) in enumerate(self.large):
-            variant, plan = self._candidates(i).cheapest(use.device - int((1 - share) * use.temp))
+            over = live.device - live.temp + live.profile[key[0]] - budget
+            if over <= 0:
+                continue
+            variant, plan = self._candidates(i).cheapest(max(use.device - over, 0))
             if variant.as_it_is and plan.changes_nothing:
                 continue
             check(variant.problem.graph, plan.program)
             found.append(Inside(key=key, trips=body.trips, variant=variant, plan=plan))
+        if not found:
+            return None
         made = replace(
             start,
             inside=tuple(found),
@@ -76,15 +82,6 @@ class _Bodies:
         )
         made.__dict__["looped"] = start.looped  # the same, and known
         return made
-
-    def between(self, low: float, high: float) -> list[Variant]:
-        """Three steps between two shares."""
-        return [self.at(low + part * (high - low)) for part in (0.25, 0.5, 0.75)]
-
-    def rungs(self) -> Iterator[Variant]:
-        """The same for less and less memory, each with steps to the one before as ``finer``."""
-        for high, low in zip((1.0, *_INSIDE), _INSIDE, strict=False) if self.large else ():
-            yield replace(self.at(low), finer=cache(partial(self.between, low, high)))
 
 
 class Candidates:
@@ -97,32 +94,46 @@ class Candidates:
     def __init__(self, start: Variant, costs: Costs, others: Sequence[Variant] = ()) -> None:
         self.variants = _ordered([*with_loops(start), *others])
         self._start, self._costs, self._others = start, costs, others
-        self._slicing_tried = False
-        self._rungs: Iterator[Variant] | None = None
-        """Plans for bodies that have not been asked for yet."""
+        self._more = [self._sliced, self._nested]
+        self._nests: list[Variant] = []
+        """Nested loops of which the outer ones stack as little as they can."""
+        self._bodies: list[_Bodies] = []
+
+    def _sliced(self) -> list[Variant]:
+        start = sliced(self._start, self._costs, self._large)
+        return [start] if start is not None else []
+
+    def _nested(self) -> list[Variant]:
+        return nested(self._start, self._costs, self._large) if self._start.job.shards == 1 else []
+
+    @property
+    def _large(self) -> Bytes:
+        return max(int(LARGE * live_ranges(self._start.base.graph).temp), 1)
 
     def cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
         """The cheapest variant and plan that fit; the smallest when none does."""
         best = cheapest(self.variants, budget)
-        if best[1].predicted.device > budget and not self._slicing_tried:
-            self._slicing_tried = True
-            start = sliced(self._start, self._costs, int(LARGE * live_ranges(self._start.base.graph).temp))
-            if start is not None:
+        while best[1].predicted.device > budget and self._more:
+            for start in self._more.pop(0)():
                 more = with_loops(start)
+                self._nests += more[-1:] if start.nested else []
                 second = cheapest(more, budget)
-                if second[1].predicted.device < best[1].predicted.device:
+                if _rank(second, budget) < _rank(best, budget):
                     self.variants = _ordered([*self.variants, *more])
                     best = second
         if best[1].predicted.device > budget:
-            self._rungs = self._rungs or _Bodies(best[0]).rungs()
-            for variant in self._rungs:
-                self.variants = _ordered([*self.variants, variant])
-                found = cheapest([variant], budget)
-                if found[1].predicted.device < best[1].predicted.device:
+            self._bodies = self._bodies or [_Bodies(variant) for variant in (best[0], *self._nests)]
+            for bodies in self._bodies:
+                variant = bodies.fitted(budget)
+                found = cheapest([variant], budget) if variant is not None else best
+                if variant is not None and _rank(found, budget) < _rank(best, budget):
+                    self.variants = _ordered([*self.variants, variant])
                     best = found
-                if best[1].predicted.device <= budget:
-                    break
-        return best
+        return best if best[1].predicted.device <= budget else self._about(best)
+
+    def _about(self, smallest: tuple[Variant, Plan]) -> tuple[Variant, Plan]:
+        """The cheapest of about as many bytes: what a plan does for the last ones the compiler rarely rewards."""
+        return cheapest(self.variants, int(ABOUT * smallest[1].predicted.device))
 
     def smallest(self) -> tuple[Variant, Plan]:
         """The smallest plan that is found when nothing fits; the same one whatever was asked before."""
@@ -167,11 +178,11 @@ def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
         if best is None or _rank(found, budget) < _rank(best, budget):
             best = found
 
-    for chain in _chains(variants):
+    for similar in _chains(variants):
         first = 0
-        if not chain[0].aside:
-            first = bisect_left(chain, True, key=fits) if fits(chain[-1]) else len(chain) - 1
-        for variant in chain[first:]:
+        if not similar[0].aside:
+            first = bisect_left(similar, True, key=fits) if fits(similar[-1]) else len(similar) - 1
+        for variant in similar[first:]:
             consider(variant)
     assert best is not None, "there is always the program as it is"
     if best[1].predicted.device <= budget:

@@ -11,13 +11,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
+from jaxtensile import _compat
 from jaxtensile.bodies import Key, with_bodies
 from jaxtensile.job import Job
 from jaxtensile.loops import rewrite_loops
+from jaxtensile.nest import nest_loops
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
 from jaxtensile.passes.steptime import LoopCopies, StepTime
-from jaxtensile.plan import Costs, Plan, Prepare, Problem
+from jaxtensile.plan import Costs, Link, Plan, Prepare, Problem
 from jaxtensile.rewrite import rewrite
 from jaxtensile.split import sliced_products, split_products
 from jaxtensile.state import on_host
@@ -31,7 +33,8 @@ class Variant:
     """The program rewritten in one way, and what that costs over the program as written.
 
     ``base``: the program before its loops were rewritten; ``undone``: set where it has no checkpoints;
-    ``sliced``: products that are made slice by slice; ``inside``: what became of the bodies of its loops and
+    ``sliced``: products that are made slice by slice; ``nested``: (op, iterations of the outer loop, of
+    the inner one) of loops that became loops of loops; ``inside``: what became of the bodies of its loops and
     branches; ``finer``: steps between this and the next dearer one.
     """
 
@@ -43,6 +46,7 @@ class Variant:
     loops: tuple[LoopPlan, ...] = ()
     undone: Undone | None = None
     sliced: int = 0
+    nested: tuple[tuple[int, int, int], ...] = ()
     inside: tuple[Inside, ...] = ()
     host: bool = True
     known: Costs | None = None
@@ -64,6 +68,9 @@ class Variant:
         if not self.loops:
             return self.base
         changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
+        if self.nested:
+            # What outer loops no longer stack the inner ones need not stack either.
+            changed = _compat.without_dead_code(changed)
         return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
 
     @cached_property
@@ -144,6 +151,17 @@ def sliced(start: Variant, costs: Costs, smallest: Bytes) -> Variant | None:
     return _priced(replace(start, base=base, sliced=len(chosen)), costs)
 
 
+def nested(start: Variant, costs: Costs, smallest: Bytes) -> list[Variant]:
+    """``start`` with the loops that stack ``smallest`` bytes or more as loops of loops."""
+    made: list[Variant] = []
+    for inner in _ladder(start, None).nests(smallest):
+        jaxpr = nest_loops(start.base, start.job.jaxpr, inner)
+        base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+        sizes = tuple((o, start.base.graph.ops[o].trip_count // k, k) for o, k in sorted(inner.items()))
+        made.append(_priced(replace(start, base=base, nested=sizes), costs))
+    return made
+
+
 def _priced(start: Variant, costs: Costs) -> Variant:
     """``start`` with what it costs over a program of ``costs``."""
     own = op_costs(start.base.graph, start.job.device)
@@ -155,11 +173,9 @@ def with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
     graph, device = start.base.graph, start.job.device
     costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device))
-    # Asked only where there are loops: the device may have to be tried for the answer.
-    link = start.job.loop_link if start.host and find_pairs(graph) else None
-    ladder = Ladder(
-        graph, lambda body: op_costs(body, device).charge, link, lambda body: op_costs(body, device).seconds
-    )
+    # Asked only where there are loops: the device may have to be tried for the answer. What it says is of plain loops.
+    link = start.job.loop_link if start.host and not start.nested and find_pairs(graph) else None
+    ladder = _ladder(start, link)
     room = start.job.host_budget
 
     def at(way: Way) -> Variant:
@@ -194,6 +210,13 @@ def with_loops(start: Variant) -> list[Variant]:
     ]
 
 
+def _ladder(start: Variant, link: Link | None) -> Ladder:
+    device = start.job.device
+    return Ladder(
+        start.base.graph, lambda body: op_costs(body, device).charge, link, lambda body: op_costs(body, device).seconds
+    )
+
+
 def charge_of(variant: Variant, plan: Plan) -> Seconds:
     """What a plan of ``variant`` costs over the program as written: work, and waiting for copies."""
     return variant.charge + plan.wait + plan.program.again(variant.problem.costs.charge)
@@ -224,4 +247,6 @@ def program_key(variant: Variant, plan: Plan) -> int:
     """Equal, in this process, for equal programs."""
     ops = tuple((op.primitive, op.operands, op.results) for op in plan.program.graph.ops)
     inside = tuple((i.key, program_key(i.variant, i.plan)) for i in variant.inside)
-    return hash((variant.undone is not None, variant.sliced, variant.loops, inside, plan.program.origin, ops))
+    return hash(
+        (variant.undone is not None, variant.sliced, variant.nested, variant.loops, inside, plan.program.origin, ops)
+    )

@@ -12,6 +12,7 @@ and comes back at the beginning of the backward one.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -129,6 +130,14 @@ class PairCut:
         """What to stack when a byte costs ``price`` seconds."""
         return self._cut.keep(price) if self._cut is not None else self.all
 
+    @property
+    def trips(self) -> int:
+        return self._trips
+
+    def stacks(self, kept: frozenset[int]) -> Bytes:
+        """Bytes of the stacks of ``kept``."""
+        return sum(self._graph.values[v].nbytes for v in kept)
+
     def between(self, more: frozenset[int], less: frozenset[int], share: float) -> frozenset[int]:
         """``less``, and of what only ``more`` keeps the share of bytes that the body makes first."""
         extra = sorted(more - less, key=lambda v: (self._made[v], v))
@@ -215,6 +224,23 @@ def _cone(graph: Graph, needed: Sequence[int], always: frozenset[int]) -> tuple[
     return tuple(sorted(cone))
 
 
+def _linked(cuts: Sequence[PairCut]) -> list[list[PairCut]]:
+    """Pairs that share a loop, together."""
+    groups: list[list[PairCut]] = []
+    for cut in cuts:
+        ends = {cut.pair.forward, cut.pair.backward}
+        near = [g for g in groups if any(ends & {c.pair.forward, c.pair.backward} for c in g)]
+        groups = [g for g in groups if g not in near]
+        groups.append([*(c for g in near for c in g), cut])
+    return groups
+
+
+def _divisor(number: int, near: float) -> int | None:
+    """The divisor that differs least from ``near`` by its ratio, not 1 and not the number; None for primes."""
+    divisors = [d for d in range(2, number // 2 + 1) if number % d == 0]
+    return min(divisors, key=lambda d: abs(math.log(d / near)), default=None)
+
+
 _PRICES = 10
 _SHARES = (0.25, 0.5, 0.75)
 """Of what two neighbouring rungs differ in, the shares of bytes that steps between them keep."""
@@ -250,6 +276,25 @@ class Ladder:
             at = (prices[c.pair.forward] for c in self._cuts)
             self._add([c.keep(p[min(i, len(p) - 1)]) for c, p in zip(self._cuts, at, strict=True)])
         self.rungs: tuple[Way, ...] = tuple(self._kept)
+
+    def nests(self, smallest: Bytes) -> tuple[dict[int, int], ...]:
+        """Ways to nest the loops that stack ``smallest`` bytes or more: op → iterations of its inner loop.
+
+        Where the inner pair stacks all that it does now, c and r bytes in an iteration at least and at most,
+        N / k * c + k * r bytes are the fewest for k = sqrt(N * c / r); where it stacks no more than it must,
+        for k = sqrt(N).
+        """
+        ways: list[dict[int, int]] = [{}, {}]
+        dearest = dict(zip(self._cuts, self._kept[self.rungs[-1]], strict=True))
+        for cuts in _linked(self._cuts):
+            trips = cuts[0].trips
+            least, most = sum(c.stacks(dearest[c]) for c in cuts), sum(c.stacks(c.all) for c in cuts)
+            if most < smallest or not least:
+                continue
+            for way, wanted in zip(ways, (math.sqrt(trips * least / most), math.sqrt(trips)), strict=True):
+                if k := _divisor(trips, wanted):
+                    way.update((o, k) for c in cuts for o in (c.pair.forward, c.pair.backward))
+        return tuple(way for i, way in enumerate(ways) if way and way not in ways[:i])
 
     def _add(self, kept: list[frozenset[int]]) -> Way:
         plans = (cut.plan(k) for cut, k in zip(self._cuts, kept, strict=True))

@@ -49,7 +49,8 @@ MAY_IMPORT = {
     "state": "units ir plan trace passes",
     "undo": "ir _compat trace",
     "job": f"{VOCABULARY} _compat passes compile report",
-    "variants": f"{EDGE} bodies split state undo job",
+    "nest": "_compat trace",
+    "variants": f"{EDGE} bodies nest split state undo job _compat",
     "candidates": f"{EDGE} bodies variants",
     "outcome": f"{EDGE} candidates undo job variants timeline report",
     "pipeline": f"{EDGE} candidates state undo job variants outcome timeline report",
@@ -64,7 +65,8 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    "_compat trace undo split loops hosted rewrite compile target pipeline placement feedback api calibration".split()
+    """_compat trace undo split nest loops hosted rewrite compile target pipeline placement feedback api
+    calibration""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
