@@ -11,7 +11,8 @@ Invariant: the same iterations in the same order on the same values; every stack
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from jax import lax
@@ -21,29 +22,27 @@ from jaxtensile.trace import Equation, Traced, bind, retrace
 
 
 def nest_loops(traced: Traced, closed: Any, inner: Mapping[int, int]) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) with scans nested; ``inner``: op → iterations of its inner loop,
-    a divisor of its length."""
+    """The closed jaxpr of ``traced`` (of ``closed``) with scans nested; ``inner``: op → iterations of its inner loop.
+
+    What does not fill an inner loop, the last iterations by position, is a loop behind or in front of the nested one.
+    """
 
     def evaluate(*flat: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
         env.update(traced.consts)
-        parted: dict[int, Any] = {}
-        """Stacks of nested loops, [n, k, ...]; the next one takes them as they are."""
+        parted: dict[int, _Parts] = {}
+        """Stacks of nested loops; the next one takes them as they are."""
 
         def read(atom: Any) -> Any:
             if not isinstance(atom, int):
                 return atom.val
             if atom not in env:
-                n, k, *rest = parted[atom].shape
-                env[atom] = lax.reshape(parted[atom], (n * k, *rest))
+                env[atom] = parted[atom].whole()
             return env[atom]
 
-        def part(atom: Any, n: int, k: int) -> Any:
+        def part(atom: Any, sizes: tuple[int, int, int]) -> _Parts:
             known = parted.get(atom) if isinstance(atom, int) else None
-            if known is None or known.shape[:2] != (n, k):
-                whole = read(atom)
-                known = lax.reshape(whole, (n, k, *whole.shape[1:]))
-            return known
+            return known if known is not None and known.sizes == sizes else _Parts.of(read(atom), sizes)
 
         for i, equation in enumerate(traced.equations):
             if i not in inner:
@@ -52,12 +51,12 @@ def nest_loops(traced: Traced, closed: Any, inner: Mapping[int, int]) -> Any:
                 continue
             params = equation.eqn.params
             consts, carries = _compat.scan_split(params)
-            k, first = inner[i], consts + carries
-            n = params["length"] // k
+            first = consts + carries
+            sizes = (*divmod(params["length"], inner[i]), inner[i])
             with _compat.equation_context(equation.eqn, equation.stack):
                 given = [read(a) for a in equation.operands[:first]]
-                xs = [part(a, n, k) for a in equation.operands[first:]]
-                carry, ys = _nested(equation, given[:consts], given[consts:], xs, n, k)
+                xs = [part(a, sizes) for a in equation.operands[first:]]
+                carry, ys = _nested(equation, given[:consts], given[consts:], xs, sizes)
             env.update(zip(equation.results[:carries], carry, strict=True))
             parted.update(zip(equation.results[carries:], ys, strict=True))
         return [read(a) for a in traced.outputs]
@@ -65,16 +64,44 @@ def nest_loops(traced: Traced, closed: Any, inner: Mapping[int, int]) -> Any:
     return retrace(evaluate, closed)
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """A stack: [n, k, ...] of the nested loop, and [rest, ...] where n times k is not all; ``sizes``: n, rest, k."""
+
+    sizes: tuple[int, int, int]
+    nested: Any
+    rest: Any = None
+
+    @classmethod
+    def of(cls, whole: Any, sizes: tuple[int, int, int]) -> _Parts:
+        n, rest, k = sizes
+        main = lax.slice_in_dim(whole, 0, n * k) if rest else whole
+        left = lax.slice_in_dim(whole, n * k, n * k + rest) if rest else None
+        return cls(sizes, lax.reshape(main, (n, k, *whole.shape[1:])), left)
+
+    def whole(self) -> Any:
+        n, rest, k = self.sizes
+        main = lax.reshape(self.nested, (n * k, *self.nested.shape[2:]))
+        return lax.concatenate([main, self.rest], 0) if rest else main
+
+
 def _nested(
-    equation: Equation, consts: Sequence[Any], start: Sequence[Any], xs: Sequence[Any], n: int, k: int
-) -> tuple[list[Any], list[Any]]:
-    """``n`` times ``k`` iterations of a scan: its carry, and its stacks as [n, k, ...]."""
+    equation: Equation, consts: Sequence[Any], start: Sequence[Any], xs: Sequence[_Parts], sizes: tuple[int, int, int]
+) -> tuple[Sequence[Any], list[_Parts]]:
+    """The carry and the stacks of a scan that is nested."""
     params = equation.eqn.params
-    few = replace(equation, eqn=equation.eqn.replace(params={**params, "length": k}))
+    n, rest, k = sizes
+    carries = len(start)
 
-    def step(carry: Any, x: Any) -> Any:
-        out = bind(few, [*consts, *carry, *x])
-        return out[: len(start)], out[len(start) :]
+    def few(length: int, carry: Sequence[Any], x: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        part = replace(equation, eqn=equation.eqn.replace(params={**params, "length": length}))
+        out = bind(part, [*consts, *carry, *x])
+        return out[:carries], out[carries:]
 
-    carry, ys = lax.scan(step, list(start), list(xs), length=n, reverse=params["reverse"])
-    return carry, ys
+    carry, left = list(start), []
+    if rest and params["reverse"]:
+        carry, left = few(rest, carry, [x.rest for x in xs])
+    carry, ys = lax.scan(partial(few, k), carry, [x.nested for x in xs], length=n, reverse=params["reverse"])
+    if rest and not params["reverse"]:
+        carry, left = few(rest, carry, [x.rest for x in xs])
+    return carry, [_Parts(sizes, *parts) for parts in (zip(ys, left, strict=True) if rest else zip(ys, strict=True))]

@@ -158,8 +158,8 @@ def report(
     if job.may_stack_on_host and find_pairs(variant.base.graph) and job.loop_link is None:
         notes.append("loops stack nothing in host memory: a test loop on this device did not get its values back")
     if variant.nested:
-        sizes = ", ".join(sorted({f"{n} x {k}" for _, n, k in variant.nested}))
-        notes.insert(0, f"{len(variant.nested)} loops are loops of loops: {sizes} iterations")
+        sizes = ", ".join(map(str, sorted({k for _, k in variant.nested})))
+        notes.insert(0, f"{len(variant.nested)} loops are loops of loops, of {sizes} iterations each")
     if variant.sliced:
         notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
     if job.state and job.device.platform == "cpu":

@@ -33,8 +33,8 @@ class Variant:
     """The program rewritten in one way, and what that costs over the program as written.
 
     ``base``: the program before its loops were rewritten; ``undone``: set where it has no checkpoints;
-    ``sliced``: products that are made slice by slice; ``nested``: (op, iterations of the outer loop, of
-    the inner one) of loops that became loops of loops; ``inside``: what became of the bodies of its loops and
+    ``sliced``: products that are made slice by slice; ``nested``: (op, iterations of its inner loop)
+    of loops that became loops of loops; ``inside``: what became of the bodies of its loops and
     branches; ``finer``: steps between this and the next dearer one.
     """
 
@@ -46,7 +46,7 @@ class Variant:
     loops: tuple[LoopPlan, ...] = ()
     undone: Undone | None = None
     sliced: int = 0
-    nested: tuple[tuple[int, int, int], ...] = ()
+    nested: tuple[tuple[int, int], ...] = ()
     inside: tuple[Inside, ...] = ()
     host: bool = True
     known: Costs | None = None
@@ -157,8 +157,7 @@ def nested(start: Variant, costs: Costs, smallest: Bytes) -> list[Variant]:
     for inner in _ladder(start, None).nests(smallest):
         jaxpr = nest_loops(start.base, start.job.jaxpr, inner)
         base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
-        sizes = tuple((o, start.base.graph.ops[o].trip_count // k, k) for o, k in sorted(inner.items()))
-        made.append(_priced(replace(start, base=base, nested=sizes), costs))
+        made.append(_priced(replace(start, base=base, nested=tuple(sorted(inner.items()))), costs))
     return made
 
 

@@ -235,10 +235,18 @@ def _linked(cuts: Sequence[PairCut]) -> list[list[PairCut]]:
     return groups
 
 
-def _divisor(number: int, near: float) -> int | None:
-    """The divisor that differs least from ``near`` by its ratio, not 1 and not the number; None for primes."""
-    divisors = [d for d in range(2, number // 2 + 1) if number % d == 0]
-    return min(divisors, key=lambda d: abs(math.log(d / near)), default=None)
+_FAR = 1.5
+"""A divisor is taken for the number of inner iterations unless it is off by more than this factor."""
+
+
+def _inner(trips: int, wanted: float) -> int | None:
+    """About the wanted number of iterations for an inner loop, one that divides all of them if there is such a one;
+    None where an inner loop of that length is none."""
+    divisors = [d for d in range(2, trips // 2 + 1) if trips % d == 0]
+    best = min(divisors, key=lambda d: abs(math.log(d / wanted)), default=trips)
+    if max(best / wanted, wanted / best) > _FAR:
+        best = round(wanted)
+    return best if 1 < best <= trips // 2 else None
 
 
 _PRICES = 10
@@ -292,7 +300,7 @@ class Ladder:
             if most < smallest or not least:
                 continue
             for way, wanted in zip(ways, (math.sqrt(trips * least / most), math.sqrt(trips)), strict=True):
-                if k := _divisor(trips, wanted):
+                if k := _inner(trips, wanted):
                     way.update((o, k) for c in cuts for o in (c.pair.forward, c.pair.backward))
         return tuple(way for i, way in enumerate(ways) if way and way not in ways[:i])
 

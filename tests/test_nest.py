@@ -35,7 +35,7 @@ def program(request):
     return jax.value_and_grad(request.param), arguments()
 
 
-@pytest.mark.parametrize("k", [2, 3, 6])
+@pytest.mark.parametrize("k", [2, 3, 5, 6])
 def test_every_way_to_rewrite_nested_loops_gives_the_same_values(program, k):
     fun, args = program
     traced = jax.jit(fun).trace(*args)
@@ -45,8 +45,9 @@ def test_every_way_to_rewrite_nested_loops_gives_the_same_values(program, k):
     assert jaxpr_flops(closed.jaxpr) == jaxpr_flops(traced.jaxpr.jaxpr)
     nested = trace_jaxpr(closed)
     before, after = find_pairs(flat.graph), find_pairs(nested.graph)
-    assert [len(p.links) for p in after] == [len(p.links) for p in before], "stacks go from loop to loop as they are"
-    assert all(nested.graph.ops[p.forward].trip_count == 12 // k for p in after)
+    times = 2 if 12 % k else 1  # the rest is a pair of loops, too
+    assert sum(len(p.links) for p in after) == times * sum(len(p.links) for p in before), "stacks pass as they are"
+    assert {nested.graph.ops[p.forward].trip_count for p in after} == {12 // k, 12 % k or 12 // k}
     expected = jax.tree.leaves(jax.jit(fun, compiler_options=LEVEL_0)(*args))
     for way in ladder(nested.graph).rungs:
         changed = _compat.without_dead_code(rewrite_loops(nested, closed, way))
@@ -79,7 +80,7 @@ def walk(steps, width=256):
     return jax.grad(loss), (jnp.linspace(-1.0, 1.0, width * width).reshape(width, width),)
 
 
-def test_ways_to_nest_are_divisors_near_the_optimum():
+def test_ways_to_nest_are_near_the_optimum():
     fun, args = walk(360)
     graph = trace_jaxpr(jax.jit(fun).trace(*args).jaxpr).graph
     full = ladder(graph)
@@ -91,13 +92,15 @@ def test_ways_to_nest_are_divisors_near_the_optimum():
     assert few < k and 360 % few == 0, "shorter where each of the inner iterations stacks all its residuals"
     assert full.nests(1 << 40) == ()
     prime = ladder(trace_jaxpr(jax.jit(walk(359)[0]).trace(*args).jaxpr).graph)
-    assert prime.nests(1) == ()
+    assert set(prime.nests(1)[-1].values()) == {19}, "where nothing divides the number, there is a rest"
+    short = ladder(trace_jaxpr(jax.jit(walk(3)[0]).trace(*args).jaxpr).graph)
+    assert short.nests(1) == ()
 
 
 def test_bytes_grow_as_the_square_root_of_the_steps():
     """At twice the FLOPs at most: one forward pass more for the outer loop, one for the inner."""
     size = 256 * 256 * 4
-    for steps in (64, 256, 1024):
+    for steps in (64, 251, 1024):
         fun, args = walk(steps)
         plain = jaxtensile.jit(fun, budget="64GiB", compiler_options=LEVEL_0).plan(*args).compiled
         assert plain.temp > 2 * steps * size
