@@ -5,11 +5,12 @@ Invariant: nothing else in the project imports ``jax._src``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
@@ -63,8 +64,18 @@ def equation_context(eqn: Any, stack: Any) -> Iterator[None]:
     """Bind as ``eqn`` was bound: its configuration, its source line, its name stack under ``stack``."""
     info = eqn.source_info
     name_stack = _source.current_name_stack() + stack + info.name_stack
-    with _source.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager:
+    variables = (*eqn.invars, *eqn.outvars)
+    with _source.user_context(info.traceback, name_stack=name_stack), eqn.ctx.manager, as_wide_as(variables):
         yield
+
+
+_WIDE = frozenset(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
+
+
+def as_wide_as(variables: Iterable[Any]) -> AbstractContextManager[Any]:
+    """64 bits where there are some: a user may switch to them in the middle of a function."""
+    wide = any(getattr(v.aval, "dtype", None) in _WIDE for v in variables)
+    return jax.enable_x64(True) if wide and not _config.enable_x64.value else nullcontext()
 
 
 def source_line(eqn: Any) -> str:

@@ -58,12 +58,20 @@ class _Bodies:
         # The default solver: others may take a minute for each share, or want a program of one kind.
         return Candidates(written(job, inner, costs, named("auto")), costs)
 
+    def _over(self, key: Key, budget: Bytes) -> Bytes:
+        """By how much the program is over the budget while a body runs."""
+        return self.live.device - self.live.temp + self.live.profile[key[0]] - budget
+
+    def may_do(self, budget: Bytes) -> bool:
+        """Whether nothing is over the budget by more than the temporaries of a body, unless it is elsewhere."""
+        return all(self._over(key, budget) <= use.temp for key, _, _, use in self.large)
+
     def fitted(self, budget: Bytes) -> Variant | None:
         """``start`` with its large bodies planned for what ``budget`` leaves them where they run, or as far as that
         goes; None where all have what they need."""
-        start, live, found = self.start, self.live, list[Inside]()
+        start, found = self.start, list[Inside]()
         for i, (key, body, _, use) in enumerate(self.large):
-            over = live.device - live.temp + live.profile[key[0]] - budget
+            over = self._over(key, budget)
             if over <= 0:
                 continue
             variant, plan = self._candidates(i).cheapest(max(use.device - over, 0))
@@ -123,7 +131,9 @@ class Candidates:
                     best = second
         if best[1].predicted.device > budget:
             self._bodies = self._bodies or [_Bodies(variant) for variant in (best[0], *self._nests)]
-            for bodies in self._bodies:
+            for bodies in sorted(self._bodies, key=lambda b: not b.may_do(budget)):
+                if best[1].predicted.device <= budget and not bodies.may_do(budget):
+                    break  # there is one that fits
                 variant = bodies.fitted(budget)
                 found = cheapest([variant], budget) if variant is not None else best
                 if variant is not None and _rank(found, budget) < _rank(best, budget):

@@ -307,7 +307,8 @@ def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
         kind(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
         for kind, v in zip(kinds, jaxpr.invars, strict=True)
     ]
-    return jax.make_jaxpr(evaluate)(*avals)
+    with _compat.as_wide_as(jaxpr.invars):
+        return jax.make_jaxpr(evaluate)(*avals)
 
 
 def bind(equation: Equation, operands: list[Any]) -> list[Any]:

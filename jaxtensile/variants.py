@@ -68,9 +68,8 @@ class Variant:
         if not self.loops:
             return self.base
         changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
-        if self.nested:
-            # What outer loops no longer stack the inner ones need not stack either.
-            changed = _compat.without_dead_code(changed)
+        # What outer loops no longer stack the loops in their bodies need not stack either.
+        changed = _compat.without_dead_code(changed)
         return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
 
     @cached_property

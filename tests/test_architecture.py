@@ -53,7 +53,9 @@ MAY_IMPORT = {
     "variants": f"{EDGE} bodies nest split state undo job _compat",
     "candidates": f"{EDGE} bodies variants",
     "outcome": f"{EDGE} candidates undo job variants timeline report",
-    "pipeline": f"{EDGE} candidates state undo job variants outcome timeline report",
+    "attempts": f"{EDGE} job variants outcome",
+    "rounds": f"{EDGE} attempts candidates variants outcome",
+    "pipeline": f"{EDGE} rounds attempts candidates state undo job variants outcome timeline report",
     "placement": f"{VOCABULARY} target _compat",
     "feedback": f"{VOCABULARY} _compat calibration job passes pipeline",
     "api": f"{EDGE} feedback hosted job placement report pipeline",
@@ -65,7 +67,7 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace undo split nest loops hosted rewrite compile target pipeline placement feedback api
+    """_compat trace undo split nest loops hosted rewrite compile attempts target placement feedback api
     calibration""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}

@@ -117,6 +117,44 @@ def test_the_smallest_reachable_budget_is_reached(share):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6 * float(jnp.abs(theirs).max()))
 
 
+ONES = jnp.ones((128, 128))
+
+
+@pytest.mark.parametrize(
+    "fun, x",
+    [
+        (lambda key: jax.random.normal(key, (256, 256)).sum(0), jax.random.key(0)),
+        (lambda i: jax.nn.one_hot(i, 512).sum(0), jnp.arange(256)),
+        (lambda x: jnp.linalg.svd(x), ONES),
+        (lambda x: jnp.argsort(x.ravel()), ONES),
+    ],
+    ids=["random", "one_hot", "svd", "argsort"],
+)
+def test_where_nothing_can_be_made_again_the_program_as_it_is_is_the_smallest(fun, x):
+    plain = jaxtensile.jit(fun, budget=GIB).plan(x).compiled.device
+    with pytest.raises(jaxtensile.BudgetError) as info:
+        jaxtensile.jit(fun, budget=int(0.9 * plain)).plan(x)
+    assert info.value.needs == plain
+    assert "about" not in str(info.value)
+    assert jaxtensile.jit(fun, budget=plain).plan(x).unchanged
+
+
+def test_the_smallest_of_a_program_with_checkpoints_may_be_without_them():
+    def loss(w, x):
+        block = jax.checkpoint(lambda h: jnp.tanh(jnp.tanh(h @ w) @ w))
+        return (block(block(x)) ** 2).sum()
+
+    args = ONES / 16, jnp.ones((1024, 128))
+    grad = jax.grad(loss)
+    plain = jaxtensile.jit(grad, budget=GIB, compiler_options=FAST).plan(*args).compiled.device
+    for share in (0.5, 0.65):
+        with pytest.raises(jaxtensile.BudgetError) as info:
+            jaxtensile.jit(grad, budget=int(share * plain), compiler_options=FAST).plan(*args)
+        needs = info.value.needs
+        assert needs < plain
+        assert jaxtensile.jit(grad, budget=needs, compiler_options=FAST).plan(*args).compiled.device <= needs
+
+
 def test_after_a_budget_error_smaller_arguments_run_and_larger_ones_do_not():
     step = jaxtensile.jit(product, budget=MIB, compiler_options=FAST)
     small, large = jnp.ones((8, 8)), jnp.ones((1024, 512))

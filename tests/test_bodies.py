@@ -11,6 +11,7 @@ from jaxtensile.bodies import bodies_of, with_bodies
 from jaxtensile.plan import Program
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import trace_jaxpr
+from programs import FAST, same
 
 
 def loss(weights, x):
@@ -117,3 +118,34 @@ def test_bodies_with_effects_or_references_stay():
 def test_a_product_is_no_body():
     traced = trace_jaxpr(jax.make_jaxpr(lambda x: x @ x)(jnp.ones((4, 4))))
     assert bodies_of(traced, 0) == []
+
+
+def wavy(x):
+    return jnp.sin(jnp.sin(x) * jnp.cos(2 * x) + jnp.tanh(x)) * 0.9
+
+
+def test_what_an_outer_loop_stacks_no_more_is_dead_in_the_inner_one():
+    def inner(x, _):
+        return jax.lax.scan(lambda x, _: (wavy(x), None), x, length=12)[0], None
+
+    grad = jax.grad(lambda x: (jax.lax.scan(inner, x, length=12)[0] ** 2).sum())
+    x = jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    plain = jaxtensile.jit(grad, budget="1GiB", compiler_options=FAST).plan(x).compiled.device
+    step = jaxtensile.jit(grad, budget=plain // 20, compiler_options=FAST)
+    assert step.plan(x).compiled.device <= plain // 20
+    same(step(x), jax.jit(grad, compiler_options=FAST)(x))
+
+
+def test_a_function_that_switches_to_64_bits_inside():
+    """Its gradient's equations have 64 bits, and not the switch; the loop and its body are rewritten all the same."""
+
+    def loss(x):
+        with jax.enable_x64(True):
+            y = jax.lax.scan(lambda y, _: (wavy(y), None), x.astype(jnp.float64), length=36)[0]
+            return (y**2).sum().astype(jnp.float32)
+
+    grad, x = jax.grad(loss), jnp.linspace(-1, 1, 64 * 64).reshape(64, 64)
+    plain = jaxtensile.jit(grad, budget="1GiB", compiler_options=FAST).plan(x).compiled.device
+    step = jaxtensile.jit(grad, budget=plain // 6, compiler_options=FAST)
+    assert not step.plan(x).unchanged
+    same(step(x), jax.jit(grad, compiler_options=FAST)(x))

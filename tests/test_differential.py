@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 import jaxtensile
-from jaxtensile import pipeline
+from jaxtensile import attempts, pipeline
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.plan import MemoryUse
 from jaxtensile.plan import Program as Schedule
@@ -41,9 +41,9 @@ SMALL = 1e-4
 @pytest.fixture
 def believed(monkeypatch):
     """A pipeline that takes the solver's plan whatever XLA allocates for it, and compiles no plain program."""
-    real = pipeline.compile_program
+    real = attempts.compile_program
     nothing = MemoryUse(argument=0, output=0, temp=0, alias=0)
-    monkeypatch.setattr(pipeline, "compile_program", lambda *args: replace(real(*args), memory=nothing))
+    monkeypatch.setattr(attempts, "compile_program", lambda *args: replace(real(*args), memory=nothing))
     monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
     monkeypatch.setattr(pipeline, "SURELY_OVER_WITH_LOOPS", 0.0)
 

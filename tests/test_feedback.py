@@ -422,7 +422,7 @@ sys.path.insert(0, "tests")
 import jax
 from dataclasses import replace
 import jaxtensile
-from jaxtensile import api, feedback, pipeline
+from jaxtensile import api, attempts, feedback
 from jaxtensile.device import profile
 from test_feedback import Clock, batch, init, jitted, renewals, run, WATCHED
 
@@ -430,7 +430,7 @@ api.best_known = lambda *_: replace(
     feedback.slowed(profile("cpu"), 100.0), platform="cuda", link_bandwidth=1e9, measured=frozenset({"link_bandwidth"})
 )
 clock = feedback.clock = Clock()
-compiling, compile_program = threading.Event(), pipeline.compile_program
+compiling, compile_program = threading.Event(), attempts.compile_program
 
 def told(*args):
     compiling.set()
@@ -438,7 +438,7 @@ def told(*args):
 
 step = jitted()
 clock.took = 0.05 * step.plan(init(), batch(0)).step
-pipeline.compile_program = told
+attempts.compile_program = told
 state, _ = run(step, init(), WATCHED)
 """
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import pipeline
+from jaxtensile import attempts, pipeline, rounds
 from jaxtensile.device import profile
 from jaxtensile.passes.greedy import prepare as greedy
 from jaxtensile.passes.liveness import live_ranges
@@ -19,7 +19,7 @@ from jaxtensile.undo import undo
 from jaxtensile.units import GIB
 from programs import FAST, chain_args, step
 
-COMPILE = pipeline.compile_program
+COMPILE = attempts.compile_program
 ARGS = chain_args(layers=24, width=8, rows=256)
 
 
@@ -62,7 +62,7 @@ class Compiler:
     def __init__(self, monkeypatch, add=0, refuse=0):
         self.add, self.refuse = add, refuse
         self.options, self.given = [], []
-        monkeypatch.setattr(pipeline, "compile_program", self)
+        monkeypatch.setattr(attempts, "compile_program", self)
         self.solved = []
 
     def prepare(self, problem):
@@ -147,7 +147,7 @@ def test_between_a_miss_and_a_fit_with_bytes_to_spare_less_is_recomputed(monkeyp
     monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
     found = {}
     for lifts in (0, 2):
-        monkeypatch.setattr(pipeline, "LIFTS", lifts)
+        monkeypatch.setattr(rounds, "LIFTS", lifts)
         compiler = Uneven(monkeypatch, limit=tight(0.85))
         found[lifts] = fit(job(tight(0.95)), compiler.prepare).report
     assert all(report.fits for report in found.values())
@@ -161,7 +161,7 @@ def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
     compiler = Compiler(monkeypatch, add=100 * predicted().temp)
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(tight()), compiler.prepare)
-    assert len({budget for budget, _ in compiler.solved}) <= pipeline.ROUNDS
+    assert len({budget for budget, _ in compiler.solved}) <= rounds.ROUNDS
     assert info.value.needs > info.value.has == tight()
     assert "smallest reachable" in str(info.value) and "step" in str(info.value)
     assert info.value.culprits
@@ -259,12 +259,12 @@ def test_memory_use_is_what_must_fit():
 
 
 def test_each_miss_aims_lower_and_by_what_the_last_ones_say():
-    assert pipeline._lower([(90, 120)], 100) == 70  # 20 too much, so 20 less
-    assert pipeline._lower([(100, 140), (60, 120)], 100) == 20  # 40 less brought 20 less
-    assert pipeline._lower([(100, 140), (60, 110)], 100) == 46  # 40 less brought 30 less
-    assert pipeline._lower([(100, 120), (80, 125)], 100) == 17  # no trend: as if 1 brought 0.4
+    assert rounds._lower([(90, 120)], 100) == 70  # 20 too much, so 20 less
+    assert rounds._lower([(100, 140), (60, 120)], 100) == 20  # 40 less brought 20 less
+    assert rounds._lower([(100, 140), (60, 110)], 100) == 46  # 40 less brought 30 less
+    assert rounds._lower([(100, 120), (80, 125)], 100) == 17  # no trend: as if 1 brought 0.4
     for seen in ([(100, 101)], [(100, 130), (70, 101)], [(80, 200), (80, 200)]):
-        assert pipeline._lower(seen, 100) < seen[-1][0]
+        assert rounds._lower(seen, 100) < seen[-1][0]
 
 
 # ---- the user's own checkpoints -----------------------------------------------------------------
@@ -329,7 +329,7 @@ def test_only_what_the_budget_needs_is_recomputed(monkeypatch, share):
 
 def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
     """XLA finds more than the model in all but the user's own function; compiles stay few."""
-    real, made = pipeline.compile_program, []
+    real, made = attempts.compile_program, []
 
     def compiling(make, args, kwargs, options, meanwhile=None):
         given = []
@@ -340,13 +340,13 @@ def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
             return replace(found, memory=replace(found.memory, temp=100 * found.memory.temp))
         return found
 
-    monkeypatch.setattr(pipeline, "compile_program", compiling)
+    monkeypatch.setattr(attempts, "compile_program", compiling)
     (low, _), (high, _) = predictions()
     exact = jax.jit(careful, compiler_options=FAST).lower(*ARGS).compile().memory_analysis()
     budget = exact.argument_size_in_bytes + exact.output_size_in_bytes + exact.temp_size_in_bytes
     fitted = fit(job(max(budget, low), careful))
     assert fitted.evaluate is None and fitted.report.unchanged and not fitted.report.undone
-    assert len(made) <= 2 + 2 * pipeline.ROUNDS
+    assert len(made) <= 2 + 2 * rounds.ROUNDS
     with pytest.raises(jaxtensile.BudgetError):
         fit(job(low // 2, careful))
     assert high > low

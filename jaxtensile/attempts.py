@@ -1,0 +1,133 @@
+"""What has been compiled of a job, and what XLA said of it: each program once, each under the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import jax
+
+from jaxtensile.compile import Compiled, compile_program, planned_options
+from jaxtensile.job import Job
+from jaxtensile.outcome import Made
+from jaxtensile.passes.answer import answer
+from jaxtensile.passes.check import check
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.plan import Plan, Program
+from jaxtensile.rewrite import rewrite
+from jaxtensile.variants import Variant
+
+Watch = Callable[[str], None]
+
+
+def nothing(_: str) -> None:
+    """The default ``watch``."""
+
+
+class Clock:
+    """Wall seconds per pipeline step, summed over rounds; tells ``watch`` what begins."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.seconds: dict[str, float] = {}
+        self.watch = watch
+        self._within = 0.0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.watch(name)
+        started = time.perf_counter()
+        outer, self._within = self._within, 0.0
+        try:
+            yield
+        finally:
+            # What was done meanwhile has a name of its own.
+            took = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + took - self._within
+            self._within = outer + took
+
+
+class Attempts:
+    """Programs of one job, compiled."""
+
+    def __init__(self, job: Job, clock: Clock) -> None:
+        self.job, self.clock = job, clock
+        self.plain: Compiled | None = None
+        """The user's own function."""
+        self._as_it_is: dict[bool, Compiled] = {}
+        """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
+        self._choices = planned_options(job.device.platform, job.options)
+        """For planned programs, those first that did best so far."""
+
+    def own(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
+        """The user's own function, compiled once."""
+        if self.plain is None:
+            job = self.job
+            with self.clock("compile plain"):
+                self.plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, meanwhile)
+        return self.plain
+
+    def unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
+        """The program with its state on the host, or without checkpoints, and with nothing else changed."""
+        job = self.job
+        program = Program.unchanged(variant.traced.graph)
+        evaluate = rewrite(variant.traced, program)
+        args, kwargs = job.arguments()
+        with self.clock("compile undone" if variant.undone is not None else "compile streamed"):
+            compiled = compile_program(lambda o: job.make(evaluate, o), args, kwargs, job.options, meanwhile)
+        self._as_it_is[variant.undone is not None] = compiled
+        plan = answer(variant.problem, program, live_ranges(program.graph), "none")
+        return Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate)
+
+    def as_it_is(self, variant: Variant, plan: Plan) -> Made:
+        """The variant's program with nothing recomputed."""
+        if self.job.state:
+            return self.unplanned(variant)
+        return Made(compiled=self.own(), variant=variant, plan=plan, evaluate=None)
+
+    def known(self, variant: Variant) -> Compiled | None:
+        """What XLA said of the variant's program with nothing recomputed, if it was asked."""
+        undone = variant.undone is not None
+        return self._as_it_is.get(undone) if undone or self.job.state else self.plain
+
+    def merged(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
+        """The program without its checkpoints, where XLA makes it of the user's own function by itself."""
+        self._as_it_is[True] = self.own(meanwhile)
+        return self._as_it_is[True]
+
+    def planned(self, variant: Variant, plan: Plan) -> Made | None:
+        """The plan, checked and compiled under the first options that fit, else under the best.
+
+        Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. None for copies
+        that XLA does not compile: some programs with them it refuses.
+        """
+        job = self.job
+        with self.clock("check"):
+            check(variant.problem.graph, plan.program)
+        try:
+            with self.clock("compile planned"):
+                return self._under_options(variant, plan)
+        except jax.errors.JaxRuntimeError:
+            if plan.offload_bytes <= job.state_bytes:
+                raise
+            return None
+
+    def _under_options(self, variant: Variant, plan: Plan) -> Made:
+        job, choices = self.job, self._choices
+        evaluate = rewrite(variant.traced, plan.program)
+        args, kwargs = job.arguments()
+        tried: list[tuple[int, int, Compiled]] = []
+        for i, options in enumerate(choices):
+            compiled = compile_program(lambda o: job.make(evaluate, o), args, kwargs, options)
+            tried.append((compiled.device, i, compiled))
+            if compiled.device <= job.budget:
+                break
+        tried.sort(key=lambda t: t[:2])
+        order = [choices[i] for _, i, _ in tried]
+        self._choices = [*order, *(c for c in choices if c not in order)]
+        return Made(compiled=tried[0][2], variant=variant, plan=plan, evaluate=evaluate)
+
+    def cancelled(self, made: Made) -> bool:
+        """Whether the compiler dropped every copy of a plan with copies: what is left is no plan."""
+        memory, there = made.compiled.memory, self.job.state_bytes
+        return made.plan.offload_bytes > there and memory is not None and memory.host <= there

@@ -1,0 +1,198 @@
+"""Plan, compile, and on a miss plan again for what XLA added.
+
+Invariant: what comes back was checked and compiled; the only thing that flows from one round to the next is
+a measured number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from jaxtensile import variants as ways
+from jaxtensile.attempts import Attempts
+from jaxtensile.candidates import Candidates
+from jaxtensile.outcome import Made
+from jaxtensile.plan import Plan
+from jaxtensile.units import Bytes
+from jaxtensile.variants import Variant, program_key
+
+ROUNDS = 4
+"""Plans that are compiled at most, each under every choice of compiler options until one fits.
+
+Twice as many where the program without the user's checkpoints is tried first, and in vain.
+"""
+SPARE, LIFTS = 0.03, 2
+"""After a miss and a plan that fits: share of the budget that is worth a plan between them, and how many at most."""
+ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
+"""Plans at most once one came within this factor of the budget."""
+FLATTEST = 0.4
+"""A byte less in the model is taken to be at least this share of a byte less in XLA's allocation."""
+REFUSED = 0.9
+"""After a compiler ran out of memory without a figure, aim this much lower."""
+HOPELESS = 2.0
+"""Plans that the model puts over the budget by this factor are not compiled where others have been."""
+
+
+class Rounds:
+    """Rounds for one job; ``scale``: bytes in the model per byte on one device, which the model knows nothing of."""
+
+    def __init__(self, attempts: Attempts, scale: float) -> None:
+        self.job, self.attempts, self.scale = attempts.job, attempts, scale
+        self.worth: Callable[[Variant, Plan], bool] = lambda _, __: True
+        """Whether a plan is worth a compile."""
+
+    def cheapest(self, candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
+        with self.attempts.clock("solve"):
+            return candidates.cheapest(aim)
+
+    def all(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
+        """What comes closest to the budget, and how many plans were compiled.
+
+        Where plans with bytes on the host do not fit, or are refused, recomputation alone has as many rounds:
+        a ``host_budget`` costs compiles and never a fit.
+        """
+        budget = self.job.budget
+        best, rounds, tried = self.some(candidates, first)
+        if not tried or (best is not None and best.compiled.device <= budget):
+            return best, rounds
+        candidates.forget_host()
+        first = self.cheapest(candidates, budget)
+        if first[1].predicted.device > HOPELESS * budget:
+            return best, rounds
+        second, more, _ = self.some(candidates, first)
+        made = [m for m in (best, second) if m is not None]
+        return min(made, key=lambda m: m.compiled.device, default=None), rounds + more
+
+    def some(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int, bool]:
+        """Plan, compile, and on a miss plan again for what XLA added: the smallest, how many were compiled, and
+        whether bytes on the host were among what was tried."""
+        job, attempts, scale = self.job, self.attempts, self.scale
+        aim = int(job.budget * scale)
+        if job.device.platform == "cpu":
+            aim -= job.state_bytes  # its host memory is its device memory
+        best: Made | None = None
+        rounds, hosted = 0, False
+        seen: list[tuple[Bytes, Bytes]] = []
+        keys: set[int] = set()
+        while rounds < (ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE):
+            (variant, plan), first = first or self.cheapest(candidates, aim), None
+            if not self.worth(variant, plan):
+                break
+            if plan.changes_nothing and variant.as_it_is:
+                plain = attempts.known(variant)
+                if variant.undone is None and plain is None and plan.predicted.device <= aim:
+                    # With its checkpoints it may fit as it is, at the least price.
+                    made = attempts.as_it_is(variant, plan)
+                    if made.compiled.device <= job.budget:
+                        return made, rounds, hosted
+                    plain = made.compiled
+                # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
+                over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
+                lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else aim
+                if lower >= aim or lower >= plan.predicted.device:
+                    break
+                aim = lower
+                continue
+            if (key := program_key(variant, plan)) in keys:
+                break
+            keys.add(key)
+            rounds += 1
+            hosted = hosted or plan.offload_bytes > job.state_bytes
+            made = attempts.planned(variant, plan)
+            if made is None:
+                break
+            if best is None or made.compiled.device < best.compiled.device:
+                best = made
+            if attempts.cancelled(made):
+                best = None if best is made else best
+                break
+            if made.compiled.device <= job.budget:
+                if seen:
+                    best, more = self.cheaper(candidates, made, seen[-1])
+                    rounds += more
+                break
+            if made.compiled.memory is None:
+                target = int(min(aim, plan.predicted.device) * REFUSED)
+            else:
+                seen.append((plan.predicted.device, int(made.compiled.device * scale)))
+                target = _lower(seen, int(job.budget * scale))
+            if plan.predicted.device > aim or target >= aim:
+                break
+            aim = target
+        return best, rounds, hosted
+
+    def smallest(self, candidates: Candidates, missed: Made | None) -> tuple[Made | None, int]:
+        """The smallest plan of all, and how many were compiled; ``missed``: what came closest to the budget.
+
+        Which plans are compiled on the way to a budget depends on it, and so does how low they get; this one does
+        not. So a budget of its bytes is met, and lower ones that were met by luck are not promised.
+        """
+        job = self.job
+        best: Made | None = None
+        rounds, keys = 0, set[int]()
+        for host in (True, False) if job.host_budget else (False,):
+            if not host:
+                candidates.forget_host()
+            with self.attempts.clock("solve"):
+                variant, plan = candidates.smallest()
+            key = program_key(variant, plan)
+            if key in keys:
+                continue
+            keys.add(key)
+            rounds += 1
+            as_it_is = plan.changes_nothing and variant.as_it_is and variant.undone is None
+            made = self.attempts.as_it_is(variant, plan) if as_it_is else self.attempts.planned(variant, plan)
+            if made is None or self.attempts.cancelled(made):
+                continue
+            if best is None or made.compiled.device < best.compiled.device:
+                best = made
+            if made.compiled.device <= job.budget:
+                if missed is None or missed.compiled.memory is None:
+                    return made, rounds
+                over = missed.plan.predicted.device, int(missed.compiled.device * self.scale)
+                made, more = self.cheaper(candidates, made, over)
+                return made, rounds + more
+        plain = self.attempts.plain
+        if best is not None and plain is not None and not job.state and plain.device <= best.compiled.device:
+            best = replace(best, compiled=plain, evaluate=None)
+        return best or missed, rounds
+
+    def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes]) -> tuple[Made, int]:
+        """A plan with less work between one that missed, of (predicted, compiled) bytes, and one that fits with bytes
+        to spare; the one that fits if there is no such, and how many were compiled."""
+        job, scale = self.job, self.scale
+        budget = job.budget * scale
+        for tried in range(LIFTS):
+            predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
+            if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
+                return fits, tried
+            aim = predicted + int((budget - compiled) / (missed[1] - compiled) * (missed[0] - predicted))
+            variant, plan = self.cheapest(candidates, aim)
+            less = ways.charge_of(variant, plan) < ways.charge_of(fits.variant, fits.plan)
+            same = plan.changes_nothing and variant.as_it_is
+            if same or not less or plan.predicted.device > aim or not self.worth(variant, plan):
+                return fits, tried
+            made = self.attempts.planned(variant, plan)
+            if made is None or made.compiled.memory is None or self.attempts.cancelled(made):
+                return fits, tried + 1
+            if made.compiled.device <= job.budget:
+                fits = made
+            else:
+                missed = plan.predicted.device, int(made.compiled.device * scale)
+        return fits, LIFTS
+
+
+def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
+    """What to aim at after misses: ``seen`` are (predicted, compiled) bytes, the latest last.
+
+    By as much lower as the last one missed by, or as the line through the last two says if that is
+    lower: where the model's error grows with what is dropped, the first alone would never arrive.
+    """
+    (p, c) = seen[-1]
+    target = min(p, budget) - max(c - budget, 0)
+    if len(seen) > 1:
+        (q, d) = seen[-2]
+        slope = min(max((d - c) / (q - p), FLATTEST), 1.0) if q > p else 1.0
+        target = min(target, int(p - (c - budget) / slope))
+    return target
