@@ -83,6 +83,11 @@ class Costs:
     seconds: tuple[Seconds, ...]
     charge: tuple[Seconds, ...]
 
+    @property
+    def per_second(self) -> float:
+        """Charge of a second of the step: what a second of waiting is worth beside work that runs again."""
+        return sum(self.charge) / (sum(self.seconds) or 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Link:

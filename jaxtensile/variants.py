@@ -175,13 +175,14 @@ def with_loops(start: Variant) -> list[Variant]:
     link = start.job.loop_link if start.host and not start.nested and find_pairs(graph) else None
     ladder = _ladder(start, link)
     room = start.job.host_budget
+    worth = (start.known or op_costs(graph, device)).per_second if link is not None else 1.0
 
     def at(way: Way) -> Variant:
         charge, seconds = start.charge, start.seconds
         for plan in way:
             front = graph.ops[plan.pair.forward]
             body = costs(plan.pair.forward)
-            charge += front.trip_count * sum(body.charge[o] for o in plan.again) + plan.wait
+            charge += front.trip_count * sum(body.charge[o] for o in plan.again) + plan.wait * worth
             seconds += front.trip_count * sum(body.seconds[o] for o in plan.again) + plan.wait
         return replace(start, loops=way, charge=charge, seconds=seconds)
 
@@ -217,7 +218,8 @@ def _ladder(start: Variant, link: Link | None) -> Ladder:
 
 def charge_of(variant: Variant, plan: Plan) -> Seconds:
     """What a plan of ``variant`` costs over the program as written: work, and waiting for copies."""
-    return variant.charge + plan.wait + plan.program.again(variant.problem.costs.charge)
+    costs = variant.problem.costs
+    return variant.charge + plan.wait * costs.per_second + plan.program.again(costs.charge)
 
 
 def step_time(variant: Variant, plan: Plan, written: Seconds) -> StepTime:

@@ -7,7 +7,7 @@ Repeats on what is left over budget, so recomputed stages are planned again (nes
 checkpointing) when one round is not enough.
 
 Where values may wait on the host, the same is done for larger budgets too, and ``offload`` takes
-the program the rest of the way; recomputation and waiting for copies are compared in seconds.
+the program the rest of the way; a second of waiting for copies is charged what a second of the step is.
 """
 
 from __future__ import annotations
@@ -57,10 +57,13 @@ class _Trial:
     def device(self) -> int:
         return self.live.device
 
+    worth: float = 1.0
+    """Charge of a second of waiting."""
+
     @property
     def price(self) -> float:
-        """What solvers minimise: charge of what runs again and seconds of waiting for copies."""
-        return self.charge + self.wait
+        """What solvers minimise: charge of what runs again and of waiting for copies."""
+        return self.charge + self.wait * self.worth
 
 
 def solve(problem: Problem) -> Plan:
@@ -117,13 +120,14 @@ def _with_copies(
     """The better of ``best`` and of plans for larger budgets that copies to the host bring down to this one."""
     assert problem.link is not None
     most = min(problem.host_budget, plain.device - budget)
+    worth = problem.costs.per_second
     for share in _AWAY:
         start = search(budget + int(share * most))
         seconds = [problem.costs.seconds[o] if o >= 0 else 0.0 for o in start.program.origin]
         off = offload(start.program, seconds, problem.link, budget, problem.host_budget)
         if off.copies:
             charge = off.program.again(problem.costs.charge)
-            found = _Trial(start.kept, off.program, off.live, charge, copies=off.copies, wait=off.wait)
+            found = _Trial(start.kept, off.program, off.live, charge, copies=off.copies, wait=off.wait, worth=worth)
             if _better(found, best, budget):
                 best = found
     return best

@@ -101,7 +101,7 @@ def _better(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
     """
 
     def price(p: Plan) -> float:
-        return p.program.again(problem.costs.charge) + p.wait
+        return p.program.again(problem.costs.charge) + p.wait * problem.costs.per_second
 
     def rank(p: Plan) -> tuple[bool, float]:
         over = p.predicted.device > budget

@@ -53,7 +53,8 @@ def test_every_way_to_rewrite_nested_loops_gives_the_same_values(program, k):
         changed = _compat.without_dead_code(rewrite_loops(nested, closed, way))
         for new, old in zip(run(changed, args), expected, strict=True):
             assert new.dtype == old.dtype and new.shape == old.shape
-            np.testing.assert_allclose(new, old, rtol=2e-5, atol=2e-5)
+            # Twelve chained f32 steps: small entries are differences of the large ones and have their rounding.
+            np.testing.assert_allclose(new, old, rtol=2e-5, atol=1e-6 * max(1.0, float(np.abs(old).max())))
 
 
 def test_only_the_named_loops_are_nested():
