@@ -130,9 +130,10 @@ class Candidates:
                     self.variants = _ordered([*self.variants, *more])
                     best = second
         if best[1].predicted.device > budget:
-            aside = [v for v in self.variants if v.aside]
-            hosted = [cheapest(aside, budget)[0]] if aside and not best[0].aside and not self._bodies else []
-            self._bodies = self._bodies or [_Bodies(variant) for variant in (best[0], *hosted, *self._nests)]
+            if not self._bodies:
+                aside = [v for v in self.variants if v.aside]
+                hosted = [cheapest(aside, budget)[0]] if aside and not best[0].aside else []
+                self._bodies = [_Bodies(variant) for variant in (best[0], *hosted, *self._nests)]
             for bodies in sorted(self._bodies, key=lambda b: not b.may_do(budget)):
                 if best[1].predicted.device <= budget and not bodies.may_do(budget):
                     break  # there is one that fits
