@@ -250,3 +250,8 @@ def select_and_scatter_add(source: Any, operand: Any, zero: Any, params: Mapping
         zero,
         jax.lax.add,
     )
+
+
+def shardings(tree: Any) -> list[str]:
+    """Where each leaf is, in words that are the same in every process."""
+    return [str(getattr(x, "sharding", None)) for x in jax.tree.leaves(tree)]

@@ -34,6 +34,7 @@ from jaxtensile.job import Evaluate, Fitted, Job, loads_index
 from jaxtensile.measured import best_known
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.placement import Placement
+from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report
 from jaxtensile.target import compiler_options, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
@@ -302,7 +303,9 @@ class Planned:
             entry = entries.get(place.key)
             if entry is None:
                 job = self._job(traced, place, args, kwargs)
-                feedback = Feedback(pipeline.fit(job, baseline=measure), job.device, self._dispatch._clear_cache)
+                feedback = Feedback(
+                    pipeline.fit(job, baseline=measure, plans=plan_cache()), job.device, self._dispatch._clear_cache
+                )
                 entry = entries[place.key] = _Entry(feedback, measure, place.device, watched=False)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)

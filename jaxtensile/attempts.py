@@ -56,7 +56,7 @@ class Attempts:
         """The user's own function."""
         self._as_it_is: dict[bool, Compiled] = {}
         """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
-        self._choices = planned_options(job.device.platform, job.options)
+        self._all_choices = self._choices = planned_options(job.device.platform, job.options)
         """For planned programs, those first that did best so far."""
 
     def own(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
@@ -111,6 +111,22 @@ class Attempts:
             if plan.offload_bytes <= job.state_bytes:
                 raise
             return None
+
+    def again(self, variant: Variant, plan: Plan, choice: int) -> Made | None:
+        """What another process planned, ``choice`` as ``choice_of`` gave it there; None where it is refused."""
+        best = self._all_choices[choice]
+        self._choices = [best, *(c for c in self._all_choices if c is not best)]
+        try:
+            if plan.changes_nothing and variant.as_it_is:
+                return self.unplanned(variant)
+            return self.planned(variant, plan)
+        except jax.errors.JaxRuntimeError:
+            return None
+
+    def choice_of(self, made: Made) -> int:
+        """Which compiler options a program was compiled under, those that the known failures add left out."""
+        have = made.compiled.options.items()
+        return max((i for i, c in enumerate(self._all_choices) if c.items() <= have), default=0)
 
     def _under_options(self, variant: Variant, plan: Plan) -> Made:
         job, choices = self.job, self._choices

@@ -13,16 +13,22 @@ from functools import cache
 
 from jaxtensile.bodies import Body, Key, bodies_of
 from jaxtensile.passes.check import check
-from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan
 from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
-from jaxtensile.variants import Inside, Variant, charge_of, nested, sliced, with_loops, written
+from jaxtensile.variants import (
+    LARGE,
+    Inside,
+    Variant,
+    body_alone,
+    charge_of,
+    nested,
+    sliced,
+    with_inside,
+    with_loops,
+)
 
-LARGE = 1 / 16
-"""Products that are read in slices are worth slicing, and bodies planning, from this share of the temporaries on."""
 ABOUT = 1.02
 """Where nothing fits, plans within this factor of the smallest are as good."""
 
@@ -45,18 +51,7 @@ class _Bodies:
 
     def _of(self, i: int) -> Candidates:
         _, body, inner, _ = self.large[i]
-        job = replace(
-            self.start.job,
-            jaxpr=body.closed,
-            donated=body.donated,
-            keep_unused=True,
-            host_budget=0,
-            place=None,
-            state=(),
-        )
-        costs = op_costs(inner.graph, job.device)
-        # The default solver: others may take a minute for each share, or want a program of one kind.
-        return Candidates(written(job, inner, costs, named("auto")), costs)
+        return Candidates(*body_alone(self.start.job, body, inner))
 
     def _over(self, key: Key, budget: Bytes) -> Bytes:
         """By how much the program is over the budget while a body runs."""
@@ -81,15 +76,7 @@ class _Bodies:
             found.append(Inside(key=key, trips=body.trips, variant=variant, plan=plan))
         if not found:
             return None
-        made = replace(
-            start,
-            inside=tuple(found),
-            charge=start.charge + sum(i.charge for i in found),
-            seconds=start.seconds + sum(i.seconds for i in found),
-            finer=list,
-        )
-        made.__dict__["looped"] = start.looped  # the same, and known
-        return made
+        return with_inside(start, found)
 
 
 class Candidates:
@@ -108,15 +95,11 @@ class Candidates:
         self._bodies: list[_Bodies] = []
 
     def _sliced(self) -> list[Variant]:
-        start = sliced(self._start, self._costs, self._large)
+        start = sliced(self._start, self._costs)
         return [start] if start is not None else []
 
     def _nested(self) -> list[Variant]:
-        return nested(self._start, self._costs, self._large) if self._start.job.shards == 1 else []
-
-    @property
-    def _large(self) -> Bytes:
-        return max(int(LARGE * live_ranges(self._start.base.graph).temp), 1)
+        return nested(self._start, self._costs) if self._start.job.shards == 1 else []
 
     def cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
         """The cheapest variant and plan that fit; the smallest when none does."""
@@ -157,6 +140,7 @@ class Candidates:
         self.variants = without_host(self.variants)
         self._start = replace(self._start, host=False)
         self._others = without_host([*self._others])
+        self._nests, self._bodies = without_host(self._nests), []
 
 
 def _ordered(variants: list[Variant]) -> list[Variant]:

@@ -18,7 +18,6 @@ import math
 import os
 import platform
 import re
-import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,6 +26,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
+from jaxtensile.cachefiles import cache_folder, write_whole
 from jaxtensile.device import NUMBERS, DeviceProfile
 from jaxtensile.units import Seconds, format_bytes, format_rate, format_seconds
 
@@ -94,15 +94,7 @@ def keep(found: Measurement, device_kind: str) -> Path | None:
     problem: object = "there is no home folder and no $XDG_CACHE_HOME"
     if path is not None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-            try:
-                with open(handle, "w", encoding="utf-8") as file:
-                    file.write(text)
-                os.replace(name, path)
-            except BaseException:
-                os.unlink(name)
-                raise
+            write_whole(path, text.encode())
         except OSError as error:
             problem = error
         else:
@@ -121,15 +113,6 @@ def file_of(device_kind: str) -> Path | None:
     words = re.sub(r"[^a-z0-9]+", "-", kind.lower()).strip("-")[:60]
     digest = hashlib.sha256(kind.encode()).hexdigest()[:8]
     return folder / "profiles" / f"{words}-{digest}-jaxlib-{jaxlib_version()}-v{FORMAT}.json"
-
-
-def cache_folder() -> Path | None:
-    """The user's cache folder for this package, by the XDG base directory rules; it need not exist."""
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(given):  # relative ones are to be ignored
-        return Path(given) / "jaxtensile"
-    home = os.path.expanduser("~")
-    return Path(home) / ".cache" / "jaxtensile" if os.path.isabs(home) else None
 
 
 @cache

@@ -18,13 +18,17 @@ from jaxtensile import variants as ways
 from jaxtensile.attempts import Attempts, Clock, Watch, nothing
 from jaxtensile.candidates import Candidates
 from jaxtensile.compile import Compiled
+from jaxtensile.errors import VerifyError
 from jaxtensile.job import Evaluate, Fitted, Job
 from jaxtensile.outcome import Made, cannot, report
+from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.lowerbound import Bound, lower_bound
 from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
+from jaxtensile.plan_cache import Entry, PlanCache, key_of
+from jaxtensile.recipe import Unlike, recipe_of, replay
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
 from jaxtensile.state import choose
@@ -38,10 +42,21 @@ SURELY_OVER = 1.25
 SURELY_OVER_WITH_LOOPS = 2.0
 
 
-def fit(job: Job, prepare: Prepare | None = None, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
+def fit(
+    job: Job,
+    prepare: Prepare | None = None,
+    watch: Watch = nothing,
+    *,
+    baseline: bool = False,
+    plans: PlanCache | None = None,
+) -> Fitted:
     """Fit one job. ``prepare``: the solver, the job's own if None; ``baseline``: compile the plain program even
-    when it surely does not fit."""
+    when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too."""
     page, undone, lighter = _opened(job, prepare or named(job.solver), Clock(watch), baseline)
+    if plans is not None:
+        fitted = page.recalled(plans, undone, lighter)
+        if fitted is not None:
+            return fitted
     if undone is not None and lighter is not None:
         fitted = page.undone(undone, lighter)
         if fitted is not None:
@@ -136,6 +151,8 @@ class _Page:
         self.notes = notes
         self.attempts = Attempts(job, clock)
         self.known_costs: Costs | None = None
+        self.plans: PlanCache | None = None
+        """Where a plan is to be kept for later processes."""
         self.lighter: Variant | None = None
         """The program without the user's checkpoints, where that was tried."""
 
@@ -160,6 +177,31 @@ class _Page:
         if self.job.shards > 1 and plain is not None and plain.memory is not None:
             scale = self.program.predicted.device / max(plain.device, 1)
         return Rounds(self.attempts, scale)
+
+    def recalled(self, plans: PlanCache, undone: Undone | None, lighter: _Subject | None) -> Fitted | None:
+        """What an earlier process planned for the same question; None where there is none that fits here."""
+        job, program = self.job, self.program
+        with self.clock("recall"):
+            key = key_of(job, program.traced.graph)
+            found = plans.find(key)
+            if found is None:
+                self.plans = plans
+                return None
+            start = ways.written(job, program.traced, self.costs(), self.prepare)
+            if found.recipe.undone and undone is not None and lighter is not None:
+                start, program = ways.undone(job, undone, self.costs(), self.prepare), lighter
+            try:
+                variant, plan = replay(found.recipe, start, self.costs())
+                check(variant.problem.graph, plan.program)
+            except (Unlike, VerifyError) as error:
+                self.plans = plans
+                return plans.pass_over(key, str(error))
+        made = self.attempts.again(variant, plan, found.choice)
+        if made is None or self.attempts.cancelled(made) or made.compiled.device > job.budget:
+            self.plans = plans
+            return None
+        self.notes = (*self.notes, f"the plan of an earlier process, from {plans.folder}")
+        return self.planned(made, program.bound, 1)
 
     def as_written(self) -> Fitted:
         """The program as the user wrote it, as it is or planned; ``BudgetError`` when it cannot fit."""
@@ -256,6 +298,16 @@ class _Page:
         if self.baseline:
             self.attempts.own()
         compiled = made.compiled
+        if self.plans is not None:
+            with self.clock("keep"):
+                self.plans.keep(
+                    Entry(
+                        key=key_of(self.job, self.program.traced.graph),
+                        name=self.job.name,
+                        choice=self.attempts.choice_of(made),
+                        recipe=recipe_of(made.variant, made.plan),
+                    )
+                )
         told = self.report(made, compiled, bound, rounds)
         state = frozenset(leaf.argument for leaf in self.job.state)
         return Fitted(

@@ -7,17 +7,19 @@ of loops and branches planned as programs of their own. A program is rewritten w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 from jaxtensile import _compat
-from jaxtensile.bodies import Key, with_bodies
+from jaxtensile.bodies import Body, Key, with_bodies
 from jaxtensile.job import Job
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.nest import nest_loops
 from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
+from jaxtensile.passes.solvers import named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
 from jaxtensile.plan import Costs, Link, Plan, Prepare, Problem
 from jaxtensile.rewrite import rewrite
@@ -26,6 +28,9 @@ from jaxtensile.state import on_host
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone
 from jaxtensile.units import Bytes, Seconds
+
+LARGE = 1 / 16
+"""From this share of the temporaries on products are worth slicing, loops nesting and bodies planning."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,9 +145,13 @@ def undone(job: Job, program: Undone, costs: Costs, prepare: Prepare) -> Variant
     return _priced(start, costs)
 
 
-def sliced(start: Variant, costs: Costs, smallest: Bytes) -> Variant | None:
-    """``start`` with products of ``smallest`` bytes or more made in the slices in which they are read."""
-    chosen = sliced_products(start.base, smallest)
+def _large(start: Variant) -> Bytes:
+    return max(int(LARGE * live_ranges(start.base.graph).temp), 1)
+
+
+def sliced(start: Variant, costs: Costs) -> Variant | None:
+    """``start`` with large products made in the slices in which they are read; None when there are none."""
+    chosen = sliced_products(start.base, _large(start))
     if not chosen:
         return None
     jaxpr = split_products(start.base, start.job.jaxpr, chosen)
@@ -150,14 +159,16 @@ def sliced(start: Variant, costs: Costs, smallest: Bytes) -> Variant | None:
     return _priced(replace(start, base=base, sliced=len(chosen)), costs)
 
 
-def nested(start: Variant, costs: Costs, smallest: Bytes) -> list[Variant]:
-    """``start`` with the loops that stack ``smallest`` bytes or more as loops of loops."""
-    made: list[Variant] = []
-    for inner in _ladder(start, None).nests(smallest):
-        jaxpr = nest_loops(start.base, start.job.jaxpr, inner)
-        base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
-        made.append(_priced(replace(start, base=base, nested=tuple(sorted(inner.items()))), costs))
-    return made
+def nested(start: Variant, costs: Costs) -> list[Variant]:
+    """``start`` with the loops that stack large values as loops of loops."""
+    return [with_nests(start, costs, inner) for inner in _ladder(start, None).nests(_large(start))]
+
+
+def with_nests(start: Variant, costs: Costs, inner: Mapping[int, int]) -> Variant:
+    """``start`` with loops as loops of loops; ``inner``: op → iterations of its inner loop."""
+    jaxpr = nest_loops(start.base, start.job.jaxpr, inner)
+    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    return _priced(replace(start, base=base, nested=tuple(sorted(inner.items()))), costs)
 
 
 def _priced(start: Variant, costs: Costs) -> Variant:
@@ -169,22 +180,12 @@ def _priced(start: Variant, costs: Costs) -> Variant:
 
 def with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
-    graph, device = start.base.graph, start.job.device
-    costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device))
+    graph = start.base.graph
     # Asked only where there are loops: the device may have to be tried for the answer. What it says is of plain loops.
     link = start.job.loop_link if start.host and not start.nested and find_pairs(graph) else None
     ladder = _ladder(start, link)
     room = start.job.host_budget
-    worth = (start.known or op_costs(graph, device)).per_second if link is not None else 1.0
-
-    def at(way: Way) -> Variant:
-        charge, seconds = start.charge, start.seconds
-        for plan in way:
-            front = graph.ops[plan.pair.forward]
-            body = costs(plan.pair.forward)
-            charge += front.trip_count * sum(body.charge[o] for o in plan.again) + plan.wait * worth
-            seconds += front.trip_count * sum(body.seconds[o] for o in plan.again) + plan.wait
-        return replace(start, loops=way, charge=charge, seconds=seconds)
+    at = looping(start)
 
     def between(more: Way, less: Way) -> Callable[[], list[Variant]]:
         return cache(lambda: [at(way) for way in ladder.between(more, less)])
@@ -207,6 +208,47 @@ def with_loops(start: Variant) -> list[Variant]:
         ),
         *(v for v in away if 0 < v.aside <= room),
     ]
+
+
+def looping(start: Variant) -> Callable[[Way], Variant]:
+    """For a way to rewrite its loops: ``start`` rewritten that way."""
+    graph, device = start.base.graph, start.job.device
+    costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device))
+    worth = cache(lambda: (start.known or op_costs(graph, device)).per_second)
+
+    def at(way: Way) -> Variant:
+        charge, seconds = start.charge, start.seconds
+        for plan in way:
+            front = graph.ops[plan.pair.forward]
+            body = costs(plan.pair.forward)
+            charge += front.trip_count * sum(body.charge[o] for o in plan.again)
+            charge += plan.wait * worth() if plan.wait else 0.0
+            seconds += front.trip_count * sum(body.seconds[o] for o in plan.again) + plan.wait
+        return replace(start, loops=way, charge=charge, seconds=seconds)
+
+    return at
+
+
+def body_alone(job: Job, body: Body, traced: Traced | None = None) -> tuple[Variant, Costs]:
+    """A body of one of the job's loops or branches as a program of its own, and its costs; ``traced``: the body."""
+    own = replace(job, jaxpr=body.closed, donated=body.donated, keep_unused=True, host_budget=0, place=None, state=())
+    traced = body.traced() if traced is None else traced
+    costs = op_costs(traced.graph, job.device)
+    # The default solver: others may take a minute for each body, or want a program of one kind.
+    return written(own, traced, costs, named("auto")), costs
+
+
+def with_inside(start: Variant, found: Sequence[Inside]) -> Variant:
+    """``start`` with bodies of its loops and branches planned."""
+    made = replace(
+        start,
+        inside=tuple(found),
+        charge=start.charge + sum(i.charge for i in found),
+        seconds=start.seconds + sum(i.seconds for i in found),
+        finer=list,
+    )
+    made.__dict__["looped"] = start.looped  # the same, and known
+    return made
 
 
 def _ladder(start: Variant, link: Link | None) -> Ladder:

@@ -13,6 +13,7 @@ from hypothesis import settings
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 # No test reads or writes the user's own cache; plans are made with published rates unless a test measures.
+os.environ["JAXTENSILE_PLAN_CACHE"] = "off"  # every plan of a test is made by it
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtensile-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 

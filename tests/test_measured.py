@@ -8,6 +8,7 @@ import warnings
 import pytest
 
 from jaxtensile import measured
+from jaxtensile.cachefiles import cache_folder
 from jaxtensile.device import OF_MEASURED, profile, profile_for_kind
 from jaxtensile.job import LINK_SHARE
 from jaxtensile.measured import Measurement, applied, best_known, file_of, keep, load
@@ -171,16 +172,16 @@ def test_a_read_only_folder_can_be_read(cache):
 def test_the_folder_by_the_rules(monkeypatch, given, home, folder):
     monkeypatch.setenv("XDG_CACHE_HOME", given)
     monkeypatch.setenv("HOME", home)
-    assert str(measured.cache_folder()) == folder
+    assert str(cache_folder()) == folder
     monkeypatch.setenv("XDG_CACHE_HOME", "/var/cache/u")
-    assert str(measured.cache_folder()) == "/var/cache/u/jaxtensile"
+    assert str(cache_folder()) == "/var/cache/u/jaxtensile"
 
 
 def test_a_process_without_a_home(monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    assert measured.cache_folder() is None
+    assert cache_folder() is None
     assert load(H200) is None
     with pytest.warns(RuntimeWarning, match="no home folder"):
         assert keep(found(), H200) is None

@@ -1,4 +1,6 @@
-"""GPT-2 small (124M parameters): Radford et al. 2019, table 2; unrolled layers, Adam, bf16 compute.
+"""GPT-2 small (124M parameters): Radford et al. 2019, table 2; Adam, bf16 compute.
+
+Layers are unrolled, or with ``scan`` stacked and scanned over, as most large models are written.
 
 ``remat`` applies a ``jax.checkpoint`` policy to every block: what a user does by hand today,
 kept here, as in all these files, so that the peers are measured on the same step.
@@ -30,6 +32,7 @@ class Config:
     batch: int = 16
     learning_rate: float = 3e-4
     compute: Any = jnp.bfloat16
+    scan: bool = False
 
     @classmethod
     def tiny(cls) -> Config:
@@ -51,10 +54,12 @@ def init_params(config: Config, key: jax.Array) -> Any:
             "down": {"w": normal(next(keys), (4 * d, d)) / (2 * n) ** 0.5, "b": jnp.zeros(d)},
         }
 
+    embed, position = normal(next(keys), (config.vocab, d)), normal(next(keys), (config.context, d))
+    blocks: Any = [block() for _ in range(n)]
     return {
-        "embed": normal(next(keys), (config.vocab, d)),
-        "position": normal(next(keys), (config.context, d)),
-        "blocks": [block() for _ in range(n)],
+        "embed": embed,
+        "position": position,
+        "blocks": jax.tree.map(lambda *layers: jnp.stack(layers), *blocks) if config.scan else blocks,
         "ln": {"scale": jnp.ones(d), "bias": jnp.zeros(d)},
     }
 
@@ -86,11 +91,14 @@ def block(p: Any, x: jax.Array, heads: int) -> jax.Array:
 
 def loss(params: Any, tokens: jax.Array, config: Config, remat: Any = None) -> jax.Array:
     """Mean next-token cross-entropy of ``tokens`` (batch, context + 1)."""
-    one_block = checkpointed(partial(block, heads=config.heads), remat)
+    one_block = checkpointed(partial(block, heads=config.heads), remat, loop=config.scan)
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     x = (params["embed"][inputs] + params["position"][: inputs.shape[1]]).astype(config.compute)
-    for p in params["blocks"]:
-        x = one_block(p, x)
+    if config.scan:
+        x, _ = jax.lax.scan(lambda x, p: (one_block(p, x), None), x, params["blocks"])
+    else:
+        for p in params["blocks"]:
+            x = one_block(p, x)
     x = layer_norm(params["ln"], x)
     logits = (x @ params["embed"].T.astype(x.dtype)).astype(jnp.float32)
     picked = jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1)

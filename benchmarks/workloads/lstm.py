@@ -2,6 +2,7 @@
 
 One ``lax.scan`` over time with both layers in its body, unrolled over 512 steps instead of the published 35. Dropout on
 the non-recurrent connections, hidden state carried from batch to batch, float32, SGD with global-norm clipping.
+The loss is taken of all outputs at once, or with ``loss_in_loop`` step by step, so that no logits of all steps exist.
 """
 
 from collections.abc import Callable
@@ -28,6 +29,7 @@ class Config:
     learning_rate: float = 1.0
     clip: float = 10.0
     dtype: str = "float32"
+    loss_in_loop: bool = False
 
     @classmethod
     def tiny(cls) -> "Config":
@@ -62,27 +64,37 @@ def cell(p, carry, x):
     return jax.nn.sigmoid(o) * jnp.tanh(memory), memory
 
 
-def unroll(config: Config, params, carry, tokens, key, remat=None):
-    """Runs all layers over ``tokens`` [batch, seq]: the carry and the top layer's outputs, [seq, batch, hidden]."""
+def head(params, outputs):
+    weight, bias = (params["head"][name].astype(outputs.dtype) for name in ("weight", "bias"))
+    return (outputs @ weight + bias).astype(jnp.float32)
+
+
+def unroll(config: Config, params, carry, tokens, key, remat=None, targets=None):
+    """Runs all layers over ``tokens`` [batch, seq]: the carry and the top layer's outputs, [seq, batch, hidden].
+
+    With ``targets`` [batch, seq] the loss of each step, [seq], takes the place of the outputs.
+    """
 
     def body(carries, inputs):
-        time, token = inputs
+        time, token, target = inputs
         keys = jax.random.split(jax.random.fold_in(key, time), config.layers + 1)
         x = params["embed"].astype(config.dtype)[token]
         after = []
         for p, layer_key, before in zip(params["layers"], keys[:-1], carries, strict=True):
             after.append(cell(p, before, dropout(layer_key, config.dropout, x)))
             x = after[-1][0]
-        return after, dropout(keys[-1], config.dropout, x)
+        x = dropout(keys[-1], config.dropout, x)
+        if target is not None:
+            x = optax.softmax_cross_entropy_with_integer_labels(head(params, x), target).mean()
+        return after, x
 
     body = checkpointed(body, remat, stream=0, loop=True)
-    return jax.lax.scan(body, carry, (jnp.arange(config.seq), tokens.T))
+    return jax.lax.scan(body, carry, (jnp.arange(config.seq), tokens.T, None if targets is None else targets.T))
 
 
 def forward(config: Config, params, carry, tokens, key, remat=None):
     carry, outputs = unroll(config, params, carry, tokens, key, remat)
-    logits = outputs @ params["head"]["weight"].astype(outputs.dtype) + params["head"]["bias"].astype(outputs.dtype)
-    return carry, logits.astype(jnp.float32)
+    return carry, head(params, outputs)
 
 
 def optimizer(config: Config):
@@ -105,6 +117,9 @@ def init_args(config: Config, key: jax.Array) -> tuple[Any, ...]:
 
 def step(config: Config, remat: Any = None) -> Callable[..., Any]:
     def loss_fn(params, carry, tokens, key):
+        if config.loss_in_loop:
+            carry, losses = unroll(config, params, carry, tokens[:, :-1], key, remat, tokens[:, 1:])
+            return losses.mean(), carry
         carry, logits = forward(config, params, carry, tokens[:, :-1], key, remat)
         return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:].T).mean(), carry
 
