@@ -21,6 +21,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "promise": (["promise.run"], ["promise.run", "--quick", "--turns", "1"]),
     "undo": (["undo.run"], None),
     "state": (["state.run"], None),
+    "loops": (["loops.run"], None),
     "tpu": (["tpu.run"], None),
     "call": (["call.overhead"], ["call.overhead"]),
     "first-call": (["call.first_call"], None),
