@@ -116,7 +116,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"# Loops, deviceless H200 and TPU v5e, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, {m['date']}",
         "",
-        "MB (10^6 bytes) of argument + output + temp - alias as XLA allocates them; FLOPs relative to the plain program.",
+        "MB (10^6 bytes) of argument + output + temp - alias as XLA allocates them; FLOPs relative to the plain one.",
         "",
         "## GPT-2 small, twelve scanned layers, batch 16 x 1024, bf16",
         "",
