@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtensile import _compat
-from jaxtensile.trace import Traced, bind, retrace, trace_jaxpr
+from jaxtensile.trace import Traced, bind, exchanged, retrace, trace_jaxpr
 
 _PARAMETER = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
 
@@ -56,28 +56,21 @@ def _carried(primitive: str, carried: tuple[int, int], params: Mapping[str, Any]
 
 def with_bodies(traced: Traced, closed: Any, new: Mapping[Key, Callable[[Sequence[Any]], list[Any]]]) -> Any:
     """The closed jaxpr of ``traced`` (of ``closed``) with other bodies: flat arguments → flat results."""
-    changed = {o for o, _ in new}
 
-    def evaluate(*flat: Any) -> list[Any]:
-        env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
-        env.update(traced.consts)
+    def changed(o: int) -> Callable[[Callable[[Any], Any]], list[Any]]:
+        equation = traced.equations[o]
+        name = _PARAMETER[equation.eqn.primitive.name]
+        old = equation.eqn.params[name]
+        several = isinstance(old, tuple)
 
-        def read(atom: Any) -> Any:
-            return env[atom] if isinstance(atom, int) else atom.val
+        def results(read: Callable[[Any], Any]) -> list[Any]:
+            made = tuple(
+                retrace(lambda *args, f=new[o, k]: f(args), body) if (o, k) in new else body
+                for k, body in enumerate(old if several else (old,))
+            )
+            eqn = equation.eqn.replace(params={**equation.eqn.params, name: made if several else made[0]})
+            return bind(replace(equation, eqn=eqn), [read(a) for a in equation.operands])
 
-        for o, equation in enumerate(traced.equations):
-            if o in changed:
-                name = _PARAMETER[equation.eqn.primitive.name]
-                old = equation.eqn.params[name]
-                several = isinstance(old, tuple)
-                made = tuple(
-                    retrace(lambda *args, f=new[o, k]: f(args), body) if (o, k) in new else body
-                    for k, body in enumerate(old if several else (old,))
-                )
-                eqn = equation.eqn.replace(params={**equation.eqn.params, name: made if several else made[0]})
-                equation = replace(equation, eqn=eqn)
-            results = bind(equation, [read(a) for a in equation.operands])
-            env.update(zip(equation.results, results, strict=True))
-        return [read(a) for a in traced.outputs]
+        return results
 
-    return retrace(evaluate, closed)
+    return exchanged(traced, closed, {o: changed(o) for o, _ in new})

@@ -1,7 +1,8 @@
 """Which way to rewrite a program has the cheapest plan?
 
 All are compared by what they cost over the program as written. Once nothing else fits, products are made slice
-by slice, loops are nested, and the bodies of loops and branches planned as programs of their own.
+by slice, branches joined with their gradients, loops nested, and the bodies of loops and branches planned as programs
+of their own.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from jaxtensile.variants import (
     Variant,
     body_alone,
     charge_of,
+    joined,
     nested,
     sliced,
+    sunk,
     with_inside,
     with_loops,
 )
@@ -83,19 +86,28 @@ class Candidates:
     """The variants of one program, cheapest first; once nothing else fits, large products are made slice by slice,
     and bodies of loops and branches are planned.
 
-    ``costs``: of the program as written; ``others``: variants that are taken as they are.
+    ``written``: what they are made from; ``costs``: of the program as written; ``others``: variants that are taken
+    as they are.
     """
 
     def __init__(self, start: Variant, costs: Costs, others: Sequence[Variant] = ()) -> None:
-        self.variants = _ordered([*with_loops(start), *others])
-        self._start, self._costs, self._others = start, costs, others
-        self._more = [self._sliced, self._nested]
-        self._nests: list[Variant] = []
-        """Nested loops of which the outer ones stack as little as they can."""
+        self.written, self._costs, self._others = start, costs, others
+        lower = sunk(start, costs) if start.job.shards == 1 else None
+        self._start = lower or start
+        as_it_is = [start] if lower is not None else []
+        self.variants = _ordered([*as_it_is, *with_loops(self._start), *others])
+        self._more = [self._sliced, self._joined, self._nested]
+        self._starts: list[Variant] = []
+        """Loops as loops of loops of which the outer ones stack as little as they can, and joined branches: what
+        they save is in their bodies."""
         self._bodies: list[_Bodies] = []
 
     def _sliced(self) -> list[Variant]:
         start = sliced(self._start, self._costs)
+        return [start] if start is not None else []
+
+    def _joined(self) -> list[Variant]:
+        start = joined(self._start, self._costs) if self._start.job.shards == 1 else None
         return [start] if start is not None else []
 
     def _nested(self) -> list[Variant]:
@@ -107,7 +119,7 @@ class Candidates:
         while best[1].predicted.device > budget and self._more:
             for start in self._more.pop(0)():
                 more = with_loops(start)
-                self._nests += more[-1:] if start.nested else []
+                self._starts += more[-1:] if start.nested or start.joined else []
                 second = cheapest(more, budget)
                 if _rank(second, budget) < _rank(best, budget):
                     self.variants = _ordered([*self.variants, *more])
@@ -116,7 +128,7 @@ class Candidates:
             if not self._bodies:
                 aside = [v for v in self.variants if v.aside]
                 hosted = [cheapest(aside, budget)[0]] if aside and not best[0].aside else []
-                self._bodies = [_Bodies(variant) for variant in (best[0], *hosted, *self._nests)]
+                self._bodies = [_Bodies(variant) for variant in (best[0], *hosted, *self._starts)]
             for bodies in sorted(self._bodies, key=lambda b: not b.may_do(budget)):
                 if best[1].predicted.device <= budget and not bodies.may_do(budget):
                     break  # there is one that fits
@@ -133,14 +145,27 @@ class Candidates:
 
     def smallest(self) -> tuple[Variant, Plan]:
         """The smallest plan that is found when nothing fits; the same one whatever was asked before."""
-        return Candidates(self._start, self._costs, self._others).cheapest(0)
+        return self.anew().cheapest(0)
+
+    def anew(self) -> Candidates:
+        """The same candidates, asked nothing yet."""
+        return Candidates(self.written, self._costs, self._others)
+
+    def shallow(self) -> tuple[Variant, Plan]:
+        """The smallest plan of those that leave bodies and the depth of loops as they are.
+
+        The model knows such programs best: once it puts them over the budget, they may still be under it, and what
+        is done to bodies for its sake may need more.
+        """
+        plain = [v for v in self.variants if not v.deep]
+        return cheapest(plain, int(ABOUT * cheapest(plain, 0)[1].predicted.device))
 
     def forget_host(self) -> None:
         """From now on plan by recomputation alone."""
         self.variants = without_host(self.variants)
-        self._start = replace(self._start, host=False)
+        self._start, self.written = replace(self._start, host=False), replace(self.written, host=False)
         self._others = without_host([*self._others])
-        self._nests, self._bodies = without_host(self._nests), []
+        self._starts, self._bodies = without_host(self._starts), []
 
 
 def _ordered(variants: list[Variant]) -> list[Variant]:

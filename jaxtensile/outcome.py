@@ -41,7 +41,7 @@ class Made:
 
 def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:
     """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
-    traced = candidates.variants[0].traced
+    traced = candidates.written.traced
     values = traced.graph.values
     fixed = sum(values[v].nbytes for v in traced.graph.inputs if values[v].space != "host")
     if best is not None and best.compiled.memory is not None:
@@ -160,6 +160,8 @@ def report(
     if variant.nested:
         sizes = ", ".join(map(str, sorted({k for _, k in variant.nested})))
         notes.insert(0, f"{len(variant.nested)} loops are loops of loops, of {sizes} iterations each")
+    if variant.joined:
+        notes.insert(0, f"{variant.joined} branches compute again in their gradients what they would hand on to them")
     if variant.sliced:
         notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
     if job.state and job.device.platform == "cpu":

@@ -18,7 +18,7 @@ from jaxtensile.bodies import bodies_of
 from jaxtensile.ir import Graph, Op, OpId, ValueId
 from jaxtensile.passes.loops import LoopPlan, find_pairs
 from jaxtensile.plan import Action, Costs, Keep, MemoryUse, Offload, Plan, Program, Remat
-from jaxtensile.variants import Inside, Variant, body_alone, looping, sliced, with_inside, with_nests
+from jaxtensile.variants import Inside, Variant, body_alone, joined, looping, sliced, sunk, with_inside, with_nests
 
 
 class Unlike(ValueError):
@@ -68,7 +68,9 @@ class Recipe(msgspec.Struct, frozen=True):
 
     undone: bool
     host: bool
+    sunk: bool
     sliced: bool
+    joined: bool
     nested: tuple[tuple[int, int], ...]
     loops: tuple[LoopPlan, ...]
     inside: tuple[InBody, ...]
@@ -98,7 +100,9 @@ def recipe_of(variant: Variant, plan: Plan) -> Recipe:
     return Recipe(
         undone=variant.undone is not None,
         host=variant.host,
+        sunk=variant.sunk,
         sliced=variant.sliced > 0,
+        joined=variant.joined > 0,
         nested=variant.nested,
         loops=variant.loops,
         inside=tuple(InBody(*i.key, recipe_of(i.variant, i.plan)) for i in variant.inside),
@@ -123,10 +127,10 @@ def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Pl
     if (start.undone is not None) != recipe.undone:
         raise Unlike("its checkpoints are undone in one and not in the other")
     variant = replace(start, host=recipe.host)
-    if recipe.sliced:
-        found = sliced(variant, costs)
+    for wanted, way in ((recipe.sunk, sunk), (recipe.sliced, sliced), (recipe.joined, joined)):
+        found = way(variant, costs) if wanted else variant
         if found is None:
-            raise Unlike("there are no products to slice")
+            raise Unlike(f"nothing of it can be {way.__name__}")
         variant = found
     if recipe.nested:
         variant = with_nests(variant, costs, dict(recipe.nested))

@@ -14,7 +14,7 @@ from jaxtensile.attempts import Attempts
 from jaxtensile.candidates import Candidates
 from jaxtensile.outcome import Made
 from jaxtensile.plan import Plan
-from jaxtensile.units import Bytes
+from jaxtensile.units import Bytes, Seconds
 from jaxtensile.variants import Variant, program_key
 
 ROUNDS = 4
@@ -30,6 +30,8 @@ FLATTEST = 0.4
 """A byte less in the model is taken to be at least this share of a byte less in XLA's allocation."""
 REFUSED = 0.9
 """After a compiler ran out of memory without a figure, aim this much lower."""
+DEEP = 1.25
+"""Before bodies are planned or loops nested, what the model puts over the budget by no more than this is compiled."""
 HOPELESS = 2.0
 """Plans that the model puts over the budget by this factor are not compiled where others have been."""
 
@@ -96,6 +98,14 @@ class Rounds:
                 continue
             if (key := program_key(variant, plan)) in keys:
                 break
+            if best is None and variant.deep:
+                best = self._shallow(candidates, aim, ways.charge_of(variant, plan))
+                if best is not None:
+                    rounds += 1
+                    keys.add(program_key(best.variant, best.plan))
+                    hosted = hosted or best.plan.offload_bytes > job.state_bytes
+                    if best.compiled.device <= job.budget:
+                        return best, rounds, hosted
             keys.add(key)
             rounds += 1
             hosted = hosted or plan.offload_bytes > job.state_bytes
@@ -122,6 +132,15 @@ class Rounds:
             aim = target
         return best, rounds, hosted
 
+    def _shallow(self, candidates: Candidates, aim: Bytes, charge: Seconds) -> Made | None:
+        """The smallest plan without deep changes, compiled where it costs no more and the model may be wrong of it."""
+        variant, plan = candidates.shallow()
+        as_it_is = plan.changes_nothing and variant.as_it_is
+        if as_it_is or plan.predicted.device > DEEP * aim or ways.charge_of(variant, plan) > charge:
+            return None
+        made = self.attempts.planned(variant, plan) if self.worth(variant, plan) else None
+        return None if made is None or self.attempts.cancelled(made) else made
+
     def smallest(self, candidates: Candidates, missed: Made | None) -> tuple[Made | None, int]:
         """The smallest plan of all, and how many were compiled; ``missed``: what came closest to the budget.
 
@@ -135,24 +154,27 @@ class Rounds:
             if not host:
                 candidates.forget_host()
             with self.attempts.clock("solve"):
-                variant, plan = candidates.smallest()
-            key = program_key(variant, plan)
-            if key in keys:
-                continue
-            keys.add(key)
-            rounds += 1
-            as_it_is = plan.changes_nothing and variant.as_it_is and variant.undone is None
-            made = self.attempts.as_it_is(variant, plan) if as_it_is else self.attempts.planned(variant, plan)
-            if made is None or self.attempts.cancelled(made):
-                continue
-            if best is None or made.compiled.device < best.compiled.device:
-                best = made
-            if made.compiled.device <= job.budget:
-                if missed is None or missed.compiled.memory is None:
-                    return made, rounds
-                over = missed.plan.predicted.device, int(missed.compiled.device * self.scale)
-                made, more = self.cheaper(candidates, made, over)
-                return made, rounds + more
+                anew = candidates.anew()
+                plans = [anew.cheapest(0)]
+                plans += [anew.shallow()] if plans[0][0].deep else []
+            for variant, plan in plans:
+                key = program_key(variant, plan)
+                if key in keys:
+                    continue
+                keys.add(key)
+                rounds += 1
+                as_it_is = plan.changes_nothing and variant.as_it_is and variant.undone is None
+                made = self.attempts.as_it_is(variant, plan) if as_it_is else self.attempts.planned(variant, plan)
+                if made is None or self.attempts.cancelled(made):
+                    continue
+                if best is None or made.compiled.device < best.compiled.device:
+                    best = made
+                if made.compiled.device <= job.budget:
+                    if missed is None or missed.compiled.memory is None:
+                        return made, rounds
+                    over = missed.plan.predicted.device, int(missed.compiled.device * self.scale)
+                    made, more = self.cheaper(candidates, made, over)
+                    return made, rounds + more
         plain = self.attempts.plain
         if best is not None and plain is not None and not job.state and plain.device <= best.compiled.device:
             best = replace(best, compiled=plain, evaluate=None)

@@ -11,7 +11,7 @@ Invariant: ``graph.ops[i]`` describes ``equations[i]``; value ids are shared by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -309,6 +309,27 @@ def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
     ]
     with _compat.as_wide_as(jaxpr.invars):
         return jax.make_jaxpr(evaluate)(*avals)
+
+
+def exchanged(traced: Traced, closed: Any, new: Mapping[int, Callable[[Callable[[Any], Any]], Sequence[Any]]]) -> Any:
+    """The closed jaxpr of ``traced`` (of ``closed``) with some ops computed in another way.
+
+    ``new``: op → its results, from a function that reads any value made before it.
+    """
+
+    def evaluate(*flat: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
+        env.update(traced.consts)
+
+        def read(atom: Any) -> Any:
+            return env[atom] if isinstance(atom, int) else atom.val
+
+        for i, equation in enumerate(traced.equations):
+            made = new[i](read) if i in new else bind(equation, [read(a) for a in equation.operands])
+            env.update(zip(equation.results, made, strict=True))
+        return [read(a) for a in traced.outputs]
+
+    return retrace(evaluate, closed)
 
 
 def bind(equation: Equation, operands: list[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
 from jaxtensile.job import Job
+from jaxtensile.join import find_cond_pairs, join_conds
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.nest import nest_loops
 from jaxtensile.passes.cost import op_costs
@@ -23,6 +24,7 @@ from jaxtensile.passes.solvers import named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
 from jaxtensile.plan import Costs, Link, Plan, Prepare, Problem
 from jaxtensile.rewrite import rewrite
+from jaxtensile.sink import sink
 from jaxtensile.split import sliced_products, split_products
 from jaxtensile.state import on_host
 from jaxtensile.trace import Traced, trace_jaxpr
@@ -38,9 +40,10 @@ class Variant:
     """The program rewritten in one way, and what that costs over the program as written.
 
     ``base``: the program before its loops were rewritten; ``undone``: set where it has no checkpoints;
-    ``sliced``: products that are made slice by slice; ``nested``: (op, iterations of its inner loop)
-    of loops that became loops of loops; ``inside``: what became of the bodies of its loops and
-    branches; ``finer``: steps between this and the next dearer one.
+    ``sunk``: what lay between stacks and the loops that read them is in those loops; ``sliced``: products that are
+    made slice by slice; ``joined``: branches that compute again what they handed on to their gradients; ``nested``:
+    (op, iterations of its inner loop) of loops that became loops of loops; ``inside``: what became of the bodies of
+    its loops and branches; ``finer``: steps between this and the next dearer one.
     """
 
     job: Job
@@ -50,7 +53,9 @@ class Variant:
     seconds: Seconds = 0.0
     loops: tuple[LoopPlan, ...] = ()
     undone: Undone | None = None
+    sunk: bool = False
     sliced: int = 0
+    joined: int = 0
     nested: tuple[tuple[int, int], ...] = ()
     inside: tuple[Inside, ...] = ()
     host: bool = True
@@ -64,8 +69,13 @@ class Variant:
 
     @property
     def as_it_is(self) -> bool:
-        """Whether neither its loops nor their bodies are rewritten."""
-        return not (self.loops or self.inside)
+        """Whether nothing of it is rewritten but the user's checkpoints."""
+        return not (self.sunk or self.sliced or self.joined or self.nested or self.loops or self.inside)
+
+    @property
+    def deep(self) -> bool:
+        """Whether bodies are planned, or other programs than they were: what the model knows least."""
+        return bool(self.inside or self.nested or self.joined)
 
     @cached_property
     def looped(self) -> Traced:
@@ -157,6 +167,25 @@ def sliced(start: Variant, costs: Costs) -> Variant | None:
     jaxpr = split_products(start.base, start.job.jaxpr, chosen)
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, sliced=len(chosen)), costs)
+
+
+def sunk(start: Variant, costs: Costs) -> Variant | None:
+    """``start`` with what lies between stacks and loops in those loops; None where nothing does."""
+    jaxpr = sink(start.base, start.job.jaxpr)
+    if jaxpr is None:
+        return None
+    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    return _priced(replace(start, base=base, sunk=True), costs)
+
+
+def joined(start: Variant, costs: Costs) -> Variant | None:
+    """``start`` with branches that hand much on to their gradients computed there again; None when none do."""
+    pairs = find_cond_pairs(start.base.graph, _large(start))
+    if not pairs:
+        return None
+    jaxpr = join_conds(start.base, start.job.jaxpr, pairs)
+    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    return _priced(replace(start, base=base, joined=len(pairs)), costs)
 
 
 def nested(start: Variant, costs: Costs) -> list[Variant]:
@@ -290,5 +319,8 @@ def program_key(variant: Variant, plan: Plan) -> int:
     ops = tuple((op.primitive, op.operands, op.results) for op in plan.program.graph.ops)
     inside = tuple((i.key, program_key(i.variant, i.plan)) for i in variant.inside)
     return hash(
-        (variant.undone is not None, variant.sliced, variant.nested, variant.loops, inside, plan.program.origin, ops)
+        (
+            (variant.undone is not None, variant.sunk, variant.sliced, variant.joined, variant.nested),
+            (variant.loops, inside, plan.program.origin, ops),
+        )
     )

@@ -47,11 +47,13 @@ MAY_IMPORT = {
     "report": f"{VOCABULARY} timeline report_text report_html report_trace",
     "calibration": "units errors device measured _compat",
     "split": "units ir _compat trace",
+    "sink": "ir _compat trace",
+    "join": "units ir _compat trace",
     "state": "units ir plan trace passes",
     "undo": "ir _compat trace",
     "job": f"{VOCABULARY} _compat passes compile report",
     "nest": "_compat trace",
-    "variants": f"{EDGE} bodies nest split state undo job _compat",
+    "variants": f"{EDGE} bodies nest sink join split state undo job _compat",
     "candidates": f"{EDGE} bodies variants",
     "recipe": f"{EDGE} bodies variants",
     "plan_cache": "ir measured cachefiles job recipe _compat",
@@ -70,7 +72,7 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace undo split nest loops hosted rewrite compile attempts target placement feedback api
+    """_compat trace undo split sink join nest loops hosted rewrite compile attempts target placement feedback api
     calibration""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
