@@ -145,7 +145,8 @@ def _needed_in_memory(graph: Graph, read_by: list[list[int]], wanted: set[int]) 
         name = op.primitive
         if name in VIEWS:
             if op.results and needed[op.results[0]]:
-                needed[op.operands[0]] = True
+                for v in op.operands[:1]:  # none where it is a view of a literal
+                    needed[v] = True
         elif not (is_fusible(name) or name in REDUCTIONS):
             inside = set(op.slots[: op.carried[0]]) & splats
             for v in op.operands:

@@ -152,7 +152,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
         if not kernels.is_root[i]:
             continue
         if op.primitive in IN_PLACE:
-            pool = [home[op.operands[0]]] if home[op.operands[0]] >= 0 else []
+            pool = [home[v] for v in op.operands[:1] if home[v] >= 0]  # none where all it reads are literals
         elif op.bodies:
             pool = list(kernels.reads[i])
         elif is_fusible(op.primitive):

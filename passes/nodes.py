@@ -92,7 +92,7 @@ def _stored_again(graph: Graph, turn: int) -> set[int]:
     for op in reversed(graph.ops):
         if op.primitive in VIEWS:
             if stored.intersection(op.results):
-                stored.add(op.operands[0])
+                stored.update(op.operands[:1])  # none where it is a view of a literal
         elif op.id >= turn and not is_fusible(op.primitive) and op.primitive not in REDUCTIONS:
             stored.update(op.operands)
     return stored

@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import tempfile
+from collections import Counter
 from importlib.util import find_spec
 
 import pytest
@@ -39,3 +40,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         missing = [m for m in modules if not installed(m)]
         if missing and item.get_closest_marker(mark):
             pytest.skip(f"extra {mark.replace('_', '-')} is not installed: no {', '.join(missing)}")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What tests have counted with ``record_property("counted", ...)``, so that nobody has to believe it."""
+    reports = [r for rs in terminalreporter.stats.values() for r in rs if getattr(r, "when", "") == "call"]
+    seen = Counter(text for r in reports for key, text in r.user_properties if key == "counted")
+    for text, count in sorted(seen.items()):
+        terminalreporter.write_line(f"{text}: {count}")

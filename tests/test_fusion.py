@@ -9,6 +9,7 @@ from graphs import Builder, graphs
 from jaxtensile.ir import producers
 from jaxtensile.passes import fusion
 from jaxtensile.passes.fusion import VIEWS, fuse, is_fusible
+from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.trace import trace_jaxpr
 
 N = 1000
@@ -207,3 +208,14 @@ def test_a_number_in_every_place_is_made_inside_of_the_loop_that_reads_it():
     inside = [v for v in constants if home[v] < 0]
     assert [graph.ops[made[v]].operands for v in inside] == [()]
     assert len(constants) == 2 and all(home[v] >= 0 for v in others)
+
+
+def test_a_view_of_a_literal_reads_nothing():
+    b = Builder()
+    x = b.input(N)
+    one = b.op("stop_gradient", shape=())
+    scaled = b.op("mul", x, one)
+    total = b.op("dot_general", scaled, scaled, shape=())
+    graph = b.graph(total, one)
+    assert fuse(graph).home[one] == one
+    assert live_ranges(graph).device >= 4 * N
