@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxtensile.api import jit
     from jaxtensile.calibration import calibrate
     from jaxtensile.device import DeviceProfile, targets
+    from jaxtensile.filtered import filter_jit
     from jaxtensile.plan import MemoryUse
     from jaxtensile.report import Report
     from jaxtensile.workload import Workload
@@ -43,12 +44,14 @@ __all__ = [
     "VerifyError",
     "Workload",
     "calibrate",
+    "filter_jit",
     "jit",
     "targets",
 ]
 
 _HOMES = {
     "calibrate": "jaxtensile.calibration",
+    "filter_jit": "jaxtensile.filtered",
     "jit": "jaxtensile.api",
     "targets": "jaxtensile.device",
     "DeviceProfile": "jaxtensile.device",

@@ -180,7 +180,7 @@ def linen_scan_over_rematerialized_layers():
     return fitted(Net(), normal(1, 8, 16, 32), labels(2, 8), dropout=KEY)
 
 
-@program
+@program(share=0.9)
 def linen_remat_of_blocks():
     class Net(nn.Module):
         @nn.compact
@@ -425,7 +425,7 @@ def equinox_convolutions_with_state():
     return step, (params, state, normal(1, 16, 3, 16, 16), labels(2, 16))
 
 
-@program
+@program(share=0.9)
 def equinox_attention_with_dropout():
     class Layer(eqx.Module):
         attend: eqx.nn.MultiheadAttention
@@ -677,7 +677,7 @@ def optimistix_equilibrium():
     return fitted_eqx((before, inner), loss, normal(1, 256, 16))
 
 
-@program
+@program(share=0.9)
 def optimistix_bfgs_unrolled():
     model = module(eqx.nn.MLP, 8, 8, 16, 2, key=KEY)
 
@@ -871,7 +871,7 @@ def blackjax_hmc():
     return sampled(lambda f: blackjax.hmc(f, 1e-2, jnp.ones(5 * 256), 4))
 
 
-@program
+@program(share=0.9)
 def blackjax_nuts():
     return sampled(lambda f: blackjax.nuts(f, 5e-2, jnp.ones(5 * 256), max_num_doublings=3))
 

@@ -64,16 +64,17 @@ MAY_IMPORT = {
     "placement": f"{VOCABULARY} target _compat",
     "feedback": f"{VOCABULARY} _compat calibration job passes pipeline",
     "api": f"{EDGE} plan_cache feedback hosted job placement report pipeline",
+    "filtered": "_compat api report",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "interrupts": "",
     "cli": f"{VOCABULARY} api calibration runtime report workload loading doctor interrupts",
-    "__init__": "errors hardware api calibration device plan report workload",
+    "__init__": "errors hardware api filtered calibration device plan report workload",
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
     """_compat trace undo split sink join nest loops hosted rewrite compile attempts target placement feedback api
-    calibration""".split()
+    filtered calibration""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
