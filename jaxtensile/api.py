@@ -12,6 +12,7 @@ budget; under an outer trace, and under ``jax.disable_jit``, it is ``jax.jit(fun
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import threading
@@ -196,6 +197,14 @@ class Planned:
         undo: bool = True,
         state_budget: Bytes | None = 0,
     ) -> None:
+        self._made_of = (
+            (budget, host_budget, target, options),
+            {
+                "solver": solver,
+                "undo": undo,
+                "state_budget": state_budget,
+            },
+        )
         self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -214,6 +223,11 @@ class Planned:
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Bound(self, instance)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
+        """Another one of the same function, as of a ``jax.jit`` result: plans and executables stay with this one."""
+        positional, named = self._made_of
+        return type(self)(copy.deepcopy(self._fun, memo), *positional, **named)
 
     def __repr__(self) -> str:
         return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._budget!r}>"
