@@ -8,6 +8,7 @@ import dataclasses
 import inspect
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -101,7 +102,8 @@ def test_the_stages_have_what_jax_stages_have(both):
     ]:
         assert public(ours) == public(theirs)
         for name in public(theirs, *but):
-            assert repr(getattr(ours, name)) == repr(getattr(theirs, name)), name
+            shown = [re.sub(r"0x[0-9a-f]+", "", repr(getattr(stage, name))) for stage in (ours, theirs)]
+            assert shown[0] == shown[1], name
     for ours, theirs in (lowered, compiled):
         assert type(ours.as_text()) is type(theirs.as_text())
         assert ours.cost_analysis().keys() >= {"flops"} and theirs.cost_analysis().keys() >= {"flops"}
@@ -110,9 +112,12 @@ def test_the_stages_have_what_jax_stages_have(both):
 
 
 def test_a_planned_executable_is_serialized_and_loaded(both):
-    ours, theirs = (f.lower(*ARGS).compile() for f in both)
-    loaded = executables.deserialize_and_load(*executables.serialize(ours))
-    same(loaded(*ARGS), theirs(*ARGS))
+    compiled = (f.lower(*ARGS).compile() for f in both)
+    ours, theirs = (executables.deserialize_and_load(*executables.serialize(x)) for x in compiled)
+    for a, b in zip(ours(*ARGS), theirs(*ARGS), strict=True):
+        # Not their types: in jax 0.12 those of loaded executables differ from each other.
+        np.testing.assert_array_equal(a, b)
+        assert (a.dtype, a.weak_type, a.sharding, a.committed) == (b.dtype, b.weak_type, b.sharding, b.committed)
 
 
 def test_a_planned_program_is_exported(both):
