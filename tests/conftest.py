@@ -43,8 +43,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """What tests have counted with ``record_property("counted", ...)``, so that nobody has to believe it."""
+    """What tests counted, over all of them and over all processes, so that nobody has to believe it.
+
+    ``record_property("counted", text)`` counts one, ``record_property("differential: NAME", n)`` that many programs.
+    """
     reports = [r for rs in terminalreporter.stats.values() for r in rs if getattr(r, "when", "") == "call"]
-    seen = Counter(text for r in reports for key, text in r.user_properties if key == "counted")
-    for text, count in sorted(seen.items()):
-        terminalreporter.write_line(f"{text}: {count}")
+    properties = [(key, value) for r in reports for key, value in r.user_properties]
+    libraries = Counter(text for key, text in properties if key == "counted")
+    generated: Counter[str] = Counter()
+    for key, count in properties:
+        if key.startswith("differential: "):
+            generated[key.removeprefix("differential: ")] += count
+    if libraries or generated:
+        terminalreporter.section("jaxtensile.jit beside jax.jit")
+    if generated:
+        terminalreporter.line("generated: " + ", ".join(f"{count} {name}" for name, count in generated.items()))
+    for text, count in sorted(libraries.items()):
+        terminalreporter.line(f"{text}: {count}")
