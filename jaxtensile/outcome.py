@@ -6,6 +6,7 @@ values are named by the user's lines.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -20,11 +21,13 @@ from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
 from jaxtensile.report import Decision, Report
 from jaxtensile.timeline import Sites, Timeline, Track
-from jaxtensile.trace import Traced
+from jaxtensile.trace import Traced, why_pinned
 from jaxtensile.undo import Undone
-from jaxtensile.units import Seconds, format_bytes
+from jaxtensile.units import MIB, Seconds, format_bytes
 from jaxtensile.variants import Variant, step_time
 
+NAMED = 4
+"""Ops that are left alone, at most, in one note."""
 MARGIN = 0.2
 """Of the smallest plan's predicted bytes: what XLA may add to them, where it was not asked."""
 
@@ -112,6 +115,7 @@ def report(
         notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
     if rates := sorted(job.device.measured - {"capacity"}):
         notes.append(f"times from rates measured on {job.device.kinds[0]}: {', '.join(rates)}")
+    notes += _left_alone(traced)
     costs = op_costs(traced.graph, job.device)
     sites = _sites(traced, costs.seconds)
     plain_track = _track(Program.unchanged(traced.graph), sites)
@@ -189,6 +193,27 @@ def report(
         notes=tuple(dict.fromkeys(notes)),
         **common,
     )
+
+
+def _left_alone(traced: Traced) -> list[str]:
+    """What plans do not touch, and why: ops (those that only make keys left out), and large constants."""
+    found = Counter(
+        f"{op.primitive} at {traced.source(op.id)} ({why})"
+        for op in traced.graph.ops
+        if (why := why_pinned(traced, op.id)) and why != "random state"
+    )
+    told = [f"{count} x {what}" if count > 1 else what for what, count in found.most_common(NAMED)]
+    notes = (
+        [f"left alone: {', '.join(told)}{f', and {len(found) - NAMED} more' * (len(found) > NAMED)}"] if told else []
+    )
+    values = traced.graph.values
+    large = [size for v in traced.consts if (size := values[v].nbytes) >= MIB]
+    if large:
+        notes.append(
+            f"arrays that the function closes over, {format_bytes(sum(large))} in {len(large)}, are constants of the "
+            "program and in none of XLA's figures: give them as arguments"
+        )
+    return notes
 
 
 def _sites(traced: Traced, seconds: tuple[Seconds, ...]) -> Sites:

@@ -36,12 +36,16 @@ _CALLS = {
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
-_NEVER_CLONED = frozenset(
-    """pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning
-    rng_uniform random_seed random_wrap shard_map xla_pmap pmap psum psum2 psum_invariant pmax pmin ppermute
-    all_gather all_gather_invariant all_to_all reduce_scatter ragged_all_to_all""".split()
-)
-"""Foreign code, random state and collectives: running them twice or elsewhere could change meaning."""
+_FOREIGN = "pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning"
+_RANDOM = "rng_uniform random_seed random_wrap"
+_COLLECTIVES = """shard_map xla_pmap pmap psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
+    all_to_all reduce_scatter ragged_all_to_all"""
+_NEVER_CLONED = {
+    name: why
+    for names, why in ((_FOREIGN, "foreign code"), (_RANDOM, "random state"), (_COLLECTIVES, "several devices"))
+    for name in names.split()
+}
+"""Running them twice or elsewhere could change meaning, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +194,19 @@ def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: boo
         outputs=tuple(outs),
         arguments=tuple(args),
     )
+
+
+def why_pinned(traced: Traced, o: int) -> str:
+    """Why op ``o`` is never cloned, dropped or moved; empty when it may be."""
+    op, eqn = traced.graph.ops[o], traced.equations[o].eqn
+    if not op.pinned or eqn is None:
+        return ""
+    if op.primitive in _NEVER_CLONED:
+        return _NEVER_CLONED[op.primitive]
+    inside = next((inner.primitive for body in op.bodies for inner in body.ops if inner.pinned), None)
+    if inside is not None:
+        return f"{inside} inside"
+    return "effects" if eqn.effects else "values in host memory"
 
 
 def _value(i: int, aval: Any) -> Value:
