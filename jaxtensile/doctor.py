@@ -25,7 +25,10 @@ _EXTRAS: Final = {
     "tpu-aot": ("libtpu",),
     "ray": ("ray",),
     "plot": ("matplotlib",),
-    "test": ("pytest", "pytest-xdist", "hypothesis", "optax", "flax"),
+    "test": (
+        *("pytest", "pytest-xdist", "hypothesis", "optax", "flax"),
+        *("equinox", "diffrax", "lineax", "optimistix", "blackjax", "numpyro"),
+    ),
     "dev": ("ruff", "pyright", "scipy-stubs", "build"),
 }
 _TRY_TARGETS: Final = """

@@ -179,6 +179,7 @@ def report(
         actions=(*kept, *actions),
         decisions=decisions,
         undone=variant.undone is not None,
+        rewritten=not variant.as_it_is,
         recompute_flops=flops - traced.graph.flops,
         offload_bytes=plan.offload_bytes,
         wait=plan.wait + sum(loop.wait for loop in variant.loops),

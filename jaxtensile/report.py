@@ -51,6 +51,7 @@ class Report:
     another plan around the same turn might spare, by the model (0.0: none, proven; None: not known);
     ``offload_bytes``: what leaves for the host in a step, ``state``: the arguments that wait there between steps, by
     their names, ``wait``: the part of ``overhead`` that is waiting for copies.
+    ``rewritten``: its loops, branches or large products are made in another way;
     ``step``: predicted seconds of a step of what runs, ``measured``: median seconds of a few of its first calls (None
     until there were enough, and where it runs unchanged), ``renewed``: how often those led to another plan.
     ``flops`` are those of the program as written, so ``recompute_flops`` and ``overhead`` are negative
@@ -80,6 +81,7 @@ class Report:
     seconds: Mapping[str, Seconds]
     timeline: Timeline | None = field(default=None, repr=False)
     undone: bool = False
+    rewritten: bool = False
     wait: Seconds = 0.0
     state: tuple[Leaf, ...] = ()
     step: Seconds = 0.0
@@ -94,7 +96,7 @@ class Report:
     @property
     def unchanged(self) -> bool:
         """Whether the program runs as the user wrote it."""
-        return not self.actions and not self.undone and not self.state
+        return not (self.actions or self.undone or self.state or self.rewritten)
 
     def __str__(self) -> str:
         return as_text(self)

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
 from jaxtensile import _compat, attempts, pipeline
+from jaxtensile.passes import greedy, loops, segments
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.lowerbound import lower_bound
 from jaxtensile.plan import MemoryUse
@@ -34,13 +35,19 @@ SMALL = 1e-4
 
 @contextmanager
 def believed():
-    """A pipeline that takes the solver's plan whatever XLA allocates for it, and compiles no plain program."""
+    """A pipeline that takes the solver's plan whatever XLA allocates for it, and compiles no plain program.
+
+    The solver tries fewer prices: its plans are dearer, and of the same kinds.
+    """
     real = attempts.compile_program
     nothing = MemoryUse(argument=0, output=0, temp=0, alias=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attempts, "compile_program", lambda *args: replace(real(*args), memory=nothing))
         patch.setattr(pipeline, "SURELY_OVER", 0.0)
         patch.setattr(pipeline, "SURELY_OVER_WITH_LOOPS", 0.0)
+        patch.setattr(segments, "_PRICES", 4)
+        patch.setattr(loops, "_PRICES", 4)
+        patch.setattr(greedy, "_MOUNTAINS", 4)
         yield
 
 

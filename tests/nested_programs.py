@@ -458,21 +458,29 @@ def nodes(depth, *, controls=tuple(CONTROL), leaves=tuple(LEAVES)):
     if not depth:
         return leaf
 
+    inside = dense() if depth == 1 else nodes(depth - 1, controls=controls, leaves=leaves)
+
     @st.composite
     def node(draw):
         name = draw(st.sampled_from(controls))
-        inside = (
-            nodes(depth - 1, controls=controls, leaves=leaves)
-            if depth > 1
-            else st.builds(Node, st.sampled_from(DENSE), st.integers(0, 23))
-        )
-        first = (*draw(st.lists(leaf, min_size=depth == 1, max_size=1)), draw(inside))
+        # A leaf beside what is inside, always in the innermost block.
+        first = (*draw(st.lists(leaf, min_size=1, max_size=1) if depth == 1 else seldom(leaf)), draw(inside))
         first = first[:: draw(st.sampled_from((1, -1)))]
         others = [(draw(leaf),) for _ in range(BLOCKS.get(name, 1) - 1)]
         where = draw(st.integers(0, len(others)))
         return Node(name, draw(st.integers(0, 23)), (*others[:where], first, *others[where:]))
 
     return node()
+
+
+def dense():
+    """Leaves that leave something to plan."""
+    return st.builds(Node, st.sampled_from(DENSE), st.integers(0, 23))
+
+
+def seldom(leaf):
+    """One in three times a leaf."""
+    return st.one_of(st.just([]), st.just([]), st.lists(leaf, min_size=1, max_size=1))
 
 
 def is_jax(program):
@@ -485,13 +493,8 @@ def is_jax(program):
 
 @st.composite
 def _programs(draw, depth=3, *, kinds=KINDS, dtypes=("float32",), rows=ROWS, **rules):
-    leaf = nodes(0)
-    block = (
-        draw(leaf),
-        Node(draw(st.sampled_from(DENSE)), draw(st.integers(0, 23))),
-        draw(nodes(depth, **rules)),
-        *draw(st.lists(leaf, max_size=1)),
-    )
+    leaf = nodes(0, **rules)
+    block = (draw(leaf), draw(dense()), draw(nodes(depth, **rules)), *draw(seldom(leaf)))
     kind, dtype = draw(st.sampled_from(kinds)), draw(st.sampled_from(dtypes))
     return Program(block, dtype, kind, draw(st.booleans()), draw(st.booleans()), rows)
 

@@ -16,7 +16,7 @@ import jax
 import pytest
 
 import jaxtensile
-from differential import agree, believed, deleted, every, needs, same_bits, tell
+from differential import QUICK, agree, believed, deleted, every, needs, same_bits, tell
 from programs import FAST, squeezed
 from random_programs import DENSE, LOOPS, SHAPES, Layer, Program, programs
 
@@ -41,7 +41,7 @@ def coarsest(program):
 
 
 def compare(program, seen):
-    options = {"donate_argnums": (0,) if program.donate else (), "compiler_options": FAST}
+    options = {"donate_argnums": (0,) if program.donate else (), "compiler_options": QUICK}
     args = program.args()
     donated = tuple(program.donate and leaf is not args[1] and leaf is not args[2] for leaf in jax.tree.leaves(args))
     seen["programs"] += 1

@@ -73,11 +73,13 @@ CHUNK = 20
 """Programs a test: some ten seconds."""
 SMOOTH = tuple(n for n in LEAVES if n not in ("bfloat16", "dropout", "noise", "attend", "layer_norm"))
 """Leaves that leave the type of the activations alone and have small derivatives."""
+COSTLY = ("dropout", "noise", "attend")
+"""Leaves of many kernels: most of a test's time is the compiler's, by the kernel."""
 FAMILIES = {
-    "float32": (13, programs(3)),
+    "mixed": (13, programs(3, leaves=tuple(n for n in LEAVES if n not in COSTLY))),
     "deep": (1, programs(4, leaves=("dense", "tanh", "times", "window", "mask"))),
-    "scans": (3, programs(3, controls=("scan", "scan_rows", "fori", "map", "checkpoint"))),
-    "random": (1, programs(3, controls=("scan_keys", "scan", "cond", "vmap"), leaves=("dropout", "noise", "dense"))),
+    "scans": (3, programs(3, controls=("scan", "scan_rows", "fori", "map", "checkpoint"), leaves=SMOOTH)),
+    "random": (1, programs(3, controls=("scan_keys", "fori", "cond", "vmap"), leaves=("dropout", "noise", "dense"))),
     "half": (1, programs(3, dtypes=("bfloat16", "float16"), leaves=SMOOTH)),
 }
 CASES = [(family, k) for family, (chunks, _) in FAMILIES.items() for k in range(chunks)]
@@ -91,7 +93,7 @@ def control(given):
 @pytest.mark.parametrize(("family", "number"), CASES, ids=[f"{f}-{k}" for f, k in CASES])
 def test_nested_programs(family, number, record_property):
     def one(given, seen):
-        compare(given, seen, stepwise=seen["programs"] % 10 == 0)
+        compare(given, seen, stepwise=seen["programs"] % 20 == 0)
 
     chunks, strategy = FAMILIES[family]
     seen = every(st.tuples(strategy, UNDER), CHUNK, one, alike=control if chunks > 3 else None, number=number)
@@ -106,7 +108,7 @@ def settled(seen, examples, record_property):
 
 @pytest.mark.parametrize("number", range(2))
 def test_64_bits(number, record_property):
-    """Programs with 64 bits, and 64 bits inside of those without."""
+    """Where types may have 64 bits: integers and weak types are others there."""
     with jax.enable_x64(True):
         seen = every(
             st.tuples(programs(3, dtypes=("float64", "float32"), leaves=SMOOTH), UNDER), 10, compare, number=number
@@ -155,21 +157,16 @@ def whole_way(given, seen):
     assert deleted(ours) == deleted(theirs)
 
 
-@pytest.mark.parametrize("first", range(0, len(CONTROL), 6))
-def test_every_rule_is_used(first, record_property):
-    """None is left to chance: each kind of control flow around each other kind at some place, each leaf."""
+def test_every_rule_is_used(record_property):
+    """None is left to chance: each kind of control flow around two others, each leaf."""
     seen, names, leaves = Counter(), sorted(CONTROL), sorted(LEAVES)
-    for i in range(first, min(first + 6, len(names))):
+    for i in range(len(names)):
         node = Node(leaves[i % len(leaves)], i)
         for k, name in enumerate((names[i], names[(i + 5) % len(names)], names[(2 * i + 1) % len(names)])):
             leaf = Node(leaves[(3 * i + k) % len(leaves)], i + k)
-            node = Node(name, 5 * i + k, (((leaf, node)),) * BLOCKS.get(name, 1))
+            node = Node(name, 5 * i + k, ((leaf, node),) * BLOCKS.get(name, 1))
         program = Program((Node("dense", 1), node), kind=KINDS[i % len(KINDS)], raw=i % 2 == 0, donate=i % 3 == 0)
         if is_jax(program):
             compare((program, Under(0.7)), seen)
     tell(seen, record_property)
-    assert seen["changed by a plan"] >= 0.6 * seen["programs"] > 0
-
-
-def test_there_are_five_hundred():
-    assert CHUNK * len(CASES) + 2 * 10 + 10 + 4 * 10 + 44 >= 490
+    assert seen["programs"] >= 10 and seen["changed by a plan"] >= 0.5 * seen["programs"]
