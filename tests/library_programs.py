@@ -5,6 +5,7 @@ bites; a step returns all that a user would read, gradients in the form of updat
 """
 
 import functools
+import os
 from itertools import pairwise
 
 import blackjax
@@ -30,11 +31,12 @@ PROGRAMS = {}
 KEY = jax.random.key(0)
 
 
-def program(make=None, *, share=0.75):
-    """Registers a maker; ``share``: what a plan reaches without a second search."""
+def program(make=None, *, share=0.75, soak=False):
+    """Registers a maker; ``share``: what a plan reaches without a second search; ``soak``: only for ``make soak``."""
     if make is None:
-        return functools.partial(program, share=share)
-    PROGRAMS[make.__name__] = make, share
+        return functools.partial(program, share=share, soak=soak)
+    if not soak or os.environ.get("JAXTENSILE_SOAK"):
+        PROGRAMS[make.__name__] = make, share
     return make
 
 
@@ -203,7 +205,7 @@ def linen_lstm_in_both_directions():
     return fitted(Net(), normal(1, 16, 64, 8), labels(2, 16))
 
 
-@program
+@program(soak=True)
 def linen_gru_with_lengths():
     class Net(nn.Module):
         @nn.compact
@@ -215,7 +217,7 @@ def linen_gru_with_lengths():
     return fitted(Net(), normal(1, 16, 64, 8), labels(2, 16))
 
 
-@program
+@program(soak=True)
 def linen_variational_autoencoder():
     class Net(nn.Module):
         @nn.compact
@@ -326,7 +328,7 @@ def nnx_transformer():
     return fitted_nnx(Net, normal(1, 8, 24, 32), labels(2, 8))
 
 
-@program(share=0.92)
+@program(share=0.92, soak=True)
 def nnx_scan_over_rematerialized_layers():
     class Net(nnx.Module):
         def __init__(self, rngs):
@@ -472,7 +474,7 @@ def equinox_stacked_layers_with_filter_checkpoint():
     return fitted_eqx(stack, loss, normal(1, 256, 32))
 
 
-@program
+@program(soak=True)
 def equinox_ensemble():
     models = module(eqx.filter_vmap(lambda k: eqx.nn.MLP(8, 4, 16, 4, key=k)), jax.random.split(KEY, 4))
 
@@ -571,7 +573,7 @@ def diffrax_backsolve():
     return neural_ode(diffrax.BacksolveAdjoint(), diffrax.Euler())
 
 
-@program
+@program(soak=True)
 def diffrax_forward_mode():
     def loss(w, y0):
         term = diffrax.ODETerm(lambda t, y, w: jnp.tanh(y @ w))
@@ -592,7 +594,7 @@ def diffrax_implicit():
     return neural_ode(diffrax.RecursiveCheckpointAdjoint(checkpoints=4), diffrax.ImplicitEuler(root_finder=finder))
 
 
-@program
+@program(soak=True)
 def diffrax_stochastic():
     drift = module(eqx.nn.MLP, 4, 4, 16, 1, key=KEY)
     noise = module(eqx.nn.MLP, 4, 4, 16, 1, final_activation=jnp.tanh, key=KEY)
@@ -629,7 +631,7 @@ def lineax_conjugate_gradients():
     return fitted_eqx(model, loss, normal(1, 128, 16), normal(2, 128))
 
 
-@program
+@program(soak=True)
 def lineax_gmres_and_least_squares():
     model = module(eqx.nn.MLP, 16, 16, 32, 3, activation=jnp.tanh, key=KEY)
 
@@ -677,7 +679,7 @@ def optimistix_equilibrium():
     return fitted_eqx((before, inner), loss, normal(1, 256, 16))
 
 
-@program(share=0.9)
+@program(share=0.9, soak=True)
 def optimistix_bfgs_unrolled():
     model = module(eqx.nn.MLP, 8, 8, 16, 2, key=KEY)
 
@@ -754,14 +756,14 @@ def optax_lbfgs():
     return step, (params, optimizer.init(params), normal(21, 384, 24), normal(22, 384, 24))
 
 
-@program
+@program(soak=True)
 def optax_muon_and_prodigy():
     return dense(
         optax.partition({"m": contrib.muon(1e-2), "p": contrib.prodigy(1e-2, eps=1e-4)}, [("m", "p") for _ in range(6)])
     )
 
 
-@program
+@program(soak=True)
 def optax_sharpness_aware_and_schedule_free():
     inner = contrib.schedule_free_adamw(1e-2, eps=1e-3)
     return dense(contrib.sam(inner, optax.chain(contrib.normalize(), optax.sgd(0.05)), sync_period=2))
@@ -780,7 +782,7 @@ def optax_ctc():
     return descent(loss, params, normal(3, 8, 40, 8), 1 + labels(4, 8 * 6, 10).reshape(8, 6))
 
 
-@program
+@program(soak=True)
 def optax_many_losses():
     def loss(params, x, y):
         for w, b in params:
@@ -821,7 +823,7 @@ def numpyro_variational_network():
     return inference(bayesian_network, guide, normal(1, 512, 16), normal(2, 512))
 
 
-@program
+@program(soak=True)
 def numpyro_flow():
     def model(y):
         z = numpyro.sample("z", dist.Normal(0, 1).expand([12]).to_event(1))
@@ -830,7 +832,7 @@ def numpyro_flow():
     return inference(model, autoguide.AutoIAFNormal(model, hidden_dims=[24, 24]), normal(2, 256), particles=16)
 
 
-@program(share=0.85)
+@program(share=0.85, soak=True)
 def numpyro_time_series():
     """A scan with sample sites inside, its latent walk integrated by a guide."""
 
@@ -871,17 +873,17 @@ def blackjax_hmc():
     return sampled(lambda f: blackjax.hmc(f, 1e-2, jnp.ones(5 * 256), 4))
 
 
-@program(share=0.9)
+@program(share=0.9, soak=True)
 def blackjax_nuts():
     return sampled(lambda f: blackjax.nuts(f, 5e-2, jnp.ones(5 * 256), max_num_doublings=3))
 
 
-@program
+@program(soak=True)
 def blackjax_mala():
     return sampled(lambda f: blackjax.mala(f, 1e-3))
 
 
-@program
+@program(soak=True)
 def blackjax_langevin():
     def step(key, weights, x, y):
         estimate = blackjax.sgmcmc.gradients.grad_estimator(
