@@ -14,8 +14,8 @@ from jaxtensile.passes.buffers import Buffer, Packing
 def faults(buffers: Sequence[Buffer], packed: Packing) -> list[str]:
     """What is wrong with a packing, one sentence each; empty if it holds.
 
-    Time runs from left to right and the live buffers are kept by offset: before the first overlap, each new one can only
-    overlap its neighbours. ``O(n log n)`` comparisons; after an overlap was found, later ones may be missed.
+    Time runs from left to right and the live buffers are kept by offset: before the first overlap, each new one can
+    only overlap its neighbours. ``O(n log n)`` comparisons; after an overlap was found, later ones may be missed.
     """
     if len(packed.offsets) != len(buffers):
         return [f"{len(packed.offsets)} offsets for {len(buffers)} buffers"]

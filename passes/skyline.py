@@ -1,9 +1,9 @@
 """Where does each buffer go, one after another from the bottom up?
 
-Invariant: what is placed is a skyline over time, and the next buffer goes to the bottom of its lowest valley, beside one of
-the walls if one can: ``O(n log n)``. A valley in which nothing fits any more is filled up to its lower wall: what is left and crosses it
-has to cross that wall too. Best-fit for strip packing with fixed abscissae, after Burke, Kendall and Whitwell (Operations
-Research 52(4), 2004) and Sekiyama et al. (arXiv 1804.10001).
+Invariant: what is placed is a skyline over time, and the next buffer goes to the bottom of its lowest valley, as close
+to one of the walls as any can: ``O(n log n)``. A valley in which nothing fits is filled up to its lower wall, which
+wastes nothing: whatever is left there crosses a wall. Best-fit for strip packing with fixed abscissae, after Burke,
+Kendall and Whitwell (Operations Research 52(4), 2004) and Sekiyama et al. (arXiv 1804.10001).
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _stack(buffers: list[Buffer], lives: Grid, rule: Rule) -> list[Bytes]:
 
 
 class Skyline:
-    """Heights over sections, as runs of equal height: ``end``, ``height`` (``NEVER`` where no run begins) and ``before``
-    (the run to the left, -1 for none) by a run's first section."""
+    """Heights over sections, as runs of equal height: ``end``, ``height`` (``NEVER`` where no run begins) and
+    ``before`` (the run to the left, -1 for none) by a run's first section."""
 
     def __init__(self, sections: int) -> None:
         self.end = [sections] * (sections + 1)

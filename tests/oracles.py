@@ -1,6 +1,6 @@
 """Slow, obvious answers that fast code is compared with."""
 
-from itertools import chain, combinations
+from itertools import chain, combinations, permutations
 
 from jaxtensile.passes.emit import emit, recomputed_ops
 from jaxtensile.passes.liveness import live_ranges
@@ -107,3 +107,50 @@ def every_schedule(graph, mountain, charge):
 def least_charge(schedules, budget):
     """The least charge among ``every_schedule`` that fits; None when none does."""
     return min((charge for charge, device in schedules if device <= budget), default=None)
+
+
+def overlaps(buffers, offsets):
+    """Pairs of buffers that are live at once and share bytes, by looking at every pair."""
+    placed = list(enumerate(zip(buffers, offsets, strict=True)))
+    return [
+        (i, j)
+        for (i, (a, p)), (j, (b, q)) in combinations(placed, 2)
+        if max(a.lower, b.lower) < min(a.upper, b.upper) and max(p, q) < min(p + a.size, q + b.size)
+    ]
+
+
+def lowest_height(buffers):
+    """The least height of any packing: in one of the orders, each on what lies below it and lives at once with it."""
+    best = None
+    for order in permutations(range(len(buffers))):
+        offsets = {}
+        for k in order:
+            b = buffers[k]
+            below = (
+                offsets[j] + buffers[j].size
+                for j in offsets
+                if buffers[j].lower < b.upper and b.lower < buffers[j].upper
+            )
+            offsets[k] = -(-max(below, default=0) // b.alignment) * b.alignment
+        height = max((offsets[k] + buffers[k].size for k in order), default=0)
+        best = height if best is None else min(best, height)
+    return best
+
+
+def fits(buffers, height):
+    """Whether there is a packing of so many bytes: every offset of every buffer, the largest ones first."""
+    buffers = sorted(buffers, key=lambda b: -b.size * (b.upper - b.lower))
+
+    def rest(offsets):
+        if len(offsets) == len(buffers):
+            return True
+        b = buffers[len(offsets)]
+        beside = [
+            (o, o + a.size) for a, o in zip(buffers, offsets, strict=False) if a.lower < b.upper and b.lower < a.upper
+        ]
+        return any(
+            all(end <= at or at + b.size <= o for o, end in beside) and rest((*offsets, at))
+            for at in range(0, height - b.size + 1, b.alignment)
+        )
+
+    return rest(())
