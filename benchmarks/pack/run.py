@@ -142,7 +142,7 @@ def table(result: dict[str, Any]) -> str:
         "Height of the arena over the maximum load (the most bytes live at once), which no packing is below. One "
         "process, one thread; seconds by the wall clock, and of CPU time: the machine had other work that came first "
         f"(load {m['load']:.1f} at the start). The fast packer's seconds are the least of {RUNS} runs up to 1000 "
-        f"buffers. Exact: at {CAPACITY:,} bytes in {result['limit']:.0f} s of CPU time; no searches: the fast one fits.",
+        f"buffers. Exact: at {CAPACITY:,} bytes in {result['limit']:.0f} s of CPU time; no searches: the fast fits.",
         "",
         "| instance | buffers | fast | wall s | CPU s | first-fit | best-fit | arrival | exact | wall s | CPU s "
         "| searches |",
