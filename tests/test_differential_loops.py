@@ -8,6 +8,7 @@ donation deletes are always the same.
 The planner is believed (``differential.believed``) but in the programs that go the whole way, with XLA's own number.
 """
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 
@@ -69,8 +70,9 @@ def compare(given, seen, *, stepwise=False):
     assert apart <= ROUNDINGS, f"values differ by {apart:.0f} units in the last place"
 
 
-CHUNK = 20
-"""Programs a test: some ten seconds."""
+SOAK = bool(os.environ.get("JAXTENSILE_SOAK"))
+CHUNK, FEW = (20, 10) if SOAK else (3, 2)
+"""Programs a test: more than five hundred in all for ``make soak``, a sixth of them without."""
 SMOOTH = tuple(n for n in LEAVES if n not in ("bfloat16", "dropout", "noise", "attend", "layer_norm"))
 """Leaves that leave the type of the activations alone and have small derivatives."""
 COSTLY = ("dropout", "noise", "attend")
@@ -102,8 +104,10 @@ def test_nested_programs(family, number, record_property):
 
 def settled(seen, examples, record_property):
     tell(seen, record_property)
-    assert seen["programs"] >= examples and seen["refused"] <= examples // 5
-    assert seen["changed by a plan"] >= 0.6 * examples, "hardly anything was changed: nothing was tested"
+    assert seen["programs"] >= examples
+    if SOAK:  # enough of them to tell
+        assert seen["refused"] <= examples // 5
+        assert seen["changed by a plan"] >= 0.6 * examples, "hardly anything was changed: nothing was tested"
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -111,25 +115,26 @@ def test_64_bits(number, record_property):
     """Where types may have 64 bits: integers and weak types are others there."""
     with jax.enable_x64(True):
         seen = every(
-            st.tuples(programs(3, dtypes=("float64", "float32"), leaves=SMOOTH), UNDER), 10, compare, number=number
+            st.tuples(programs(3, dtypes=("float64", "float32"), leaves=SMOOTH), UNDER), FEW, compare, number=number
         )
-    settled(seen, 10, record_property)
+    settled(seen, FEW, record_property)
 
 
 def test_jaxs_own_rules_hold(record_property):
     """JAX's checks of every jaxpr that is made, and of tracers that outlive their trace."""
     with jax.enable_checks(True), jax.checking_leaks():
-        seen = every(st.tuples(programs(3, kinds=("update", "steps")), UNDER), 10, compare, alike=control, number=100)
-    settled(seen, 10, record_property)
+        seen = every(st.tuples(programs(3, kinds=("update", "steps")), UNDER), FEW, compare, alike=control, number=100)
+    settled(seen, FEW, record_property)
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_taking_xla_at_its_word(number, record_property):
     """The whole way: XLA's own number is within the budget, or the budget that the error names is met."""
     strategy = st.tuples(programs(2, rows=256, leaves=SMOOTH), st.sampled_from((0.9, 0.7, 0.5)))
-    seen = every(strategy, 10, whole_way, alike=control, number=number)
+    seen = every(strategy, FEW, whole_way, alike=control, number=number)
     tell(seen, record_property)
-    assert seen["changed by a plan"] >= 5, "hardly anything was changed: nothing was tested"
+    if SOAK:
+        assert seen["changed by a plan"] >= 5, "hardly anything was changed: nothing was tested"
 
 
 def whole_way(given, seen):
