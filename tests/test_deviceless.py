@@ -89,7 +89,8 @@ def check_report(report):
     assert report.compiled.argument == report.baseline.argument
     assert report.compiled.alias == report.baseline.alias
     assert report.compiled.host == 0
-    assert not report.unchanged and report.stages > 0 and report.rounds >= 1
+    assert not report.unchanged and report.rounds >= 1
+    assert report.stages > 0 or report.rewritten
 
 
 @pytest.mark.cuda_aot
