@@ -23,15 +23,15 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
-from jax.sharding import SingleDeviceSharding
 
 from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
-from jaxtensile.device import DeviceProfile, profile, profile_for_kind
+from jaxtensile.device import DeviceProfile, profile
 from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import stacks_come_back
 from jaxtensile.job import Evaluate, Fitted, Job, loads_index
+from jaxtensile.location import Location, as_for, location, profile_of
 from jaxtensile.measured import best_known
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.placement import Placement
@@ -173,15 +173,6 @@ class _Entry:
         return self.feedback.fitted
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a call runs: a device to ask for its kind, and over how many devices it is spread."""
-
-    device: Any
-    count: int
-    key: Hashable
-
-
 class Planned:
     """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``."""
 
@@ -275,10 +266,10 @@ class Planned:
             return self._plain, *self._placement.on_device(args, kwargs), None
         known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
-        place = _place(traced, known, named, self._jit_options)
+        place = location(traced, known, named, self._jit_options)
         if place is None:
             return self._plain, args, kwargs, None  # its call raises JAX's own error
-        if self._target is not None and profile(self._target) != _profile(place.device):
+        if self._target is not None and profile(self._target) != profile_of(place.device):
             raise TargetError(
                 f"target {self._target!r} is not here: the arguments of {_name(self._fun)} are on {place.device}. "
                 "Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= out to run here"
@@ -299,7 +290,7 @@ class Planned:
         """The entry for a program that is not called, and the arguments as its compiler wants them."""
         args, kwargs = self._placement.as_on_device(*self._placed(args, kwargs))
         traced = self._plain.trace(*args, **kwargs)
-        place = _place(traced, args, kwargs, self._jit_options)
+        place = location(traced, args, kwargs, self._jit_options)
         if place is None:
             traced.lower()
             raise TargetError(f"the arguments of {_name(self._fun)} are on devices that do not go together: place them")
@@ -310,7 +301,7 @@ class Planned:
             )
         return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
 
-    def _entry(self, traced: Any, place: _Place, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
+    def _entry(self, traced: Any, place: Location, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
         """Plan once for every program, as JAX's own trace cache tells them apart, and place."""
         with self._lock:
             entries = self._entries.setdefault(traced.jaxpr, {})
@@ -329,9 +320,9 @@ class Planned:
             entry.watched = entry.feedback.timing
         return entry
 
-    def _job(self, traced: Any, place: _Place, args: Any, kwargs: Any) -> Job:
+    def _job(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Job:
         # Compile-only devices too: a kind's rates are the same wherever it is.
-        known = _profile(place.device), place.device.device_kind
+        known = profile_of(place.device), place.device.device_kind
         device = best_known(*known) if self._target is None else best_known(profile(self._target))
         needed = compiler_options(self._target) if self._target is not None else {}
         captured = _compat.captured(traced)
@@ -386,20 +377,7 @@ class Planned:
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as the target's compiler wants them; untouched without ``target``."""
-        if self._target is None:
-            return args, kwargs
-        sharding = SingleDeviceSharding(resolve(self._target))
-        numbers, names = _compat.static_arguments(self._plain)
-
-        def abstract(x: Any) -> Any:
-            if not isinstance(x, jax.ShapeDtypeStruct):
-                if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-                    return x  # Python scalars go where the arrays are; anything else is JAX's to refuse
-                x = jax.typeof(x)
-            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
-
-        placed = (x if i in numbers else jax.tree.map(abstract, x) for i, x in enumerate(args))
-        return tuple(placed), {k: x if k in names else jax.tree.map(abstract, x) for k, x in kwargs.items()}
+        return (args, kwargs) if self._target is None else as_for(self._target, self._plain, args, kwargs)
 
 
 class Bound:
@@ -433,37 +411,6 @@ _TAKE_ARGUMENTS = frozenset({"plan", "lower", "trace", "eval_shape"})
 def _stacks_come_back(here: Any, device: DeviceProfile) -> bool:
     """Whether a device that is ``here`` reads stacks on the host right; taken for granted of one that is not."""
     return here is None or stacks_come_back(here, load_index=loads_index(device))
-
-
-def _place(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> _Place | None:
-    """The devices of a call; None when its arguments are on devices that do not go together."""
-    leaves = [x for x in jax.tree.leaves((args, kwargs)) if _is_committed(x)]
-    sets = {frozenset(x.sharding.device_set) for x in leaves} | _compat.device_sets(traced)
-    if len(sets) > 1:
-        return None
-    devices = next(iter(sets), None) or frozenset([_default_device(options)])
-    device = min(devices, key=lambda d: d.id)
-    where: Hashable = (device.client, device.device_kind)
-    if len(devices) > 1:
-        where = (devices, *(str(x.sharding.devices_indices_map(x.shape)) for x in leaves))
-    kinds = tuple(sorted({str(x.sharding.memory_kind) for x in leaves} - {"None", "device"}))
-    return _Place(device, len(devices), (where, kinds))
-
-
-def _is_committed(x: Any) -> bool:
-    """Whether an argument says where the program runs: committed arrays and placed abstract ones."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return x.sharding is not None
-    return isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.committed
-
-
-def _default_device(options: Mapping[str, Any]) -> Any:
-    backend = options.get("backend")
-    return options.get("device") or (jax.local_devices(backend=backend)[0] if backend else _compat.default_device())
-
-
-def _profile(device: Any) -> DeviceProfile:
-    return profile_for_kind(device.device_kind, device.platform)
 
 
 def _name(fun: Any) -> str:

@@ -62,8 +62,9 @@ MAY_IMPORT = {
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "pipeline": f"{EDGE} rounds attempts candidates plan_cache recipe state undo job variants outcome timeline report",
     "placement": f"{VOCABULARY} target _compat",
+    "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration job passes pipeline",
-    "api": f"{EDGE} plan_cache feedback hosted job placement report pipeline",
+    "api": f"{EDGE} plan_cache feedback hosted job location placement report pipeline",
     "filtered": "_compat api report",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
@@ -73,8 +74,8 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace undo split sink join nest loops hosted rewrite compile attempts target placement feedback api
-    filtered calibration""".split()
+    """_compat trace undo split sink join nest loops hosted rewrite compile attempts target location placement feedback
+    api filtered calibration""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]

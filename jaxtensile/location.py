@@ -1,0 +1,81 @@
+"""On which devices does a call run, and as what does a compiler for another device want its arguments?
+
+Invariant: nothing here moves or copies an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from jaxtensile import _compat
+from jaxtensile.device import DeviceProfile, profile_for_kind
+from jaxtensile.target import resolve
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a call runs: a device to ask for its kind, and over how many devices it is spread."""
+
+    device: Any
+    count: int
+    key: Hashable
+    """Equal where the same executable serves."""
+
+
+def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Location | None:
+    """The devices of a call; None when its arguments are on devices that do not go together.
+
+    ``traced``: what ``jax.jit``'s ``trace`` gave; ``options``: the arguments of ``jax.jit``.
+    """
+    leaves = [x for x in jax.tree.leaves((args, kwargs)) if _is_committed(x)]
+    sets = {frozenset(x.sharding.device_set) for x in leaves} | _compat.device_sets(traced)
+    if len(sets) > 1:
+        return None
+    devices = next(iter(sets), None) or frozenset([_default_device(options)])
+    device = min(devices, key=lambda d: d.id)
+    where: Hashable = (device.client, device.device_kind)
+    if len(devices) > 1:
+        where = (devices, *(str(x.sharding.devices_indices_map(x.shape)) for x in leaves))
+    kinds = tuple(sorted({str(x.sharding.memory_kind) for x in leaves} - {"None", "device"}))
+    return Location(device, len(devices), (where, kinds))
+
+
+def profile_of(device: Any) -> DeviceProfile:
+    """What the table knows of a device that JAX has."""
+    return profile_for_kind(device.device_kind, device.platform)
+
+
+def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of ``plain``, a ``jax.jit`` result, as the compiler of ``target`` wants them: abstract, placed."""
+    sharding = SingleDeviceSharding(resolve(target))
+    numbers, names = _compat.static_arguments(plain)
+
+    def abstract(x: Any) -> Any:
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+                return x  # Python scalars go where the arrays are; anything else is JAX's to refuse
+            x = jax.typeof(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+
+    placed = (x if i in numbers else jax.tree.map(abstract, x) for i, x in enumerate(args))
+    return tuple(placed), {k: x if k in names else jax.tree.map(abstract, x) for k, x in kwargs.items()}
+
+
+def _is_committed(x: Any) -> bool:
+    """Whether an argument says where the program runs: committed arrays and placed abstract ones."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding is not None
+    return isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.committed
+
+
+def _default_device(options: Mapping[str, Any]) -> Any:
+    backend = options.get("backend")
+    return options.get("device") or (jax.local_devices(backend=backend)[0] if backend else _compat.default_device())
+
+
+__all__ = ["Location", "as_for", "location", "profile_of"]
