@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from jaxtensile.api import jit
     from jaxtensile.calibration import calibrate
     from jaxtensile.device import DeviceProfile, targets
+    from jaxtensile.estimation import Estimate, estimate
     from jaxtensile.filtered import filter_jit
     from jaxtensile.plan import MemoryUse
     from jaxtensile.report import Report
@@ -36,6 +37,7 @@ __all__ = [
     "ConfigError",
     "CoordinatorError",
     "DeviceProfile",
+    "Estimate",
     "JaxtensileError",
     "MemoryUse",
     "Report",
@@ -44,6 +46,7 @@ __all__ = [
     "VerifyError",
     "Workload",
     "calibrate",
+    "estimate",
     "filter_jit",
     "jit",
     "targets",
@@ -51,10 +54,12 @@ __all__ = [
 
 _HOMES = {
     "calibrate": "jaxtensile.calibration",
+    "estimate": "jaxtensile.estimation",
     "filter_jit": "jaxtensile.filtered",
     "jit": "jaxtensile.api",
     "targets": "jaxtensile.device",
     "DeviceProfile": "jaxtensile.device",
+    "Estimate": "jaxtensile.estimation",
     "MemoryUse": "jaxtensile.plan",
     "Report": "jaxtensile.report",
     "Workload": "jaxtensile.workload",

@@ -1,4 +1,4 @@
-"""``jaxtensile plan | calibrate | doctor``: the command line.
+"""``jaxtensile estimate | plan | calibrate | doctor``: the command line.
 
 Exit codes: 0 done, 1 does not fit, 2 anything else. JAX is imported by a command that needs
 it, never for help or for a wrong argument.
@@ -7,6 +7,7 @@ it, never for help or for a wrong argument.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -50,6 +51,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxtensile {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
+    estimate = commands.add_parser("estimate", help="how many bytes a program needs, before it runs")
+    estimate.add_argument("workload", metavar="FILE:FUNCTION", help="a function that returns a jaxtensile.Workload")
+    estimate.add_argument(
+        "--target", metavar="T", action="append", default=[], help="a device (see doctor); may be given several times"
+    )
+    estimate.add_argument("--exact", action="store_true", help="ask the target's own compiler")
+    estimate.add_argument("--no-batch", action="store_true", help="do not look for the largest batch that fits")
+    estimate.add_argument("--json", metavar="F", type=Path, help="also write the estimates to F as JSON")
+    estimate.add_argument("--baseline", metavar="F", type=Path, help="fail if more is needed than in F, of --json")
+    estimate.add_argument(
+        "--tolerance", metavar="PERCENT", type=float, default=2.0, help="growth that --baseline accepts (default: 2)"
+    )
+    estimate.set_defaults(command=_estimate)
+
     plan = commands.add_parser("plan", help="fit a program into a budget and say what was decided")
     plan.add_argument("workload", metavar="FILE:FUNCTION", help="a function that returns a jaxtensile.Workload")
     plan.add_argument("--budget", required=True, help="bytes, 12GiB, 12GB, or 80%% of the device")
@@ -68,6 +83,36 @@ def _parser() -> argparse.ArgumentParser:
     doctor = commands.add_parser("doctor", help="versions, extras and targets, and what is missing")
     doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from jaxtensile.device import profile
+    from jaxtensile.loading import load_maker
+
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        return _complain(f"cannot write {options.json}: there is no folder {options.json.parent}")
+    if options.tolerance < 0:
+        return _complain(f"--tolerance {options.tolerance:g} is negative: give the percentage that bytes may grow by")
+    for target in options.target:
+        profile(target)  # an unknown name is told before the work, not after
+    maker = load_maker(options.workload)
+
+    from jaxtensile.estimate_table import compare, tabulate
+
+    def tell(what: str) -> None:
+        print(what, file=sys.stderr, flush=True)
+
+    table = tabulate(
+        maker, tuple(dict.fromkeys(options.target)), exact=options.exact, largest=not options.no_batch, tell=tell
+    )
+    print(table)
+    grown = compare(table, options.baseline) if options.baseline is not None else []
+    if options.json is not None:
+        options.json.write_text(json.dumps(table.to_dict(), indent=1) + "\n")
+    too_much = [g for g in grown if 100 * g.ratio > options.tolerance]
+    for growth in grown:
+        print(f"\n{'GREW' if growth in too_much else 'against the baseline'}: {growth}")
+    return DOES_NOT_FIT if too_much or not table.fits else DONE
 
 
 def _plan(options: argparse.Namespace) -> int:

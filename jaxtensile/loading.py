@@ -7,9 +7,11 @@ one sentence with the place; the file sees the ``sys.path`` that ``python FILE``
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -17,13 +19,46 @@ from types import ModuleType
 from jaxtensile.errors import JaxtensileError
 from jaxtensile.workload import Workload
 
+_BATCH = ("batch", "batch_size")
+"""Names of a parameter that is the batch size."""
+
 
 class WorkloadError(JaxtensileError, ValueError):
     """``FILE:FUNCTION`` does not lead to a ``jaxtensile.Workload``."""
 
 
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """FUNCTION of FILE; ``batch``: the name of its parameter for the batch size, empty without one."""
+
+    file: str
+    function: str
+    make: Callable[..., object]
+    batch: str
+
+    def __call__(self, batch: int | None = None) -> Workload:
+        """The workload, at its own batch size or at another."""
+        given = {} if batch is None else {self.batch: batch}
+        call = ", ".join(f"{name}={size}" for name, size in given.items())
+        try:
+            result = self.make(**given)
+        except Exception as error:
+            raise WorkloadError(f"{self.function}({call}) of {self.file} raised {_described(error)}") from error
+        if not isinstance(result, Workload):
+            raise WorkloadError(
+                f"{self.function}({call}) of {self.file} returned {type(result).__name__}, not jaxtensile.Workload: "
+                "return jaxtensile.Workload(fun=..., args=(...))"
+            )
+        return result
+
+
 def load_workload(text: str) -> Workload:
     """Call FUNCTION of FILE, without arguments, and return its ``Workload``."""
+    return load_maker(text)()
+
+
+def load_maker(text: str) -> Maker:
+    """FUNCTION of FILE, not yet called."""
     file, colon, function = text.rpartition(":")
     if not colon or not file or not function:
         raise WorkloadError(f"{text!r} is not FILE:FUNCTION: write for example train.py:step")
@@ -32,15 +67,10 @@ def load_workload(text: str) -> Workload:
         raise WorkloadError(f"there is no file {file!r} (looked in {Path.cwd()})")
     make = _function(_run(path), file, function)
     try:
-        result = make()
-    except Exception as error:
-        raise WorkloadError(f"{function}() of {file} raised {_described(error)}") from error
-    if not isinstance(result, Workload):
-        raise WorkloadError(
-            f"{function}() of {file} returned {type(result).__name__}, not jaxtensile.Workload: "
-            "return jaxtensile.Workload(fun=..., args=(...))"
-        )
-    return result
+        parameters = inspect.signature(make).parameters
+    except ValueError:  # of a callable that is not Python
+        parameters = {}
+    return Maker(file, function, make, next((name for name in _BATCH if name in parameters), ""))
 
 
 def _run(path: Path) -> ModuleType:

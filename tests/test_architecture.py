@@ -66,16 +66,20 @@ MAY_IMPORT = {
     "feedback": f"{VOCABULARY} _compat calibration job passes pipeline",
     "api": f"{EDGE} plan_cache feedback hosted job location placement report pipeline",
     "filtered": "_compat api report",
+    "process": f"{VOCABULARY} passes",
+    "estimate_text": "units places report_text",
+    "estimation": f"{VOCABULARY} _compat trace target measured compile location passes process estimate_text timeline",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "interrupts": "",
-    "cli": f"{VOCABULARY} api calibration runtime report workload loading doctor interrupts",
-    "__init__": "errors hardware api filtered calibration device plan report workload",
+    "estimate_table": "units errors estimation loading workload",
+    "cli": f"{VOCABULARY} api estimate_table calibration runtime report workload loading doctor interrupts",
+    "__init__": "errors hardware api filtered estimation calibration device plan report workload",
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
     """_compat trace undo split sink join nest loops hosted rewrite compile attempts target location placement feedback
-    api filtered calibration""".split()
+    api filtered estimation calibration""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]

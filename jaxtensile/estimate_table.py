@@ -1,0 +1,208 @@
+"""``jaxtensile estimate``: one workload on several targets, the largest batch that fits each, and what grew.
+
+Invariant: the program is traced once per batch size, whatever the number of targets.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxtensile.errors import JaxtensileError
+from jaxtensile.estimation import Estimate, estimate_on
+from jaxtensile.loading import Maker, WorkloadError
+from jaxtensile.units import Bytes, format_bytes
+from jaxtensile.workload import Workload
+
+Tell = Callable[[str], None]
+_LARGEST = 1 << 30
+"""No batch is looked for beyond."""
+_FIRST = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Batch sizes with which the search begins: the first that the workload takes."""
+_GROWN = 8
+"""Values named, at most, that grew."""
+
+
+class BaselineError(JaxtensileError, ValueError):
+    """A baseline file that cannot be read, or that knows nothing of what is compared with it."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The estimates by target; ``batches``: the largest power of two that fits each (0: none), if it was asked for."""
+
+    estimates: Mapping[str, Estimate]
+    batches: Mapping[str, int] = field(default_factory=lambda: {})
+
+    @property
+    def fits(self) -> bool:
+        """Whether every target has room."""
+        return all(e.fits() for e in self.estimates.values())
+
+    def __str__(self) -> str:
+        return "\n\n".join((_as_rows(self), str(next(iter(self.estimates.values())))))
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: by target, in bytes."""
+        return {
+            "targets": {name: e.to_dict() for name, e in self.estimates.items()},
+            "largest_batch": dict(self.batches),
+        }
+
+
+def tabulate(maker: Maker, targets: Sequence[str], *, exact: bool, largest: bool, tell: Tell) -> Table:
+    """Estimate on every target (where the arguments are without one); ``tell`` hears of work that takes long."""
+    tell(f"estimating {maker.function} ...")
+    workload = maker()
+    first = _on(workload, targets, exact, tell)
+    if not (largest and maker.batch):
+        return Table(first)
+    search = _Search(maker, targets, tell)
+    return Table(first, {name: search.largest(name) for name in first})
+
+
+class _Search:
+    """Static estimates by batch size, each made once for all targets."""
+
+    def __init__(self, maker: Maker, targets: Sequence[str], tell: Tell) -> None:
+        self._maker, self._targets, self._tell = maker, targets, tell
+        self._known: dict[int, Mapping[str, Estimate] | None] = {}
+
+    def largest(self, target: str) -> int:
+        """The largest power of two that fits; 0 where not even the smallest does that the workload takes."""
+        first = next(b for b in _FIRST if self._at(b) is not None or b == _FIRST[-1])
+        if not self._fits(first, target):
+            return 0
+        batch = self._guess(first, target)
+        while batch < _LARGEST and self._fits(2 * batch, target):
+            batch *= 2
+        while not self._fits(batch, target):
+            batch //= 2
+        return batch
+
+    def _guess(self, first: int, target: str) -> int:
+        """Where bytes that grow by the batch reach the device's; the smallest sizes need not grow as later ones do."""
+        small, large = 2 * first, 4 * first
+        if not (self._fits(small, target) and self._fits(large, target)):
+            return first
+        per_item = max((self._needs(large, target) - self._needs(small, target)) / (large - small), 1.0)
+        room = self._room(target) - self._needs(large, target)
+        return min(_power(int(large + room / per_item)), _LARGEST)
+
+    def _room(self, target: str) -> Bytes:
+        found = next(f for f in self._known.values() if f is not None)
+        return found[target].capacity
+
+    def _needs(self, batch: int, target: str) -> Bytes:
+        found = self._at(batch)
+        assert found is not None
+        return found[target].process
+
+    def _fits(self, batch: int, target: str) -> bool:
+        found = self._at(batch)
+        return found is not None and found[target].fits()
+
+    def _at(self, batch: int) -> Mapping[str, Estimate] | None:
+        """None for a batch size that the workload refuses."""
+        if batch not in self._known:
+            self._tell(f"{self._maker.batch} {batch} ...")
+            try:
+                self._known[batch] = _on(self._maker(batch), self._targets, False, self._tell)
+            except WorkloadError:
+                if batch == _FIRST[-1] and not any(self._known.values()):
+                    raise
+                self._known[batch] = None
+        return self._known[batch]
+
+
+def _power(n: int) -> int:
+    """The largest power of two that is at most ``n``."""
+    return 1 << (max(n, 1).bit_length() - 1)
+
+
+def _on(workload: Workload, targets: Sequence[str], exact: bool, tell: Tell) -> Mapping[str, Estimate]:
+    name = workload.name or getattr(workload.fun, "__name__", "workload")
+    found = estimate_on(
+        workload.fun, workload.args, workload.jit_options, targets=targets, exact=exact, name=name, tell=tell
+    )
+    return {e.target: e for e in found}
+
+
+def _as_rows(table: Table) -> str:
+    """Targets below each other, bytes by kind."""
+    head = ["target", "device", "argument", "output", "temp", "alias", "process", "of", "fits"]
+    rows = [head + ["largest batch"] * bool(table.batches)]
+    for name, e in table.estimates.items():
+        sizes = (e.device, e.argument, e.output, e.temp, e.alias, e.process, e.capacity)
+        row = [name, *map(format_bytes, sizes), "yes" if e.fits() else "NO"]
+        rows.append(row + ([str(table.batches[name])] if table.batches else []))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    first, *others = widths
+    return "\n".join(
+        "  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others, strict=True))])
+        for row in rows
+    )
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A target's bytes then and now, and the groups of values at the peak that grew, most first."""
+
+    target: str
+    before: Bytes
+    after: Bytes
+    values: tuple[tuple[str, Bytes, Bytes], ...]
+
+    @property
+    def ratio(self) -> float:
+        """How much of what there was came on top."""
+        return (self.after - self.before) / self.before if self.before else float(self.after > 0)
+
+    def __str__(self) -> str:
+        sign = "+" if self.after >= self.before else ""
+        change = f"{format_bytes(self.before)} -> {format_bytes(self.after)} ({sign}{100 * self.ratio:.2f} %)"
+        lines = [f"{self.target}: {change}"]
+        lines += [f"  {format_bytes(a - b):>12} {what}" for what, b, a in self.values[:_GROWN]]
+        return "\n".join(lines)
+
+
+def compare(table: Table, baseline: Path) -> list[Growth]:
+    """Against an earlier ``--json`` file; raises ``BaselineError``."""
+    try:
+        known = json.loads(baseline.read_text())["targets"]
+        before = {name: (int(t["device"]), bool(t["exact"]), list(t["held"])) for name, t in known.items()}
+    except OSError as error:
+        raise BaselineError(f"cannot read {baseline}: {error.strerror}; write it with --json {baseline}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise BaselineError(f"{baseline} is no estimate: write one with --json {baseline}") from None
+    out: list[Growth] = []
+    for name, e in table.estimates.items():
+        if name not in before:
+            raise BaselineError(f"{baseline} knows nothing of {name}, but of {', '.join(before)}: name one of those")
+        size, exact, held = before[name]
+        if exact != e.exact:
+            mode = "XLA's own figures: add --exact" if exact else "static figures: leave --exact out"
+            raise BaselineError(f"{baseline} has {mode}")
+        out.append(Growth(name, size, e.device, _grown(held, e.to_dict()["held"])))
+    return out
+
+
+def _grown(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[tuple[str, Bytes, Bytes], ...]:
+    """Values by op and file that need more than before; lines and sizes may have changed."""
+
+    def sums(held: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[Bytes, str]]:
+        found: dict[tuple[str, str], tuple[Bytes, str]] = {}
+        for h in held:
+            file, _, place = str(h["source"]).partition(":")
+            function = place.partition("(")[2]
+            key = str(h["primitive"]), f"{file} {function}"
+            nbytes, what = found.get(key, (0, f"{h['primitive']} {h['type']}  {h['source']}"))
+            found[key] = nbytes + int(h["bytes"]), what
+        return found
+
+    old, new = sums(before), sums(after)
+    rows = [(what, old.get(key, (0, ""))[0], nbytes) for key, (nbytes, what) in new.items()]
+    return tuple(sorted((r for r in rows if r[2] > r[1]), key=lambda r: r[1] - r[2]))

@@ -1,0 +1,87 @@
+"""An estimate for people, and for JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxtensile.places import short_place
+from jaxtensile.report_text import short_type
+from jaxtensile.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from jaxtensile.estimation import Estimate, Held
+
+_ROWS = 8
+"""Groups of values shown; what is left shares one line."""
+
+
+def as_text(estimate: Estimate) -> str:
+    """One screen: the figure, what it is made of, what is there at the peak."""
+    e = estimate
+    source = "XLA" if e.exact else "static"
+    if e.refusal:
+        head = f"{e.name} does not compile for {e.target}: {e.refusal}"
+    else:
+        verdict = "fits" if e.fits() else "DOES NOT FIT"
+        between = "" if e.exact else f", between {format_bytes(e.low)} and {format_bytes(e.high)}"
+        head = f"{e.name} on {e.target} needs {format_bytes(e.device)} ({source}{between}): {verdict}"
+    lines = [head, _division(e)]
+    lines += [f"  {format_bytes(p.nbytes):>12} {p.name}: {p.how}" for p in e.parts]
+    if len(e.parts) > 1:
+        lines.append(f"  {format_bytes(e.process):>12} the whole process")
+    if e.held:
+        lines.append("  at the peak, by the model")
+        lines += [f"  {format_bytes(h.nbytes):>12} {described(h)}" for h in e.held[:_ROWS]]
+        rest = e.held[_ROWS:]
+        if rest:
+            lines.append(f"  {format_bytes(sum(h.nbytes for h in rest)):>12} in {len(rest)} more groups")
+    lines += [f"  note: {note}" for note in e.notes]
+    lines.append("  " + ", ".join(f"{step} {format_seconds(s)}" for step, s in e.seconds.items()))
+    return "\n".join(lines)
+
+
+def described(held: Held) -> str:
+    """A group of values at the peak in one line."""
+    times = f"{held.count} x " if held.count > 1 else ""
+    return f"{times}{held.primitive} {short_type(held.dtype, held.shape)}  {short_place(held.source)}"
+
+
+def as_dict(estimate: Estimate) -> dict[str, Any]:
+    """Every figure, bytes as integers."""
+    e = estimate
+    return {
+        "name": e.name,
+        "target": e.target,
+        "exact": e.exact,
+        "capacity": e.capacity,
+        "device": e.device,
+        "argument": e.argument,
+        "output": e.output,
+        "temp": e.temp,
+        "alias": e.alias,
+        "host": e.host,
+        "low": e.low,
+        "high": e.high,
+        "process": e.process,
+        "fits": e.fits(),
+        "refusal": e.refusal,
+        "shards": e.shards,
+        "parts": [{"name": p.name, "bytes": p.nbytes, "how": p.how} for p in e.parts],
+        "held": [
+            {
+                "primitive": h.primitive,
+                "type": short_type(h.dtype, h.shape),
+                "source": short_place(h.source),
+                "count": h.count,
+                "bytes": h.nbytes,
+            }
+            for h in e.held
+        ],
+        "notes": list(e.notes),
+        "seconds": dict(e.seconds),
+    }
+
+
+def _division(e: Estimate) -> str:
+    sizes = [format_bytes(n) for n in (e.argument, e.output, e.temp, e.alias)]
+    return "  argument {} + output {} + temp {} - alias {}".format(*sizes)

@@ -1,0 +1,108 @@
+"""`jaxtensile.estimate`: the figures against XLA's own, and what a user meets."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxtensile
+from benchmarks import workloads
+from jaxtensile.errors import TargetError
+
+H200 = "nvidia-h200"
+
+
+def loss(weights, x):
+    for w in weights:
+        x = x + jnp.tanh(x @ w)
+    return (x * x).mean()
+
+
+def step(weights, x):
+    value, grads = jax.value_and_grad(loss)(weights, x)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+
+def arguments(layers=6, width=512, batch=8192):
+    f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    return [f32((width, width))] * layers, f32((batch, width))
+
+
+def test_division_adds_up_and_donation_counts():
+    plain = jaxtensile.estimate(step, *arguments(), target=H200)
+    donated = jaxtensile.estimate(step, *arguments(), target=H200, donate_argnums=0)
+    weights = 6 * 512 * 512 * 4
+    assert plain.argument == weights + 8192 * 512 * 4 and plain.output == weights + 4 + 7 * 8
+    assert (plain.alias, donated.alias) == (0, weights)
+    assert plain.device == plain.argument + plain.output + plain.temp - plain.alias
+    assert donated.device == plain.device - weights
+    assert plain.low < plain.device < plain.high and not plain.exact
+
+
+def test_a_jitted_function_brings_its_own_options():
+    donated = jaxtensile.estimate(step, *arguments(), target=H200, donate_argnums=0)
+    jitted = jaxtensile.estimate(jax.jit(step, donate_argnums=0), *arguments(), target=H200)
+    planned = jaxtensile.estimate(jaxtensile.jit(step, budget="1GiB", donate_argnums=0), *arguments(), target=H200)
+    assert jitted.use == planned.use == donated.use
+
+
+@pytest.mark.cuda_aot
+def test_static_is_near_xla_and_exact_is_xla():
+    module = workloads.load("gpt2_small")
+    work = module.workload(module.Config(layers=2, batch=4))
+    static, exact = (
+        jaxtensile.estimate(work.fun, *work.args, target=H200, exact=flag, **work.jit_options) for flag in (False, True)
+    )
+    assert exact.exact and exact.low == exact.device == exact.high
+    assert (static.argument, static.output, static.alias) == (exact.argument, exact.output, exact.alias)
+    assert static.low <= exact.device <= static.high
+    assert exact.process > exact.device
+    assert "XLA" in str(exact) and "static" in str(static)
+
+
+def test_exact_without_a_target_is_this_device():
+    found = jaxtensile.estimate(jax.jit(step), *arguments(2, 64, 32), exact=True)
+    compiled = jax.jit(step).lower(*arguments(2, 64, 32)).compile().memory_analysis()
+    assert found.target == "cpu" and found.temp == compiled.temp_size_in_bytes
+    assert found.process == found.device
+
+
+def test_what_is_there_at_the_peak_is_named():
+    found = jaxtensile.estimate(step, *arguments(), target=H200, donate_argnums=0)
+    largest = found.held[0]
+    assert sum(h.nbytes for h in found.held) == found.temp
+    assert largest.count >= 5 and largest.shape == (8192, 512) and "test_estimation.py" in largest.source
+    assert "test_estimation.py" in str(found)
+    track = found.timeline.plain
+    assert max(track.device) == found.device
+
+
+def test_fits_asks_for_the_whole_process():
+    found = jaxtensile.estimate(step, *arguments(), target="nvidia-rtx-3060")
+    assert found.fits() and found.fits(H200)
+    large = jaxtensile.estimate(step, *arguments(batch=1 << 21), target=H200)
+    assert large.fits() and not large.fits("nvidia-rtx-3060")
+    assert "DOES NOT FIT" in str(jaxtensile.estimate(step, *arguments(batch=1 << 21), target="nvidia-rtx-3060"))
+
+
+@pytest.mark.tpu_aot
+def test_what_a_compiler_refuses_does_not_fit():
+    found = jaxtensile.estimate(step, *arguments(batch=1 << 21), target="tpu-v5e", exact=True)
+    assert found.refusal and not found.fits() and "does not compile" in str(found)
+
+
+def test_mistakes_are_told():
+    with pytest.raises(TargetError, match="unknown target 'nvidia-h20'"):
+        jaxtensile.estimate(step, *arguments(), target="nvidia-h20")
+    with pytest.raises(TypeError, match=r"dot_general|matmul"):
+        jaxtensile.estimate(step, arguments(1)[0], jax.ShapeDtypeStruct((2, 5), jnp.float32), target=H200)
+
+
+def test_unused_arguments_are_dropped_as_jit_drops_them():
+    def first(x, y):
+        return x * 2
+
+    x = jax.ShapeDtypeStruct((1000,), jnp.float32)
+    assert jaxtensile.estimate(first, x, x).argument == 4000
+    assert jaxtensile.estimate(first, x, x, keep_unused=True).argument == 8000
