@@ -78,7 +78,8 @@ def fuse(graph: Graph) -> Kernels:
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
-    must_exist = _needed_in_memory(graph, read_by, wanted)
+    views = _views(graph, read_by, wanted)
+    must_exist = _needed_in_memory(graph, views, wanted)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
@@ -90,7 +91,7 @@ def fuse(graph: Graph) -> Kernels:
     for op in ops:
         name = op.primitive
         sources = tuple(dict.fromkeys(leaf for v in op.operands for leaf in leaves[v]))
-        if name in VIEWS and op.operands and op.results:
+        if views[op.id] and op.operands and op.results:
             v, r = op.operands[0], op.results[0]
             home[r] = home[v]
             leaves[r] = leaves[v]
@@ -134,7 +135,25 @@ def _worth_fusing(effort: float, nbytes: Bytes, users: int, sizes: list[Bytes]) 
     return fused < unfused
 
 
-def _needed_in_memory(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
+def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
+    """For each op whether its result is its operand's buffer: bitcasts, and matrices transposed for products alone.
+
+    A product reads a matrix in either order, so XLA folds the transpose into it.
+    """
+    out = [op.primitive in VIEWS for op in graph.ops]
+    for op in graph.ops:
+        if op.primitive == "transpose" and len(graph.values[op.results[0]].shape) == 2:
+            readers = read_by[op.results[0]]
+            out[op.id] = (
+                bool(op.operands)
+                and bool(readers)
+                and op.results[0] not in wanted
+                and all(graph.ops[o].primitive == "dot_general" for o in readers)
+            )
+    return out
+
+
+def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int]) -> list[bool]:
     """Values that some reader takes as a buffer; views pass the demand on to their base."""
     needed = [False] * len(graph.values)
     # XLA makes a constant of a loop that is one number in every place inside of the loop (WhileLoopConstantSinking).
@@ -143,7 +162,7 @@ def _needed_in_memory(graph: Graph, read_by: list[list[int]], wanted: set[int]) 
         needed[v] = True
     for op in reversed(graph.ops):
         name = op.primitive
-        if name in VIEWS:
+        if views[op.id]:
             if op.results and needed[op.results[0]]:
                 for v in op.operands[:1]:  # none where it is a view of a literal
                     needed[v] = True

@@ -219,3 +219,23 @@ def test_a_view_of_a_literal_reads_nothing():
     graph = b.graph(total, one)
     assert fuse(graph).home[one] == one
     assert live_ranges(graph).device >= 4 * N
+
+
+def test_a_matrix_transposed_for_products_alone_is_no_buffer():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, N), (500, N)))
+
+    def graph(f):
+        return trace_jaxpr(jax.make_jaxpr(f)(x, w)).graph
+
+    def transposed(g):
+        made = [op.results[0] for op in g.ops if op.primitive == "transpose"]
+        kernels = fuse(g)
+        return [kernels.home[v] for v in made], g.inputs[1]
+
+    homes, w_id = transposed(graph(lambda x, w: x @ w.T))
+    assert homes == [w_id]
+    homes, w_id = transposed(graph(lambda x, w: (x @ w.T, w.T)))
+    assert homes[0] not in (w_id, -1), "a result is written as it is"
+    swapped = jax.make_jaxpr(lambda x, w: jnp.swapaxes(w.reshape(5, 100, N), 0, 1) @ x.T)(x, w)
+    homes, _ = transposed(trace_jaxpr(swapped).graph)
+    assert homes[0] >= 0 and len(set(homes)) == 2, "of three axes the product may want another order"
