@@ -28,6 +28,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "planning": (["planning.run"], ["planning.run", "--quick"]),
     "optimality": (["optimality.run"], ["optimality.run", "--quick"]),
     "papers": (["papers.run"], None),
+    "estimate": (["estimate.run"], None),
     "pack": (["pack.run"], ["pack.run", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""

@@ -71,7 +71,7 @@ def compare(given, seen, *, stepwise=False):
 
 
 SOAK = bool(os.environ.get("JAXTENSILE_SOAK"))
-CHUNK, FEW = (20, 10) if SOAK else (3, 2)
+CHUNK, FEW = (23, 10) if SOAK else (3, 2)
 """Programs a test: more than five hundred in all for ``make soak``, a sixth of them without."""
 SMOOTH = tuple(n for n in LEAVES if n not in ("bfloat16", "dropout", "noise", "attend", "layer_norm"))
 """Leaves that leave the type of the activations alone and have small derivatives."""
