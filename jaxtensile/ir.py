@@ -36,7 +36,9 @@ class Op:
     ``bodies``: bodies of loops and branches; ``trip_count``: how often they run (1 when unknown).
     ``slots``: for ops with bodies, the value in every operand position, -1 for a literal;
     ``carried``: for scans, the number of constants and of carries among the positions;
-    ``reverse``: for scans, whether they run from the last slice to the first.
+    ``reverse``: for scans, whether they run from the last slice to the first;
+    ``padded``: for convolutions and gradients of max pools, bytes of operand 0 or of the result once padding that XLA
+    has no kernel for is written out, 0 where there is none.
     """
 
     id: OpId
@@ -50,6 +52,7 @@ class Op:
     slots: tuple[int, ...] = ()
     carried: tuple[int, int] = (0, 0)
     reverse: bool = False
+    padded: Bytes = 0
 
     def on(self, id: int, operands: Sequence[int], results: Sequence[int]) -> Op:
         """The same computation as op ``id`` of another schedule, on other values."""
@@ -66,6 +69,7 @@ class Op:
             slots=tuple(next(given) if s >= 0 else -1 for s in self.slots),
             carried=self.carried,
             reverse=self.reverse,
+            padded=self.padded,
         )
 
 

@@ -266,7 +266,29 @@ def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
         slots=tuple(v if isinstance(v, int) else -1 for v in equation.operands) if bodies else (),
         carried=_compat.scan_split(eqn.params) if name == "scan" else (0, 0),
         reverse=name == "scan" and bool(eqn.params["reverse"]),
+        padded=_padded(eqn),
     )
+
+
+def _padded(eqn: Any) -> int:
+    """``Op.padded`` of an equation."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "select_and_scatter_add":
+        aval, pads = eqn.outvars[0].aval, params["padding"]
+        before = any(low > 0 for low, _ in pads)  # XLA leaves out what is added behind
+        return _nbytes(
+            tuple(d + before * (low + high) for d, (low, high) in zip(aval.shape, pads, strict=True)), aval.dtype
+        )
+    if name != "conv_general_dilated":
+        return 0
+    aval, (_, _, *spatial) = eqn.invars[0].aval, params["dimension_numbers"].lhs_spec
+    pads, dilation = params["padding"], params["lhs_dilation"] or (1,) * len(spatial)
+    shape = list(aval.shape)
+    for axis, (low, high), step in zip(spatial, pads, dilation, strict=True):
+        # All of it where there is dilation, else what one side has more than the other.
+        more = max(low, 0) + max(high, 0) if max(dilation) > 1 else abs(high - low)
+        shape[axis] = (shape[axis] - 1) * step + 1 + more
+    return _nbytes(tuple(shape), aval.dtype) if tuple(shape) != aval.shape else 0
 
 
 def _bodies(eqn: Any) -> tuple[list[Any], int]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from jaxtensile.ir import Graph, consumers
+from jaxtensile.ir import Graph, Op, consumers
 from jaxtensile.units import Bytes
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "stop_gradient", "copy_p", "pvary"})
@@ -50,6 +50,11 @@ WORK = {
 """Arithmetic of one element, in bytes of memory traffic that take as long; what is missing is free."""
 EXPENSIVE = frozenset(WORK)
 
+HALVES = frozenset({"bfloat16", "float16"})
+
+SMALL = 1 << 26
+"""Elements up to which XLA:GPU stores what it would compute twice in larger arrays: GPT-2's softmax at 62.9 and 75.5
+million elements, H200, jax 0.10.2."""
 _MAX_LEAVES = 24
 
 
@@ -79,7 +84,7 @@ def fuse(graph: Graph) -> Kernels:
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
     views = _views(graph, read_by, wanted)
-    must_exist = _needed_in_memory(graph, views, wanted)
+    must_exist = _needed_in_memory(graph, views, read_by, wanted)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
@@ -108,7 +113,8 @@ def fuse(graph: Graph) -> Kernels:
             r0 = op.results[0]
             effort = sum(work[v] for v in dict.fromkeys(op.operands))
             effort += WORK.get(name, 0.0) * math.prod(values[r0].shape)
-            if not any(must_exist[r] for r in op.results) and _worth_fusing(
+            stored = any(must_exist[r] for r in op.results) or _is_widened_exponential(graph, op, sources, read_by)
+            if not stored and _worth_fusing(
                 effort, values[r0].nbytes, 1 if alone[op.id] else len(read_by[r0]), [values[s].nbytes for s in sources]
             ):
                 for r in op.results:
@@ -121,6 +127,20 @@ def fuse(graph: Graph) -> Kernels:
         for r in op.results:
             leaves[r] = (r,)
     return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves)
+
+
+def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
+    """A softmax in f32 of scores in 16 bits: XLA stores the exponentials, not the scores, of small arrays."""
+    if op.primitive != "exp":
+        return False
+    result = graph.values[op.results[0]]
+    count = math.prod(result.shape)
+    return (
+        result.dtype == "float32"
+        and count <= SMALL
+        and len(read_by[result.id]) > 1
+        and any(graph.values[s].dtype in HALVES and math.prod(graph.values[s].shape) == count for s in sources)
+    )
 
 
 def _worth_fusing(effort: float, nbytes: Bytes, users: int, sizes: list[Bytes]) -> bool:
@@ -153,7 +173,7 @@ def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[boo
     return out
 
 
-def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int]) -> list[bool]:
+def _needed_in_memory(graph: Graph, views: list[bool], read_by: list[list[int]], wanted: set[int]) -> list[bool]:
     """Values that some reader takes as a buffer; views pass the demand on to their base."""
     needed = [False] * len(graph.values)
     # XLA makes a constant of a loop that is one number in every place inside of the loop (WhileLoopConstantSinking).
@@ -166,6 +186,10 @@ def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int]) -> list
             if op.results and needed[op.results[0]]:
                 for v in op.operands[:1]:  # none where it is a view of a literal
                     needed[v] = True
+        elif name in ("erf", "erfc") and any(graph.values[v].dtype in HALVES for v in op.operands):
+            # Its polynomials are in f32: XLA rounds the argument once, and gradients read what was rounded.
+            for v in op.operands:
+                needed[v] = needed[v] or (len(read_by[v]) > 1 and math.prod(graph.values[v].shape) <= SMALL)
         elif not (is_fusible(name) or name in REDUCTIONS):
             inside = set(op.slots[: op.carried[0]]) & splats
             for v in op.operands:

@@ -1,0 +1,205 @@
+"""In which order does XLA run a program's kernels?
+
+XLA knows no order but that of the data. It makes three schedules and takes the one that needs least memory
+(``xla/hlo/transforms/memory_scheduler.cc``): a list schedule (of the kernels that can run, the one that frees most
+bytes), a depth-first one (the operand first whose history has most other readers, then most bytes), and the plain
+post-order of the results.
+
+Invariant: each order has every op once, after what it reads.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxtensile.ir import Graph, Op
+from jaxtensile.passes.fusion import Kernels
+from jaxtensile.passes.liveness import Liveness, live_ranges
+from jaxtensile.units import Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """``origin[i]``: the op of the given graph that op ``i`` is; ``live``: the buffers in this order."""
+
+    graph: Graph
+    origin: tuple[int, ...]
+    live: Liveness
+
+
+def as_scheduled(graph: Graph) -> Scheduled:
+    """The order in which the program needs what XLA's schedule of it will: the best of its three, or the given one
+    where that needs more.
+
+    The order of the trace is often better than any of the three; where it is worse, XLA's differ from these.
+    """
+    given = Scheduled(graph, tuple(range(len(graph.ops))), live_ranges(graph))
+    nodes = _Nodes(graph, given.live.kernels)
+    found = [_in_order(graph, nodes.with_fused(schedule(nodes))) for schedule in SCHEDULES]
+    best = min(found, key=lambda s: s.live.temp)
+    return max((given, best), key=lambda s: s.live.temp)
+
+
+def _in_order(graph: Graph, order: Sequence[int]) -> Scheduled:
+    new = replace_ops(
+        graph, (graph.ops[i].on(k, graph.ops[i].operands, graph.ops[i].results) for k, i in enumerate(order))
+    )
+    return Scheduled(new, tuple(order), live_ranges(new))
+
+
+def replace_ops(graph: Graph, ops: Iterable[Op]) -> Graph:
+    """The same graph with other ops."""
+    return Graph(
+        values=graph.values,
+        ops=tuple(ops),
+        inputs=graph.inputs,
+        outputs=graph.outputs,
+        donated=graph.donated,
+        output_slots=graph.output_slots,
+    )
+
+
+class _Nodes:
+    """Kernels by the op at their root, what each reads, and what it makes."""
+
+    def __init__(self, graph: Graph, kernels: Kernels) -> None:
+        self.graph, self.kernels = graph, kernels
+        home, n = kernels.home, len(graph.ops)
+        maker = [-1] * len(graph.values)
+        for op in graph.ops:
+            for r in op.results:
+                if home[r] == r:
+                    maker[r] = op.id
+        self.maker = maker
+        self.roots: list[int] = [op.id for op in graph.ops if kernels.is_root[op.id]]
+        self.reads: list[tuple[int, ...]] = [
+            tuple(b for b in kernels.reads[i] if maker[b] >= 0) if kernels.is_root[i] else () for i in range(n)
+        ]
+        self.operands: list[tuple[int, ...]] = [tuple(dict.fromkeys(maker[b] for b in r)) for r in self.reads]
+        self.makes: list[tuple[int, ...]] = [
+            tuple(r for r in op.results if home[r] == r) if kernels.is_root[op.id] else () for op in graph.ops
+        ]
+        self.readers: list[list[int]] = [[] for _ in range(n)]
+        for i in self.roots:
+            for o in self.operands[i]:
+                self.readers[o].append(i)
+
+    def size(self, value: int) -> Bytes:
+        return self.graph.values[value].nbytes
+
+    def results(self) -> list[int]:
+        """Kernels that make the program's outputs, then those that nobody reads, in order."""
+        home = self.kernels.home
+        out = [self.maker[home[v]] for v in self.graph.outputs if home[v] >= 0 and self.maker[home[v]] >= 0]
+        return list(dict.fromkeys([*out, *(i for i in self.roots if not self.readers[i])]))
+
+    def with_fused(self, roots: Sequence[int]) -> list[int]:
+        """All ops: what is computed inside a kernel, or is a view, right before the first op that reads it."""
+        graph, out, done = self.graph, list[int](), [False] * len(self.graph.ops)
+        made = [-1] * len(graph.values)
+        for op in graph.ops:
+            for r in op.results:
+                made[r] = op.id
+        is_root = self.kernels.is_root
+
+        def place(i: int) -> None:
+            stack = [i]
+            while stack:
+                top = stack[-1]
+                if done[top]:
+                    stack.pop()
+                    continue
+                left = [m for v in graph.ops[top].operands if (m := made[v]) >= 0 and not done[m]]
+                if left:
+                    stack.extend(left)
+                else:
+                    done[top] = True
+                    out.append(stack.pop())
+
+        for i in roots:
+            place(i)
+        for op in graph.ops:
+            if not done[op.id] and not is_root[op.id]:
+                place(op.id)
+        return out
+
+
+def _list_schedule(nodes: _Nodes) -> list[int]:
+    """Of the kernels that can run, always the one that frees most bytes, less those it makes; then of most readers."""
+    uses = {r: 0 for i in nodes.roots for r in nodes.makes[i]}
+    users: dict[int, list[int]] = {r: [] for r in uses}
+    for i in nodes.roots:
+        for b in nodes.reads[i]:
+            uses[b] += 1
+            users[b].append(i)
+    waits = {i: len(nodes.operands[i]) for i in nodes.roots}
+    place = {i: k for k, i in enumerate(nodes.roots)}
+    made = {i: sum(map(nodes.size, nodes.makes[i])) for i in nodes.roots}
+
+    def priority(i: int) -> tuple[int, int, int]:
+        freed = sum(nodes.size(b) for b in nodes.reads[i] if uses[b] == 1)
+        return -(freed - made[i]), -len(nodes.readers[i]), place[i]
+
+    queue = [(priority(i), i) for i in nodes.roots if not waits[i]]
+    heapq.heapify(queue)
+    done: set[int] = set()
+    out: list[int] = []
+    while queue:
+        known, i = heapq.heappop(queue)
+        if i in done:
+            continue
+        now = priority(i)
+        if now != known:  # one of its buffers has lost a reader meanwhile
+            heapq.heappush(queue, (now, i))
+            continue
+        done.add(i)
+        out.append(i)
+        for b in nodes.reads[i]:
+            uses[b] -= 1
+            if uses[b] == 1:
+                for o in users[b]:
+                    if o not in done and not waits[o]:
+                        heapq.heappush(queue, (priority(o), o))
+        for o in nodes.readers[i]:
+            waits[o] -= 1
+            if not waits[o]:
+                heapq.heappush(queue, (priority(o), o))
+    return out
+
+
+def _depth_first(nodes: _Nodes) -> list[int]:
+    """Post-order from the results, the operand first whose history has most other readers, then most bytes."""
+    extra = [0] * len(nodes.graph.ops)
+    total: list[Bytes] = [0] * len(nodes.graph.ops)
+    most = sum(nodes.size(r) for i in nodes.roots for r in nodes.makes[i])
+    for i in nodes.roots:
+        extra[i] = max(len(nodes.readers[i]) - 1, 0) + sum(extra[o] for o in nodes.operands[i])
+        total[i] = min(sum(map(nodes.size, nodes.makes[i])) + sum(total[o] for o in nodes.operands[i]), most)
+        extra[i] = min(extra[i], 1 << 40)
+    return _visited(nodes, lambda ops: sorted(ops, key=lambda o: (-extra[o], -total[o])))
+
+
+def _post_order(nodes: _Nodes) -> list[int]:
+    """Post-order from the results, operands as they are written."""
+    return _visited(nodes, list)
+
+
+def _visited(nodes: _Nodes, order: Callable[[Sequence[int]], list[int]]) -> list[int]:
+    seen: set[int] = set()
+    out: list[int] = []
+    stack = [(i, False) for i in reversed(order(nodes.results()))]
+    while stack:
+        i, ready = stack.pop()
+        if ready:
+            out.append(i)
+        elif i not in seen:
+            seen.add(i)
+            stack.append((i, True))
+            stack.extend((o, False) for o in reversed(order(nodes.operands[i])) if o not in seen)
+    return out
+
+
+SCHEDULES = (_list_schedule, _depth_first, _post_order)
+"""XLA's three."""

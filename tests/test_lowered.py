@@ -1,0 +1,103 @@
+"""`passes.lowered`: padding and pools as XLA writes them out, and the bytes that this costs."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxtensile
+from jaxtensile.ir import producers
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.lowered import lowered
+from jaxtensile.trace import trace_jaxpr
+
+H200 = "nvidia-h200"
+IMAGES = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.float32)
+FILTER = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)
+
+
+def graph(f, *args):
+    return trace_jaxpr(jax.make_jaxpr(f)(*args)).graph
+
+
+def conv(x, w, stride=1, padding="SAME", dilation=None):
+    return lax.conv_general_dilated(
+        x, w, (stride, stride), padding, lhs_dilation=dilation, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def pool(x, padding="VALID"):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), padding)
+
+
+def count(g, primitive):
+    return sum(op.primitive == primitive for op in g.ops)
+
+
+def test_programs_without_such_ops_stay_as_they_are():
+    g = graph(lambda x, w: conv(x, w).sum(), IMAGES, FILTER)
+    assert lowered(g).graph is g
+
+
+def test_the_convolutions_of_one_gradient_share_a_padded_copy():
+    g = graph(jax.grad(lambda w, x: conv(jnp.tanh(x), w, 2).sum()), FILTER, IMAGES)
+    low = lowered(g)
+    pads = [op for op in low.graph.ops if op.primitive == "pad"]
+    assert len(pads) == 1 + count(g, "pad")
+    copy = low.graph.values[pads[0].results[0]]
+    assert copy.nbytes == 8 * 57 * 57 * 64 * 4, "one row and one column more: stride 2 pads (0, 1)"
+    assert sum(copy.id in op.operands for op in low.graph.ops) == 2
+    assert [g.ops[i].primitive for i in low.origin] == [
+        "conv_general_dilated" if op.primitive == "pad" else op.primitive for op in low.graph.ops
+    ]
+
+
+def test_a_transposed_convolution_writes_its_dilated_input_a_gradient_does_not():
+    g = graph(lambda x, w: conv(x, w, padding=((2, 2), (2, 2)), dilation=(2, 2)), IMAGES, FILTER)
+    (pad,) = (op for op in lowered(g).graph.ops if op.primitive == "pad")
+    assert lowered(g).graph.values[pad.results[0]].nbytes == 8 * 115 * 115 * 64 * 4
+    gradient = graph(jax.grad(lambda x, w: conv(x, w, 2, "VALID").sum()), IMAGES, FILTER)
+    assert count(gradient, "rev") and not count(lowered(gradient).graph, "pad")
+
+
+def test_the_zeros_of_a_pools_gradient_are_those_of_the_relu():
+    g = graph(jax.grad(lambda x: pool(jax.nn.relu(x * 2)).sum()), IMAGES)
+    low = lowered(g).graph
+    made = producers(low)
+    (scatter,) = (op for op in low.ops if op.primitive == "scatter-add")
+    (relu,) = (op for op in low.ops if op.primitive == "max")
+    copy = low.ops[made[scatter.operands[0]]]
+    zeros = low.ops[made[copy.operands[0]]]
+    assert (zeros.primitive, zeros.operands) == ("broadcast_in_dim", ()) and zeros.id == relu.id - 1
+    assert zeros.results[0] in relu.operands
+    places = low.values[scatter.operands[2]]
+    assert places.nbytes == 8 * 28 * 28 * 64 * 4 * 4, "an s32 for each of four axes"
+    alive = [r for r in live_ranges(low).ranges if r.value == zeros.results[0]]
+    assert alive and alive[0].start == zeros.id and alive[0].stop > scatter.id
+
+
+def test_padded_pools_scatter_into_zeros_of_their_own():
+    padding = ((0, 0), (1, 1), (1, 1), (0, 0))
+    g = graph(jax.grad(lambda x: pool(jax.nn.relu(x), padding).sum()), IMAGES)
+    low = lowered(g).graph
+    (scatter,) = (op for op in low.ops if op.primitive == "scatter-add")
+    assert low.values[scatter.results[0]].nbytes == 8 * 58 * 58 * 64 * 4
+    assert low.ops[producers(low)[scatter.operands[0]]].primitive == "broadcast_in_dim"
+    assert low.ops[-1].results == g.ops[-1].results
+
+
+def vgg(weights, x):
+    for w in weights:
+        x = pool(jax.nn.relu(conv(jax.nn.relu(conv(x, w)), w)))
+    return (x * x).mean()
+
+
+@pytest.mark.cuda_aot
+def test_a_network_of_pools_needs_what_was_said():
+    def step(weights, x):
+        value, grads = jax.value_and_grad(vgg)(weights, x)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    args = [FILTER] * 3, jax.ShapeDtypeStruct((16, 112, 112, 64), jnp.float32)
+    static, exact = (jaxtensile.estimate(step, *args, target=H200, donate_argnums=0, exact=e) for e in (False, True))
+    assert abs(static.device / exact.device - 1) < 0.1

@@ -1,0 +1,76 @@
+"""`passes.reorder`: XLA's schedules, by invariant on random programs and by hand on small ones."""
+
+from itertools import permutations
+
+import pytest
+from hypothesis import given, settings
+
+from graphs import Builder, graphs
+from jaxtensile.passes.fusion import fuse
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.reorder import SCHEDULES, _in_order, _list_schedule, _Nodes, as_scheduled
+
+QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@QUICK
+@given(graphs())
+def test_every_order_has_every_op_after_what_it_reads(graph):
+    nodes = _Nodes(graph, fuse(graph))
+    for schedule in SCHEDULES:
+        order = nodes.with_fused(schedule(nodes))
+        assert sorted(order) == list(range(len(graph.ops)))
+        there = set(graph.inputs)
+        for i in order:
+            assert set(graph.ops[i].operands) <= there
+            there.update(graph.ops[i].results)
+
+
+@QUICK
+@given(graphs())
+def test_what_is_said_is_the_given_order_or_more(graph):
+    found = as_scheduled(graph)
+    assert found.live.temp >= live_ranges(graph).temp
+    assert sorted(found.origin) == list(range(len(graph.ops)))
+    assert [graph.ops[i].results for i in found.origin] == [op.results for op in found.graph.ops]
+    assert live_ranges(found.graph).temp == found.live.temp
+
+
+@QUICK
+@given(graphs())
+def test_orders_change_when_bytes_are_there_and_not_which(graph):
+    """Buffers are the same in every order, but for those that take over another's memory."""
+    nodes = _Nodes(graph, fuse(graph))
+    homes = fuse(graph).home
+    for schedule in SCHEDULES:
+        new = _in_order(graph, nodes.with_fused(schedule(nodes)))
+        assert new.live.argument == live_ranges(graph).argument
+        assert [h >= 0 for h in new.live.kernels.home] == [h >= 0 for h in homes]
+
+
+def wide(branches):
+    """Products of one input, each reduced on its own: in the order of the trace all are there at once."""
+    b = Builder()
+    x = b.input(1000)
+    products = [b.op("dot_general", x, shape=(1000 + i,)) for i in range(branches)]
+    sums = [b.op("dot_general", p, shape=(1,)) for p in products]
+    return b.graph(*sums)
+
+
+def test_the_list_schedule_frees_what_it_can():
+    graph = wide(4)
+    nodes = _Nodes(graph, fuse(graph))
+    order = _list_schedule(nodes)
+    one_by_one = _in_order(graph, nodes.with_fused(order)).live.temp
+    least = min(
+        _in_order(graph, p).live.temp
+        for p in permutations(range(8))
+        if all(p.index(i) < p.index(i + 4) for i in range(4))
+    )
+    assert one_by_one == least < live_ranges(graph).temp
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule_is_the_same_whenever_asked(schedule):
+    graph = wide(5)
+    assert schedule(_Nodes(graph, fuse(graph))) == schedule(_Nodes(graph, fuse(graph)))
