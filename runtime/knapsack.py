@@ -12,7 +12,7 @@ relaxation and a good answer is in no better one. A dynamic programme over the f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Final, NamedTuple
 
@@ -118,7 +118,7 @@ def _relax(classes: list[list[Row]], left: Bytes) -> tuple[list[Row], float, Byt
     steps = sorted(
         ((b.cost - a.cost) / (b.size - a.size), k, n)
         for k, hull in enumerate(hulls)
-        for n, (a, b) in enumerate(zip(hull, hull[1:], strict=False))
+        for n, (a, b) in enumerate(pairwise(hull))
     )
     at = [0] * len(classes)
     price = 0.0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import pairwise
 from typing import Final
 
 from msgspec import Struct
@@ -111,8 +112,7 @@ class Process(Struct, frozen=True):
     """In clock ticks after boot, field 22 of ``/proc/PID/stat``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Charge:
+class Charge(Struct, frozen=True, array_like=True):
     """Bytes of one resource: those that stay, and those of a running step."""
 
     persistent: Bytes
@@ -148,7 +148,7 @@ class Lease:
     weight: float
     state: State = State.QUEUED
     rung: int = -1
-    """The one it was told last."""
+    """The one it was told last; -1 while it waits."""
     sequence: int = 0
     """Of the token of that."""
     epoch: int = 0
@@ -160,16 +160,20 @@ class Lease:
     """When it last changed its rung."""
     beat: Seconds = 0.0
     deadline: Seconds | None = None
+    wanted_by: int | None = None
+    """The waiter that it was told to shrink for."""
     stuck: bool = False
     """Does not give bytes back: asking again is no use."""
+    touched: frozenset[str] = frozenset()
+    """Resources of which any of its rungs needs bytes."""
     faults: set[str] = field(default_factory=set[str])
     step: int = 0
     step_us: int = 0
     peak: Bytes = 0
 
-    @property
-    def devices(self) -> tuple[str, ...]:
-        return self.resources[:-1]
+    def slowdown(self, rung: int) -> float:
+        """Seconds per step on a rung ÷ those on the fastest."""
+        return self.ladder[rung].seconds / min(r.seconds for r in self.ladder)
 
 
 def needs_of(ladder: tuple[Rung, ...], devices: int) -> tuple[tuple[Charge, ...], ...]:
@@ -180,7 +184,7 @@ def needs_of(ladder: tuple[Rung, ...], devices: int) -> tuple[tuple[Charge, ...]
 def wrong_with(ladder: tuple[Rung, ...], floor: Bytes, want: Bytes) -> str:
     """What is wrong with a ladder, in one sentence; empty if nothing is."""
     levels = [r.level for r in ladder]
-    if any(a >= b for a, b in zip(levels, levels[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(levels)):
         return f"the ladder's levels must ascend: {levels[:8]}"
     if floor > want:
         return f"the floor of {floor} bytes is above the {want} that are wanted"

@@ -63,13 +63,13 @@ class _Message(Struct, frozen=True, kw_only=True, tag_field="type", forbid_unkno
     pass
 
 
-class Hello(_Message, tag="HELLO"):
+class Hello(_Message, frozen=True, kw_only=True, tag="HELLO"):
     """The first message of a connection. Who is speaking is asked of the kernel, never of the message."""
 
     version: Count
 
 
-class Admit(_Message, tag="ADMIT"):
+class Admit(_Message, frozen=True, kw_only=True, tag="ADMIT"):
     """A job asks for a lease. Saying it again is harmless: one process has one lease per job name."""
 
     job: Name
@@ -85,7 +85,7 @@ class Admit(_Message, tag="ADMIT"):
     """Share inside a class."""
 
 
-class Ack(_Message, tag="ACK"):
+class Ack(_Message, frozen=True, kw_only=True, tag="ACK"):
     """The job is at a rung and stays within it: what the last GRANT or REVOKE told."""
 
     lease: Count
@@ -94,7 +94,7 @@ class Ack(_Message, tag="ACK"):
     in_use: Sizes
 
 
-class Beat(_Message, tag="BEAT"):
+class Beat(_Message, frozen=True, kw_only=True, tag="BEAT"):
     """The process lives; what it measured since the last one."""
 
     lease: Count
@@ -104,7 +104,7 @@ class Beat(_Message, tag="BEAT"):
     peak: Size
 
 
-class Reclaim(_Message, tag="RECLAIM"):
+class Reclaim(_Message, frozen=True, kw_only=True, tag="RECLAIM"):
     """On a new connection: the job holds a rung of this lease, and will not grow before it is granted again."""
 
     lease: Count
@@ -113,7 +113,7 @@ class Reclaim(_Message, tag="RECLAIM"):
     in_use: Sizes
 
 
-class Release(_Message, tag="RELEASE"):
+class Release(_Message, frozen=True, kw_only=True, tag="RELEASE"):
     """The job holds nothing any more; ``in_use`` says what of it the allocator kept."""
 
     lease: Count
@@ -121,26 +121,26 @@ class Release(_Message, tag="RELEASE"):
     in_use: Sizes = ()
 
 
-class Status(_Message, tag="STATUS"):
+class Status(_Message, frozen=True, kw_only=True, tag="STATUS"):
     """Asks for the state of the coordinator: leases with numbers above ``after``."""
 
     after: Count = 0
 
 
-class Welcome(_Message, tag="WELCOME"):
+class Welcome(_Message, frozen=True, kw_only=True, tag="WELCOME"):
     version: int
     epoch: int
     beat_within: Seconds
     """A lease that says nothing for longer is quarantined."""
 
 
-class Queued(_Message, tag="QUEUED"):
+class Queued(_Message, frozen=True, kw_only=True, tag="QUEUED"):
     job: str
     ahead: int
     """Waiters before this one."""
 
 
-class Grant(_Message, tag="GRANT"):
+class Grant(_Message, frozen=True, kw_only=True, tag="GRANT"):
     """The job may use the bytes of a rung, from now on."""
 
     job: str
@@ -149,12 +149,12 @@ class Grant(_Message, tag="GRANT"):
     rung: int
 
 
-class Reject(_Message, tag="REJECT"):
+class Reject(_Message, frozen=True, kw_only=True, tag="REJECT"):
     job: str
     reason: str
 
 
-class Revoke(_Message, tag="REVOKE"):
+class Revoke(_Message, frozen=True, kw_only=True, tag="REVOKE"):
     """The job is to go down to a rung at its next step boundary, within ``deadline`` seconds, and then to ACK."""
 
     lease: int
@@ -163,14 +163,14 @@ class Revoke(_Message, tag="REVOKE"):
     deadline: Seconds
 
 
-class Released(_Message, tag="RELEASED"):
+class Released(_Message, frozen=True, kw_only=True, tag="RELEASED"):
     lease: int
 
 
 Code = Literal["protocol", "version", "busy", "not yours", "unknown lease", "in use", "draining"]
 
 
-class Error(_Message, tag="ERROR"):
+class Error(_Message, frozen=True, kw_only=True, tag="ERROR"):
     code: Code
     detail: str
     retry_after: Seconds | None = None
@@ -206,7 +206,7 @@ class LeaseView(Struct, frozen=True, kw_only=True):
     faults: tuple[str, ...] = ()
 
 
-class Snapshot(_Message, tag="SNAPSHOT"):
+class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):
     """The state of the coordinator; ``more`` leases have higher numbers than the last one told."""
 
     epoch: int

@@ -1,0 +1,610 @@
+"""What does the coordinator do when something happens?
+
+Invariant: ``handle(event, now)`` is deterministic, takes no time and touches nothing: what is to be done are commands,
+in their order. All that is granted is on record before it is sent. What comes from outside never raises: it is
+answered, counted, or ends the connection it came by.
+
+A connection speaks for a lease from ADMIT or RECLAIM on until a later connection of the process does, or it ends. The
+process behind a connection is what the kernel says it is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from jaxtensile.runtime import journal
+from jaxtensile.runtime.arbiter import Arbiter
+from jaxtensile.runtime.events import (
+    CapacityChanged,
+    Close,
+    Command,
+    Compact,
+    Connected,
+    Connection,
+    Disconnected,
+    Event,
+    JournalFailed,
+    JournalWorks,
+    ProcessDied,
+    Received,
+    Record,
+    Restarted,
+    Rules,
+    Send,
+    Settings,
+    Stopping,
+    Terminate,
+    Tick,
+    Watch,
+)
+from jaxtensile.runtime.leases import HOST, Charge, Happening, Lease, Process, State, needs_of, wrong_with
+from jaxtensile.runtime.ledger import Capacity
+from jaxtensile.runtime.messages import (
+    VERSION,
+    Ack,
+    Admit,
+    Beat,
+    Code,
+    Error,
+    Grant,
+    Hello,
+    Queued,
+    Reclaim,
+    Reject,
+    Release,
+    Released,
+    Reply,
+    Request,
+    Revoke,
+    Status,
+    Token,
+    Welcome,
+)
+from jaxtensile.runtime.status import snapshot
+from jaxtensile.units import Bytes, Seconds, format_bytes
+
+Phase = Literal["starting", "recovering", "serving", "draining"]
+
+COMPACT_AFTER: Final = 256
+"""Records beyond some per lease after which the journal is written anew."""
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    """A connection: who is at its other end, and whether it is still listened to."""
+
+    process: Process
+    welcome: bool = False
+    closed: bool = False
+
+
+class Coordinator:
+    """The state of one daemon. Give it ``Restarted`` first, with what its journal said; then whatever happens."""
+
+    def __init__(
+        self, capacities: Mapping[str, Capacity], settings: Settings | None = None, rules: Rules | None = None
+    ) -> None:
+        self.settings = settings or Settings()
+        self.rules = rules or Rules()
+        self.phase: Phase = "starting"
+        self.epoch = 0
+        self.arbiter = Arbiter(capacities, self.settings, self.rules)
+        self.counters: Counter[str] = Counter()
+        self._peers: dict[Connection, _Peer] = {}
+        self._jobs: dict[tuple[Process | int, str], Lease] = {}
+        self._terminated: set[int] = set()
+        self._boot_id = ""
+        self._sequence = self._last_lease = 0
+        self._recovered_at: Seconds = 0.0
+        self._journal_works = True
+        self._written = 0
+        self._records: list[Command] = []
+        self._sends: list[Command] = []
+        self._settle = False
+
+    def handle(self, event: Event, now: Seconds) -> list[Command]:
+        """What is to be done about an event, at a time of the monotonic clock."""
+        return self.handle_all((event,), now)
+
+    def handle_all(self, events: Iterable[Event], now: Seconds) -> list[Command]:
+        """What is to be done about events that happened at once: the same, with one decision for all."""
+        for event in events:
+            self._handle(event, now)
+        if self._settle and self.phase in ("serving", "draining"):
+            self._settle = False
+            self.arbiter.settle(now, grants=self._journal_works)
+        if self.arbiter.told:
+            self._tell(now)
+        if self._records and self._written > COMPACT_AFTER + 4 * len(self.arbiter.leases):
+            self._compact()
+        commands = [*self._records, *self._sends] if self.rules.journal_first else [*self._sends, *self._records]
+        self._records, self._sends = [], []
+        return commands
+
+    @property
+    def wake(self) -> Seconds | None:
+        """When there is something to do though nothing happens: a ``Tick`` is due."""
+        times = [a.beat + self.settings.lease_ttl for a in self.arbiter.leases.values() if a.connection is not None and a.rung >= 0]
+        times += [a.deadline for a in self.arbiter.leases.values() if a.deadline is not None and a.id not in self._terminated]
+        if self.phase == "recovering":
+            times.append(self._recovered_at)
+        if self.arbiter.recheck is not None:
+            times.append(self.arbiter.recheck)
+        return min(times, default=None)
+
+    # Events.
+
+    def _handle(self, event: Event, now: Seconds) -> None:
+        match event:
+            case Received():
+                self._received(event.connection, event.message, now)
+            case Tick():
+                self._tick(now)
+            case Connected():
+                self._connected(event)
+            case Disconnected():
+                self._disconnected(event.connection)
+            case ProcessDied():
+                self._died(event.process)
+            case CapacityChanged():
+                self.arbiter.resize(event.capacities)
+                self._settle = True
+            case Restarted():
+                self._restarted(event, now)
+            case JournalFailed():
+                self._journal_works = False
+            case JournalWorks():
+                self._journal_works = self._settle = True
+                self._compact()
+                for lease in self.arbiter.leases.values():  # what they were to be told may not have been sent
+                    if lease.connection is not None and lease.rung >= 0:
+                        self.arbiter.told[lease.id] = lease
+            case Stopping():
+                self.phase = "draining"
+                for lease in [*self.arbiter.queue]:
+                    self._reply(lease.connection, Reject(job=lease.job, reason="the coordinator is stopping"))
+                    self._forget(lease, Happening.LOST)
+
+    def _restarted(self, event: Restarted, now: Seconds) -> None:
+        known = event.replayed
+        self.epoch, self._boot_id = known.epoch + 1, event.boot_id or known.boot_id
+        self._sequence, self._last_lease = known.sequence, known.lease
+        for old in known.leases.values():
+            lease = _lease(old)
+            lease.state, lease.rung, lease.sequence = State.QUARANTINED, old.rung, old.sequence
+            lease.epoch, lease.since, lease.stuck = known.epoch, now, old.lease in known.stuck
+            self._jobs[self._key(lease.process, lease.job)] = lease
+            self.arbiter.restore(lease, old.charges)
+            self._sends.append(Watch(lease.process))
+        self.phase = "recovering" if known.leases else "serving"
+        self._recovered_at = now + self.settings.recovery
+        self._compact()
+
+    def _connected(self, event: Connected) -> None:
+        peer = self._peers[event.connection] = _Peer(event.process)
+        if sum(not p.closed for p in self._peers.values()) > self.settings.max_clients:
+            peer.closed = True
+            self._error(event.connection, "busy", f"{self.settings.max_clients} clients are connected", retry_after=1.0)
+            self._close(event.connection)
+
+    def _disconnected(self, connection: Connection) -> None:
+        peer = self._peers.pop(connection, None)
+        if peer is None:
+            return
+        for lease in [*self.arbiter.leases.values()]:
+            if lease.connection == connection or (not self.rules.generations and lease.process == peer.process):
+                self._lost(lease, free=not self.rules.free_on_death)
+
+    def _died(self, process: Process) -> None:
+        key = self._key(process, "")[0]
+        for lease in [*self.arbiter.leases.values()]:
+            if self._key(lease.process, "")[0] == key:
+                self._forget(lease, Happening.DIED)
+        for peer in self._peers.values():
+            if peer.process == process:
+                peer.closed = True  # what it still said is not to be answered with a lease
+
+    def _tick(self, now: Seconds) -> None:
+        for lease in [*self.arbiter.leases.values()]:
+            if lease.rung < 0:
+                continue
+            if lease.connection is not None and now - lease.beat > self.settings.lease_ttl:
+                self.counters["silent"] += 1
+                self._close(lease.connection)
+                self._lost(lease, free=not self.rules.ttl_quarantines)
+            if lease.deadline is not None and now >= lease.deadline:
+                self._overdue(lease)
+        if self.phase == "recovering" and now >= self._recovered_at:
+            self.phase, self._settle = "serving", True
+        if self.arbiter.recheck is not None and now >= self.arbiter.recheck:
+            self._settle = True
+
+    def _overdue(self, lease: Lease) -> None:
+        if lease.state is State.REVOKING:
+            self.arbiter.happened(lease, Happening.DEADLINE)
+            self.counters["overdue"] += 1
+            self._settle = True
+        if self.settings.on_overdue == "terminate" and lease.id not in self._terminated:
+            self._terminated.add(lease.id)
+            self._sends.append(Terminate(lease.process))
+        elif self.settings.on_overdue == "wait":
+            lease.deadline = None
+
+    def _lost(self, lease: Lease, *, free: bool) -> None:
+        """Nobody speaks for a lease any more."""
+        if lease.state is State.QUEUED or free:
+            self._forget(lease, Happening.LOST if lease.state is State.QUEUED else Happening.DIED)
+        elif lease.state is not State.QUARANTINED:
+            lease.connection = None
+            self.arbiter.happened(lease, Happening.LOST)
+            self._settle = True
+
+    def _forget(self, lease: Lease, happening: Happening) -> None:
+        """A lease ends."""
+        charged = lease.rung >= 0
+        self.arbiter.happened(lease, happening)
+        if self._jobs.get(key := self._key(lease.process, lease.job)) is lease:
+            del self._jobs[key]
+        self._terminated.discard(lease.id)
+        if charged and lease.sequence:
+            self._record(journal.Freed(lease=lease.id))
+        self._settle = True
+        self._all_known()
+
+    def _all_known(self) -> None:
+        """Recovery ends early when there is nobody to wait for."""
+        if self.phase == "recovering" and all(a.state is not State.QUARANTINED for a in self.arbiter.leases.values()):
+            self.phase, self._settle = "serving", True
+
+    # Messages.
+
+    def _received(self, connection: Connection, message: Request, now: Seconds) -> None:
+        peer = self._peers.get(connection)
+        if peer is None or peer.closed:
+            return
+        if not peer.welcome:
+            if not isinstance(message, Hello) or message.version != VERSION:
+                code: Code = "version" if isinstance(message, Hello) else "protocol"
+                self._refuse(connection, code, f"say HELLO with version {VERSION} first")
+                return
+            peer.welcome = True
+            self._reply(connection, Welcome(version=VERSION, epoch=self.epoch, beat_within=self.settings.lease_ttl))
+            return
+        match message:
+            case Beat():
+                self._beat(connection, message, now)
+            case Ack():
+                self._ack(connection, message, now)
+            case Admit():
+                self._admit(connection, peer.process, message, now)
+            case Reclaim():
+                self._reclaim(connection, peer.process, message, now)
+            case Release():
+                self._release(connection, peer.process, message)
+            case Status():
+                self._reply(connection, snapshot(self.arbiter, message.after, self.epoch, self.phase, self.counters))
+            case Hello():
+                self._refuse(connection, "protocol", "HELLO is said once")
+
+    def _admit(self, connection: Connection, process: Process, message: Admit, now: Seconds) -> None:
+        known = self._jobs.get(self._key(process, message.job)) if self.rules.idempotent_admit else None
+        if known is not None:
+            self._admit_again(known, connection, now)
+            return
+        reason = self._impossible(message)
+        if reason:
+            self.counters["rejected"] += 1
+            self._reply(connection, Reject(job=message.job, reason=reason))
+            return
+        self._last_lease += 1
+        levels = [r.level for r in message.ladder]
+        lease = Lease(
+            id=self._last_lease,
+            process=process,
+            job=message.job,
+            resources=(*message.devices, HOST),
+            ladder=message.ladder,
+            low=next(k for k, level in enumerate(levels) if level >= message.floor),
+            high=max(k for k, level in enumerate(levels) if level <= message.want),
+            needs=needs_of(message.ladder, len(message.devices)),
+            priority=message.priority,
+            weight=message.weight,
+        )
+        lease.touched = _touched(lease)
+        self._speak(lease, connection, now)
+        self._jobs[self._key(process, message.job)] = lease
+        self.arbiter.enqueue(lease)
+        self.arbiter.told[lease.id] = lease
+        self._settle = True
+
+    def _impossible(self, message: Admit) -> str:
+        """Why a job can never be admitted, in one sentence; empty if it can."""
+        accounts = self.arbiter.ledger.accounts
+        unknown = [d for d in message.devices if d not in accounts or d == HOST]
+        if unknown:
+            return f"there is no device {unknown[0]!r} here, only {', '.join(sorted(accounts.keys() - {HOST}))}"
+        if len(set(message.devices)) < len(message.devices):
+            return "a device is named twice"
+        if self.phase == "draining":
+            return "the coordinator is stopping"
+        wrong = wrong_with(message.ladder, message.floor, message.want)
+        if wrong:
+            return wrong
+        rung = next(r for r in message.ladder if r.level >= message.floor)
+        for name, need in (*((d, rung.level) for d in message.devices), (HOST, rung.host)):
+            limit = accounts[name].limit if name in accounts else 0
+            if need > limit:
+                return (
+                    f"the smallest plan needs {format_bytes(need)} on {name}, which can ever grant {format_bytes(limit)}: "
+                    "bring a smaller plan"
+                )
+        return ""
+
+    def _admit_again(self, lease: Lease, connection: Connection, now: Seconds) -> None:
+        """The first answer may have been lost."""
+        if not self._may_speak(lease, connection):
+            return
+        self._speak(lease, connection, now)
+        if lease.rung >= 0:
+            if lease.state is not State.HELD:
+                self.arbiter.happened(lease, Happening.RECLAIM)
+            lease.rung, lease.deadline, lease.wanted_by = self.arbiter.covered(lease), None, None
+            self.arbiter.changed(lease)
+            self._all_known()
+        self.arbiter.told[lease.id] = lease
+        self._settle = True
+
+    def _reclaim(self, connection: Connection, process: Process, message: Reclaim, now: Seconds) -> None:
+        lease = self._lease(connection, process, message.lease)
+        if lease is None:
+            return
+        if lease.rung < 0 or not lease.low <= message.rung <= lease.high or len(message.in_use) > len(lease.resources):
+            self._refuse(connection, "protocol", f"lease {lease.id} was never on rung {message.rung}")
+            return
+        if not self._may_speak(lease, connection):
+            self.counters["stale"] += 1
+            return
+        self._speak(lease, connection, now)
+        lease.rung, lease.deadline, lease.wanted_by = message.rung, None, None
+        charges = self._held(lease, message.rung, message.in_use)
+        if lease.stuck:
+            charges = self.arbiter.ledger.wider(lease.resources, self.arbiter.charged(lease), charges)
+        self.arbiter.happened(lease, Happening.RECLAIM, charges)
+        self.arbiter.told[lease.id] = lease
+        self._settle = True
+        self._all_known()
+
+    def _ack(self, connection: Connection, message: Ack, now: Seconds) -> None:
+        lease = self.arbiter.leases.get(message.lease)
+        if not self._speaks(lease, connection, message.in_use):
+            return
+        assert lease is not None
+        lease.beat = now
+        late = message.token != Token(lease.epoch, lease.sequence) or message.rung != lease.rung
+        if late and (self.rules.fencing or not lease.low <= message.rung <= lease.high):
+            self.counters["stale"] += 1
+            return
+        lease.rung = message.rung
+        before = self.arbiter.charged(lease)
+        charges = self._held(lease, message.rung, message.in_use)
+        if lease.state is not State.HELD:
+            lease.since, lease.deadline, lease.wanted_by = now, None, None
+            keeps = [r for r, c, n in zip(lease.resources, charges, lease.needs[lease.rung], strict=True) if c != n]
+            if keeps:
+                lease.stuck = True
+                lease.faults.add(f"keeps more on {keeps[0]} than it was left")
+                self.counters["kept"] += 1
+        if lease.stuck:
+            charges = self.arbiter.ledger.wider(lease.resources, before, charges)
+        self.arbiter.happened(lease, Happening.ACK, charges)
+        if charges != before:
+            self._record_charge(lease)
+            self._settle = True
+
+    def _beat(self, connection: Connection, message: Beat, now: Seconds) -> None:
+        lease = self.arbiter.leases.get(message.lease)
+        if not self._speaks(lease, connection, message.in_use):
+            return
+        assert lease is not None
+        lease.beat, lease.step, lease.step_us, lease.peak = now, message.step, message.step_us, message.peak
+        if not self.rules.measured_wins:
+            return
+        before = self.arbiter.charged(lease)
+        charges = tuple(map(_at_least, before, _padded(message.in_use, len(before))))
+        if charges != before:
+            lease.faults.add("holds more than it was granted")
+            self.counters["lied"] += 1
+            self.arbiter.ledger.measured(lease.id, lease.resources, charges)
+            self.arbiter.changed(lease)
+            self._record_charge(lease)
+            self._settle = True
+
+    def _release(self, connection: Connection, process: Process, message: Release) -> None:
+        lease = self.arbiter.leases.get(message.lease)
+        if lease is None:
+            self._reply(connection, Released(lease=message.lease))  # said before, and the answer was lost
+            return
+        lease = self._lease(connection, process, message.lease)
+        if lease is None:
+            return
+        if self.rules.measured_wins and any(message.in_use) and lease.rung >= 0:
+            lease.stuck = True
+            lease.faults.add("keeps bytes after its release")
+            self.arbiter.changed(lease)
+            self._record_charge(lease)
+            held = format_bytes(max(message.in_use))
+            self._error(connection, "in use", f"{held} are still held: they stay charged until the process ends")
+            return
+        self._forget(lease, Happening.RELEASE)
+        self._reply(connection, Released(lease=lease.id))
+
+    # Who may speak for a lease.
+
+    def _key(self, process: Process, job: str) -> tuple[Process | int, str]:
+        return (process if self.rules.process_identity else process.pid), job
+
+    def _lease(self, connection: Connection, process: Process, number: int) -> Lease | None:
+        """The lease of that number, if it is the process's own."""
+        lease = self.arbiter.leases.get(number)
+        if lease is None:
+            self._error(connection, "unknown lease", f"there is no lease {number}: ask to be admitted")
+        elif self._key(lease.process, "") != self._key(process, ""):
+            self.counters["not yours"] += 1
+            self._error(connection, "not yours", f"lease {number} is another process's")
+            return None
+        return lease
+
+    def _may_speak(self, lease: Lease, connection: Connection) -> bool:
+        return connection >= lease.claimed_by or not self.rules.generations
+
+    def _speak(self, lease: Lease, connection: Connection, now: Seconds) -> None:
+        lease.connection, lease.claimed_by, lease.beat = connection, connection, now
+
+    def _speaks(self, lease: Lease | None, connection: Connection, in_use: Sequence[Bytes]) -> bool:
+        """Does the connection speak for the lease? What it says is stale if not."""
+        if lease is None or lease.rung < 0 or lease.state is State.QUARANTINED or len(in_use) > len(lease.resources):
+            self.counters["stale"] += 1
+            return False
+        if lease.connection == connection:
+            return True
+        self.counters["stale"] += 1
+        return not self.rules.generations and self._peers[connection].process == lease.process
+
+    def _held(self, lease: Lease, rung: int, in_use: Sequence[Bytes]) -> tuple[Charge, ...]:
+        """What a job on a rung is charged: what the rung needs, and what it was measured to hold."""
+        if not self.rules.measured_wins:
+            return lease.needs[rung]
+        return tuple(map(_at_least, lease.needs[rung], _padded(in_use, len(lease.resources))))
+
+    # What is said.
+
+    def _tell(self, now: Seconds) -> None:
+        """Say what was decided: one message per lease, of the state that it ended in."""
+        told, self.arbiter.told = self.arbiter.told, {}
+        for lease in told.values():
+            if lease.rung < 0:
+                ahead = self.arbiter.queue.index(lease)
+                self._reply(lease.connection, Queued(job=lease.job, ahead=ahead))
+                continue
+            if not self._journal_works and lease.state is not State.REVOKING:
+                continue  # told when it can be written down
+            first = lease.sequence == 0
+            self._sequence += 1
+            lease.epoch, lease.sequence = self.epoch, self._sequence
+            token = Token(self.epoch, self._sequence)
+            if first:
+                lease.beat = now
+                self._sends.append(Watch(lease.process))
+                self._record(self._admitted(lease))
+            else:
+                self._record_charge(lease)
+            if lease.state is State.REVOKING:
+                left = max((lease.deadline or now) - now, 0.0)
+                self._reply(lease.connection, Revoke(lease=lease.id, token=token, rung=lease.rung, deadline=left))
+            else:
+                self._reply(lease.connection, Grant(job=lease.job, lease=lease.id, token=token, rung=lease.rung))
+
+    def _reply(self, connection: Connection | None, message: Reply) -> None:
+        if connection is not None and connection in self._peers:
+            self._sends.append(Send(connection, message))
+
+    def _error(self, connection: Connection, code: Code, detail: str, retry_after: Seconds | None = None) -> None:
+        self._reply(connection, Error(code=code, detail=detail, retry_after=retry_after))
+
+    def _refuse(self, connection: Connection, code: Code, detail: str) -> None:
+        """Answer, and end the connection."""
+        self.counters["refused"] += 1
+        self._error(connection, code, detail)
+        self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        self._peers[connection].closed = True
+        self._sends.append(Close(connection))
+
+    # What is written down.
+
+    def _record(self, record: journal.Record) -> None:
+        if self._journal_works:
+            self._records.append(Record(record))
+            self._written += 1
+
+    def _record_charge(self, lease: Lease) -> None:
+        self._record(
+            journal.Charged(
+                lease=lease.id,
+                rung=lease.rung,
+                sequence=lease.sequence,
+                charges=self.arbiter.charged(lease),
+                stuck=lease.stuck,
+            )
+        )
+
+    def _admitted(self, lease: Lease) -> journal.Admitted:
+        return journal.Admitted(
+            lease=lease.id,
+            process=lease.process,
+            job=lease.job,
+            resources=lease.resources,
+            ladder=lease.ladder,
+            low=lease.low,
+            high=lease.high,
+            priority=lease.priority,
+            weight=lease.weight,
+            rung=lease.rung,
+            sequence=lease.sequence,
+            charges=self.arbiter.charged(lease),
+        )
+
+    def _compact(self) -> None:
+        """The journal anew: what it said of leases that are no more is left out."""
+        held = [a for a in self.arbiter.leases.values() if a.rung >= 0]
+        opened = journal.Opened(
+            format=journal.FORMAT,
+            boot_id=self._boot_id,
+            epoch=self.epoch,
+            sequence=self._sequence,
+            lease=self._last_lease,
+        )
+        stuck = [a for a in held if a.stuck]
+        records: list[journal.Record] = [opened, *map(self._admitted, held)]
+        for lease in stuck:
+            records.append(
+                journal.Charged(
+                    lease=lease.id, rung=lease.rung, sequence=lease.sequence, charges=self.arbiter.charged(lease), stuck=True
+                )
+            )
+        self._records = [Compact(tuple(records))]
+        self._written = len(records)
+
+
+def _lease(old: journal.Admitted) -> Lease:
+    lease = Lease(
+        id=old.lease,
+        process=old.process,
+        job=old.job,
+        resources=old.resources,
+        ladder=old.ladder,
+        low=old.low,
+        high=old.high,
+        needs=needs_of(old.ladder, len(old.resources) - 1),
+        priority=old.priority,
+        weight=old.weight,
+    )
+    lease.touched = _touched(lease)
+    return lease
+
+
+def _touched(lease: Lease) -> frozenset[str]:
+    rows = [lease.needs[r] for r in range(lease.low, lease.high + 1)]
+    return frozenset(name for k, name in enumerate(lease.resources) if any(row[k].level for row in rows))
+
+
+def _at_least(charge: Charge, held: Bytes) -> Charge:
+    return charge if held <= charge.level else Charge(held - charge.temp, charge.temp)
+
+
+def _padded(in_use: Sequence[Bytes], length: int) -> Sequence[Bytes]:
+    return in_use if len(in_use) == length else (*in_use, *(0,) * (length - len(in_use)))
