@@ -209,7 +209,7 @@ class Arbiter:
         rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
         if any(room.free < room.temp for room in rooms.values()):
             return False
-        claims = [_claim(a, [*_options(a, range(a.low, a.rung)), _option(a, a.rung, promised[a.id])]) for a in able]
+        claims = [_claim(a, [*self._lower(a), _option(a, a.rung, promised[a.id])]) for a in able]
         shares = divide(claims, rooms, self.settings.policy)
         if shares is None:
             return False
@@ -287,11 +287,7 @@ class Arbiter:
         rungs = {c.id: c.options[grown[c.id]] for c in growing}
         pinned: set[int] = set()
         for _ in range(2):
-            lower = {
-                a.id: _options(a, range(a.low, a.rung))
-                for a in held
-                if a.id not in pinned and self._can_give(a, now, top)
-            }
+            lower = {a.id: self._lower(a) for a in held if a.id not in pinned and self._can_give(a, now, top)}
             if not any(lower.values()):
                 break
             claims = [
@@ -326,6 +322,16 @@ class Arbiter:
                 self.ledger.charge(lease.id, lease.resources, option.needs)
                 self._tell(lease, option.rung, Happening.GRANT, now)
 
+    def _lower(self, lease: Lease) -> tuple[Option, ...]:
+        """The rungs below to which there is a way: what covers both ends of it fits. A lower rung may need more host
+        memory, or more of what is counted once where steps take turns."""
+        now = self.charged(lease)
+        return tuple(
+            _option(lease, r, lease.needs[r])
+            for r in range(lease.low, lease.rung)
+            if self.ledger.fits(lease.id, lease.resources, self.ledger.wider(lease.resources, now, lease.needs[r]))
+        )
+
     def _higher(self, lease: Lease, charges: tuple[Charge, ...]) -> list[Option]:
         """The rungs that are worth going up to; charged what covers the way there."""
         most = lease.slowdown(lease.rung) * (1 - self.settings.min_gain)
@@ -338,10 +344,6 @@ class Arbiter:
 
 def _option(lease: Lease, rung: int, needs: tuple[Charge, ...]) -> Option:
     return Option(rung, needs, lease.slowdown(rung), lease.ladder[rung].level)
-
-
-def _options(lease: Lease, rungs: Iterable[int]) -> tuple[Option, ...]:
-    return tuple(_option(lease, r, lease.needs[r]) for r in rungs)
 
 
 def _claim(lease: Lease, options: Iterable[Option]) -> Claim:

@@ -103,6 +103,9 @@ class Coordinator:
         self._written = 0
         self._records: list[Command] = []
         self._sends: list[Command] = []
+        self._unsaid: list[Send] = []
+        self._said: list[Send] = []
+        """That leases are free, in the last commands: said again if those could not be written down."""
         self._settle = False
 
     def handle(self, event: Event, now: Seconds) -> list[Command]:
@@ -120,6 +123,10 @@ class Coordinator:
             self._tell(now)
         if self._records and self._written > COMPACT_AFTER + 4 * len(self.arbiter.leases):
             self._compact()
+        self._said = [s for s in self._sends if isinstance(s, Send) and isinstance(s.message, Released)]
+        if not self._journal_works:
+            self._unsaid += self._said
+            self._sends = [s for s in self._sends if s not in self._said]
         commands = [*self._records, *self._sends] if self.rules.journal_first else [*self._sends, *self._records]
         self._records, self._sends = [], []
         return commands
@@ -156,9 +163,12 @@ class Coordinator:
                 self._restarted(event, now)
             case JournalFailed():
                 self._journal_works = False
+                self._unsaid += self._said
             case JournalWorks():
                 self._journal_works = self._settle = True
                 self._compact()
+                self._sends += self._unsaid
+                self._unsaid = []
                 for lease in self.arbiter.leases.values():  # what they were to be told may not have been sent
                     if lease.connection is not None and lease.rung >= 0:
                         self.arbiter.told[lease.id] = lease
@@ -436,7 +446,8 @@ class Coordinator:
             self.arbiter.changed(lease)
             self._record_charge(lease)
             held = format_bytes(max(message.in_use))
-            self._error(connection, "in use", f"{held} are still held: they stay charged until the process ends")
+            detail = f"{held} are still held: they stay charged until the process ends"
+            self._error(connection, "in use", detail, lease=lease.id)
             return
         self._forget(lease, Happening.RELEASE)
         self._reply(connection, Released(lease=lease.id))
@@ -450,10 +461,10 @@ class Coordinator:
         """The lease of that number, if it is the process's own."""
         lease = self.arbiter.leases.get(number)
         if lease is None:
-            self._error(connection, "unknown lease", f"there is no lease {number}: ask to be admitted")
+            self._error(connection, "unknown lease", f"there is no lease {number}: ask to be admitted", lease=number)
         elif self._key(lease.process, "") != self._key(process, ""):
             self.counters["not yours"] += 1
-            self._error(connection, "not yours", f"lease {number} is another process's")
+            self._error(connection, "not yours", f"lease {number} is another process's", lease=number)
             return None
         return lease
 
@@ -511,8 +522,16 @@ class Coordinator:
         if connection is not None and connection in self._peers:
             self._sends.append(Send(connection, message))
 
-    def _error(self, connection: Connection, code: Code, detail: str, retry_after: Seconds | None = None) -> None:
-        self._reply(connection, Error(code=code, detail=detail, retry_after=retry_after))
+    def _error(
+        self,
+        connection: Connection,
+        code: Code,
+        detail: str,
+        *,
+        retry_after: Seconds | None = None,
+        lease: int | None = None,
+    ) -> None:
+        self._reply(connection, Error(code=code, detail=detail, retry_after=retry_after, lease=lease))
 
     def _refuse(self, connection: Connection, code: Code, detail: str) -> None:
         """Answer, and end the connection."""

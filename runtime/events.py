@@ -1,8 +1,8 @@
 """What happens to a coordinator, and what does it have done?
 
 Invariant: both are plain values. The server turns sockets, clocks and dead processes into events, and carries commands
-out in their order; a ``Record`` that cannot be written stops everything behind it that grants, and is told back as
-``JournalFailed``.
+out in their order. When a ``Record`` or ``Compact`` cannot be written, no GRANT and no RELEASED behind it is sent, and
+``JournalFailed`` is the next event.
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class CapacityChanged:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The first event: what the journal of the last coordinator said, if there was one."""
+    """The first event: what the journal of the last coordinator said, if there was one.
+
+    Its ``Compact`` has to be written before anything else is done: an epoch that is not on record may be used again."""
 
     replayed: Replayed
     boot_id: str = ""
@@ -110,7 +112,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class JournalFailed:
-    """A record was not written, and nothing behind it was sent that grants."""
+    """A record was not written, and no GRANT or RELEASED behind it was sent."""
 
 
 @dataclass(frozen=True, slots=True)

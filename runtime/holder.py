@@ -92,9 +92,9 @@ class Holder:
                 self.phase = "ended"
             case Reject(reason=reason) if self.phase == "waiting":
                 self.phase, self.reason = "ended", reason
-            case Error(code="in use") if self.phase == "releasing":
+            case Error(code="in use", lease=lease) if self.phase == "releasing" and lease == self.lease:
                 self.phase, self.reason = "ended", message.detail
-            case Error(code="unknown lease") if self.phase in ("holding", "releasing"):
+            case Error(code="unknown lease", lease=lease) if self.phase == "holding" and lease == self.lease:
                 # Nobody knows of it, so nothing may be held by it.
                 self.phase, self.reason = "ended", message.detail
             case _:

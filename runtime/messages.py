@@ -175,6 +175,8 @@ class Error(_Message, frozen=True, kw_only=True, tag="ERROR"):
     detail: str
     retry_after: Seconds | None = None
     """Seconds after which asking again makes sense; None: never."""
+    lease: int | None = None
+    """The lease that it is about, if it is about one."""
 
 
 class DeviceView(Struct, frozen=True, kw_only=True):

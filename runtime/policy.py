@@ -224,22 +224,25 @@ def _max_min(
     shares: Shares,
     left: list[Bytes],
 ) -> list[Bytes]:
-    """Whoever has the least surplus goes one option up, until that does not fit. No one is raised from a surplus at or
-    above the best possible least one before all are there, so the least surplus is the largest possible."""
-    climbing = {c.id: 0 for c in group}
+    """Whoever has the least surplus goes up to the next larger one, until none fits. Nobody goes up from the best
+    possible least surplus before all are there, so where larger levels need more the least one is the largest."""
     by_id = {c.id: c for c in group}
+    climbing = {
+        c.id: sorted(allowed[c.id], key=lambda n: (c.options[n].level, sizes[c.id][n]), reverse=True) for c in group
+    }
     while climbing:
         k = min(climbing, key=lambda k: (_surplus(by_id[k], shares[k]), by_id[k].arrived))
-        step = climbing[k] + 1
-        if step == len(allowed[k]):
+        options, above = by_id[k].options, climbing[k]
+        while above:
+            new = above.pop()
+            if options[new].level <= options[shares[k]].level:
+                continue
+            rest = [f + a - b for f, a, b in zip(left, sizes[k][shares[k]], sizes[k][new], strict=True)]
+            if min(rest) >= 0:
+                shares[k], left = new, rest
+                break
+        else:
             del climbing[k]
-            continue
-        new = allowed[k][step]
-        rest = [f + a - b for f, a, b in zip(left, sizes[k][shares[k]], sizes[k][new], strict=True)]
-        if min(rest) < 0:
-            del climbing[k]
-            continue
-        climbing[k], shares[k], left = step, new, rest
     return left
 
 

@@ -33,7 +33,7 @@ from jaxtensile.runtime.holder import Holder
 from jaxtensile.runtime.journal import decode, encode, replay
 from jaxtensile.runtime.leases import HOST, Process, State
 from jaxtensile.runtime.ledger import Capacity
-from jaxtensile.runtime.messages import Ack, Admit, Beat, Grant, Reclaim, Release, Revoke, Rung, Status, Token
+from jaxtensile.runtime.messages import Ack, Admit, Beat, Grant, Reclaim, Release, Released, Revoke, Rung, Status, Token
 from jaxtensile.runtime.policy import OBJECTIVES
 
 SPEAKING = (State.HELD, State.REVOKING, State.OVERDUE)
@@ -173,7 +173,7 @@ class World:
         match command:
             case Send(connection=k, message=message):
                 line = self.lines.get(k)
-                if blocked and isinstance(message, Grant):
+                if blocked and isinstance(message, Grant | Released):
                     return False
                 if isinstance(message, Grant | Revoke):
                     self._sent(message)
@@ -222,12 +222,13 @@ class World:
             raise Violation("revoked inside its minimum hold")
 
     def _daemon_starts(self):
-        if self.daemon is not None:
+        if self.daemon is not None or self.disk_full:
             return False
         records = decode(b"".join(self.journal) + self.rnd.choice((b"", b'{"what":"fre'))) if self.text else self.journal
         known = replay(records, "boot")
         self.daemon = Coordinator(self.capacities, self.settings, self.rules)
         self.watched.clear()
+        self.counts = dict.fromkeys(self.physical, 1 << 60)  # a shrink may not have been written down
         self.tell(Restarted(known, "boot"))
         return True
 
@@ -357,8 +358,9 @@ class World:
     def _step(self):
         """A step boundary, or the end of a move to another rung."""
         client = self._some(lambda c: c.holder.phase == "holding" and c.holder.held >= 0)
-        if client is None:
-            return False
+        return client is not None and self._boundary(client)
+
+    def _boundary(self, client):
         holder = client.holder
         if holder.moving >= 0:
             target = holder.moving
@@ -486,32 +488,33 @@ class World:
 
     def settle_down(self):
         """All faults end, everybody does what is asked: then nobody is left behind."""
-        self.crash, self.settings_before = 0.0, self.settings
+        self.crash = 0.0
+        self.settled_after = self.now + 40.0
         if self.disk_full:
             self._disk()
         for client in self.clients:
             client.stopped = False
         for _ in range(400):
             busy = False
-            for action in (self._daemon_starts, self._reap, self._connect, self._hear, self._deliver, self._step):
-                for _ in range(40):
-                    if not action():
-                        break
+            for action in (self._daemon_starts, self._reap, self._connect, self._hear, self._deliver):
+                while action():
                     busy = True
                     self.check()
+            for client in self.clients:
+                if client.alive and client.holder.phase == "holding" and self._boundary(client):
+                    busy = True
+                    self.check()
+            if not busy and self.now > self.settled_after and not self.daemon.arbiter.recheck:
+                break
             self.now += 1.0
             for client in self.clients:  # time passes, and everybody is heard of
                 if client.alive and client.line is not None and client.holder.phase == "holding":
                     use = client.in_use()
                     self._say(client, [Beat(lease=client.holder.lease, step=0, step_us=0, in_use=use, peak=0)])
             while self._hear():
-                pass
+                self.check()
             self.tell(Tick())
             self.check()
-            if not busy and self.now > 70:
-                held = any(a.since + self.settings.min_hold > self.now for a in self.daemon.arbiter.leases.values())
-                if not held:
-                    break
         self._nobody_left_behind()
         return self
 
@@ -662,13 +665,20 @@ class World:
         if _fit(d, [*((a, charged(a)) for a in others), floor], first):
             raise Violation("the first waiter fits and was not admitted")
         promised = [(a, a.needs[a.rung] if a.state is State.REVOKING else charged(a)) for a in others]
-        least = [
-            (a, a.needs[a.low] if gives(a) else now_ or ())
-            for (a, now_) in promised
-        ]
+
+        def way(a):
+            """May it go down to its floor, charged what covers both ends?"""
+            both = []
+            for x, y in zip(charged(a), a.needs[a.low], strict=True):
+                p, t = x if isinstance(x, tuple) else (x.persistent, x.temp)
+                gated = self.gated and len(both) < len(a.resources) - 1
+                both.append((max(p, y.persistent), max(t, y.temp)) if gated else (max(p + t, y.persistent + y.temp), 0))
+            return _fit(d, [*((b, both if b is a else charged(b)) for b in others)])
+
+        least = [(a, a.needs[a.low] if gives(a) and way(a) else kept) for a, kept in promised]
         if d.wake is None:
             raise Violation("a waiter, and nothing to wake up for")
-        if _fit(d, [*least, floor], first) and not _fit(d, [*promised, floor], first) and d._recheck_due(now):
+        if _fit(d, [*least, floor], first) and not _fit(d, [*promised, floor], first):
             raise Violation("room could be made for the first waiter, and nobody was asked")
 
     def _check_idle(self, d):
