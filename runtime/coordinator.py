@@ -95,6 +95,8 @@ class Coordinator:
         self.counters: Counter[str] = Counter()
         self._peers: dict[Connection, _Peer] = {}
         self._jobs: dict[tuple[Process | int, str], Lease] = {}
+        self._spoke: dict[tuple[Process | int, str], Connection] = {}
+        """The last connection that asked for a job, also when its lease is no more: an earlier one is late."""
         self._terminated: set[int] = set()
         self._boot_id = ""
         self._sequence = self._last_lease = 0
@@ -204,6 +206,9 @@ class Coordinator:
         peer = self._peers.pop(connection, None)
         if peer is None:
             return
+        if not any(other.process == peer.process for other in self._peers.values()):
+            process = self._key(peer.process, "")[0]
+            self._spoke = {key: last for key, last in self._spoke.items() if key[0] != process}
         for lease in [*self.arbiter.leases.values()]:
             if lease.connection == connection or (not self.rules.generations and lease.process == peer.process):
                 self._lost(lease, free=not self.rules.free_on_death)
@@ -300,7 +305,11 @@ class Coordinator:
                 self._refuse(connection, "protocol", "HELLO is said once")
 
     def _admit(self, connection: Connection, process: Process, message: Admit, now: Seconds) -> None:
-        known = self._jobs.get(self._key(process, message.job)) if self.rules.idempotent_admit else None
+        key = self._key(process, message.job)
+        if self.rules.generations and connection < self._spoke.get(key, -1):
+            self.counters["stale"] += 1
+            return
+        known = self._jobs.get(key) if self.rules.idempotent_admit else None
         if known is not None:
             self._admit_again(known, connection, now)
             return
@@ -325,7 +334,7 @@ class Coordinator:
         )
         lease.touched = _touched(lease)
         self._speak(lease, connection, now)
-        self._jobs[self._key(process, message.job)] = lease
+        self._jobs[key] = lease
         self.arbiter.enqueue(lease)
         self.arbiter.told[lease.id] = lease
         self._settle = True
@@ -473,6 +482,7 @@ class Coordinator:
 
     def _speak(self, lease: Lease, connection: Connection, now: Seconds) -> None:
         lease.connection, lease.claimed_by, lease.beat = connection, connection, now
+        self._spoke[self._key(lease.process, lease.job)] = connection
 
     def _speaks(self, lease: Lease | None, connection: Connection, in_use: Sequence[Bytes]) -> bool:
         """Does the connection speak for the lease? What it says is stale if not."""
@@ -514,7 +524,7 @@ class Coordinator:
                 self._record_charge(lease)
             if lease.state is State.REVOKING:
                 left = max((lease.deadline or now) - now, 0.0)
-                self._reply(lease.connection, Revoke(lease=lease.id, token=token, rung=lease.rung, deadline=left))
+                self._reply(lease.connection, Revoke(job=lease.job, lease=lease.id, token=token, rung=lease.rung, deadline=left))
             else:
                 self._reply(lease.connection, Grant(job=lease.job, lease=lease.id, token=token, rung=lease.rung))
 

@@ -76,17 +76,11 @@ class Holder:
     def received(self, message: Reply, in_use: Sequence[Bytes]) -> list[Request]:
         """What to say to a message; ``in_use``: bytes held on each device, then of host memory."""
         match message:
-            case Grant(lease=lease, token=token, rung=rung) if self.phase in ("waiting", "holding"):
-                if token <= self.token:
-                    return []
+            case Grant() | Revoke() if self._is_for_me(message):
+                self.lease, self.token, self.target = message.lease, message.token, message.rung
                 if self.phase == "waiting":
-                    self.phase, self.held = "holding", rung
-                self.lease, self.token, self.target = lease, token, rung
-            case Revoke(lease=lease, token=token, rung=rung) if self.phase == "holding" and lease == self.lease:
-                if token <= self.token:
-                    return []
-                self.token, self.target = token, rung
-                if self.held == rung and self.moving < 0:
+                    self.phase, self.held = "holding", message.rung
+                if isinstance(message, Revoke) and self.held == message.rung and self.moving < 0:
                     return [self._ack(in_use)]
             case Released(lease=lease) if self.phase == "releasing" and lease == self.lease:
                 self.phase = "ended"
@@ -100,6 +94,10 @@ class Holder:
             case _:
                 pass
         return []
+
+    def _is_for_me(self, message: Grant | Revoke) -> bool:
+        known = self.phase == "waiting" or (self.phase == "holding" and message.lease == self.lease)
+        return known and message.job == self.admit.job and message.token > self.token
 
     def boundary(self) -> int | None:
         """Between two steps: the rung to move to, if it is another one."""

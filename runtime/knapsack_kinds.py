@@ -82,7 +82,7 @@ def _search(classes: list[list[Item]], room: Sizes, within: float) -> Choice | N
             whole = False
             labels = sorted(labels, key=lambda a: a.cost + _worth(prices, a.sizes))[:LABELS]
     winner = min(labels, key=lambda a: a.cost, default=None)
-    if winner is not None:
+    if winner is not None and winner.cost < ceiling:  # the last bound is not the cost: bytes may be left
         cost = winner.cost
         best = _path(winner)
     if best is None:

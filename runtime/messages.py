@@ -155,8 +155,11 @@ class Reject(_Message, frozen=True, kw_only=True, tag="REJECT"):
 
 
 class Revoke(_Message, frozen=True, kw_only=True, tag="REVOKE"):
-    """The job is to go down to a rung at its next step boundary, within ``deadline`` seconds, and then to ACK."""
+    """The job is to go down to a rung at its next step boundary, within ``deadline`` seconds, and then to ACK.
 
+    To a job that does not know of the lease yet, because the GRANT was lost, it is one."""
+
+    job: str
     lease: int
     token: Token
     rung: int

@@ -116,7 +116,7 @@ class World:
         self.rules = rules or Rules()
         self.clamp = True
         self.text = text
-        self.now = 0.0
+        self.now = self.ticked = 0.0
         self.settings = Settings(
             policy=rnd.choice(OBJECTIVES),
             lease_ttl=rnd.choice((5.0, 10.0)),
@@ -249,6 +249,7 @@ class World:
     def _tick(self):
         self.now += self.rnd.choice((0.01, 0.5, 1.0, 2.5, 4.0))
         self.tell(Tick())
+        self.ticked = self.now
         return True
 
     def _reap(self):
@@ -346,7 +347,7 @@ class World:
         if message is None:
             self._leave(client, 0)
         else:
-            if isinstance(message, Grant):
+            if isinstance(message, Grant | Revoke):
                 line.told = True
             self._say(client, client.holder.received(message, client.in_use()))
         return True
@@ -514,6 +515,7 @@ class World:
             while self._hear():
                 self.check()
             self.tell(Tick())
+            self.ticked = self.now
             self.check()
         self._nobody_left_behind()
         return self
@@ -644,7 +646,7 @@ class World:
 
     def _check_first(self, d, first):
         """The first waiter gets in as soon as it fits, and room is made for it as soon as it may be."""
-        now, hold = self.now, self.settings.min_hold
+        now, hold = self.ticked, self.settings.min_hold
         others = [a for a in d.arbiter.leases.values() if a.rung >= 0]
         accounts = d.arbiter.ledger.accounts
 
