@@ -187,7 +187,7 @@ class Arbiter:
     def _can_give(self, lease: Lease, now: Seconds, priority: int | None) -> bool:
         if lease.state not in _SPEAKING or lease.stuck:
             return False
-        return now - lease.since >= self.settings.min_hold or (priority is not None and lease.priority < priority)
+        return now >= lease.since + self.settings.min_hold or (priority is not None and lease.priority < priority)
 
     def _promised(self, lease: Lease) -> tuple[Charge, ...]:
         """What it will be charged when it has done what it was told."""

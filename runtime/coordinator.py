@@ -105,6 +105,9 @@ class Coordinator:
         self._written = 0
         self._records: list[Command] = []
         self._sends: list[Command] = []
+        self._unwritten: set[int] = set()
+        """Leases about which a record was lost: nothing is said about them until all is on record."""
+        self._writing: set[int] = set()
         self._unsaid: list[Send] = []
         self._said: list[Send] = []
         """That leases are free, in the last commands: said again if those could not be written down."""
@@ -125,6 +128,8 @@ class Coordinator:
             self._tell(now)
         if self._records and self._written > COMPACT_AFTER + 4 * len(self.arbiter.leases):
             self._compact()
+        whole = any(isinstance(c, Compact) for c in self._records)
+        self._writing = {*self.arbiter.leases} if whole else {c.record.lease for c in self._records if isinstance(c, Record)}
         self._said = [s for s in self._sends if isinstance(s, Send) and isinstance(s.message, Released)]
         if not self._journal_works:
             self._unsaid += self._said
@@ -166,11 +171,13 @@ class Coordinator:
             case JournalFailed():
                 self._journal_works = False
                 self._unsaid += self._said
+                self._unwritten |= self._writing
             case JournalWorks():
                 self._journal_works = self._settle = True
                 self._compact()
                 self._sends += self._unsaid
                 self._unsaid = []
+                self._unwritten.clear()
                 for lease in self.arbiter.leases.values():  # what they were to be told may not have been sent
                     if lease.connection is not None and lease.rung >= 0:
                         self.arbiter.told[lease.id] = lease
@@ -388,10 +395,7 @@ class Coordinator:
             return
         self._speak(lease, connection, now)
         lease.rung, lease.deadline, lease.wanted_by = message.rung, None, None
-        charges = self._held(lease, message.rung, message.in_use)
-        if lease.stuck:
-            charges = self.arbiter.ledger.wider(lease.resources, self.arbiter.charged(lease), charges)
-        self.arbiter.happened(lease, Happening.RECLAIM, charges)
+        self.arbiter.happened(lease, Happening.RECLAIM, self._left(lease, message.in_use))
         self.arbiter.told[lease.id] = lease
         self._settle = True
         self._all_known()
@@ -408,16 +412,9 @@ class Coordinator:
             return
         lease.rung = message.rung
         before = self.arbiter.charged(lease)
-        charges = self._held(lease, message.rung, message.in_use)
+        charges = self._left(lease, message.in_use)
         if lease.state is not State.HELD:
             lease.since, lease.deadline, lease.wanted_by = now, None, None
-            keeps = [r for r, c, n in zip(lease.resources, charges, lease.needs[lease.rung], strict=True) if c != n]
-            if keeps:
-                lease.stuck = True
-                lease.faults.add(f"keeps more on {keeps[0]} than it was left")
-                self.counters["kept"] += 1
-        if lease.stuck:
-            charges = self.arbiter.ledger.wider(lease.resources, before, charges)
         self.arbiter.happened(lease, Happening.ACK, charges)
         if charges != before:
             self._record_charge(lease)
@@ -434,8 +431,7 @@ class Coordinator:
         before = self.arbiter.charged(lease)
         charges = tuple(map(_at_least, before, _padded(message.in_use, len(before))))
         if charges != before:
-            lease.faults.add("holds more than it was granted")
-            self.counters["lied"] += 1
+            self._keeps(lease, "holds more than it was granted")
             self.arbiter.ledger.measured(lease.id, lease.resources, charges)
             self.arbiter.changed(lease)
             self._record_charge(lease)
@@ -450,8 +446,7 @@ class Coordinator:
         if lease is None:
             return
         if self.rules.measured_wins and any(message.in_use) and lease.rung >= 0:
-            lease.stuck = True
-            lease.faults.add("keeps bytes after its release")
+            self._keeps(lease, "keeps bytes after its release")
             self.arbiter.changed(lease)
             self._record_charge(lease)
             held = format_bytes(max(message.in_use))
@@ -494,11 +489,21 @@ class Coordinator:
         self.counters["stale"] += 1
         return not self.rules.generations and self._peers[connection].process == lease.process
 
-    def _held(self, lease: Lease, rung: int, in_use: Sequence[Bytes]) -> tuple[Charge, ...]:
-        """What a job on a rung is charged: what the rung needs, and what it was measured to hold."""
+    def _left(self, lease: Lease, in_use: Sequence[Bytes]) -> tuple[Charge, ...]:
+        """What a job is charged that says it is on its rung: what that needs, and what it was measured to hold. A job
+        that holds more does not give bytes back, and what it is charged does not shrink any more."""
+        needs = lease.needs[lease.rung]
         if not self.rules.measured_wins:
-            return lease.needs[rung]
-        return tuple(map(_at_least, lease.needs[rung], _padded(in_use, len(lease.resources))))
+            return needs
+        charges = tuple(map(_at_least, needs, _padded(in_use, len(needs))))
+        if charges != needs:
+            self._keeps(lease, "holds more than its rung needs")
+        return self.arbiter.ledger.wider(lease.resources, self.arbiter.charged(lease), charges) if lease.stuck else charges
+
+    def _keeps(self, lease: Lease, fault: str) -> None:
+        lease.stuck = True
+        lease.faults.add(fault)
+        self.counters["kept"] += 1
 
     # What is said.
 
@@ -510,8 +515,8 @@ class Coordinator:
                 ahead = self.arbiter.queue.index(lease)
                 self._reply(lease.connection, Queued(job=lease.job, ahead=ahead))
                 continue
-            if not self._journal_works and lease.state is not State.REVOKING:
-                continue  # told when it can be written down
+            if not self._journal_works and (lease.state is not State.REVOKING or lease.id in self._unwritten):
+                continue  # said when it can be written down
             first = lease.sequence == 0
             self._sequence += 1
             lease.epoch, lease.sequence = self.epoch, self._sequence

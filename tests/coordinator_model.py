@@ -68,23 +68,40 @@ class Client:
     alive: bool = True
     stopped: bool = False
     reaped: bool = False
-    before: int = -1
-    """The rung it moves from."""
+    keeps: bool = False
+    """Its allocator never gives bytes back."""
     step: int = 0
+    real: tuple = ()
+    """Bytes that stay and bytes of a step that it may hold just now, of each resource."""
+    names: tuple = ()
 
-    def rungs(self):
-        """Those whose bytes it may hold just now."""
+    def changed(self):
+        """It is on another rung, or dead: what does it hold?"""
         h = self.holder
-        if not self.alive or h.held < 0:
-            return ()
-        return (h.held,) if h.moving < 0 else (h.held, h.moving)
+        if not self.alive:
+            rows = []
+        elif h.held < 0:
+            rows = [self.real] if self.keeps and self.real else []
+        else:
+            rows = [self.needs[h.held]]
+            if h.moving >= 0:
+                rows.append(self.needs[h.moving])
+            if self.keeps and self.real:
+                rows.append(self.real)
+        if self.keeps:
+            self.real = tuple((max(p + t for p, t in column), 0) for column in zip(*rows, strict=True))
+        elif len(rows) == 1:
+            self.real = rows[0]
+        else:
+            self.real = tuple(
+                (max(p for p, _ in c), max(t for _, t in c)) if gated else (max(p + t for p, t in c), 0)
+                for c, gated in zip(zip(*rows, strict=True), (*self.gated, False), strict=False)
+            )
+
+    gated: tuple = ()
 
     def in_use(self):
-        rungs = self.rungs()
-        return tuple(max((n[k][0] + n[k][1] for n in map(self.needs.__getitem__, rungs)), default=0) for k in self.columns())
-
-    def columns(self):
-        return range(len(self.holder.admit.devices) + 1)
+        return tuple(p + t for p, t in self.real)
 
 
 class World:
@@ -306,7 +323,14 @@ class World:
         holder = Holder(admit, clamp=self.clamp)
         devices = len(admit.devices)
         needs = tuple((*((r.persistent, r.temp),) * devices, (r.host, 0)) for r in admit.ladder)
-        return Client(process, holder, needs)
+        return Client(
+            process,
+            holder,
+            needs,
+            keeps=not self.gated and self.rnd.random() < 0.06,
+            gated=(self.gated,) * devices,
+            names=(*admit.devices, HOST),
+        )
 
     def _job(self):
         rnd = self.rnd
@@ -349,7 +373,10 @@ class World:
         else:
             if isinstance(message, Grant | Revoke):
                 line.told = True
+            if isinstance(message, Grant | Revoke) and message.rung >= len(client.needs):
+                raise Violation("granted a rung that it does not have")
             self._say(client, client.holder.received(message, client.in_use()))
+            client.changed()
         return True
 
     def _say(self, client, messages):
@@ -364,13 +391,15 @@ class World:
     def _boundary(self, client):
         holder = client.holder
         if holder.moving >= 0:
-            target = holder.moving
-            use = tuple(sum(client.needs[target][k]) for k in client.columns())
-            self._say(client, holder.moved(use))
+            use = client.needs[holder.moving]
+            if client.keeps:
+                use = client.real
+            self._say(client, holder.moved(tuple(p + t for p, t in use)))
         else:
             client.step += 1
             if holder.boundary() is None:
                 return False
+        client.changed()
         return True
 
     def _beat(self):
@@ -386,7 +415,8 @@ class World:
         client = self._some(lambda c: c.holder.phase == "holding" and c.holder.moving < 0)
         if client is None:
             return False
-        self._say(client, client.holder.release(()))
+        self._say(client, client.holder.release(client.in_use() if client.keeps else ()))
+        client.changed()
         return True
 
     def _leave(self, client, lost):
@@ -418,6 +448,7 @@ class World:
     def _end(self, client):
         self.deaths += 1
         client.alive = client.stopped = False
+        client.changed()
         if client.line is not None:
             self._leave(client, self.rnd.randrange(len(client.line.up) + 1))
 
@@ -523,14 +554,20 @@ class World:
     def _nobody_left_behind(self):
         d = self.daemon
         for lease in d.arbiter.leases.values():
-            if lease.state not in (State.HELD, State.QUEUED):
+            gone = any(c.process == lease.process and c.holder.phase == "ended" and c.keeps for c in self.clients)
+            if lease.state not in (State.HELD, State.QUEUED) and not gone:
                 raise Violation(f"{lease.state} though everybody does what is asked")
         if d.phase != "serving":
             raise Violation(f"still {d.phase}")
         if d.arbiter.queue:
             first = d.arbiter.queue[0]
-            floors = [(a, a.needs[a.low]) for a in d.arbiter.leases.values() if a.rung >= 0 and not a.stuck]
-            if not any(c.free < 0 for c in d.arbiter.ledger.accounts.values()) and _fit(
+            accounts = d.arbiter.ledger.accounts
+            floors = [
+                (a, tuple(accounts[r].charges.get(a.id, (0, 0)) for r in a.resources) if a.stuck else a.needs[a.low])
+                for a in d.arbiter.leases.values()
+                if a.rung >= 0
+            ]
+            if not any(c.free < 0 for c in accounts.values()) and _fit(
                 d, [*floors, (first, first.needs[first.low])]
             ):
                 raise Violation("the first waiter fits beside all floors and was not admitted")
@@ -562,36 +599,23 @@ class World:
         daemon = self.daemon
         totals = dict.fromkeys(self.physical, 0)
         temps = dict.fromkeys(self.physical, 0)
-        accounts = None if daemon is None else daemon.arbiter.ledger.accounts
-        by_process = {}
-        if daemon is not None:
-            by_process = {a.process: a for a in daemon.arbiter.leases.values()}
-        gated = self.gated
+        leases = {} if daemon is None else {a.process: a.id for a in daemon.arbiter.leases.values()}
         for client in self.clients:
-            rungs = client.rungs()
-            if not rungs:
+            if not client.real:
                 continue
-            names = (*client.holder.admit.devices, HOST)
-            lease = by_process.get(client.process)
-            for k, name in enumerate(names):
-                need = [client.needs[r][k] for r in rungs]
-                if gated and name != HOST:
-                    p, t = max(n[0] for n in need), max(n[1] for n in need)
-                    totals[name] += p
-                    temps[name] = max(temps[name], t)
-                else:
-                    p, t = max(n[0] + n[1] for n in need), 0
-                    totals[name] += p
-                if accounts is not None:
-                    charge = None if lease is None else accounts[name].charges.get(lease.id)
+            lease = leases.get(client.process)
+            for name, (p, t) in zip(client.names, client.real, strict=True):
+                gated = self.gated and name != HOST
+                totals[name] += p if gated else p + t
+                if gated and t > temps[name]:
+                    temps[name] = t
+                if daemon is not None and (p or t):
+                    charge = daemon.arbiter.ledger.accounts[name].charges.get(lease)
                     if charge is None:
-                        if p or t:
-                            raise Violation(f"{client.process} holds {p} of {name} and is charged nothing")
-                    elif gated and name != HOST:
-                        if p > charge.persistent or t > charge.temp:
-                            raise Violation(f"{client.process} holds {p}+{t} of {name}, charged {charge}")
-                    elif p > charge.persistent + charge.temp:
-                        raise Violation(f"{client.process} holds {p} of {name}, charged {charge}")
+                        raise Violation(f"{client.process} holds {p + t} of {name} and is charged nothing")
+                    cp, ct = charge.persistent, charge.temp
+                    if (p > cp or t > ct) if gated else p + t > cp + ct:
+                        raise Violation(f"{client.process} holds {p}+{t} of {name}, charged {charge}")
         for name, limit in self.physical.items():
             if totals[name] + temps[name] > limit:
                 raise Violation(f"{totals[name] + temps[name]} of {name} are held, there are {limit}")
@@ -656,7 +680,7 @@ class World:
         def gives(a):
             if a.stuck or a.state not in (State.HELD, State.REVOKING):
                 return False
-            return now - a.since >= hold or a.priority < first.priority
+            return now >= a.since + hold or a.priority < first.priority
 
         floor = (first, first.needs[first.low])
         floors = [
