@@ -177,10 +177,12 @@ class Coordinator:
                 self._compact()
                 self._sends += self._unsaid
                 self._unsaid = []
-                self._unwritten.clear()
                 for lease in self.arbiter.leases.values():  # what they were to be told may not have been sent
+                    if lease.id in self._unwritten:
+                        lease.since = now
                     if lease.connection is not None and lease.rung >= 0:
                         self.arbiter.told[lease.id] = lease
+                self._unwritten.clear()
             case Stopping():
                 self.phase = "draining"
                 for lease in [*self.arbiter.queue]:
@@ -415,6 +417,7 @@ class Coordinator:
         charges = self._left(lease, message.in_use)
         if lease.state is not State.HELD:
             lease.since, lease.deadline, lease.wanted_by = now, None, None
+            self._settle = True
         self.arbiter.happened(lease, Happening.ACK, charges)
         if charges != before:
             self._record_charge(lease)

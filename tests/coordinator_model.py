@@ -157,6 +157,8 @@ class World:
         self.disk_full = False
         self.watched = set()
         self.daemon = None
+        self.told = False
+        """Something since the last check."""
         self.token = (0, 0)
         self.risen = {}
         self.crash = 0.004
@@ -173,6 +175,7 @@ class World:
         """Events for the daemon, if it is there; it may be killed anywhere in carrying out what they lead to."""
         if self.daemon is None:
             return
+        self.told = True
         commands = self.daemon.handle_all(events, self.now)
         last = self.rnd.randrange(len(commands) + 1) if commands and self.rnd.random() < self.crash else None
         blocked = False
@@ -515,7 +518,6 @@ class World:
                 if action():
                     done += 1
                     check()
-        self.events += done
         return self
 
     def settle_down(self):
@@ -563,7 +565,9 @@ class World:
             first = d.arbiter.queue[0]
             accounts = d.arbiter.ledger.accounts
             floors = [
-                (a, tuple(accounts[r].charges.get(a.id, (0, 0)) for r in a.resources) if a.stuck else a.needs[a.low])
+                (a, a.needs[a.low])
+                if a.state is State.HELD and not a.stuck
+                else (a, tuple(accounts[r].charges.get(a.id, (0, 0)) for r in a.resources))
                 for a in d.arbiter.leases.values()
                 if a.rung >= 0
             ]
@@ -595,7 +599,9 @@ class World:
     # The checker.
 
     def check(self):
-        """Every invariant that holds at any time."""
+        """Every invariant that holds at any time. What only the daemon can change is looked at when it was told
+        something."""
+        self.events += 1
         daemon = self.daemon
         totals = dict.fromkeys(self.physical, 0)
         temps = dict.fromkeys(self.physical, 0)
@@ -619,7 +625,8 @@ class World:
         for name, limit in self.physical.items():
             if totals[name] + temps[name] > limit:
                 raise Violation(f"{totals[name] + temps[name]} of {name} are held, there are {limit}")
-        if daemon is not None:
+        if daemon is not None and self.told:
+            self.told = False
             self._check_leases(daemon)
 
     def _check_leases(self, d):
