@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from jaxtensile.runtime import journal
 from jaxtensile.runtime.arbiter import Arbiter
@@ -21,7 +20,6 @@ from jaxtensile.runtime.events import (
     CapacityChanged,
     Close,
     Command,
-    Compact,
     Connected,
     Connection,
     Disconnected,
@@ -30,7 +28,6 @@ from jaxtensile.runtime.events import (
     JournalWorks,
     ProcessDied,
     Received,
-    Record,
     Restarted,
     Rules,
     Send,
@@ -63,22 +60,12 @@ from jaxtensile.runtime.messages import (
     Token,
     Welcome,
 )
+from jaxtensile.runtime.outbox import Outbox
+from jaxtensile.runtime.speakers import Peer, Speakers
 from jaxtensile.runtime.status import snapshot
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
 Phase = Literal["starting", "recovering", "serving", "draining"]
-
-COMPACT_AFTER: Final = 256
-"""Records beyond some per lease after which the journal is written anew."""
-
-
-@dataclass(slots=True, eq=False)
-class _Peer:
-    """A connection: who is at its other end, and whether it is still listened to."""
-
-    process: Process
-    welcome: bool = False
-    closed: bool = False
 
 
 class Coordinator:
@@ -93,24 +80,12 @@ class Coordinator:
         self.epoch = 0
         self.arbiter = Arbiter(capacities, self.settings, self.rules)
         self.counters: Counter[str] = Counter()
-        self._peers: dict[Connection, _Peer] = {}
-        self._jobs: dict[tuple[Process | int, str], Lease] = {}
-        self._spoke: dict[tuple[Process | int, str], Connection] = {}
-        """The last connection that asked for a job, also when its lease is no more: an earlier one is late."""
+        self._speakers = Speakers(self.rules)
+        self._outbox = Outbox(journal_first=self.rules.journal_first)
         self._terminated: set[int] = set()
         self._boot_id = ""
         self._sequence = self._last_lease = 0
         self._recovered_at: Seconds = 0.0
-        self._journal_works = True
-        self._written = 0
-        self._records: list[Command] = []
-        self._sends: list[Command] = []
-        self._unwritten: set[int] = set()
-        """Leases about which a record was lost: nothing is said about them until all is on record."""
-        self._writing: set[int] = set()
-        self._unsaid: list[Send] = []
-        self._said: list[Send] = []
-        """That leases are free, in the last commands: said again if those could not be written down."""
         self._settle = False
 
     def handle(self, event: Event, now: Seconds) -> list[Command]:
@@ -123,26 +98,29 @@ class Coordinator:
             self._handle(event, now)
         if self._settle and self.phase in ("serving", "draining"):
             self._settle = False
-            self.arbiter.settle(now, grants=self._journal_works)
+            self.arbiter.settle(now, grants=self._outbox.works)
         if self.arbiter.told:
             self._tell(now)
-        if self._records and self._written > COMPACT_AFTER + 4 * len(self.arbiter.leases):
+        if self._outbox.outgrown(len(self.arbiter.leases)):
             self._compact()
-        whole = any(isinstance(c, Compact) for c in self._records)
-        self._writing = {*self.arbiter.leases} if whole else {c.record.lease for c in self._records if isinstance(c, Record)}
-        self._said = [s for s in self._sends if isinstance(s, Send) and isinstance(s.message, Released)]
-        if not self._journal_works:
-            self._unsaid += self._said
-            self._sends = [s for s in self._sends if s not in self._said]
-        commands = [*self._records, *self._sends] if self.rules.journal_first else [*self._sends, *self._records]
-        self._records, self._sends = [], []
-        return commands
+        return self._outbox.take(self.arbiter.leases.keys())
+
+    @property
+    def journal_works(self) -> bool:
+        """Whether grants are possible, as far as the journal is concerned."""
+        return self._outbox.works
 
     @property
     def wake(self) -> Seconds | None:
         """When there is something to do though nothing happens: a ``Tick`` is due."""
-        times = [a.beat + self.settings.lease_ttl for a in self.arbiter.leases.values() if a.connection is not None and a.rung >= 0]
-        times += [a.deadline for a in self.arbiter.leases.values() if a.deadline is not None and a.id not in self._terminated]
+        times = [
+            a.beat + self.settings.lease_ttl
+            for a in self.arbiter.leases.values()
+            if a.connection is not None and a.rung >= 0
+        ]
+        times += [
+            a.deadline for a in self.arbiter.leases.values() if a.deadline is not None and a.id not in self._terminated
+        ]
         if self.phase == "recovering":
             times.append(self._recovered_at)
         if self.arbiter.recheck is not None:
@@ -169,20 +147,16 @@ class Coordinator:
             case Restarted():
                 self._restarted(event, now)
             case JournalFailed():
-                self._journal_works = False
-                self._unsaid += self._said
-                self._unwritten |= self._writing
+                self._outbox.failed()
             case JournalWorks():
-                self._journal_works = self._settle = True
-                self._compact()
-                self._sends += self._unsaid
-                self._unsaid = []
                 for lease in self.arbiter.leases.values():  # what they were to be told may not have been sent
-                    if lease.id in self._unwritten:
+                    if self._outbox.unsure(lease.id):
                         lease.since = now
                     if lease.connection is not None and lease.rung >= 0:
                         self.arbiter.told[lease.id] = lease
-                self._unwritten.clear()
+                self._outbox.restored()
+                self._compact()
+                self._settle = True
             case Stopping():
                 self.phase = "draining"
                 for lease in [*self.arbiter.queue]:
@@ -194,40 +168,34 @@ class Coordinator:
         self.epoch, self._boot_id = known.epoch + 1, event.boot_id or known.boot_id
         self._sequence, self._last_lease = known.sequence, known.lease
         for old in known.leases.values():
-            lease = _lease(old)
-            lease.state, lease.rung, lease.sequence = State.QUARANTINED, old.rung, old.sequence
-            lease.epoch, lease.since, lease.stuck = known.epoch, now, old.lease in known.stuck
-            self._jobs[self._key(lease.process, lease.job)] = lease
+            lease = journal.revived(known, old, now)
+            self._speakers.own(lease)
             self.arbiter.restore(lease, old.charges)
-            self._sends.append(Watch(lease.process))
+            self._outbox.do(Watch(lease.process))
         self.phase = "recovering" if known.leases else "serving"
         self._recovered_at = now + self.settings.recovery
         self._compact()
 
     def _connected(self, event: Connected) -> None:
-        peer = self._peers[event.connection] = _Peer(event.process)
-        if sum(not p.closed for p in self._peers.values()) > self.settings.max_clients:
+        peer = self._speakers.peers[event.connection] = Peer(event.process)
+        if sum(not p.closed for p in self._speakers.peers.values()) > self.settings.max_clients:
             peer.closed = True
             self._error(event.connection, "busy", f"{self.settings.max_clients} clients are connected", retry_after=1.0)
             self._close(event.connection)
 
     def _disconnected(self, connection: Connection) -> None:
-        peer = self._peers.pop(connection, None)
+        peer = self._speakers.gone(connection)
         if peer is None:
             return
-        if not any(other.process == peer.process for other in self._peers.values()):
-            process = self._key(peer.process, "")[0]
-            self._spoke = {key: last for key, last in self._spoke.items() if key[0] != process}
         for lease in [*self.arbiter.leases.values()]:
             if lease.connection == connection or (not self.rules.generations and lease.process == peer.process):
                 self._lost(lease, free=not self.rules.free_on_death)
 
     def _died(self, process: Process) -> None:
-        key = self._key(process, "")[0]
         for lease in [*self.arbiter.leases.values()]:
-            if self._key(lease.process, "")[0] == key:
+            if self._speakers.same(lease.process, process):
                 self._forget(lease, Happening.DIED)
-        for peer in self._peers.values():
+        for peer in self._speakers.peers.values():
             if peer.process == process:
                 peer.closed = True  # what it still said is not to be answered with a lease
 
@@ -253,7 +221,7 @@ class Coordinator:
             self._settle = True
         if self.settings.on_overdue == "terminate" and lease.id not in self._terminated:
             self._terminated.add(lease.id)
-            self._sends.append(Terminate(lease.process))
+            self._outbox.do(Terminate(lease.process))
         elif self.settings.on_overdue == "wait":
             lease.deadline = None
 
@@ -270,11 +238,10 @@ class Coordinator:
         """A lease ends."""
         charged = lease.rung >= 0
         self.arbiter.happened(lease, happening)
-        if self._jobs.get(key := self._key(lease.process, lease.job)) is lease:
-            del self._jobs[key]
+        self._speakers.disown(lease)
         self._terminated.discard(lease.id)
         if charged and lease.sequence:
-            self._record(journal.Freed(lease=lease.id))
+            self._outbox.write(journal.Freed(lease=lease.id))
         self._settle = True
         self._all_known()
 
@@ -286,7 +253,7 @@ class Coordinator:
     # Messages.
 
     def _received(self, connection: Connection, message: Request, now: Seconds) -> None:
-        peer = self._peers.get(connection)
+        peer = self._speakers.peers.get(connection)
         if peer is None or peer.closed:
             return
         if not peer.welcome:
@@ -314,11 +281,10 @@ class Coordinator:
                 self._refuse(connection, "protocol", "HELLO is said once")
 
     def _admit(self, connection: Connection, process: Process, message: Admit, now: Seconds) -> None:
-        key = self._key(process, message.job)
-        if self.rules.generations and connection < self._spoke.get(key, -1):
+        if self._speakers.late(connection, process, message.job):
             self.counters["stale"] += 1
             return
-        known = self._jobs.get(key) if self.rules.idempotent_admit else None
+        known = self._speakers.lease_of(process, message.job) if self.rules.idempotent_admit else None
         if known is not None:
             self._admit_again(known, connection, now)
             return
@@ -341,9 +307,8 @@ class Coordinator:
             priority=message.priority,
             weight=message.weight,
         )
-        lease.touched = _touched(lease)
-        self._speak(lease, connection, now)
-        self._jobs[key] = lease
+        self._speakers.speak(lease, connection, now)
+        self._speakers.own(lease)
         self.arbiter.enqueue(lease)
         self.arbiter.told[lease.id] = lease
         self._settle = True
@@ -373,9 +338,7 @@ class Coordinator:
 
     def _admit_again(self, lease: Lease, connection: Connection, now: Seconds) -> None:
         """The first answer may have been lost."""
-        if not self._may_speak(lease, connection):
-            return
-        self._speak(lease, connection, now)
+        self._speakers.speak(lease, connection, now)
         if lease.rung >= 0:
             if lease.state is not State.HELD:
                 self.arbiter.happened(lease, Happening.RECLAIM)
@@ -392,10 +355,10 @@ class Coordinator:
         if lease.rung < 0 or not lease.low <= message.rung <= lease.high or len(message.in_use) > len(lease.resources):
             self._refuse(connection, "protocol", f"lease {lease.id} was never on rung {message.rung}")
             return
-        if not self._may_speak(lease, connection):
+        if self._speakers.late(connection, process, lease.job):
             self.counters["stale"] += 1
             return
-        self._speak(lease, connection, now)
+        self._speakers.speak(lease, connection, now)
         lease.rung, lease.deadline, lease.wanted_by = message.rung, None, None
         self.arbiter.happened(lease, Happening.RECLAIM, self._left(lease, message.in_use))
         self.arbiter.told[lease.id] = lease
@@ -404,9 +367,9 @@ class Coordinator:
 
     def _ack(self, connection: Connection, message: Ack, now: Seconds) -> None:
         lease = self.arbiter.leases.get(message.lease)
-        if not self._speaks(lease, connection, message.in_use):
+        if lease is None or self._stale(lease, connection, message.in_use):
+            self.counters["stale"] += 1
             return
-        assert lease is not None
         lease.beat = now
         late = message.token != Token(lease.epoch, lease.sequence) or message.rung != lease.rung
         if late and (self.rules.fencing or not lease.low <= message.rung <= lease.high):
@@ -420,14 +383,14 @@ class Coordinator:
             self._settle = True
         self.arbiter.happened(lease, Happening.ACK, charges)
         if charges != before:
-            self._record_charge(lease)
+            self._outbox.write(journal.charge(lease, self.arbiter.charged(lease)))
             self._settle = True
 
     def _beat(self, connection: Connection, message: Beat, now: Seconds) -> None:
         lease = self.arbiter.leases.get(message.lease)
-        if not self._speaks(lease, connection, message.in_use):
+        if lease is None or self._stale(lease, connection, message.in_use):
+            self.counters["stale"] += 1
             return
-        assert lease is not None
         lease.beat, lease.step, lease.step_us, lease.peak = now, message.step, message.step_us, message.peak
         if not self.rules.measured_wins:
             return
@@ -437,7 +400,7 @@ class Coordinator:
             self._keeps(lease, "holds more than it was granted")
             self.arbiter.ledger.measured(lease.id, lease.resources, charges)
             self.arbiter.changed(lease)
-            self._record_charge(lease)
+            self._outbox.write(journal.charge(lease, self.arbiter.charged(lease)))
             self._settle = True
 
     def _release(self, connection: Connection, process: Process, message: Release) -> None:
@@ -451,7 +414,7 @@ class Coordinator:
         if self.rules.measured_wins and any(message.in_use) and lease.rung >= 0:
             self._keeps(lease, "keeps bytes after its release")
             self.arbiter.changed(lease)
-            self._record_charge(lease)
+            self._outbox.write(journal.charge(lease, self.arbiter.charged(lease)))
             held = format_bytes(max(message.in_use))
             detail = f"{held} are still held: they stay charged until the process ends"
             self._error(connection, "in use", detail, lease=lease.id)
@@ -461,36 +424,22 @@ class Coordinator:
 
     # Who may speak for a lease.
 
-    def _key(self, process: Process, job: str) -> tuple[Process | int, str]:
-        return (process if self.rules.process_identity else process.pid), job
-
     def _lease(self, connection: Connection, process: Process, number: int) -> Lease | None:
         """The lease of that number, if it is the process's own."""
         lease = self.arbiter.leases.get(number)
         if lease is None:
             self._error(connection, "unknown lease", f"there is no lease {number}: ask to be admitted", lease=number)
-        elif self._key(lease.process, "") != self._key(process, ""):
+        elif not self._speakers.same(lease.process, process):
             self.counters["not yours"] += 1
             self._error(connection, "not yours", f"lease {number} is another process's", lease=number)
             return None
         return lease
 
-    def _may_speak(self, lease: Lease, connection: Connection) -> bool:
-        return connection >= lease.claimed_by or not self.rules.generations
-
-    def _speak(self, lease: Lease, connection: Connection, now: Seconds) -> None:
-        lease.connection, lease.claimed_by, lease.beat = connection, connection, now
-        self._spoke[self._key(lease.process, lease.job)] = connection
-
-    def _speaks(self, lease: Lease | None, connection: Connection, in_use: Sequence[Bytes]) -> bool:
-        """Does the connection speak for the lease? What it says is stale if not."""
-        if lease is None or lease.rung < 0 or lease.state is State.QUARANTINED or len(in_use) > len(lease.resources):
-            self.counters["stale"] += 1
-            return False
-        if lease.connection == connection:
+    def _stale(self, lease: Lease, connection: Connection, in_use: Sequence[Bytes]) -> bool:
+        """Is what a connection says of a lease not to be listened to?"""
+        if lease.rung < 0 or lease.state is State.QUARANTINED or len(in_use) > len(lease.resources):
             return True
-        self.counters["stale"] += 1
-        return not self.rules.generations and self._peers[connection].process == lease.process
+        return not self._speakers.speaks(lease, connection)
 
     def _left(self, lease: Lease, in_use: Sequence[Bytes]) -> tuple[Charge, ...]:
         """What a job is charged that says it is on its rung: what that needs, and what it was measured to hold. A job
@@ -501,7 +450,9 @@ class Coordinator:
         charges = tuple(map(_at_least, needs, _padded(in_use, len(needs))))
         if charges != needs:
             self._keeps(lease, "holds more than its rung needs")
-        return self.arbiter.ledger.wider(lease.resources, self.arbiter.charged(lease), charges) if lease.stuck else charges
+        return (
+            self.arbiter.ledger.wider(lease.resources, self.arbiter.charged(lease), charges) if lease.stuck else charges
+        )
 
     def _keeps(self, lease: Lease, fault: str) -> None:
         lease.stuck = True
@@ -518,7 +469,7 @@ class Coordinator:
                 ahead = self.arbiter.queue.index(lease)
                 self._reply(lease.connection, Queued(job=lease.job, ahead=ahead))
                 continue
-            if not self._journal_works and (lease.state is not State.REVOKING or lease.id in self._unwritten):
+            if not self._outbox.works and (lease.state is not State.REVOKING or self._outbox.unsure(lease.id)):
                 continue  # said when it can be written down
             first = lease.sequence == 0
             self._sequence += 1
@@ -526,19 +477,21 @@ class Coordinator:
             token = Token(self.epoch, self._sequence)
             if first:
                 lease.beat = now
-                self._sends.append(Watch(lease.process))
-                self._record(self._admitted(lease))
+                self._outbox.do(Watch(lease.process))
+                self._outbox.write(journal.admission(lease, self.arbiter.charged(lease)))
             else:
-                self._record_charge(lease)
+                self._outbox.write(journal.charge(lease, self.arbiter.charged(lease)))
             if lease.state is State.REVOKING:
                 left = max((lease.deadline or now) - now, 0.0)
-                self._reply(lease.connection, Revoke(job=lease.job, lease=lease.id, token=token, rung=lease.rung, deadline=left))
+                self._reply(
+                    lease.connection, Revoke(job=lease.job, lease=lease.id, token=token, rung=lease.rung, deadline=left)
+                )
             else:
                 self._reply(lease.connection, Grant(job=lease.job, lease=lease.id, token=token, rung=lease.rung))
 
     def _reply(self, connection: Connection | None, message: Reply) -> None:
-        if connection is not None and connection in self._peers:
-            self._sends.append(Send(connection, message))
+        if connection is not None and connection in self._speakers.peers:
+            self._outbox.do(Send(connection, message))
 
     def _error(
         self,
@@ -558,46 +511,12 @@ class Coordinator:
         self._close(connection)
 
     def _close(self, connection: Connection) -> None:
-        self._peers[connection].closed = True
-        self._sends.append(Close(connection))
-
-    # What is written down.
-
-    def _record(self, record: journal.Record) -> None:
-        if self._journal_works:
-            self._records.append(Record(record))
-            self._written += 1
-
-    def _record_charge(self, lease: Lease) -> None:
-        self._record(
-            journal.Charged(
-                lease=lease.id,
-                rung=lease.rung,
-                sequence=lease.sequence,
-                charges=self.arbiter.charged(lease),
-                stuck=lease.stuck,
-            )
-        )
-
-    def _admitted(self, lease: Lease) -> journal.Admitted:
-        return journal.Admitted(
-            lease=lease.id,
-            process=lease.process,
-            job=lease.job,
-            resources=lease.resources,
-            ladder=lease.ladder,
-            low=lease.low,
-            high=lease.high,
-            priority=lease.priority,
-            weight=lease.weight,
-            rung=lease.rung,
-            sequence=lease.sequence,
-            charges=self.arbiter.charged(lease),
-        )
+        self._speakers.peers[connection].closed = True
+        self._outbox.do(Close(connection))
 
     def _compact(self) -> None:
         """The journal anew: what it said of leases that are no more is left out."""
-        held = [a for a in self.arbiter.leases.values() if a.rung >= 0]
+        held = [(a, self.arbiter.charged(a)) for a in self.arbiter.leases.values() if a.rung >= 0]
         opened = journal.Opened(
             format=journal.FORMAT,
             boot_id=self._boot_id,
@@ -605,38 +524,8 @@ class Coordinator:
             sequence=self._sequence,
             lease=self._last_lease,
         )
-        stuck = [a for a in held if a.stuck]
-        records: list[journal.Record] = [opened, *map(self._admitted, held)]
-        for lease in stuck:
-            records.append(
-                journal.Charged(
-                    lease=lease.id, rung=lease.rung, sequence=lease.sequence, charges=self.arbiter.charged(lease), stuck=True
-                )
-            )
-        self._records = [Compact(tuple(records))]
-        self._written = len(records)
-
-
-def _lease(old: journal.Admitted) -> Lease:
-    lease = Lease(
-        id=old.lease,
-        process=old.process,
-        job=old.job,
-        resources=old.resources,
-        ladder=old.ladder,
-        low=old.low,
-        high=old.high,
-        needs=needs_of(old.ladder, len(old.resources) - 1),
-        priority=old.priority,
-        weight=old.weight,
-    )
-    lease.touched = _touched(lease)
-    return lease
-
-
-def _touched(lease: Lease) -> frozenset[str]:
-    rows = [lease.needs[r] for r in range(lease.low, lease.high + 1)]
-    return frozenset(name for k, name in enumerate(lease.resources) if any(row[k].level for row in rows))
+        stuck = [journal.charge(a, charges) for a, charges in held if a.stuck]
+        self._outbox.replace((opened, *(journal.admission(a, charges) for a, charges in held), *stuck))
 
 
 def _at_least(charge: Charge, held: Bytes) -> Charge:

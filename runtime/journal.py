@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from msgspec import MsgspecError, Struct
+from msgspec import MsgspecError, Struct, structs
 from msgspec.json import Decoder, Encoder
 
 from jaxtensile.errors import CoordinatorError
-from jaxtensile.runtime.leases import Charge, Process
+from jaxtensile.runtime.leases import Charge, Lease, Process, State, needs_of
 from jaxtensile.runtime.messages import Rung
+from jaxtensile.units import Seconds
 
 FORMAT: Final = 1
 
@@ -137,7 +138,9 @@ def replay(records: Iterable[Record], boot_id: str = "") -> Replayed:
             case Charged():
                 sequence = max(sequence, record.sequence)
                 if (old := leases.get(record.lease)) is not None:
-                    leases[record.lease] = charged(old, record)
+                    leases[record.lease] = structs.replace(
+                        old, rung=record.rung, sequence=record.sequence, charges=record.charges
+                    )
                     if record.stuck:
                         stuck.add(record.lease)
             case Freed():
@@ -149,21 +152,48 @@ def replay(records: Iterable[Record], boot_id: str = "") -> Replayed:
     )
 
 
-def charged(old: Admitted, new: Charged) -> Admitted:
-    """The lease as it is after a change."""
+def admission(lease: Lease, charges: tuple[Charge, ...]) -> Admitted:
+    """The record of a lease as it is."""
     return Admitted(
-        lease=old.lease,
+        lease=lease.id,
+        process=lease.process,
+        job=lease.job,
+        resources=lease.resources,
+        ladder=lease.ladder,
+        low=lease.low,
+        high=lease.high,
+        priority=lease.priority,
+        weight=lease.weight,
+        rung=lease.rung,
+        sequence=lease.sequence,
+        charges=charges,
+    )
+
+
+def charge(lease: Lease, charges: tuple[Charge, ...]) -> Charged:
+    """The record of what a lease is charged."""
+    return Charged(lease=lease.id, rung=lease.rung, sequence=lease.sequence, charges=charges, stuck=lease.stuck)
+
+
+def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
+    """A lease as it is after a restart: charged, and nobody speaks for it yet."""
+    return Lease(
+        id=old.lease,
         process=old.process,
         job=old.job,
         resources=old.resources,
         ladder=old.ladder,
         low=old.low,
         high=old.high,
+        needs=needs_of(old.ladder, len(old.resources) - 1),
         priority=old.priority,
         weight=old.weight,
-        rung=new.rung,
-        sequence=new.sequence,
-        charges=new.charges,
+        state=State.QUARANTINED,
+        rung=old.rung,
+        sequence=old.sequence,
+        epoch=replayed.epoch,
+        since=now,
+        stuck=old.lease in replayed.stuck,
     )
 
 
@@ -174,8 +204,8 @@ class Sink(Protocol):
 
 
 class Journal:
-    """Records as lines of a sink. Raises what the sink raises; a line that was cut short is completed to a bad one
-    never: the caller starts a new file with ``compacted`` records."""
+    """Records as lines of a sink. Raises what the sink raises. A line that was cut short is never gone on with: the
+    coordinator has the journal written anew before it writes another."""
 
     __slots__ = ("_sink", "records")
 

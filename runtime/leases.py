@@ -154,8 +154,6 @@ class Lease:
     epoch: int = 0
     connection: int | None = None
     """The one that speaks for it: its generation. None only in quarantine."""
-    claimed_by: int = -1
-    """The last connection that ever spoke for it."""
     since: Seconds = 0.0
     """When it last changed its rung."""
     beat: Seconds = 0.0
@@ -164,12 +162,16 @@ class Lease:
     """The waiter that it was told to shrink for."""
     stuck: bool = False
     """Does not give bytes back: asking again is no use."""
-    touched: frozenset[str] = frozenset()
+    touched: frozenset[str] = field(init=False)
     """Resources of which any of its rungs needs bytes."""
     faults: set[str] = field(default_factory=set[str])
     step: int = 0
     step_us: int = 0
     peak: Bytes = 0
+
+    def __post_init__(self) -> None:
+        rows = self.needs[self.low : self.high + 1]
+        self.touched = frozenset(name for k, name in enumerate(self.resources) if any(row[k].level for row in rows))
 
     def slowdown(self, rung: int) -> float:
         """Seconds per step on a rung ÷ those on the fastest."""

@@ -244,7 +244,9 @@ class World:
     def _daemon_starts(self):
         if self.daemon is not None or self.disk_full:
             return False
-        records = decode(b"".join(self.journal) + self.rnd.choice((b"", b'{"what":"fre'))) if self.text else self.journal
+        records = (
+            decode(b"".join(self.journal) + self.rnd.choice((b"", b'{"what":"fre'))) if self.text else self.journal
+        )
         known = replay(records, "boot")
         self.daemon = Coordinator(self.capacities, self.settings, self.rules)
         self.watched.clear()
@@ -571,9 +573,7 @@ class World:
                 for a in d.arbiter.leases.values()
                 if a.rung >= 0
             ]
-            if not any(c.free < 0 for c in accounts.values()) and _fit(
-                d, [*floors, (first, first.needs[first.low])]
-            ):
+            if not any(c.free < 0 for c in accounts.values()) and _fit(d, [*floors, (first, first.needs[first.low])]):
                 raise Violation("the first waiter fits beside all floors and was not admitted")
 
     def everybody_goes(self):
@@ -635,7 +635,9 @@ class World:
         for name, account in arbiter.ledger.accounts.items():
             charged = account.charges.values()
             temp = [c.temp for c in charged]
-            used = sum(c.persistent for c in charged) + (max(temp, default=0) if self.gated and name != HOST else sum(temp))
+            used = sum(c.persistent for c in charged) + (
+                max(temp, default=0) if self.gated and name != HOST else sum(temp)
+            )
             last = self.counts.get(name, 0)
             if used > self.capacities[name].limit:
                 over = True
@@ -654,9 +656,11 @@ class World:
                     raise Violation(f"lease {lease.id} is on rung {lease.rung}")
                 for name, need in zip(lease.resources, lease.needs[lease.rung], strict=True):
                     charge = arbiter.ledger.accounts[name].charges.get(lease.id)
-                    if (need.persistent or need.temp) and (
-                        charge is None or charge.persistent + charge.temp < need.persistent + need.temp
-                    ) and self.rules.charge_until_ack:
+                    if (
+                        (need.persistent or need.temp)
+                        and (charge is None or charge.persistent + charge.temp < need.persistent + need.temp)
+                        and self.rules.charge_until_ack
+                    ):
                         raise Violation(f"lease {lease.id} is charged less than what it was told")
                 if lease.connection is None:
                     raise Violation(f"lease {lease.id} is {state} and nobody speaks for it")
@@ -668,7 +672,7 @@ class World:
                     lease = arbiter.leases.get(holder.lease)
                     if lease is None or lease.state is State.QUARANTINED or lease.connection != line.id:
                         raise Violation(f"{client.process} is connected and its lease is {lease and lease.state}")
-        if d.phase != "serving" or over or not d._journal_works or self.disk_full:
+        if d.phase != "serving" or over or not d.journal_works or self.disk_full:
             return
         if arbiter.queue:
             self._check_first(d, arbiter.queue[0])
@@ -691,7 +695,8 @@ class World:
 
         floor = (first, first.needs[first.low])
         floors = [
-            (a, a.needs[a.low] if a.state in (State.HELD, State.REVOKING) and not a.stuck else charged(a)) for a in others
+            (a, a.needs[a.low] if a.state in (State.HELD, State.REVOKING) and not a.stuck else charged(a))
+            for a in others
         ]
         if not _fit(d, [*floors, floor], first):
             return
@@ -723,7 +728,10 @@ class World:
                 continue
             now = lease.ladder[lease.rung].seconds
             for rung in range(lease.rung + 1, lease.high + 1):
-                if lease.ladder[rung].seconds > now * (1 - self.settings.min_gain) - 1e-12 or lease.ladder[rung].seconds >= now:
+                if (
+                    lease.ladder[rung].seconds > now * (1 - self.settings.min_gain) - 1e-12
+                    or lease.ladder[rung].seconds >= now
+                ):
                     continue
                 for name, need in zip(lease.resources, lease.needs[rung], strict=True):
                     charges = accounts[name].charges
