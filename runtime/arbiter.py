@@ -107,16 +107,6 @@ class Arbiter:
         ):
             (ids.add if member else ids.discard)(lease.id)
 
-    def _tell(self, lease: Lease, rung: int, happening: Happening, now: Seconds) -> None:
-        lease.rung = rung
-        lease.state = after(lease.state, happening)
-        if happening is Happening.GRANT:
-            lease.since, lease.deadline = now, None
-        elif lease.deadline is None:
-            lease.deadline = now + self.settings.revoke_deadline
-        self.told[lease.id] = lease
-        self.changed(lease)
-
     # Decisions.
 
     def settle(self, now: Seconds, *, grants: bool = True) -> None:

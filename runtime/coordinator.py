@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 from jaxtensile.runtime import journal
+from jaxtensile.runtime.admission import asked_for, impossible
 from jaxtensile.runtime.arbiter import Arbiter
 from jaxtensile.runtime.events import (
     CapacityChanged,
@@ -37,7 +38,7 @@ from jaxtensile.runtime.events import (
     Tick,
     Watch,
 )
-from jaxtensile.runtime.leases import HOST, Charge, Happening, Lease, Process, State, needs_of, wrong_with
+from jaxtensile.runtime.leases import Charge, Happening, Lease, Process, State
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.messages import (
     VERSION,
@@ -288,53 +289,19 @@ class Coordinator:
         if known is not None:
             self._admit_again(known, connection, now)
             return
-        reason = self._impossible(message)
+        stopping = "the coordinator is stopping" if self.phase == "draining" else ""
+        reason = stopping or impossible(message, self.arbiter.ledger)
         if reason:
             self.counters["rejected"] += 1
             self._reply(connection, Reject(job=message.job, reason=reason))
             return
         self._last_lease += 1
-        levels = [r.level for r in message.ladder]
-        lease = Lease(
-            id=self._last_lease,
-            process=process,
-            job=message.job,
-            resources=(*message.devices, HOST),
-            ladder=message.ladder,
-            low=next(k for k, level in enumerate(levels) if level >= message.floor),
-            high=max(k for k, level in enumerate(levels) if level <= message.want),
-            needs=needs_of(message.ladder, len(message.devices)),
-            priority=message.priority,
-            weight=message.weight,
-        )
+        lease = asked_for(message, self._last_lease, process)
         self._speakers.speak(lease, connection, now)
         self._speakers.own(lease)
         self.arbiter.enqueue(lease)
         self.arbiter.told[lease.id] = lease
         self._settle = True
-
-    def _impossible(self, message: Admit) -> str:
-        """Why a job can never be admitted, in one sentence; empty if it can."""
-        accounts = self.arbiter.ledger.accounts
-        unknown = [d for d in message.devices if d not in accounts or d == HOST]
-        if unknown:
-            return f"there is no device {unknown[0]!r} here, only {', '.join(sorted(accounts.keys() - {HOST}))}"
-        if len(set(message.devices)) < len(message.devices):
-            return "a device is named twice"
-        if self.phase == "draining":
-            return "the coordinator is stopping"
-        wrong = wrong_with(message.ladder, message.floor, message.want)
-        if wrong:
-            return wrong
-        rung = next(r for r in message.ladder if r.level >= message.floor)
-        for name, need in (*((d, rung.level) for d in message.devices), (HOST, rung.host)):
-            limit = accounts[name].limit if name in accounts else 0
-            if need > limit:
-                return (
-                    f"the smallest plan needs {format_bytes(need)} on {name}, which can ever grant {format_bytes(limit)}: "
-                    "bring a smaller plan"
-                )
-        return ""
 
     def _admit_again(self, lease: Lease, connection: Connection, now: Seconds) -> None:
         """The first answer may have been lost."""

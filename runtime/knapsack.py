@@ -29,7 +29,7 @@ class Row(NamedTuple):
 
     size: Bytes
     cost: float
-    index: int
+    pick: int
 
 
 class Choice(NamedTuple):
@@ -45,7 +45,7 @@ class _Label(NamedTuple):
 
     size: Bytes
     cost: float
-    index: int
+    pick: int
     before: _Label | None
 
 
@@ -85,7 +85,7 @@ def cheapest(classes: Sequence[Sequence[Row]], room: Bytes, within: float = 0.0)
 
 
 def _choice(rows: Sequence[Row], gap: float) -> Choice:
-    return Choice(tuple(row.index for row in rows), sum(row.cost for row in rows), gap)
+    return Choice(tuple(row.pick for row in rows), sum(row.cost for row in rows), gap)
 
 
 def _undominated(rows: Sequence[Row]) -> list[Row]:
@@ -190,7 +190,7 @@ def _search(
     sizes = [*accumulate((relaxed[k].size for _, k, _ in reversed(rest)), initial=0)][-2::-1]
     costs = [*accumulate((relaxed[k].cost for _, k, _ in reversed(rest)), initial=0)][-2::-1]
     paid = sum(least[k] for k in alone)
-    labels = [_Label(sum(core[k][0].size for k in alone), sum(core[k][0].cost for k in alone), -1, None)]
+    labels: list[_Label] = [_Label(sum(core[k][0].size for k in alone), sum(core[k][0].cost for k in alone), -1, None)]
     near = NEAR * abs(best)
     ceiling, winner, depth, whole = best - near, None, 0, True
     for n, (_, k, rows) in enumerate(rest):
@@ -207,7 +207,7 @@ def _search(
                 dear = cost + row.cost
                 # Above the relaxation so far, and for the bytes that nothing behind can use any more.
                 if dear + price * (new if new > floor else floor) < slack:
-                    grown.append(found := _Label(new, dear, row.index, label))
+                    grown.append(found := _Label(new, dear, row.pick, label))
                     if new <= reach and dear + cost_on < ceiling:
                         ceiling, winner, depth = dear + cost_on - near, found, n + 1
                         slack = ceiling - bound + paid
@@ -223,12 +223,12 @@ def _search(
             labels = sorted(labels, key=lambda a: a.cost + price * a.size)[:LABELS]
     if winner is None:
         return None, whole
-    picks = [row.index for row in relaxed]
+    picks = [row.pick for row in relaxed]
     for k in alone:
-        picks[k] = core[k][0].index
+        picks[k] = core[k][0].pick
     label: _Label | None = winner
     for _, k, _ in reversed(rest[:depth]):
         assert label is not None
-        picks[k], label = label.index, label.before
-    by_index = [{row.index: row for row in (*rows, old)} for rows, old in zip(core, relaxed, strict=True)]
+        picks[k], label = label.pick, label.before
+    by_index = [{row.pick: row for row in (*rows, old)} for rows, old in zip(core, relaxed, strict=True)]
     return [known[i] for known, i in zip(by_index, picks, strict=True)], whole

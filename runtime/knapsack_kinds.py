@@ -32,7 +32,7 @@ class Item(NamedTuple):
 class _Label(NamedTuple):
     cost: float
     sizes: Sizes
-    index: int
+    pick: int
     before: _Label | None
 
 
@@ -57,7 +57,7 @@ def _search(classes: list[list[Item]], room: Sizes, within: float) -> Choice | N
     if best is not None and cost - bound <= max(within, NEAR) * abs(cost):
         return Choice(tuple(best), cost, max(cost - bound, 0.0) / abs(cost) if cost else 0.0)
     ceiling, whole = cost - NEAR * abs(cost) if best is not None else cost, True
-    labels = [_Label(0.0, (0,) * len(room), -1, None)]
+    labels: list[_Label] = [_Label(0.0, (0,) * len(room), -1, None)]
     paid = 0.0
     for k, items in enumerate(classes):
         paid += least[k]
@@ -104,10 +104,9 @@ def _behind(sizes: list[Sizes], kinds: int) -> list[Sizes]:
 
 def _path(label: _Label) -> list[int]:
     picks: list[int] = []
-    at: _Label | None = label
-    while at is not None and at.before is not None:
-        picks.append(at.index)
-        at = at.before
+    while label.before is not None:
+        picks.append(label.pick)
+        label = label.before
     return picks[::-1]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import pairwise
 from typing import Final
 
 from msgspec import Struct
@@ -181,17 +180,3 @@ class Lease:
 def needs_of(ladder: tuple[Rung, ...], devices: int) -> tuple[tuple[Charge, ...], ...]:
     """What each rung needs of each device and of host memory."""
     return tuple((*(Charge(r.persistent, r.temp),) * devices, Charge(r.host)) for r in ladder)
-
-
-def wrong_with(ladder: tuple[Rung, ...], floor: Bytes, want: Bytes) -> str:
-    """What is wrong with a ladder, in one sentence; empty if nothing is."""
-    levels = [r.level for r in ladder]
-    if any(a >= b for a, b in pairwise(levels)):
-        return f"the ladder's levels must ascend: {levels[:8]}"
-    if floor > want:
-        return f"the floor of {floor} bytes is above the {want} that are wanted"
-    if levels[-1] < floor:
-        return f"no rung reaches the floor of {floor} bytes: the highest has {levels[-1]}"
-    if want < next(level for level in levels if level >= floor):
-        return f"no rung lies between the floor of {floor} bytes and the {want} that are wanted"
-    return ""
