@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 from jaxtensile.runtime import journal
 from jaxtensile.runtime.journal import Replayed
@@ -18,6 +18,8 @@ from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.messages import Reply, Request
 from jaxtensile.runtime.policy import Objective
 from jaxtensile.units import Seconds
+
+MAX_CLIENTS: Final = 1 << 10
 
 Connection = int
 """Numbered in the order in which they were accepted: a later one of a process replaces an earlier one."""
@@ -33,7 +35,7 @@ class Settings:
     min_gain: float = 0.05
     revoke_deadline: Seconds = 60.0
     on_overdue: Literal["wait", "terminate"] = "wait"
-    max_clients: int = 1024
+    max_clients: int = MAX_CLIENTS
     recovery: Seconds = 2.0
     """How long after a restart only reclaims are answered."""
 

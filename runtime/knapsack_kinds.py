@@ -16,7 +16,7 @@ from jaxtensile.units import Bytes
 
 STEPS: Final = 40
 """Of the ascent."""
-LABELS: Final = 1_024
+LABELS: Final = 1_000
 """Partial answers kept at most; each is compared with all others."""
 
 Sizes = tuple[Bytes, ...]
