@@ -128,10 +128,11 @@ class World:
         ("_disk", 0.06),
     )
 
-    def __init__(self, seed=0, rules=None, *, gated=None, most=5, text=False):
-        self.rnd = rnd = Random(seed)
+    def __init__(self, seed=0, rules=None, *, gated=None, most=5, text=False, clamp=True):
+        self.rnd = rnd = Random(seed) if isinstance(seed, int) else seed
         self.rules = rules or Rules()
-        self.clamp = True
+        self.clamp = clamp
+        """Whether jobs keep to what they hold when they come back."""
         self.text = text
         self.now = self.ticked = 0.0
         self.settings = Settings(
@@ -766,16 +767,10 @@ def _fit(d, rows, only=None):
     return True
 
 
-def violations(rules, walks, events, *, clamp=True, stop=True, first=0):
-    """How many of so many walks break an invariant; ``stop``: at the first."""
-    broken = 0
-    for seed in range(first, first + walks):
-        world = World(seed, rules)
-        world.clamp = clamp
+def broken_walks(walks, events, *, rules=None, clamp=True):
+    """The seeds of walks that break an invariant, as they are found."""
+    for seed in range(walks):
         try:
-            world.walk(events).settle_down().everybody_goes()
+            World(seed, rules, clamp=clamp).walk(events).settle_down().everybody_goes()
         except Violation:
-            broken += 1
-            if stop:
-                break
-    return broken
+            yield seed
