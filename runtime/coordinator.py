@@ -237,11 +237,10 @@ class Coordinator:
 
     def _forget(self, lease: Lease, happening: Happening) -> None:
         """A lease ends."""
-        charged = lease.rung >= 0
         self.arbiter.happened(lease, happening)
         self._speakers.disown(lease)
         self._terminated.discard(lease.id)
-        if charged and lease.sequence:
+        if lease.written:
             self._outbox.write(journal.Freed(lease=lease.id))
         self._settle = True
         self._all_known()
@@ -350,7 +349,7 @@ class Coordinator:
             self._settle = True
         self.arbiter.happened(lease, Happening.ACK, charges)
         if charges != before:
-            self._outbox.write(journal.charge(lease, self.arbiter.charged(lease)))
+            self._put_down(lease)
             self._settle = True
 
     def _beat(self, connection: Connection, message: Beat, now: Seconds) -> None:
@@ -367,13 +366,13 @@ class Coordinator:
             self._keeps(lease, "holds more than it was granted")
             self.arbiter.ledger.measured(lease.id, lease.resources, charges)
             self.arbiter.changed(lease)
-            self._outbox.write(journal.charge(lease, self.arbiter.charged(lease)))
+            self._put_down(lease)
             self._settle = True
 
     def _release(self, connection: Connection, process: Process, message: Release) -> None:
         lease = self.arbiter.leases.get(message.lease)
         if lease is None:
-            self._reply(connection, Released(lease=message.lease))  # said before, and the answer was lost
+            self._reply(connection, Released(lease=message.lease), after_record=True)  # the answer was lost
             return
         lease = self._lease(connection, process, message.lease)
         if lease is None:
@@ -381,13 +380,13 @@ class Coordinator:
         if self.rules.measured_wins and any(message.in_use) and lease.rung >= 0:
             self._keeps(lease, "keeps bytes after its release")
             self.arbiter.changed(lease)
-            self._outbox.write(journal.charge(lease, self.arbiter.charged(lease)))
+            self._put_down(lease)
             held = format_bytes(max(message.in_use))
             detail = f"{held} are still held: they stay charged until the process ends"
             self._error(connection, "in use", detail, lease=lease.id)
             return
         self._forget(lease, Happening.RELEASE)
-        self._reply(connection, Released(lease=lease.id))
+        self._reply(connection, Released(lease=lease.id), after_record=True)
 
     # Who may speak for a lease.
 
@@ -430,35 +429,34 @@ class Coordinator:
 
     def _tell(self, now: Seconds) -> None:
         """Say what was decided: one message per lease, of the state that it ended in."""
-        told, self.arbiter.told = self.arbiter.told, {}
-        for lease in told.values():
+        decided, self.arbiter.told = self.arbiter.told, {}
+        for lease in decided.values():
             if lease.rung < 0:
                 ahead = self.arbiter.queue.index(lease)
                 self._reply(lease.connection, Queued(job=lease.job, ahead=ahead))
                 continue
             if not self._outbox.works and (lease.state is not State.REVOKING or self._outbox.unsure(lease.id)):
                 continue  # said when it can be written down
-            first = lease.sequence == 0
             self._sequence += 1
-            lease.epoch, lease.sequence = self.epoch, self._sequence
-            token = Token(self.epoch, self._sequence)
-            if first:
+            if not lease.sequence:
                 lease.beat = now
                 self._outbox.do(Watch(lease.process))
-                self._outbox.write(journal.admission(lease, self.arbiter.charged(lease)))
-            else:
-                self._outbox.write(journal.charge(lease, self.arbiter.charged(lease)))
+            lease.epoch, lease.sequence = self.epoch, self._sequence
+            token = Token(self.epoch, self._sequence)
+            more = self.arbiter.charged(lease) != lease.written
+            if more:
+                self._put_down(lease)
             if lease.state is State.REVOKING:
                 left = max((lease.deadline or now) - now, 0.0)
-                self._reply(
-                    lease.connection, Revoke(job=lease.job, lease=lease.id, token=token, rung=lease.rung, deadline=left)
-                )
+                told = Revoke(job=lease.job, lease=lease.id, token=token, rung=lease.rung, deadline=left)
+                self._reply(lease.connection, told, after_record=more)
             else:
-                self._reply(lease.connection, Grant(job=lease.job, lease=lease.id, token=token, rung=lease.rung))
+                told = Grant(job=lease.job, lease=lease.id, token=token, rung=lease.rung)
+                self._reply(lease.connection, told, after_record=True)
 
-    def _reply(self, connection: Connection | None, message: Reply) -> None:
+    def _reply(self, connection: Connection | None, message: Reply, *, after_record: bool = False) -> None:
         if connection is not None and connection in self._speakers.peers:
-            self._outbox.do(Send(connection, message))
+            self._outbox.do(Send(connection, message, after_record))
 
     def _error(
         self,
@@ -481,18 +479,31 @@ class Coordinator:
         self._speakers.peers[connection].closed = True
         self._outbox.do(Close(connection))
 
+    def _put_down(self, lease: Lease) -> None:
+        """What a lease is charged goes on record; the first time with all that it is."""
+        charges = self.arbiter.charged(lease)
+        record = journal.charge(lease, charges) if lease.written else journal.admission(lease, charges)
+        if self._outbox.write(record):
+            lease.written = charges
+
     def _compact(self) -> None:
         """The journal anew: what it said of leases that are no more is left out."""
-        held = [(a, self.arbiter.charged(a)) for a in self.arbiter.leases.values() if a.rung >= 0]
-        opened = journal.Opened(
-            format=journal.FORMAT,
-            boot_id=self._boot_id,
-            epoch=self.epoch,
-            sequence=self._sequence,
-            lease=self._last_lease,
-        )
-        stuck = [journal.charge(a, charges) for a, charges in held if a.stuck]
-        self._outbox.replace((opened, *(journal.admission(a, charges) for a, charges in held), *stuck))
+        records: list[journal.Record] = [
+            journal.Opened(
+                format=journal.FORMAT,
+                boot_id=self._boot_id,
+                epoch=self.epoch,
+                sequence=self._sequence,
+                lease=self._last_lease,
+            )
+        ]
+        for lease in self.arbiter.leases.values():
+            if lease.rung >= 0:
+                lease.written = self.arbiter.charged(lease)
+                records.append(journal.admission(lease, lease.written))
+                if lease.stuck:
+                    records.append(journal.charge(lease, lease.written))
+        self._outbox.replace(tuple(records))
 
 
 def _at_least(charge: Charge, held: Bytes) -> Charge:

@@ -1,8 +1,8 @@
 """What happens to a coordinator, and what does it have done?
 
 Invariant: both are plain values. The server turns sockets, clocks and dead processes into events, and carries commands
-out in their order. When a ``Record`` or ``Compact`` cannot be written, no GRANT and no RELEASED behind it is sent, and
-``JournalFailed`` is the next event.
+out in their order. When a ``Record`` or ``Compact`` cannot be written, nothing that is to be said ``after_record`` is
+sent any more in that batch, and ``JournalFailed`` is the next event.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class JournalFailed:
-    """A record was not written, and no GRANT or RELEASED behind it was sent."""
+    """A record was not written, and nothing that was to be said after it was sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +145,8 @@ Event = (
 class Send:
     connection: Connection
     message: Reply
+    after_record: bool = False
+    """Not to be sent when a record before it was not written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,6 +194,7 @@ def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
         epoch=replayed.epoch,
         since=now,
         stuck=old.lease in replayed.stuck,
+        written=old.charges,
     )
 
 

@@ -163,6 +163,8 @@ class Lease:
     """Does not give bytes back: asking again is no use."""
     touched: frozenset[str] = field(init=False)
     """Resources of which any of its rungs needs bytes."""
+    written: tuple[Charge, ...] = ()
+    """What it is charged by the journal, as far as is known; empty: the journal does not know of it."""
     faults: set[str] = field(default_factory=set[str])
     step: int = 0
     step_us: int = 0

@@ -36,11 +36,12 @@ class Outbox:
         self._last: tuple[set[int], list[Command]] = (set(), [])
         """Of the last batch: the leases that were written about, and those said to be free."""
 
-    def write(self, record: journal.Record) -> None:
-        """Append to the journal. What cannot be written is in what it is replaced by when it works again."""
+    def write(self, record: journal.Record) -> bool:
+        """Append to the journal, if it works. What is not written is in what replaces it when it works again."""
         if self.works:
             self._records.append(Record(record))
             self._written += 1
+        return self.works
 
     def replace(self, records: tuple[journal.Record, ...]) -> None:
         """The journal anew; it says all that was to be written in this batch."""

@@ -33,7 +33,7 @@ from jaxtensile.runtime.holder import Holder
 from jaxtensile.runtime.journal import decode, encode, replay
 from jaxtensile.runtime.leases import HOST, Process, State
 from jaxtensile.runtime.ledger import Capacity
-from jaxtensile.runtime.messages import Ack, Admit, Beat, Grant, Reclaim, Release, Released, Revoke, Rung, Status, Token
+from jaxtensile.runtime.messages import Ack, Admit, Beat, Grant, Reclaim, Release, Revoke, Rung, Status, Token
 from jaxtensile.runtime.policy import OBJECTIVES
 
 SPEAKING = (State.HELD, State.REVOKING, State.OVERDUE)
@@ -192,9 +192,9 @@ class World:
 
     def _carry_out(self, command, blocked):
         match command:
-            case Send(connection=k, message=message):
+            case Send(connection=k, message=message, after_record=after_record):
                 line = self.lines.get(k)
-                if blocked and isinstance(message, Grant | Released):
+                if blocked and after_record:
                     return False
                 if isinstance(message, Grant | Revoke):
                     self._sent(message)
