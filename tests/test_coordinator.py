@@ -79,13 +79,9 @@ def test_every_invariant_holds_on_random_walks(part, record_property):
 
 
 def test_a_walk_is_the_same_every_time():
-    one, other = World(3).walk(500), World(3).walk(500)
-    assert (one.now, one.events, one.token, len(one.journal)) == (
-        other.now,
-        other.events,
-        other.token,
-        len(other.journal),
-    )
+    one, other = (World(3).walk(500) for _ in range(2))
+    assert (one.now, one.events, one.token) == (other.now, other.events, other.token)
+    assert one.journal == other.journal
 
 
 @pytest.mark.parametrize("left_out", [f.name for f in dataclasses.fields(Rules)])
@@ -131,9 +127,7 @@ class Coordination(RuleBasedStateMachine):
     def step(self, n):
         self.act(*["_step"] * n)
 
-    @rule(
-        what=st.sampled_from(["_beat", "_finish", "_kill", "_hang_up", "_stop", "_say_again", "_mischief", "_resize"])
-    )
+    @rule(what=st.sampled_from("_beat _finish _kill _hang_up _stop _say_again _mischief _resize".split()))
     def something(self, what):
         self.act(what)
 
@@ -168,12 +162,14 @@ Coordination.TestCase.settings = settings(max_examples=40, stateful_step_count=6
 TestCoordination = Coordination.TestCase
 
 
-def test_the_checker_sees_bytes_that_nobody_is_charged():
-    world = World(1).walk(300)
-    lease = next(a for a in world.daemon.arbiter.leases.values() if a.rung >= 0)
-    world.daemon.arbiter.ledger.release(lease.id, lease.resources)
-    world.told = True
-    with pytest.raises(Violation):
+@pytest.mark.parametrize("seed", range(4))
+def test_the_checker_sees_bytes_that_nobody_is_charged(seed):
+    world = World(seed)
+    while world.daemon is None or not any(p + t for c in world.clients for p, t in c.real):
+        world.walk(1)
+    for lease in world.daemon.arbiter.leases.values():
+        world.daemon.arbiter.ledger.release(lease.id, lease.resources)
+    with pytest.raises(Violation, match="charged nothing"):
         world.check()
 
 
@@ -249,12 +245,6 @@ def test_a_job_alone_gets_what_it_wants_written_down_before_it_is_said():
 
 
 def test_a_second_job_waits_until_the_first_has_shrunk():
-    desk = Desk()
-    first = desk.admit(1)
-    desk.admit(2)
-    told = desk.said(Revoke, to=1)[0]
-    assert (desk.said(Grant, to=2) and told.rung == 0) or desk.said(Queued, to=2)
-    assert desk.charged() == 12 or desk.lease(2).state is State.QUEUED
     desk = Desk(capacity=9)
     first = desk.admit(1)
     assert isinstance(desk.admit(2), Queued)
@@ -367,17 +357,20 @@ def test_nobody_is_asked_inside_the_minimum_hold_but_for_a_higher_class():
     assert desk.said(Revoke, to=1)
 
 
-def test_surplus_moves_only_for_a_gain_that_is_worth_it():
-    small = (Rung(persistent=4, seconds=1.04), Rung(persistent=8, seconds=1.0))
-    for gain, moved in ((0.05, True), (0.5, False)):
-        desk = Desk(min_gain=gain, capacity=12)
-        desk.admit(1, ladder=small)
-        assert desk.lease(1).rung == (0 if gain == 0.5 or gain > 0.04 else 1)
-        desk = Desk(min_gain=0.01, capacity=12)
-        desk.admit(1, ladder=small)
-        desk.it.settings = desk.it.arbiter.settings = dataclasses.replace(desk.it.settings, min_gain=gain)
-        desk.admit(2)
-        assert bool(desk.said(Revoke, to=1)) == moved
+@pytest.mark.parametrize(("gain", "moved"), [(0.05, True), (0.4, False)])
+def test_surplus_moves_only_for_a_gain_that_is_worth_it(gain, moved):
+    """The second job would gain far more than the first, which has the bytes, would lose."""
+    desk = Desk(min_gain=gain)
+    desk.admit(1, ladder=(Rung(persistent=4, seconds=1.7), Rung(persistent=8, seconds=1.0)), weight=0.1)
+    desk.admit(2, ladder=(Rung(persistent=4, seconds=1.5), Rung(persistent=8, seconds=1.0)))
+    assert desk.lease(2).rung == 0
+    assert bool(desk.said(Revoke, to=1)) == moved
+
+
+def test_a_rung_that_is_hardly_faster_is_not_gone_up_to():
+    ladder = (Rung(persistent=4, seconds=1.04), Rung(persistent=8, seconds=1.0))
+    assert Desk(min_gain=0.05).admit(1, ladder=ladder).rung == 0
+    assert Desk(min_gain=0.01).admit(1, ladder=ladder).rung == 1
 
 
 def test_asking_again_is_answered_with_the_same_lease():
