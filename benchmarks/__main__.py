@@ -29,6 +29,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "optimality": (["optimality.run"], ["optimality.run", "--quick"]),
     "papers": (["papers.run"], None),
     "pack": (["pack.run"], ["pack.run", "--quick"]),
+    "coordinator-policy": (["coordinator.policy"], ["coordinator.policy", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""
 

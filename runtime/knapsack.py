@@ -20,6 +20,8 @@ from jaxtensile.units import Bytes
 
 LABELS: Final = 4_096
 """Partial answers kept at most; beyond, those with the best bounds."""
+HURRIED: Final = 128
+"""The same where an answer need not be the best."""
 NEAR: Final = 1e-12
 """Costs as near as this, relative, are equal."""
 
@@ -79,9 +81,9 @@ def cheapest(classes: Sequence[Sequence[Row]], room: Bytes, within: float = 0.0)
     ]
     if not all(core):
         return _choice(chosen, 0.0)
-    found, whole = _search(core, least, price, room, bound, best, relaxed)
-    found = found or chosen
-    return _choice(found, 0.0 if whole else gap / abs(best))
+    found, whole = _search(core, least, price, room, bound, best, relaxed, within)
+    choice = _choice(found or chosen, 0.0)
+    return choice if whole else choice._replace(gap=max(choice.cost - bound, 0.0) / abs(choice.cost))
 
 
 def _choice(rows: Sequence[Row], gap: float) -> Choice:
@@ -175,9 +177,11 @@ def _search(
     bound: float,
     best: float,
     relaxed: list[Row],
+    within: float,
 ) -> tuple[list[Row] | None, bool]:
     """The dynamic programme over what is left of the classes: a better answer than ``best``, if there is one, and
-    whether all of them were seen. First come the classes in which another item is the least loss."""
+    whether all of them were seen; it ends with one that is near enough. First come the classes in which another item
+    is the least loss."""
     alone = [k for k, rows in enumerate(core) if len(rows) == 1]
     rest = sorted(
         (sorted(row.cost + price * row.size for row in rows)[1] - least[k], k, rows)
@@ -193,7 +197,11 @@ def _search(
     labels: list[_Label] = [_Label(sum(core[k][0].size for k in alone), sum(core[k][0].cost for k in alone), -1, None)]
     near = NEAR * abs(best)
     ceiling, winner, depth, whole = best - near, None, 0, True
+    most_labels = LABELS if not within else min(LABELS, HURRIED)
     for n, (_, k, rows) in enumerate(rest):
+        if ceiling - bound <= within * abs(ceiling):
+            whole = not within and whole
+            break
         paid += least[k]
         roof, floor, reach, cost_on = room - fewest[n], room - most[n], room - sizes[n], costs[n]
         slack = ceiling - bound + paid
@@ -218,9 +226,9 @@ def _search(
             if label.cost < cheap:
                 labels.append(label)
                 cheap = label.cost
-        if len(labels) > LABELS:
+        if len(labels) > most_labels:
             whole = False
-            labels = sorted(labels, key=lambda a: a.cost + price * a.size)[:LABELS]
+            labels = sorted(labels, key=lambda a: a.cost + price * a.size)[:most_labels]
     if winner is None:
         return None, whole
     picks = [row.pick for row in relaxed]

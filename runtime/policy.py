@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heapreplace
 from typing import Final, Literal, get_args
 
 from jaxtensile.runtime.knapsack_kinds import Item, Sizes, cheapest_of
@@ -157,11 +158,11 @@ def _problems(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> Iterator[_P
         sizes: dict[int, tuple[Sizes, ...]] = {}
         allowed: list[tuple[int, ...]] = []
         for c in claims:
+            columns = [column[r] for r in c.resources]
             rows: list[Sizes] = []
             for o in c.options:
                 row = [0] * len(names)
-                for name, need in zip(c.resources, o.needs, strict=True):
-                    k = column[name]
+                for k, need in zip(columns, o.needs, strict=True):
                     row[k] = need.persistent if gated[k] else need.persistent + need.temp
                 rows.append(tuple(row))
             sizes[c.id] = tuple(rows)
@@ -227,22 +228,25 @@ def _max_min(
     """Whoever has the least surplus goes up to the next larger one, until none fits. Nobody goes up from the best
     possible least surplus before all are there, so where larger levels need more the least one is the largest."""
     by_id = {c.id: c for c in group}
-    climbing = {
+    above = {
         c.id: sorted(allowed[c.id], key=lambda n: (c.options[n].level, sizes[c.id][n]), reverse=True) for c in group
     }
-    while climbing:
-        k = min(climbing, key=lambda k: (_surplus(by_id[k], shares[k]), by_id[k].arrived))
-        options, above = by_id[k].options, climbing[k]
-        while above:
-            new = above.pop()
-            if options[new].level <= options[shares[k]].level:
+    heap = [(_surplus(c, shares[c.id]), c.arrived, c.id) for c in group]
+    heapify(heap)
+    while heap:
+        _, arrived, k = heap[0]
+        options, now = by_id[k].options, shares[k]
+        while above[k]:
+            new = above[k].pop()
+            if options[new].level <= options[now].level:
                 continue
-            rest = [f + a - b for f, a, b in zip(left, sizes[k][shares[k]], sizes[k][new], strict=True)]
+            rest = [f + a - b for f, a, b in zip(left, sizes[k][now], sizes[k][new], strict=True)]
             if min(rest) >= 0:
                 shares[k], left = new, rest
+                heapreplace(heap, (_surplus(by_id[k], new), arrived, k))
                 break
         else:
-            del climbing[k]
+            heappop(heap)
     return left
 
 
