@@ -74,7 +74,8 @@ def test_every_invariant_holds_on_random_walks(part, record_property):
         world = World(seed, text=seed % 8 == 0)
         world.walk(2_000).settle_down().everybody_goes()
         seed, events, kills, deaths = seed + 1, events + world.events, kills + world.kills, deaths + world.deaths
-    record_property("coordinator", f"{events} events, {kills} daemon kills, {deaths} process deaths")
+    for what, count in (("events", events), ("daemon kills", kills), ("process deaths", deaths)):
+        record_property(f"coordinator: {what}", count)
     assert kills > events // 1_000 and deaths > events // 1_000
 
 
