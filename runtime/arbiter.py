@@ -39,6 +39,8 @@ class Arbiter:
         self.hungry: set[int] = set()
         """Held, and below what is wanted."""
         self.revoking: set[int] = set()
+        self.above: set[int] = set()
+        """Those that speak and have more than their floor: who can give up bytes, now or after their minimum hold."""
         self.told: dict[int, Lease] = {}
         """Whose rung was decided since the coordinator last asked."""
         self.recheck: Seconds | None = None
@@ -79,6 +81,7 @@ class Arbiter:
             self.floors.release(lease.id, lease.resources)
             self.hungry.discard(lease.id)
             self.revoking.discard(lease.id)
+            self.above.discard(lease.id)
             self.told.pop(lease.id, None)
             del self.leases[lease.id]
         else:
@@ -104,6 +107,7 @@ class Arbiter:
         for ids, member in (
             (self.hungry, lease.state is State.HELD and lease.rung < lease.high),
             (self.revoking, lease.state is State.REVOKING),
+            (self.above, speaks and lease.rung > lease.low),
         ):
             (ids.add if member else ids.discard)(lease.id)
 
@@ -120,8 +124,8 @@ class Arbiter:
             if self.hungry:
                 self._spread(now, held_back)
         self.recheck = None
-        if over or self.queue or self.hungry:
-            ends = (a.since + self.settings.min_hold for a in self.leases.values() if a.state in _SPEAKING)
+        if self.above and (over or self.queue or self.hungry):
+            ends = (self.leases[k].since + self.settings.min_hold for k in self.above)
             self.recheck = min((end for end in ends if end > now), default=None)
 
     def _tell(self, lease: Lease, rung: int, happening: Happening, now: Seconds) -> None:
@@ -145,8 +149,8 @@ class Arbiter:
     def _drain(self, now: Seconds, over: set[str]) -> None:
         """Bring what is charged down to what there is, as far as the jobs can give up bytes."""
         if not self._shrink(now, over, {}, None, None):
-            for lease in [a for a in self.leases.values() if a.touched & over and self._can_give(a, now, None)]:
-                if lease.rung > lease.low:
+            for lease in [self.leases[k] for k in sorted(self.above)]:
+                if lease.touched & over and self._can_give(lease, now, None):
                     self._revoke(lease, lease.low, now)
 
     def _admit(self, now: Seconds) -> set[str]:
@@ -192,9 +196,10 @@ class Arbiter:
         waiter: int | None,
     ) -> bool:
         """Ask jobs to shrink so that ``extra`` fits on ``resources``; False if that is impossible as yet."""
-        touching = [a for a in self.leases.values() if a.rung >= 0 and not a.touched.isdisjoint(resources)]
+        asked = [self.leases[k] for k in sorted(self.above | self.revoking)]
+        touching = [a for a in asked if not a.touched.isdisjoint(resources)]
         promised = {a.id: self._promised(a) for a in touching}
-        able = [a for a in touching if self._can_give(a, now, priority)]
+        able = [a for a in touching if a.id in self.above and self._can_give(a, now, priority)]
         ids = {a.id for a in able}
         rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
         if any(room.free < room.temp for room in rooms.values()):
@@ -324,16 +329,16 @@ class Arbiter:
 
     def _higher(self, lease: Lease, charges: tuple[Charge, ...]) -> list[Option]:
         """The rungs that are worth going up to; charged what covers the way there."""
-        most = lease.slowdown(lease.rung) * (1 - self.settings.min_gain)
+        most = lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
         return [
             _option(lease, r, self.ledger.wider(lease.resources, charges, lease.needs[r]))
             for r in range(lease.rung + 1, lease.high + 1)
-            if lease.slowdown(r) <= most
+            if lease.slowdowns[r] <= most
         ]
 
 
 def _option(lease: Lease, rung: int, needs: tuple[Charge, ...]) -> Option:
-    return Option(rung, needs, lease.slowdown(rung), lease.ladder[rung].level)
+    return Option(rung, needs, lease.slowdowns[rung], lease.ladder[rung].level)
 
 
 def _claim(lease: Lease, options: Iterable[Option]) -> Claim:

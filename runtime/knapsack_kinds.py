@@ -38,11 +38,13 @@ class _Label(NamedTuple):
 
 def cheapest_of(classes: Sequence[Sequence[Item]], room: Sequence[Bytes], within: float = 0.0) -> Choice | None:
     """The cheapest choice within ``room`` of every kind; None if none was found."""
-    kinds = [k for k, most in enumerate(room) if sum(max(i.sizes[k] for i in c) for c in classes) > most]
-    if any(sum(min(i.sizes[k] for i in c) for c in classes) > room[k] for k in kinds):
+    # Most and fewest bytes of each kind: where even the most fits, that kind decides nothing.
+    edges = [[(max(column), min(column)) for column in zip(*(i.sizes for i in c), strict=True)] for c in classes]
+    kinds = [k for k, most in enumerate(room) if sum(edge[k][0] for edge in edges) > most]
+    if any(sum(edge[k][1] for edge in edges) > room[k] for k in kinds):
         return None
     if len(kinds) <= 1:
-        k, most = (kinds[0], room[kinds[0]]) if kinds else (0, sum(max(i.sizes[0] for i in c) for c in classes))
+        k, most = (kinds[0], room[kinds[0]]) if kinds else (0, sum(edge[0][0] for edge in edges))
         return cheapest([[Row(i.sizes[k], i.cost, n) for n, i in enumerate(c)] for c in classes], most, within)
     cut = [[Item(tuple(i.sizes[k] for k in kinds), i.cost) for i in c] for c in classes]
     return _search(cut, tuple(room[k] for k in kinds), within)

@@ -161,6 +161,8 @@ class Lease:
     """The waiter that it was told to shrink for."""
     stuck: bool = False
     """Does not give bytes back: asking again is no use."""
+    slowdowns: tuple[float, ...] = field(init=False)
+    """Seconds per step on each rung ÷ those on the fastest."""
     touched: frozenset[str] = field(init=False)
     """Resources of which any of its rungs needs bytes."""
     written: tuple[Charge, ...] = ()
@@ -171,12 +173,10 @@ class Lease:
     peak: Bytes = 0
 
     def __post_init__(self) -> None:
+        fastest = min(r.seconds for r in self.ladder)
+        self.slowdowns = tuple(r.seconds / fastest for r in self.ladder)
         rows = self.needs[self.low : self.high + 1]
         self.touched = frozenset(name for k, name in enumerate(self.resources) if any(row[k].level for row in rows))
-
-    def slowdown(self, rung: int) -> float:
-        """Seconds per step on a rung ÷ those on the fastest."""
-        return self.ladder[rung].seconds / min(r.seconds for r in self.ladder)
 
 
 def needs_of(ladder: tuple[Rung, ...], devices: int) -> tuple[tuple[Charge, ...], ...]:

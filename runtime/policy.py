@@ -149,6 +149,7 @@ def _problems(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> Iterator[_P
     names = sorted({r for c in claims for r in c.resources})
     column = {name: k for k, name in enumerate(names)}
     gated = [rooms[name].gated for name in names]
+    blank = [0] * len(names)
     temps = [0]
     if any(gated):
         outside = max(rooms[name].temp for name in names if rooms[name].gated)
@@ -161,7 +162,7 @@ def _problems(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> Iterator[_P
             columns = [column[r] for r in c.resources]
             rows: list[Sizes] = []
             for o in c.options:
-                row = [0] * len(names)
+                row = blank[:]
                 for k, need in zip(columns, o.needs, strict=True):
                     row[k] = need.persistent if gated[k] else need.persistent + need.temp
                 rows.append(tuple(row))
@@ -183,9 +184,8 @@ def _temps(claim: Claim, option: Option, rooms: Mapping[str, Room]) -> list[Byte
 
 def _divide(problem: _Problem, objective: Objective) -> Shares | None:
     shares: Shares = {c.id: options[0] for c, options in zip(problem.claims, problem.options, strict=True)}
-    left = list(problem.room)
-    for c in problem.claims:
-        left = [a - b for a, b in zip(left, problem.sizes[c.id][shares[c.id]], strict=True)]
+    floors = [problem.sizes[k][n] for k, n in shares.items()]
+    left = [room - sum(column) for room, column in zip(problem.room, zip(*floors, strict=True), strict=True)]
     if min(left, default=0) < 0:
         return None
     allowed = {c.id: options for c, options in zip(problem.claims, problem.options, strict=True)}
@@ -206,16 +206,15 @@ def _least_slowdown(
     shares: Shares,
     left: list[Bytes],
 ) -> list[Bytes]:
-    room = [*left]
-    for c in group:
-        room = [a + b for a, b in zip(room, sizes[c.id][shares[c.id]], strict=True)]
+    floors = [sizes[c.id][shares[c.id]] for c in group]
+    room = [a + sum(column) for a, column in zip(left, zip(*floors, strict=True), strict=True)]
     classes = [[Item(sizes[c.id][n], c.weight * c.options[n].slowdown) for n in allowed[c.id]] for c in group]
     choice = cheapest_of(classes, room, 0.0 if len(group) <= EXACT else WITHIN)
     assert choice is not None, "the first options fit"
     for c, pick in zip(group, choice.picks, strict=True):
         shares[c.id] = allowed[c.id][pick]
-        room = [a - b for a, b in zip(room, sizes[c.id][shares[c.id]], strict=True)]
-    return room
+    chosen = [sizes[c.id][shares[c.id]] for c in group]
+    return [a - sum(column) for a, column in zip(room, zip(*chosen, strict=True), strict=True)]
 
 
 def _max_min(

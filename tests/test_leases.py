@@ -69,4 +69,4 @@ def test_a_lease_knows_what_it_can_touch_and_how_slow_its_rungs_are():
         weight=1.0,
     )
     assert lease.touched == {"cuda:0"}
-    assert [lease.slowdown(r) for r in range(2)] == [2.0, 1.0]
+    assert lease.slowdowns == (2.0, 1.0)
