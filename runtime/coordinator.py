@@ -380,6 +380,7 @@ class Coordinator:
         if self.rules.measured_wins and any(message.in_use) and lease.rung >= 0:
             self._keeps(lease, "keeps bytes after its release")
             self.arbiter.changed(lease)
+            self._settle = True  # it is guaranteed no more than it has
             self._put_down(lease)
             held = format_bytes(max(message.in_use))
             detail = f"{held} are still held: they stay charged until the process ends"
