@@ -204,7 +204,7 @@ class Coordinator:
         for lease in [*self.arbiter.leases.values()]:
             if lease.rung < 0:
                 continue
-            if lease.connection is not None and now - lease.beat > self.settings.lease_ttl:
+            if lease.connection is not None and now >= lease.beat + self.settings.lease_ttl:
                 self.counters["silent"] += 1
                 self._close(lease.connection)
                 self._lost(lease, free=not self.rules.ttl_quarantines)

@@ -169,9 +169,9 @@ def _problems(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> Iterator[_P
             sizes[c.id] = tuple(rows)
             fit = range(len(c.options))
             if any(gated):
-                fit = sorted(
-                    (n for n in fit if max(_temps(c, c.options[n], rooms)) <= temp), key=lambda n: (sum(rows[n]), n)
-                )
+                able = [n for n in fit if max(_temps(c, c.options[n], rooms)) <= temp]
+                # The least on the devices, whatever it takes of the host, as without turns.
+                fit = sorted(able, key=lambda n: (sum(s for s, g in zip(rows[n], gated, strict=True) if g), rows[n], n))
             allowed.append(tuple(fit))
         if all(allowed):
             room = tuple(rooms[name].free - (temp if rooms[name].gated else 0) for name in names)

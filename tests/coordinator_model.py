@@ -270,10 +270,18 @@ class World:
         return True
 
     def _tick(self):
+        wake = None if self.daemon is None else self.daemon.wake
         self.now += self.rnd.choice((0.01, 0.5, 1.0, 2.5, 4.0))
+        if wake is not None and self.now < wake < self.now + 1.0 and self.rnd.random() < 0.5:
+            self.now = wake  # to the very moment
+        self._ticked()
+        return True
+
+    def _ticked(self):
         self.tell(Tick())
         self.ticked = self.now
-        return True
+        if self.daemon is not None and self.daemon.wake is not None and self.daemon.wake <= self.now:
+            raise Violation("it wakes up, and has nothing to do but to wake up again")
 
     def _reap(self):
         """A pidfd fires."""
@@ -550,8 +558,7 @@ class World:
                     self._say(client, [Beat(lease=client.holder.lease, step=0, step_us=0, in_use=use, peak=0)])
             while self._hear():
                 self.check()
-            self.tell(Tick())
-            self.ticked = self.now
+            self._ticked()
             self.check()
         self._nobody_left_behind()
         return self
