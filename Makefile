@@ -29,7 +29,8 @@ bench: $(COMPILERS) ## the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
 soak: $(COMPILERS) ## the long sweeps, hours: every peer of every workload, many budgets; goes on where it stopped
-	JAXTENSILE_SOAK=1 $(BIN)/python -m pytest -n 2 tests/test_libraries.py tests/test_differential_loops.py
+	JAXTENSILE_SOAK=1 $(BIN)/python -m pytest -n 2 tests/test_libraries.py tests/test_differential_loops.py \
+	  tests/test_coordinator.py
 	$(BIN)/python -m benchmarks dominance promise $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format

@@ -31,6 +31,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "estimate": (["estimate.run"], None),
     "rss": (["estimate.rss"], None),
     "pack": (["pack.run"], ["pack.run", "--quick"]),
+    "coordinator-policy": (["coordinator.policy"], ["coordinator.policy", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""
 

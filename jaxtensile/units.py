@@ -33,6 +33,7 @@ _FACTORS: Final[dict[str, int]] = {
     "gib": GIB,
     "tib": TIB,
 }
+_SECONDS: Final[dict[str, float]] = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 _SIZE: Final = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*|%)\s*")
 
 
@@ -64,6 +65,24 @@ def parse_bytes(text: int | float | str, *, capacity: Bytes | None = None) -> By
     if factor is None:
         raise ValueError(f"unknown unit {unit!r} in {text!r}: use B, KB, MB, GB, TB, KiB, MiB, GiB, TiB or %")
     return int(number * factor)
+
+
+def parse_seconds(text: int | float | str) -> Seconds:
+    """Seconds meant by ``2.5``, ``"500ms"``, ``"10s"``, ``"5m"`` or ``"1h"``.
+
+    Raises ``ValueError`` with the value and the accepted forms.
+    """
+    if isinstance(text, bool):
+        raise ValueError(f"a time must be a number of seconds or a text like '10s', not {text!r}")
+    if isinstance(text, str):
+        match = _SIZE.fullmatch(text)
+        factor = None if match is None else _SECONDS.get(match[2])
+        if match is None or factor is None:
+            raise ValueError(f"cannot read {text!r} as a time: write seconds (2.5), '500ms', '10s', '5m' or '1h'")
+        text = float(match[1].replace("_", "")) * factor
+    if not math.isfinite(text) or text < 0:
+        raise ValueError(f"a time must be finite and not negative, not {text!r}")
+    return float(text)
 
 
 def format_bytes(size: float) -> str:

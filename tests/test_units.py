@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtensile.units import GIB, KIB, MIB, TIB, format_bytes, format_rate, format_seconds, parse_bytes
+from jaxtensile.units import GIB, KIB, MIB, TIB, format_bytes, format_rate, format_seconds, parse_bytes, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -141,3 +141,26 @@ def test_printed_seconds_are_within_three_digits(seconds):
 )
 def test_rates(rate, text):
     assert format_rate(rate, "FLOP/s") == text
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        (2.5, 2.5),
+        (3, 3.0),
+        ("10s", 10.0),
+        ("10", 10.0),
+        ("500ms", 0.5),
+        ("5m", 300.0),
+        ("2 min", 120.0),
+        ("1h", 3600.0),
+    ],
+)
+def test_times_are_read(text, seconds):
+    assert parse_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["soon", "10 s s", "5%", "10S", -1, "-1s", float("nan"), float("inf"), True])
+def test_what_is_no_time_is_refused(text):
+    with pytest.raises(ValueError, match="time"):
+        parse_seconds(text)

@@ -1,0 +1,1 @@
+"""What does the coordinator gain, and how fast is it?"""

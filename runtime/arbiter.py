@@ -1,0 +1,353 @@
+"""Who is admitted, who grows, who is asked to shrink?
+
+Invariant: what it decides is charged here and now, and fits. Only admission waits: the first of a class waits for
+bytes that others can give up, whoever comes later and needs the same resources waits behind it, and waiters hold
+nothing. It decides in this order:
+
+1. where more is charged than there is (a capacity was lowered, a job holds more than it said): shrink;
+2. waiters, by class and arrival: admit if the floor fits; else, if it fits beside the floors of all, make room;
+3. give out and shift the surplus that no waiter is to get.
+
+A job *can give up* bytes if it speaks, is not known to keep them, and has held them for ``min_hold`` or is of a lower
+class than whoever gains. All others count with what they are charged.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from jaxtensile.runtime.events import Rules, Settings
+from jaxtensile.runtime.leases import NOTHING, Charge, Happening, Lease, State, after
+from jaxtensile.runtime.ledger import Capacity, Ledger
+from jaxtensile.runtime.policy import Claim, Option, Room, ahead, divide
+from jaxtensile.units import Seconds
+
+_SPEAKING = (State.HELD, State.REVOKING)
+
+
+class Arbiter:
+    """The leases and what they are charged. The coordinator tells it what happened and asks it to ``settle``."""
+
+    def __init__(self, capacities: Mapping[str, Capacity], settings: Settings, rules: Rules) -> None:
+        self.settings, self.rules = settings, rules
+        self.ledger = Ledger(capacities)
+        self.floors = Ledger(capacities)
+        """What cannot be taken from anyone: guaranteed rungs, and all that cannot be given up."""
+        self.leases: dict[int, Lease] = {}
+        self.queue: list[Lease] = []
+        self.hungry: set[int] = set()
+        """Held, and below what is wanted."""
+        self.revoking: set[int] = set()
+        self.above: set[int] = set()
+        """Those that speak and have more than their floor: who can give up bytes, now or after their minimum hold."""
+        self.told: dict[int, Lease] = {}
+        """Whose rung was decided since the coordinator last asked."""
+        self.recheck: Seconds | None = None
+        """When a minimum hold ends that something waits for."""
+        self.grants = True
+
+    # What happens to leases.
+
+    def enqueue(self, lease: Lease) -> None:
+        """A job asks to be admitted."""
+        self.leases[lease.id] = lease
+        insort(self.queue, lease, key=lambda a: (-a.priority, a.id))
+
+    def restore(self, lease: Lease, charges: Sequence[Charge]) -> None:
+        """A lease of an earlier coordinator, charged what it was."""
+        for ledger in (self.ledger, self.floors):
+            ledger.know(lease.resources)
+        self.leases[lease.id] = lease
+        self.ledger.measured(lease.id, lease.resources, charges)
+        self.changed(lease)
+
+    def resize(self, capacities: Mapping[str, Capacity]) -> None:
+        """There is more or less from now on."""
+        self.ledger.resize(capacities)
+        self.floors.resize(capacities)
+
+    def happened(self, lease: Lease, happening: Happening, charges: Sequence[Charge] | None = None) -> None:
+        """The lease changes its state; and what it really holds, where that is known. Raises ``LeaseError``."""
+        state = after(lease.state, happening)
+        if lease.state is State.QUEUED:
+            self.queue.remove(lease)
+            self._call_off(lease.id)
+        lease.state = state
+        if charges is not None:
+            self.ledger.measured(lease.id, lease.resources, charges)
+        if state is State.FREED:
+            self.ledger.release(lease.id, lease.resources)
+            self.floors.release(lease.id, lease.resources)
+            self.hungry.discard(lease.id)
+            self.revoking.discard(lease.id)
+            self.above.discard(lease.id)
+            self.told.pop(lease.id, None)
+            del self.leases[lease.id]
+        else:
+            self.changed(lease)
+
+    def charged(self, lease: Lease) -> tuple[Charge, ...]:
+        """What a lease is charged of its resources."""
+        return self.ledger.charged(lease.id, lease.resources)
+
+    def covered(self, lease: Lease) -> int:
+        """The highest rung that needs no more than is charged."""
+        now = self.charged(lease)
+        for rung in range(lease.high, lease.rung, -1):
+            if self.ledger.wider(lease.resources, now, lease.needs[rung]) == now:
+                return rung
+        return lease.rung
+
+    def changed(self, lease: Lease) -> None:
+        """Something about a lease is different: keep what follows from it."""
+        speaks = lease.state in _SPEAKING and not lease.stuck
+        guaranteed = lease.needs[lease.low] if speaks else self.charged(lease)
+        self.floors.measured(lease.id, lease.resources, guaranteed)
+        for ids, member in (
+            (self.hungry, lease.state is State.HELD and lease.rung < lease.high),
+            (self.revoking, lease.state is State.REVOKING),
+            (self.above, speaks and lease.rung > lease.low),
+        ):
+            (ids.add if member else ids.discard)(lease.id)
+
+    # Decisions.
+
+    def settle(self, now: Seconds, *, grants: bool = True) -> None:
+        """Decide; ``grants``: whether anyone may get more than it has."""
+        self.grants = grants
+        over = {name for name, account in self.ledger.accounts.items() if account.free < 0}
+        if over:
+            self._drain(now, over)
+        if grants:
+            held_back = self._admit(now) | over
+            if self.hungry:
+                self._spread(now, held_back)
+        self.recheck = None
+        if self.above and (over or self.queue or self.hungry):
+            ends = (self.leases[k].since + self.settings.min_hold for k in self.above)
+            self.recheck = min((end for end in ends if end > now), default=None)
+
+    def _tell(self, lease: Lease, rung: int, happening: Happening, now: Seconds) -> None:
+        lease.rung = rung
+        lease.state = after(lease.state, happening)
+        if happening is Happening.GRANT:
+            lease.since, lease.deadline, lease.wanted_by = now, None, None
+        elif lease.deadline is None:
+            lease.deadline = now + self.settings.revoke_deadline
+        self.told[lease.id] = lease
+        self.changed(lease)
+
+    def _call_off(self, waiter: int) -> None:
+        """A waiter is gone: whoever was asked to shrink for it need not. It may just have done so, and said so: that
+        is stale by then, and it grows again."""
+        for k in [*self.revoking]:
+            lease = self.leases[k]
+            if lease.wanted_by == waiter:
+                self._tell(lease, self.covered(lease), Happening.GRANT, lease.since)
+
+    def _drain(self, now: Seconds, over: set[str]) -> None:
+        """Bring what is charged down to what there is, as far as the jobs can give up bytes."""
+        if not self._shrink(now, over, {}, None, None):
+            for lease in [self.leases[k] for k in sorted(self.above)]:
+                if lease.touched & over and self._can_give(lease, now, None):
+                    self._revoke(lease, lease.low, now)
+
+    def _admit(self, now: Seconds) -> set[str]:
+        """Admit waiters; the resources of which nothing may be given to others, as waiters are to get it."""
+        behind: set[str] = set()
+        held_back: set[str] = set()
+        for lease in [*self.queue]:
+            if lease.touched & behind:
+                behind |= lease.touched
+                continue
+            floor = lease.needs[lease.low]
+            beside_floors = self.floors.fits(lease.id, lease.resources, floor)
+            if beside_floors and self.ledger.fits(lease.id, lease.resources, floor):
+                self.queue.remove(lease)
+                self.ledger.charge(lease.id, lease.resources, floor)
+                self._tell(lease, lease.low, Happening.GRANT, now)
+                self._call_off(lease.id)
+                continue
+            behind |= lease.touched
+            if beside_floors:
+                held_back |= lease.touched
+                extra = dict(zip(lease.resources, floor, strict=True))
+                self._shrink(now, lease.touched, extra, lease.priority, lease.id)
+            if len(behind) == len(self.ledger.accounts):
+                break
+        return held_back
+
+    def _can_give(self, lease: Lease, now: Seconds, priority: int | None) -> bool:
+        if lease.state not in _SPEAKING or lease.stuck:
+            return False
+        return now >= lease.since + self.settings.min_hold or (priority is not None and lease.priority < priority)
+
+    def _promised(self, lease: Lease) -> tuple[Charge, ...]:
+        """What it will be charged when it has done what it was told."""
+        return lease.needs[lease.rung] if lease.state is State.REVOKING else self.charged(lease)
+
+    def _shrink(
+        self,
+        now: Seconds,
+        resources: Collection[str],
+        extra: Mapping[str, Charge],
+        priority: int | None,
+        waiter: int | None,
+    ) -> bool:
+        """Ask jobs to shrink so that ``extra`` fits on ``resources``; False if that is impossible as yet."""
+        asked = [self.leases[k] for k in sorted(self.above | self.revoking)]
+        touching = [a for a in asked if not a.touched.isdisjoint(resources)]
+        promised = {a.id: self._promised(a) for a in touching}
+        able = [a for a in touching if a.id in self.above and self._can_give(a, now, priority)]
+        ids = {a.id for a in able}
+        rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
+        if any(room.free < room.temp for room in rooms.values()):
+            return False
+        claims = [_claim(a, [*self._lower(a), _option(a, a.rung, promised[a.id])]) for a in able]
+        shares = divide(claims, rooms, self.settings.policy)
+        if shares is None:
+            return False
+        for lease, claim in zip(able, claims, strict=True):
+            rung = claim.options[shares[claim.id]].rung
+            if rung < lease.rung:
+                self._revoke(lease, rung, now, waiter)
+        return True
+
+    def _rooms(
+        self,
+        deciding: Sequence[Lease],
+        instead: Mapping[int, Sequence[Charge]],
+        extra: Mapping[str, Charge],
+        exceeded: Collection[str] = (),
+    ) -> dict[str, Room]:
+        """What is left of each resource for some leases, when the others keep what they are charged, or have what
+        counts ``instead``. Where more is charged than there is and that is not the question, it may stay so."""
+        ids = {a.id for a in deciding}
+        rooms: dict[str, Room] = {}
+        for name in {r for a in deciding for r in a.resources} | extra.keys():
+            account = self.ledger.accounts[name]
+            others = [c for k, c in account.charges.items() if k not in ids and k not in instead]
+            for k, charges in instead.items():
+                others.extend(c for r, c in zip(self.leases[k].resources, charges, strict=True) if r == name)
+            others.append(extra.get(name, NOTHING))
+            mine = [account.charges[k] for k in ids if k in account.charges]
+            if account.gated:
+                temp = max(c.temp for c in others)
+                free = account.limit - sum(c.persistent for c in others)
+                now = sum(c.persistent for c in mine) + max((c.temp for c in mine), default=0)
+                now = max(now, sum(c.persistent for c in mine) + temp)
+            else:
+                temp = 0
+                free = account.limit - sum(c.level for c in others)
+                now = sum(c.level for c in mine)
+            rooms[name] = Room(free if name in exceeded else max(free, now), account.gated, temp)
+        return rooms
+
+    def _revoke(self, lease: Lease, rung: int, now: Seconds, waiter: int | None = None) -> None:
+        """Ask a job to go down. Until it says that it has, it is charged what covers both rungs."""
+        charges = lease.needs[rung]
+        if self.rules.charge_until_ack:
+            charges = self.ledger.wider(lease.resources, self.charged(lease), charges)
+        more = self.rules.charge_until_ack and charges != self.charged(lease)
+        if self.ledger.fits(lease.id, lease.resources, charges) and (self.grants or not more):
+            self.ledger.charge(lease.id, lease.resources, charges)
+            lease.wanted_by = waiter
+            self._tell(lease, rung, Happening.REVOKE, now)
+
+    # The surplus.
+
+    def _spread(self, now: Seconds, held_back: set[str]) -> None:
+        """Give free bytes to those that are faster with them; or first ask others to shrink, where that gains more.
+
+        Bytes that somebody was asked for are on their way to somebody: until they come, their resource rests."""
+        for k in self.revoking:
+            lease = self.leases[k]
+            charges, promised = self.charged(lease), lease.needs[lease.rung]
+            rows = zip(lease.resources, charges, promised, strict=True)
+            held_back |= {name for name, charge, need in rows if need.level < charge.level}
+        held = [a for a in self.leases.values() if a.state is State.HELD and a.touched.isdisjoint(held_back)]
+        hungry = [a for a in held if a.id in self.hungry]
+        if not hungry:
+            return
+        rooms = self._rooms(held, {}, {})
+        top = max(a.priority for a in hungry)
+        charges = {a.id: self.charged(a) for a in held}
+        higher = {a.id: self._higher(a, charges[a.id]) for a in held}
+        if not any(higher.values()):
+            return
+        growing = [_claim(a, [_option(a, a.rung, charges[a.id]), *higher[a.id]]) for a in held]
+        grown = divide(growing, rooms, self.settings.policy)
+        assert grown is not None, "what is charged fits"
+        rungs = {c.id: c.options[grown[c.id]] for c in growing}
+        pinned: set[int] = set()
+        for _ in range(2):
+            lower = {a.id: self._lower(a) for a in held if a.id not in pinned and self._can_give(a, now, top)}
+            if not any(lower.values()):
+                break
+            claims = [
+                Claim(
+                    id=c.id,
+                    priority=c.priority,
+                    weight=c.weight,
+                    arrived=c.arrived,
+                    resources=c.resources,
+                    options=(*lower.get(c.id, ()), *c.options),
+                    floor=c.floor,
+                )
+                for c in growing
+            ]
+            stay = {c.id: grown[c.id] + len(lower.get(c.id, ())) for c in growing}
+            shifted = divide(claims, rooms, self.settings.policy)
+            if shifted is None or not ahead(claims, shifted, stay, self.settings.policy, self.settings.min_gain):
+                break
+            wanted = {c.id: c.options[shifted[c.id]] for c in claims}
+            gaining = max((a.priority for a in held if wanted[a.id].rung > a.rung), default=None)
+            early = {a.id for a in held if wanted[a.id].rung < a.rung and not self._can_give(a, now, gaining)}
+            if not early:
+                rungs = wanted
+                break
+            pinned |= early
+        for lease in held:
+            if rungs[lease.id].rung < lease.rung:
+                self._revoke(lease, rungs[lease.id].rung, now)
+        for lease in held:
+            option = rungs[lease.id]
+            if option.rung > lease.rung and self.ledger.fits(lease.id, lease.resources, option.needs):
+                self.ledger.charge(lease.id, lease.resources, option.needs)
+                self._tell(lease, option.rung, Happening.GRANT, now)
+
+    def _lower(self, lease: Lease) -> tuple[Option, ...]:
+        """The rungs below to which there is a way: what covers both ends of it fits. A lower rung may need more host
+        memory, or more of what is counted once where steps take turns."""
+        now = self.charged(lease)
+        return tuple(
+            _option(lease, r, lease.needs[r])
+            for r in range(lease.low, lease.rung)
+            if self.ledger.fits(lease.id, lease.resources, self.ledger.wider(lease.resources, now, lease.needs[r]))
+        )
+
+    def _higher(self, lease: Lease, charges: tuple[Charge, ...]) -> list[Option]:
+        """The rungs that are worth going up to; charged what covers the way there."""
+        most = lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
+        return [
+            _option(lease, r, self.ledger.wider(lease.resources, charges, lease.needs[r]))
+            for r in range(lease.rung + 1, lease.high + 1)
+            if lease.slowdowns[r] <= most
+        ]
+
+
+def _option(lease: Lease, rung: int, needs: tuple[Charge, ...]) -> Option:
+    return Option(rung, needs, lease.slowdowns[rung], lease.ladder[rung].level)
+
+
+def _claim(lease: Lease, options: Iterable[Option]) -> Claim:
+    return Claim(
+        id=lease.id,
+        priority=lease.priority,
+        weight=lease.weight,
+        arrived=lease.id,
+        resources=lease.resources,
+        options=tuple(options),
+        floor=lease.ladder[lease.low].level,
+    )

@@ -1,0 +1,139 @@
+"""What may a job use, and what does it say? The other end of the coordinator's protocol, without its socket.
+
+Invariant: a job uses at most what its rung needs, or while it moves what covers both rungs; it moves only at step
+boundaries, only to a rung it was told on the connection it has now, and says that it has. When the connection ends it
+stays where it is: the coordinator may be gone, and what it granted last may be known to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxtensile.runtime.messages import (
+    VERSION,
+    Ack,
+    Admit,
+    Error,
+    Grant,
+    Hello,
+    Reclaim,
+    Reject,
+    Release,
+    Released,
+    Reply,
+    Request,
+    Revoke,
+    Token,
+)
+from jaxtensile.units import Bytes
+
+Phase = Literal["waiting", "holding", "releasing", "ended"]
+
+
+class Holder:
+    """One job of a process. ``held``: the rung it is on; ``target``: the one it was told; -1 for none."""
+
+    __slots__ = (
+        "_clamp",
+        "_connected",
+        "_unsaid",
+        "admit",
+        "held",
+        "lease",
+        "moving",
+        "phase",
+        "reason",
+        "target",
+        "token",
+    )
+
+    def __init__(self, admit: Admit, *, clamp: bool = True) -> None:
+        self.admit = admit
+        self.phase: Phase = "waiting"
+        self.lease = 0
+        self.token = Token(0, 0)
+        self.held = self.target = self.moving = -1
+        self.reason = ""
+        """Why it was rejected."""
+        self._clamp = clamp
+        self._connected = False
+        self._unsaid = False
+        """It connected while it moved: where it is can be said when it is there."""
+
+    def connected(self, in_use: Sequence[Bytes]) -> list[Request]:
+        """What to say first on a new connection."""
+        self._connected = True
+        self._unsaid = self.moving >= 0
+        return [Hello(version=VERSION), *self._introduced(in_use)]
+
+    def disconnected(self) -> None:
+        """Stay where it is, and do not grow before it is granted again."""
+        self._connected = False
+        if self._clamp:
+            self.target = self.held if self.moving < 0 else self.moving
+
+    def received(self, message: Reply, in_use: Sequence[Bytes]) -> list[Request]:
+        """What to say to a message; ``in_use``: bytes held on each device, then of host memory."""
+        match message:
+            case Grant() | Revoke() if self._is_for_me(message):
+                self.lease, self.token, self.target = message.lease, message.token, message.rung
+                if self.phase == "waiting":
+                    self.phase, self.held = "holding", message.rung
+                if isinstance(message, Revoke) and self.held == message.rung and self.moving < 0:
+                    return [self._ack(in_use)]
+            case Released(lease=lease) if self.phase == "releasing" and lease == self.lease:
+                self.phase = "ended"
+            case Reject(reason=reason) if self.phase == "waiting":
+                self.phase, self.reason = "ended", reason
+            case Error(code="in use", lease=lease) if self.phase == "releasing" and lease == self.lease:
+                self.phase, self.reason = "ended", message.detail
+            case Error(code="unknown lease", lease=lease) if self.phase == "holding" and lease == self.lease:
+                # Nobody knows of it, so nothing may be held by it.
+                self.phase, self.reason = "ended", message.detail
+            case _:
+                pass
+        return []
+
+    def _is_for_me(self, message: Grant | Revoke) -> bool:
+        known = self.phase == "waiting" or (self.phase == "holding" and message.lease == self.lease)
+        return known and message.job == self.admit.job and message.token > self.token
+
+    def boundary(self) -> int | None:
+        """Between two steps: the rung to move to, if it is another one."""
+        if self.phase != "holding" or self.moving >= 0 or self.target == self.held:
+            return None
+        self.moving = self.target
+        return self.moving
+
+    def moved(self, in_use: Sequence[Bytes]) -> list[Request]:
+        """It is on the rung it moved to, and holds nothing of the other one any more."""
+        self.held, self.moving = self.moving, -1
+        if not self._connected:
+            return []
+        if self._unsaid:
+            return self._introduced(in_use)
+        return [self._ack(in_use)] if self.held == self.target else []
+
+    def release(self, in_use: Sequence[Bytes]) -> list[Request]:
+        """The job is done; ``in_use``: what the allocator keeps."""
+        if self.phase != "holding":
+            return []
+        self.phase, self.held, self.target, self.moving = "releasing", -1, -1, -1
+        return self._introduced(in_use) if self._connected else []
+
+    def _introduced(self, in_use: Sequence[Bytes]) -> list[Request]:
+        held = tuple(in_use)
+        match self.phase:
+            case "waiting":
+                return [self.admit]
+            case "holding" if self.moving < 0:
+                self._unsaid = False
+                return [Reclaim(lease=self.lease, token=self.token, rung=self.held, in_use=held)]
+            case "releasing":
+                return [Release(lease=self.lease, token=self.token, in_use=held)]
+            case _:
+                return []
+
+    def _ack(self, in_use: Sequence[Bytes]) -> Ack:
+        return Ack(lease=self.lease, token=self.token, rung=self.held, in_use=tuple(in_use))

@@ -1,0 +1,184 @@
+"""In which states can a lease be, and what may happen in each?
+
+Invariant: bytes are charged in every state but QUEUED and FREED, and only a release by the job or the death of its
+process leads from a charged state to FREED. A silent or disconnected job is QUARANTINED: leases may expire, bytes may
+not, because nothing but the end of a process takes device memory away from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final
+
+from msgspec import Struct
+
+from jaxtensile.errors import CoordinatorError
+from jaxtensile.runtime.messages import Rung
+from jaxtensile.units import Bytes, Seconds
+
+
+class LeaseError(CoordinatorError):
+    """Something happened to a lease that cannot happen in its state."""
+
+
+class State(Enum):
+    """Of a lease."""
+
+    QUEUED = "queued"
+    """Waits for its floor and holds nothing."""
+    HELD = "held"
+    REVOKING = "revoking"
+    """Was told to shrink, and is charged what it had until it says that it has."""
+    OVERDUE = "overdue"
+    """Has not shrunk by the deadline."""
+    QUARANTINED = "quarantined"
+    """Charged, and nobody speaks for it."""
+    FREED = "freed"
+
+
+class Happening(Enum):
+    """To a lease."""
+
+    GRANT = "grant"
+    REVOKE = "revoke"
+    ACK = "ack"
+    DEADLINE = "deadline"
+    LOST = "lost"
+    """The connection ended, beats stayed away, or the coordinator was started again."""
+    RECLAIM = "reclaim"
+    RELEASE = "release"
+    DIED = "died"
+
+
+_S, _H = State, Happening
+TABLE: Final[dict[State, dict[Happening, State]]] = {
+    _S.QUEUED: {
+        _H.GRANT: _S.HELD,
+        _H.LOST: _S.FREED,
+        _H.RELEASE: _S.FREED,
+        _H.DIED: _S.FREED,
+    },
+    _S.HELD: {
+        _H.GRANT: _S.HELD,
+        _H.REVOKE: _S.REVOKING,
+        _H.ACK: _S.HELD,
+        _H.LOST: _S.QUARANTINED,
+        _H.RECLAIM: _S.HELD,  # the end of the old connection was not seen yet
+        _H.RELEASE: _S.FREED,
+        _H.DIED: _S.FREED,
+    },
+    _S.REVOKING: {
+        _H.GRANT: _S.HELD,  # called off
+        _H.REVOKE: _S.REVOKING,  # lower still
+        _H.ACK: _S.HELD,
+        _H.DEADLINE: _S.OVERDUE,
+        _H.LOST: _S.QUARANTINED,
+        _H.RECLAIM: _S.HELD,
+        _H.RELEASE: _S.FREED,
+        _H.DIED: _S.FREED,
+    },
+    _S.OVERDUE: {
+        _H.ACK: _S.HELD,
+        _H.LOST: _S.QUARANTINED,
+        _H.RECLAIM: _S.HELD,
+        _H.RELEASE: _S.FREED,
+        _H.DIED: _S.FREED,
+    },
+    _S.QUARANTINED: {
+        _H.RECLAIM: _S.HELD,
+        _H.RELEASE: _S.FREED,  # on a connection that has not reclaimed it
+        _H.DIED: _S.FREED,
+    },
+    _S.FREED: {},
+}
+
+
+def after(state: State, happening: Happening) -> State:
+    """The next state. Raises ``LeaseError`` where there is none."""
+    try:
+        return TABLE[state][happening]
+    except KeyError:
+        able = ", ".join(h.value for h in TABLE[state]) or "nothing"
+        raise LeaseError(f"{happening.value!r} cannot happen to a lease that is {state.value}: {able} can") from None
+
+
+class Process(Struct, frozen=True):
+    """A process, as the kernel names it: pids are used again, a pid and a start time are not."""
+
+    pid: int
+    started: int
+    """In clock ticks after boot, field 22 of ``/proc/PID/stat``."""
+
+
+class Charge(Struct, frozen=True, array_like=True):
+    """Bytes of one resource: those that stay, and those of a running step."""
+
+    persistent: Bytes
+    temp: Bytes = 0
+
+    @property
+    def level(self) -> Bytes:
+        return self.persistent + self.temp
+
+
+NOTHING: Final = Charge(0)
+HOST: Final = "host"
+"""The resource that pinned host memory is, beside the devices."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Lease:
+    """One job's lease. Only the coordinator changes it."""
+
+    id: int
+    process: Process
+    job: str
+    resources: tuple[str, ...]
+    """The devices of the job, then ``HOST``."""
+    ladder: tuple[Rung, ...]
+    low: int
+    """The guaranteed rung."""
+    high: int
+    """The highest rung the job wants."""
+    needs: tuple[tuple[Charge, ...], ...]
+    """What each rung needs of each resource."""
+    priority: int
+    weight: float
+    state: State = State.QUEUED
+    rung: int = -1
+    """The one it was told last; -1 while it waits."""
+    sequence: int = 0
+    """Of the token of that."""
+    epoch: int = 0
+    connection: int | None = None
+    """The one that speaks for it: its generation. None only in quarantine."""
+    since: Seconds = 0.0
+    """When it last changed its rung."""
+    beat: Seconds = 0.0
+    deadline: Seconds | None = None
+    wanted_by: int | None = None
+    """The waiter that it was told to shrink for."""
+    stuck: bool = False
+    """Does not give bytes back: asking again is no use."""
+    slowdowns: tuple[float, ...] = field(init=False)
+    """Seconds per step on each rung ÷ those on the fastest."""
+    touched: frozenset[str] = field(init=False)
+    """Resources of which any of its rungs needs bytes."""
+    written: tuple[Charge, ...] = ()
+    """What it is charged by the journal, as far as is known; empty: the journal does not know of it."""
+    faults: set[str] = field(default_factory=set[str])
+    step: int = 0
+    step_us: int = 0
+    peak: Bytes = 0
+
+    def __post_init__(self) -> None:
+        fastest = min(r.seconds for r in self.ladder)
+        self.slowdowns = tuple(r.seconds / fastest for r in self.ladder)
+        rows = self.needs[self.low : self.high + 1]
+        self.touched = frozenset(name for k, name in enumerate(self.resources) if any(row[k].level for row in rows))
+
+
+def needs_of(ladder: tuple[Rung, ...], devices: int) -> tuple[tuple[Charge, ...], ...]:
+    """What each rung needs of each device and of host memory."""
+    return tuple((*(Charge(r.persistent, r.temp),) * devices, Charge(r.host)) for r in ladder)

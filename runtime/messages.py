@@ -1,0 +1,228 @@
+"""What do a job and the coordinator say to each other?
+
+Invariant: a message that was decoded is in range: sizes below 2**60 bytes, finite positive times, bounded texts and
+lists, no unknown field. ``wire`` frames them. A *lease* is named by its number, a state of the lease by a *token*
+(epoch, sequence): every GRANT and REVOKE carries a higher one than all before, and what answers it repeats it.
+
+    job → coordinator                      coordinator → job
+    HELLO                                  WELCOME, or ERROR and the end
+    ADMIT                                  QUEUED, GRANT or REJECT
+    ACK, BEAT (no answer)                  GRANT (grow), REVOKE (shrink) at any time
+    RECLAIM after a new connection         GRANT, or ERROR
+    RELEASE                                RELEASED, or ERROR
+    STATUS                                 SNAPSHOT
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+from msgspec import Meta, Struct
+
+from jaxtensile.units import Seconds
+
+VERSION: Final = 1
+"""Of the protocol; both sides must speak the same one."""
+
+MOST_BYTES: Final = 1 << 60
+Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Time = Annotated[float, Meta(gt=0, le=1e9)]
+Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Sizes = Annotated[tuple[Size, ...], Meta(max_length=65)]
+"""Bytes held on each device of the job, in its order, then of pinned host memory."""
+
+
+class Token(Struct, frozen=True, array_like=True, order=True, forbid_unknown_fields=True):
+    """Which GRANT or REVOKE: the coordinator's start, counted from 1, and a number that only grows."""
+
+    epoch: Count
+    sequence: Count
+
+
+class Rung(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One plan of a job: bytes that stay on each device, bytes that a step needs beside them, pinned host bytes of the
+    whole job, and seconds per step."""
+
+    persistent: Size
+    temp: Size = 0
+    host: Size = 0
+    seconds: Time
+
+    @property
+    def level(self) -> int:
+        """Bytes on each device while a step runs."""
+        return self.persistent + self.temp
+
+
+Ladder = Annotated[tuple[Rung, ...], Meta(min_length=1, max_length=256)]
+"""Plans by ascending level; a rung is named by its index."""
+
+
+class _Message(Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
+    pass
+
+
+class Hello(_Message, frozen=True, kw_only=True, tag="HELLO"):
+    """The first message of a connection. Who is speaking is asked of the kernel, never of the message."""
+
+    version: Count
+
+
+class Admit(_Message, frozen=True, kw_only=True, tag="ADMIT"):
+    """A job asks for a lease. Saying it again is harmless: one process has one lease per job name."""
+
+    job: Name
+    devices: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
+    ladder: Ladder
+    floor: Size = 0
+    """The level below which the job is never put; the lowest rung at or above it is guaranteed."""
+    want: Size = MOST_BYTES
+    """The level above which nothing is granted."""
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    """The class: a higher one goes first."""
+    weight: Annotated[float, Meta(ge=1e-3, le=1e3)] = 1.0
+    """Share inside a class."""
+
+
+class Ack(_Message, frozen=True, kw_only=True, tag="ACK"):
+    """The job is at a rung and stays within it: what the last GRANT or REVOKE told."""
+
+    lease: Count
+    token: Token
+    rung: Count
+    in_use: Sizes
+
+
+class Beat(_Message, frozen=True, kw_only=True, tag="BEAT"):
+    """The process lives; what it measured since the last one."""
+
+    lease: Count
+    step: Count
+    step_us: Count
+    in_use: Sizes
+    peak: Size
+
+
+class Reclaim(_Message, frozen=True, kw_only=True, tag="RECLAIM"):
+    """On a new connection: the job holds a rung of this lease, and will not grow before it is granted again."""
+
+    lease: Count
+    token: Token
+    rung: Count
+    in_use: Sizes
+
+
+class Release(_Message, frozen=True, kw_only=True, tag="RELEASE"):
+    """The job holds nothing any more; ``in_use`` says what of it the allocator kept."""
+
+    lease: Count
+    token: Token
+    in_use: Sizes = ()
+
+
+class Status(_Message, frozen=True, kw_only=True, tag="STATUS"):
+    """Asks for the state of the coordinator: leases with numbers above ``after``."""
+
+    after: Count = 0
+
+
+class Welcome(_Message, frozen=True, kw_only=True, tag="WELCOME"):
+    version: int
+    epoch: int
+    beat_within: Seconds
+    """A lease that says nothing for longer is quarantined."""
+
+
+class Queued(_Message, frozen=True, kw_only=True, tag="QUEUED"):
+    job: str
+    ahead: int
+    """Waiters before this one."""
+
+
+class Grant(_Message, frozen=True, kw_only=True, tag="GRANT"):
+    """The job may use the bytes of a rung, from now on."""
+
+    job: str
+    lease: int
+    token: Token
+    rung: int
+
+
+class Reject(_Message, frozen=True, kw_only=True, tag="REJECT"):
+    job: str
+    reason: str
+
+
+class Revoke(_Message, frozen=True, kw_only=True, tag="REVOKE"):
+    """The job is to go down to a rung at its next step boundary, within ``deadline`` seconds, and then to ACK.
+
+    To a job that does not know of the lease yet, because the GRANT was lost, it is one."""
+
+    job: str
+    lease: int
+    token: Token
+    rung: int
+    deadline: Seconds
+
+
+class Released(_Message, frozen=True, kw_only=True, tag="RELEASED"):
+    lease: int
+
+
+Code = Literal["protocol", "version", "busy", "not yours", "unknown lease", "in use", "draining"]
+
+
+class Error(_Message, frozen=True, kw_only=True, tag="ERROR"):
+    code: Code
+    detail: str
+    retry_after: Seconds | None = None
+    """Seconds after which asking again makes sense; None: never."""
+    lease: int | None = None
+    """The lease that it is about, if it is about one."""
+
+
+class DeviceView(Struct, frozen=True, kw_only=True):
+    """Bytes of one ledger."""
+
+    device: str
+    capacity: int
+    reserve: int
+    charged: int
+    guaranteed: int
+
+
+class LeaseView(Struct, frozen=True, kw_only=True):
+    """What is known of one lease; ``rung`` is what it was told last, ``charged`` what it is charged per resource."""
+
+    lease: int
+    job: str
+    pid: int
+    state: str
+    resources: tuple[str, ...]
+    charged: tuple[int, ...]
+    rung: int
+    rungs: int
+    priority: int
+    weight: float
+    step: int
+    step_us: int
+    peak: int
+    faults: tuple[str, ...] = ()
+
+
+class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):
+    """The state of the coordinator; ``more`` leases have higher numbers than the last one told."""
+
+    epoch: int
+    phase: str
+    policy: str
+    devices: tuple[DeviceView, ...]
+    leases: tuple[LeaseView, ...]
+    more: bool
+    waiting: int
+    counters: dict[str, int]
+
+
+Request = Hello | Admit | Ack | Beat | Reclaim | Release | Status
+Reply = Welcome | Queued | Grant | Reject | Revoke | Released | Error | Snapshot

@@ -1,0 +1,75 @@
+"""How do messages become bytes of a stream, and what is said of bytes that are none?
+
+Invariant: whatever bytes come, in whatever pieces, the answer is messages and at most one ``ProtocolError`` value, the
+last; after it the stream cannot be understood any more and is to be closed. A frame is its length as an unsigned
+32-bit big-endian number and that many bytes of msgpack, 64 KiB at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
+
+from msgspec import DecodeError, MsgspecError
+from msgspec.msgpack import Decoder, Encoder
+
+from jaxtensile.errors import CoordinatorError
+from jaxtensile.runtime.messages import Reply, Request
+from jaxtensile.units import KIB, Bytes
+
+LIMIT: Final = 64 * KIB
+HEADER: Final = 4
+
+REQUESTS: Final[Decoder[Request]] = Decoder(Request)
+REPLIES: Final[Decoder[Reply]] = Decoder(Reply)
+_ENCODER: Final = Encoder()
+
+M = TypeVar("M")
+
+
+class ProtocolError(CoordinatorError):
+    """Bytes that are no message: a value that the decoder returns, and what the encoder raises."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken(Generic[M]):
+    """What was in a stream so far: whole messages, bytes of the next one, and why there can be no next one."""
+
+    messages: tuple[M, ...] = ()
+    rest: bytes = b""
+    error: ProtocolError | None = None
+
+
+def frame(message: Request | Reply) -> bytes:
+    """The bytes of a message. Raises ``ProtocolError`` for one over the limit."""
+    body = _ENCODER.encode(message)
+    if len(body) > LIMIT:
+        raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {LIMIT}: send fewer rungs or leases")
+    return len(body).to_bytes(HEADER, "big") + body
+
+
+def take(pending: bytes, decoder: Decoder[M]) -> Taken[M]:
+    """The messages that ``pending`` begins with. Feed ``rest`` and what was read next to the next call."""
+    found: list[M] = []
+    at, end = 0, len(pending)
+    while end - at >= HEADER:
+        size = int.from_bytes(pending[at : at + HEADER], "big")
+        if size > LIMIT:
+            return _broken(found, f"a frame of {size} bytes is over the limit of {LIMIT}")
+        if end - at - HEADER < size:
+            break
+        try:
+            found.append(decoder.decode(pending[at + HEADER : at + HEADER + size]))
+        except (MsgspecError, DecodeError, UnicodeDecodeError, RecursionError) as wrong:
+            return _broken(found, f"a frame of {size} bytes is no message: {wrong}")
+        at += HEADER + size
+    return Taken(messages=tuple(found), rest=pending[at:])
+
+
+def longest_rest() -> Bytes:
+    """How many bytes a reader may have to keep between two reads."""
+    return HEADER + LIMIT
+
+
+def _broken(found: list[M], why: str) -> Taken[M]:
+    return Taken(messages=tuple(found), error=ProtocolError(why))

@@ -1,0 +1,93 @@
+"""No charge that is not measured exceeds a limit; sums are what adding up from the start gives."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxtensile.runtime.leases import HOST, NOTHING, Charge
+from jaxtensile.runtime.ledger import Capacity, Ledger, OvercommitError
+
+DEVICES = ("cuda:0", "cuda:1", HOST)
+
+
+def ledger(*, gated=False):
+    return Ledger({name: Capacity(capacity=12, reserve=2, gated=gated and name != HOST) for name in DEVICES})
+
+
+def used(charges, gated):
+    persistent, temps = sum(c.persistent for c in charges), [c.temp for c in charges]
+    return persistent + (max(temps, default=0) if gated else sum(temps))
+
+
+def test_a_reserve_is_never_granted_and_a_limit_is_never_negative():
+    assert Capacity(capacity=12, reserve=2).limit == 10
+    assert Capacity(capacity=1, reserve=2).limit == 0
+
+
+def test_all_resources_or_none():
+    book = ledger()
+    book.charge(1, DEVICES, (Charge(4, 4), Charge(1), Charge(9)))
+    with pytest.raises(OvercommitError, match="for lease 2 do not fit on host"):
+        book.charge(2, DEVICES, (Charge(1), Charge(1), Charge(2)))
+    assert book.charged(2, DEVICES) == (NOTHING,) * 3
+    assert [a.used for a in book.accounts.values()] == [8, 1, 9]
+
+
+def test_steps_that_take_turns_count_only_the_largest_temp():
+    book = ledger(gated=True)
+    book.charge(1, ("cuda:0",), (Charge(2, 6),))
+    book.charge(2, ("cuda:0",), (Charge(2, 5),))
+    assert book.accounts["cuda:0"].used == 10
+    assert not book.fits(3, ("cuda:0",), (Charge(1, 0),))
+    assert book.fits(1, ("cuda:0",), (Charge(3, 4),))
+    assert not ledger().fits(1, ("cuda:0",), (Charge(2, 9),))
+
+
+def test_what_covers_a_move_covers_both_ends():
+    old, new = (Charge(5, 1),) * 3, (Charge(2, 6), Charge(1, 2), Charge(9))
+    assert ledger().wider(DEVICES, old, new) == (Charge(2, 6), Charge(5, 1), Charge(9))
+    assert ledger(gated=True).wider(DEVICES, old, new) == (Charge(5, 6), Charge(5, 2), Charge(9))
+
+
+def test_a_lowered_capacity_takes_nothing_away_and_what_adds_nothing_still_fits():
+    book = ledger()
+    book.charge(1, ("cuda:0",), (Charge(8),))
+    book.resize({"cuda:0": Capacity(capacity=6)})
+    assert book.accounts["cuda:0"].free == -2 and book.accounts["cuda:1"].limit == 0
+    assert book.fits(1, ("cuda:0",), (Charge(7),)) and not book.fits(1, ("cuda:0",), (Charge(9),))
+    assert not book.fits(2, ("cuda:0",), (Charge(1),)) and book.fits(2, ("cuda:0",), (NOTHING,))
+    book.resize({"cuda:2": Capacity(capacity=3)})
+    assert book.accounts["cuda:2"].limit == 3 and book.accounts["cuda:0"].used == 8
+
+
+def test_what_is_measured_is_charged_whatever_the_limit():
+    book = ledger()
+    book.measured(1, ("cuda:0",), (Charge(50),))
+    assert book.accounts["cuda:0"].free == -40
+
+
+charges = st.builds(Charge, st.integers(0, 9), st.integers(0, 9))
+moves = st.lists(st.tuples(st.integers(1, 4), st.tuples(charges, charges, charges), st.booleans()), max_size=30)
+
+
+@given(moves, st.booleans())
+def test_sums_are_what_adding_up_gives_and_never_exceed_the_limit(steps, gated):
+    book, held = ledger(gated=gated), {}
+    for lease, wanted, free in steps:
+        if free:
+            book.release(lease, DEVICES)
+            held.pop(lease, None)
+            continue
+        others = [c for k, c in held.items() if k != lease]
+        fits = all(used([*(c[k] for c in others), wanted[k]], gated and DEVICES[k] != HOST) <= 10 for k in range(3))
+        # Where a sum is not above its limit, what fits is what adds up to no more than it.
+        assert book.fits(lease, DEVICES, wanted) == fits
+        if fits:
+            book.charge(lease, DEVICES, wanted)
+            held[lease] = wanted
+        for k, name in enumerate(DEVICES):
+            account = book.accounts[name]
+            assert account.used == used([c[k] for c in held.values()], account.gated) <= account.limit
+    for lease in range(1, 5):
+        book.release(lease, DEVICES)
+    assert all(a.used == a.persistent == a.temps == 0 and not a.charges for a in book.accounts.values())

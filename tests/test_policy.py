@@ -1,0 +1,270 @@
+"""Who gets which rung is what trying all of them finds, for each objective; large cases are within what is proved."""
+
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtensile.runtime.knapsack import Row, cheapest
+from jaxtensile.runtime.knapsack_kinds import Item, cheapest_of
+from jaxtensile.runtime.leases import Charge
+from jaxtensile.runtime.policy import EXACT, OBJECTIVES, WITHIN, Claim, Option, Room, ahead, divide
+
+CLOSE = 1e-9
+
+
+# The knapsack.
+
+costs = st.one_of(st.integers(0, 4).map(float), st.floats(0, 10, allow_subnormal=False))
+
+
+def classes(kinds, most):
+    item = st.builds(Item, st.tuples(*[st.integers(0, 12)] * kinds), costs)
+    return st.lists(st.lists(item, min_size=1, max_size=4), min_size=1, max_size=most)
+
+
+def tried(given_classes, room):
+    fitting = (
+        sum(i.cost for i in choice)
+        for choice in product(*given_classes)
+        if all(sum(i.sizes[k] for i in choice) <= most for k, most in enumerate(room))
+    )
+    return min(fitting, default=None)
+
+
+@settings(max_examples=300)
+@given(st.integers(1, 3).flatmap(lambda k: st.tuples(classes(k, 6 - k), st.tuples(*[st.integers(0, 40)] * k))))
+def test_the_knapsack_is_what_trying_all_finds(case):
+    items, room = case
+    found, best = cheapest_of(items, room), tried(items, room)
+    assert (found is None) == (best is None)
+    if found is not None:
+        chosen = [c[i] for c, i in zip(items, found.picks, strict=True)]
+        assert all(sum(i.sizes[k] for i in chosen) <= most for k, most in enumerate(room))
+        assert found.cost == pytest.approx(sum(i.cost for i in chosen), abs=CLOSE)
+        assert found.cost == pytest.approx(best, abs=CLOSE) and found.gap <= CLOSE
+
+
+def ladders(seed, jobs, rungs):
+    rnd = Random(seed)
+    for k in range(jobs):
+        top, worst = rnd.uniform(2e9, 40e9), rnd.uniform(1.1, 1.9)
+        low, bend = top * rnd.uniform(0.25, 0.6), rnd.uniform(1, 3)
+        shares = [i / (rungs - 1) for i in range(rungs)]
+        yield [Row(int(low + (top - low) * f), 1 + (worst - 1) * (1 - f) ** bend, i) for i, f in enumerate(shares)], k
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_large_knapsack_is_as_near_to_the_optimum_as_it_says(seed):
+    items = [rows for rows, _ in ladders(seed, 60, 8)]
+    low, high = (sum(edge(r.size for r in c) for c in items) for edge in (min, max))
+    room = int(low + (high - low) * Random(seed).uniform(0.1, 0.9))
+    near, best = cheapest(items, room, WITHIN), cheapest(items, room)
+    assert near is not None and best is not None and best.gap == 0
+    assert best.cost <= near.cost <= best.cost / (1 - near.gap) * (1 + CLOSE) and near.gap <= WITHIN
+    for found in (near, best):
+        assert sum(c[i].size for c, i in zip(items, found.picks, strict=True)) <= room
+
+
+def test_what_cannot_be_searched_whole_says_how_far_it_may_be_off(monkeypatch):
+    monkeypatch.setattr("jaxtensile.runtime.knapsack.LABELS", 3)
+    rnd = Random(5)
+    items = [
+        [Row(size := rnd.randrange(1, 1000), 10 - size / 1000 + rnd.random() / 100, i) for i in range(4)]
+        for _ in range(7)
+    ]
+    room = 3000
+    best = tried([[Item((r.size,), r.cost) for r in c] for c in items], (room,))
+    found = cheapest(items, room)
+    assert found is not None and found.gap > 0
+    assert best is not None and best <= found.cost <= best / (1 - found.gap) + CLOSE
+
+
+# Policies.
+
+
+def claim(k, rungs, *, priority=0, weight=1.0):
+    """Rungs are (persistent, temp, slowdown), ascending in bytes."""
+    options = tuple(Option(n, (Charge(p, t),), s, p + t) for n, (p, t, s) in enumerate(rungs))
+    return Claim(
+        id=k, priority=priority, weight=weight, arrived=k, resources=("gpu",), options=options, floor=options[0].level
+    )
+
+
+@st.composite
+def some_claims(draw, most=6, priorities=(0, 0, 1), temps=False):
+    made = []
+    for k in range(draw(st.integers(1, most))):
+        level, slowdown, rungs = 0, draw(st.floats(1.5, 4)), []
+        for _ in range(draw(st.integers(1, 3))):
+            level += draw(st.integers(1, 6))
+            temp = draw(st.integers(0, level)) if temps else 0
+            rungs.append((level - temp, temp, slowdown))
+            slowdown *= draw(st.floats(0.55, 0.999))
+        made.append(
+            claim(k, rungs, priority=draw(st.sampled_from(priorities)), weight=draw(st.sampled_from([0.5, 1.0, 2.0])))
+        )
+    return made
+
+
+def in_use(claims, shares, gated):
+    charges = [c.options[shares[c.id]].needs[0] for c in claims]
+    temps = [c.temp for c in charges]
+    return sum(c.persistent for c in charges) + (max(temps) if gated else sum(temps))
+
+
+def all_divisions(claims, room, gated=False):
+    for choice in product(*(range(len(c.options)) for c in claims)):
+        shares = {c.id: n for c, n in zip(claims, choice, strict=True)}
+        if in_use(claims, shares, gated) <= room:
+            yield shares
+
+
+def merit(claims, shares, objective):
+    """What is compared, class by class from the highest; less is better."""
+    found = []
+    for priority in sorted({c.priority for c in claims}, reverse=True):
+        group = [c for c in claims if c.priority == priority]
+        slow = {c.id: c.options[shares[c.id]].slowdown for c in group}
+        if objective == "slowdown":
+            found.append(sum(c.weight * slow[c.id] for c in group))
+        elif objective == "fair":
+            found.append(-min((c.options[shares[c.id]].level - c.floor) / c.weight for c in group))
+        else:
+            turn = sorted(group, key=lambda c: (-c.weight if objective == "priority" else 0, c.arrived))
+            found += [slow[c.id] for c in turn]
+    return found
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@settings(max_examples=120)
+@given(some_claims(), st.integers(0, 60))
+def test_every_objective_is_what_trying_all_divisions_finds(objective, claims, room):
+    shares = divide(claims, {"gpu": Room(room)}, objective)
+    every = list(all_divisions(claims, room))
+    assert (shares is None) == (not every)
+    if shares is None:
+        return
+    assert in_use(claims, shares, False) <= room
+    if objective == "fair" and len({c.priority for c in claims}) > 1:
+        best = min(merit(claims, s, objective)[0] for s in every)
+        assert merit(claims, shares, objective)[0] == pytest.approx(best, abs=CLOSE)
+    else:
+        best = min(merit(claims, s, objective) for s in every)
+        assert merit(claims, shares, objective) == pytest.approx(best, abs=CLOSE)
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@settings(max_examples=80)
+@given(some_claims(), st.integers(10, 60))
+def test_nobody_could_be_faster_with_what_is_left(objective, claims, room):
+    shares = divide(claims, {"gpu": Room(room)}, objective)
+    if shares is None:
+        return
+    for c in claims:
+        for n, option in enumerate(c.options):
+            if option.slowdown < c.options[shares[c.id]].slowdown:
+                assert in_use(claims, {**shares, c.id: n}, False) > room
+
+
+@settings(max_examples=150)
+@given(some_claims(most=4, priorities=(0,), temps=True), st.integers(0, 40))
+def test_steps_that_take_turns_need_only_the_largest_temp(claims, room):
+    shares = divide(claims, {"gpu": Room(room, gated=True)}, "slowdown")
+    every = list(all_divisions(claims, room, gated=True))
+    assert (shares is None) == (not every)
+    if shares is not None:
+        assert in_use(claims, shares, True) <= room
+        best = min(merit(claims, s, "slowdown") for s in every)
+        assert merit(claims, shares, "slowdown") == pytest.approx(best, abs=CLOSE)
+
+
+def test_taking_turns_lets_jobs_run_that_would_not_fit_at_once():
+    claims = [claim(k, [(2, 6, 1.5), (3, 8, 1.0)]) for k in range(3)]
+    assert divide(claims, {"gpu": Room(14)}, "slowdown") is None
+    assert divide(claims, {"gpu": Room(14, gated=True)}, "slowdown") == {0: 0, 1: 0, 2: 0}
+    assert divide(claims, {"gpu": Room(17, gated=True)}, "slowdown") == {0: 1, 1: 1, 2: 1}
+    # The largest temp of jobs that are not decided about counts as well.
+    shares = divide(claims, {"gpu": Room(16, gated=True, temp=9)}, "slowdown")
+    assert shares is not None and sorted(shares.values()) == [0, 0, 1]
+    assert divide(claims, {"gpu": Room(14, gated=True, temp=9)}, "slowdown") is None
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_devices_and_host_memory_are_decided_together(data):
+    claims = []
+    for k in range(data.draw(st.integers(1, 4))):
+        resources = data.draw(st.sampled_from([("a", "host"), ("b", "host"), ("a", "b", "host")]))
+        level, slowdown, options = 0, 3.0, []
+        for n in range(data.draw(st.integers(1, 3))):
+            level += data.draw(st.integers(1, 5))
+            needs = (*(Charge(level),) * (len(resources) - 1), Charge(data.draw(st.integers(0, 3))))
+            options.append(Option(n, needs, slowdown, level))
+            slowdown *= data.draw(st.floats(0.55, 0.99))
+        claims.append(
+            Claim(id=k, priority=0, weight=1.0, arrived=k, resources=resources, options=tuple(options), floor=1)
+        )
+    rooms = {name: Room(data.draw(st.integers(1, 15))) for name in ("a", "b", "host")}
+    best = None
+    for choice in product(*(range(len(c.options)) for c in claims)):
+        total = dict.fromkeys(rooms, 0)
+        for c, n in zip(claims, choice, strict=True):
+            for name, need in zip(c.resources, c.options[n].needs, strict=True):
+                total[name] += need.level
+        cost = sum(c.options[n].slowdown for c, n in zip(claims, choice, strict=True))
+        if all(total[name] <= rooms[name].free for name in rooms) and (best is None or cost < best):
+            best = cost
+    shares = divide(claims, rooms, "slowdown")
+    if shares is not None:  # None also where the first options do not fit together
+        assert sum(c.options[shares[c.id]].slowdown for c in claims) == pytest.approx(best, abs=CLOSE)
+    else:
+        first = dict.fromkeys(rooms, 0)
+        for c in claims:
+            for name, need in zip(c.resources, c.options[0].needs, strict=True):
+                first[name] += need.level
+        assert any(first[name] > rooms[name].free for name in rooms)
+
+
+def test_a_class_goes_before_what_a_lower_one_would_gain():
+    low = claim(0, [(4, 0, 4.0), (8, 0, 1.0)], weight=2.0)
+    high = claim(1, [(4, 0, 1.1), (8, 0, 1.0)], priority=1)
+    for objective in OBJECTIVES:
+        assert divide([low, high], {"gpu": Room(12)}, objective) == {0: 0, 1: 1}
+    assert divide([low, claim(1, [(4, 0, 1.1), (8, 0, 1.0)])], {"gpu": Room(12)}, "slowdown") == {0: 1, 1: 0}
+
+
+def test_the_objectives_differ_where_they_should():
+    rungs = [(2, 0, 2.0), (4, 0, 1.5), (6, 0, 1.0)]
+    first, heavy = claim(0, rungs), claim(1, rungs, weight=2.0)
+    room = {"gpu": Room(8)}
+    assert divide([first, heavy], room, "fcfs") == {0: 2, 1: 0}
+    assert divide([first, heavy], room, "priority") == {0: 0, 1: 2}
+    assert divide([first, claim(1, rungs)], room, "fair") == {0: 1, 1: 1}
+    assert divide([first, heavy], room, "slowdown") == {0: 0, 1: 2}
+
+
+def test_what_is_not_better_by_enough_is_not_ahead():
+    claims = [claim(0, [(2, 0, 1.04), (4, 0, 1.0)]), claim(1, [(2, 0, 1.5), (4, 0, 1.0)])]
+    old, new = {0: 1, 1: 0}, {0: 0, 1: 1}
+    assert ahead(claims, new, old, "slowdown", 0.05) and not ahead(claims, old, new, "slowdown")
+    assert not ahead(claims, new, old, "slowdown", 0.5) and not ahead(claims, old, old, "slowdown")
+    assert ahead(claims, {0: 1, 1: 1}, old, "fcfs", 0.05)
+    assert not ahead(claims, {0: 1, 1: 0}, {0: 0, 1: 0}, "priority", 0.05)
+
+
+def test_many_jobs_are_within_what_is_promised():
+    claims = []
+    for rows, k in ladders(3, 3 * EXACT, 8):
+        options = tuple(Option(r.pick, (Charge(r.size),), r.cost, r.size) for r in rows)
+        claims.append(
+            Claim(id=k, priority=0, weight=1.0, arrived=k, resources=("gpu",), options=options, floor=rows[0].size)
+        )
+    room = sum(c.options[3].level for c in claims)
+    shares = divide(claims, {"gpu": Room(room)}, "slowdown")
+    best = cheapest([[Row(o.level, o.slowdown, o.rung) for o in c.options] for c in claims], room)
+    assert shares is not None and best is not None
+    assert sum(c.options[shares[c.id]].slowdown for c in claims) <= best.cost * (1 + 2 * WITHIN)
+    assert in_use(claims, shares, False) <= room
