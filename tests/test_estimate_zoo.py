@@ -118,3 +118,22 @@ def test_rows_survive_an_interruption(tmp_path):
     again.save()
     assert [r["model"] for r in json.loads(path.read_text())["rows"]] == ["haiku/resnet18", "suite/ode"]
     assert sum('"device": 1' in line for line in path.read_text().splitlines()) == 2
+
+
+def test_a_killed_process_costs_one_case(tmp_path, monkeypatch):
+    """The case it died in is recorded as a crash; a new process takes the ones after it."""
+    answers = [[{"device": 1}, {"crash": "status -27"}], [{"device": 3}, {"crash": "on the way out"}]]
+    asked = []
+
+    def streamed(module, name, options):
+        asked.append(options[1])
+        return iter(answers.pop(0))
+
+    monkeypatch.setattr(truth, "streamed", streamed)
+    store, told = truth.Store(tmp_path / "truth.json"), []
+    cases = [(1, "own"), (2, "own"), (4, "own")]
+    truth.take(store, "suite/ode", cases, lambda name, case, row: told.append(case))
+    assert asked == ["1:own,2:own,4:own", "4:own"] and told == cases
+    rows = [store.rows["suite/ode", *case] for case in cases]
+    assert [row.get("device") for row in rows] == [1, None, 3]
+    assert rows[1]["crash"] == f"not done in {truth.LIMIT_SECONDS} s of processor time"
