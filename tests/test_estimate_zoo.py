@@ -107,11 +107,11 @@ def test_recorded_truth_is_about_the_zoo(path):
 
 
 def test_rows_survive_an_interruption(tmp_path):
-    """What was written is there for the next run, one row a line, in the order of the zoo."""
+    """What was written is there for the next run and for one beside it, one row a line, in the order of the zoo."""
     path = tmp_path / "truth.json"
-    store = truth.Store(path)
+    stores = truth.Store(path), truth.Store(path)
     late, early = ("suite/ode", 2, "own"), ("haiku/resnet18", 32, "adam")
-    for name, *case in (late, early):
+    for store, (name, *case) in zip(stores, (late, early), strict=True):
         store.put(name, tuple(case), {"device": 1})
     again = truth.Store(path)
     assert set(again.rows) == {late, early}

@@ -14,6 +14,7 @@ lowering and the compile by the clock, ``cpu_seconds`` by the processor, which o
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import json
 import os
@@ -114,14 +115,24 @@ class Store:
         self.path, self.lock = path, threading.Lock()
         self.models = zoo.models()
         self.halves = {name: zoo.half(model) for name, model in self.models.items()}
-        known = json.loads(path.read_text()) if path.exists() else {"rows": []}
-        self.rows = {(r["model"], r["batch"], r["optimizer"]): r for r in known["rows"]}
+        self.rows = self.written()
         self.machine = {**describe(), "packages": {name: v for name in DISTRIBUTIONS if (v := installed(name))}}
 
+    def written(self) -> dict[tuple[str, int, str], dict[str, Any]]:
+        known = json.loads(self.path.read_text()) if self.path.exists() else {"rows": []}
+        return {(r["model"], r["batch"], r["optimizer"]): r for r in known["rows"]}
+
     def put(self, name: str, case: Case, row: dict[str, Any]) -> None:
+        """Keep a row, beside those that other runs have written meanwhile."""
         with self.lock:
-            self.rows[name, *case] = {**row, "date": self.machine["date"]}
-            self.save()
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                self.rows |= self.written()
+                self.rows[name, *case] = {**row, "date": self.machine["date"]}
+                self.save()
+            finally:
+                os.close(folder)
 
     def save(self) -> None:
         """One row a line, in the order of the zoo; what the zoo no longer has is dropped."""
