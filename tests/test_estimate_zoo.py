@@ -107,14 +107,33 @@ def test_recorded_truth_is_about_the_zoo(path):
 
 
 def test_rows_survive_an_interruption(tmp_path):
-    """What was written is there for the next run, one row a line, in the order of the zoo."""
+    """What was written is there for the next run and for one beside it, one row a line, in the order of the zoo."""
     path = tmp_path / "truth.json"
-    store = truth.Store(path)
+    stores = truth.Store(path), truth.Store(path)
     late, early = ("suite/ode", 2, "own"), ("haiku/resnet18", 32, "adam")
-    for name, *case in (late, early):
+    for store, (name, *case) in zip(stores, (late, early), strict=True):
         store.put(name, tuple(case), {"device": 1})
     again = truth.Store(path)
     assert set(again.rows) == {late, early}
     again.save()
     assert [r["model"] for r in json.loads(path.read_text())["rows"]] == ["haiku/resnet18", "suite/ode"]
     assert sum('"device": 1' in line for line in path.read_text().splitlines()) == 2
+
+
+def test_a_killed_process_costs_one_case(tmp_path, monkeypatch):
+    """The case it died in is recorded as a crash; a new process takes the ones after it."""
+    answers = [[{"device": 1}, {"crash": "status -27"}], [{"device": 3}, {"crash": "on the way out"}]]
+    asked = []
+
+    def streamed(module, name, options):
+        asked.append(options[1])
+        return iter(answers.pop(0))
+
+    monkeypatch.setattr(truth, "streamed", streamed)
+    store, told = truth.Store(tmp_path / "truth.json"), []
+    cases = [(1, "own"), (2, "own"), (4, "own")]
+    truth.take(store, "suite/ode", cases, lambda name, case, row: told.append(case))
+    assert asked == ["1:own,2:own,4:own", "4:own"] and told == cases
+    rows = [store.rows["suite/ode", *case] for case in cases]
+    assert [row.get("device") for row in rows] == [1, None, 3]
+    assert rows[1]["crash"] == f"not done in {truth.LIMIT_SECONDS} s of processor time"

@@ -7,16 +7,18 @@ rows that are there are kept, so a run goes on where the last one stopped. A cas
 minutes of processor time is a row too, with ``crash``; ``--retry`` takes those again. Each model has a process of its
 own for all its rows, and XLA keeps the kernels it has compiled in between: memory is assigned before there are
 kernels, and nine tenths of the time are theirs. Bytes are those of ``jaxtensile.plan.MemoryUse``: device = argument +
-output + temp - alias; ``equations`` counts the flat trace; ``trace_seconds`` is JAX's trace and ``seconds`` the
-lowering and the compile.
+output + temp - alias; ``equations`` counts the flat trace; ``trace_seconds`` is JAX's trace, ``seconds`` the
+lowering and the compile by the clock, ``cpu_seconds`` by the processor, which other work does not stretch.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import itertools
 import json
 import os
+import resource
 import signal
 import tempfile
 import threading
@@ -68,9 +70,10 @@ def measured(name: str, batch: int, optimizer: str, kernels: Path) -> dict[str, 
         # The first try is the object that was traced, which has its trace already.
         return step if options == usual else jax.jit(workload.fun, **workload.jit_options, compiler_options=options)
 
+    before = processor_seconds()
     made = compile_program(make, args, {}, usual)
     row: dict[str, Any] = {"equations": equations, "trace_seconds": round(trace_seconds, 2)}
-    row["seconds"] = round(made.seconds, 2)
+    row |= {"seconds": round(made.seconds, 2), "cpu_seconds": round(processor_seconds() - before, 2)}
     if made.notes:
         row["notes"] = list(made.notes)
     if made.memory is None:
@@ -78,6 +81,12 @@ def measured(name: str, batch: int, optimizer: str, kernels: Path) -> dict[str, 
     m = made.memory
     sizes = {"argument": m.argument, "output": m.output, "temp": m.temp, "alias": m.alias, "host": m.host}
     return {"device": m.device, **sizes, **row}
+
+
+def processor_seconds() -> float:
+    """Of this process, with all its threads, and of the assemblers it has started."""
+    done = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + done.ru_utime + done.ru_stime
 
 
 def child(name: str, cases: Iterable[Case]) -> None:
@@ -106,14 +115,24 @@ class Store:
         self.path, self.lock = path, threading.Lock()
         self.models = zoo.models()
         self.halves = {name: zoo.half(model) for name, model in self.models.items()}
-        known = json.loads(path.read_text()) if path.exists() else {"rows": []}
-        self.rows = {(r["model"], r["batch"], r["optimizer"]): r for r in known["rows"]}
+        self.rows = self.written()
         self.machine = {**describe(), "packages": {name: v for name in DISTRIBUTIONS if (v := installed(name))}}
 
+    def written(self) -> dict[tuple[str, int, str], dict[str, Any]]:
+        known = json.loads(self.path.read_text()) if self.path.exists() else {"rows": []}
+        return {(r["model"], r["batch"], r["optimizer"]): r for r in known["rows"]}
+
     def put(self, name: str, case: Case, row: dict[str, Any]) -> None:
+        """Keep a row, beside those that other runs have written meanwhile."""
         with self.lock:
-            self.rows[name, *case] = {**row, "date": self.machine["date"]}
-            self.save()
+            folder = os.open(self.path.parent, os.O_RDONLY)
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX)
+                self.rows |= self.written()
+                self.rows[name, *case] = {**row, "date": self.machine["date"]}
+                self.save()
+            finally:
+                os.close(folder)
 
     def save(self) -> None:
         """One row a line, in the order of the zoo; what the zoo no longer has is dropped."""

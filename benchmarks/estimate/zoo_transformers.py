@@ -221,6 +221,7 @@ def models() -> Iterator[Model]:
         num_attention_heads=16,
         num_key_value_heads=4,
         intermediate_size=3584,
+        max_position_embeddings=1024,
         sliding_window=512,
     )
     yield model(
