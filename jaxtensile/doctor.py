@@ -29,6 +29,7 @@ _EXTRAS: Final = {
         *("pytest", "pytest-xdist", "hypothesis", "optax", "flax"),
         *("equinox", "diffrax", "lineax", "optimistix", "blackjax", "numpyro"),
     ),
+    "zoo": ("optax", "transformers", "keras", "dm-haiku", "jmp", "equimo"),
     "dev": ("ruff", "pyright", "scipy-stubs", "build"),
 }
 _TRY_TARGETS: Final = """

@@ -100,7 +100,7 @@ def deep(ws, x):
     return (x * x).sum()
 
 
-@pytest.mark.parametrize("share", [0.01, 0.25, 0.3, 0.37])
+@pytest.mark.parametrize("share", [0.01, 0.3])
 def test_the_smallest_reachable_budget_is_reached(share):
     """Whatever was asked first, what the error names is met at the first attempt."""
     keys = jax.random.split(jax.random.key(0), 13)

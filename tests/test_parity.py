@@ -273,8 +273,9 @@ def test_first_calls_from_many_threads_with_several_shapes(both):
         t.start()
     for t in threads:
         t.join()
-    for i in range(9):
-        same(found[i], both[1](ARGS[0], jnp.ones((256 + 8 * (i % 3), 8))))
+    for i in range(9):  # not all plans of these shapes fuse as the plain programs do
+        expected = both[1](ARGS[0], jnp.ones((256 + 8 * (i % 3), 8)))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), found[i], expected)
     assert ours._cache_size() == 3
     assert not any(e.fitted.report.unchanged for entries in ours._entries.values() for e in entries.values())
 
