@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from jaxtensile.runtime.events import Rules, Settings
 from jaxtensile.runtime.leases import NOTHING, Charge, Happening, Lease, State, after
 from jaxtensile.runtime.ledger import Capacity, Ledger
-from jaxtensile.runtime.policy import Claim, Option, Room, ahead, divide
+from jaxtensile.runtime.policy import Claim, Option, Room, Shares, ahead, divide
 from jaxtensile.units import Seconds
 
 _SPEAKING = (State.HELD, State.REVOKING)
@@ -271,43 +272,16 @@ class Arbiter:
         if not hungry:
             return
         rooms = self._rooms(held, {}, {})
-        top = max(a.priority for a in hungry)
         charges = {a.id: self.charged(a) for a in held}
         higher = {a.id: self._higher(a, charges[a.id]) for a in held}
         if not any(higher.values()):
             return
-        growing = [_claim(a, [_option(a, a.rung, charges[a.id]), *higher[a.id]]) for a in held]
-        grown = divide(growing, rooms, self.settings.policy)
-        assert grown is not None, "what is charged fits"
-        rungs = {c.id: c.options[grown[c.id]] for c in growing}
-        pinned: set[int] = set()
-        for _ in range(2):
-            lower = {a.id: self._lower(a) for a in held if a.id not in pinned and self._can_give(a, now, top)}
-            if not any(lower.values()):
-                break
-            claims = [
-                Claim(
-                    id=c.id,
-                    priority=c.priority,
-                    weight=c.weight,
-                    arrived=c.arrived,
-                    resources=c.resources,
-                    options=(*lower.get(c.id, ()), *c.options),
-                    floor=c.floor,
-                )
-                for c in growing
-            ]
-            stay = {c.id: grown[c.id] + len(lower.get(c.id, ())) for c in growing}
-            shifted = divide(claims, rooms, self.settings.policy)
-            if shifted is None or not ahead(claims, shifted, stay, self.settings.policy, self.settings.min_gain):
-                break
-            wanted = {c.id: c.options[shifted[c.id]] for c in claims}
-            gaining = max((a.priority for a in held if wanted[a.id].rung > a.rung), default=None)
-            early = {a.id for a in held if wanted[a.id].rung < a.rung and not self._can_give(a, now, gaining)}
-            if not early:
-                rungs = wanted
-                break
-            pinned |= early
+        claims = [_claim(a, [_option(a, a.rung, charges[a.id]), *higher[a.id]]) for a in held]
+        grown = divide(claims, rooms, self.settings.policy)
+        if grown is None:
+            return
+        rungs = self._shifted(now, held, claims, grown, rooms, max(a.priority for a in hungry))
+        rungs = rungs or {c.id: c.options[grown[c.id]] for c in claims}
         for lease in held:
             if rungs[lease.id].rung < lease.rung:
                 self._revoke(lease, rungs[lease.id].rung, now)
@@ -316,6 +290,36 @@ class Arbiter:
             if option.rung > lease.rung and self.ledger.fits(lease.id, lease.resources, option.needs):
                 self.ledger.charge(lease.id, lease.resources, option.needs)
                 self._tell(lease, option.rung, Happening.GRANT, now)
+
+    def _shifted(
+        self,
+        now: Seconds,
+        held: Sequence[Lease],
+        claims: Sequence[Claim],
+        grown: Shares,
+        rooms: Mapping[str, Room],
+        top: int,
+    ) -> dict[int, Option] | None:
+        """A division in which some shrink that others may grow, if it is enough better than ``grown``, in which nobody
+        does. Whoever is in its minimum hold shrinks only for a higher class, ``top`` at most."""
+        pinned: set[int] = set()
+        while lower := {
+            a.id: options
+            for a in held
+            if a.id not in pinned and self._can_give(a, now, top) and (options := self._lower(a))
+        }:
+            wider = [replace(c, options=(*lower.get(c.id, ()), *c.options)) for c in claims]
+            stay = {c.id: grown[c.id] + len(lower.get(c.id, ())) for c in claims}
+            shares = divide(wider, rooms, self.settings.policy)
+            if shares is None or not ahead(wider, shares, stay, self.settings.policy, self.settings.min_gain):
+                return None
+            wanted = {c.id: c.options[shares[c.id]] for c in wider}
+            gaining = max((a.priority for a in held if wanted[a.id].rung > a.rung), default=None)
+            early = {a.id for a in held if wanted[a.id].rung < a.rung and not self._can_give(a, now, gaining)}
+            if not early:
+                return wanted
+            pinned |= early
+        return None
 
     def _lower(self, lease: Lease) -> tuple[Option, ...]:
         """The rungs below to which there is a way: what covers both ends of it fits. A lower rung may need more host
