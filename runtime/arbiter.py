@@ -122,8 +122,9 @@ class Arbiter:
             self._drain(now, over)
         if grants:
             held_back = self._admit(now) | over
-            if self.hungry:
-                self._spread(now, held_back)
+            # Where steps take turns, a division was made for some largest temp: one that is smaller leaves bytes.
+            while self.hungry and self._spread(now, held_back) and any(a.gated for a in self.ledger.accounts.values()):
+                pass
         self.recheck = None
         if self.above and (over or self.queue or self.hungry):
             ends = (self.leases[k].since + self.settings.min_hold for k in self.above)
@@ -258,10 +259,11 @@ class Arbiter:
 
     # The surplus.
 
-    def _spread(self, now: Seconds, held_back: set[str]) -> None:
+    def _spread(self, now: Seconds, held_back: set[str]) -> bool:
         """Give free bytes to those that are faster with them; or first ask others to shrink, where that gains more.
 
-        Bytes that somebody was asked for are on their way to somebody: until they come, their resource rests."""
+        Bytes that somebody was asked for are on their way to somebody: until they come, their resource rests. True if
+        anyone was given more."""
         for k in self.revoking:
             lease = self.leases[k]
             charges, promised = self.charged(lease), lease.needs[lease.rung]
@@ -270,26 +272,29 @@ class Arbiter:
         held = [a for a in self.leases.values() if a.state is State.HELD and a.touched.isdisjoint(held_back)]
         hungry = [a for a in held if a.id in self.hungry]
         if not hungry:
-            return
+            return False
         rooms = self._rooms(held, {}, {})
         charges = {a.id: self.charged(a) for a in held}
         higher = {a.id: self._higher(a, charges[a.id]) for a in held}
         if not any(higher.values()):
-            return
+            return False
         claims = [_claim(a, [_option(a, a.rung, charges[a.id]), *higher[a.id]]) for a in held]
         grown = divide(claims, rooms, self.settings.policy)
         if grown is None:
-            return
+            return False
         rungs = self._shifted(now, held, claims, grown, rooms, max(a.priority for a in hungry))
         rungs = rungs or {c.id: c.options[grown[c.id]] for c in claims}
         for lease in held:
             if rungs[lease.id].rung < lease.rung:
                 self._revoke(lease, rungs[lease.id].rung, now)
+        given = False
         for lease in held:
             option = rungs[lease.id]
             if option.rung > lease.rung and self.ledger.fits(lease.id, lease.resources, option.needs):
                 self.ledger.charge(lease.id, lease.resources, option.needs)
                 self._tell(lease, option.rung, Happening.GRANT, now)
+                given = True
+        return given
 
     def _shifted(
         self,
