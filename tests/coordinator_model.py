@@ -195,6 +195,8 @@ class World:
             case Send(connection=k, message=message, after_record=after_record):
                 line = self.lines.get(k)
                 if blocked and after_record:
+                    if isinstance(message, Grant):  # decided, and said later
+                        self.risen[message.lease] = (message.rung, self.now)
                     return False
                 if isinstance(message, Grant | Revoke):
                     self._sent(message)
