@@ -103,7 +103,11 @@ class Arbiter:
     def changed(self, lease: Lease) -> None:
         """Something about a lease is different: keep what follows from it."""
         speaks = lease.state in _SPEAKING and not lease.stuck
-        guaranteed = lease.needs[lease.low] if speaks else self.charged(lease)
+        guaranteed = lease.needs[lease.low]
+        if not speaks:
+            # It keeps what it has, or may come back and be guaranteed a rung that needs more of something else.
+            charges = self.charged(lease)
+            guaranteed = charges if lease.stuck else self.ledger.wider(lease.resources, charges, guaranteed)
         self.floors.measured(lease.id, lease.resources, guaranteed)
         for ids, member in (
             (self.hungry, lease.state is State.HELD and lease.rung < lease.high),

@@ -703,11 +703,22 @@ class World:
                 return False
             return now >= a.since + hold or a.priority < first.priority
 
+        def both(a):
+            """What covers what it is charged and its floor."""
+            rows = []
+            for x, y in zip(charged(a), a.needs[a.low], strict=True):
+                p, t = x if isinstance(x, tuple) else (x.persistent, x.temp)
+                gated = self.gated and len(rows) < len(a.resources) - 1
+                rows.append((max(p, y.persistent), max(t, y.temp)) if gated else (max(p + t, y.persistent + y.temp), 0))
+            return tuple(rows)
+
+        def guaranteed(a):
+            if a.stuck:
+                return charged(a)
+            return a.needs[a.low] if a.state in (State.HELD, State.REVOKING) else both(a)
+
         floor = (first, first.needs[first.low])
-        floors = [
-            (a, a.needs[a.low] if a.state in (State.HELD, State.REVOKING) and not a.stuck else charged(a))
-            for a in others
-        ]
+        floors = [(a, guaranteed(a)) for a in others]
         if not _fit(d, [*floors, floor], first):
             return
         if _fit(d, [*((a, charged(a)) for a in others), floor], first):
@@ -716,12 +727,7 @@ class World:
 
         def way(a):
             """May it go down to its floor, charged what covers both ends?"""
-            both = []
-            for x, y in zip(charged(a), a.needs[a.low], strict=True):
-                p, t = x if isinstance(x, tuple) else (x.persistent, x.temp)
-                gated = self.gated and len(both) < len(a.resources) - 1
-                both.append((max(p, y.persistent), max(t, y.temp)) if gated else (max(p + t, y.persistent + y.temp), 0))
-            return _fit(d, [*((b, both if b is a else charged(b)) for b in others)])
+            return _fit(d, [(b, both(b) if b is a else charged(b)) for b in others])
 
         least = [(a, a.needs[a.low] if gives(a) and way(a) else kept) for a, kept in promised]
         if d.wake is None:
