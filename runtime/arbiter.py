@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from jaxtensile.runtime.events import Rules, Settings
 from jaxtensile.runtime.leases import NOTHING, Charge, Happening, Lease, State, after
 from jaxtensile.runtime.ledger import Capacity, Ledger
-from jaxtensile.runtime.policy import Claim, Option, Room, ahead, divide
+from jaxtensile.runtime.policy import Claim, Option, Room, Shares, ahead, divide
 from jaxtensile.units import Seconds
 
 _SPEAKING = (State.HELD, State.REVOKING)
@@ -102,7 +103,11 @@ class Arbiter:
     def changed(self, lease: Lease) -> None:
         """Something about a lease is different: keep what follows from it."""
         speaks = lease.state in _SPEAKING and not lease.stuck
-        guaranteed = lease.needs[lease.low] if speaks else self.charged(lease)
+        guaranteed = lease.needs[lease.low]
+        if not speaks:
+            # It keeps what it has, or may come back and be guaranteed a rung that needs more of something else.
+            charges = self.charged(lease)
+            guaranteed = charges if lease.stuck else self.ledger.wider(lease.resources, charges, guaranteed)
         self.floors.measured(lease.id, lease.resources, guaranteed)
         for ids, member in (
             (self.hungry, lease.state is State.HELD and lease.rung < lease.high),
@@ -121,8 +126,9 @@ class Arbiter:
             self._drain(now, over)
         if grants:
             held_back = self._admit(now) | over
-            if self.hungry:
-                self._spread(now, held_back)
+            # Where steps take turns, a division was made for some largest temp: one that is smaller leaves bytes.
+            while self.hungry and self._spread(now, held_back) and any(a.gated for a in self.ledger.accounts.values()):
+                pass
         self.recheck = None
         if self.above and (over or self.queue or self.hungry):
             ends = (self.leases[k].since + self.settings.min_hold for k in self.above)
@@ -257,10 +263,11 @@ class Arbiter:
 
     # The surplus.
 
-    def _spread(self, now: Seconds, held_back: set[str]) -> None:
+    def _spread(self, now: Seconds, held_back: set[str]) -> bool:
         """Give free bytes to those that are faster with them; or first ask others to shrink, where that gains more.
 
-        Bytes that somebody was asked for are on their way to somebody: until they come, their resource rests."""
+        Bytes that somebody was asked for are on their way to somebody: until they come, their resource rests. True if
+        anyone was given more."""
         for k in self.revoking:
             lease = self.leases[k]
             charges, promised = self.charged(lease), lease.needs[lease.rung]
@@ -269,53 +276,59 @@ class Arbiter:
         held = [a for a in self.leases.values() if a.state is State.HELD and a.touched.isdisjoint(held_back)]
         hungry = [a for a in held if a.id in self.hungry]
         if not hungry:
-            return
+            return False
         rooms = self._rooms(held, {}, {})
-        top = max(a.priority for a in hungry)
         charges = {a.id: self.charged(a) for a in held}
         higher = {a.id: self._higher(a, charges[a.id]) for a in held}
         if not any(higher.values()):
-            return
-        growing = [_claim(a, [_option(a, a.rung, charges[a.id]), *higher[a.id]]) for a in held]
-        grown = divide(growing, rooms, self.settings.policy)
-        assert grown is not None, "what is charged fits"
-        rungs = {c.id: c.options[grown[c.id]] for c in growing}
-        pinned: set[int] = set()
-        for _ in range(2):
-            lower = {a.id: self._lower(a) for a in held if a.id not in pinned and self._can_give(a, now, top)}
-            if not any(lower.values()):
-                break
-            claims = [
-                Claim(
-                    id=c.id,
-                    priority=c.priority,
-                    weight=c.weight,
-                    arrived=c.arrived,
-                    resources=c.resources,
-                    options=(*lower.get(c.id, ()), *c.options),
-                    floor=c.floor,
-                )
-                for c in growing
-            ]
-            stay = {c.id: grown[c.id] + len(lower.get(c.id, ())) for c in growing}
-            shifted = divide(claims, rooms, self.settings.policy)
-            if shifted is None or not ahead(claims, shifted, stay, self.settings.policy, self.settings.min_gain):
-                break
-            wanted = {c.id: c.options[shifted[c.id]] for c in claims}
-            gaining = max((a.priority for a in held if wanted[a.id].rung > a.rung), default=None)
-            early = {a.id for a in held if wanted[a.id].rung < a.rung and not self._can_give(a, now, gaining)}
-            if not early:
-                rungs = wanted
-                break
-            pinned |= early
+            return False
+        claims = [_claim(a, [_option(a, a.rung, charges[a.id]), *higher[a.id]]) for a in held]
+        grown = divide(claims, rooms, self.settings.policy)
+        if grown is None:
+            return False
+        rungs = self._shifted(now, held, claims, grown, rooms, max(a.priority for a in hungry))
+        rungs = rungs or {c.id: c.options[grown[c.id]] for c in claims}
         for lease in held:
             if rungs[lease.id].rung < lease.rung:
                 self._revoke(lease, rungs[lease.id].rung, now)
+        given = False
         for lease in held:
             option = rungs[lease.id]
             if option.rung > lease.rung and self.ledger.fits(lease.id, lease.resources, option.needs):
                 self.ledger.charge(lease.id, lease.resources, option.needs)
                 self._tell(lease, option.rung, Happening.GRANT, now)
+                given = True
+        return given
+
+    def _shifted(
+        self,
+        now: Seconds,
+        held: Sequence[Lease],
+        claims: Sequence[Claim],
+        grown: Shares,
+        rooms: Mapping[str, Room],
+        top: int,
+    ) -> dict[int, Option] | None:
+        """A division in which some shrink that others may grow, if it is enough better than ``grown``, in which nobody
+        does. Whoever is in its minimum hold shrinks only for a higher class, ``top`` at most."""
+        pinned: set[int] = set()
+        while lower := {
+            a.id: options
+            for a in held
+            if a.id not in pinned and self._can_give(a, now, top) and (options := self._lower(a))
+        }:
+            wider = [replace(c, options=(*lower.get(c.id, ()), *c.options)) for c in claims]
+            stay = {c.id: grown[c.id] + len(lower.get(c.id, ())) for c in claims}
+            shares = divide(wider, rooms, self.settings.policy)
+            if shares is None or not ahead(wider, shares, stay, self.settings.policy, self.settings.min_gain):
+                return None
+            wanted = {c.id: c.options[shares[c.id]] for c in wider}
+            gaining = max((a.priority for a in held if wanted[a.id].rung > a.rung), default=None)
+            early = {a.id for a in held if wanted[a.id].rung < a.rung and not self._can_give(a, now, gaining)}
+            if not early:
+                return wanted
+            pinned |= early
+        return None
 
     def _lower(self, lease: Lease) -> tuple[Option, ...]:
         """The rungs below to which there is a way: what covers both ends of it fits. A lower rung may need more host

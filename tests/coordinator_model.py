@@ -195,6 +195,8 @@ class World:
             case Send(connection=k, message=message, after_record=after_record):
                 line = self.lines.get(k)
                 if blocked and after_record:
+                    if isinstance(message, Grant):  # decided, and said later
+                        self.risen[message.lease] = (message.rung, self.now)
                     return False
                 if isinstance(message, Grant | Revoke):
                     self._sent(message)
@@ -574,14 +576,13 @@ class World:
         if d.arbiter.queue:
             first = d.arbiter.queue[0]
             accounts = d.arbiter.ledger.accounts
-            floors = [
-                (a, a.needs[a.low])
-                if a.state is State.HELD and not a.stuck
-                else (a, tuple(accounts[r].charges.get(a.id, (0, 0)) for r in a.resources))
-                for a in d.arbiter.leases.values()
-                if a.rung >= 0
-            ]
-            if not any(c.free < 0 for c in accounts.values()) and _fit(d, [*floors, (first, first.needs[first.low])]):
+            others = [a for a in d.arbiter.leases.values() if a.rung >= 0]
+            floors = [(a, self._guaranteed(a)) for a in others]
+            if (
+                all(self._way(a, others) for a in others)
+                and not any(c.free < 0 for c in accounts.values())
+                and _fit(d, [*floors, (first, first.needs[first.low])])
+            ):
                 raise Violation("the first waiter fits beside all floors and was not admitted")
 
     def everybody_goes(self):
@@ -687,14 +688,34 @@ class World:
         elif not revoking:
             self._check_idle(d)
 
+    def _charged(self, a):
+        accounts = self.daemon.arbiter.ledger.accounts
+        return tuple(accounts[r].charges.get(a.id, (0, 0)) for r in a.resources)
+
+    def _both(self, a):
+        """What covers what a lease is charged and its floor."""
+        rows = []
+        for x, y in zip(self._charged(a), a.needs[a.low], strict=True):
+            p, t = x if isinstance(x, tuple) else (x.persistent, x.temp)
+            gated = self.gated and len(rows) < len(a.resources) - 1
+            rows.append((max(p, y.persistent), max(t, y.temp)) if gated else (max(p + t, y.persistent + y.temp), 0))
+        return tuple(rows)
+
+    def _way(self, a, others):
+        """May it go down to its floor, charged what covers both ends?"""
+        return _fit(self.daemon, [(b, self._both(b) if b is a else self._charged(b)) for b in others])
+
+    def _guaranteed(self, a):
+        """What a job may count on: its floor while it speaks, what it keeps for good, else both."""
+        if a.stuck:
+            return self._charged(a)
+        return a.needs[a.low] if a.state in (State.HELD, State.REVOKING) else self._both(a)
+
     def _check_first(self, d, first):
         """The first waiter gets in as soon as it fits, and room is made for it as soon as it may be."""
         now, hold = self.ticked, self.settings.min_hold
         others = [a for a in d.arbiter.leases.values() if a.rung >= 0]
-        accounts = d.arbiter.ledger.accounts
-
-        def charged(a):
-            return tuple(accounts[r].charges.get(a.id, (0, 0)) for r in a.resources)
+        charged = self._charged
 
         def gives(a):
             if a.stuck or a.state not in (State.HELD, State.REVOKING):
@@ -702,26 +723,14 @@ class World:
             return now >= a.since + hold or a.priority < first.priority
 
         floor = (first, first.needs[first.low])
-        floors = [
-            (a, a.needs[a.low] if a.state in (State.HELD, State.REVOKING) and not a.stuck else charged(a))
-            for a in others
-        ]
+        floors = [(a, self._guaranteed(a)) for a in others]
         if not _fit(d, [*floors, floor], first):
             return
         if _fit(d, [*((a, charged(a)) for a in others), floor], first):
             raise Violation("the first waiter fits and was not admitted")
         promised = [(a, a.needs[a.rung] if a.state is State.REVOKING else charged(a)) for a in others]
 
-        def way(a):
-            """May it go down to its floor, charged what covers both ends?"""
-            both = []
-            for x, y in zip(charged(a), a.needs[a.low], strict=True):
-                p, t = x if isinstance(x, tuple) else (x.persistent, x.temp)
-                gated = self.gated and len(both) < len(a.resources) - 1
-                both.append((max(p, y.persistent), max(t, y.temp)) if gated else (max(p + t, y.persistent + y.temp), 0))
-            return _fit(d, [*((b, both if b is a else charged(b)) for b in others)])
-
-        least = [(a, a.needs[a.low] if gives(a) and way(a) else kept) for a, kept in promised]
+        least = [(a, a.needs[a.low] if gives(a) and self._way(a, others) else kept) for a, kept in promised]
         if d.wake is None:
             raise Violation("a waiter, and nothing to wake up for")
         if _fit(d, [*least, floor], first) and not _fit(d, [*promised, floor], first):
