@@ -27,7 +27,7 @@ MODULE = "estimate.run"
 CARDS = ("nvidia-rtx-3060", "nvidia-a100-40gb", "nvidia-h200")
 XMEM = {"median": 3.66, "pef": 9.46, "mcp": 9.38}
 """xMem's own figures: per cent, per cent, GB per run, on its 25 models and cards of 12 and 8 GB."""
-WITHIN = (0.025, 0.975)
+WITHIN = (0.05, 0.95)
 """Quantiles of the calibration half between which ``low`` and ``high`` are to lie."""
 
 
@@ -49,6 +49,7 @@ def estimated(name: str, batch: int, optimizer: str) -> dict[str, Any]:
     return {
         **{key: getattr(found, key) for key in ("device", "argument", "output", "temp", "alias", "low", "high")},
         "process": found.process,
+        "equations": len(program.equations),
         "trace_seconds": round(traced_at - started, 3),
         "seconds": round(done - traced_at, 3),
     }
@@ -113,7 +114,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "outside": 100 * sum(not r["static"]["low"] <= r["device"] <= r["static"]["high"] for r in rows) / len(rows),
         "missed": [round(quantile([missed(r) for r in rows], share), 4) for share in WITHIN],
         "cards": {name: on_card(rows, name) for name in CARDS},
-        "seconds_per_1000_equations": max(1000 * r["static"]["seconds"] / max(r["equations"], 1000) for r in rows),
+        "seconds_per_1000_equations": max(1000 * r["static"]["seconds"] / max(r["static"]["equations"], 1000) for r in rows),
         "slowest": max(r["static"]["seconds"] for r in rows),
     }
 
