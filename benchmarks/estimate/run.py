@@ -114,7 +114,9 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "outside": 100 * sum(not r["static"]["low"] <= r["device"] <= r["static"]["high"] for r in rows) / len(rows),
         "missed": [round(quantile([missed(r) for r in rows], share), 4) for share in WITHIN],
         "cards": {name: on_card(rows, name) for name in CARDS},
-        "seconds_per_1000_equations": max(1000 * r["static"]["seconds"] / max(r["static"]["equations"], 1000) for r in rows),
+        "seconds_per_1000_equations": max(
+            1000 * r["static"]["seconds"] / max(r["static"]["equations"], 1000) for r in rows
+        ),
         "slowest": max(r["static"]["seconds"] for r in rows),
     }
 
