@@ -78,13 +78,19 @@ class Kernels:
     leaves: list[tuple[int, ...]]
 
 
-def fuse(graph: Graph) -> Kernels:
-    """Group ops into kernels. Linear in edges."""
+def fuse(graph: Graph, *, closely: bool = False) -> Kernels:
+    """Group ops into kernels. Linear in edges.
+
+    ``closely``: also by rules that estimates need and plans are not yet made with: matrices transposed for products
+    are views, and small arrays are stored where larger ones are computed twice.
+    """
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
-    views = _views(graph, read_by, wanted)
-    must_exist = _needed_in_memory(graph, views, read_by, wanted)
+    views = _views(graph, read_by, wanted) if closely else [op.primitive in VIEWS for op in graph.ops]
+    must_exist = _needed_in_memory(graph, views, wanted)
+    if closely:
+        _store_arguments_of_erf(graph, read_by, must_exist)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
@@ -113,7 +119,8 @@ def fuse(graph: Graph) -> Kernels:
             r0 = op.results[0]
             effort = sum(work[v] for v in dict.fromkeys(op.operands))
             effort += WORK.get(name, 0.0) * math.prod(values[r0].shape)
-            stored = any(must_exist[r] for r in op.results) or _is_widened_exponential(graph, op, sources, read_by)
+            stored = any(must_exist[r] for r in op.results)
+            stored = stored or (closely and _is_widened_exponential(graph, op, sources, read_by))
             if not stored and _worth_fusing(
                 effort, values[r0].nbytes, 1 if alone[op.id] else len(read_by[r0]), [values[s].nbytes for s in sources]
             ):
@@ -127,6 +134,16 @@ def fuse(graph: Graph) -> Kernels:
         for r in op.results:
             leaves[r] = (r,)
     return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves)
+
+
+def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> None:
+    """Its polynomials are in f32: XLA rounds the argument once to 16 bits, and gradients read what was rounded."""
+    for op in graph.ops:
+        if op.primitive in ("erf", "erfc"):
+            for v in op.operands:
+                value = graph.values[v]
+                if value.dtype in HALVES and len(read_by[v]) > 1 and math.prod(value.shape) <= SMALL:
+                    must_exist[v] = True
 
 
 def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
@@ -173,7 +190,7 @@ def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[boo
     return out
 
 
-def _needed_in_memory(graph: Graph, views: list[bool], read_by: list[list[int]], wanted: set[int]) -> list[bool]:
+def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int]) -> list[bool]:
     """Values that some reader takes as a buffer; views pass the demand on to their base."""
     needed = [False] * len(graph.values)
     # XLA makes a constant of a loop that is one number in every place inside of the loop (WhileLoopConstantSinking).
@@ -186,10 +203,6 @@ def _needed_in_memory(graph: Graph, views: list[bool], read_by: list[list[int]],
             if op.results and needed[op.results[0]]:
                 for v in op.operands[:1]:  # none where it is a view of a literal
                     needed[v] = True
-        elif name in ("erf", "erfc") and any(graph.values[v].dtype in HALVES for v in op.operands):
-            # Its polynomials are in f32: XLA rounds the argument once, and gradients read what was rounded.
-            for v in op.operands:
-                needed[v] = needed[v] or (len(read_by[v]) > 1 and math.prod(graph.values[v].shape) <= SMALL)
         elif not (is_fusible(name) or name in REDUCTIONS):
             inside = set(op.slots[: op.carried[0]]) & splats
             for v in op.operands:

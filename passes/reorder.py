@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxtensile.ir import Graph, Op
-from jaxtensile.passes.fusion import Kernels
+from jaxtensile.passes.fusion import Kernels, fuse
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.units import Bytes
 
@@ -35,7 +35,7 @@ def as_scheduled(graph: Graph) -> Scheduled:
 
     The order of the trace is often better than any of the three; where it is worse, XLA's differ from these.
     """
-    given = Scheduled(graph, tuple(range(len(graph.ops))), live_ranges(graph))
+    given = Scheduled(graph, tuple(range(len(graph.ops))), live_ranges(graph, fuse(graph, closely=True)))
     nodes = _Nodes(graph, given.live.kernels)
     found = [_in_order(graph, nodes.with_fused(schedule(nodes))) for schedule in SCHEDULES]
     best = min(found, key=lambda s: s.live.temp)
@@ -46,7 +46,7 @@ def _in_order(graph: Graph, order: Sequence[int]) -> Scheduled:
     new = replace_ops(
         graph, (graph.ops[i].on(k, graph.ops[i].operands, graph.ops[i].results) for k, i in enumerate(order))
     )
-    return Scheduled(new, tuple(order), live_ranges(new))
+    return Scheduled(new, tuple(order), live_ranges(new, fuse(new, closely=True)))
 
 
 def replace_ops(graph: Graph, ops: Iterable[Op]) -> Graph:

@@ -229,7 +229,7 @@ def test_a_matrix_transposed_for_products_alone_is_no_buffer():
 
     def transposed(g):
         made = [op.results[0] for op in g.ops if op.primitive == "transpose"]
-        kernels = fuse(g)
+        kernels = fuse(g, closely=True)
         return [kernels.home[v] for v in made], g.inputs[1]
 
     homes, w_id = transposed(graph(lambda x, w: x @ w.T))
