@@ -215,6 +215,12 @@ def captured(traced: Any) -> tuple[Any, ...]:
     return tuple(getattr(traced, "_consts", ()))
 
 
+def donated_inputs(traced: Any) -> tuple[bool, ...]:
+    """Of every input of a trace's jaxpr, captured ones first, whether its buffer may be reused."""
+    given = jax.tree.leaves(traced.args_info)
+    return (*(False for _ in captured(traced)), *(bool(a.donated) for a in given))
+
+
 def device_sets(traced: Any) -> set[frozenset[Any]]:
     """The sets of devices that the program itself asks for: jit's shardings, the mesh, constraints."""
     params = traced._params

@@ -39,6 +39,7 @@ from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report
 from jaxtensile.target import compiler_options, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
+from jaxtensile.workload import name_of
 
 _RESERVE = GIB
 """Bytes of the device left to the process when no budget is given."""
@@ -271,7 +272,7 @@ class Planned:
             return self._plain, args, kwargs, None  # its call raises JAX's own error
         if self._target is not None and profile(self._target) != profile_of(place.device):
             raise TargetError(
-                f"target {self._target!r} is not here: the arguments of {_name(self._fun)} are on {place.device}. "
+                f"target {self._target!r} is not here: the arguments of {name_of(self._fun)} are on {place.device}. "
                 "Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= out to run here"
             )
         entry = self._entry(traced, place, known, named)
@@ -293,10 +294,12 @@ class Planned:
         place = location(traced, args, kwargs, self._jit_options)
         if place is None:
             traced.lower()
-            raise TargetError(f"the arguments of {_name(self._fun)} are on devices that do not go together: place them")
+            raise TargetError(
+                f"the arguments of {name_of(self._fun)} are on devices that do not go together: place them"
+            )
         if self._target is not None and place.device != resolve(self._target):
             raise TargetError(
-                f"{_name(self._fun)} takes no array, so that nothing tells JAX to compile it for {self._target!r}: "
+                f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for {self._target!r}: "
                 "give it an array argument"
             )
         return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
@@ -327,9 +330,9 @@ class Planned:
         needed = compiler_options(self._target) if self._target is not None else {}
         captured = _compat.captured(traced)
         return Job(
-            name=_name(self._fun),
+            name=name_of(self._fun),
             jaxpr=traced.jaxpr,
-            donated=(*(False for _ in captured), *(bool(a.donated) for a in jax.tree.leaves(traced.args_info))),
+            donated=_compat.donated_inputs(traced),
             args=args,
             kwargs=kwargs,
             budget=_budget_bytes(self._budget, device.capacity),
@@ -411,10 +414,6 @@ _TAKE_ARGUMENTS = frozenset({"plan", "lower", "trace", "eval_shape"})
 def _stacks_come_back(here: Any, device: DeviceProfile) -> bool:
     """Whether a device that is ``here`` reads stacks on the host right; taken for granted of one that is not."""
     return here is None or stacks_come_back(here, load_index=loads_index(device))
-
-
-def _name(fun: Any) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
 
 
 def _same(fun: Callable[..., Any]) -> Callable[..., Any]:

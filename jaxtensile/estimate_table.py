@@ -124,10 +124,8 @@ def _power(n: int) -> int:
 
 
 def _on(workload: Workload, targets: Sequence[str], exact: bool, tell: Tell) -> Mapping[str, Estimate]:
-    name = workload.name or getattr(workload.fun, "__name__", "workload")
-    found = estimate_on(
-        workload.fun, workload.args, workload.jit_options, targets=targets, exact=exact, name=name, tell=tell
-    )
+    fun, args, options = workload.fun, workload.args, workload.jit_options
+    found = estimate_on(fun, args, options, targets=targets, exact=exact, name=workload.name, tell=tell)
     return {e.target: e for e in found}
 
 

@@ -34,6 +34,7 @@ from jaxtensile.target import compiler_options
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.units import Bytes, Seconds
+from jaxtensile.workload import name_of
 
 POINTER = 8
 """Bytes."""
@@ -167,17 +168,21 @@ def estimate_on(
     plain = _jitted(fun, options)
     traced = plain.trace(*args)
     seconds = {"trace": time.perf_counter() - started}
-    name = name or _name(fun)
+    name = name or name_of(fun)
     where = location(traced, args, {}, options)
     if where is None:
         raise TargetError(f"the arguments of {name} are on devices that do not go together: place them")
     program = program_of(traced, bool(options.get("keep_unused", False)))
     if not targets:
         devices = [best_known(profile_of(where.device), where.device.device_kind)]
+    shards = 1 if targets else where.count
+    first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=shards)
     out: list[Estimate] = []
     for device, target in zip(devices, targets or (None,), strict=True):
-        shards = where.count if target is None else 1
-        found = static_estimate(program, device, name=name, seconds=seconds, shards=shards)
+        found = first
+        if device is not devices[0]:
+            needed = parts(first.use, program.graph, device, shards)  # all of it that depends on the device
+            found = replace(first, target=device.name, capacity=device.capacity, parts=needed)
         if exact:
             tell(f"compiling for {device.name} ...")
             found = _exactly(found, plain, args, program.graph, device, target)
@@ -187,8 +192,7 @@ def estimate_on(
 
 def program_of(traced: Any, keep_unused: bool = False) -> Traced:
     """The flat program of what ``jax.jit``'s ``trace`` gave."""
-    donated = (*(False for _ in _compat.captured(traced)), *(a.donated for a in jax.tree.leaves(traced.args_info)))
-    return trace_jaxpr(traced.jaxpr, tuple(bool(d) for d in donated), keep_unused=keep_unused)
+    return trace_jaxpr(traced.jaxpr, _compat.donated_inputs(traced), keep_unused=keep_unused)
 
 
 def static_estimate(
@@ -241,13 +245,9 @@ def held_at_the_peak(program: Traced, graph: Graph, origin: Sequence[int], live:
 
 
 def _track(program: Traced, origin: tuple[int, ...], live: Liveness, use: MemoryUse) -> Track:
-    graph = program.graph
+    primitives = tuple(op.primitive for op in program.graph.ops)
+    sites = Sites(primitives=primitives, sources=program.sources(), seconds=(0.0,) * len(primitives))
     base = use.device - use.temp
-    sites = Sites(
-        primitives=tuple(op.primitive for op in graph.ops),
-        sources=tuple(map(program.source, range(len(graph.ops)))),
-        seconds=(0.0,) * len(graph.ops),
-    )
     return Track(sites=sites, origin=origin, device=tuple(base + b for b in live.profile), base=base)
 
 
@@ -264,22 +264,12 @@ def _exactly(
     placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
     compiled = compile_program(functools.partial(_Optioned, plain), placed, {}, options)
     seconds = {**static.seconds, "XLA": compiled.seconds}
-    use = compiled.memory or static.use
-    return Estimate(
-        name=static.name,
-        target=static.target,
-        use=use,
-        low=use.device if use.exact else static.low,
-        high=use.device if use.exact else static.high,
-        parts=parts(use, graph, device, static.shards),
-        held=static.held,
-        timeline=static.timeline,
-        seconds=seconds,
-        shards=static.shards,
-        capacity=static.capacity,
-        notes=(*static.notes, *compiled.notes),
-        refusal=compiled.refusal,
-    )
+    use = compiled.memory
+    found = replace(static, seconds=seconds, notes=(*static.notes, *compiled.notes), refusal=compiled.refusal)
+    if use is None:
+        return found
+    needed = parts(use, graph, device, static.shards)
+    return replace(found, use=use, low=use.device, high=use.device, parts=needed)
 
 
 class _Optioned:
@@ -297,11 +287,7 @@ def _jitted(fun: Callable[..., Any], options: Mapping[str, Any]) -> Any:
     plain = getattr(fun, "_plain", fun)  # of jaxtensile.jit: the function as it was written
     if not options and hasattr(plain, "trace") and hasattr(plain, "lower"):
         return plain
-    return jax.jit(functools.partial(fun) if hasattr(fun, "trace") else fun, **options)
-
-
-def _name(fun: Any) -> str:
-    return getattr(fun, "__name__", type(fun).__name__)
+    return jax.jit(plain, **options)
 
 
 __all__ = ["Estimate", "Held", "estimate", "estimate_on", "program_of", "static_estimate"]

@@ -218,14 +218,9 @@ def _left_alone(traced: Traced) -> list[str]:
 
 
 def _sites(traced: Traced, seconds: tuple[Seconds, ...]) -> Sites:
-    """The ops of ``traced`` by name and line; equal lines are one string."""
-    known: dict[str, str] = {}
-    lines = (traced.source(op.id) for op in traced.graph.ops)
-    return Sites(
-        primitives=tuple(op.primitive for op in traced.graph.ops),
-        sources=tuple(known.setdefault(line, line) for line in lines),
-        seconds=seconds,
-    )
+    """The ops of ``traced`` by name and line."""
+    primitives = tuple(op.primitive for op in traced.graph.ops)
+    return Sites(primitives=primitives, sources=traced.sources(), seconds=seconds)
 
 
 def _track(program: Program, sites: Sites) -> Track:

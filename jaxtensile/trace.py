@@ -83,6 +83,11 @@ class Traced:
         lines = [_compat.source_line(e) for e in (equation.eqn, *equation.callers)]
         return next((line for line in lines if not line.startswith("<")), lines[0])
 
+    def sources(self) -> tuple[str, ...]:
+        """Where the user wrote each op; equal lines are one string."""
+        known: dict[str, str] = {}
+        return tuple(known.setdefault(line, line) for line in map(self.source, range(len(self.equations))))
+
 
 class _Flattener:
     """Scratch of one ``flatten``: grows the value table and the equation list."""

@@ -19,3 +19,8 @@ class Workload:
     args: tuple[Any, ...]
     jit_options: Mapping[str, Any] = field(default_factory=lambda: {})
     name: str = ""
+
+
+def name_of(fun: Any) -> str:
+    """What a function is called in reports and errors."""
+    return getattr(fun, "__name__", type(fun).__name__)

@@ -13,7 +13,7 @@ Invariant: inputs and outputs are the same values, and every op of the original 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, producers
 from jaxtensile.units import Bytes
@@ -65,20 +65,12 @@ class _Lowering:
             if op.primitive == "select_and_scatter_add":
                 self.pool_gradient(op)
             elif op.primitive == "conv_general_dilated" and op.padded and not self.is_gradient(op):
-                self.add(op, (self.pad(op), *op.operands[1:]), op.results)
+                self.add(op, (self.pad(op), *op.operands[1:]))
             elif self.compares_with_zeros(op):
-                self.add(op, (*op.operands, self.zeros_of(op, self.kind(op.results[0]))), op.results)
+                self.add(op, (*op.operands, self.zeros_of(op, self.kind(op.results[0]))))
             else:
-                self.add(op, op.operands, op.results)
-        old = self.old
-        graph = Graph(
-            values=tuple(self.values),
-            ops=tuple(self.ops),
-            inputs=old.inputs,
-            outputs=old.outputs,
-            donated=old.donated,
-            output_slots=old.output_slots,
-        )
+                self.add(op, op.operands)
+        graph = replace(self.old, values=tuple(self.values), ops=tuple(self.ops))
         return Lowered(graph, tuple(self.origin))
 
     def kind(self, v: int) -> tuple[tuple[int, ...], str]:
@@ -122,12 +114,12 @@ class _Lowering:
                 copied = self.value(result.nbytes, *kind)
                 self.insert(op, "written copy", (into,), (copied,))  # no fusion makes it
                 into = copied
-            self.insert(op, "scatter-add", (into, source, places), op.results, op)
+            self.insert(op, "scatter-add", (into, source, places), op.results)
             return
         size = max(op.padded, result.nbytes)
         into = self.constant(op, size, (size,), "uint8")
         summed = self.value(size, (size,), "uint8")
-        self.insert(op, "scatter-add", (into, source, places), (summed,), op)
+        self.insert(op, "scatter-add", (into, source, places), (summed,))
         self.insert(op, "slice", (summed,), op.results)
 
     def pad(self, op: Op) -> int:
@@ -148,20 +140,16 @@ class _Lowering:
         self.values.append(Value(id=ValueId(len(self.values)), nbytes=nbytes, shape=shape, dtype=dtype))
         return len(self.values) - 1
 
-    def insert(
-        self, for_: Op, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], like: Op | None = None
-    ) -> None:
-        self.ops.append(
-            Op(
-                id=OpId(len(self.ops)),
-                primitive=primitive,
-                operands=tuple(ValueId(v) for v in operands),
-                results=tuple(ValueId(v) for v in results),
-                flops=like.flops if like is not None else 0.0,
-            )
+    def insert(self, for_: Op, primitive: str, operands: tuple[int, ...], results: tuple[int, ...]) -> None:
+        made = Op(
+            id=OpId(len(self.ops)),
+            primitive=primitive,
+            operands=tuple(ValueId(v) for v in operands),
+            results=tuple(ValueId(v) for v in results),
         )
+        self.ops.append(made)
         self.origin.append(for_.id)
 
-    def add(self, op: Op, operands: tuple[int, ...], results: tuple[int, ...]) -> None:
-        self.ops.append(op.on(len(self.ops), operands, results))
+    def add(self, op: Op, operands: tuple[int, ...]) -> None:
+        self.ops.append(op.on(len(self.ops), operands, op.results))
         self.origin.append(op.id)

@@ -11,10 +11,10 @@ Invariant: each order has every op once, after what it reads.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from jaxtensile.ir import Graph, Op
+from jaxtensile.ir import Graph
 from jaxtensile.passes.fusion import Kernels, fuse
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.units import Bytes
@@ -43,22 +43,9 @@ def as_scheduled(graph: Graph) -> Scheduled:
 
 
 def _in_order(graph: Graph, order: Sequence[int]) -> Scheduled:
-    new = replace_ops(
-        graph, (graph.ops[i].on(k, graph.ops[i].operands, graph.ops[i].results) for k, i in enumerate(order))
-    )
+    ops = (graph.ops[i] for i in order)
+    new = replace(graph, ops=tuple(op.on(k, op.operands, op.results) for k, op in enumerate(ops)))
     return Scheduled(new, tuple(order), live_ranges(new, fuse(new, closely=True)))
-
-
-def replace_ops(graph: Graph, ops: Iterable[Op]) -> Graph:
-    """The same graph with other ops."""
-    return Graph(
-        values=graph.values,
-        ops=tuple(ops),
-        inputs=graph.inputs,
-        outputs=graph.outputs,
-        donated=graph.donated,
-        output_slots=graph.output_slots,
-    )
 
 
 class _Nodes:

@@ -68,7 +68,8 @@ MAY_IMPORT = {
     "filtered": "_compat api report",
     "process": f"{VOCABULARY} passes",
     "estimate_text": "units places report_text",
-    "estimation": f"{VOCABULARY} _compat trace target measured compile location passes process estimate_text timeline",
+    "estimation": f"""{VOCABULARY} workload _compat trace target measured compile location passes process estimate_text
+    timeline""",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "interrupts": "",

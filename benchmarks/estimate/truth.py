@@ -48,8 +48,8 @@ def measured(name: str, batch: int, optimizer: str, kernels: Path) -> dict[str, 
 
     from benchmarks.estimate import zoo
     from jaxtensile.compile import compile_program
+    from jaxtensile.estimation import program_of
     from jaxtensile.target import compiler_options, resolve
-    from jaxtensile.trace import trace_jaxpr
 
     sharding = SingleDeviceSharding(resolve(TARGET))
     workload = zoo.workload(name, batch, optimizer)
@@ -63,8 +63,7 @@ def measured(name: str, batch: int, optimizer: str, kernels: Path) -> dict[str, 
     started = time.perf_counter()
     traced = step.trace(*args)
     trace_seconds = time.perf_counter() - started
-    donated = tuple(bool(a.donated) for a in jax.tree.leaves(traced.args_info))
-    equations = len(trace_jaxpr(traced.jaxpr, donated).equations)
+    equations = len(program_of(traced).equations)
 
     def make(options: Any) -> Any:
         # The first try is the object that was traced, which has its trace already.
