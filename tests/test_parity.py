@@ -26,7 +26,7 @@ from jax.experimental import serialize_executable as executables
 from jax.sharding import PartitionSpec
 
 import jaxtensile
-from programs import FAST, chain, chain_args, close, same, squeezed, step
+from programs import FAST, alike, chain, chain_args, close, squeezed, step
 
 ARGS = chain_args()
 DEVICE = jax.devices()[0]
@@ -81,7 +81,7 @@ def test_it_is_held_like_a_jit(both, name):
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
 def test_copies_are_planned_too(both, how):
     ours, theirs = both
-    same(how(ours)(*ARGS), how(theirs)(*ARGS))
+    alike(how(ours)(*ARGS), how(theirs)(*ARGS))
     copied = how(ours)
     assert not copied.plan(*ARGS).unchanged and copied.__wrapped__ is step
     assert how({"step": ours})["step"].plan(*ARGS).budget == ours.plan(*ARGS).budget
@@ -108,7 +108,7 @@ def test_the_stages_have_what_jax_stages_have(both):
         assert type(ours.as_text()) is type(theirs.as_text())
         assert ours.cost_analysis().keys() >= {"flops"} and theirs.cost_analysis().keys() >= {"flops"}
     assert compiled[0].memory_analysis().temp_size_in_bytes < compiled[1].memory_analysis().temp_size_in_bytes
-    same(compiled[0](*ARGS), compiled[1](*ARGS))
+    alike(compiled[0](*ARGS), compiled[1](*ARGS))
 
 
 def test_a_planned_executable_is_serialized_and_loaded(both):
@@ -123,9 +123,9 @@ def test_a_planned_executable_is_serialized_and_loaded(both):
 def test_a_planned_program_is_exported(both):
     exported, plain = (export.export(f)(*ARGS) for f in both)
     assert "optimization_barrier" in exported.mlir_module()
-    same(exported.call(*ARGS), plain.call(*ARGS))
+    alike(exported.call(*ARGS), plain.call(*ARGS))
     if find_spec("flatbuffers"):
-        same(export.deserialize(exported.serialize()).call(*ARGS), plain.call(*ARGS))
+        alike(export.deserialize(exported.serialize()).call(*ARGS), plain.call(*ARGS))
 
 
 # ---- dtypes, trees, options -----------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_narrow_and_wide_dtypes_beside_and_inside():
 
     args = (*ARGS, [jnp.asarray(np.arange(8) % 2, dtype) for dtype in dtypes])
     ours, theirs = pressed(fun, *args)
-    same(ours(*args), theirs(*args))
+    alike(ours(*args), theirs(*args))
 
 
 @jax.tree_util.register_dataclass
@@ -161,7 +161,7 @@ def test_dataclasses_none_and_empty_results():
 
     args = State(ARGS[0], 3), ARGS[1], jax.random.key(0), None
     ours, theirs = pressed(fun, *args)
-    same(ours(*args), theirs(*args))
+    alike(ours(*args), theirs(*args))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_options_of_jit(options):
         return step(weights, x)
 
     ours, theirs = pressed(fun, *ARGS, **options)
-    same(ours(*ARGS), theirs(*ARGS))
+    alike(ours(*ARGS), theirs(*ARGS))
 
 
 # ---- contexts -------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ def test_contexts(context):
     with context():
         args = [jnp.asarray(np.asarray(w, float)) for w in ARGS[0]], jnp.asarray(np.asarray(ARGS[1], float))
         ours, theirs = pressed(lambda weights, x: step(weights, x), *args)
-        same(ours(*args), theirs(*args))
+        alike(ours(*args), theirs(*args))
 
 
 @pytest.fixture(scope="module")
@@ -212,7 +212,7 @@ def bare():
     """Planned and called, without compiler options: JAX takes those at the top level alone."""
     ours, report = squeezed(step, *ARGS)
     assert not report.unchanged
-    same(ours(*ARGS), jax.jit(step)(*ARGS))
+    alike(ours(*ARGS), jax.jit(step)(*ARGS))
     return ours
 
 
@@ -236,7 +236,7 @@ UNDER = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", UNDER)
 def test_under_transformations_a_planned_function_is_jax_jit(name, bare):
-    same(UNDER[name](bare), UNDER[name](jax.jit(step)))
+    alike(UNDER[name](bare), UNDER[name](jax.jit(step)))
 
 
 def test_shard_map_and_pallas_inside():
@@ -307,7 +307,7 @@ def test_effects_of_a_planned_program_happen_once_and_in_order():
         jax.effects_barrier()
         # Each kind has an order of its own; jax promises none between kinds.
         results.append((out, [[i for kind, i in seen if kind == k] for k in ("debug", "io")], sorted(seen)))
-    same(results[0][0], results[1][0])
+    alike(results[0][0], results[1][0])
     assert results[0][1:] == results[1][1:]
 
 
@@ -327,7 +327,7 @@ def test_references_inside_and_outside_a_planned_program():
         return [f(*ARGS) for _ in range(3)], count[...]
 
     ours = run(lambda fun: pressed(fun, *ARGS)[0])
-    same(ours, run(lambda fun: jax.jit(fun, compiler_options=FAST)))
+    alike(ours, run(lambda fun: jax.jit(fun, compiler_options=FAST)))
 
 
 # ---- other processes ------------------------------------------------------------------------------
