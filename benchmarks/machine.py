@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,3 +22,13 @@ def describe() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "machine": platform.machine(),
     }
+
+
+def kernel_cache(file: Path) -> dict[str, Any]:
+    """Compiler options with which XLA compiles a GPU kernel once for all programs that share ``file``.
+
+    It does so after allocation, so that bytes are the same. Until jax 0.11 kernels are cached only where they are
+    compiled as modules of their own; since then they always are, and XLA refuses the option.
+    """
+    apart = {"xla_gpu_enable_llvm_module_compilation_parallelism": True} if jax.__version_info__ < (0, 11) else {}
+    return {"xla_gpu_kernel_cache_file": str(file), **apart}

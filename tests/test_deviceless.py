@@ -22,13 +22,11 @@ from jaxtensile.trace import jaxpr_flops
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 workloads = importlib.import_module("benchmarks.workloads")
+kernel_cache = importlib.import_module("benchmarks.machine").kernel_cache
 
 H200, V5E = "nvidia-h200", "tpu-v5e"
-KERNELS = {
-    "xla_gpu_kernel_cache_file": str(Path(os.environ["XDG_CACHE_HOME"]) / "kernels"),
-    "xla_gpu_enable_llvm_module_compilation_parallelism": True,
-}
-"""A kernel is compiled once for all programs of this process: after allocation, so that bytes are the same."""
+KERNELS = kernel_cache(Path(os.environ["XDG_CACHE_HOME"]) / "kernels")
+"""A kernel is compiled once for all programs of this process."""
 
 
 def mlp():

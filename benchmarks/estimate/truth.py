@@ -47,6 +47,7 @@ def measured(name: str, batch: int, optimizer: str, kernels: Path) -> dict[str, 
     from jax.sharding import SingleDeviceSharding
 
     from benchmarks.estimate import zoo
+    from benchmarks.machine import kernel_cache
     from jaxtensile.compile import compile_program
     from jaxtensile.estimation import program_of
     from jaxtensile.target import compiler_options, resolve
@@ -54,11 +55,7 @@ def measured(name: str, batch: int, optimizer: str, kernels: Path) -> dict[str, 
     sharding = SingleDeviceSharding(resolve(TARGET))
     workload = zoo.workload(name, batch, optimizer)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), workload.args)
-    usual = {
-        **compiler_options(TARGET),
-        "xla_gpu_kernel_cache_file": str(kernels),
-        "xla_gpu_enable_llvm_module_compilation_parallelism": True,
-    }
+    usual = {**compiler_options(TARGET), **kernel_cache(kernels)}
     step = jax.jit(workload.fun, **workload.jit_options, compiler_options=usual)
     started = time.perf_counter()
     traced = step.trace(*args)
