@@ -67,3 +67,19 @@ class VerifyError(JaxtensileError, RuntimeError):
 
 class CoordinatorError(JaxtensileError, RuntimeError):
     """The coordinator refused, or could not be reached."""
+
+
+class RejectedError(CoordinatorError):
+    """The coordinator will never grant what a job asks for; the text says why."""
+
+
+class NotAdmittedError(CoordinatorError, TimeoutError):
+    """A job waited for its lease for as long as it wanted to. It holds nothing, and may go on waiting."""
+
+
+class UnreachableError(CoordinatorError):
+    """Nobody answers where the coordinator should be."""
+
+
+class LostLeaseError(CoordinatorError):
+    """The coordinator does not know of a job's lease any more: the job is to give up what it holds and to ask anew."""

@@ -17,6 +17,10 @@ from jaxtensile.units import GIB
         (jaxtensile.ConfigError, ValueError),
         (jaxtensile.VerifyError, RuntimeError),
         (jaxtensile.CoordinatorError, RuntimeError),
+        (jaxtensile.errors.NotAdmittedError, TimeoutError),
+        (jaxtensile.errors.RejectedError, jaxtensile.CoordinatorError),
+        (jaxtensile.errors.UnreachableError, jaxtensile.CoordinatorError),
+        (jaxtensile.errors.LostLeaseError, jaxtensile.CoordinatorError),
     ],
 )
 def test_every_error_is_ours_and_a_builtin(error, builtin):

@@ -1,0 +1,317 @@
+"""How does a job of a process speak to its coordinator, from whatever thread?
+
+Invariant: what is said leaves in the order in which it was decided, and no lock is held while it does. So a link may
+answer from within ``send``, and a coordinator in the same process needs no thread. What a connection loses is said
+again on the next one, in the words that ``Holder`` finds for where the job is by then.
+
+The job's own thread, at a step boundary::
+
+    client = Client(admit, SocketLink.to(path))
+    rung = client.wait(timeout=60)                    # admitted: load the plan of that rung
+    while training:
+        if (rung := client.boundary()) is not None:   # costs nothing while there is nothing to do
+            ...                                       # go to that rung, give the other one's bytes back
+            client.moved(bytes_in_use)
+        ...                                           # a step
+        client.beat(step, seconds, bytes_in_use, peak)
+    client.release()
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from jaxtensile.errors import (
+    CoordinatorError,
+    LostLeaseError,
+    NotAdmittedError,
+    RejectedError,
+    UnreachableError,
+)
+from jaxtensile.runtime.holder import Holder
+from jaxtensile.runtime.messages import Admit, Beat, Error, Queued, Reply, Request
+from jaxtensile.units import Bytes, Seconds
+
+PATIENCE: Final = 10.0
+"""Seconds without a coordinator after which waiting for it is given up."""
+_FATAL: Final = ("version", "protocol")
+_LARGEST: Final = (1 << 62) - 1
+
+
+class Line(Protocol):
+    """One connection to a coordinator."""
+
+    def send(self, requests: Sequence[Request]) -> None:
+        """Say something; called by one thread at a time. What cannot be sent is lost with the connection: it does not
+        raise, and after the end of the connection it does nothing."""
+        ...
+
+
+class Link(Protocol):
+    """What makes connections to a coordinator for one client, one after another.
+
+    It calls ``connected``, ``heard``, ``disconnected`` and ``unreachable`` of the client, in their order, from any
+    thread, but never while it holds a lock that ``Line.send`` takes.
+    """
+
+    def close(self) -> None:
+        """End the connection, after all that was said on it before has been heard.
+
+        A grant may have been on its way to a job that does not wait any more. While the client is not ``done`` then,
+        one more connection is needed, on which it gives the lease back."""
+        ...
+
+
+class Client:
+    """One job of a process, under one name: a process has one lease per name.
+
+    ``connect`` makes the link and is given the client; ``changed`` is called, from any thread, whenever something was
+    heard that ``boundary`` or ``wait`` answers. ``boundary``, ``moved``, ``beat`` and ``release`` are the job's own
+    thread's; the rest may be called from any.
+    """
+
+    def __init__(
+        self,
+        admit: Admit,
+        connect: Callable[[Client], Link],
+        *,
+        changed: Callable[[], None] | None = None,
+        patience: Seconds = PATIENCE,
+    ) -> None:
+        self.admit = admit
+        self._holder = Holder(admit)
+        self._lock = threading.Lock()
+        self._news = threading.Condition(self._lock)
+        self._changed = changed
+        self._patience = patience
+        self._outbox: list[Request] = []
+        self._sending = False
+        self._due = False
+        """``boundary`` has something to say: read without the lock."""
+        self._measured: tuple[int, Seconds, Sequence[Bytes], Bytes] = (0, 0.0, (), 0)
+        self._ahead: int | None = None
+        self._closed = self._given_up = False
+        self._failed = ""
+        """Why the coordinator does not speak with this client."""
+        self._line: Line | None = None
+        self._away: Seconds | None = time.monotonic()
+        """Since when there is no connection."""
+        self._why = "no connection was tried yet"
+        self._link = connect(self)
+
+    # The job's thread.
+
+    def wait(self, timeout: Seconds | None = None) -> int:
+        """The rung that the job may use, once it is admitted.
+
+        Raises ``RejectedError`` if it never will be, ``UnreachableError`` if nobody answers for ``patience`` seconds,
+        and after ``timeout`` seconds ``NotAdmittedError``: it still waits in its place, until ``close``.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        with self._news:
+            while self._holder.phase == "waiting" and not self._failed and not self._closed:
+                now = time.monotonic()
+                alone = None if self._away is None else self._away + self._patience
+                ends = [t for t in (until, alone) if t is not None]
+                if self._away is not None and alone is not None and now >= alone:
+                    raise UnreachableError(
+                        f"no coordinator answers job {self.admit.job!r} for {now - self._away:.0f} s ({self._why}): "
+                        "start one with 'jaxtensile serve'"
+                    )
+                if until is not None and now >= until:
+                    place = "" if self._ahead is None else f", {self._ahead} others before it"
+                    raise NotAdmittedError(
+                        f"job {self.admit.job!r} was not admitted within {timeout:g} s{place}: wait longer, or end "
+                        "another job"
+                    )
+                self._news.wait(min(ends) - now if ends else None)
+            self._complain()
+            if self._holder.phase != "holding":
+                raise CoordinatorError(f"job {self.admit.job!r} has ended: make a new client to ask again")
+            return self._holder.held
+
+    def boundary(self) -> int | None:
+        """Between two steps: the rung to move to, or None. Then say ``moved``.
+
+        Raises ``LostLeaseError`` when the coordinator does not know the lease any more."""
+        if not self._due:
+            return None
+        with self._lock:
+            self._due = False
+            self._complain()
+            return self._holder.boundary()
+
+    def moved(self, in_use: Sequence[Bytes] = ()) -> None:
+        """The job is on the rung that ``boundary`` told, and has given back what only the other one needs.
+
+        ``in_use``: bytes that were measured on each device, then of pinned host memory; empty: not known."""
+        with self._lock:
+            step, seconds, _, peak = self._measured
+            self._measured = step, seconds, in_use, peak
+            self._outbox += self._holder.moved(in_use)
+            self._due = self._holder.target != self._holder.held
+        self._flush()
+
+    def beat(self, step: int, seconds: Seconds, in_use: Sequence[Bytes] = (), peak: Bytes = 0) -> None:
+        """What a step took. It is told with the next ``pulse``, so this costs nothing."""
+        self._measured = step, seconds, in_use, peak
+
+    def release(self, in_use: Sequence[Bytes] = (), timeout: Seconds = 5.0) -> bool:
+        """The job is done with its lease: it holds nothing, or ``in_use`` of what its allocator keeps. Then ``close``.
+
+        True when the coordinator has said that the lease is free; False when it keeps charging what is still in use,
+        or did not answer within ``timeout`` seconds, and frees the lease when the process ends.
+        """
+        with self._lock:
+            waiting = self._holder.phase == "waiting"
+            self._outbox += self._holder.release(in_use)
+        if waiting:
+            self.close()
+            return True
+        self._flush()
+        until = time.monotonic() + timeout
+        with self._news:
+            while self._holder.phase == "releasing" and (left := until - time.monotonic()) > 0:
+                self._news.wait(left)
+            freed = self._holder.phase == "ended" and not self._holder.reason
+        self.close()
+        return freed
+
+    def close(self) -> None:
+        """End the connection. A job that waits does so no more; a lease that was not released stays charged until the
+        process ends."""
+        with self._news:
+            if self._closed:
+                return
+            self._closed, self._given_up = True, self._holder.phase == "waiting"
+            self._news.notify_all()
+        self._link.close()
+
+    # What is known.
+
+    @property
+    def rung(self) -> int:
+        """The rung the job is on; -1 before it is admitted and after its end."""
+        return self._holder.held
+
+    @property
+    def target(self) -> int:
+        """The rung it was told last: where it is to go at its next boundary, if that is another one."""
+        return self._holder.target
+
+    @property
+    def admitted(self) -> bool:
+        """Whether it has a lease."""
+        return self._holder.phase == "holding"
+
+    @property
+    def connected_now(self) -> bool:
+        """Whether a coordinator is there."""
+        return self._line is not None
+
+    @property
+    def reason(self) -> str:
+        """Why it has no lease, or what the coordinator had to complain of; empty: nothing."""
+        return self._failed or self._holder.reason
+
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing more to say: its link needs no further connection."""
+        phase = self._holder.phase
+        return bool(self._failed) or phase == "ended" or (self._closed and phase in ("waiting", "holding"))
+
+    # The link's calls.
+
+    def connected(self, line: Line) -> None:
+        """There is a connection, and nothing was said on it yet."""
+        with self._news:
+            self._line, self._away = line, None
+            self._outbox = self._holder.connected(self._measured[2])
+        self._flush()
+
+    def heard(self, reply: Reply) -> None:
+        """The coordinator has said something."""
+        with self._news:
+            holder = self._holder
+            self._outbox += holder.received(reply, self._measured[2])
+            if isinstance(reply, Queued):
+                self._ahead = reply.ahead
+            elif isinstance(reply, Error) and reply.code in _FATAL:
+                self._failed = f"the coordinator refuses to speak with this client: {reply.detail}"
+            if self._given_up and holder.phase == "holding":
+                self._outbox += holder.release(())  # it was granted what is not waited for any more
+            self._due = bool(self._failed) or holder.phase == "ended" or holder.target != holder.held
+            self._news.notify_all()
+        self._flush()
+        if self._changed is not None:
+            self._changed()
+
+    def disconnected(self, why: str) -> None:
+        """The connection has ended."""
+        with self._news:
+            self._holder.disconnected()
+            self._outbox = []
+            self._line, self._away, self._why = None, time.monotonic(), why
+            self._news.notify_all()
+        if self._changed is not None:
+            self._changed()
+
+    def unreachable(self, why: str) -> None:
+        """There was no connection, and there still is none."""
+        with self._news:
+            self._why = why
+
+    def failed(self, why: str) -> None:
+        """There never will be a connection again."""
+        with self._news:
+            self._failed, self._due = why, True
+            self._news.notify_all()
+
+    def pulse(self) -> None:
+        """Tell what the job measured last: well within ``Welcome.beat_within`` seconds of the last time."""
+        with self._lock:
+            if self._line is None or self._holder.phase != "holding":
+                return
+            step, seconds, in_use, peak = self._measured
+            self._outbox.append(
+                Beat(
+                    lease=self._holder.lease,
+                    step=min(step, _LARGEST),
+                    step_us=min(int(seconds * 1e6), _LARGEST),
+                    in_use=tuple(in_use),
+                    peak=peak,
+                )
+            )
+        self._flush()
+
+    def _flush(self) -> None:
+        """Send what is to be said, in its order. Whoever finds another thread at it leaves it to that."""
+        while True:
+            with self._lock:
+                if self._sending or not self._outbox:
+                    return
+                requests, self._outbox = self._outbox, []
+                line = self._line
+                self._sending = True
+            try:
+                if line is not None:
+                    line.send(requests)
+            finally:
+                with self._lock:
+                    self._sending = False
+
+    def _complain(self) -> None:
+        """Raise what there is to raise; under the lock."""
+        if self._failed:
+            raise CoordinatorError(self._failed)
+        if self._holder.phase != "ended" or not self._holder.reason:
+            return
+        if self._holder.lease:
+            raise LostLeaseError(
+                f"the lease of job {self.admit.job!r} is not known any more ({self._holder.reason}): give up what it "
+                "holds, then ask again with a new client"
+            )
+        raise RejectedError(f"job {self.admit.job!r} was refused: {self._holder.reason}")

@@ -1,0 +1,251 @@
+"""A client says the right things in the right order, from whatever thread, to a coordinator in the same process."""
+
+import threading
+import time
+from collections import deque
+
+import pytest
+
+from jaxtensile.errors import CoordinatorError, LostLeaseError, NotAdmittedError, RejectedError, UnreachableError
+from jaxtensile.runtime import journal
+from jaxtensile.runtime.client import Client
+from jaxtensile.runtime.coordinator import Coordinator
+from jaxtensile.runtime.events import (
+    CapacityChanged,
+    Close,
+    Connected,
+    Disconnected,
+    Received,
+    Restarted,
+    Send,
+    Settings,
+)
+from jaxtensile.runtime.leases import HOST, Process, State
+from jaxtensile.runtime.ledger import Capacity
+from jaxtensile.runtime.messages import Ack, Admit, Beat, Error, Rung
+
+GPU = "cuda:0"
+LADDER = (Rung(persistent=4, seconds=2.0), Rung(persistent=8, seconds=1.0))
+WAIT = 30.0
+
+
+class Office:
+    """A coordinator in this process: what is said to it is answered before ``send`` returns, to whomever it is."""
+
+    def __init__(self, capacity=12):
+        self.it = Coordinator({GPU: Capacity(capacity=capacity), HOST: Capacity(capacity=8)}, Settings(min_hold=0.0))
+        self.it.handle(Restarted(journal.replay([]), "boot"), time.monotonic())
+        self.lock = threading.Lock()
+        self.lines = {}
+        self.mail = deque()
+        self.carrying = threading.Lock()
+        self.number = 0
+        self.said = []
+        self.slow = False
+        """What is said to clients does not come through for now."""
+
+    def link(self, client):
+        link = OfficeLink(self, client)
+        link.connect()
+        return link
+
+    def tell(self, *events):
+        with self.lock:
+            self.said += [e.message for e in events if isinstance(e, Received)]
+            for command in self.it.handle_all(events, time.monotonic()):
+                if isinstance(command, Send) and command.connection in self.lines:
+                    self.mail.append((self.lines[command.connection], command.message))
+                elif isinstance(command, Close):
+                    self.lines.pop(command.connection, None)
+        if not self.slow:
+            self.carry()
+
+    def carry(self):
+        while self.mail and self.carrying.acquire(blocking=False):
+            try:
+                while self.mail:
+                    client, message = self.mail.popleft()
+                    client.heard(message)
+            finally:
+                self.carrying.release()
+
+    def client(self, job, **given):
+        return Client(Admit(job=job, devices=(GPU,), ladder=given.pop("ladder", LADDER), **given), self.link)
+
+    def leases(self):
+        return {a.job: a for a in self.it.arbiter.leases.values()}
+
+    def charged(self):
+        return self.it.arbiter.ledger.accounts[GPU].used
+
+
+class OfficeLink:
+    def __init__(self, office, client):
+        self.office, self.client = office, client
+
+    def connect(self):
+        line = OfficeLine(self.office)
+        self.line = line
+        self.office.lines[line.number] = self.client
+        self.office.tell(Connected(line.number, Process(1, 1)))
+        self.client.connected(line)
+
+    def hang_up(self):
+        self.line.open = False
+        self.office.lines.pop(self.line.number, None)
+        self.office.tell(Disconnected(self.line.number))
+        self.client.disconnected("hung up")
+
+    def close(self):
+        self.office.carry()
+        self.hang_up()
+        if not self.client.done:
+            self.connect()
+
+
+class OfficeLine:
+    def __init__(self, office):
+        office.number += 1
+        self.office, self.number, self.open = office, office.number, True
+
+    def send(self, requests):
+        if self.open:
+            self.office.tell(*(Received(self.number, r) for r in requests))
+
+
+def test_a_job_alone_is_admitted_works_and_is_gone():
+    office = Office()
+    client = office.client("a")
+    assert client.wait() == 1 and client.admitted and office.charged() == 8
+    assert client.boundary() is None
+    assert client.release() and office.charged() == 0 and not office.it.arbiter.leases
+    assert client.rung == -1 and client.done
+
+
+def test_jobs_make_room_for_each_other_at_their_boundaries():
+    office, heard = Office(capacity=9), []
+    first = Client(Admit(job="a", devices=(GPU,), ladder=LADDER), office.link, changed=lambda: heard.append("a"))
+    assert first.wait() == 1
+    before = len(heard)
+    second = office.client("b")
+    with pytest.raises(NotAdmittedError, match=r"'b' was not admitted within 0\.01 s, 0 others before it"):
+        second.wait(0.01)
+    assert len(heard) > before and first.target == 0 and not second.admitted
+    assert first.boundary() == 0 and first.boundary() is None
+    assert office.charged() == 8
+    first.moved((4, 0))
+    assert second.wait(WAIT) == 0 and office.charged() == 8
+    assert second.release()
+    assert first.boundary() == 1
+    first.moved()
+    assert office.leases()["a"].state is State.HELD and office.charged() == 8
+
+
+def test_what_was_measured_goes_with_the_next_pulse():
+    office = Office()
+    client = office.client("a")
+    client.wait()
+    client.beat(7, 0.25, (5, 1), 6)
+    assert not [m for m in office.said if isinstance(m, Beat)]
+    client.pulse()
+    lease = office.leases()["a"]
+    assert (lease.step, lease.step_us, lease.peak) == (7, 250_000, 6)
+    assert [m.in_use for m in office.said if isinstance(m, Beat)] == [(5, 1)]
+
+
+def test_a_job_that_can_never_be_admitted_is_told_why():
+    client = Office().client("a", ladder=(Rung(persistent=99, seconds=1.0),))
+    with pytest.raises(RejectedError, match="'a' was refused: the smallest plan needs 99B on cuda:0"):
+        client.wait()
+
+
+def test_a_job_that_lost_its_connection_stays_where_it_is_until_it_is_granted_again():
+    office = Office(capacity=9)
+    first = office.client("a")
+    first.wait()
+    second = office.client("b")
+    assert first.target == 0
+    first._link.hang_up()
+    assert first.boundary() is None and first.rung == first.target == 1 and not first.connected_now
+    assert office.leases()["a"].state is State.QUARANTINED and office.charged() == 8
+    first._link.connect()
+    assert first.boundary() == 0
+    first.moved((4,))
+    assert second.wait(WAIT) == 0
+
+
+def test_a_lease_that_nobody_knows_any_more_ends_the_job_with_an_error():
+    office = Office()
+    client = office.client("a")
+    client.wait()
+    client.heard(Error(code="unknown lease", detail="there is no lease 1", lease=1))
+    with pytest.raises(LostLeaseError, match=r"'a' is not known any more \(there is no lease 1\)"):
+        client.boundary()
+
+
+def test_a_client_that_is_refused_says_so_instead_of_waiting():
+    office = Office()
+    client = office.client("a")
+    client.heard(Error(code="version", detail="say HELLO with version 2 first"))
+    with pytest.raises(CoordinatorError, match="refuses to speak with this client: say HELLO with version 2"):
+        client.boundary()
+    assert client.done
+
+
+def test_a_waiter_that_gives_up_leaves_nothing_behind_even_if_it_was_just_granted():
+    office = Office(capacity=9)
+    first = office.client("a", want=7)
+    second = office.client("b", want=7)
+    third = office.client("c", want=7)
+    assert first.wait() == second.wait() == 0 and "c" in office.leases()
+    third.close()
+    assert third.done and "c" not in office.leases()
+    fourth = office.client("d", want=7)
+    office.slow = True
+    office.tell(CapacityChanged({GPU: Capacity(capacity=13), HOST: Capacity(capacity=8)}))
+    assert office.leases()["d"].state is State.HELD and not fourth.admitted  # granted, and it does not know
+    office.slow = False
+    fourth.close()
+    assert "d" not in office.leases() and office.charged() == 8 and fourth.done
+
+
+def test_nobody_there_is_an_error_after_some_patience():
+    class Nowhere:
+        def __init__(self, client):
+            client.unreachable("nothing there")
+
+        def close(self):
+            pass
+
+    client = Client(Admit(job="a", devices=(GPU,), ladder=LADDER), Nowhere, patience=0.05)
+    with pytest.raises(UnreachableError, match=r"job 'a' for 0 s \(nothing there\): start one with 'jaxtensile serve'"):
+        client.wait()
+
+
+def test_many_threads_and_one_order():
+    """Eight jobs in threads of one process push each other up and down; nothing is overcommitted or lost."""
+    office, done = Office(capacity=30), []
+
+    def job(k):
+        ladder = tuple(Rung(persistent=4 + 4 * n, seconds=4.0 / (n + 1)) for n in range(4))
+        for turn in range(6):
+            client = office.client(f"job {k}", ladder=ladder, weight=1.0 + (k + turn) % 3)
+            client.wait(WAIT)
+            for step in range(40):
+                if client.boundary() is not None:
+                    client.moved()
+                client.beat(step, 0.001)
+                client.pulse()
+                with office.lock:
+                    assert office.charged() <= 30
+            assert client.release(timeout=WAIT)
+        done.append(k)
+
+    threads = [threading.Thread(target=job, args=(k,)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT * 4)
+    assert sorted(done) == list(range(8)) and office.charged() == 0 and not office.it.arbiter.leases
+    assert any(isinstance(m, Ack) for m in office.said)
+    assert office.it.counters["refused"] == 0
