@@ -43,7 +43,8 @@ def as_text(estimate: Estimate) -> str:
 def described(held: Held) -> str:
     """A group of values at the peak in one line."""
     times = f"{held.count} x " if held.count > 1 else ""
-    return f"{times}{held.primitive} {short_type(held.dtype, held.shape)}  {short_place(held.source)}"
+    kind = short_type(held.dtype, held.shape) if held.dtype else "inside"
+    return f"{times}{held.primitive} {kind}  {short_place(held.source)}"
 
 
 def as_dict(estimate: Estimate) -> dict[str, Any]:

@@ -45,7 +45,10 @@ calibration half of ``benchmarks/estimate``."""
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Values of one op, type and line that are there at the peak: how many, and their bytes together."""
+    """Values of one op, type and line that are there at the peak: how many, and their bytes together.
+
+    Without a ``dtype``: what the bodies of a loop or branch need inside.
+    """
 
     primitive: str
     dtype: str
@@ -230,17 +233,19 @@ def static_estimate(
 
 def held_at_the_peak(program: Traced, graph: Graph, origin: Sequence[int], live: Liveness) -> tuple[Held, ...]:
     """What is there at the peak, like values together, largest first."""
-    if not live.profile:
-        return ()
-    peak = max(range(len(live.profile)), key=live.profile.__getitem__)
+    peak, ranges, inside = live.at_peak()
     made = producers(graph)
     found: dict[tuple[str, str, tuple[int, ...], str], tuple[int, Bytes]] = {}
-    for r in live.ranges:
-        if r.start <= peak < r.stop:
-            value, op = graph.values[r.value], graph.ops[made[r.value]]
-            key = (op.primitive, value.dtype, value.shape, program.source(origin[op.id]))
-            count, nbytes = found.get(key, (0, 0))
-            found[key] = count + 1, nbytes + r.nbytes
+
+    def hold(op: int, dtype: str, shape: tuple[int, ...], nbytes: Bytes) -> None:
+        key = (graph.ops[op].primitive, dtype, shape, program.source(origin[op]))
+        count, before = found.get(key, (0, 0))
+        found[key] = count + 1, before + nbytes
+
+    for r in ranges:
+        hold(made[r.value], graph.values[r.value].dtype, graph.values[r.value].shape, r.nbytes)
+    if inside:
+        hold(peak, "", (), inside)
     return tuple(sorted((Held(*key, *sums) for key, sums in found.items()), key=lambda h: -h.nbytes))
 
 

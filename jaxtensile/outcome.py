@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from jaxtensile.candidates import Candidates
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import BudgetError, Culprit
+from jaxtensile.ir import producers
 from jaxtensile.job import Evaluate, Job
 from jaxtensile.passes.cost import op_costs, unknown_primitives
 from jaxtensile.passes.liveness import live_ranges
@@ -65,7 +66,8 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     elif job.budget < bound.nbytes:
         because = f"no plan can need less than {format_bytes(bound.nbytes)}, for {', '.join(map(str, culprits[:1]))}"
     else:
-        because = f"at the peak of the smallest plan, {', '.join(map(str, culprits))}"
+        least = ", ".join(map(str, culprits)) or "nothing lives but arguments and results"
+        because = f"at the peak of the smallest plan, {least}"
     smallest = f"the smallest reachable {about}{format_bytes(needs)}"
     other = ", or plan with solver='auto'" if job.solver == "chain" else ""
     return BudgetError(
@@ -80,19 +82,14 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
 def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, ...]:
     """What lives at the predicted peak, by the op and line that made it, largest first."""
     graph, origin = plan.program.graph, plan.program.origin
-    live = live_ranges(graph)
-    if not live.profile:
-        return ()
-    peak = max(range(len(live.profile)), key=live.profile.__getitem__)
-    made: dict[int, int] = {r: op.id for op in graph.ops for r in op.results}
-    held: dict[tuple[str, str], int] = {}
-    for r in live.ranges:
-        if r.start <= peak < r.stop:
-            o = origin[made[r.value]]
-            key = (graph.ops[made[r.value]].primitive, variant.traced.source(o) if o >= 0 else "a barrier")
-            held[key] = held.get(key, 0) + r.nbytes
-    worst = sorted(held.items(), key=lambda item: -item[1])[:most]
-    return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in worst)
+    peak, ranges, inside = live_ranges(graph).at_peak()
+    made = producers(graph)
+    held: Counter[tuple[str, str]] = Counter()
+    for op, nbytes in [*((made[r.value], r.nbytes) for r in ranges), (peak, inside)]:
+        if nbytes:
+            source = variant.traced.source(origin[op]) if origin[op] >= 0 else "a barrier"
+            held[graph.ops[op].primitive, source] += nbytes
+    return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in held.most_common(most))
 
 
 def report(

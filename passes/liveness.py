@@ -50,6 +50,15 @@ class Liveness:
         """Bytes the program occupies: argument + output + temp - alias."""
         return self.argument + self.output + self.temp - self.alias
 
+    def at_peak(self) -> tuple[int, list[LiveRange], Bytes]:
+        """The op at the peak of the profile, what is live there, and what the op's bodies need inside; ``(-1, [], 0)``
+        where nothing is."""
+        if not self.temp:
+            return -1, [], 0
+        peak = max(range(len(self.profile)), key=self.profile.__getitem__)
+        held = [r for r in self.ranges if r.start <= peak < r.stop]
+        return peak, held, self.profile[peak] - sum(r.nbytes for r in held)
+
     def use(self, host: Bytes = 0) -> MemoryUse:
         """The same as the prediction of XLA's memory analysis; ``host``: bytes that wait there."""
         return MemoryUse(argument=self.argument, output=self.output, temp=self.temp, alias=self.alias, host=host)

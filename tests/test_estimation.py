@@ -78,6 +78,15 @@ def test_what_is_there_at_the_peak_is_named():
     assert max(track.device) == found.device
 
 
+def test_what_a_loop_needs_inside_is_among_it():
+    def fun(x):
+        return jax.lax.scan(lambda c, _: (jnp.cumsum(jnp.cumsum(c, 0), 1) @ c, None), x, length=3)[0].sum()
+
+    found = jaxtensile.estimate(fun, jax.ShapeDtypeStruct((512, 512), jnp.float32), target=H200)
+    assert sum(h.nbytes for h in found.held) == found.temp
+    assert any(h.primitive == "scan" and not h.dtype for h in found.held) and " scan inside " in str(found)
+
+
 def test_fits_asks_for_the_whole_process():
     found = jaxtensile.estimate(step, *arguments(), target="nvidia-rtx-3060")
     assert found.fits() and found.fits(H200)

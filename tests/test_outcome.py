@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
 import jaxtensile
@@ -31,6 +32,16 @@ def test_what_is_left_alone_is_named_with_the_reason():
     assert "scan at" in told and "inside)" in told and "test_outcome.py" in told
     assert "2 x pure_callback" in told or told.count("pure_callback") == 2
     assert "(foreign code)" in told
+
+
+def test_what_a_loop_needs_inside_is_named():
+    def fun(x):
+        return lax.scan(lambda c, _: (jnp.cumsum(jnp.cumsum(c, 0), 1) - c[::-1], None), x, length=3)[0].sum()
+
+    with pytest.raises(jaxtensile.BudgetError) as info:
+        jaxtensile.jit(fun, budget="1.1MiB").plan(jnp.ones((512, 512)))
+    (largest, *_) = info.value.culprits
+    assert largest.primitive == "scan" and largest.nbytes >= 1 << 20 and "test_outcome.py" in largest.source
 
 
 def test_keys_are_not_worth_a_word_and_plain_programs_have_none():
