@@ -1,0 +1,140 @@
+"""Programs over several devices: planned per device where XLA divides them, left alone where the user does."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+PRELUDE = """
+import functools, sys
+import jax, jax.numpy as jnp, numpy as np, jaxtensile
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+WIDTH, LAYERS, ROWS = 128, 8, 512
+KINDS = AxisType.Auto, AxisType.Explicit
+mesh = {kind: jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2) for kind in KINDS}
+
+def arguments(kind=AxisType.Auto, weights=P()):
+    rng = np.random.default_rng(0)
+    place = functools.partial(NamedSharding, mesh[kind])
+    made = [rng.normal(size=(WIDTH, WIDTH)).astype("f") / 12 for _ in range(LAYERS)]
+    x = rng.normal(size=(ROWS, WIDTH)).astype("f")
+    return [jax.device_put(w, place(weights)) for w in made], jax.device_put(x, place(P("data")))
+
+def layer(x, w):
+    x = jnp.tanh(x @ w)
+    return x * jax.nn.sigmoid(x)
+
+def forward(ws, x):
+    for w in ws:
+        x = layer(x, w)
+    return x
+
+def looped(ws, x):
+    return jax.lax.scan(lambda x, w: (layer(x, w), None), x, jnp.stack(ws))[0]
+
+def trained(forward, mean=lambda x: x):
+    def step(ws, x):
+        loss, slopes = jax.value_and_grad(lambda ws: (forward(ws, x) ** 2).mean())(ws)
+        return [w - 0.1 * mean(d) for w, d in zip(ws, slopes)], mean(loss)
+    return step
+
+def plain_bytes(step, *args):
+    use = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
+    return use.argument_size_in_bytes + use.output_size_in_bytes + use.temp_size_in_bytes - use.alias_size_in_bytes
+
+def planned(step, share, args):
+    budget = int(share * plain_bytes(step, *args()))
+    ours = jaxtensile.jit(step, budget=budget, donate_argnums=0)
+    report = ours.plan(*args())
+    assert report.compiled.exact and report.compiled.device <= budget < report.baseline.device
+    assert any("4 devices" in note for note in report.notes)
+    expected, got = jax.jit(step)(*args()), ours(*args())
+    for e, g in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+        assert g.sharding.is_equivalent_to(e.sharding, g.ndim) and g.dtype == e.dtype
+        np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6)
+    return report
+"""
+CASES = {
+    "weights and rows divided": 'planned(trained(forward), 0.65, lambda: arguments(weights=P("model")))',
+    "explicit axes": "planned(trained(forward), 0.65, lambda: arguments(AxisType.Explicit))",
+    "a loop over layers": 'planned(trained(looped), 0.65, lambda: arguments(weights=P("model")))',
+    "an op that says how it is divided": """
+@custom_partitioning
+def ripple(x):
+    return jnp.sin(x) * x
+
+ripple.def_partition(
+    infer_sharding_from_operands=lambda mesh, given, out: given[0].sharding,
+    partition=lambda mesh, given, out: (mesh, lambda x: jnp.sin(x) * x, out.sharding, (given[0].sharding,)),
+    sharding_rule="i j -> i j",
+)
+smooth = jax.custom_vjp(ripple)
+smooth.defvjp(lambda x: (ripple(x), x), lambda x, slope: (slope * ripple(x),))
+
+def forward(ws, x):
+    for w in ws:
+        x = jnp.tanh(smooth(x @ w))
+    return x
+
+report = planned(trained(forward), 0.85, arguments)
+assert any("custom_partitioning" in note and "foreign code" in note for note in report.notes)
+""",
+    "a step that is divided by hand": """
+divided = functools.partial(jax.shard_map, mesh=mesh[AxisType.Auto], in_specs=(P(), P("data")), out_specs=(P(), P()))
+step = divided(trained(forward, lambda x: jax.lax.pmean(x, "data")))
+args = arguments()
+budget = plain_bytes(step, *args)
+ours = jaxtensile.jit(step, budget=budget, donate_argnums=0)
+report = ours.plan(*args)
+assert report.compiled.device <= budget and any("shard_map" in note for note in report.notes)
+for e, g in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(ours(*arguments())), strict=True):
+    np.testing.assert_array_equal(g, e)
+try:
+    jaxtensile.jit(step, budget=budget // 2, donate_argnums=0).plan(*args)
+except jaxtensile.BudgetError as error:
+    assert error.needs > budget // 2 and "shard_map" in str(error), error
+else:
+    raise AssertionError("it fits")
+""",
+}
+
+
+RUN = """
+import json, sys, traceback
+failed = {}
+for name, case in json.load(sys.stdin).items():
+    try:
+        exec(case, dict(globals()))
+    except Exception:
+        failed[name] = traceback.format_exc()
+print(json.dumps(failed))
+"""
+
+
+@pytest.fixture(scope="module")
+def failed(tmp_path_factory):
+    """What went wrong in which case, all of them run in one process of four CPU devices."""
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + RUN],
+        input=json.dumps(CASES),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            "PATH": "",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
+            "PYTHONPATH": ":".join(p for p in sys.path if p),
+        },
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_four_devices(case, failed):
+    assert case not in failed, failed[case]
