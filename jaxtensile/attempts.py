@@ -9,12 +9,12 @@ from contextlib import contextmanager
 import jax
 
 from jaxtensile.compile import Compiled, compile_program, planned_options
-from jaxtensile.job import Job
 from jaxtensile.outcome import Made
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.check import check
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.plan import Plan, Program
+from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.variants import Variant
 

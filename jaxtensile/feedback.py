@@ -28,7 +28,7 @@ import jax
 from jaxtensile import _compat, pipeline
 from jaxtensile.calibration import link_bandwidth
 from jaxtensile.device import DeviceProfile
-from jaxtensile.job import OFFLOADS, Fitted, Job
+from jaxtensile.request import OFFLOADS, Fitted, Job
 from jaxtensile.units import Seconds, format_seconds
 
 SKIPPED, TIMED = 1, 5

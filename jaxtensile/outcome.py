@@ -14,13 +14,13 @@ from jaxtensile.candidates import Candidates
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import BudgetError, Culprit
 from jaxtensile.ir import producers
-from jaxtensile.job import Evaluate, Job
 from jaxtensile.passes.cost import op_costs, unknown_primitives
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import LoopPlan, find_pairs
 from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
 from jaxtensile.report import Decision, Report
+from jaxtensile.request import Evaluate, Job
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, why_pinned
 from jaxtensile.undo import Undone

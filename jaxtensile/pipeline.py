@@ -19,7 +19,6 @@ from jaxtensile.attempts import Attempts, Clock, Watch, nothing
 from jaxtensile.candidates import Candidates
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import VerifyError
-from jaxtensile.job import Evaluate, Fitted, Job
 from jaxtensile.outcome import Made, cannot, report
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
@@ -29,6 +28,7 @@ from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
 from jaxtensile.plan_cache import Entry, PlanCache, key_of
 from jaxtensile.recipe import Unlike, recipe_of, replay
+from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
 from jaxtensile.state import choose

@@ -24,9 +24,9 @@ import msgspec
 from jaxtensile._compat import JAX_VERSION, shardings
 from jaxtensile.cachefiles import cache_folder, write_whole
 from jaxtensile.ir import Graph
-from jaxtensile.job import Job
 from jaxtensile.measured import jaxlib_version
 from jaxtensile.recipe import Recipe, fingerprint
+from jaxtensile.request import Job
 
 VARIABLE: Final = "JAXTENSILE_PLAN_CACHE"
 FORMAT: Final = 1

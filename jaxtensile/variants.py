@@ -13,7 +13,6 @@ from functools import cache, cached_property
 
 from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
-from jaxtensile.job import Job
 from jaxtensile.join import find_cond_pairs, join_conds
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.nest import nest_loops
@@ -23,6 +22,7 @@ from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
 from jaxtensile.passes.solvers import named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
 from jaxtensile.plan import Costs, Link, Plan, Prepare, Problem
+from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.sink import sink
 from jaxtensile.split import sliced_products, split_products

@@ -10,9 +10,9 @@ import pytest
 from jaxtensile import measured
 from jaxtensile.cachefiles import cache_folder
 from jaxtensile.device import OF_MEASURED, profile, profile_for_kind
-from jaxtensile.job import LINK_SHARE
 from jaxtensile.measured import Measurement, applied, best_known, file_of, keep, load
 from jaxtensile.passes.cost import COPY_SHARE
+from jaxtensile.request import LINK_SHARE
 
 H200 = "NVIDIA H200"
 

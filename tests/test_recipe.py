@@ -11,11 +11,11 @@ from jaxtensile import variants as ways
 from jaxtensile.candidates import Candidates
 from jaxtensile.device import profile
 from jaxtensile.errors import VerifyError
-from jaxtensile.job import Job
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare
 from jaxtensile.recipe import Recipe, Unlike, fingerprint, recipe_of, replay
+from jaxtensile.request import Job
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import undo
 from loop_programs import PROGRAMS, arguments

@@ -11,9 +11,9 @@ from jax import lax
 from jaxtensile import candidates
 from jaxtensile import variants as ways
 from jaxtensile.device import profile
-from jaxtensile.job import Job
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare
+from jaxtensile.request import Job
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import undo
 

@@ -61,11 +61,11 @@ def sweep(name: str, host_budget: int) -> dict[str, Any]:
     import jax
 
     from jaxtensile.device import profile
-    from jaxtensile.job import LINK_SHARE
     from jaxtensile.passes import greedy
     from jaxtensile.passes.cost import op_costs
     from jaxtensile.passes.liveness import live_ranges
     from jaxtensile.plan import Link, Problem
+    from jaxtensile.request import LINK_SHARE
     from jaxtensile.trace import trace_jaxpr
 
     work, device = workload(name), profile(TARGET)
