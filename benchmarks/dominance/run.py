@@ -18,7 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ def policy(name: str) -> Callable[..., Any]:
     return found("device", "pinned_host") if name in OFFLOADING else found
 
 
-def measure_peer(name: str, peer: str) -> dict[str, Any]:
-    """XLA's bytes and the FLOPs of one workload as one peer makes it; ``none``: as it is."""
+def measure_peer(name: str, peer: str, flags: Mapping[str, Any]) -> dict[str, Any]:
+    """XLA's bytes and the FLOPs of one workload as a peer makes it; ``none``: as it is; ``flags``: compiler options."""
     from benchmarks import workloads
     from benchmarks.hlo import hlo_flops
 
@@ -64,12 +65,12 @@ def measure_peer(name: str, peer: str) -> dict[str, Any]:
         return {"hlo_flops": hlo_flops(executable.as_text())}
 
     if peer.startswith("xla_slop_"):
-        flags = {"xla_gpu_memory_limit_slop_factor": int(peer.removeprefix("xla_slop_"))}
-        return plain(workloads.workload(name), flags=flags, look=look)
-    return plain(workloads.workload(name, remat=None if peer == "none" else policy(peer)), look=look)
+        slop = {"xla_gpu_memory_limit_slop_factor": int(peer.removeprefix("xla_slop_"))}
+        return plain(workloads.workload(name), flags={**flags, **slop}, look=look)
+    return plain(workloads.workload(name, remat=None if peer == "none" else policy(peer)), flags=flags, look=look)
 
 
-def ours(name: str, asked: list[str]) -> Iterator[dict[str, Any]]:
+def ours(name: str, asked: list[str], flags: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Our programs of one workload, each as soon as it is there; ``asked``: ``BYTES:HOST BYTES`` or ``least:HOST``."""
     from benchmarks import workloads
 
@@ -79,9 +80,9 @@ def ours(name: str, asked: list[str]) -> Iterator[dict[str, Any]]:
         budget, _, host = question.partition(":")
         try:
             if budget == "least":
-                answer = least(workload, int(host), smallest)
+                answer = least(workload, int(host), smallest, flags)
             else:
-                answer = fit(workload, int(budget), TARGET, int(host))
+                answer = fit(workload, int(budget), TARGET, int(host), flags)
         except Exception as error:
             answer = {"crash": f"{type(error).__name__}: {error}"[-2000:]}
         # What fits without the host fits with it.
@@ -90,18 +91,18 @@ def ours(name: str, asked: list[str]) -> Iterator[dict[str, Any]]:
         yield {"asked": question, **answer}
 
 
-def least(workload: Any, host: int, known: dict[str, Any] | None) -> dict[str, Any]:
+def least(workload: Any, host: int, known: dict[str, Any] | None, flags: Mapping[str, Any]) -> dict[str, Any]:
     """The smallest program that we find: what is reached at the bound, or is ``known``, then step by step lower.
 
     ``promised``: what ``BudgetError.needs`` says at the bound; ``refused``: the budget that was refused in the end.
     """
-    bound = fit(workload, plain(workload)["device"])["bound"]
-    first = fit(workload, bound, TARGET, host)
+    bound = fit(workload, plain(workload, flags=flags)["device"], flags=flags)["bound"]
+    first = fit(workload, bound, TARGET, host, flags)
     promised = first["device"] if first["fits"] else first["needs"]
     found = known or {}
     budget, refused = min(promised, int(SMALLER * known["device"])) if known else promised, 0
     for _ in range(STEPS):
-        answer = fit(workload, budget, TARGET, host)
+        answer = fit(workload, budget, TARGET, host, flags)
         if not answer["fits"]:
             refused = budget
             break
@@ -231,17 +232,25 @@ def _smallest(rows: dict[str, Any], missing: list[str]) -> list[str]:
 
 
 def measure(name: str, row: dict[str, Any], keep: Callable[[], None]) -> None:
-    """What is missing in the row of one workload; ``keep`` is called after each piece."""
+    """What is missing in the row of one workload; ``keep`` is called after each piece.
+
+    What XLA has compiled of GPU kernels for one program is there for the next: bytes are the same, time is not shown.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        _measure(name, row, keep, ("--kernels", str(Path(folder, "kernels"))))
+
+
+def _measure(name: str, row: dict[str, Any], keep: Callable[[], None], kernels: tuple[str, ...]) -> None:
     for peer in ("none", *PEERS):
         if peer not in row["peers"]:
-            row["peers"][peer] = {"peer": peer, **isolated(MODULE, f"{name}:{peer}", "peer")}
+            row["peers"][peer] = {"peer": peer, **isolated(MODULE, f"{name}:{peer}", "peer", kernels)}
             keep()
     base = row["peers"]["none"]
     saving = [p for p in row["peers"].values() if p.get("device", base["device"]) < base["device"]]
     asked = (question(p) for p in sorted(saving, key=lambda p: -p["device"]))
     wanted = [q for q in dict.fromkeys((*asked, "least:0", f"least:{HOST}")) if q not in row["ours"]]
     while wanted:
-        for answer in streamed(MODULE, name, ("--asked", *wanted)):
+        for answer in streamed(MODULE, name, (*kernels, "--asked", *wanted)):
             if not wanted:
                 break
             # A process that dies answers nothing to what it was asked last.
@@ -259,16 +268,19 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the table anew from the recorded rows")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--asked", nargs="*", default=[], help=argparse.SUPPRESS)
+    parser.add_argument("--kernels", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    from benchmarks.machine import describe, kernel_cache
+
+    flags = kernel_cache(options.kernels) if options.kernels else {}
     if options.case and options.asked:
-        for answer in ours(options.case, options.asked):
+        for answer in ours(options.case, options.asked, flags):
             print(json.dumps(answer), flush=True)
         return
     if options.case:
-        print(json.dumps(measure_peer(*options.case.split(":"))))
+        print(json.dumps(measure_peer(*options.case.split(":"), flags)))
         return
     from benchmarks import workloads
-    from benchmarks.machine import describe
 
     machine = describe()
     path = HERE / f"results-jax{machine['jax']}.json"

@@ -79,12 +79,19 @@ def plain(
     }
 
 
-def fit(workload: Any, budget: int | None, target: str = TARGET, host_budget: int = 0) -> dict[str, Any]:
-    """What ``jaxtensile.jit`` makes of the budget; None: what the target has."""
+def fit(
+    workload: Any,
+    budget: int | None,
+    target: str = TARGET,
+    host_budget: int = 0,
+    flags: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What ``jaxtensile.jit`` makes of the budget; None: what the target has; ``flags``: compiler options."""
     import jaxtensile
     from jaxtensile.trace import jaxpr_flops
 
-    step = jaxtensile.jit(workload.fun, budget=budget, host_budget=host_budget, target=target, **workload.jit_options)
+    options = {**workload.jit_options, "compiler_options": dict(flags) if flags else None}
+    step = jaxtensile.jit(workload.fun, budget=budget, host_budget=host_budget, target=target, **options)
     started = time.perf_counter()
     try:
         report = step.plan(*workload.args)

@@ -17,7 +17,8 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,18 +52,25 @@ QUICK = ("lstm-128", "ode-200")
 def case(name: str, known: list[float], turns: int) -> Iterator[dict[str, Any]]:
     """One workload, in this process: the smallest reachable, then every share of these turns that is not ``known``."""
     from benchmarks import workloads
+    from benchmarks.machine import kernel_cache
 
     model, sizes = SIZES[name]
     workload = workloads.workload(model, **sizes)
-    base = plain(workload)
-    bound = fit(workload, base["device"])["bound"]
-    smallest = fit(workload, bound)
+    with tempfile.TemporaryDirectory() as folder:
+        flags = kernel_cache(Path(folder, "kernels"))
+        yield from _answers(workload, known, turns, flags)
+
+
+def _answers(workload: Any, known: list[float], turns: int, flags: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    base = plain(workload, flags=flags)
+    bound = fit(workload, base["device"], flags=flags)["bound"]
+    smallest = fit(workload, bound, flags=flags)
     least = smallest["device"] if smallest["fits"] else smallest["needs"]
     yield {"plain": base, "bound": bound, "least": least}
     for share in (s for turn in range(turns) for s in SHARES[turn::TURNS] if s not in known):
         budget = least + round(share * (base["device"] - least))
         try:
-            answer = fit(workload, budget)
+            answer = fit(workload, budget, flags=flags)
         except Exception as error:
             answer = {"budget": budget, "crash": f"{type(error).__name__}: {error}"[-2000:]}
         yield {"share": share, **answer}
