@@ -22,7 +22,7 @@ from jaxtensile.runtime.events import Rules, Settings
 from jaxtensile.runtime.leases import NOTHING, Charge, Happening, Lease, State, after
 from jaxtensile.runtime.ledger import Capacity, Ledger
 from jaxtensile.runtime.policy import Claim, Option, Room, Shares, ahead, divide
-from jaxtensile.units import Seconds
+from jaxtensile.units import Seconds, format_bytes
 
 _SPEAKING = (State.HELD, State.REVOKING)
 
@@ -91,6 +91,22 @@ class Arbiter:
     def charged(self, lease: Lease) -> tuple[Charge, ...]:
         """What a lease is charged of its resources."""
         return self.ledger.charged(lease.id, lease.resources)
+
+    def renew(self, lease: Lease, asked: Lease, rung: int) -> str:
+        """Another ladder, on ``rung`` of which the job is: the lease is charged that. Else why not; nothing changed."""
+        if not asked.low <= rung <= asked.high:
+            return f"a job cannot be on rung {rung} of a ladder of which it may use {asked.low} to {asked.high}"
+        for ledger, charges, what in (
+            (self.ledger, asked.needs[rung], "are free"),
+            (self.floors, asked.needs[asked.low], "can be guaranteed"),
+        ):
+            if not ledger.fits(lease.id, lease.resources, charges):
+                return f"{format_bytes(max(c.level for c in charges))} are needed, and not so many {what}"
+        lease.ladder, lease.needs, lease.low, lease.high = asked.ladder, asked.needs, asked.low, asked.high
+        lease.slowdowns, lease.touched, lease.rung = asked.slowdowns, asked.touched, rung
+        self.ledger.charge(lease.id, lease.resources, lease.needs[rung])
+        self.changed(lease)
+        return ""
 
     def covered(self, lease: Lease) -> int:
         """The highest rung that needs no more than is charged."""

@@ -81,7 +81,6 @@ class Client:
         changed: Callable[[], None] | None = None,
         patience: Seconds = PATIENCE,
     ) -> None:
-        self.admit = admit
         self._holder = Holder(admit)
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
@@ -155,6 +154,15 @@ class Client:
             self._due = self._holder.target != self._holder.held
         self._flush()
 
+    def renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes] = ()) -> bool:
+        """Between two steps: the job has another ladder, ``rung`` of which covers what it holds. False where it is to
+        move first. ``admit`` is another one when that counts; not so once ``renewing`` is over: ask again."""
+        with self._lock:
+            said = self._holder.renew(admit, rung, in_use)
+            self._outbox += said
+        self._flush()
+        return bool(said)
+
     def beat(self, step: int, seconds: Seconds, in_use: Sequence[Bytes] = (), peak: Bytes = 0) -> None:
         """What a step took. It is told with the next ``pulse``, so this costs nothing."""
         self._measured = step, seconds, in_use, peak
@@ -196,6 +204,16 @@ class Client:
     def rung(self) -> int:
         """The rung the job is on; -1 before it is admitted and after its end."""
         return self._holder.held
+
+    @property
+    def admit(self) -> Admit:
+        """What was asked for: the ladder that rungs are of."""
+        return self._holder.admit
+
+    @property
+    def renewing(self) -> bool:
+        """Whether the answer to ``renew`` is to come."""
+        return self._holder.renewing
 
     @property
     def target(self) -> int:

@@ -54,6 +54,8 @@ from jaxtensile.runtime.messages import (
     Reject,
     Release,
     Released,
+    Renew,
+    Renewed,
     Reply,
     Request,
     Revoke,
@@ -273,6 +275,8 @@ class Coordinator:
                 self._admit(connection, peer.process, message, now)
             case Reclaim():
                 self._reclaim(connection, peer.process, message, now)
+            case Renew():
+                self._renew(connection, peer.process, message, now)
             case Release():
                 self._release(connection, peer.process, message)
             case Status():
@@ -318,18 +322,59 @@ class Coordinator:
         lease = self._lease(connection, process, message.lease)
         if lease is None:
             return
-        if lease.rung < 0 or not lease.low <= message.rung <= lease.high or len(message.in_use) > len(lease.resources):
+        knows = message.token.sequence > lease.former or not self.rules.former_ladder
+        known = lease.low <= message.rung <= lease.high or not knows
+        if lease.rung < 0 or not known or len(message.in_use) > len(lease.resources):
             self._refuse(connection, "protocol", f"lease {lease.id} was never on rung {message.rung}")
             return
         if self._speakers.late(connection, process, lease.job):
             self.counters["stale"] += 1
             return
         self._speakers.speak(lease, connection, now)
-        lease.rung, lease.deadline, lease.wanted_by = message.rung, None, None
-        self.arbiter.happened(lease, Happening.RECLAIM, self._left(lease, message.in_use))
+        lease.deadline, lease.wanted_by, lease.knows = None, None, knows
+        if knows:
+            lease.rung = message.rung
+            charges = self._left(lease, message.in_use)
+        else:
+            # It speaks of its former ladder: it is within what it is charged, which covers that.
+            lease.rung = self.arbiter.covered(lease)
+            charges = self._held(lease, self.arbiter.charged(lease), message.in_use)
+        self.arbiter.happened(lease, Happening.RECLAIM, charges)
         self.arbiter.told[lease.id] = lease
         self._settle = True
         self._all_known()
+
+    def _renew(self, connection: Connection, process: Process, message: Renew, now: Seconds) -> None:
+        """Another ladder for a job that is at rest. Whatever it needs more than it is charged must be there at once:
+        who waited for it would hold what others wait for."""
+        lease = self._lease(connection, process, message.lease)
+        if lease is None:
+            return
+        last = message.token == Token(lease.epoch, lease.sequence) and lease.state is State.HELD
+        if not last or self._stale(lease, connection, message.in_use):
+            self.counters["stale"] += 1
+            return
+        lease.beat, lease.knows = now, True
+        asked = Admit(
+            job=lease.job,
+            devices=lease.resources[:-1],
+            ladder=message.ladder,
+            floor=message.floor,
+            want=message.want,
+            priority=lease.priority,
+            weight=lease.weight,
+        )
+        reason = impossible(asked, self.arbiter.ledger) if self._outbox.works else "nothing can be written down"
+        reason = reason or self.arbiter.renew(lease, asked_for(asked, lease.id, process), message.rung)
+        if reason:
+            self._error(connection, "no room", reason, lease=lease.id)
+            return
+        charges = self._left(lease, message.in_use)
+        self.arbiter.ledger.measured(lease.id, lease.resources, charges)
+        self.arbiter.changed(lease)
+        lease.former, lease.knows = message.token.sequence, False
+        self.arbiter.told[lease.id] = lease
+        self._settle = True
 
     def _ack(self, connection: Connection, message: Ack, now: Seconds) -> None:
         lease = self.arbiter.leases.get(message.lease)
@@ -337,6 +382,7 @@ class Coordinator:
             self.counters["stale"] += 1
             return
         lease.beat = now
+        lease.knows = lease.knows or message.token.sequence > lease.former
         late = message.token != Token(lease.epoch, lease.sequence) or message.rung != lease.rung
         if late and (self.rules.fencing or not lease.low <= message.rung <= lease.high):
             self.counters["stale"] += 1
@@ -411,15 +457,19 @@ class Coordinator:
     def _left(self, lease: Lease, in_use: Sequence[Bytes]) -> tuple[Charge, ...]:
         """What a job is charged that says it is on its rung: what that needs, and what it was measured to hold. A job
         that holds more does not give bytes back, and what it is charged does not shrink any more."""
-        needs = lease.needs[lease.rung]
-        if not self.rules.measured_wins:
-            return needs
-        charges = tuple(map(_at_least, needs, _padded(in_use, len(needs))))
-        if charges != needs:
-            self._keeps(lease, "holds more than its rung needs")
+        charges = self._held(lease, lease.needs[lease.rung], in_use)
         return (
             self.arbiter.ledger.wider(lease.resources, self.arbiter.charged(lease), charges) if lease.stuck else charges
         )
+
+    def _held(self, lease: Lease, charges: tuple[Charge, ...], in_use: Sequence[Bytes]) -> tuple[Charge, ...]:
+        """What may be charged, or what was measured where that is more."""
+        if not self.rules.measured_wins:
+            return charges
+        held = tuple(map(_at_least, charges, _padded(in_use, len(charges))))
+        if held != charges:
+            self._keeps(lease, "holds more than its rung needs")
+        return held
 
     def _keeps(self, lease: Lease, fault: str) -> None:
         lease.stuck = True
@@ -436,13 +486,21 @@ class Coordinator:
                 ahead = self.arbiter.queue.index(lease)
                 self._reply(lease.connection, Queued(job=lease.job, ahead=ahead))
                 continue
-            if not self._outbox.works and (lease.state is not State.REVOKING or self._outbox.unsure(lease.id)):
+            sure = lease.state is State.REVOKING and lease.knows and not self._outbox.unsure(lease.id)
+            if not self._outbox.works and not sure:
                 continue  # said when it can be written down
             self._sequence += 1
             if not lease.sequence:
                 lease.beat = now
                 self._outbox.do(Watch(lease.process))
             lease.epoch, lease.sequence = self.epoch, self._sequence
+            if not lease.knows:
+                lease.written = ()  # all that it is goes on record once more
+                token = Token(self.epoch, self._sequence)
+                renewed = Renewed(job=lease.job, lease=lease.id, token=token, former=lease.former)
+                self._reply(lease.connection, renewed, after_record=True)
+                self._sequence += 1
+                lease.sequence = self._sequence
             token = Token(self.epoch, self._sequence)
             more = self.arbiter.charged(lease) != lease.written
             if more:

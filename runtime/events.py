@@ -60,6 +60,8 @@ class Rules:
     """A job that is told to shrink is charged what it had until it says that it has."""
     process_identity: bool = True
     """A pid that is used again is another process."""
+    former_ladder: bool = True
+    """A job that comes back and does not know that its new ladder counts is not taken to speak of that."""
     measured_wins: bool = True
     """Bytes that a job reports count, whatever its ladder says."""
 

@@ -21,6 +21,8 @@ from jaxtensile.runtime.messages import (
     Reject,
     Release,
     Released,
+    Renew,
+    Renewed,
     Reply,
     Request,
     Revoke,
@@ -37,6 +39,7 @@ class Holder:
     __slots__ = (
         "_clamp",
         "_connected",
+        "_renewal",
         "_unsaid",
         "admit",
         "held",
@@ -58,6 +61,8 @@ class Holder:
         """Why it was rejected."""
         self._clamp = clamp
         self._connected = False
+        self._renewal: tuple[Admit, int] | None = None
+        """The ladder that was asked for, and the rung of it that covers what the job holds."""
         self._unsaid = False
         """It connected while it moved: where it is can be said when it is there."""
 
@@ -76,7 +81,14 @@ class Holder:
     def received(self, message: Reply, in_use: Sequence[Bytes]) -> list[Request]:
         """What to say to a message; ``in_use``: bytes held on each device, then of host memory."""
         match message:
+            case Renewed() if self._is_for_me(message):
+                if self._renewal is not None and self.token.sequence == message.former:
+                    self.admit, self.held = self._renewal
+                    self.target = self.held
+                self.token, self._renewal = message.token, None
+                return [self._ack(in_use)] if self.moving < 0 else []
             case Grant() | Revoke() if self._is_for_me(message):
+                self._renewal = None  # that crossed what is said of the former ladder, and does not count
                 self.lease, self.token, self.target = message.lease, message.token, message.rung
                 if self.phase == "waiting":
                     self.phase, self.held = "holding", message.rung
@@ -88,6 +100,8 @@ class Holder:
                 self.phase, self.reason = "ended", reason
             case Error(code="in use", lease=lease) if self.phase == "releasing" and lease == self.lease:
                 self.phase, self.reason = "ended", message.detail
+            case Error(code="no room", lease=lease) if lease == self.lease:
+                self._renewal = None
             case Error(code="unknown lease", lease=lease) if self.phase == "holding" and lease == self.lease:
                 # Nobody knows of it, so nothing may be held by it.
                 self.phase, self.reason = "ended", message.detail
@@ -95,7 +109,31 @@ class Holder:
                 pass
         return []
 
-    def _is_for_me(self, message: Grant | Revoke) -> bool:
+    def renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes]) -> list[Request]:
+        """Between two steps: the job has the ladder of ``admit`` now, ``rung`` of which covers what it holds. Nothing
+        is said unless it is where it was told to be; ``renewing`` says whether an answer is to come."""
+        at_rest = self.phase == "holding" and self.moving < 0 and self.target == self.held
+        if not at_rest or self._renewal is not None or not self._connected:
+            return []
+        self._renewal = admit, rung
+        return [
+            Renew(
+                lease=self.lease,
+                token=self.token,
+                ladder=admit.ladder,
+                rung=rung,
+                floor=admit.floor,
+                want=admit.want,
+                in_use=tuple(in_use),
+            )
+        ]
+
+    @property
+    def renewing(self) -> bool:
+        """Whether the answer to another ladder is to come."""
+        return self._renewal is not None
+
+    def _is_for_me(self, message: Grant | Revoke | Renewed) -> bool:
         known = self.phase == "waiting" or (self.phase == "holding" and message.lease == self.lease)
         return known and message.job == self.admit.job and message.token > self.token
 

@@ -44,7 +44,7 @@ class Opened(_Record, frozen=True, kw_only=True, tag="opened"):
 
 
 class Admitted(_Record, frozen=True, kw_only=True, tag="admitted"):
-    """A job got a lease, and is charged its first rung."""
+    """A job got a lease, and is charged its first rung; or has another ladder from now on."""
 
     lease: int
     process: Process
@@ -58,6 +58,7 @@ class Admitted(_Record, frozen=True, kw_only=True, tag="admitted"):
     rung: int
     sequence: int
     charges: tuple[Charge, ...]
+    former: int = -1
 
 
 class Charged(_Record, frozen=True, kw_only=True, tag="charged"):
@@ -167,6 +168,7 @@ def admission(lease: Lease, charges: tuple[Charge, ...]) -> Admitted:
         rung=lease.rung,
         sequence=lease.sequence,
         charges=charges,
+        former=lease.former,
     )
 
 
@@ -192,6 +194,7 @@ def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
         rung=old.rung,
         sequence=old.sequence,
         epoch=replayed.epoch,
+        former=old.former,
         since=now,
         stuck=old.lease in replayed.stuck,
         written=old.charges,

@@ -151,6 +151,10 @@ class Lease:
     sequence: int = 0
     """Of the token of that."""
     epoch: int = 0
+    former: int = -1
+    """The sequence of the last token that was about the ladder the job had before, where it had one."""
+    knows: bool = True
+    """The job has shown that it knows of its ladder."""
     connection: int | None = None
     """The one that speaks for it: its generation. None only in quarantine."""
     since: Seconds = 0.0

@@ -9,6 +9,7 @@ lists, no unknown field. ``wire`` frames them. A *lease* is named by its number,
     ADMIT                                  QUEUED, GRANT or REJECT
     ACK, BEAT (no answer)                  GRANT (grow), REVOKE (shrink) at any time
     RECLAIM after a new connection         GRANT, or ERROR
+    RENEW: another ladder                  RENEWED and GRANT, or ERROR; no answer if its token is not the last
     RELEASE                                RELEASED, or ERROR
     STATUS                                 SNAPSHOT
 """
@@ -121,6 +122,19 @@ class Release(_Message, frozen=True, kw_only=True, tag="RELEASE"):
     in_use: Sizes = ()
 
 
+class Renew(_Message, frozen=True, kw_only=True, tag="RENEW"):
+    """The job has another ladder from now on, and is on ``rung`` of it, which covers what it holds. It counts only for
+    the last token, and while the job is where that told it to be: what crosses it is about the former ladder."""
+
+    lease: Count
+    token: Token
+    ladder: Ladder
+    rung: Count
+    floor: Size = 0
+    want: Size = MOST_BYTES
+    in_use: Sizes = ()
+
+
 class Status(_Message, frozen=True, kw_only=True, tag="STATUS"):
     """Asks for the state of the coordinator: leases with numbers above ``after``."""
 
@@ -149,6 +163,18 @@ class Grant(_Message, frozen=True, kw_only=True, tag="GRANT"):
     rung: int
 
 
+class Renewed(_Message, frozen=True, kw_only=True, tag="RENEWED"):
+    """The job's new ladder counts: from this token on every rung is one of it, and the job is on the one it said.
+
+    Said again to a job that has not shown that it knows."""
+
+    job: str
+    lease: int
+    token: Token
+    former: int
+    """The sequence of the token that RENEW carried."""
+
+
 class Reject(_Message, frozen=True, kw_only=True, tag="REJECT"):
     job: str
     reason: str
@@ -170,7 +196,7 @@ class Released(_Message, frozen=True, kw_only=True, tag="RELEASED"):
     lease: int
 
 
-Code = Literal["protocol", "version", "busy", "not yours", "unknown lease", "in use", "draining"]
+Code = Literal["protocol", "version", "busy", "not yours", "unknown lease", "in use", "draining", "no room"]
 
 
 class Error(_Message, frozen=True, kw_only=True, tag="ERROR"):
@@ -224,5 +250,5 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):
     counters: dict[str, int]
 
 
-Request = Hello | Admit | Ack | Beat | Reclaim | Release | Status
-Reply = Welcome | Queued | Grant | Reject | Revoke | Released | Error | Snapshot
+Request = Hello | Admit | Ack | Beat | Reclaim | Renew | Release | Status
+Reply = Welcome | Queued | Grant | Renewed | Reject | Revoke | Released | Error | Snapshot

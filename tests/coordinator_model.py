@@ -33,7 +33,20 @@ from jaxtensile.runtime.holder import Holder
 from jaxtensile.runtime.journal import decode, encode, replay
 from jaxtensile.runtime.leases import HOST, Process, State
 from jaxtensile.runtime.ledger import Capacity
-from jaxtensile.runtime.messages import Ack, Admit, Beat, Grant, Reclaim, Release, Revoke, Rung, Status, Token
+from jaxtensile.runtime.messages import (
+    Ack,
+    Admit,
+    Beat,
+    Grant,
+    Reclaim,
+    Release,
+    Renew,
+    Renewed,
+    Revoke,
+    Rung,
+    Status,
+    Token,
+)
 from jaxtensile.runtime.policy import OBJECTIVES
 
 SPEAKING = (State.HELD, State.REVOKING, State.OVERDUE)
@@ -117,6 +130,7 @@ class World:
         ("_beat", 2),
         ("_born", 1.0),
         ("_finish", 0.5),
+        ("_renew", 0.7),
         ("_kill", 0.35),
         ("_hang_up", 0.7),
         ("_stop", 0.4),
@@ -163,7 +177,7 @@ class World:
         self.token = (0, 0)
         self.risen = {}
         self.crash = 0.004
-        self.events = self.kills = self.deaths = 0
+        self.events = self.kills = self.deaths = self.renewals = 0
         self.counts = {}
         names, weights = zip(*self.ACTIONS, strict=True)
         self._actions = [getattr(self, n) for n in names]
@@ -197,8 +211,10 @@ class World:
                 if blocked and after_record:
                     if isinstance(message, Grant):  # decided, and said later
                         self.risen[message.lease] = (message.rung, self.now)
+                    elif isinstance(message, Renewed):
+                        self._renumbered(message.lease)
                     return False
-                if isinstance(message, Grant | Revoke):
+                if isinstance(message, Grant | Revoke | Renewed):
                     self._sent(message)
                 if line is not None and line.open_down:
                     line.down.append(message)
@@ -232,6 +248,9 @@ class World:
         if token <= self.token:
             raise Violation(f"token {token} after {self.token}")
         self.token = token
+        if isinstance(message, Renewed):
+            self._renumbered(message.lease)
+            return
         lease = self.daemon.arbiter.leases[message.lease]
         rung, at = self.risen.get(lease.id, (-1, 0.0))
         if isinstance(message, Grant):
@@ -243,6 +262,11 @@ class World:
             other.priority > lease.priority for other in self.daemon.arbiter.leases.values()
         ):
             raise Violation("revoked inside its minimum hold")
+
+    def _renumbered(self, lease):
+        """Rungs are those of another ladder: what it has now it has had since the last time it rose."""
+        self.renewals += 1
+        self.risen[lease] = (1 << 30, self.risen.get(lease, (-1, 0.0))[1])
 
     def _daemon_starts(self):
         if self.daemon is not None or self.disk_full:
@@ -338,15 +362,54 @@ class World:
     def client(self, process, admit):
         holder = Holder(admit, clamp=self.clamp)
         devices = len(admit.devices)
-        needs = tuple((*((r.persistent, r.temp),) * devices, (r.host, 0)) for r in admit.ladder)
         return Client(
             process,
             holder,
-            needs,
+            self._needs(admit),
             keeps=not self.gated and self.rnd.random() < 0.06,
             gated=(self.gated,) * devices,
             names=(*admit.devices, HOST),
         )
+
+    def _needs(self, admit):
+        return tuple((*((r.persistent, r.temp),) * len(admit.devices), (r.host, 0)) for r in admit.ladder)
+
+    def _renew(self):
+        """A job has another ladder; one of its rungs covers where it is."""
+        client = self._some(lambda c: c.line is not None and c.holder.phase == "holding" and c.holder.held >= 0)
+        if client is None:
+            return False
+        rnd, old = self.rnd, client.holder.admit
+        here = old.ladder[client.holder.held]
+        more = rnd.choice((0, 0, 1))
+        middle = Rung(persistent=here.persistent, temp=here.temp + more, host=here.host, seconds=rnd.uniform(1.0, 2.0))
+        ladder = [middle]
+        for _ in range(rnd.randrange(3)):
+            lowest = ladder[0]
+            if lowest.level > 1:
+                level = rnd.randint(1, lowest.level - 1)
+                temp = rnd.randint(0, level)
+                host = lowest.host + rnd.choice((0, 0, 1))
+                rung = Rung(
+                    persistent=level - temp, temp=temp, host=host, seconds=lowest.seconds * rnd.uniform(1.0, 1.6)
+                )
+                ladder.insert(0, rung)
+        for _ in range(rnd.randrange(3)):
+            top = ladder[-1]
+            seconds = top.seconds * rnd.uniform(0.6, 1.0)
+            ladder.append(Rung(persistent=top.persistent, temp=top.temp + rnd.randint(1, 5), seconds=seconds))
+        floor = rnd.choice((0, ladder[0].level, middle.level))
+        new = Admit(
+            job=old.job,
+            devices=old.devices,
+            ladder=tuple(ladder),
+            floor=floor,
+            priority=old.priority,
+            weight=old.weight,
+        )
+        said = client.holder.renew(new, ladder.index(middle), client.in_use())
+        self._say(client, said)
+        return bool(said)
 
     def _job(self):
         rnd = self.rnd
@@ -387,11 +450,15 @@ class World:
         if message is None:
             self._leave(client, 0)
         else:
-            if isinstance(message, Grant | Revoke):
+            if isinstance(message, Grant | Revoke | Renewed):
                 line.told = True
-            if isinstance(message, Grant | Revoke) and message.rung >= len(client.needs):
+            listens = client.holder.phase in ("waiting", "holding")
+            if isinstance(message, Grant | Revoke) and listens and message.rung >= len(client.needs):
                 raise Violation("granted a rung that it does not have")
+            before = client.holder.admit
             self._say(client, client.holder.received(message, client.in_use()))
+            if client.holder.admit is not before:
+                client.needs = self._needs(client.holder.admit)
             client.changed()
         return True
 
@@ -499,6 +566,8 @@ class World:
                 Beat(lease=max(other, 0), step=0, step_us=0, in_use=(99,), peak=0),
                 Reclaim(lease=own + 1000, token=stale, rung=0, in_use=()),
                 Release(lease=own + 1000, token=stale),
+                Renew(lease=own, token=stale, ladder=(Rung(persistent=1, seconds=1.0),), rung=0),
+                Renew(lease=own + 1000, token=stale, ladder=(Rung(persistent=1, seconds=1.0),), rung=0),
                 Reclaim(lease=max(own - 1, 0), token=stale, rung=0, in_use=()),
             )
         )

@@ -51,6 +51,8 @@ from jaxtensile.runtime.messages import (
     Reject,
     Release,
     Released,
+    Renew,
+    Renewed,
     Revoke,
     Rung,
     Snapshot,
@@ -267,6 +269,58 @@ def test_a_waiter_that_leaves_is_waited_for_no_more_and_a_late_ack_changes_nothi
     assert again.rung == 1 and again.token > told.token and desk.lease(1).state is State.HELD
     desk.ack(1, told, (4, 0))
     assert desk.charged() == 8 and desk.it.counters["stale"] == 1
+
+
+LONGER = (Rung(persistent=3, seconds=2.0), Rung(persistent=5, seconds=1.5), Rung(persistent=10, seconds=0.5))
+
+
+def renewal(told, **given):
+    given = {"ladder": LONGER, "rung": 1, **given}
+    return Renew(lease=told.lease, token=told.token, **given)
+
+
+def test_a_job_with_another_ladder_is_charged_by_it_and_granted_by_it():
+    desk = Desk()
+    first = desk.admit(1, want=4)
+    assert (first.rung, desk.charged()) == (0, 4)
+    renewed, grant = desk.hear(1, renewal(first))
+    assert isinstance(renewed, Renewed) and (renewed.former, grant.rung) == (first.token.sequence, 2)
+    assert first.token < renewed.token < grant.token and desk.charged() == 10
+    assert desk.journal[-1].ladder == LONGER and desk.journal[-1].former == first.token.sequence
+    desk.ack(1, grant)
+    assert desk.lease(1).knows and desk.lease(1).state is State.HELD
+
+
+def test_another_ladder_is_not_waited_for():
+    desk = Desk()
+    first, second = desk.admit(1, want=4), desk.admit(2, want=4)
+    told = desk.hear(1, renewal(first, floor=10, rung=2))
+    assert [m.code for m in told] == ["no room"] and "are free" in told[0].detail
+    told = desk.hear(1, renewal(first, ladder=(Rung(persistent=13, seconds=1.0),), rung=0))
+    assert "can ever grant" in told[0].detail
+    assert desk.hear(1, renewal(first, rung=3))[0].code == "no room"
+    assert desk.lease(1).ladder == LADDER and desk.charged() == 8
+    assert isinstance(desk.hear(2, renewal(second))[0], Renewed)
+
+
+def test_another_ladder_that_crosses_a_grant_does_not_count():
+    desk = Desk()
+    first = desk.admit(1)
+    assert isinstance(desk.hear(1, renewal(first))[0], Renewed)
+    assert desk.hear(1, renewal(first)) == [] and desk.it.counters["stale"] == 1
+
+
+def test_a_job_that_comes_back_without_knowing_is_told_again_also_after_a_restart():
+    desk = Desk()
+    first = desk.admit(1, want=4)
+    desk.hear(1, renewal(first))
+    again = Desk(records=desk.journal)
+    again.meet(7, Process(1, 1))
+    renewed, grant = again.hear(7, Reclaim(lease=first.lease, token=first.token, rung=0, in_use=(4, 0)))
+    assert isinstance(renewed, Renewed) and renewed.former == first.token.sequence and grant.rung == 2
+    assert again.charged() == 10
+    again.ack(7, grant)
+    assert again.hear(7, Reclaim(lease=first.lease, token=grant.token, rung=2, in_use=()))[0].rung == 2
 
 
 def test_devices_and_host_memory_are_granted_at_once_or_not_at_all():

@@ -21,6 +21,8 @@ from jaxtensile.runtime.messages import (
     Reject,
     Release,
     Released,
+    Renew,
+    Renewed,
     Revoke,
     Rung,
     Snapshot,
@@ -39,6 +41,7 @@ REQUESTS_SAID = [
     Beat(lease=1, step=10, step_us=500, in_use=(5, 0), peak=6),
     Reclaim(lease=1, token=TOKEN, rung=0, in_use=(5, 0)),
     Release(lease=1, token=TOKEN),
+    Renew(lease=1, token=TOKEN, ladder=ADMIT.ladder, rung=0, want=9),
     Status(after=4),
 ]
 VIEW = DeviceView(device="cuda:0", capacity=9, reserve=1, charged=6, guaranteed=4)
@@ -61,6 +64,7 @@ REPLIES_SAID = [
     Welcome(version=VERSION, epoch=3, beat_within=10.0),
     Queued(job="bert", ahead=2),
     Grant(job="bert", lease=1, token=TOKEN, rung=0),
+    Renewed(job="bert", lease=1, token=TOKEN, former=6),
     Reject(job="bert", reason="too large"),
     Revoke(job="bert", lease=1, token=TOKEN, rung=0, deadline=60.0),
     Released(lease=1),
