@@ -38,7 +38,8 @@ class Op:
     ``carried``: for scans, the number of constants and of carries among the positions;
     ``reverse``: for scans, whether they run from the last slice to the first;
     ``padded``: for convolutions and gradients of max pools, bytes of operand 0 or of the result once padding that XLA
-    has no kernel for is written out, 0 where there is none.
+    has no kernel for is written out, 0 where there is none;
+    ``rereads``: for windowed reductions and their gradients, how often an element of the operand is read.
     """
 
     id: OpId
@@ -53,6 +54,7 @@ class Op:
     carried: tuple[int, int] = (0, 0)
     reverse: bool = False
     padded: Bytes = 0
+    rereads: float = 1.0
 
     def on(self, id: int, operands: Sequence[int], results: Sequence[int]) -> Op:
         """The same computation as op ``id`` of another schedule, on other values."""
@@ -70,6 +72,7 @@ class Op:
             carried=self.carried,
             reverse=self.reverse,
             padded=self.padded,
+            rereads=self.rereads,
         )
 
 

@@ -272,7 +272,14 @@ def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
         carried=_compat.scan_split(eqn.params) if name == "scan" else (0, 0),
         reverse=name == "scan" and bool(eqn.params["reverse"]),
         padded=_padded(eqn),
+        rereads=_rereads(eqn),
     )
+
+
+def _rereads(eqn: Any) -> float:
+    """``Op.rereads`` of an equation: the places of a window over the steps between windows."""
+    window, steps = eqn.params.get("window_dimensions"), eqn.params.get("window_strides")
+    return max(math.prod(window) / math.prod(steps), 1.0) if window and steps else 1.0
 
 
 def _padded(eqn: Any) -> int:

@@ -121,9 +121,10 @@ def fuse(graph: Graph, *, closely: bool = False) -> Kernels:
             effort += WORK.get(name, 0.0) * math.prod(values[r0].shape)
             stored = any(must_exist[r] for r in op.results)
             stored = stored or (closely and _is_widened_exponential(graph, op, sources, read_by))
-            if not stored and _worth_fusing(
-                effort, values[r0].nbytes, 1 if alone[op.id] else len(read_by[r0]), [values[s].nbytes for s in sources]
-            ):
+            users = 1 if alone[op.id] else len(read_by[r0])
+            times = sum(ops[o].rereads for o in read_by[r0]) if closely and users > 1 else users
+            sizes = [values[s].nbytes for s in sources]
+            if not stored and _worth_fusing(effort, values[r0].nbytes, users, times, sizes):
                 for r in op.results:
                     home[r] = -1
                     leaves[r] = sources
@@ -160,14 +161,17 @@ def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read
     )
 
 
-def _worth_fusing(effort: float, nbytes: Bytes, users: int, sizes: list[Bytes]) -> bool:
-    """Whether computing a value in every reader beats writing it once and reading it back."""
+def _worth_fusing(effort: float, nbytes: Bytes, users: int, times: float, sizes: list[Bytes]) -> bool:
+    """Whether computing a value in every reader beats writing it once and reading it back.
+
+    ``times``: how often the ``users`` compute an element; what was written they find in the cache when they read again.
+    """
     if len(sizes) > _MAX_LEAVES:
         return False
     if users <= 1:
         return True
     read = sum(min(s, nbytes) for s in sizes)
-    fused = users * (read + effort)
+    fused = times * (read + effort)
     unfused = read + effort + nbytes + users * nbytes
     return fused < unfused
 

@@ -85,6 +85,7 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
             stop[b] = max(stop[b], i + 1)
     _copies_take_time(graph, kernels, stop)
     merged = _share(graph, kernels, start, stop)
+    _stacks_begin_together(graph, start)
     is_input = set(graph.inputs)
     out_homes = {home[v] for v in graph.outputs if home[v] >= 0}
     alias = _donate(graph)
@@ -120,6 +121,35 @@ def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
         for v in op.operands:
             for b in copied.pop(v, ()):
                 stop[b] = max(stop[b], op.id + 1)
+
+
+def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
+    """XLA:GPU makes the zeros into which loops stack once for each type, and all stacks of it in one kernel.
+
+    That is, all are there from the first loop on; unless something else wants zeros of the type, which each loop then
+    copies for itself.
+    """
+    values, first = graph.values, dict[tuple[tuple[int, ...], str], int]()
+    loops = [op for op in graph.ops if op.primitive == "scan"]
+    if len(loops) < 2:
+        return
+    zeros: set[int] = set()
+    for op in graph.ops:
+        # Of literals alone; and a product with what was a bool becomes a choice between the other factor and zero.
+        made = op.primitive in ("broadcast_in_dim", "convert_element_type")
+        if made and all(v in zeros or values[v].dtype == "bool" for v in op.operands):
+            zeros.update(op.results)
+    chosen = {
+        (tuple(sorted(values[r].shape)), values[r].dtype)  # in any order: XLA computes what is transposed as it is read
+        for op in graph.ops
+        if op.primitive in ("select_n", "mul") and not zeros.isdisjoint(op.operands)
+        for r in op.results
+    }
+    for op in loops:
+        for v in op.results[op.carried[1] :]:
+            kind = values[v].shape, values[v].dtype
+            if (tuple(sorted(kind[0])), kind[1]) not in chosen and start[v] >= 0:
+                start[v] = first.setdefault(kind, start[v])
 
 
 class _Body:
@@ -162,6 +192,10 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
             continue
         if op.primitive in IN_PLACE:
             pool = [home[v] for v in op.operands[:1] if home[v] >= 0]  # none where all it reads are literals
+        elif op.primitive == "scan":
+            consts, carries = op.carried
+            # What is stacked is written while all that the loop reads is there.
+            pool = [home[v] for v in op.slots[consts : consts + carries] if v >= 0 and home[v] >= 0]
         elif op.bodies:
             pool = list(kernels.reads[i])
         elif is_fusible(op.primitive):
@@ -169,7 +203,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
         else:
             continue
         free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]
-        for r in op.results:
+        for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
             if home[r] != r:
                 continue
             for b in free:

@@ -106,7 +106,7 @@ class _Lowering:
         result = self.old.values[op.results[0]]
         count = math.prod(self.old.values[source].shape) * len(result.shape)
         places = self.value(_INDEX * count, (count,), "int32")
-        self.insert(op, "reduce_window_max", (operand,), (places,))
+        self.insert(op, "reduce_window_max", (operand,), (places,), rereads=op.rereads)
         if op.padded == result.nbytes:
             kind = self.kind(op.results[0])
             into = self.zeros_of(op, kind)
@@ -140,12 +140,15 @@ class _Lowering:
         self.values.append(Value(id=ValueId(len(self.values)), nbytes=nbytes, shape=shape, dtype=dtype))
         return len(self.values) - 1
 
-    def insert(self, for_: Op, primitive: str, operands: tuple[int, ...], results: tuple[int, ...]) -> None:
+    def insert(
+        self, for_: Op, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rereads: float = 1.0
+    ) -> None:
         made = Op(
             id=OpId(len(self.ops)),
             primitive=primitive,
             operands=tuple(ValueId(v) for v in operands),
             results=tuple(ValueId(v) for v in results),
+            rereads=rereads,
         )
         self.ops.append(made)
         self.origin.append(for_.id)

@@ -1,9 +1,12 @@
 """Which values become buffers: by rule for small programs, by invariant for random ones."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
+from jax import lax
 
 from graphs import Builder, graphs
 from jaxtensile.ir import producers
@@ -239,3 +242,20 @@ def test_a_matrix_transposed_for_products_alone_is_no_buffer():
     swapped = jax.make_jaxpr(lambda x, w: jnp.swapaxes(w.reshape(5, 100, N), 0, 1) @ x.T)(x, w)
     homes, _ = transposed(trace_jaxpr(swapped).graph)
     assert homes[0] >= 0 and len(set(homes)) == 2, "of three axes the product may want another order"
+
+
+@pytest.mark.parametrize(("window", "stored"), [(2, False), (3, True)])
+def test_what_overlapping_windows_read_is_written_once(window, stored):
+    """Windows of three by three, two apart, read an element 2.25 times: two pools, ours and that of its gradient."""
+
+    def fun(x, y):
+        h = jnp.maximum(x * y, 0)
+        pool = functools.partial(lax.reduce_window, h, -jnp.inf, lax.max, (1, window, window, 1), (1, 2, 2, 1), "SAME")
+        return pool().sum(), pool()
+
+    x = jax.ShapeDtypeStruct((8, 32, 32, 64), jnp.float32)
+    y = jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.float32)
+    g = trace_jaxpr(jax.make_jaxpr(fun)(x, y)).graph
+    (relu,) = (op.results[0] for op in g.ops if op.primitive == "max")
+    assert {op.rereads for op in g.ops if op.primitive == "reduce_window_max"} == {max(window**2 / 4, 1.0)}
+    assert (fuse(g, closely=True).home[relu] == relu) is stored

@@ -2,12 +2,16 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import assume, given, settings
+from jax import lax
 
 from graphs import SOLID, Builder, graphs, train_steps
 from jaxtensile.passes.check import naive_peak
 from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.trace import trace_jaxpr
 
 N = 100
 B = 4 * N
@@ -239,3 +243,45 @@ def test_a_kernel_behind_a_barrier_writes_over_nothing():
     assert peak(False, "mul") == 2 * B
     assert peak(True, "mul") == 3 * B
     assert peak(True, "scatter-add") == peak(False, "scatter-add") == 2 * B
+
+
+def gates(zeros=False, loops=2):
+    """Loops one after another that each stack ``[16, 64, 128]``, all of it needed at the end."""
+
+    def fun(x):
+        kept = []
+        for _ in range(loops):
+            _, ys = lax.scan(lambda c, _: (jnp.sin(c) @ jnp.ones((128, 128)), c), x, length=16)
+            x = ys[-1] + ys[0]
+            kept.append(ys)
+        if zeros:
+            kept[0] = jnp.where(kept[0] > 0, kept[0], 0.0)
+        return sum((k @ k.transpose(0, 2, 1)).sum() for k in kept)
+
+    return trace_jaxpr(jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((64, 128), jnp.float32))).graph
+
+
+def stacked(g):
+    return {r for op in g.ops if op.primitive == "scan" for r in op.results[op.carried[1] :]}
+
+
+def test_stacks_of_one_type_begin_with_the_first_loop():
+    stack = 16 * 64 * 128 * 4
+    for zeros, together in ((False, True), (True, False)):
+        g = gates(zeros)
+        scans = [op.id for op in g.ops if op.primitive == "scan"]
+        starts = [r.start for r in live_ranges(g).ranges if r.nbytes == stack and r.value in stacked(g)]
+        first = [s for s in starts if s == scans[0]]
+        assert len(first) == (2 if together else 1), (zeros, starts, scans)
+
+
+def test_a_stack_takes_over_nothing_that_its_loop_reads():
+    """What is read slice by slice is there until the last slice, when all of the stack is there as well."""
+
+    def fun(xs):
+        ys = lax.scan(lambda c, x: (c, jnp.tanh(x) @ jnp.ones((128, 128))), 0.0, jnp.sin(xs) @ jnp.ones((128, 128)))[1]
+        return (ys @ ys.transpose(0, 2, 1)).sum()
+
+    g = trace_jaxpr(jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((16, 64, 128), jnp.float32))).graph
+    scan = next(op.id for op in g.ops if op.primitive == "scan")
+    assert live_ranges(g).profile[scan] >= 2 * 16 * 64 * 128 * 4
