@@ -78,19 +78,14 @@ class Kernels:
     leaves: list[tuple[int, ...]]
 
 
-def fuse(graph: Graph, *, closely: bool = False) -> Kernels:
-    """Group ops into kernels. Linear in edges.
-
-    ``closely``: also by rules that estimates need and plans are not yet made with: matrices transposed for products
-    are views, and small arrays are stored where larger ones are computed twice.
-    """
+def fuse(graph: Graph) -> Kernels:
+    """Group ops into kernels. Linear in edges."""
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
-    views = _views(graph, read_by, wanted) if closely else [op.primitive in VIEWS for op in graph.ops]
+    views = _views(graph, read_by, wanted)
     must_exist = _needed_in_memory(graph, views, wanted)
-    if closely:
-        _store_arguments_of_erf(graph, read_by, must_exist)
+    _store_arguments_of_erf(graph, read_by, must_exist)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
@@ -120,9 +115,9 @@ def fuse(graph: Graph, *, closely: bool = False) -> Kernels:
             effort = sum(work[v] for v in dict.fromkeys(op.operands))
             effort += WORK.get(name, 0.0) * math.prod(values[r0].shape)
             stored = any(must_exist[r] for r in op.results)
-            stored = stored or (closely and _is_widened_exponential(graph, op, sources, read_by))
+            stored = stored or _is_widened_exponential(graph, op, sources, read_by)
             users = 1 if alone[op.id] else len(read_by[r0])
-            times = sum(ops[o].rereads for o in read_by[r0]) if closely and users > 1 else users
+            times = sum(ops[o].rereads for o in read_by[r0]) if users > 1 else users
             sizes = [values[s].nbytes for s in sources]
             if not stored and _worth_fusing(effort, values[r0].nbytes, users, times, sizes):
                 for r in op.results:

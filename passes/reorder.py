@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.fusion import Kernels, fuse
+from jaxtensile.passes.fusion import Kernels
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.units import Bytes
 
@@ -35,7 +35,7 @@ def as_scheduled(graph: Graph) -> Scheduled:
 
     The order of the trace is often better than any of the three; where it is worse, XLA's differ from these.
     """
-    given = Scheduled(graph, tuple(range(len(graph.ops))), live_ranges(graph, fuse(graph, closely=True)))
+    given = Scheduled(graph, tuple(range(len(graph.ops))), live_ranges(graph))
     nodes = _Nodes(graph, given.live.kernels)
     found = [_in_order(graph, nodes.with_fused(schedule(nodes))) for schedule in SCHEDULES]
     best = min(found, key=lambda s: s.live.temp)
@@ -45,7 +45,7 @@ def as_scheduled(graph: Graph) -> Scheduled:
 def _in_order(graph: Graph, order: Sequence[int]) -> Scheduled:
     ops = (graph.ops[i] for i in order)
     new = replace(graph, ops=tuple(op.on(k, op.operands, op.results) for k, op in enumerate(ops)))
-    return Scheduled(new, tuple(order), live_ranges(new, fuse(new, closely=True)))
+    return Scheduled(new, tuple(order), live_ranges(new))
 
 
 class _Nodes:

@@ -276,7 +276,8 @@ def test_checkpoints_by_hand_are_undone_where_there_is_room():
     work = module.workload(config, remat=jax.checkpoint_policies.nothing_saveable)
 
     def at_most(budget, **options):
-        step = jaxtensile.jit(work.fun, budget=budget, target=H200, **work.jit_options, **options)
+        options = {**work.jit_options, "compiler_options": KERNELS, **options}
+        step = jaxtensile.jit(work.fun, budget=budget, target=H200, **options)
         return step.plan(*work.args), jaxpr_flops(step.trace(*work.args).jaxpr)
 
     free, (written, flops) = plain("gpt"), at_most("100%", undo=False)

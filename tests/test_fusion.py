@@ -232,7 +232,7 @@ def test_a_matrix_transposed_for_products_alone_is_no_buffer():
 
     def transposed(g):
         made = [op.results[0] for op in g.ops if op.primitive == "transpose"]
-        kernels = fuse(g, closely=True)
+        kernels = fuse(g)
         return [kernels.home[v] for v in made], g.inputs[1]
 
     homes, w_id = transposed(graph(lambda x, w: x @ w.T))
@@ -258,4 +258,4 @@ def test_what_overlapping_windows_read_is_written_once(window, stored):
     g = trace_jaxpr(jax.make_jaxpr(fun)(x, y)).graph
     (relu,) = (op.results[0] for op in g.ops if op.primitive == "max")
     assert {op.rereads for op in g.ops if op.primitive == "reduce_window_max"} == {max(window**2 / 4, 1.0)}
-    assert (fuse(g, closely=True).home[relu] == relu) is stored
+    assert (fuse(g).home[relu] == relu) is stored

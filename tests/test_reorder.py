@@ -11,17 +11,13 @@ from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.reorder import SCHEDULES, _in_order, _list_schedule, _Nodes, as_scheduled
 
 
-def closely(graph):
-    return fuse(graph, closely=True)
-
-
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
 
 @QUICK
 @given(graphs())
 def test_every_order_has_every_op_after_what_it_reads(graph):
-    nodes = _Nodes(graph, closely(graph))
+    nodes = _Nodes(graph, fuse(graph))
     for schedule in SCHEDULES:
         order = nodes.with_fused(schedule(nodes))
         assert sorted(order) == list(range(len(graph.ops)))
@@ -35,18 +31,18 @@ def test_every_order_has_every_op_after_what_it_reads(graph):
 @given(graphs())
 def test_what_is_said_is_the_given_order_or_more(graph):
     found = as_scheduled(graph)
-    assert found.live.temp >= live_ranges(graph, closely(graph)).temp
+    assert found.live.temp >= live_ranges(graph).temp
     assert sorted(found.origin) == list(range(len(graph.ops)))
     assert [graph.ops[i].results for i in found.origin] == [op.results for op in found.graph.ops]
-    assert live_ranges(found.graph, closely(found.graph)).temp == found.live.temp
+    assert live_ranges(found.graph).temp == found.live.temp
 
 
 @QUICK
 @given(graphs())
 def test_orders_change_when_bytes_are_there_and_not_which(graph):
     """Buffers are the same in every order, but for those that take over another's memory."""
-    nodes = _Nodes(graph, closely(graph))
-    homes = closely(graph).home
+    nodes = _Nodes(graph, fuse(graph))
+    homes = fuse(graph).home
     for schedule in SCHEDULES:
         new = _in_order(graph, nodes.with_fused(schedule(nodes)))
         assert new.live.argument == live_ranges(graph).argument
@@ -64,7 +60,7 @@ def wide(branches):
 
 def test_the_list_schedule_frees_what_it_can():
     graph = wide(4)
-    nodes = _Nodes(graph, closely(graph))
+    nodes = _Nodes(graph, fuse(graph))
     order = _list_schedule(nodes)
     one_by_one = _in_order(graph, nodes.with_fused(order)).live.temp
     least = min(
@@ -78,4 +74,4 @@ def test_the_list_schedule_frees_what_it_can():
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_each_schedule_is_the_same_whenever_asked(schedule):
     graph = wide(5)
-    assert schedule(_Nodes(graph, closely(graph))) == schedule(_Nodes(graph, closely(graph)))
+    assert schedule(_Nodes(graph, fuse(graph))) == schedule(_Nodes(graph, fuse(graph)))
