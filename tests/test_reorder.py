@@ -10,7 +10,6 @@ from jaxtensile.passes.fusion import fuse
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.reorder import SCHEDULES, _in_order, _list_schedule, _Nodes, as_scheduled
 
-
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
 
