@@ -1,6 +1,6 @@
-"""``jaxtensile estimate | plan | calibrate | doctor``: the command line.
+"""``jaxtensile estimate | plan | calibrate | doctor | serve | status | top``: the command line.
 
-Exit codes: 0 done, 1 does not fit, 2 anything else. JAX is imported by a command that needs
+Exit codes: 0 done, 1 does not fit or a job failed, 2 anything else. JAX is imported by a command that needs
 it, never for help or for a wrong argument.
 """
 
@@ -80,9 +80,35 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add_argument("--json", action="store_true", help="print JSON")
     calibrate.set_defaults(command=_calibrate)
 
+    _add_coordination(commands)
+
     doctor = commands.add_parser("doctor", help="versions, extras and targets, and what is missing")
     doctor.set_defaults(command=_doctor)
     return parser
+
+
+def _add_coordination(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """What several jobs on one device need."""
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument("--config", metavar="F", help="the config; default: the jaxtensile.toml found upward from here")
+    place.add_argument("--socket", metavar="P", help="the coordinator's socket; default: the config's, or your own")
+
+    serve = commands.add_parser("serve", parents=[place], help="the coordinator: share devices between jobs")
+    serve.add_argument("--metrics", metavar="PORT", type=int, help="also serve Prometheus metrics on 127.0.0.1:PORT")
+    serve.add_argument(
+        "--grace", metavar="S", type=float, default=5.0, help="seconds for jobs to release at the end (default: 5)"
+    )
+    serve.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
+    serve.set_defaults(command=_serve)
+
+    status = commands.add_parser("status", parents=[place], help="what the coordinator has granted to whom")
+    status.add_argument("--json", action="store_true", help="print JSON")
+    status.set_defaults(command=_status)
+
+    top = commands.add_parser("top", parents=[place], help="the same, live")
+    top.add_argument("--every", metavar="S", type=float, default=1.0, help="seconds between two looks (default: 1)")
+    top.add_argument("--count", metavar="N", type=int, help="looks (default: until Ctrl-C, or 1 elsewhere)")
+    top.set_defaults(command=_top)
 
 
 def _estimate(options: argparse.Namespace) -> int:
@@ -152,6 +178,27 @@ def _doctor(options: argparse.Namespace) -> int:
     from jaxtensile.doctor import diagnose
 
     print(diagnose())
+    return DONE
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from jaxtensile.serving import serve
+
+    serve(options)
+    return DONE
+
+
+def _status(options: argparse.Namespace) -> int:
+    from jaxtensile.watching import status
+
+    print(status(options))
+    return DONE
+
+
+def _top(options: argparse.Namespace) -> int:
+    from jaxtensile.watching import top
+
+    top(options)
     return DONE
 
 

@@ -187,7 +187,7 @@ class Arbiter:
             beside_floors = self.floors.fits(lease.id, lease.resources, floor)
             if beside_floors and self.ledger.fits(lease.id, lease.resources, floor):
                 self.queue.remove(lease)
-                self.ledger.charge(lease.id, lease.resources, floor)
+                self.ledger.measured(lease.id, lease.resources, floor)  # it was just seen to fit
                 self._tell(lease, lease.low, Happening.GRANT, now)
                 self._call_off(lease.id)
                 continue

@@ -17,6 +17,7 @@ from typing import Literal
 from jaxtensile.runtime import journal
 from jaxtensile.runtime.admission import asked_for, impossible
 from jaxtensile.runtime.arbiter import Arbiter
+from jaxtensile.runtime.chronicle import Chronicle, Entry
 from jaxtensile.runtime.events import (
     CapacityChanged,
     Close,
@@ -25,6 +26,7 @@ from jaxtensile.runtime.events import (
     Connection,
     Disconnected,
     Event,
+    Garbled,
     JournalFailed,
     JournalWorks,
     ProcessDied,
@@ -33,6 +35,7 @@ from jaxtensile.runtime.events import (
     Rules,
     Send,
     Settings,
+    SettingsChanged,
     Stopping,
     Terminate,
     Tick,
@@ -59,6 +62,7 @@ from jaxtensile.runtime.messages import (
     Reply,
     Request,
     Revoke,
+    Snapshot,
     Status,
     Token,
     Welcome,
@@ -83,12 +87,15 @@ class Coordinator:
         self.epoch = 0
         self.arbiter = Arbiter(capacities, self.settings, self.rules)
         self.counters: Counter[str] = Counter()
+        self.chronicle = Chronicle()
         self._speakers = Speakers(self.rules)
         self._outbox = Outbox(journal_first=self.rules.journal_first)
         self._terminated: set[int] = set()
         self._boot_id = ""
         self._sequence = self._last_lease = 0
         self._recovered_at: Seconds = 0.0
+        self._now: Seconds = 0.0
+        """When it was told something last."""
         self._settle = False
 
     def handle(self, event: Event, now: Seconds) -> list[Command]:
@@ -97,6 +104,7 @@ class Coordinator:
 
     def handle_all(self, events: Iterable[Event], now: Seconds) -> list[Command]:
         """What is to be done about events that happened at once: the same, with one decision for all."""
+        self._now = now
         for event in events:
             self._handle(event, now)
         if self._settle and self.phase in ("serving", "draining"):
@@ -130,6 +138,10 @@ class Coordinator:
             times.append(self.arbiter.recheck)
         return min(times, default=None)
 
+    def snapshot(self, after: int) -> Snapshot:
+        """The state when something happened last; of the leases those above ``after`` that fit into a message."""
+        return snapshot(self.arbiter, after, self.epoch, self.phase, self.counters, self.chronicle, self._now)
+
     # Events.
 
     def _handle(self, event: Event, now: Seconds) -> None:
@@ -144,12 +156,23 @@ class Coordinator:
                 self._disconnected(event.connection)
             case ProcessDied():
                 self._died(event.process)
+            case Garbled():
+                if (peer := self._speakers.peers.get(event.connection)) is not None and not peer.closed:
+                    self._refuse(event.connection, "protocol", event.detail)
             case CapacityChanged():
                 self.arbiter.resize(event.capacities)
+                said = ", ".join(f"{name} {format_bytes(c.limit)}" for name, c in sorted(event.capacities.items()))
+                self._note("capacity", detail=said)
+                self._settle = True
+            case SettingsChanged():
+                self.settings = self.arbiter.settings = event.settings
+                self._note("settings")
                 self._settle = True
             case Restarted():
                 self._restarted(event, now)
             case JournalFailed():
+                if self._outbox.works:
+                    self._note("journal failed", detail="no grants until it can be written again")
                 self._outbox.failed()
             case JournalWorks():
                 for lease in self.arbiter.leases.values():  # what they were to be told may not have been sent
@@ -159,12 +182,14 @@ class Coordinator:
                         self.arbiter.told[lease.id] = lease
                 self._outbox.restored()
                 self._compact()
+                self._note("journal works")
                 self._settle = True
             case Stopping():
                 self.phase = "draining"
+                self._note("draining")
                 for lease in [*self.arbiter.queue]:
                     self._reply(lease.connection, Reject(job=lease.job, reason="the coordinator is stopping"))
-                    self._forget(lease, Happening.LOST)
+                    self._forget(lease, Happening.LOST, "the coordinator is stopping")
 
     def _restarted(self, event: Restarted, now: Seconds) -> None:
         known = event.replayed
@@ -176,13 +201,16 @@ class Coordinator:
             self.arbiter.restore(lease, old.charges)
             self._outbox.do(Watch(lease.process))
         self.phase = "recovering" if known.leases else "serving"
+        self._note(self.phase, detail=f"epoch {self.epoch}, {len(known.leases)} leases")
         self._recovered_at = now + self.settings.recovery
         self._compact()
 
     def _connected(self, event: Connected) -> None:
         peer = self._speakers.peers[event.connection] = Peer(event.process)
-        if sum(not p.closed for p in self._speakers.peers.values()) > self.settings.max_clients:
+        most, peers = self.settings.max_clients, self._speakers.peers
+        if len(peers) > most and sum(not p.closed for p in peers.values()) > most:
             peer.closed = True
+            self.counters["busy"] += 1
             self._error(event.connection, "busy", f"{self.settings.max_clients} clients are connected", retry_after=1.0)
             self._close(event.connection)
 
@@ -192,12 +220,12 @@ class Coordinator:
             return
         for lease in [*self.arbiter.leases.values()]:
             if lease.connection == connection or (not self.rules.generations and lease.process == peer.process):
-                self._lost(lease, free=not self.rules.free_on_death)
+                self._lost(lease, "its connection ended", free=not self.rules.free_on_death)
 
     def _died(self, process: Process) -> None:
         for lease in [*self.arbiter.leases.values()]:
             if self._speakers.same(lease.process, process):
-                self._forget(lease, Happening.DIED)
+                self._forget(lease, Happening.DIED, "its process died")
         for peer in self._speakers.peers.values():
             if peer.process == process:
                 peer.closed = True  # what it still said is not to be answered with a lease
@@ -209,11 +237,11 @@ class Coordinator:
             if lease.connection is not None and now >= lease.beat + self.settings.lease_ttl:
                 self.counters["silent"] += 1
                 self._close(lease.connection)
-                self._lost(lease, free=not self.rules.ttl_quarantines)
+                self._lost(lease, "it was silent", free=not self.rules.ttl_quarantines)
             if lease.deadline is not None and now >= lease.deadline:
                 self._overdue(lease)
         if self.phase == "recovering" and now >= self._recovered_at:
-            self.phase, self._settle = "serving", True
+            self._serve()
         if self.arbiter.recheck is not None and now >= self.arbiter.recheck:
             self._settle = True
 
@@ -221,24 +249,30 @@ class Coordinator:
         if lease.state is State.REVOKING:
             self.arbiter.happened(lease, Happening.DEADLINE)
             self.counters["overdue"] += 1
+            self._note("overdue", lease)
             self._settle = True
         if self.settings.on_overdue == "terminate" and lease.id not in self._terminated:
             self._terminated.add(lease.id)
+            self._note("terminated", lease, "it is overdue")
             self._outbox.do(Terminate(lease.process))
         elif self.settings.on_overdue == "wait":
             lease.deadline = None
 
-    def _lost(self, lease: Lease, *, free: bool) -> None:
+    def _lost(self, lease: Lease, why: str, *, free: bool) -> None:
         """Nobody speaks for a lease any more."""
         if lease.state is State.QUEUED or free:
-            self._forget(lease, Happening.LOST if lease.state is State.QUEUED else Happening.DIED)
+            self._forget(lease, Happening.LOST if lease.state is State.QUEUED else Happening.DIED, why)
         elif lease.state is not State.QUARANTINED:
             lease.connection = None
+            self.counters["quarantined"] += 1
+            self._note("quarantined", lease, why)
             self.arbiter.happened(lease, Happening.LOST)
             self._settle = True
 
-    def _forget(self, lease: Lease, happening: Happening) -> None:
+    def _forget(self, lease: Lease, happening: Happening, why: str = "") -> None:
         """A lease ends."""
+        self.counters["freed" if lease.rung >= 0 else "left"] += 1
+        self._note("freed" if lease.rung >= 0 else "left", lease, why)
         self.arbiter.happened(lease, happening)
         self._speakers.disown(lease)
         self._terminated.discard(lease.id)
@@ -250,7 +284,17 @@ class Coordinator:
     def _all_known(self) -> None:
         """Recovery ends early when there is nobody to wait for."""
         if self.phase == "recovering" and all(a.state is not State.QUARANTINED for a in self.arbiter.leases.values()):
-            self.phase, self._settle = "serving", True
+            self._serve()
+
+    def _serve(self) -> None:
+        self.phase, self._settle = "serving", True
+        self._note("serving")
+
+    def _note(self, what: str, lease: Lease | None = None, detail: str = "") -> None:
+        if lease is None:
+            self.chronicle.add(Entry(self._now, what, detail=detail))
+        else:
+            self.chronicle.add(Entry(self._now, what, lease.job, lease.id, lease.process.pid, lease.rung, detail))
 
     # Messages.
 
@@ -280,7 +324,7 @@ class Coordinator:
             case Release():
                 self._release(connection, peer.process, message)
             case Status():
-                self._reply(connection, snapshot(self.arbiter, message.after, self.epoch, self.phase, self.counters))
+                self._reply(connection, self.snapshot(message.after))
             case Hello():
                 self._refuse(connection, "protocol", "HELLO is said once")
 
@@ -296,10 +340,12 @@ class Coordinator:
         reason = stopping or impossible(message, self.arbiter.ledger)
         if reason:
             self.counters["rejected"] += 1
+            self.chronicle.add(Entry(self._now, "rejected", message.job, 0, process.pid, -1, reason))
             self._reply(connection, Reject(job=message.job, reason=reason))
             return
         self._last_lease += 1
         lease = asked_for(message, self._last_lease, process)
+        lease.asked = now
         self._speakers.speak(lease, connection, now)
         self._speakers.own(lease)
         self.arbiter.enqueue(lease)
@@ -314,6 +360,7 @@ class Coordinator:
                 self.arbiter.happened(lease, Happening.RECLAIM)
             lease.rung, lease.deadline, lease.wanted_by = self.arbiter.covered(lease), None, None
             self.arbiter.changed(lease)
+            self._note("came back", lease)
             self._all_known()
         self.arbiter.told[lease.id] = lease
         self._settle = True
@@ -339,7 +386,9 @@ class Coordinator:
             # It speaks of its former ladder: it is within what it is charged, which covers that.
             lease.rung = self.arbiter.covered(lease)
             charges = self._held(lease, self.arbiter.charged(lease), message.in_use)
+        lease.in_use = message.in_use
         self.arbiter.happened(lease, Happening.RECLAIM, charges)
+        self._note("came back", lease)
         self.arbiter.told[lease.id] = lease
         self._settle = True
         self._all_known()
@@ -369,10 +418,12 @@ class Coordinator:
         if reason:
             self._error(connection, "no room", reason, lease=lease.id)
             return
+        lease.in_use = message.in_use
         charges = self._left(lease, message.in_use)
         self.arbiter.ledger.measured(lease.id, lease.resources, charges)
         self.arbiter.changed(lease)
         lease.former, lease.knows = message.token.sequence, False
+        self._note("renewed", lease)
         self.arbiter.told[lease.id] = lease
         self._settle = True
 
@@ -389,8 +440,10 @@ class Coordinator:
             return
         lease.rung = message.rung
         before = self.arbiter.charged(lease)
+        lease.in_use = message.in_use
         charges = self._left(lease, message.in_use)
         if lease.state is not State.HELD:
+            self._note("shrunk", lease)
             lease.since, lease.deadline, lease.wanted_by = now, None, None
             self._settle = True
         self.arbiter.happened(lease, Happening.ACK, charges)
@@ -404,6 +457,7 @@ class Coordinator:
             self.counters["stale"] += 1
             return
         lease.beat, lease.step, lease.step_us, lease.peak = now, message.step, message.step_us, message.peak
+        lease.in_use = message.in_use
         if not self.rules.measured_wins:
             return
         before = self.arbiter.charged(lease)
@@ -432,7 +486,7 @@ class Coordinator:
             detail = f"{held} are still held: they stay charged until the process ends"
             self._error(connection, "in use", detail, lease=lease.id)
             return
-        self._forget(lease, Happening.RELEASE)
+        self._forget(lease, Happening.RELEASE, "it was released")
         self._reply(connection, Released(lease=lease.id), after_record=True)
 
     # Who may speak for a lease.
@@ -472,6 +526,8 @@ class Coordinator:
         return held
 
     def _keeps(self, lease: Lease, fault: str) -> None:
+        if fault not in lease.faults:
+            self._note("alarm", lease, fault)
         lease.stuck = True
         lease.faults.add(fault)
         self.counters["kept"] += 1
@@ -485,13 +541,16 @@ class Coordinator:
             if lease.rung < 0:
                 ahead = self.arbiter.queue.index(lease)
                 self._reply(lease.connection, Queued(job=lease.job, ahead=ahead))
+                self._note("waits", lease, f"behind {ahead}")
                 continue
             sure = lease.state is State.REVOKING and lease.knows and not self._outbox.unsure(lease.id)
             if not self._outbox.works and not sure:
                 continue  # said when it can be written down
             self._sequence += 1
             if not lease.sequence:
-                lease.beat = now
+                lease.beat, lease.waited = now, now - lease.asked
+                self.counters["admitted"] += 1
+                self.counters["waited_us"] += int(lease.waited * 1e6)
                 self._outbox.do(Watch(lease.process))
             lease.epoch, lease.sequence = self.epoch, self._sequence
             if not lease.knows:
@@ -507,9 +566,13 @@ class Coordinator:
                 self._put_down(lease)
             if lease.state is State.REVOKING:
                 left = max((lease.deadline or now) - now, 0.0)
+                self.counters["revokes"] += 1
+                self._note("revoked", lease)
                 told = Revoke(job=lease.job, lease=lease.id, token=token, rung=lease.rung, deadline=left)
                 self._reply(lease.connection, told, after_record=more)
             else:
+                self.counters["grants"] += 1
+                self._note("granted", lease)
                 told = Grant(job=lease.job, lease=lease.id, token=token, rung=lease.rung)
                 self._reply(lease.connection, told, after_record=True)
 
@@ -531,6 +594,8 @@ class Coordinator:
     def _refuse(self, connection: Connection, code: Code, detail: str) -> None:
         """Answer, and end the connection."""
         self.counters["refused"] += 1
+        process = self._speakers.peers[connection].process
+        self.chronicle.add(Entry(self._now, "refused", pid=process.pid, detail=detail))
         self._error(connection, code, detail)
         self._close(connection)
 

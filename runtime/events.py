@@ -81,6 +81,14 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
+class Garbled:
+    """What came by a connection is no message, and nothing more can be understood on it."""
+
+    connection: Connection
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class Disconnected:
     """The end of a connection, after all that was received on it."""
 
@@ -102,6 +110,11 @@ class Tick:
 @dataclass(frozen=True, slots=True)
 class CapacityChanged:
     capacities: Mapping[str, Capacity]
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsChanged:
+    settings: Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +145,12 @@ class Stopping:
 Event = (
     Connected
     | Received
+    | Garbled
     | Disconnected
     | ProcessDied
     | Tick
     | CapacityChanged
+    | SettingsChanged
     | Restarted
     | JournalFailed
     | JournalWorks

@@ -160,6 +160,10 @@ class Lease:
     since: Seconds = 0.0
     """When it last changed its rung."""
     beat: Seconds = 0.0
+    asked: Seconds = 0.0
+    """When it asked to be admitted."""
+    waited: Seconds = 0.0
+    """How long it took until it was."""
     deadline: Seconds | None = None
     wanted_by: int | None = None
     """The waiter that it was told to shrink for."""
@@ -174,6 +178,8 @@ class Lease:
     faults: set[str] = field(default_factory=set[str])
     step: int = 0
     step_us: int = 0
+    in_use: tuple[Bytes, ...] = ()
+    """Measured by the job, of each resource; empty: it did not say."""
     peak: Bytes = 0
 
     def __post_init__(self) -> None:

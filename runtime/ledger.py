@@ -76,6 +76,8 @@ class Account:
     def put(self, lease: int, charge: Charge) -> None:
         """Charge a lease this instead of what it was charged."""
         old = self.charges.get(lease, NOTHING)
+        if old == charge:
+            return
         self.persistent += charge.persistent - old.persistent
         self.temps += charge.temp - old.temp
         if charge.persistent or charge.temp:
@@ -107,7 +109,8 @@ class Ledger:
 
     def charged(self, lease: int, resources: Sequence[str]) -> tuple[Charge, ...]:
         """What a lease is charged of each resource."""
-        return tuple(self.accounts[r].charges.get(lease, NOTHING) for r in resources)
+        accounts = self.accounts
+        return tuple([accounts[r].charges.get(lease, NOTHING) for r in resources])
 
     def fits(self, lease: int, resources: Sequence[str], charges: Sequence[Charge]) -> bool:
         """May that lease be charged this, on all resources at once? A charge that adds nothing to a sum always may."""

@@ -37,7 +37,6 @@ from jaxtensile.runtime.journal import Replayed
 from jaxtensile.runtime.leases import HOST, Process
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.messages import Reply, Request, Snapshot
-from jaxtensile.runtime.status import snapshot
 from jaxtensile.units import Seconds
 
 LOCAL: Final = Settings(min_hold=1.0)
@@ -148,8 +147,7 @@ class LocalCoordinator:
         self._deliver(line)
 
     def _page(self, after: int) -> Snapshot:
-        core = self._core
-        return snapshot(core.arbiter, after, core.epoch, core.phase, core.counters)
+        return self._core.snapshot(after)
 
     # Time.
 

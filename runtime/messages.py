@@ -234,7 +234,23 @@ class LeaseView(Struct, frozen=True, kw_only=True):
     step: int
     step_us: int
     peak: int
+    waited: Seconds = 0.0
+    """Seconds until it was admitted, or so far."""
+    in_use: tuple[int, ...] = ()
+    """Measured by the job."""
     faults: tuple[str, ...] = ()
+
+
+class EventView(Struct, frozen=True, kw_only=True):
+    """What happened, ``ago`` seconds before the snapshot."""
+
+    ago: Seconds
+    what: str
+    job: str = ""
+    lease: int = 0
+    pid: int = 0
+    rung: int = -1
+    detail: str = ""
 
 
 class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):
@@ -248,6 +264,8 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):
     more: bool
     waiting: int
     counters: dict[str, int]
+    events: tuple[EventView, ...] = ()
+    """The last ones, where the first leases are told."""
 
 
 Request = Hello | Admit | Ack | Beat | Reclaim | Renew | Release | Status

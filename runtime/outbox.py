@@ -13,7 +13,7 @@ from jaxtensile.runtime import journal
 from jaxtensile.runtime.events import Command, Compact, Record, Send
 from jaxtensile.runtime.messages import Released
 
-COMPACT_AFTER: Final = 256
+COMPACT_AFTER: Final = 1000
 """Records beyond some per lease after which the journal is written anew."""
 
 

@@ -1,4 +1,7 @@
-"""What is the state of the coordinator, as a message?"""
+"""What is the state of the coordinator, as a message?
+
+Invariant: a message is below the limit of a frame, however many leases there are and however long their names.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,39 @@ from collections.abc import Mapping
 from typing import Final
 
 from jaxtensile.runtime.arbiter import Arbiter
+from jaxtensile.runtime.chronicle import Chronicle
 from jaxtensile.runtime.leases import Lease
-from jaxtensile.runtime.messages import DeviceView, LeaseView, Snapshot
+from jaxtensile.runtime.messages import DeviceView, EventView, LeaseView, Snapshot
+from jaxtensile.units import KIB, Seconds
 
 PAGE: Final = 64
-"""Leases in one message, so that it stays below the limit of a frame."""
+"""Leases in one message."""
+PAGE_BYTES: Final = 32 * KIB
+"""Of leases in one message, about; one is told in any case."""
+EVENTS: Final = 16
+_SHORT: Final = 160
 
 
-def snapshot(arbiter: Arbiter, after: int, epoch: int, phase: str, counters: Mapping[str, int]) -> Snapshot:
-    """All devices, and the leases with numbers above ``after``, ``PAGE`` at most."""
+def snapshot(
+    arbiter: Arbiter,
+    after: int,
+    epoch: int,
+    phase: str,
+    counters: Mapping[str, int],
+    chronicle: Chronicle,
+    now: Seconds,
+) -> Snapshot:
+    """All devices, what happened lately, and the leases with numbers above ``after`` that fit."""
     later = sorted(k for k in arbiter.leases if k > after)
+    page: list[LeaseView] = []
+    size = 0
+    for k in later[:PAGE]:
+        lease = arbiter.leases[k]
+        size += 4 * len(lease.job) + sum(4 * len(name) + 32 for name in lease.resources) + 256
+        if page and size > PAGE_BYTES:
+            break
+        page.append(view(arbiter, lease, now))
+    last = [*chronicle.entries][-EVENTS:] if not after else []
     return Snapshot(
         epoch=epoch,
         phase=phase,
@@ -30,14 +56,27 @@ def snapshot(arbiter: Arbiter, after: int, epoch: int, phase: str, counters: Map
             )
             for name, account in sorted(arbiter.ledger.accounts.items())
         ),
-        leases=tuple(_view(arbiter, arbiter.leases[k]) for k in later[:PAGE]),
-        more=len(later) > PAGE,
+        leases=tuple(page),
+        more=len(later) > len(page),
         waiting=len(arbiter.queue),
         counters=dict(counters),
+        events=tuple(
+            EventView(
+                ago=now - e.at,
+                what=e.what,
+                job=e.job,
+                lease=e.lease,
+                pid=e.pid,
+                rung=e.rung,
+                detail=e.detail[:_SHORT],
+            )
+            for e in last
+        ),
     )
 
 
-def _view(arbiter: Arbiter, lease: Lease) -> LeaseView:
+def view(arbiter: Arbiter, lease: Lease, now: Seconds) -> LeaseView:
+    """What is known of one lease."""
     return LeaseView(
         lease=lease.id,
         job=lease.job,
@@ -52,5 +91,7 @@ def _view(arbiter: Arbiter, lease: Lease) -> LeaseView:
         step=lease.step,
         step_us=lease.step_us,
         peak=lease.peak,
+        waited=lease.waited if lease.rung >= 0 else now - lease.asked,
+        in_use=lease.in_use,
         faults=tuple(sorted(lease.faults)),
     )

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "units": "",
     "places": "",
     "errors": "units places",
-    "hardware": "",
+    "hardware": "units",
     "workload": "",
     "cachefiles": "",
     "ir": "units",
@@ -75,7 +75,10 @@ MAY_IMPORT = {
     "doctor": "units device measured hardware",
     "interrupts": "",
     "estimate_table": "units errors estimation loading workload",
-    "cli": f"{VOCABULARY} api estimate_table calibration runtime report workload loading doctor interrupts",
+    "serving": "units errors hardware runtime",
+    "watching": "units errors serving runtime",
+    "cli": f"""{VOCABULARY} api estimate_table calibration runtime report workload loading doctor interrupts serving
+    watching""",
     "__init__": "errors hardware api filtered estimation calibration device plan report workload",
     "__main__": "cli",
 }

@@ -1,0 +1,51 @@
+"""What happened lately, for people?
+
+Invariant: entries are numbered without gaps; the last ``KEPT`` are there, so that a log that looks often enough misses
+none, and says how many it missed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from msgspec import Struct
+
+from jaxtensile.units import Seconds
+
+KEPT: Final = 4096
+
+
+class Entry(Struct, frozen=True):
+    """One thing that happened to a lease, or to all."""
+
+    at: Seconds
+    what: str
+    job: str = ""
+    lease: int = 0
+    pid: int = 0
+    rung: int = -1
+    detail: str = ""
+
+
+class Chronicle:
+    """The last entries, and how many there ever were."""
+
+    __slots__ = ("entries", "total")
+
+    def __init__(self) -> None:
+        self.entries: deque[Entry] = deque(maxlen=KEPT)
+        self.total = 0
+
+    def add(self, entry: Entry) -> None:
+        """Something has happened."""
+        self.entries.append(entry)
+        self.total += 1
+
+    def since(self, seen: int) -> tuple[int, list[Entry]]:
+        """How many entries after the first ``seen`` are gone already, and the others."""
+        new = self.total - seen
+        if not new:
+            return 0, []
+        kept = min(new, len(self.entries))
+        return new - kept, [self.entries[k] for k in range(len(self.entries) - kept, len(self.entries))]
