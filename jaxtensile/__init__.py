@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxtensile.device import DeviceProfile, targets
     from jaxtensile.estimation import Estimate, estimate
     from jaxtensile.filtered import filter_jit
+    from jaxtensile.jobs import job
     from jaxtensile.plan import MemoryUse
     from jaxtensile.report import Report
     from jaxtensile.workload import Workload
@@ -49,6 +50,7 @@ __all__ = [
     "estimate",
     "filter_jit",
     "jit",
+    "job",
     "targets",
 ]
 
@@ -57,6 +59,7 @@ _HOMES = {
     "estimate": "jaxtensile.estimation",
     "filter_jit": "jaxtensile.filtered",
     "jit": "jaxtensile.api",
+    "job": "jaxtensile.jobs",
     "targets": "jaxtensile.device",
     "DeviceProfile": "jaxtensile.device",
     "Estimate": "jaxtensile.estimation",

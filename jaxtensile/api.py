@@ -20,7 +20,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
@@ -30,6 +30,7 @@ from jaxtensile.device import DeviceProfile, profile
 from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import stacks_come_back
+from jaxtensile.ladder import Ladder
 from jaxtensile.location import Location, as_for, location, profile_of
 from jaxtensile.measured import best_known
 from jaxtensile.passes.solvers import TO_THE_HOST, named
@@ -41,6 +42,9 @@ from jaxtensile.target import compiler_options, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 from jaxtensile.workload import name_of
 
+_SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
+"""Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
+_SHARING = threading.Lock()
 _RESERVE = GIB
 """Bytes of the device left to the process when no budget is given."""
 
@@ -77,6 +81,7 @@ def jit(
     1 MiB or more) live in pinned host memory between calls, in at most ``host_budget`` bytes where one is given. The
     first call moves them there, their replacements are returned there, and each is on the device only while it is
     updated. Arguments on the device are moved again. Not together with ``in_shardings`` and ``out_shardings``.
+    ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
     ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
     Everything else goes to ``jax.jit``.
 
@@ -85,7 +90,6 @@ def jit(
     solver or one that cannot plan this program.
     """
     given = {
-        "job": job,
         "chunk": chunk or None,
         "config": config,
     }
@@ -120,10 +124,14 @@ def jit(
             undo=undo,
             offload_state=offload_state,
             verify=verify,
+            job=job,
             **jax_jit_options,
         )
+    if job is not None and (target is not None or not hasattr(job, "step")):
+        what = f"job={job!r}" if target is None else f"target={target!r}"
+        raise TypeError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
     state = (host if host_budget is not None else None) if offload_state else 0
-    return Planned(fun, budget, host, target, jax_jit_options, solver=solver, undo=undo, state_budget=state)
+    return Planned(fun, budget, host, target, jax_jit_options, solver=solver, undo=undo, state_budget=state, job=job)
 
 
 def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
@@ -188,6 +196,7 @@ class Planned:
         solver: str = "auto",
         undo: bool = True,
         state_budget: Bytes | None = 0,
+        job: Any = None,
     ) -> None:
         self._made_of = (
             (budget, host_budget, target, options),
@@ -195,8 +204,10 @@ class Planned:
                 "solver": solver,
                 "undo": undo,
                 "state_budget": state_budget,
+                "job": job,
             },
         )
+        self._made_of_plain = (budget, host_budget, options, solver, undo, state_budget)
         self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -209,9 +220,15 @@ class Planned:
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
         self._placement = Placement(self._plain, active=state_budget != 0)
         self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
+        self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
+        self._job_of = job
+        if job is not None:
+            job.users(self._dispatch._clear_cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._dispatch(*args, **kwargs)
+        if self._job_of is None or _compat.under_trace() or _compat.jit_is_disabled():
+            return self._dispatch(*args, **kwargs)
+        return self._job_of.step(self._dispatch, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Bound(self, instance)
@@ -253,6 +270,7 @@ class Planned:
             for entry in (e for entries in self._entries.values() for e in entries.values()):
                 entry.feedback.give_up()
             self._entries.clear()
+            self._ladders.clear()
             self._plain.clear_cache()
             self._dispatch._clear_cache()
 
@@ -275,6 +293,9 @@ class Planned:
                 f"target {self._target!r} is not here: the arguments of {name_of(self._fun)} are on {place.device}. "
                 "Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= out to run here"
             )
+        if self._job_of is not None:
+            fitted = self._job_of.plan(self._ladder(traced, place, known, named), place.devices)
+            return fitted.jitted, *self._placement.moved(place.device, fitted.state, args, kwargs), None
         entry = self._entry(traced, place, known, named)
         fitted = entry.fitted
         moved = self._placement.moved(place.device, fitted.state, args, kwargs)
@@ -302,7 +323,27 @@ class Planned:
                 f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for {self._target!r}: "
                 "give it an array argument"
             )
-        return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
+        if self._job_of is None:
+            return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
+        ladder = self._ladder(traced, place, args, kwargs)
+        budget = self._job_of.bytes_for(ladder) if self._job_of.budget else ladder.request.budget
+        feedback = Feedback(ladder.fitted(budget), ladder.request.device, self._dispatch._clear_cache)
+        return _Entry(feedback, True, place.device, watched=False), args, kwargs
+
+    def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
+        """The plans that a job's steps of one signature have, once for every program and place."""
+        with self._lock:
+            known = self._ladders.setdefault(traced.jaxpr, {})
+            if place.key not in known:
+                key = (id(traced.jaxpr), place.key, self._job_of.overhead, repr(self._made_of_plain))
+                with _SHARING:
+                    found = _SHARED.get(key)
+                    if found is None or found.request.jaxpr is not traced.jaxpr:
+                        abstract = self._placement.dynamic(lambda _, x, __: without_arrays(x), args, kwargs)
+                        found = Ladder(self._job(traced, place, *abstract), plan_cache(), most=self._job_of.overhead)
+                        _SHARED[key] = found
+                known[place.key] = found
+            return known[place.key]
 
     def _entry(self, traced: Any, place: Location, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
         """Plan once for every program, as JAX's own trace cache tells them apart, and place."""

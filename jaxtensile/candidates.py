@@ -139,6 +139,10 @@ class Candidates:
                     best = found
         return best if best[1].predicted.device <= budget else self._about(best)
 
+    def readily(self, budget: Bytes) -> tuple[Variant, Plan]:
+        """The cheapest that fits of those that are there; nothing more is tried where none does."""
+        return cheapest(self.variants, budget)
+
     def _about(self, smallest: tuple[Variant, Plan]) -> tuple[Variant, Plan]:
         """The cheapest of about as many bytes: what a plan does for the last ones the compiler rarely rewards."""
         return cheapest(self.variants, int(ABOUT * smallest[1].predicted.device))

@@ -25,6 +25,8 @@ class Location:
     count: int
     key: Hashable
     """Equal where the same executable serves."""
+    devices: tuple[Any, ...] = ()
+    """All of them, by their ids."""
 
 
 def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Location | None:
@@ -42,7 +44,7 @@ def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) ->
     if len(devices) > 1:
         where = (devices, *(str(x.sharding.devices_indices_map(x.shape)) for x in leaves))
     kinds = tuple(sorted({str(x.sharding.memory_kind) for x in leaves} - {"None", "device"}))
-    return Location(device, len(devices), (where, kinds))
+    return Location(device, len(devices), (where, kinds), tuple(sorted(devices, key=lambda d: d.id)))
 
 
 def profile_of(device: Any) -> DeviceProfile:

@@ -34,12 +34,14 @@ from jaxtensile.rounds import Rounds
 from jaxtensile.state import choose
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone, undo
-from jaxtensile.units import Seconds
+from jaxtensile.units import TIB, Seconds
 from jaxtensile.variants import Variant, program_key
 
 SURELY_OVER = 1.25
 """The plain program is compiled unless the model puts it over the budget by this factor."""
 SURELY_OVER_WITH_LOOPS = 2.0
+STEEPEST = 0.7
+"""From one sketch to the next, bytes become at most so much fewer."""
 
 
 def fit(
@@ -82,6 +84,46 @@ def renew(job: Job, at_most: Seconds, unlike: int, watch: Watch = nothing) -> Fi
         )
 
     return page.renewed(undone, lighter, worth)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """A plan by the model alone: what it needs, and how long a step takes."""
+
+    use: MemoryUse
+    seconds: Seconds
+
+
+def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]:
+    """Up to ``count`` plans, the largest of them the program with nothing recomputed; nothing is compiled.
+
+    Ascending in bytes, each shorter than those below it. The job's budget plays no part, and nothing is tried that is
+    only worth its time once nothing else fits: smaller plans may be found by ``fit``.
+    """
+    page, undone, lighter = _opened(replace(job, budget=TIB), named(job.solver), Clock(watch), False)
+    start = written = ways.written(page.job, page.program.traced, page.costs(), page.prepare)
+    if undone is not None:
+        start = ways.undone(page.job, undone, page.costs(), page.prepare)
+    candidates = page.candidates(start, [written] if start is not written else [])
+    top = (lighter or page.program).predicted.device
+    whole = sum(page.costs().seconds)
+    found: list[Sketch] = []
+
+    def consider(variant: Variant, plan: Plan) -> None:
+        seconds = ways.step_time(variant, plan, whole).at()
+        if not found or (plan.predicted.device < found[-1].use.device and seconds > found[-1].seconds):
+            found.append(Sketch(use=plan.predicted, seconds=seconds))
+
+    bottom = max(page.program.bound.nbytes, 1)
+    step = max((bottom / top) ** (1 / max(count - 1, 1)), STEEPEST)
+    for k in range(count):
+        aim = int(top * step**k)
+        with page.clock("solve"):
+            variant, plan = candidates.readily(aim)
+        consider(variant, plan)
+        if plan.predicted.device > aim:
+            break
+    return tuple(reversed(found))
 
 
 def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_Page, Undone | None, _Subject | None]:
@@ -336,4 +378,4 @@ class _Page:
         return replace(told, notes=(*told.notes, *self.notes))
 
 
-__all__ = ["Evaluate", "Fitted", "Job", "fit", "renew"]
+__all__ = ["Evaluate", "Fitted", "Job", "Sketch", "fit", "renew", "sketches"]

@@ -137,6 +137,11 @@ def parse(text: str, file: str = NAME) -> Config:
     return _Reader(file, text).config(tables)
 
 
+def from_tables(tables: dict[str, Any], file: str = "config") -> Config:
+    """What tables say that were never a file. Raises ``ConfigError``; ``file`` is what they are called there."""
+    return _Reader(file, "").config(tables)
+
+
 class _Reader:
     """One file: its tables become a ``Config``, or an error that says where."""
 

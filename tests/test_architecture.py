@@ -65,8 +65,11 @@ MAY_IMPORT = {
     "placement": f"{VOCABULARY} target _compat",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
-    "api": f"{EDGE} plan_cache feedback hosted request location placement report pipeline",
+    "api": f"{EDGE} plan_cache feedback hosted ladder request location placement report pipeline",
     "filtered": "_compat api report",
+    "ladder": "units errors plan attempts request pipeline plan_cache runtime",
+    "arbitration": "units errors location runtime",
+    "jobs": "units errors _compat arbitration ladder plan_cache request runtime",
     "process": f"{VOCABULARY} passes",
     "estimate_text": "units places report_text",
     "estimation": f"""{VOCABULARY} workload _compat trace target measured compile location passes process estimate_text
@@ -79,12 +82,12 @@ MAY_IMPORT = {
     "watching": "units errors serving runtime",
     "cli": f"""{VOCABULARY} api estimate_table calibration runtime report workload loading doctor interrupts serving
     watching""",
-    "__init__": "errors hardware api filtered estimation calibration device plan report workload",
+    "__init__": "errors hardware api filtered jobs estimation calibration device plan report workload",
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
     """_compat trace undo split sink join nest loops hosted rewrite compile attempts target location placement feedback
-    api filtered estimation calibration""".split()
+    api filtered estimation calibration arbitration jobs""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]

@@ -1,0 +1,123 @@
+"""Which coordinator do the jobs of this process ask: their own, in this process, or one behind a socket?
+
+``JAXTENSILE_SOCKET`` or the config's ``coordinator.socket`` names a socket; without one it is this process's own, with
+the devices that JAX has here and what the config says of them. It begins with the first job and ends with the last.
+
+Invariant: the jobs of one process that hold anything ask the same coordinator.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtensile.errors import ConfigError
+from jaxtensile.location import profile_of
+from jaxtensile.runtime import config as configs
+from jaxtensile.runtime.client import Client, Link
+from jaxtensile.runtime.config import Config
+from jaxtensile.runtime.events import Settings
+from jaxtensile.runtime.gate import Turns
+from jaxtensile.runtime.ledger import Capacity
+from jaxtensile.runtime.local import LOCAL, LocalCoordinator
+from jaxtensile.units import GIB, Bytes
+
+SOCKET = "JAXTENSILE_SOCKET"
+_RESERVE = GIB
+"""Of a device of which the config says nothing."""
+
+_lock = threading.Lock()
+_jobs: set[str] = set()
+_local: tuple[Config, LocalCoordinator] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arbitration:
+    """How one job is arbitrated. ``local``: the coordinator, where it is of this process."""
+
+    name: str
+    connect: Callable[[Client], Link]
+    local: LocalCoordinator | None
+
+    def turns(self, device: str, priority: int, weight: float) -> Turns | None:
+        """The job's place at the gate of a device; None where its jobs are processes of their own."""
+        return None if self.local is None else self.local.gate(device).member(priority, weight)
+
+    def end(self) -> None:
+        """The job is no more."""
+        with _lock:
+            _jobs.discard(self.name)
+
+
+def config_of(given: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
+    """What ``config=`` means: a file, its tables, or None for the ``jaxtensile.toml`` found upward from here."""
+    if isinstance(given, Config):
+        return given
+    if isinstance(given, Mapping):
+        return configs.from_tables(dict(given))
+    if given is not None and not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"config={given!r}: give the path of a file, its tables as a dict, or None")
+    path = configs.find(Path.cwd(), None if given is None else os.fspath(given), os.environ)
+    return Config() if path is None else configs.read(path)
+
+
+def arbitration(job: str, config: Config) -> Arbitration:
+    """Who arbitrates a job, whose name is its own until ``end``. Raises ``ConfigError``."""
+    global _local
+    socket = os.environ.get(SOCKET) or config.socket
+    with _lock:
+        if job in _jobs:
+            raise ConfigError(f"a job {job!r} is already there: a process has one of each name, so give another name")
+        if socket:
+            from jaxtensile.runtime.socket_link import SocketLink
+
+            found = Arbitration(job, SocketLink.to(socket), None)
+        else:
+            if _local is None or (_local[0] != config and not _jobs):
+                _local = (
+                    config,
+                    LocalCoordinator(_capacities(config), LOCAL if config.settings == Settings() else config.settings),
+                )
+            elif _local[0] != config:
+                raise ConfigError(
+                    f"the jobs {', '.join(sorted(_jobs))} of this process share its devices by another config: give "
+                    f"job {job!r} the same one, or end them first"
+                )
+            found = Arbitration(job, _local[1].link, _local[1])
+        _jobs.add(job)
+    return found
+
+
+def device_name(device: Any) -> str:
+    """How configs and coordinators name a device: ``cuda:0``."""
+    return f"{profile_of(device).platform}:{device.id}"
+
+
+def _capacities(config: Config) -> dict[str, Capacity]:
+    reported = {device_name(d): _bytes_of(d) for d in jax.local_devices()}
+    found = config.capacities(reported, _host_memory())
+    for name in reported:
+        tables = [t for t in (config.devices.get(k) for k in (name, name.partition(":")[0], "")) if t is not None]
+        if all(t.capacity is None and t.reserve is None for t in tables):
+            whole = found[name].capacity
+            found[name] = Capacity(capacity=whole, reserve=min(_RESERVE, whole // 8))
+    return found
+
+
+def _bytes_of(device: Any) -> Bytes:
+    stats = device.memory_stats() or {}
+    known = stats.get("bytes_limit") or profile_of(device).capacity
+    return min(known, _host_memory()) if device.platform == "cpu" else known
+
+
+def _host_memory() -> Bytes:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+__all__ = ["Arbitration", "arbitration", "config_of", "device_name"]

@@ -1,0 +1,523 @@
+"""``jaxtensile.job``: a lease on device memory whose steps change plans as others come and go.
+
+The first call of a step says what it needs: its predicted ladder is what the job asks to be admitted with. The plan of
+the rung that it is granted is compiled and verified; the others are compiled in the background, and the compiled ladder
+takes the predicted one's place. From then on GRANT and REVOKE move the job from plan to plan: at a step boundary, or at
+once while no step runs. All plans of a step compute the same, from the same arguments, so there is nothing to move.
+
+Invariant: a step runs only while the job holds its turn, the plan that it runs fits the rung that the job is charged
+for, and the job says that it has shrunk when no step of the larger plan runs any more: a step is waited for.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import jax
+from msgspec import structs
+
+from jaxtensile import _compat
+from jaxtensile.arbitration import Arbitration, arbitration, config_of, device_name
+from jaxtensile.errors import BudgetError, CoordinatorError, NotAdmittedError, RejectedError
+from jaxtensile.ladder import Ladder, together
+from jaxtensile.request import Fitted
+from jaxtensile.runtime.client import Client
+from jaxtensile.runtime.gate import GateError, Turns
+from jaxtensile.runtime.messages import MOST_BYTES, Admit, Rung
+from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
+
+_TELL_AFTER: Seconds = 5.0
+_OFF = 1.3
+"""Measured steps that change the ladder's seconds by more than this factor are told."""
+_REMEASURED = 8
+"""Steps after which that is looked at, and again each time there are twice as many."""
+_log = logging.getLogger("jaxtensile")
+
+
+class _Stopped(Exception):
+    """Nobody waits for this compile any more."""
+
+
+class Job:
+    """One job. A context manager; give it to ``jaxtensile.jit(job=...)``. Made by ``jaxtensile.job``."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        least: Bytes,
+        want: Bytes,
+        priority: int,
+        weight: float,
+        devices: tuple[str, ...] | None,
+        overhead: float | None,
+        arbitrated: Callable[[], Arbitration],
+    ) -> None:
+        self.name, self.least, self.want, self.priority, self.weight = name, least, want, priority, weight
+        self._devices, self._overhead, self._arbitrated = devices, overhead, arbitrated
+        self._by: Arbitration | None = None
+        self._client: Client | None = None
+        self._turns: Turns | None = None
+        self._step_lock = threading.Lock()
+        self._stepper = 0
+        """The thread that has the lock."""
+        self._ladders: list[Ladder] = []
+        self._users: list[Callable[[], object]] = []
+        """Forget what runs at present, each for one planned function."""
+        self._admit: Admit | None = None
+        """The ladder that ``_now`` is of."""
+        self._now: Rung | None = None
+        self._builder: threading.Thread | None = None
+        self._over = False
+        self._renew = False
+        self._holds = False
+        """A turn."""
+        self._clamped = False
+        """``_now`` is less than the rung, until another ladder counts."""
+        self._calling: Any = None
+        self._runs: dict[Any, tuple[Ladder, Fitted] | None] = {}
+        """What the calls of a function run; None where its calls are not all alike."""
+        self._calls: Counter[Ladder] = Counter()
+        """Of each step that were timed."""
+        self._fresh = False
+        """The call plans, compiles or loads: its time says nothing."""
+        self.steps = 0
+        """How many were run."""
+        self.switches = 0
+        """How often the job went to another rung."""
+
+    # The user's side.
+
+    def __enter__(self) -> Job:
+        if self._by is not None or self._over:
+            raise CoordinatorError(f"job {self.name!r} was entered before: make another one")
+        self._by = self._arbitrated()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the lease back; steps of the job cannot be called any more."""
+        self._over = True
+        try:
+            with self._step_lock:
+                client, self._client = self._client, None
+                self._forget()
+            if client is not None and not client.release(self._in_use()):
+                _log.warning("job %r: %s", self.name, client.reason or "the coordinator did not confirm its release")
+        finally:
+            if self._by is not None:
+                self._by.end()
+
+    @property
+    def budget(self) -> Bytes:
+        """Device bytes that the job may use at present; 0 before its first step and while it is suspended."""
+        return 0 if self._now is None else self._now.level
+
+    @property
+    def rung(self) -> int:
+        """Which rung of ``ladder`` it is on, from 0; -1 while it has no lease."""
+        return -1 if self._client is None else self._client.rung
+
+    @property
+    def ladder(self) -> tuple[Rung, ...]:
+        """What the coordinator knows of the job's plans."""
+        return () if self._admit is None else self._admit.ladder
+
+    @property
+    def compiled(self) -> bool:
+        """Whether all its plans are compiled, and the coordinator knows."""
+        busy = self._builder is not None and self._builder.is_alive()
+        return bool(self._ladders) and not busy and not self._renew
+
+    def wait(self, timeout: Seconds | None = None) -> bool:
+        """Until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds."""
+        builder = self._builder
+        if builder is not None:
+            builder.join(timeout)
+            if builder.is_alive():
+                return False
+        self._settle()
+        return True
+
+    def __repr__(self) -> str:
+        held = f"{format_bytes(self.budget)}, rung {self.rung} of {len(self.ladder)}" if self._now else "no lease"
+        return f"<job {self.name!r}: {held}>"
+
+    # What planned functions ask.
+
+    def users(self, forget: Callable[[], object]) -> None:
+        """A planned function is the job's; ``forget``: have its next call ask again what to run."""
+        self._users.append(forget)
+
+    def step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of a step, as a turn of the job, up to the end of its work on the device."""
+        me = threading.get_ident()
+        if self._stepper == me:
+            raise GateError(f"a step of job {self.name!r} was called inside one of its steps: call it after")
+        with self._step_lock:
+            if self._over or self._by is None:
+                why = "has ended" if self._over else "has not begun"
+                raise CoordinatorError(f"job {self.name!r} {why}: call its steps inside 'with jaxtensile.job(...)'")
+            self._stepper = me
+            try:
+                self._boundary()
+                self._fresh, self._calling = False, call
+                self._take_turn()
+                began = time.perf_counter()
+                try:
+                    out = call(*args, **kwargs)
+                    jax.block_until_ready(out)
+                finally:
+                    took = time.perf_counter() - began
+                    self._end_turn()
+                self._measured(took)
+            finally:
+                self._stepper = 0
+        self._settle()
+        return out
+
+    def plan(self, ladder: Ladder, devices: Sequence[Any]) -> Fitted:
+        """What a call is to run now. Its turn is given back while plans are made or the lease is waited for."""
+        self._fresh = True
+        with self._aside():
+            self._known(ladder, devices)
+            while True:
+                self._boundary()
+                assert self._client is not None
+                fitted = self._fitted(ladder)
+                if self._client.target == self._client.rung:
+                    break
+            self._build()
+        runs = self._runs.get(self._calling, (ladder, fitted))
+        self._runs[self._calling] = (ladder, fitted) if runs is not None and runs[0] is ladder else None
+        return fitted
+
+    @property
+    def overhead(self) -> float | None:
+        """By which factor a step may be slower at most; None: by any."""
+        return self._overhead
+
+    def bytes_for(self, ladder: Ladder) -> Bytes:
+        """What a plan of a step may need now."""
+        assert self._now is not None
+        return min(ladder.persistent, self._now.persistent) + self._now.temp
+
+    # ---- a step's turn ----
+
+    def _take_turn(self) -> None:
+        if self._turns is not None:
+            self._turns.__enter__()
+            self._holds = True
+
+    def _end_turn(self) -> None:
+        if self._holds and self._turns is not None:
+            self._holds = False
+            self._turns.__exit__(None, None, None)
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Outside the turn that the call has taken: others go on meanwhile."""
+        self._end_turn()
+        try:
+            yield
+        finally:
+            self._take_turn()
+
+    def _measured(self, took: Seconds) -> None:
+        self.steps += 1
+        runs, client = self._runs.get(self._calling), self._client
+        if client is None or runs is None or self._fresh:
+            return
+        ladder, fitted = runs
+        ladder.took(fitted, took)
+        self._calls[ladder] += 1
+        client.beat(self.steps, took, self._in_use(), 0)
+        if self.steps >= _REMEASURED and self.steps & (self.steps - 1) == 0:
+            self._renew = self._renew or self._misjudged()
+
+    # ---- at rest, under the step lock ----
+
+    def _settle(self) -> None:
+        """If no step runs: go where the job was told to be. Whoever has the lock looks again when it is free."""
+        while self._told() and self._step_lock.acquire(blocking=False):
+            try:
+                self._boundary()
+            except CoordinatorError as error:
+                _log.warning("job %r: %s", self.name, error)  # its next step says so
+                return
+            finally:
+                self._step_lock.release()
+
+    def _told(self) -> bool:
+        client = self._client
+        if client is None or not client.admitted:
+            return False
+        if client.target != client.rung or client.admit is not self._admit:
+            return True
+        return (self._renew or self._clamped) and not client.renewing
+
+    def _boundary(self) -> None:
+        client = self._client
+        if client is None:
+            return
+        rung = client.boundary()
+        if rung is not None:
+            self._put(client.admit, rung)
+            client.moved(self._in_use())
+        elif client.rung >= 0 and not client.renewing and (self._clamped or client.admit is not self._admit):
+            self._put(client.admit, client.rung)
+        if self._renew and not client.renewing:
+            self._renew = False
+            self._renewal(client)
+
+    def _put(self, admit: Admit, rung: int) -> None:
+        before, self._admit, self._now, self._clamped = self._now, admit, admit.ladder[rung], False
+        if before is not None and before.temp != self._now.temp:
+            self.switches += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        for forget in self._users:
+            forget()
+
+    # ---- admission ----
+
+    def _known(self, ladder: Ladder, devices: Sequence[Any]) -> None:
+        """The job has a lease, and a ladder that this step is part of."""
+        if self._client is None:
+            if ladder not in self._ladders:
+                self._ladders.append(ladder)
+            self._enter(devices)
+        elif ladder not in self._ladders:
+            self._join(ladder)
+
+    def _enter(self, devices: Sequence[Any]) -> None:
+        """Ask to be admitted, by what is predicted or known."""
+        assert self._by is not None
+        if self._devices is None:
+            self._devices = tuple(map(device_name, devices))
+        if self._turns is None:
+            self._turns = self._by.turns(self._devices[0], self.priority, self.weight)
+        while self._client is None:
+            client = Client(self._asked(self._together()), self._by.connect, changed=self._settle)
+            try:
+                self._wait_for(client)
+            except RejectedError as error:
+                client.close()
+                if [ladder for ladder in self._ladders if ladder.tight()]:
+                    continue  # without a margin it may fit: its compile will tell
+                raise RejectedError(self._too_large(str(error))) from None
+            except BaseException:
+                client.close()
+                raise
+            self._client = client
+            self._put(client.admit, client.rung)
+            if not self._has_plans():
+                client.release()
+                self._client = self._now = self._admit = None
+
+    def _too_large(self, why: str) -> str:
+        least = format_bytes(self._together()[0].level)
+        return (
+            f"{why}; the smallest plan of {', '.join(ladder.name for ladder in self._ladders)} needs {least}: shrink "
+            "the batch, donate the arguments that are updated, or give the device more capacity"
+        )
+
+    def _has_plans(self) -> bool:
+        """Whether there are plans for the rung that was granted; the ladders know better if not."""
+        for ladder in self._ladders:
+            try:
+                self._fitted(ladder)
+            except BudgetError as error:
+                if ladder.compiled == 0 and not self._compile_more(ladder, error):
+                    raise RejectedError(f"job {self.name!r} cannot be admitted: {error}") from error
+                return False
+        return True
+
+    def _compile_more(self, ladder: Ladder, error: BudgetError) -> bool:
+        """Compile the smallest plan that there is, before asking again."""
+        if error.needs is None or error.needs > self.want:
+            return False
+        try:
+            ladder.compile(error.needs, self._watch)
+        except BudgetError:
+            return False
+        return True
+
+    def _asked(self, ladder: tuple[Rung, ...]) -> Admit:
+        assert self._devices is not None
+        return Admit(
+            job=self.name,
+            devices=self._devices,
+            ladder=ladder,
+            floor=self.least if ladder[-1].level >= self.least else ladder[-1].level,
+            want=max(self.want, 0),
+            priority=self.priority,
+            weight=self.weight,
+        )
+
+    def _wait_for(self, client: Client) -> None:
+        while True:
+            try:
+                client.wait(_TELL_AFTER)
+                return
+            except NotAdmittedError as waits:
+                _log.warning("%s; waiting", str(waits).partition(":")[0])
+
+    def _join(self, ladder: Ladder) -> None:
+        """A step of another shape: the job's ladder is that of all its steps together from now on."""
+        client = self._client
+        assert client is not None and self._now is not None
+        self._ladders.append(ladder)
+        self._renew = True
+        while self._renew or client.renewing:
+            self._boundary()
+            if self._renew or client.renewing:
+                time.sleep(0.001)  # a coordinator in another process answers within milliseconds
+        self._boundary()
+        if not self._covers(ladder):
+            self._ladders.remove(ladder)
+            need, has = format_bytes(ladder.places()[0].level), format_bytes(self._now.level)
+            raise NotAdmittedError(
+                f"{ladder.name} needs {need} at least for arguments of this shape; job {self.name!r} has {has}, and "
+                "what others hold leaves no more: suspend or end another job, or make the batch smaller"
+            )
+
+    def _covers(self, ladder: Ladder) -> bool:
+        """Whether a step has a plan, as far as is known, for the rung that the job is on."""
+        now = self._now
+        assert now is not None
+        return any(p.temp <= now.temp and p.persistent <= now.persistent for p in ladder.places())
+
+    def _renewal(self, client: Client) -> None:
+        """Tell the coordinator the ladder as it is known now. Until that counts, nothing larger runs than does now."""
+        assert self._now is not None and self._admit is not None
+        rungs = self._together()
+        if rungs == self._admit.ladder:
+            return
+        runs = [p.temp for ladder in self._ladders if (p := ladder.runs(self.bytes_for(ladder))) is not None]
+        used = max(runs, default=self._now.temp)
+        admit = self._asked(rungs)
+        low = next(k for k, r in enumerate(rungs) if r.level >= admit.floor)
+        rung = next((k for k, r in enumerate(rungs) if r.temp >= used and k >= low), None)
+        if rung is None:
+            return
+        if client.renew(admit, rung, self._in_use()):
+            if client.renewing:
+                self._now, self._clamped = structs.replace(self._now, temp=min(used, self._now.temp)), True
+        else:
+            self._renew = True
+
+    def _together(self) -> tuple[Rung, ...]:
+        return together(self._ladders, [self._calls[ladder] for ladder in self._ladders])
+
+    def _fitted(self, ladder: Ladder) -> Fitted:
+        return ladder.fitted(self.bytes_for(ladder), self._watch)
+
+    def _in_use(self) -> tuple[Bytes, ...]:
+        """Measured bytes per device, where they are this job's alone: not while a process has several."""
+        return ()
+
+    def _misjudged(self) -> bool:
+        """Whether measured steps say something else of the rungs than the coordinator knows."""
+        new, old = self._together(), self.ladder
+        if len(new) != len(old):
+            return True
+        best, was = min(r.seconds for r in new), min(r.seconds for r in old)
+        ratios = [(a.seconds / best) / (b.seconds / was) for a, b in zip(new, old, strict=True)]
+        return max(ratios) > _OFF or min(ratios) < 1 / _OFF
+
+    # ---- in the background ----
+
+    def _build(self) -> None:
+        """Compile what is only predicted."""
+        if self._builder is not None and self._builder.is_alive():
+            return
+        if all(ladder.compiled == len(ladder.places()) for ladder in self._ladders):
+            return
+        enter = _compat.configuration()
+
+        def build() -> None:
+            try:
+                if enter():
+                    for ladder in [*self._ladders]:
+                        ladder.build(self._watch)
+            except _Stopped:
+                return
+            except Exception as error:  # steps go on with what is compiled
+                _log.warning("job %r: plans are not compiled ahead: %s", self.name, error)
+            self._renew = True
+            self._settle()
+
+        # No daemon: the interpreter waits for it at exit, or XLA's threads would outlive what they work with.
+        self._builder = threading.Thread(target=build, name=f"jaxtensile-ladder-{self.name}")
+        self._builder.start()
+
+    def _watch(self, _: str) -> None:
+        if self._over or not threading.main_thread().is_alive():
+            raise _Stopped
+
+
+def job(
+    name: str,
+    *,
+    least: int | str | None = None,
+    want: int | str | None = None,
+    priority: int | None = None,
+    weight: float | None = None,
+    devices: Sequence[str] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> Job:
+    """A job whose steps share a device with others: ``with jaxtensile.job("a") as j``, ``jaxtensile.jit(f, job=j)``.
+
+    ``least``: bytes (an int, ``"4GiB"``) below which it is never put; ``want``: bytes above which it asks for nothing
+    (without it: all it is faster with). ``priority``: its class, a higher one goes first; ``weight``: its share inside
+    the class. ``devices``: names as ``"cuda:0"``, by default the one its arguments are on. ``config``: a
+    ``jaxtensile.toml`` or its tables as a dict, by default the file found upward from here; its ``[jobs.NAME]`` holds
+    for what is not given. The coordinator is this process's own, unless ``$JAXTENSILE_SOCKET`` or the config names the
+    socket of ``jaxtensile serve``.
+
+    Raises ``ConfigError`` for what cannot be meant. Steps raise ``RejectedError`` when the job can never fit.
+    """
+    known = config_of(config)
+    said = known.jobs.get(name)
+    low = _bytes("least", least, said.least if said else 0)
+    high = _bytes("want", want, said.want if said and said.want is not None else MOST_BYTES)
+    if not isinstance(name, str) or not 1 <= len(name) <= 128:
+        raise CoordinatorError(f"a job's name is a text of 1 to 128 letters, not {name!r}")
+    if low > high:
+        raise BudgetError(f"job {name!r}: least={format_bytes(low)} is above want={format_bytes(high)}")
+    return Job(
+        name,
+        least=low,
+        want=high,
+        priority=priority if priority is not None else said.priority if said else 0,
+        weight=weight if weight is not None else said.weight if said else 1.0,
+        devices=None if devices is None else tuple(devices),
+        overhead=said.max_overhead if said else None,
+        arbitrated=lambda: arbitration(name, known),
+    )
+
+
+def _bytes(what: str, given: int | str | None, default: Bytes) -> Bytes:
+    if given is None:
+        return default
+    try:
+        return parse_bytes(given)
+    except ValueError as error:
+        raise BudgetError(f"{what}={given!r}: {error}") from None
+
+
+__all__ = ["Job", "job"]

@@ -1,0 +1,271 @@
+"""Which plans does one step have, from the smallest that can be reached up to the program with nothing recomputed?
+
+A *ladder* is first what the model says, without a compile; then plans are compiled, verified by XLA's allocation, and
+take the places of the predicted ones. A rung divides a program's bytes into those that are there whether it runs or
+not (arguments, and results that replace none of them) and those of a running step (temporaries).
+
+Invariant: what ``fitted`` returns was compiled, and needs no more than the bytes it was asked for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from jaxtensile import pipeline
+from jaxtensile.attempts import Watch, nothing
+from jaxtensile.errors import BudgetError
+from jaxtensile.plan import MemoryUse
+from jaxtensile.plan_cache import PlanCache
+from jaxtensile.request import Fitted, Job
+from jaxtensile.runtime.messages import Rung
+from jaxtensile.units import Bytes, Seconds
+
+RUNGS = 4
+"""Plans at most; each is a few compiles."""
+MARGIN, TOP_MARGIN = 0.2, 0.25
+"""What XLA may need more temporaries than the model says: of the smallest plan, and of the program as it is. Plans
+between are made to fit what they are given."""
+STEPS = 5
+"""Measured steps of a rung that are remembered; the one after a switch is none of them."""
+_LEAST: Seconds = 1e-9
+_ROUNDING: Bytes = 64
+"""XLA rounds what a program is given and returns up to so many bytes, and returns a table of several results."""
+
+
+def persistent(use: MemoryUse) -> Bytes:
+    """Bytes on the device between steps: what a step is given, and what it returns beside that."""
+    return use.argument + use.output - use.alias
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One plan: what it needs, as predicted (``fitted`` is None) or as XLA allocated it."""
+
+    persistent: Bytes
+    temp: Bytes
+    host: Bytes
+    seconds: Seconds
+    """Predicted."""
+    fitted: Fitted | None = None
+    measured: list[Seconds] = field(default_factory=list[Seconds])
+
+    @property
+    def level(self) -> Bytes:
+        return self.persistent + self.temp
+
+
+class Ladder:
+    """The plans of one signature. ``request``: without arrays, its budget an upper bound; ``renewed``: called, in
+    whatever thread compiles, when there are other plans than before."""
+
+    def __init__(self, request: Job, plans: PlanCache | None = None, *, most: float | None = None) -> None:
+        self.request, self._plans = request, plans
+        self._most_overhead = most
+        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+        self._asked: dict[Bytes, Fitted | None] = {}
+        self._places = self._predicted()
+        self.smallest = self._places[0].level
+        """As far as is known, the fewest bytes that it runs in."""
+
+    @property
+    def name(self) -> str:
+        return self.request.name
+
+    @property
+    def persistent(self) -> Bytes:
+        """Bytes between steps, of whichever plan has most."""
+        return max(p.persistent for p in self._places)
+
+    @property
+    def compiled(self) -> int:
+        """How many plans are."""
+        return sum(p.fitted is not None for p in self._places)
+
+    def places(self) -> tuple[Place, ...]:
+        """The plans, ascending in bytes."""
+        with self._lock:
+            return tuple(self._places)
+
+    def runs(self, budget: Bytes) -> Place | None:
+        """The fastest compiled plan within ``budget``."""
+        with self._lock:
+            found = self._within(budget)
+            return next((p for p in self._places if p.fitted is found), None) if found is not None else None
+
+    def tight(self) -> bool:
+        """Promise the predicted bytes of the smallest plan without a margin; False where that was done, or nothing is
+        gained by it."""
+        with self._lock:
+            low = self._places[0]
+            if low.fitted is not None or self._tightest >= low.temp:
+                return False
+            low.temp = self._tightest
+            self.smallest = low.level
+            return True
+
+    def fitted(self, budget: Bytes, watch: Watch = nothing) -> Fitted:
+        """The fastest plan within ``budget`` device bytes of those that are compiled, or the one that is compiled now.
+
+        Raises ``BudgetError`` where there is none.
+        """
+        with self._lock:
+            known = self._within(budget)
+            if known is not None and (budget in self._asked or not self._predicted_between(known, budget)):
+                return known
+        if known is not None and self._compiling.locked():
+            return known  # a better one is on its way
+        return self.compile(budget, watch)
+
+    def compile(self, budget: Bytes, watch: Watch = nothing) -> Fitted:
+        """Make a plan for exactly that many bytes. Raises ``BudgetError``."""
+        with self._compiling:
+            with self._lock:
+                if budget in self._asked and (known := self._within(budget)) is not None:
+                    return known
+            try:
+                found = pipeline.fit(replace(self.request, budget=budget), watch=watch, plans=self._plans)
+            except BudgetError as error:
+                with self._lock:
+                    self._asked[budget] = None
+                    self.smallest = max(self.smallest, error.needs or 0)
+                    self._places = [p for p in self._places if p.fitted is not None or p.level > budget] or self._places
+                raise
+            with self._lock:
+                self._asked[budget] = found
+                self._put(found, budget)
+                best = self._within(budget)
+        assert best is not None, "what was just compiled is within its budget"
+        return best
+
+    def build(self, watch: Watch = nothing, *, between: Callable[[], object] = lambda: None) -> None:
+        """Compile all that is only predicted: the smallest first, which others may ask for at any time, then the
+        largest. ``between``: called after each."""
+        while (budget := self._next()) is not None:
+            try:
+                self.compile(budget, watch)
+            except BudgetError as error:
+                if error.needs is not None and error.needs not in self._asked and error.needs < self._top():
+                    with suppress(BudgetError):
+                        self.compile(error.needs, watch)
+            between()
+
+    def took(self, fitted: Fitted, seconds: Seconds) -> None:
+        """What a step of a plan took."""
+        with self._lock:
+            for place in self._places:
+                if place.fitted is fitted:
+                    place.measured = [*place.measured[-STEPS + 1 :], seconds]
+
+    def seconds(self) -> dict[Bytes, Seconds]:
+        """Of a step of each plan, by its level: measured, or predicted and corrected by what was measured of others."""
+        with self._lock:
+            ratios = [statistics.median(p.measured) / p.seconds for p in self._places if p.measured]
+            factor = statistics.median(ratios) if ratios else 1.0
+            return {
+                p.level: max(statistics.median(p.measured) if p.measured else p.seconds * factor, _LEAST)
+                for p in self._places
+            }
+
+    # ---- under the lock ----
+
+    def _predicted(self) -> list[Place]:
+        job = self.request
+        if job.shards > 1:
+            # The model knows programs, not what one of several devices has of them: the plain one, as XLA says.
+            found = pipeline.fit(job, plans=self._plans)
+            self._asked[job.budget] = found
+            self._tightest = found.report.compiled.temp
+            return [_place(found)]
+        found = pipeline.sketches(job, RUNGS)
+        self._tightest = found[0].use.temp
+        rounding = _ROUNDING * (1 + len(job.donated) + len(job.jaxpr.out_avals))
+        places: list[Place] = []
+        for k, sketch in enumerate(found):
+            bottom, top = k == 0, k == len(found) - 1
+            margin = max(TOP_MARGIN if top else 0.0, MARGIN if bottom else 0.0)
+            temp = int(sketch.use.temp * (1 + margin))
+            stays = persistent(sketch.use) + rounding
+            if not places or stays + temp > places[-1].level:
+                places.append(Place(stays, temp, sketch.use.host, max(sketch.seconds, _LEAST)))
+        within = [p for p in places if p.level <= job.budget]
+        return self._quick(within or places[:1])
+
+    def _quick(self, places: list[Place]) -> list[Place]:
+        """Without those that are slower than wanted; the fastest stays."""
+        if self._most_overhead is None:
+            return places
+        fastest = min(p.seconds for p in places)
+        return [p for p in places if p.seconds <= self._most_overhead * fastest]
+
+    def _within(self, budget: Bytes) -> Fitted | None:
+        fit = [p for p in self._places if p.fitted is not None and p.level <= budget]
+        return min(fit, key=lambda p: p.seconds).fitted if fit else None
+
+    def _predicted_between(self, known: Fitted, budget: Bytes) -> bool:
+        """Whether a plan that is only predicted would be faster within the budget."""
+        now = next(p.seconds for p in self._places if p.fitted is known)
+        return any(p.fitted is None and p.level <= budget and p.seconds < now for p in self._places)
+
+    def _planned(self) -> bool:
+        """Whether nothing runs the program as it is."""
+        return not any(p.fitted is not None and p.fitted.evaluate is None for p in self._places)
+
+    def _top(self) -> Bytes:
+        return self._places[-1].level
+
+    def _next(self) -> Bytes | None:
+        with self._lock:
+            left = [p.level for p in self._places if p.fitted is None and p.level not in self._asked]
+            if not left:  # the program as it is, where what was predicted for it was too little
+                return self.request.budget if self.request.budget not in self._asked and self._planned() else None
+            return left[0] if left[0] == self._places[0].level else left[-1]
+
+    def _put(self, found: Fitted, budget: Bytes) -> None:
+        """A compiled plan takes the place of what was predicted for its budget, and of what it is better than."""
+        new = _place(found)
+        places = [p for p in self._places if p.fitted is not None or p.level != budget]
+        better = [p for p in places if p.fitted is not None and p.level <= new.level and p.seconds <= new.seconds]
+        if not better:
+            worse = [p for p in places if p.level >= new.level and p.seconds >= new.seconds and not p.measured]
+            places = [p for p in places if p not in worse] + [new]
+        self._places = sorted(places, key=lambda p: p.level)
+        self.smallest = self._places[0].level
+
+
+def _place(found: Fitted) -> Place:
+    use = found.report.compiled
+    return Place(persistent(use), use.temp, use.host, max(found.report.step, _LEAST), found)
+
+
+def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung, ...]:
+    """The ladder of a job with several steps: on each rung every step has the plan that fits it.
+
+    What stays is that of the step with most: the steps of a job are taken to be given the same state. Seconds are the
+    mean over ``calls`` of each.
+    """
+    counts = calls or [1] * len(ladders)
+    tables = [(x.places(), x.seconds(), max(n, 1)) for x, n in zip(ladders, counts, strict=True)]
+    stays = max(p.persistent for places, _, _ in tables for p in places)
+    rungs: dict[Bytes, Rung] = {}
+    for temp in sorted({p.temp for places, _, _ in tables for p in places}):
+        chosen = [_best(places, seconds, temp) for places, seconds, _ in tables]
+        if any(c is None for c in chosen):
+            continue
+        took = [(seconds[c.level], calls) for c, (_, seconds, calls) in zip(chosen, tables, strict=True) if c]
+        mean = sum(s * n for s, n in took) / sum(n for _, n in took)
+        host = max(c.host for c in chosen if c)
+        rungs[stays + temp] = Rung(persistent=stays, temp=temp, host=host, seconds=mean)
+    return tuple(rungs[level] for level in sorted(rungs))
+
+
+def _best(places: Iterable[Place], seconds: dict[Bytes, Seconds], temp: Bytes) -> Place | None:
+    fit = [p for p in places if p.temp <= temp]
+    return min(fit, key=lambda p: seconds.get(p.level, p.seconds)) if fit else None
+
+
+__all__ = ["Ladder", "Place", "persistent", "together"]

@@ -1,0 +1,123 @@
+"""The plans of one step: predicted without a compile, then compiled, and what is made of both."""
+
+import pytest
+
+import job_programs as programs
+from jaxtensile import api
+from jaxtensile.errors import BudgetError
+from jaxtensile.feedback import without_arrays
+from jaxtensile.ladder import Ladder, persistent, together
+from jaxtensile.location import location
+from jaxtensile.plan_cache import PlanCache
+
+
+def request_of(rows=programs.ROWS, budget=None):
+    args = (programs.start(), programs.X[:rows], programs.Y[:rows])
+    planned = api.jit(programs.step, budget=budget, donate_argnums=0)
+    traced = planned._plain.trace(*args)
+    abstract = planned._placement.dynamic(lambda _, x, __: without_arrays(x), args, {})
+    return planned._job(traced, location(traced, args, {}, {}), *abstract)
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A ladder whose plans are all compiled, what it predicted, and where its plans are kept."""
+    cache = PlanCache(tmp_path_factory.mktemp("plans"))
+    ladder = Ladder(request_of(), cache)
+    predicted = [(p.persistent, p.temp, p.seconds, p.fitted) for p in ladder.places()]
+    ladder.build()
+    return ladder, predicted, cache
+
+
+def test_it_is_predicted_before_anything_is_compiled(built):
+    ladder, predicted, _ = built
+    assert len(predicted) >= 2
+    assert [fitted for *_, fitted in predicted] == [None] * len(predicted)
+    levels, seconds = [p + t for p, t, _, _ in predicted], [s for _, _, s, _ in predicted]
+    assert levels == sorted(set(levels))
+    assert seconds == sorted(set(seconds), reverse=True)
+    # What stays is known without a compiler, up to its rounding.
+    stays = ladder.places()[0].persistent
+    assert all(stays <= p <= stays + 4096 for p, *_ in predicted)
+
+
+def test_compiled_plans_take_the_predicted_ones_places(built):
+    ladder = built[0]
+    places = ladder.places()
+    assert ladder.compiled == len(places) >= 2
+    for place in places:
+        use = place.fitted.report.compiled
+        assert use.exact
+        assert (place.persistent, place.temp) == (persistent(use), use.temp)
+        assert place.level == use.device
+    assert places[-1].fitted.evaluate is None, "the top is the user's own function"
+    assert places[0].fitted.evaluate is not None
+    assert places[0].temp < 0.6 * places[-1].temp
+    assert ladder.smallest == places[0].level
+
+
+def test_what_was_compiled_is_used_again(built):
+    ladder = built[0]
+    for place in ladder.places():
+        assert ladder.fitted(place.level) is place.fitted
+        assert ladder.fitted(place.level + 1) is place.fitted
+        assert ladder.runs(place.level).fitted is place.fitted
+    assert ladder.runs(ladder.smallest - 1) is None
+
+
+def test_below_the_smallest_there_is_no_plan(built):
+    ladder = built[0]
+    with pytest.raises(BudgetError) as refused:
+        ladder.fitted(ladder.smallest // 2)
+    assert refused.value.needs > ladder.smallest // 2
+
+
+def test_a_later_ladder_finds_the_plans_on_disk(built):
+    ladder, _, cache = built
+    again = Ladder(request_of(), cache)
+    again.build()
+    assert [p.level for p in again.places()] == [p.level for p in ladder.places()]
+    planned = [p for p in again.places() if p.fitted.evaluate is not None]
+    assert planned
+    assert all(any("earlier process" in note for note in p.fitted.report.notes) for p in planned)
+
+
+def test_measured_steps_correct_the_predicted_ones(built):
+    ladder = built[0]
+    low, top = ladder.places()[0], ladder.places()[-1]
+    before = {p.level: p.seconds for p in ladder.places()}
+    for _ in range(9):
+        ladder.took(low.fitted, 10 * before[low.level])
+    seconds = ladder.seconds()
+    assert seconds[low.level] == pytest.approx(10 * before[low.level])
+    assert seconds[top.level] == pytest.approx(10 * before[top.level]), "one factor for what was not measured"
+    for _ in range(9):
+        ladder.took(top.fitted, 2 * before[top.level])
+    assert ladder.seconds()[top.level] == pytest.approx(2 * before[top.level])
+    assert [r.seconds for r in together([ladder])][-1] == pytest.approx(2 * before[top.level])
+
+
+def test_several_steps_have_one_ladder_together(built):
+    ladder, _, cache = built
+    half = Ladder(request_of(rows=programs.ROWS // 2), cache)
+    rungs = together([ladder, half])
+    assert [r.level for r in rungs] == sorted({r.level for r in rungs})
+    stays = max(ladder.persistent, half.persistent)
+    for rung in rungs:
+        assert rung.persistent == stays
+        for one in (ladder, half):
+            assert any(p.temp <= rung.temp for p in one.places()), "every step has a plan on every rung"
+    assert together([half])[0].temp < rungs[0].temp
+
+
+def test_a_budget_caps_the_ladder():
+    whole = Ladder(request_of())
+    cap = (whole.places()[0].level + whole.places()[-1].level) // 2
+    assert max(p.level for p in Ladder(request_of(budget=cap)).places()) <= cap
+
+
+def test_slow_plans_are_left_out_where_that_is_wanted():
+    whole = Ladder(request_of()).places()
+    fast = Ladder(request_of(), most=1.05).places()
+    assert 1 <= len(fast) < len(whole)
+    assert max(p.seconds for p in fast) <= 1.05 * min(p.seconds for p in whole)
