@@ -23,7 +23,9 @@ ROUNDS = 4
 Twice as many where the program without the user's checkpoints is tried first, and in vain.
 """
 SPARE, LIFTS = 0.03, 2
-"""After a miss and a plan that fits: share of the budget that is worth a plan between them, and how many at most."""
+"""After a plan that fits: share of the budget that is worth a plan that uses it, and how many are compiled at most."""
+GAIN = 0.01
+"""Share of the step's work that such a plan has to save where nothing but the model says what it will need."""
 ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
 """Plans at most once one came within this factor of the budget."""
 FLATTEST = 0.4
@@ -118,9 +120,8 @@ class Rounds:
                 best = None if best is made else best
                 break
             if made.compiled.device <= job.budget:
-                if seen:
-                    best, more = self.cheaper(candidates, made, seen[-1])
-                    rounds += more
+                best, more = self.cheaper(candidates, made, seen[-1] if seen else None)
+                rounds += more
                 break
             if made.compiled.memory is None:
                 target = int(min(aim, plan.predicted.device) * REFUSED)
@@ -180,18 +181,26 @@ class Rounds:
             best = replace(best, compiled=plain, evaluate=None)
         return best or missed, rounds
 
-    def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes]) -> tuple[Made, int]:
+    def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None) -> tuple[Made, int]:
         """A plan with less work between one that missed, of (predicted, compiled) bytes, and one that fits with bytes
-        to spare; the one that fits if there is no such, and how many were compiled."""
+        to spare; the one that fits if there is no such, and how many were compiled.
+
+        Where none missed, the model is taken to be as wrong of another plan as it was of this one.
+        """
         job, scale = self.job, self.scale
         budget = job.budget * scale
-        for tried in range(LIFTS):
+        gain, most = 0.0, LIFTS
+        if missed is None:
+            spare = 2 * int(budget - fits.compiled.device * scale)
+            missed = fits.plan.predicted.device + spare, int(fits.compiled.device * scale) + spare
+            gain, most = GAIN * sum(fits.variant.problem.costs.charge), 1
+        for tried in range(most):
             predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
             if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
                 return fits, tried
             aim = predicted + int((budget - compiled) / (missed[1] - compiled) * (missed[0] - predicted))
             variant, plan = self.cheapest(candidates, aim)
-            less = ways.charge_of(variant, plan) < ways.charge_of(fits.variant, fits.plan)
+            less = ways.charge_of(variant, plan) + gain < ways.charge_of(fits.variant, fits.plan)
             same = plan.changes_nothing and variant.as_it_is
             if same or not less or plan.predicted.device > aim or not self.worth(variant, plan):
                 return fits, tried
@@ -202,7 +211,7 @@ class Rounds:
                 fits = made
             else:
                 missed = plan.predicted.device, int(made.compiled.device * scale)
-        return fits, LIFTS
+        return fits, most
 
 
 def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
