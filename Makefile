@@ -20,7 +20,7 @@ help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 test: $(COMPILERS) ## the test suite
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 demo: $(COMPILERS) ## the demonstration: a training step before and after, and a plan for a GPU that is not here
 	$(BIN)/python examples/demo.py $(ARGS)
@@ -29,7 +29,7 @@ bench: $(COMPILERS) ## the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
 soak: $(COMPILERS) ## the long sweeps, hours: every peer of every workload, many budgets; goes on where it stopped
-	JAXTENSILE_SOAK=1 $(BIN)/python -m pytest -n 2 tests/test_libraries.py tests/test_differential_loops.py \
+	JAXTENSILE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_libraries.py tests/test_differential_loops.py \
 	  tests/test_coordinator.py
 	$(BIN)/python -m benchmarks dominance promise $(ARGS)
 

@@ -27,6 +27,7 @@ kernel_cache = importlib.import_module("benchmarks.machine").kernel_cache
 H200, V5E = "nvidia-h200", "tpu-v5e"
 KERNELS = kernel_cache(Path(os.environ["XDG_CACHE_HOME"]) / "kernels")
 """A kernel is compiled once for all programs of this process."""
+pytestmark = pytest.mark.xdist_group("deviceless")  # in one process: programs as they are, and kernels, once
 
 
 def mlp():
