@@ -1,4 +1,4 @@
-"""``jaxtensile estimate | plan | calibrate | doctor | serve | status | top``: the command line.
+"""``jaxtensile estimate | plan | calibrate | doctor | serve | status | top | run``: the command line.
 
 Exit codes: 0 done, 1 does not fit or a job failed, 2 anything else. JAX is imported by a command that needs
 it, never for help or for a wrong argument.
@@ -110,6 +110,10 @@ def _add_coordination(commands: argparse._SubParsersAction[argparse.ArgumentPars
     top.add_argument("--count", metavar="N", type=int, help="looks (default: until Ctrl-C, or 1 elsewhere)")
     top.set_defaults(command=_top)
 
+    run = commands.add_parser("run", parents=[place], help="start jobs of the config, and share devices between them")
+    run.add_argument("jobs", metavar="JOB", nargs="*", help="which; default: all of the config")
+    run.set_defaults(command=_run)
+
 
 def _estimate(options: argparse.Namespace) -> int:
     from jaxtensile.device import profile
@@ -200,6 +204,12 @@ def _top(options: argparse.Namespace) -> int:
 
     top(options)
     return DONE
+
+
+def _run(options: argparse.Namespace) -> int:
+    from jaxtensile.running import run
+
+    return DOES_NOT_FIT if run(options) else DONE
 
 
 def _complain(problem: object) -> int:

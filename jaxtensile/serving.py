@@ -14,10 +14,14 @@ from pathlib import Path
 from jaxtensile.errors import CoordinatorError
 from jaxtensile.hardware import device_memory, physical_memory
 from jaxtensile.runtime.config import Config, find, read
+from jaxtensile.runtime.leases import HOST
+from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.log import Log
 from jaxtensile.runtime.place import Place, socket_path
 from jaxtensile.runtime.server import Reading, Server
-from jaxtensile.units import Bytes
+from jaxtensile.units import GIB, Bytes
+
+_RESERVE = GIB
 
 
 def configured(options: argparse.Namespace) -> tuple[Path | None, Config]:
@@ -40,13 +44,24 @@ def reported(config: Config) -> dict[str, Bytes]:
     return devices
 
 
+def capacities(config: Config) -> dict[str, Capacity]:
+    """What there is to grant here. Of a device that the config does not mention a part is left to what no plan counts:
+    contexts, libraries, other processes. Raises ``ConfigError``."""
+    found = config.capacities(reported(config), physical_memory())
+    for name, capacity in found.items():
+        said = [t for k in (name, name.partition(":")[0], "") if (t := config.devices.get(k)) is not None]
+        if name != HOST and all(t.capacity is None and t.reserve is None for t in said):
+            found[name] = Capacity(capacity=capacity.capacity, reserve=min(_RESERVE, capacity.capacity // 8))
+    return found
+
+
 def serve(options: argparse.Namespace) -> None:
     """Serve until a signal ends it. Raises ``CoordinatorError`` or ``ConfigError`` before it serves."""
     file, config = configured(options)
 
     def reread() -> Reading:
         now = Config() if file is None else read(file)
-        return now.capacities(reported(now), physical_memory()), now.settings
+        return capacities(now), now.settings
 
     Server(
         Place(place_of(options, config)),

@@ -11,7 +11,7 @@ from typing import Final
 
 from msgspec import Struct
 
-from jaxtensile.units import Seconds
+from jaxtensile.units import Bytes, Seconds
 
 KEPT: Final = 4096
 
@@ -26,6 +26,9 @@ class Entry(Struct, frozen=True):
     pid: int = 0
     rung: int = -1
     detail: str = ""
+    waited: Seconds = 0.0
+    step: int = 0
+    peak: Bytes = 0
 
 
 class Chronicle:

@@ -173,6 +173,7 @@ class Client:
         True when the coordinator has said that the lease is free; False when it keeps charging what is still in use,
         or did not answer within ``timeout`` seconds, and frees the lease when the process ends.
         """
+        self.pulse()  # its last steps count too
         with self._lock:
             waiting = self._holder.phase == "waiting"
             self._outbox += self._holder.release(in_use)

@@ -294,7 +294,8 @@ class Coordinator:
         if lease is None:
             self.chronicle.add(Entry(self._now, what, detail=detail))
         else:
-            self.chronicle.add(Entry(self._now, what, lease.job, lease.id, lease.process.pid, lease.rung, detail))
+            about = lease.job, lease.id, lease.process.pid, lease.rung, detail, lease.waited, lease.step, lease.peak
+            self.chronicle.add(Entry(self._now, what, *about))
 
     # Messages.
 

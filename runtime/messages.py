@@ -251,6 +251,9 @@ class EventView(Struct, frozen=True, kw_only=True):
     pid: int = 0
     rung: int = -1
     detail: str = ""
+    waited: Seconds = 0.0
+    step: int = 0
+    peak: int = 0
 
 
 class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):

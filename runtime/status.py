@@ -69,6 +69,9 @@ def snapshot(
                 pid=e.pid,
                 rung=e.rung,
                 detail=e.detail[:_SHORT],
+                waited=e.waited,
+                step=e.step,
+                peak=e.peak,
             )
             for e in last
         ),

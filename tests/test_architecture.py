@@ -80,8 +80,10 @@ MAY_IMPORT = {
     "estimate_table": "units errors estimation loading workload",
     "serving": "units errors hardware runtime",
     "watching": "units errors serving runtime",
+    "xla_memory": "units",
+    "running": "units errors serving watching xla_memory runtime",
     "cli": f"""{VOCABULARY} api estimate_table calibration runtime report workload loading doctor interrupts serving
-    watching""",
+    watching running""",
     "__init__": "errors hardware api filtered jobs estimation calibration device plan report workload",
     "__main__": "cli",
 }

@@ -1,0 +1,208 @@
+"""``jaxtensile run`` starts the config's jobs, shares a device between them, tells what becomes of each, and leaves
+nothing behind."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from daemons import LIMIT, Daemon, until
+from jaxtensile import cli
+from jaxtensile.units import GIB
+from jaxtensile.xla_memory import variables
+
+JOB = """
+import glob, os, sys, time
+from jaxtensile.runtime.client import Client
+from jaxtensile.runtime.messages import Admit, Rung
+from jaxtensile.runtime.place import JOB_VARIABLE, VARIABLE
+from jaxtensile.runtime.socket_link import SocketLink
+
+steps, status = int(sys.argv[1]), int(sys.argv[2])
+ladder = (Rung(persistent=4, seconds=0.02), Rung(persistent=8, seconds=0.01))
+admit = Admit(job=os.environ[JOB_VARIABLE], devices=("cuda:0",), ladder=ladder)
+open(f"{admit.job}.asks", "w").close()
+client = Client(admit, SocketLink.to(os.environ[VARIABLE]))
+client.wait(60)
+while len(glob.glob("*.asks")) < int(sys.argv[3]):
+    time.sleep(0.01)
+time.sleep(0.2)
+print("begins with", os.environ["JAXTENSILE_CONFIG"], flush=True)
+for step in range(1, steps + 1):
+    if client.boundary() is not None:
+        client.moved()
+    time.sleep(0.01)
+    client.beat(step, 0.01, (), 8)
+if status < 0:
+    os.kill(os.getpid(), -status)
+client.release(timeout=1.0)
+sys.exit(status)
+"""
+CONFIG = """
+[device."cuda:0"]
+capacity = 9
+[coordinator]
+min_hold = "0s"
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("JAXTENSILE_SOCKET", raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    (tmp_path / "job.py").write_text(dedent(JOB))
+    return tmp_path
+
+
+def write(folder, together=0, **jobs):
+    """A config of jobs, each with the arguments of its script, or its whole command; so many are there at once."""
+    text = CONFIG
+    for name, arguments in jobs.items():
+        command = (
+            arguments
+            if isinstance(arguments[0], str)
+            else [sys.executable, "job.py", *map(str, arguments), str(together)]
+        )
+        text += f"[jobs.{name}]\ncommand = {command!r}\n"
+    (folder / "jaxtensile.toml").write_text(text)
+
+
+def rows(printed):
+    """The table at the end, by job."""
+    table = printed[printed.rindex("\njob ") :].strip().splitlines()
+    return {line.split()[0]: re.split(r"\s{2,}", line.strip()) for line in table[1:-1]}, table[-1]
+
+
+def test_jobs_run_to_their_ends_and_the_table_says_how(folder, capfd):
+    write(folder, 4, one=(40, 0), two=(40, 0), three=(5, 3), four=(5, -9))
+    assert cli.main(["run"]) == 1
+    printed = capfd.readouterr().out
+    assert "coordinator of these jobs: jaxtensile top --socket " in printed
+    assert f"one | begins with {folder}/jaxtensile.toml" in printed
+    assert "three | FAILED, exit 3 after " in printed and "four | FAILED, SIGKILL after " in printed
+    assert re.search(r"one \| 4B, plan 1 of 2", printed)
+    found, verdict = rows(printed)
+    assert {name: row[1] for name, row in found.items()} == {
+        "one": "exit 0",
+        "two": "exit 0",
+        "three": "exit 3",
+        "four": "SIGKILL",
+    }
+    assert found["one"][4:6] == found["two"][4:6] == ["40", "8B"]
+    assert found["three"][4] == "5" and "MiB" in found["one"][6]
+    assert re.fullmatch(r"2 of 4 jobs done in [\d.]+s", verdict)
+    # Four floors of 4 bytes, and room for 9: two have waited for those that were first.
+    assert sorted(float(row[3].rstrip("s")) >= 0.1 for row in found.values())[2:] == [True, True]
+    (socket,) = re.findall(r"--socket (\S+)", printed)
+    assert not os.path.exists(os.path.dirname(socket))
+
+
+def test_only_the_jobs_that_are_named_run_with_the_coordinator_that_is_there(folder, capfd):
+    with Daemon(capacity=9) as daemon:
+        write(folder, one=(3, 0), two=(3, 1))
+        assert cli.main(["run", "one", "--socket", str(daemon.path)]) == 0
+        printed = capfd.readouterr().out
+        assert f"coordinator at {daemon.path}\n" in printed and "two" not in printed
+        assert daemon.process.poll() is None and daemon.snapshot().counters["admitted"] == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_ends_the_jobs_and_their_coordinator(folder, number):
+    ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN)" if number == signal.SIGINT else ""
+    stubborn = f"import signal, time; {ignored}; print('here'); time.sleep(600)".replace("; ;", ";")
+    write(folder, one=(100_000, 0), two=[sys.executable, "-c", stubborn])
+    command = [sys.executable, "-m", "jaxtensile.cli", "run"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
+        said = ""
+        while "two | here" not in said or "one | begins" not in said:
+            line = run.stdout.readline()
+            assert line, said
+            said += line
+        pids = [int(pid) for pid in re.findall(r"started, process (\d+)", said)]
+        (socket,) = re.findall(r"--socket (\S+)", said)
+        run.send_signal(number)
+        rest = run.communicate(timeout=LIMIT)[0]
+        assert run.returncode == 130
+    found, verdict = rows(rest)
+    assert (
+        found["one"][1] in ("SIGINT", "exit 1")
+        and found["two"][1] == ("SIGTERM" if ignored else "SIGINT")
+        and "0 of 2 jobs" in verdict
+    )
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not os.path.exists(socket)
+
+
+def test_jobs_go_on_when_their_coordinator_is_killed_and_it_is_said(folder):
+    write(folder, one=(200, 0))
+    with subprocess.Popen([sys.executable, "-m", "jaxtensile.cli", "run"], stdout=subprocess.PIPE, text=True) as run:
+        said = ""
+        while "one | begins" not in said:
+            said += run.stdout.readline()
+        (socket,) = re.findall(r"--socket (\S+)", said)
+        os.kill(int(Path(f"{socket}.lock").read_text()), signal.SIGKILL)
+        rest = run.communicate(timeout=LIMIT)[0]
+        assert run.returncode == 0
+    assert "run | the coordinator at" in rest and "the jobs go on with what they hold" in rest
+    assert rows(rest)[0]["one"][1] == "exit 0"
+
+
+def test_the_private_coordinator_ends_when_its_jobs_starter_is_killed(folder):
+    write(folder, one=(100_000, 0))
+    with subprocess.Popen([sys.executable, "-m", "jaxtensile.cli", "run"], stdout=subprocess.PIPE, text=True) as run:
+        said = ""
+        while "one | begins" not in said:
+            said += run.stdout.readline()
+        (socket,) = re.findall(r"--socket (\S+)", said)
+        daemon = int(Path(f"{socket}.lock").read_text())
+        run.kill()
+        os.kill(int(re.findall(r"started, process (\d+)", said)[0]), signal.SIGKILL)
+    until(lambda: not os.path.exists(f"/proc/{daemon}"))
+    shutil.rmtree(os.path.dirname(socket))
+
+
+@pytest.mark.parametrize(
+    ("jobs", "arguments", "said"),
+    [
+        (None, [], "there is no jaxtensile.toml here or above"),
+        ({"bert": (1, 0)}, ["bart"], "there is no job 'bart': did you mean 'bert'?"),
+        ({"bert": ["/no/such/program"]}, [], "job 'bert': '/no/such/program' cannot be started"),
+        ({}, [], "no job has a command: write [jobs.NAME]"),
+    ],
+)
+def test_a_mistake_is_one_line(folder, capfd, jobs, arguments, said):
+    if jobs is not None:
+        write(folder, **jobs)
+    assert cli.main(["run", *arguments]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("jaxtensile: ") and err.count("\n") == 1 and said in err
+
+
+def test_a_coordinator_that_cannot_start_says_why(folder, capfd):
+    write(folder, one=(1, 0))
+    with open("jaxtensile.toml", "a") as config:
+        config.write("\n[device.cpu]\nreserve = '9TB'\n")
+    assert cli.main(["run"]) == 2
+    err = capfd.readouterr().err
+    assert "a coordinator could not be started" in err and "leaves nothing of" in err and "Traceback" not in err
+
+
+def test_xla_is_told_to_share():
+    elastic = variables(4 * GIB, 12 * GIB, 80 * GIB, {})
+    assert elastic == {
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "cuda_async",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_CLIENT_MEM_FRACTION": "0.0500",
+    }
+    fixed = variables(20 * GIB, 20 * GIB, 80 * GIB, {})
+    assert (fixed["XLA_PYTHON_CLIENT_ALLOCATOR"], fixed["XLA_CLIENT_MEM_FRACTION"]) == ("bfc", "0.2500")
+    assert variables(0, None, 80 * GIB, {})["XLA_CLIENT_MEM_FRACTION"] == "0.0100"
+    # What the user has set stays, under either name, and XLA refuses both names at once.
+    assert "XLA_CLIENT_MEM_FRACTION" not in variables(1, 2, 8, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".5"})
+    assert variables(1, 2, 8, {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}) == {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
