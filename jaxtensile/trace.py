@@ -277,9 +277,13 @@ def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
 
 
 def _rereads(eqn: Any) -> float:
-    """``Op.rereads`` of an equation: the places of a window over the steps between windows."""
-    window, steps = eqn.params.get("window_dimensions"), eqn.params.get("window_strides")
-    return max(math.prod(window) / math.prod(steps), 1.0) if window and steps else 1.0
+    """``Op.rereads`` of an equation: the places of all windows over those of the operand."""
+    window = eqn.params.get("window_dimensions")
+    if not window:
+        return 1.0
+    gradient = "select_prim" in eqn.params  # of (what flows back to each window, the operand)
+    read, windows = (eqn.invars[1], eqn.invars[0]) if gradient else (eqn.invars[0], eqn.outvars[0])
+    return max(math.prod(window) * math.prod(windows.aval.shape) / max(math.prod(read.aval.shape), 1), 1.0)
 
 
 def _padded(eqn: Any) -> int:
