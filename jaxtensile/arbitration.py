@@ -26,9 +26,9 @@ from jaxtensile.runtime.events import Settings
 from jaxtensile.runtime.gate import Turns
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.local import LOCAL, LocalCoordinator
+from jaxtensile.runtime.place import VARIABLE
 from jaxtensile.units import GIB, Bytes
 
-SOCKET = "JAXTENSILE_SOCKET"
 _RESERVE = GIB
 """Of a device of which the config says nothing."""
 
@@ -70,7 +70,7 @@ def config_of(given: Config | Mapping[str, Any] | str | os.PathLike[str] | None)
 def arbitration(job: str, config: Config) -> Arbitration:
     """Who arbitrates a job, whose name is its own until ``end``. Raises ``ConfigError``."""
     global _local
-    socket = os.environ.get(SOCKET) or config.socket
+    socket = os.environ.get(VARIABLE) or config.socket
     with _lock:
         if job in _jobs:
             raise ConfigError(f"a job {job!r} is already there: a process has one of each name, so give another name")

@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -39,6 +39,10 @@ _OFF = 1.3
 """Measured steps that change the ladder's seconds by more than this factor are told."""
 _REMEASURED = 8
 """Steps after which that is looked at, and again each time there are twice as many."""
+_TRIES = 5
+"""To have room for a larger shape, where others may be given the bytes in between."""
+_PATIENCE: Seconds = 60.0
+"""Two jobs that wait for larger shapes may each wait for the other's end."""
 _log = logging.getLogger("jaxtensile")
 
 
@@ -378,22 +382,81 @@ class Job:
 
     def _join(self, ladder: Ladder) -> None:
         """A step of another shape: the job's ladder is that of all its steps together from now on."""
-        client = self._client
-        assert client is not None and self._now is not None
         self._ladders.append(ladder)
-        self._renew = True
+        try:
+            self._renew = True
+            self._answered()
+            for _ in range(_TRIES):
+                if self._covers(ladder):
+                    return
+                self._make_room()
+                self._answered()
+        except BaseException:
+            self._ladders.remove(ladder)
+            raise
+        if not self._covers(ladder):
+            self._ladders.remove(ladder)
+            raise NotAdmittedError(self._no_room(ladder))
+
+    def _answered(self) -> None:
+        """The coordinator knows the ladder, or has refused it."""
+        client = self._client
+        assert client is not None
         while self._renew or client.renewing:
             self._boundary()
             if self._renew or client.renewing:
                 time.sleep(0.001)  # a coordinator in another process answers within milliseconds
         self._boundary()
-        if not self._covers(ladder):
-            self._ladders.remove(ladder)
-            need, has = format_bytes(ladder.places()[0].level), format_bytes(self._now.level)
-            raise NotAdmittedError(
-                f"{ladder.name} needs {need} at least for arguments of this shape; job {self.name!r} has {has}, and "
-                "what others hold leaves no more: suspend or end another job, or make the batch smaller"
-            )
+
+    def _make_room(self) -> None:
+        """Have room made for a larger ladder, by a second lease that asks for what is missing; its bytes go over to the
+        first one. It waits as any job does, and the job goes on to shrink when it is asked to."""
+        assert self._by is not None and self._now is not None and self._client is not None
+        now, need = self._now, self._lowest(covering=False)
+        gated = self._by.local is not None
+        missing = (
+            Rung(persistent=max(need.persistent - now.persistent, 0), temp=need.temp, host=need.host, seconds=1.0)
+            if gated
+            else Rung(persistent=max(need.level - now.level, 0), host=need.host, seconds=1.0)
+        )
+        asked = structs.replace(self._asked((missing,)), job=f"{self.name[:120]} (more)", floor=0)
+        room = Client(asked, self._by.connect)
+        try:
+            self._wait_beside(room)
+            with self._by.local.at_once() if self._by.local is not None else nullcontext():
+                room.give_back()
+                self._renewal(self._client, covering=False)
+        finally:
+            room.release()
+
+    def _wait_beside(self, room: Client) -> None:
+        """Until there is room, at rest: the job's own lease may shrink meanwhile."""
+        until = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                room.wait(0.01)
+                return
+            except RejectedError:
+                raise NotAdmittedError(self._no_room(self._ladders[-1])) from None
+            except NotAdmittedError:
+                if time.monotonic() >= until:
+                    raise NotAdmittedError(self._no_room(self._ladders[-1])) from None
+                self._boundary()
+
+    def _no_room(self, ladder: Ladder) -> str:
+        need, has = format_bytes(ladder.places()[0].level), format_bytes(self.budget)
+        return (
+            f"{ladder.name} needs {need} at least for arguments of this shape; job {self.name!r} has {has}, and what "
+            "others are guaranteed leaves no more: suspend or end another job, or make the batch smaller"
+        )
+
+    def _lowest(self, *, covering: bool = True) -> Rung:
+        """The lowest rung of the ladder as it is known now that is no lower than ``least``, and covers what runs."""
+        assert self._now is not None
+        rungs = self._together()
+        runs = [p.temp for ladder in self._ladders if (p := ladder.runs(self.bytes_for(ladder))) is not None]
+        used, floor = max(runs, default=0) if covering else 0, self._asked(rungs).floor
+        return next((r for r in rungs if r.temp >= used and r.level >= floor), rungs[-1])
 
     def _covers(self, ladder: Ladder) -> bool:
         """Whether a step has a plan, as far as is known, for the rung that the job is on."""
@@ -401,24 +464,18 @@ class Job:
         assert now is not None
         return any(p.temp <= now.temp and p.persistent <= now.persistent for p in ladder.places())
 
-    def _renewal(self, client: Client) -> None:
+    def _renewal(self, client: Client, *, covering: bool = True) -> None:
         """Tell the coordinator the ladder as it is known now. Until that counts, nothing larger runs than does now."""
         assert self._now is not None and self._admit is not None
         rungs = self._together()
         if rungs == self._admit.ladder:
             return
-        runs = [p.temp for ladder in self._ladders if (p := ladder.runs(self.bytes_for(ladder))) is not None]
-        used = max(runs, default=self._now.temp)
-        admit = self._asked(rungs)
-        low = next(k for k, r in enumerate(rungs) if r.level >= admit.floor)
-        rung = next((k for k, r in enumerate(rungs) if r.temp >= used and k >= low), None)
-        if rung is None:
-            return
-        if client.renew(admit, rung, self._in_use()):
-            if client.renewing:
-                self._now, self._clamped = structs.replace(self._now, temp=min(used, self._now.temp)), True
-        else:
-            self._renew = True
+        rung = self._lowest(covering=covering)
+        before = self._now
+        self._now, self._clamped = structs.replace(before, temp=min(rung.temp, before.temp)), True
+        self._forget()
+        if not client.renew(self._asked(rungs), rungs.index(rung), self._in_use()):
+            self._now, self._clamped, self._renew = before, False, True
 
     def _together(self) -> tuple[Rung, ...]:
         return together(self._ladders, [self._calls[ladder] for ladder in self._ladders])

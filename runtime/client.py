@@ -176,11 +176,10 @@ class Client:
         self.pulse()  # its last steps count too
         with self._lock:
             waiting = self._holder.phase == "waiting"
-            self._outbox += self._holder.release(in_use)
         if waiting:
             self.close()
             return True
-        self._flush()
+        self.give_back(in_use)
         until = time.monotonic() + timeout
         with self._news:
             while self._holder.phase == "releasing" and (left := until - time.monotonic()) > 0:
@@ -188,6 +187,12 @@ class Client:
             freed = self._holder.phase == "ended" and not self._holder.reason
         self.close()
         return freed
+
+    def give_back(self, in_use: Sequence[Bytes] = ()) -> None:
+        """Say that the job is done with its lease, and do not wait for the answer: ``release`` does, afterwards."""
+        with self._lock:
+            self._outbox += self._holder.release(in_use)
+        self._flush()
 
     def close(self) -> None:
         """End the connection. A job that waits does so no more; a lease that was not released stays charged until the

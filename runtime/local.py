@@ -15,7 +15,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -59,6 +60,7 @@ class LocalCoordinator:
         self._alarm: threading.Thread | None = None
         self._alarm_at = math.inf
         self._gates: dict[str, Gate] = {}
+        self._batch = threading.local()
         self._process = Process(os.getpid(), 0)
         settings = replace(settings or LOCAL, lease_ttl=math.inf, on_overdue="wait")
         self._core = Coordinator(_gated(capacities), settings)
@@ -102,10 +104,24 @@ class LocalCoordinator:
 
     def tell(self, *events: Event) -> None:
         """Something happened: decide, and say what was decided."""
+        batch: list[Event] | None = getattr(self._batch, "events", None)
+        if batch is not None:
+            batch.extend(events)
+            return
         with self._changed:
             spoken = self._decide(events)
         for line in spoken:
             self._deliver(line)
+
+    @contextmanager
+    def at_once(self) -> Generator[None]:
+        """What this thread says inside is heard as one: nothing is given to others in between."""
+        self._batch.events = events = list[Event]()
+        try:
+            yield
+        finally:
+            del self._batch.events
+            self.tell(*events)
 
     def _decide(self, events: Sequence[Event]) -> list[_LocalLine]:
         """Under the lock: the lines on which there is something to say, and nobody at it."""

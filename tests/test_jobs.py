@@ -235,6 +235,34 @@ def test_calls_of_other_shapes_have_plans_of_their_own_in_the_same_lease(ladder)
     same(training.losses)
 
 
+def test_others_make_room_for_a_larger_shape(ladder):
+    """The second job has grown into all that is free; it is asked for what the first one's larger step needs."""
+    big = jnp.concatenate([programs.X] * 2), jnp.concatenate([programs.Y] * 2)
+    with jaxtensile.job("measure", config=programs.config(ROOM)) as job:
+        kept = Training(job)  # and with it the plans of that shape
+        kept.step(programs.start(), *big)
+        least = job.wait(WAIT) and job.ladder[0]
+    room = least.persistent + ladder[0].persistent + least.temp + 4096
+    assert least.temp + 4096 < ladder[-1].temp
+    with jaxtensile.job("large", config=programs.config(room)) as first:
+        one = Training(first)
+        one.run(1)
+        with jaxtensile.job("other", config=programs.config(room)) as second:
+            two = Training(second, seed=1)
+            two.run(2)
+            until(lambda: second.budget == ladder[-1].level)
+            one.step(programs.start(), *big)
+            assert charged() <= room
+            assert first.budget >= least.level
+            assert second.budget < ladder[-1].level
+            two.run(1)
+            one.run(1)
+    assert [a.job for a in office().status().leases] == []
+    same(one.losses)
+    same(two.losses, seed=1)
+    del kept
+
+
 def test_a_larger_shape_for_which_there_is_no_room_is_refused_and_the_job_goes_on(ladder):
     room = ladder[-1].level + 65536
     with jaxtensile.job("grows", config=programs.config(room)) as job:
