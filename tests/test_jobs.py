@@ -242,8 +242,9 @@ def test_others_make_room_for_a_larger_shape(ladder):
         kept = Training(job)  # and with it the plans of that shape
         kept.step(programs.start(), *big)
         least = job.wait(WAIT) and job.ladder[0]
-    room = least.persistent + ladder[0].persistent + least.temp + 4096
-    assert least.temp + 4096 < ladder[-1].temp
+    stays, top = ladder[-1].persistent, ladder[-1].temp
+    room = max(least.persistent + stays + least.temp, 2 * stays + top) + 4096
+    assert room < least.persistent + stays + top
     with jaxtensile.job("large", config=programs.config(room)) as first:
         one = Training(first)
         one.run(1)
