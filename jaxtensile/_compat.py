@@ -15,6 +15,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source
+from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import windowed_reductions as _windows
 
@@ -261,3 +262,10 @@ def select_and_scatter_add(source: Any, operand: Any, zero: Any, params: Mapping
 def shardings(tree: Any) -> list[str]:
     """Where each leaf is, in words that are the same in every process."""
     return [str(getattr(x, "sharding", None)) for x in jax.tree.leaves(tree)]
+
+
+def uncommitted(x: Any) -> Any:
+    """The same array as one whose place nobody has chosen, so that it goes together with those of any device."""
+    if _dtypes.issubdtype(x.dtype, _dtypes.prng_key):
+        return jax.random.wrap_key_data(uncommitted(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    return _ArrayImpl(x.aval, x.sharding, x._arrays, committed=False)

@@ -5,19 +5,24 @@ the rung that it is granted is compiled and verified; the others are compiled in
 takes the predicted one's place. From then on GRANT and REVOKE move the job from plan to plan: at a step boundary, or at
 once while no step runs. All plans of a step compute the same, from the same arguments, so there is nothing to move.
 
+A suspended job keeps its lease, and with it its place in the status, at the bytes that may still be on the device;
+what waits on the host is charged there. To come back it waits for the rest as a job does that waits to be admitted.
+
 Invariant: a step runs only while the job holds its turn, the plan that it runs fits the rung that the job is charged
 for, and the job says that it has shrunk when no step of the larger plan runs any more: a step is waited for.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import Any
 
@@ -26,12 +31,13 @@ from msgspec import structs
 
 from jaxtensile import _compat
 from jaxtensile.arbitration import Arbitration, arbitration, config_of, device_name
-from jaxtensile.errors import BudgetError, CoordinatorError, NotAdmittedError, RejectedError
+from jaxtensile.errors import BudgetError, CoordinatorError, NotAdmittedError, RejectedError, UnreachableError
 from jaxtensile.ladder import Ladder, together
 from jaxtensile.request import Fitted
-from jaxtensile.runtime.client import Client
+from jaxtensile.runtime.client import PATIENCE, Client
 from jaxtensile.runtime.gate import GateError, Turns
 from jaxtensile.runtime.messages import MOST_BYTES, Admit, Rung
+from jaxtensile.suspension import Suspended
 from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
 
 _TELL_AFTER: Seconds = 5.0
@@ -93,6 +99,12 @@ class Job:
         """Of each step that were timed."""
         self._fresh = False
         """The call plans, compiles or loads: its time says nothing."""
+        self._away: Suspended | None = None
+        """Its state, from the begin of ``suspend`` to the end of ``resume``."""
+        self._resting: Rung | None = None
+        """What it holds while it is suspended, in place of its ladder."""
+        self._waits: Bytes = 0
+        """Host bytes of its state."""
         self.steps = 0
         """How many were run."""
         self.switches = 0
@@ -124,10 +136,71 @@ class Job:
             if self._by is not None:
                 self._by.end()
 
+    def suspend(self, state: Any) -> Any:
+        """Move ``state`` to the host and give the device bytes back to others; returns it with its arrays there.
+
+        ``state`` is a pytree, of all that the job keeps on the device between steps: its arrays go to pinned host
+        memory one by one and are deleted on the device, as donated ones are; what is no array stays as it is. The host
+        bytes are charged. Of the job's device bytes those of ``state`` are given back, and all that only a running
+        step needs; what a step is given beside ``state`` stays charged, since it may still be there, so suspend it too
+        where it is large: ``job.suspend((state, batch))``. Steps of the job are errors until ``resume``.
+
+        Should it fail in between, or be interrupted, ``resume`` gives the state back. Raises ``CoordinatorError`` where
+        there is no room on the host; then nothing has moved.
+        """
+        with self._alone(f"job {self.name!r} was suspended"):
+            if self._away is not None:
+                raise CoordinatorError(
+                    f"job {self.name!r} is suspended already: give all of its state at once, job.suspend((a, b))"
+                )
+            self._away = away = Suspended(f"job {self.name!r}", state)
+            try:
+                self._boundary()
+                if self._client is not None and away.host_bytes:
+                    self._charge_host(away)
+            except BaseException:
+                self._away, self._waits, self._renew = None, 0, True
+                raise
+            with self._kept():
+                found = away.to_host()
+                if self._now is not None:
+                    stays = max(self._now.persistent - away.device_bytes, 0)
+                    self._resting = Rung(persistent=stays, host=self._now.host, seconds=1.0)
+                    with suppress(UnreachableError):  # it is told when it is there again
+                        self._agree(lambda: self.ladder == (self._resting,))
+        return found
+
+    def resume(self, state: Any = None, *, timeout: Seconds | None = None) -> Any:
+        """Move the state of a suspended job back, once there is room; returns it, each array as and where it was.
+
+        ``state``: what ``suspend`` returned, or another one of the same structure, shapes and types; without it, that
+        which was suspended. Its arrays on the host are deleted. Waits for its turn like a job that is to be admitted;
+        after ``timeout`` seconds, if one is given, ``NotAdmittedError``: it is still suspended, and may ask again.
+        """
+        with self._alone(f"job {self.name!r} was resumed"):
+            away = self._away
+            if away is None:
+                raise CoordinatorError(f"job {self.name!r} is not suspended: nothing is to be resumed")
+            if state is not None:
+                away.take(state)
+            if self._client is not None and self._resting is not None:
+                self._come_back(timeout)
+            with self._kept():
+                found = away.to_device()
+            self._away, self._waits = None, 0
+            self._renew = True
+            self._boundary()
+        return found
+
+    @property
+    def suspended(self) -> Any:
+        """The state of a suspended job, each array where it is; None of one that is not."""
+        return None if self._away is None else self._away.tree
+
     @property
     def budget(self) -> Bytes:
-        """Device bytes that the job may use at present; 0 before its first step and while it is suspended."""
-        return 0 if self._now is None else self._now.level
+        """Device bytes that steps of the job may use at present; 0 before its first one and while it is suspended."""
+        return 0 if self._now is None or self._resting is not None else self._now.level
 
     @property
     def rung(self) -> int:
@@ -157,6 +230,7 @@ class Job:
 
     def __repr__(self) -> str:
         held = f"{format_bytes(self.budget)}, rung {self.rung} of {len(self.ladder)}" if self._now else "no lease"
+        held = "suspended" if self._away is not None else held
         return f"<job {self.name!r}: {held}>"
 
     # What planned functions ask.
@@ -167,29 +241,19 @@ class Job:
 
     def step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a step, as a turn of the job, up to the end of its work on the device."""
-        me = threading.get_ident()
-        if self._stepper == me:
-            raise GateError(f"a step of job {self.name!r} was called inside one of its steps: call it after")
-        with self._step_lock:
-            if self._over or self._by is None:
-                why = "has ended" if self._over else "has not begun"
-                raise CoordinatorError(f"job {self.name!r} {why}: call its steps inside 'with jaxtensile.job(...)'")
-            self._stepper = me
+        with self._alone(f"a step of job {self.name!r} was called"):
+            self._require_present()
+            self._boundary()
+            self._fresh, self._calling = False, call
+            self._take_turn()
+            began = time.perf_counter()
             try:
-                self._boundary()
-                self._fresh, self._calling = False, call
-                self._take_turn()
-                began = time.perf_counter()
-                try:
-                    out = call(*args, **kwargs)
-                    jax.block_until_ready(out)
-                finally:
-                    took = time.perf_counter() - began
-                    self._end_turn()
-                self._measured(took)
+                out = call(*args, **kwargs)
+                jax.block_until_ready(out)
             finally:
-                self._stepper = 0
-        self._settle()
+                took = time.perf_counter() - began
+                self._end_turn()
+            self._measured(took)
         return out
 
     def plan(self, ladder: Ladder, devices: Sequence[Any]) -> Fitted:
@@ -217,6 +281,70 @@ class Job:
         """What a plan of a step may need now."""
         assert self._now is not None
         return min(ladder.persistent, self._now.persistent) + self._now.temp
+
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """No other step of the job runs; when this is over, it goes where it was told to be meanwhile."""
+        me = threading.get_ident()
+        if self._stepper == me:
+            raise GateError(f"{what} inside one of its steps: do it after")
+        with self._step_lock:
+            if self._over or self._by is None:
+                why = "has ended" if self._over else "has not begun"
+                state = "; its state is 'job.suspended'" if self._away is not None else ""
+                raise CoordinatorError(
+                    f"job {self.name!r} {why}: call its steps inside 'with jaxtensile.job(...)'{state}"
+                )
+            self._stepper = me
+            try:
+                yield
+            finally:
+                self._stepper = 0
+        self._settle()
+
+    # ---- a suspended job ----
+
+    def _require_present(self) -> None:
+        if self._away is not None:
+            raise CoordinatorError(f"job {self.name!r} is suspended: call 'state = job.resume()' before its next step")
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Whatever goes wrong, the state is not lost, and the error says where it is."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"nothing of job {self.name!r} is lost: 'state = job.resume()' gives its state back")
+            raise
+
+    def _charge_host(self, away: Suspended) -> None:
+        """The job is charged what its state will take of the host."""
+        before, self._waits = self._admit, away.host_bytes
+        try:
+            if self._agree(lambda: self._admit is not before, PATIENCE):
+                return
+            why = "others have it"
+        except RejectedError as error:
+            why = str(error)
+        raise NotAdmittedError(
+            f"job {self.name!r} is not suspended: there is no room for {format_bytes(away.host_bytes)} of pinned host "
+            f"memory ({why}): raise 'host' in the [device] table of jaxtensile.toml, or resume another job"
+        )
+
+    def _come_back(self, timeout: Seconds | None) -> None:
+        """The job has its ladder again, and a rung of it."""
+        resting, self._resting = self._resting, None
+        try:
+            if not self._agree(
+                lambda: all(map(self._covers, self._ladders)), math.inf if timeout is None else timeout, tell=True
+            ):
+                raise NotAdmittedError(
+                    f"job {self.name!r} is still suspended: there was no room for it within {timeout:g} s; wait "
+                    "longer, or end or suspend another job"
+                )
+        except BaseException:
+            self._resting, self._renew = resting, True
+            raise
 
     # ---- a step's turn ----
 
@@ -384,63 +512,87 @@ class Job:
         """A step of another shape: the job's ladder is that of all its steps together from now on."""
         self._ladders.append(ladder)
         try:
+            if not self._agree(lambda: self._covers(ladder), _PATIENCE):
+                raise NotAdmittedError(self._no_room(ladder))
+        except BaseException as error:
+            self._ladders.remove(ladder)
+            if isinstance(error, RejectedError):
+                raise NotAdmittedError(self._no_room(ladder)) from None
+            raise
+
+    def _agree(self, there: Callable[[], bool], patience: Seconds = 0.0, *, tell: bool = False) -> bool:
+        """Have the ladder count that is known now, until ``there``. With ``patience`` others are asked to make room for
+        it, and that is waited for; ``tell``: say that it waits. Raises ``RejectedError`` where there never will be."""
+        until = time.monotonic() + patience
+        for tries in itertools.count():
             self._renew = True
             self._answered()
-            for _ in range(_TRIES):
-                if self._covers(ladder):
-                    return
-                self._make_room()
-                self._answered()
-        except BaseException:
-            self._ladders.remove(ladder)
-            raise
-        if not self._covers(ladder):
-            self._ladders.remove(ladder)
-            raise NotAdmittedError(self._no_room(ladder))
+            if there():
+                return True
+            if tries >= _TRIES and time.monotonic() >= until:
+                return False
+            if patience and not self._make_room(until, tell):
+                return False
+            self._answered()
+        return False
 
     def _answered(self) -> None:
         """The coordinator knows the ladder, or has refused it."""
         client = self._client
         assert client is not None
+        away: Seconds | None = None
         while self._renew or client.renewing:
             self._boundary()
-            if self._renew or client.renewing:
-                time.sleep(0.001)  # a coordinator in another process answers within milliseconds
+            if not (self._renew or client.renewing):
+                break
+            away = None if client.connected_now else away or time.monotonic()
+            if away is not None and time.monotonic() - away > PATIENCE:
+                raise UnreachableError(
+                    f"no coordinator answers job {self.name!r} for {PATIENCE:.0f} s: it keeps what it has; start one "
+                    "with 'jaxtensile serve'"
+                )
+            time.sleep(0.001)  # a coordinator in another process answers within milliseconds
         self._boundary()
 
-    def _make_room(self) -> None:
+    def _make_room(self, until: Seconds, tell: bool) -> bool:
         """Have room made for a larger ladder, by a second lease that asks for what is missing; its bytes go over to the
-        first one. It waits as any job does, and the job goes on to shrink when it is asked to."""
+        first one. It waits as any job does, and the job goes on to shrink when it is asked to. False after ``until``.
+        """
         assert self._by is not None and self._now is not None and self._client is not None
         now, need = self._now, self._lowest(covering=False)
+        host = max(need.host - now.host, 0)
         gated = self._by.local is not None
         missing = (
-            Rung(persistent=max(need.persistent - now.persistent, 0), temp=need.temp, host=need.host, seconds=1.0)
+            Rung(persistent=max(need.persistent - now.persistent, 0), temp=need.temp, host=host, seconds=1.0)
             if gated
-            else Rung(persistent=max(need.level - now.level, 0), host=need.host, seconds=1.0)
+            else Rung(persistent=max(need.level - now.level, 0), host=host, seconds=1.0)
         )
         asked = structs.replace(self._asked((missing,)), job=f"{self.name[:120]} (more)", floor=0)
         room = Client(asked, self._by.connect)
         try:
-            self._wait_beside(room)
+            if not self._wait_beside(room, until, tell):
+                return False
             with self._by.local.at_once() if self._by.local is not None else nullcontext():
                 room.give_back()
                 self._renewal(self._client, covering=False)
         finally:
             room.release()
+        return True
 
-    def _wait_beside(self, room: Client) -> None:
+    def _wait_beside(self, room: Client, until: Seconds, tell: bool) -> bool:
         """Until there is room, at rest: the job's own lease may shrink meanwhile."""
-        until = time.monotonic() + _PATIENCE
+        next_ = time.monotonic() + _TELL_AFTER
         while True:
             try:
                 room.wait(0.01)
-                return
-            except RejectedError:
-                raise NotAdmittedError(self._no_room(self._ladders[-1])) from None
+                return True
             except NotAdmittedError:
-                if time.monotonic() >= until:
-                    raise NotAdmittedError(self._no_room(self._ladders[-1])) from None
+                now = time.monotonic()
+                if now >= until:
+                    return False
+                if tell and now >= next_:
+                    next_ = now + _TELL_AFTER
+                    _log.warning("job %r waits for room to be resumed", self.name)
                 self._boundary()
 
     def _no_room(self, ladder: Ladder) -> str:
@@ -478,7 +630,10 @@ class Job:
             self._now, self._clamped, self._renew = before, False, True
 
     def _together(self) -> tuple[Rung, ...]:
-        return together(self._ladders, [self._calls[ladder] for ladder in self._ladders])
+        if self._resting is not None:
+            return (self._resting,)
+        rungs = together(self._ladders, [self._calls[ladder] for ladder in self._ladders])
+        return tuple(structs.replace(r, host=r.host + self._waits) for r in rungs) if self._waits else rungs
 
     def _fitted(self, ladder: Ladder) -> Fitted:
         return ladder.fitted(self.bytes_for(ladder), self._watch)

@@ -69,7 +69,8 @@ MAY_IMPORT = {
     "filtered": "_compat api report",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "arbitration": "units errors location runtime",
-    "jobs": "units errors _compat arbitration ladder plan_cache request runtime",
+    "suspension": "units errors _compat target",
+    "jobs": "units errors _compat arbitration ladder plan_cache request suspension runtime",
     "process": f"{VOCABULARY} passes",
     "estimate_text": "units places report_text",
     "estimation": f"""{VOCABULARY} workload _compat trace target measured compile location passes process estimate_text
@@ -89,7 +90,7 @@ MAY_IMPORT = {
 }
 MAY_USE_JAX = set(
     """_compat trace undo split sink join nest loops hosted rewrite compile attempts target location placement feedback
-    api filtered estimation calibration arbitration jobs""".split()
+    api filtered estimation calibration arbitration suspension jobs""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
