@@ -248,7 +248,7 @@ def test_a_program_without_arrays_has_no_target(fun, args):
         ({"bugdet": "1GiB"}, TypeError),
         ({"host_budget": "much"}, jaxtensile.BudgetError),
         ({"host_budget": -1}, jaxtensile.BudgetError),
-        ({"job": "bert"}, NotImplementedError),
+        ({"job": "bert"}, TypeError),
         ({"chunk": True}, NotImplementedError),
         ({"config": "jaxtensile.toml"}, NotImplementedError),
     ],

@@ -17,6 +17,8 @@ from jaxtensile.passes.stages import mountain_at, waists
 from jaxtensile.plan import Costs, Problem, Program
 from oracles import completed, same_outputs
 
+pytestmark = pytest.mark.without_jax
+
 
 @st.composite
 def planned(draw, source):

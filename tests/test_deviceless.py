@@ -160,7 +160,7 @@ def test_a_budget_that_no_plan_meets_names_the_ops():
 @pytest.mark.cuda_aot
 def test_values_wait_on_the_host_instead():
     """XLA holds on the host what was planned to be there, and less is computed twice."""
-    work, budget = subject("mlp"), at(0.35, "mlp")
+    work, budget = subject("mlp"), at(0.34, "mlp")
     alone = plan(work, budget)
     both = jaxtensile.jit(work.fun, budget=budget, host_budget="8GiB", target=H200, **work.jit_options).plan(*work.args)
     assert both.compiled.device <= budget and both.fits

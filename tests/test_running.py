@@ -96,7 +96,7 @@ def test_jobs_run_to_their_ends_and_the_table_says_how(folder, capfd):
         "four": "SIGKILL",
     }
     assert found["one"][4:6] == found["two"][4:6] == ["40", "8B"]
-    assert found["three"][4] == "5" and "MiB" in found["one"][6]
+    assert found["three"][4] == "5" and re.fullmatch(r"[\d.]+[MG]iB", found["one"][6])
     assert re.fullmatch(r"2 of 4 jobs done in [\d.]+s", verdict)
     # Four floors of 4 bytes, and room for 9: two have waited for those that were first.
     assert sorted(float(row[3].rstrip("s")) >= 0.1 for row in found.values())[2:] == [True, True]
