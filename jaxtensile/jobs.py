@@ -264,7 +264,15 @@ class Job:
             while True:
                 self._boundary()
                 assert self._client is not None
-                fitted = self._fitted(ladder)
+                try:
+                    fitted = self._fitted(ladder)
+                except BudgetError as error:
+                    # It was told to go where it can by what was predicted alone.
+                    self._compile_more(ladder, error)
+                    if ladder.smallest <= self.bytes_for(ladder):
+                        raise
+                    self._have_room(ladder)
+                    continue
                 if self._client.target == self._client.rung:
                     break
             self._build()
@@ -479,7 +487,7 @@ class Job:
         return True
 
     def _compile_more(self, ladder: Ladder, error: BudgetError) -> bool:
-        """Compile the smallest plan that there is, before asking again."""
+        """Compile the smallest plan that there is, before asking for its bytes."""
         if error.needs is None or error.needs > self.want:
             return False
         try:
@@ -512,13 +520,19 @@ class Job:
         """A step of another shape: the job's ladder is that of all its steps together from now on."""
         self._ladders.append(ladder)
         try:
-            if not self._agree(lambda: self._covers(ladder), _PATIENCE):
-                raise NotAdmittedError(self._no_room(ladder))
-        except BaseException as error:
+            self._have_room(ladder)
+        except BaseException:
             self._ladders.remove(ladder)
-            if isinstance(error, RejectedError):
-                raise NotAdmittedError(self._no_room(ladder)) from None
             raise
+
+    def _have_room(self, ladder: Ladder) -> None:
+        """Have a rung on which a step has a plan, by a ladder that the coordinator does not know yet."""
+        try:
+            there = self._agree(lambda: self._covers(ladder), _PATIENCE)
+        except RejectedError:
+            there = False
+        if not there:
+            raise NotAdmittedError(self._no_room(ladder))
 
     def _agree(self, there: Callable[[], bool], patience: Seconds = 0.0, *, tell: bool = False) -> bool:
         """Have the ladder count that is known now, until ``there``. With ``patience`` others are asked to make room for

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -194,6 +195,32 @@ def test_a_job_in_barely_enough_room_is_admitted(ladder):
         training = Training(job)
         training.run(2)
         assert job.budget <= ladder[0].level + 65536
+    same(training.losses)
+
+
+def test_a_job_that_is_told_to_shrink_below_its_smallest_plan_gets_what_that_needs(ladder, monkeypatch):
+    """It was admitted by a prediction that was too low, and the coordinator goes by that until it knows more."""
+    predicted = Ladder._predicted
+
+    def too_low(self):
+        low, *others = predicted(self)
+        low.temp //= 4
+        return [low, *others]
+
+    monkeypatch.setattr(Ladder, "_predicted", too_low)
+    monkeypatch.setattr(jaxtensile.jobs.Job, "_build", lambda _: None)  # which would tell it
+    with jaxtensile.job("misjudged", config=programs.config("63MiB")) as job:
+        training = Training(job)
+        training.step._ladders = weakref.WeakKeyDictionary()
+        monkeypatch.setattr("jaxtensile.api._SHARED", {})
+        training.run(1)
+        assert job.ladder[0].level < ladder[0].level
+        lie, room = job.ladder[0].level, ladder[0].level + 4096
+        assert room < job.ladder[1].level
+        resize(room)
+        assert job.budget == lie == charged()
+        training.run(2)
+        assert lie < job.budget == charged() <= room
     same(training.losses)
 
 
