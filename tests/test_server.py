@@ -1,7 +1,48 @@
-"""The daemon in a process of its own, over real sockets, with everything that can go wrong."""
+"""The daemon in a process of its own, over real sockets, with everything that can go wrong.
+
+What can go wrong, and the tests of it; those of ``test_coordinator`` are of the model, ``test_chaos`` of all at once:
+
+| fault | tests |
+|---|---|
+| a client is killed, after any message or inside one | test_a_client_that_is_killed_after_any_message_leaves_nothing, \
+    test_a_killed_job_is_freed_by_its_death_and_never_before |
+| a connection ends and its process does not | test_the_end_of_a_connection_is_not_the_end_of_a_job |
+| a client is stopped, or its step never ends | test_a_stopped_job_keeps_its_bytes_and_others_go_on, \
+    test_a_step_that_never_ends_is_overdue_and_its_process_ends_only_where_that_was_asked_for |
+| the daemon is killed, at any line | test_a_killed_daemon_is_started_again_and_no_lease_is_lost, \
+    test_jobs_never_grow_while_the_daemon_is_gone_and_who_died_meanwhile_is_freed, \
+    test_while_it_recovers_nothing_is_granted_but_to_those_that_come_back, \
+    test_who_does_not_come_back_is_not_waited_for_and_stays_charged, \
+    test_coordinator.test_every_invariant_holds_on_random_walks, \
+    test_chaos.test_whoever_is_killed_nothing_is_overcommitted_or_lost_and_all_losses_are_the_same |
+| two daemons, a stale socket, a lock or socket that was removed | \
+    test_of_two_daemons_the_lock_decides_and_a_stale_socket_is_taken_over, \
+    test_a_socket_file_that_was_removed_is_made_again_and_connections_go_on, \
+    test_a_daemon_whose_lock_was_removed_and_taken_by_another_ends |
+| frames that are partial, split, merged, oversized or malformed; absurd numbers | \
+    test_messages_in_pieces_and_together_are_the_same_messages, \
+    test_bytes_that_are_no_message_end_that_connection_alone |
+| a reader that is slow, a client that is silent | \
+    test_a_reader_that_does_not_read_is_disconnected_and_quarantined, test_who_says_nothing_is_disconnected, \
+    test_a_stopped_job_keeps_its_bytes_and_others_go_on |
+| a thousand connects at once, no descriptors | test_a_thousand_connections_at_once_are_served, \
+    test_beyond_the_most_clients_and_out_of_descriptors_one_is_asked_to_come_again |
+| another user, another's lease, a stale token | test_another_user_is_refused, \
+    test_what_is_anothers_or_stale_is_refused_counted_and_changes_nothing |
+| the journal's disk is full, the journal is broken or gone | \
+    test_with_a_full_disk_nothing_is_granted_and_what_gives_back_goes_on, \
+    test_a_journal_that_is_broken_before_its_end_stops_the_daemon_with_the_way_out, \
+    test_a_journal_of_another_boot_is_thrown_away_and_a_torn_line_is_left_out, \
+    test_a_journal_that_was_removed_is_written_again |
+| the config is broken, or capacity is lowered | \
+    test_a_lowered_capacity_is_drained_never_overcommitted_and_a_broken_config_changes_nothing |
+| a ladder lies, an allocator never gives back | \
+    test_a_ladder_that_lies_is_found_out_and_an_allocator_that_keeps_bytes_shrinks_no_more |
+"""
 
 import json
 import os
+import re
 import resource
 import select
 import signal
@@ -119,6 +160,72 @@ def test_a_killed_job_is_freed_by_its_death_and_never_before(daemon):
     until(lambda: "its process died" in daemon.log())
 
 
+KILLED = """
+import os, socket, sys, time
+from jaxtensile.runtime.messages import *
+from jaxtensile.runtime.wire import REPLIES, frame, take
+path, ladder = sys.argv[1], (Rung(persistent=4, seconds=2.0), Rung(persistent=8, seconds=1.0))
+lease, token, rest, link = 1, Token(1, 1), b"", None
+def connect(_):
+    global link
+    link = socket.socket(socket.AF_UNIX)
+    link.connect(path)
+def say(make):
+    link.sendall(frame(make()))
+def hear(kind):
+    global rest, lease, token
+    while True:
+        taken = take(rest + link.recv(1 << 16), REPLIES)
+        rest = taken.rest
+        for m in taken.messages:
+            if isinstance(m, (Grant, Revoke)):
+                lease, token = m.lease, m.token
+            if isinstance(m, kind):
+                return
+STEPS = [
+    (connect, None),
+    (say, lambda: Hello(version=VERSION)), (hear, Welcome),
+    (say, lambda: Admit(job="killed", devices=("cuda:0",), ladder=ladder)), (hear, Grant),
+    (say, lambda: Beat(lease=lease, step=1, step_us=1, in_use=(), peak=0)),
+    (say, lambda: Status()), (hear, Snapshot),
+    (say, lambda: Renew(lease=lease, token=token, ladder=ladder[:1], rung=0, floor=0, want=9, in_use=())),
+    (hear, Renewed),
+    (connect, None), (say, lambda: Hello(version=VERSION)),
+    (say, lambda: Reclaim(lease=lease, token=token, rung=0, in_use=())), (hear, Grant),
+    (say, lambda: Ack(lease=lease, token=token, rung=0, in_use=())),
+    (say, lambda: Release(lease=lease, token=token)), (hear, Released),
+]
+print(len(STEPS), flush=True)
+for line in sys.stdin:  # so many of them, and half a frame
+    read, write = os.pipe()
+    if not (pid := os.fork()):
+        for do, what in STEPS[:int(line)]:
+            do(what)
+        if link is not None:
+            link.sendall(frame(Status())[:3])
+        os.write(write, b"x")
+        time.sleep(3600)
+    os.read(read, 1)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    print("killed", flush=True)
+"""
+
+
+def test_a_client_that_is_killed_after_any_message_leaves_nothing(daemon):
+    script = [sys.executable, "-c", KILLED, str(daemon.path)]
+    with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        ends = int(process.stdout.readline())
+        for steps in range(ends + 1):
+            process.stdin.write(f"{steps}\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "killed\n", steps
+            until(lambda: not daemon.snapshot().leases)
+            assert daemon.charged() == 0
+        process.stdin.close()
+    assert daemon.snapshot().phase == "serving"
+
+
 def test_the_end_of_a_connection_is_not_the_end_of_a_job(daemon):
     wire = Wire(daemon.path)
     grant = wire.admit()
@@ -228,6 +335,18 @@ def test_a_reader_that_does_not_read_is_disconnected_and_quarantined(daemon):
     again = Wire(daemon.path)
     again.say(Release(lease=grant.lease, token=grant.token))
     assert again.hear(Released)
+
+
+def test_who_says_nothing_is_disconnected():
+    """After ten seconds; here they are shorter."""
+    shorter = "import sys; from jaxtensile.runtime import server; server.HELLO_WITHIN = 0.1\n"
+    daemon = Daemon()
+    daemon.program = "-c", shorter + "from jaxtensile.cli import main; sys.exit(main())"
+    with daemon:
+        wire, silent, half = Wire(daemon.path), Wire(daemon.path, hello=False), Wire(daemon.path, hello=False)
+        half.socket.sendall(frame(Hello(version=VERSION))[:-1])
+        assert silent.hear() is None and half.hear() is None
+        assert wire.admit().rung == 1
 
 
 def test_what_is_anothers_or_stale_is_refused_counted_and_changes_nothing(daemon):
@@ -350,6 +469,19 @@ def test_while_it_recovers_nothing_is_granted_but_to_those_that_come_back():
             back = again.hear(Revoke)
         again.say(Ack(lease=back.lease, token=back.token, rung=0, in_use=()))
         assert other.hear(Grant).rung == 0 and daemon.charged() == 8
+
+
+def test_who_does_not_come_back_is_not_waited_for_and_stays_charged():
+    with Daemon(capacity=12) as daemon:
+        wire = Wire(daemon.path)
+        assert wire.admit("a").rung == 1
+        daemon.kill()
+        daemon.start()
+        assert daemon.snapshot().phase == "recovering"
+        client = daemon.client("b", ladder=LADDER[:1])
+        assert client.wait(LIMIT) == 0
+        assert daemon.snapshot().phase == "serving" and daemon.charged() == 12
+        assert daemon.states() == {"a": "quarantined", "b": "held"} and client.release()
 
 
 def test_a_journal_of_another_boot_is_thrown_away_and_a_torn_line_is_left_out():
@@ -664,3 +796,14 @@ def test_the_daemon_is_small_and_idles():
         time.sleep(3.0)
         spent = (ticks() - before) / os.sysconf("SC_CLK_TCK")
         assert spent / (time.monotonic() - began) < 0.02
+
+
+def test_every_fault_has_tests_that_are_there():
+    rows = [row for row in __doc__.replace("\\\n", "").splitlines() if row.startswith("| ")][1:]
+    names = {row: re.findall(r"(?:(test_\w+)\.)?(test_\w+)(?=[ ,])", row.split("|")[2] + " ") for row in rows}
+    assert len(rows) == 12
+    for row, found in names.items():
+        assert found, row
+        for file, test in found:
+            source = (Path(__file__).with_name(f"{file}.py") if file else Path(__file__)).read_text()
+            assert f"\ndef {test}(" in source, test
