@@ -37,6 +37,7 @@ from jaxtensile.request import Fitted
 from jaxtensile.runtime.client import PATIENCE, Client
 from jaxtensile.runtime.gate import GateError, Turns
 from jaxtensile.runtime.messages import MOST_BYTES, Admit, Rung
+from jaxtensile.runtime.place import JOB_VARIABLE
 from jaxtensile.suspension import Suspended
 from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
 
@@ -697,7 +698,7 @@ class Job:
 
 
 def job(
-    name: str,
+    name: str | None = None,
     *,
     least: int | str | None = None,
     want: int | str | None = None,
@@ -708,21 +709,24 @@ def job(
 ) -> Job:
     """A job whose steps share a device with others: ``with jaxtensile.job("a") as j``, ``jaxtensile.jit(f, job=j)``.
 
-    ``least``: bytes (an int, ``"4GiB"``) below which it is never put; ``want``: bytes above which it asks for nothing
-    (without it: all it is faster with). ``priority``: its class, a higher one goes first; ``weight``: its share inside
-    the class. ``devices``: names as ``"cuda:0"``, by default the one its arguments are on. ``config``: a
-    ``jaxtensile.toml`` or its tables as a dict, by default the file found upward from here; its ``[jobs.NAME]`` holds
-    for what is not given. The coordinator is this process's own, unless ``$JAXTENSILE_SOCKET`` or the config names the
-    socket of ``jaxtensile serve``.
+    ``name``: its own in this process; without it, the one that ``jaxtensile run`` has given the process. ``least``:
+    bytes (an int, ``"4GiB"``) below which it is never put; ``want``: bytes above which it asks for nothing (without it:
+    all it is faster with). ``priority``: its class, a higher one goes first; ``weight``: its share inside the class.
+    ``devices``: names as ``"cuda:0"``, by default the one its arguments are on. ``config``: a ``jaxtensile.toml`` or
+    its tables as a dict, by default the file found upward from here; its ``[jobs.NAME]`` holds for what is not given.
+    The coordinator is this process's own, unless ``$JAXTENSILE_SOCKET`` or the config names the socket of
+    ``jaxtensile serve``.
 
     Raises ``ConfigError`` for what cannot be meant. Steps raise ``RejectedError`` when the job can never fit.
     """
+    name = os.environ.get(JOB_VARIABLE) if name is None else name
+    if not isinstance(name, str) or not 1 <= len(name) <= 128:
+        here = f", or start this with 'jaxtensile run', which sets ${JOB_VARIABLE}" if name is None else ""
+        raise CoordinatorError(f"a job's name is a text of 1 to 128 letters, not {name!r}: give it one{here}")
     known = config_of(config)
     said = known.jobs.get(name)
     low = _bytes("least", least, said.least if said else 0)
     high = _bytes("want", want, said.want if said and said.want is not None else MOST_BYTES)
-    if not isinstance(name, str) or not 1 <= len(name) <= 128:
-        raise CoordinatorError(f"a job's name is a text of 1 to 128 letters, not {name!r}")
     if low > high:
         raise BudgetError(f"job {name!r}: least={format_bytes(low)} is above want={format_bytes(high)}")
     return Job(

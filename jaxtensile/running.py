@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> bool:
         began = time.monotonic()
         try:
             for name, job in chosen.items():
-                jobs.append(_start(name, job, _environment(name, job, config, file, socket)))
+                jobs.append(_start(name, job, _environment(name, job, config, file, socket), file))
             _watch(jobs, inquirer)
         except BaseException:
             _end(jobs)
@@ -161,14 +161,17 @@ def _environment(name: str, job: JobConfig, config: Config, file: Path | None, s
     if file is not None:
         seen[configs.VARIABLE] = str(file.absolute())
     seen.setdefault("PYTHONUNBUFFERED", "1")  # so that its lines are told when it says them
+    # "python" is the one that has jaxtensile, whether its environment is activated or not.
+    seen["PATH"] = os.pathsep.join(filter(None, (os.path.dirname(sys.executable), seen.get("PATH"))))
     return seen
 
 
-def _start(name: str, job: JobConfig, environment: Mapping[str, str]) -> Job:
+def _start(name: str, job: JobConfig, environment: Mapping[str, str], file: Path | None) -> Job:
     try:
         process = subprocess.Popen(
             job.command,
             env=environment,
+            cwd=file.absolute().parent if file is not None else None,  # wherever below it this was called
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -368,3 +368,11 @@ def test_what_is_wanted_bounds_what_is_granted(ladder):
         training.run(2)
         assert job.budget <= want
     same(training.losses)
+
+
+def test_a_process_of_the_config_needs_no_name(monkeypatch):
+    monkeypatch.setenv("JAXTENSILE_JOB", "bert")
+    assert jaxtensile.job(config={"jobs": {"bert": {"least": "1MiB"}}}).least == 1 << 20
+    monkeypatch.delenv("JAXTENSILE_JOB")
+    with pytest.raises(CoordinatorError, match="not None: give it one, or start this with 'jaxtensile run'"):
+        jaxtensile.job()

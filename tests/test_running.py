@@ -104,6 +104,16 @@ def test_jobs_run_to_their_ends_and_the_table_says_how(folder, capfd):
     assert not os.path.exists(os.path.dirname(socket))
 
 
+def test_commands_run_where_the_config_is_with_the_python_that_runs_this(folder, capfd, monkeypatch):
+    say = "import os, sys, jaxtensile; print('in', os.getcwd(), 'by', sys.executable)"
+    write(folder, one=["python", "-c", say])
+    (folder / "below").mkdir()
+    monkeypatch.chdir(folder / "below")
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert cli.main(["run"]) == 0
+    assert f"one | in {folder} by {Path(sys.executable).parent}/python" in capfd.readouterr().out
+
+
 def test_only_the_jobs_that_are_named_run_with_the_coordinator_that_is_there(folder, capfd):
     with Daemon(capacity=9) as daemon:
         write(folder, one=(3, 0), two=(3, 1))
