@@ -15,12 +15,14 @@ import numpy as np
 import optax
 import pytest
 
+from jaxtensile.runtime import config as configs
 from jaxtensile.units import parse_bytes
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
 gpt = importlib.import_module("gpt")
 text = importlib.import_module("text")
+search = importlib.import_module("search")
 
 TINY = gpt.GPTConfig(layers=2, width=32, heads=2, context=16, vocab=64)
 TINY_DEMO = ["--layers", "4", "--width", "64", "--heads", "2", "--context", "64", "--batch", "16"]
@@ -151,6 +153,43 @@ def test_will_it_fit_answers_and_explains(tmp_path):
     assert 1 <= len(errors) <= 3
     given, taken = map(parse_bytes, one(rf"(?m)^with {SIZE} it fits: {SIZE}$", printed))
     assert taken <= given == parse_bytes(errors[-1][1]) < parse_bytes(before)
+
+
+def test_search_trains_eight_in_the_room_of_three(tmp_path):
+    printed = run(tmp_path, "search.py", "--steps", "12")
+    plain, room, number = one(rf"one training as it is: {SIZE}; the device: {SIZE}, room for (\d)", printed)
+    assert parse_bytes(room) // parse_bytes(plain) == int(number) == 3
+    rows = re.findall(r"(?m)^ +([\d.e-]+) +(\d+) +([\d.]+)$", printed)
+    assert sorted(float(rate) for rate, *_ in rows) == sorted(search.RATES)
+    assert [int(steps) for _, steps, _ in rows] == sorted((int(steps) for _, steps, _ in rows), reverse=True)
+    assert rows[0][1] == "12" and {steps for _, steps, _ in rows} <= {"4", "8", "12"}
+    assert all(parse_bytes(size) <= parse_bytes(room) for size in re.findall(rf"begins with {SIZE}", printed))
+    assert float(one(r"(?m)^best: .* no loss differs by more than ([\d.e+-]+)$", printed)) < 1e-4
+
+
+def test_search_as_processes(tmp_path):
+    config = configs.read(EXAMPLES / "search.toml")
+    assert config.devices[""].capacity == parse_bytes(search.CAPACITY)
+    assert {float(job.command[-1]) for job in config.jobs.values()} == set(search.RATES)
+    command = [sys.executable, "-m", "jaxtensile.cli", "run", "rate-3", "rate-4", "--config", EXAMPLES / "search.toml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"(?m)^rate-4 \| +[\d.]+s  rate-4 +is done: loss 0\.\d+$", done.stdout), done.stdout
+    assert "2 of 2 jobs done" in done.stdout
+
+
+def test_queries_come_and_go_beside_a_training_that_stays_the_same(tmp_path):
+    printed = run(tmp_path, "queries.py", "--queries", "3", "--steps", "6", "--layers", "2")
+    assert len(re.findall(r"query \d +answered after", printed)) == 3
+    assert int(one(r"(?m)^the training made (\d+) steps", printed)) > 1
+    assert float(one(r"none of its losses differs by more than ([\d.e+-]+)$", printed.strip())) < 1e-4
+
+
+def test_a_service_of_a_higher_class_waits_for_one_step(tmp_path):
+    printed = run(tmp_path, "priority.py", "--seconds", "0.5", "--layers", "2")
+    rows = re.findall(r"(?m)^ +([01]) +(\d+) .* ms  (\d+) \+ (\d+) \+ (\d+) in ", printed)
+    assert [row[0] for row in rows] == ["0", "1"]
+    assert all(int(number) > 0 for row in rows for number in row[1:])
 
 
 # ---- the model and its data -------------------------------------------------------------------
