@@ -34,7 +34,8 @@ class Op:
     ``flops``: matrix and convolution FLOPs, bodies and trip counts included;
     ``pinned``: never cloned, dropped or moved (effects, references, foreign calls);
     ``bodies``: bodies of loops and branches; ``trip_count``: how often they run (1 when unknown).
-    ``slots``: for ops with bodies, the value in every operand position, -1 for a literal;
+    ``slots``: for ops with bodies, and for barriers before literals, the value in every operand position, -1 for a
+    literal;
     ``carried``: for scans, the number of constants and of carries among the positions;
     ``reverse``: for scans, whether they run from the last slice to the first;
     ``padded``: for convolutions and gradients of max pools, bytes of operand 0 or of the result once padding that XLA

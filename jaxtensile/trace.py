@@ -250,8 +250,10 @@ def _bits(dtype: Any) -> int:
 def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
     operands = tuple(ValueId(v) for v in equation.operands if isinstance(v, int))
     results = tuple(ValueId(v) for v in equation.results)
-    if equation.eqn is None:
-        return Op(id=OpId(i), primitive="optimization_barrier", operands=operands, results=results)
+    slots = tuple(ValueId(v) if isinstance(v, int) else -1 for v in equation.operands)
+    if equation.eqn is None or equation.eqn.primitive.name == "optimization_barrier":
+        positions = slots if len(slots) > len(operands) else ()  # of a literal the result is a buffer of its own
+        return Op(id=OpId(i), primitive="optimization_barrier", operands=operands, results=results, slots=positions)
     eqn = equation.eqn
     name = eqn.primitive.name
     bodies, trips = _bodies(eqn)
@@ -268,7 +270,7 @@ def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
         or (bool(bodies) and any(_space(v.aval) == "host" for v in eqn.outvars)),
         bodies=inner,
         trip_count=trips,
-        slots=tuple(v if isinstance(v, int) else -1 for v in equation.operands) if bodies else (),
+        slots=slots if bodies else (),
         carried=_compat.scan_split(eqn.params) if name == "scan" else (0, 0),
         reverse=name == "scan" and bool(eqn.params["reverse"]),
         padded=_padded(eqn),

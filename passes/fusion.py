@@ -104,8 +104,8 @@ def fuse(graph: Graph) -> Kernels:
             work[r] = work[v]
             continue
         if name == "optimization_barrier":
-            for v, r in zip(op.operands, op.results, strict=True):
-                home[r] = home[v] if home[v] >= 0 else r
+            for v, r in zip(op.slots or op.operands, op.results, strict=True):
+                home[r] = home[v] if v >= 0 and home[v] >= 0 else r
                 leaves[r] = (home[r],)
             reads[op.id] = sources
             is_root[op.id] = True

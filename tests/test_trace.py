@@ -11,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtensile.ir import producers
+from jaxtensile.passes.fusion import fuse
 from jaxtensile.trace import bind, jaxpr_flops, trace_jaxpr
 
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -144,6 +145,18 @@ def test_positions_of_a_scan():
     assert scan.operands == (w, x, xs)
     assert len(scan.bodies[0].inputs) == 4
     assert len(scan.bodies[0].output_slots) == len(scan.results) == 3
+
+
+def test_a_barrier_before_a_literal_says_which_of_its_results_that_is():
+    def fun(x, y):
+        x, one, y = lax.optimization_barrier((x, 1.0, y))
+        return x * one, y
+
+    traced = trace(fun, F32((4,)), F32((8,)))
+    barrier, x, y = only(traced, "optimization_barrier"), *traced.arguments
+    assert barrier.slots == (x, -1, y) and barrier.operands == (x, y)
+    first, one, last = barrier.results
+    assert [fuse(traced.graph).home[r] for r in (first, one, last)] == [x, one, y]
 
 
 def test_a_jit_with_shardings_stays_an_op():
