@@ -73,6 +73,18 @@ class Account:
             return persistent + max(others, charge.temp)
         return persistent + self.temps - old.temp + charge.temp
 
+    def used_instead(self, charges: Mapping[int, Charge]) -> Bytes:
+        """Bytes charged if those leases were charged this."""
+        persistent, temps = self.persistent, self.temps
+        for lease, charge in charges.items():
+            old = self.charges.get(lease, NOTHING)
+            persistent += charge.persistent - old.persistent
+            temps += charge.temp - old.temp
+        if not self.gated:
+            return persistent + temps
+        others = max((c.temp for k, c in self.charges.items() if k not in charges), default=0)
+        return persistent + max([others, *(c.temp for c in charges.values())])
+
     def put(self, lease: int, charge: Charge) -> None:
         """Charge a lease this instead of what it was charged."""
         old = self.charges.get(lease, NOTHING)
@@ -120,6 +132,16 @@ class Ledger:
             if used > account.limit and used > account.used:
                 return False
         return True
+
+    def fit(self, rows: Sequence[tuple[int, Sequence[str], Sequence[Charge]]]) -> bool:
+        """May all these leases be charged this together?"""
+        instead: dict[str, dict[int, Charge]] = {}
+        for lease, resources, charges in rows:
+            for name, charge in zip(resources, charges, strict=True):
+                instead.setdefault(name, {})[lease] = charge
+        return all(
+            self.accounts[name].used_instead(mine) <= self.accounts[name].limit for name, mine in instead.items()
+        )
 
     def charge(self, lease: int, resources: Sequence[str], charges: Sequence[Charge]) -> None:
         """Charge a lease this instead of what it was charged. Raises ``OvercommitError``, and nothing was charged."""

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from coordinator_model import Violation, World, broken_walks
 from jaxtensile.runtime import journal
+from jaxtensile.runtime.arbiter import Arbiter
 from jaxtensile.runtime.coordinator import Coordinator
 from jaxtensile.runtime.events import (
     CapacityChanged,
@@ -422,6 +423,24 @@ def test_surplus_moves_only_for_a_gain_that_is_worth_it(gain, moved):
     desk.admit(2, ladder=(Rung(persistent=4, seconds=1.5), Rung(persistent=8, seconds=1.0)))
     assert desk.lease(2).rung == 0
     assert bool(desk.said(Revoke, to=1)) == moved
+
+
+@pytest.mark.parametrize("policy", ["slowdown", "priority", "fcfs"])
+def test_where_all_fit_what_is_given_is_what_a_division_gives(policy, monkeypatch):
+    """Of ladders that are no faster with more bytes too, in room for all and in less."""
+
+    def rungs(seed):
+        random = Random(seed)
+        desk = Desk(capacity=random.choice((60, 90, 1000)), policy=policy, min_gain=random.choice((0.0, 0.1)))
+        for k in range(1, 6):
+            sizes = sorted(random.sample(range(4, 40), random.randint(1, 4)))
+            ladder = tuple(Rung(persistent=n, seconds=random.choice((1.0, 1.5, 1.5, 2.0, 4.0))) for n in sizes)
+            desk.admit(k, f"job {k}", ladder, priority=random.choice((0, 0, 1)), weight=random.choice((1.0, 2.0)))
+        return [(a.id, a.rung, a.state) for a in desk.it.arbiter.leases.values()]
+
+    found = [rungs(seed) for seed in range(150)]
+    monkeypatch.setattr(Arbiter, "_all_get", lambda *_: None)
+    assert [rungs(seed) for seed in range(150)] == found
 
 
 def test_a_rung_that_is_hardly_faster_is_not_gone_up_to():

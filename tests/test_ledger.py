@@ -91,3 +91,14 @@ def test_sums_are_what_adding_up_gives_and_never_exceed_the_limit(steps, gated):
     for lease in range(1, 5):
         book.release(lease, DEVICES)
     assert all(a.used == a.persistent == a.temps == 0 and not a.charges for a in book.accounts.values())
+
+
+@given(moves, st.dictionaries(st.integers(1, 4), st.tuples(charges, charges, charges)), st.booleans())
+def test_several_fit_together_if_what_they_would_be_charged_adds_up_to_no_more(steps, wanted, gated):
+    book, held = ledger(gated=gated), {}
+    for lease, now, _ in steps:
+        book.measured(lease, DEVICES, now)
+        held[lease] = now
+    after = [*{**held, **wanted}.values()]
+    fit = all(used([c[k] for c in after], book.accounts[DEVICES[k]].gated) <= 10 for k in range(3))
+    assert book.fit([(k, DEVICES, c) for k, c in wanted.items()]) == (fit or not wanted)
