@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What tests counted, over all of them and over all processes, so that nobody has to believe it.
 
     ``record_property("counted", text)`` counts one, ``record_property("differential: NAME", n)`` that many programs,
-    ``record_property("coordinator: WHAT", n)`` that much of what its model did.
+    ``record_property("coordinator: WHAT", n)`` that much of what its model did, ``"chaos: WHAT"`` of real processes.
     """
     reports = [r for rs in terminalreporter.stats.values() for r in rs if getattr(r, "when", "") == "call"]
     properties = [(key, value) for r in reports for key, value in r.user_properties]
@@ -55,13 +55,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for key, count in properties:
         if key.startswith("differential: "):
             generated[key.removeprefix("differential: ")] += count
-    walked: Counter[str] = Counter()
-    for key, count in properties:
-        if key.startswith("coordinator: "):
-            walked[key.removeprefix("coordinator: ")] += count
-    if walked:
-        terminalreporter.section("the coordinator in its model")
-        terminalreporter.line("no invariant broken in " + ", ".join(f"{n} {what}" for what, n in walked.items()))
+    for prefix, title in (("coordinator: ", "in its model"), ("chaos: ", "among real processes")):
+        walked: Counter[str] = Counter()
+        for key, count in properties:
+            if key.startswith(prefix):
+                walked[key.removeprefix(prefix)] += count
+        if walked:
+            terminalreporter.section(f"the coordinator {title}")
+            terminalreporter.line("no invariant broken in " + ", ".join(f"{n} {what}" for what, n in walked.items()))
     if libraries or generated:
         terminalreporter.section("jaxtensile.jit beside jax.jit")
     if generated:

@@ -58,6 +58,8 @@ def until(condition, limit=LIMIT, every=0.005):
 class Daemon:
     """``jaxtensile serve`` in a folder of its own; started, killed and started again."""
 
+    program = ("-m", "jaxtensile.cli")
+
     def __init__(self, folder=None, *options, limits=None, **config):
         self._own = tempfile.TemporaryDirectory(prefix="jt-") if folder is None else None
         self.folder = Path(self._own.name if self._own else folder)
@@ -75,7 +77,7 @@ class Daemon:
             for which, value in self.limits.items():
                 resource.setrlimit(which, (value, value))
 
-        command = [sys.executable, "-m", "jaxtensile.cli", "serve", "--config", self.file, "--socket", self.path]
+        command = [sys.executable, *self.program, "serve", "--config", self.file, "--socket", self.path]
         with open(self.folder / "log", "ab") as log:
             self.process = subprocess.Popen(
                 [*map(str, command), *self.options],

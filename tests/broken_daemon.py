@@ -1,0 +1,31 @@
+"""``jaxtensile serve`` with something missing, for tests that have to notice: ``broken_daemon.py WHAT serve ...``."""
+
+import functools
+import sys
+
+from jaxtensile import cli
+from jaxtensile.runtime import server
+from jaxtensile.runtime.coordinator import Coordinator
+from jaxtensile.runtime.events import Rules
+from jaxtensile.runtime.journal_file import JournalFile
+
+RULES = {
+    "frees on EOF": "free_on_death",
+    "frees the silent": "ttl_quarantines",
+    "grants before ACK": "charge_until_ack",
+}
+
+
+def main(what, arguments):
+    if what in RULES:
+        server.Coordinator = functools.partial(Coordinator, rules=Rules(**{RULES[what]: False}))
+    elif what == "keeps no journal":
+        JournalFile.append = JournalFile.replace = lambda *_: None
+        JournalFile.lost = lambda _: False
+    else:
+        raise SystemExit(f"nothing is called {what!r}")
+    sys.exit(cli.main(arguments))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
