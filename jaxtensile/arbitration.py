@@ -26,7 +26,7 @@ from jaxtensile.runtime.events import Settings
 from jaxtensile.runtime.gate import Turns
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.local import LOCAL, LocalCoordinator
-from jaxtensile.runtime.place import VARIABLE
+from jaxtensile.runtime.place import VARIABLE, checked
 from jaxtensile.units import GIB, Bytes
 
 _RESERVE = GIB
@@ -73,11 +73,11 @@ def arbitration(job: str, config: Config) -> Arbitration:
     socket = os.environ.get(VARIABLE) or config.socket
     with _lock:
         if job in _jobs:
-            raise ConfigError(f"a job {job!r} is already there: a process has one of each name, so give another name")
+            raise ConfigError(f"a job {job!r} is already there: end it by close() or its 'with', or give another name")
         if socket:
             from jaxtensile.runtime.socket_link import SocketLink
 
-            found = Arbitration(job, SocketLink.to(socket), None)
+            found = Arbitration(job, SocketLink.to(str(checked(Path(socket).absolute()))), None)
         else:
             if _local is None or (_local[0] != config and not _jobs):
                 _local = (

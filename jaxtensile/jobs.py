@@ -31,7 +31,14 @@ from msgspec import structs
 
 from jaxtensile import _compat
 from jaxtensile.arbitration import Arbitration, arbitration, config_of, device_name
-from jaxtensile.errors import BudgetError, CoordinatorError, NotAdmittedError, RejectedError, UnreachableError
+from jaxtensile.errors import (
+    BudgetError,
+    ConfigError,
+    CoordinatorError,
+    NotAdmittedError,
+    RejectedError,
+    UnreachableError,
+)
 from jaxtensile.ladder import Ladder, together
 from jaxtensile.request import Fitted
 from jaxtensile.runtime.client import PATIENCE, Client
@@ -42,6 +49,8 @@ from jaxtensile.suspension import Suspended
 from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
 
 _TELL_AFTER: Seconds = 5.0
+_TELL_AT_LEAST: Seconds = 60.0
+"""That a job waits is told, and then ever more rarely."""
 _OFF = 1.3
 """Measured steps that change the ladder's seconds by more than this factor are told."""
 _REMEASURED = 8
@@ -231,7 +240,7 @@ class Job:
 
     def __repr__(self) -> str:
         held = f"{format_bytes(self.budget)}, rung {self.rung} of {len(self.ladder)}" if self._now else "no lease"
-        held = "suspended" if self._away is not None else held
+        held = "has ended" if self._over else "suspended" if self._away is not None else held
         return f"<job {self.name!r}: {held}>"
 
     # What planned functions ask.
@@ -470,10 +479,13 @@ class Job:
                 self._client = self._now = self._admit = None
 
     def _too_large(self, why: str) -> str:
-        least = format_bytes(self._together()[0].level)
+        if "there is no device" in why:
+            return f"{why}: leave devices= out, or name them in the coordinator's jaxtensile.toml"
+        names, smallest = ", ".join(ladder.name for ladder in self._ladders), self._together()[0].level
+        more = "raise want=" if self.want < smallest else "give the device more capacity"
         return (
-            f"{why}; the smallest plan of {', '.join(ladder.name for ladder in self._ladders)} needs {least}: shrink "
-            "the batch, donate the arguments that are updated, or give the device more capacity"
+            f"{why.removesuffix(': bring a smaller plan')}; the smallest plan of {names} needs "
+            f"{format_bytes(smallest)}: shrink the batch, donate the arguments that are updated, or {more}"
         )
 
     def _has_plans(self) -> bool:
@@ -510,12 +522,14 @@ class Job:
         )
 
     def _wait_for(self, client: Client) -> None:
+        patience = _TELL_AFTER
         while True:
             try:
-                client.wait(_TELL_AFTER)
+                client.wait(patience)
                 return
             except NotAdmittedError as waits:
-                _log.warning("%s; waiting", str(waits).partition(":")[0])
+                patience = min(2 * patience, _TELL_AT_LEAST)
+                _log.warning("%s; waiting until others end or are suspended", str(waits).partition(":")[0])
 
     def _join(self, ladder: Ladder) -> None:
         """A step of another shape: the job's ladder is that of all its steps together from now on."""
@@ -733,12 +747,31 @@ def job(
         name,
         least=low,
         want=high,
-        priority=priority if priority is not None else said.priority if said else 0,
-        weight=weight if weight is not None else said.weight if said else 1.0,
-        devices=None if devices is None else tuple(devices),
+        priority=_class(priority) if priority is not None else said.priority if said else 0,
+        weight=_share(weight) if weight is not None else said.weight if said else 1.0,
+        devices=None if devices is None else _names(devices),
         overhead=said.max_overhead if said else None,
         arbitrated=lambda: arbitration(name, known),
     )
+
+
+def _class(given: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or not -1000 <= given <= 1000:
+        raise ConfigError(f"priority={given!r}: give a whole number from -1000 to 1000; a higher one goes first")
+    return given
+
+
+def _share(given: float) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 1e-3 <= given <= 1e3:
+        raise ConfigError(f"weight={given!r}: give a number from 0.001 to 1000")
+    return float(given)
+
+
+def _names(given: Sequence[str]) -> tuple[str, ...]:
+    names = () if isinstance(given, str) else tuple(given)
+    if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"devices={given!r}: give a list of names like 'cuda:0', each once, or leave it out")
+    return names
 
 
 def _bytes(what: str, given: int | str | None, default: Bytes) -> Bytes:

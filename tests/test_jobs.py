@@ -345,8 +345,32 @@ def test_names_and_configs_are_looked_at_before_anything_runs():
         jaxtensile.job("x", least="many")
     with pytest.raises(ConfigError, match="did you mean 'capacity'"):
         jaxtensile.job("x", config={"device": {"capacty": "1GiB"}})
+    for wrong, said in (
+        ({"priority": "high"}, "priority='high': give a whole number"),
+        ({"priority": 1001}, "from -1000 to 1000"),
+        ({"weight": 0}, "weight=0: give a number"),
+        ({"weight": float("nan")}, "weight=nan"),
+        ({"devices": "cpu:0"}, "devices='cpu:0': give a list"),
+        ({"devices": []}, "give a list of names"),
+        ({"devices": ["cpu:0", "cpu:0"]}, "each once"),
+        ({"config": 5}, "give the path of a file"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            jaxtensile.job("x", **wrong)
     with pytest.raises(TypeError, match=r"takes a jaxtensile\.job"):
         jaxtensile.jit(programs.step, job="bert")
+
+
+def test_where_a_job_cannot_be_is_said_at_once(monkeypatch):
+    with (
+        jaxtensile.job("lost", devices=["cuda:7"], config=programs.config(ROOM)) as job,
+        pytest.raises(RejectedError, match="no device 'cuda:7' here, only cpu:0: leave devices= out"),
+    ):
+        Training(job).run(1)
+    assert repr(job) == "<job 'lost': has ended>"
+    monkeypatch.setenv("JAXTENSILE_SOCKET", f"/tmp/{'long' * 30}")
+    with pytest.raises(CoordinatorError, match="107 at most are possible"), jaxtensile.job("far"):
+        pass
 
 
 def test_what_the_config_says_of_a_job_holds_where_nothing_is_given():
