@@ -100,6 +100,8 @@ class Job:
         self._renew = False
         self._holds = False
         """A turn."""
+        self._asking: Client | None = None
+        """What waits at present, for the job's lease or for more."""
         self._clamped = False
         """``_now`` is less than the rung, until another ladder counts."""
         self._calling: Any = None
@@ -134,9 +136,13 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Give the lease back; steps of the job cannot be called any more."""
+        """Give the lease back; steps of the job cannot be called any more, and one that waits for its lease ends."""
+        if self._stepper == threading.get_ident():
+            raise GateError(f"job {self.name!r} was ended inside one of its steps: do it after")
         self._over = True
         try:
+            if (asking := self._asking) is not None:
+                asking.close()
             with self._step_lock:
                 client, self._client = self._client, None
                 self._forget()
@@ -463,7 +469,8 @@ class Job:
         while self._client is None:
             client = Client(self._asked(self._together()), self._by.connect, changed=self._settle)
             try:
-                self._wait_for(client)
+                with self._waits_for(client):
+                    self._wait_for(client)
             except RejectedError as error:
                 client.close()
                 if [ladder for ladder in self._ladders if ladder.tight()]:
@@ -571,6 +578,7 @@ class Job:
         assert client is not None
         away: Seconds | None = None
         while self._renew or client.renewing:
+            self._require_going_on()
             self._boundary()
             if not (self._renew or client.renewing):
                 break
@@ -599,7 +607,9 @@ class Job:
         asked = structs.replace(self._asked((missing,)), job=f"{self.name[:120]} (more)", floor=0)
         room = Client(asked, self._by.connect)
         try:
-            if not self._wait_beside(room, until, tell):
+            with self._waits_for(room):
+                there = self._wait_beside(room, until, tell)
+            if not there:
                 return False
             with self._by.local.at_once() if self._by.local is not None else nullcontext():
                 room.give_back()
@@ -607,6 +617,25 @@ class Job:
         finally:
             room.release()
         return True
+
+    @contextmanager
+    def _waits_for(self, client: Client) -> Iterator[None]:
+        """Until ``close``, from whatever thread."""
+        self._asking = client
+        try:
+            self._require_going_on()
+            yield
+        except (RejectedError, NotAdmittedError):
+            raise
+        except CoordinatorError:
+            self._require_going_on()
+            raise
+        finally:
+            self._asking = None
+
+    def _require_going_on(self) -> None:
+        if self._over:
+            raise CoordinatorError(f"job {self.name!r} has ended while it waited")
 
     def _wait_beside(self, room: Client, until: Seconds, tell: bool) -> bool:
         """Until there is room, at rest: the job's own lease may shrink meanwhile."""

@@ -400,3 +400,24 @@ def test_a_process_of_the_config_needs_no_name(monkeypatch):
     monkeypatch.delenv("JAXTENSILE_JOB")
     with pytest.raises(CoordinatorError, match="not None: give it one, or start this with 'jaxtensile run'"):
         jaxtensile.job()
+
+
+def test_a_job_that_waits_can_be_ended_from_another_thread(ladder):
+    room = ladder[0].level + 65536
+    said = []
+    with jaxtensile.job("holds", config=programs.config(room)) as first:
+        Training(first).run(1)
+        with jaxtensile.job("waits", config=programs.config(room)) as second:
+
+            def work():
+                with pytest.raises(CoordinatorError) as caught:
+                    Training(second).run(1)
+                said.append(str(caught.value))
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            until(lambda: office().status().waiting == 1)
+        thread.join(WAIT)
+        assert said == ["job 'waits' has ended while it waited"]
+        assert office().status().waiting == 0
+    assert charged() == 0

@@ -183,12 +183,37 @@ def test_what_cannot_be_meant_is_said_and_changes_nothing(ladder):
         job.suspend(training.weights)
 
 
+def test_what_waits_to_be_resumed_can_be_ended(ladder):
+    room, said = ladder[0].level + DATA + 8192, []
+    with jaxtensile.job("holds", config=programs.config(room)) as first:
+        with jaxtensile.job("waits", config=programs.config(room)) as second:
+            training = Training(second)
+            training.run(1)
+            second.suspend(training.weights)
+            Training(first).run(1)
+
+            def work():
+                with pytest.raises(CoordinatorError) as caught:
+                    second.resume()
+                said.append(str(caught.value))
+
+            thread = threading.Thread(target=work)
+            thread.start()
+            until(lambda: office().status().waiting == 1)
+        thread.join(WAIT)
+        assert said == ["job 'waits' has ended while it waited"]
+        assert kinds(second.suspended) == {"pinned_host"}
+    assert charged() == on_host() == 0
+
+
 def test_a_step_does_not_suspend_its_own_job(ladder):
     with jaxtensile.job("inside", config=programs.config(ROOM)) as job:
 
         def look(x):
             with pytest.raises(GateError, match="'inside' was suspended inside one of its steps"):
                 job.suspend(programs.start())
+            with pytest.raises(GateError, match="'inside' was ended inside one of its steps"):
+                job.close()
             return x
 
         shape = jax.ShapeDtypeStruct((), jnp.float32)
