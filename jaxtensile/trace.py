@@ -274,6 +274,7 @@ def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
         carried=_compat.scan_split(eqn.params) if name == "scan" else (0, 0),
         reverse=name == "scan" and bool(eqn.params["reverse"]),
         padded=_padded(eqn),
+        turned=_is_turned(eqn),
         rereads=_rereads(eqn),
     )
 
@@ -302,11 +303,25 @@ def _padded(eqn: Any) -> int:
     aval, (_, _, *spatial) = eqn.invars[0].aval, params["dimension_numbers"].lhs_spec
     pads, dilation = params["padding"], params["lhs_dilation"] or (1,) * len(spatial)
     shape = list(aval.shape)
+    if _is_turned(eqn):
+        # cuDNN dilates the other way round, by itself, what it pads alike on both sides.
+        if any(low != high for low, high in pads):
+            for axis, step in zip(spatial, dilation, strict=True):
+                shape[axis] = (shape[axis] - 1) * step + 1
+        return _nbytes(tuple(shape), aval.dtype)
     for axis, (low, high), step in zip(spatial, pads, dilation, strict=True):
         # All of it where there is dilation, else what one side has more than the other.
         more = max(low, 0) + max(high, 0) if max(dilation) > 1 else abs(high - low)
         shape[axis] = (shape[axis] - 1) * step + 1 + more
     return _nbytes(tuple(shape), aval.dtype) if tuple(shape) != aval.shape else 0
+
+
+def _is_turned(eqn: Any) -> bool:
+    """``Op.turned`` of an equation."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    batch, feature, *_ = eqn.params["dimension_numbers"].lhs_spec
+    return feature < batch and max(eqn.params["lhs_dilation"] or (1,)) > 1
 
 
 def _bodies(eqn: Any) -> tuple[list[Any], int]:

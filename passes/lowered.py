@@ -2,6 +2,8 @@
 
 * Convolutions in cuDNN pad alike on both sides: what is padded otherwise, or dilated without being the gradient of a
   strided convolution (whose filter is reversed), is padded first. The convolutions of one gradient share the copy.
+* The gradient of a dilated convolution's filter is no gradient to XLA but a convolution whose batch are the features:
+  transposed copies of both operands are written for it.
 * The gradient of a max pool becomes a pool that also gives the places of the maxima, an s32 for each axis, and
   a scatter into zeros. XLA merges equal constants, so these zeros are those that a ``relu`` of the same shape compares
   with: there from its first kernel on, and copied where another gradient still wants them.
@@ -15,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, producers
+from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
 from jaxtensile.units import Bytes
 
 _DILATED = 1.5
@@ -46,7 +48,7 @@ class _Lowering:
         self.values = list(graph.values)
         self.ops: list[Op] = []
         self.origin: list[int] = []
-        self.made = producers(graph)
+        self.made, self.read_by = producers(graph), consumers(graph)
         self.pads: dict[tuple[int, Bytes], int] = {}
         self.zeros: dict[tuple[tuple[int, ...], str], int] = {}
         """By type: the zeros that gradients of pools of that type add to."""
@@ -64,7 +66,10 @@ class _Lowering:
         for op in self.old.ops:
             if op.primitive == "select_and_scatter_add":
                 self.pool_gradient(op)
-            elif op.primitive == "conv_general_dilated" and op.padded and not self.is_gradient(op):
+            elif op.turned:
+                sizes = [op.padded, *(self.old.values[v].nbytes for v in op.operands[1:])]
+                self.add(op, tuple(self.transposed(op, v, n) for v, n in zip(op.operands, sizes, strict=True)))
+            elif self.is_padded(op):
                 self.add(op, (self.pad(op), *op.operands[1:]))
             elif self.compares_with_zeros(op):
                 self.add(op, (*op.operands, self.zeros_of(op, self.kind(op.results[0]))))
@@ -75,6 +80,10 @@ class _Lowering:
 
     def kind(self, v: int) -> tuple[tuple[int, ...], str]:
         return self.old.values[v].shape, self.old.values[v].dtype
+
+    def is_padded(self, op: Op) -> bool:
+        """A convolution for which a padded copy is written."""
+        return op.primitive == "conv_general_dilated" and op.padded > 0 and not op.turned and not self.is_gradient(op)
 
     def is_gradient(self, op: Op) -> bool:
         """Whether the filter is reversed: then cuDNN has a kernel for it that dilates by itself."""
@@ -122,14 +131,31 @@ class _Lowering:
         self.insert(op, "scatter-add", (into, source, places), (summed,))
         self.insert(op, "slice", (summed,), op.results)
 
-    def pad(self, op: Op) -> int:
+    def pad(self, op: Op, for_: Op | None = None) -> int:
+        """``for_``: the op before which it is made, ``op`` itself where there is no other."""
         key = (op.operands[0], op.padded)
         known = self.old.values[op.operands[0]]
         # What is dilated is about twice as large or more, and is padded otherwise by each convolution.
         if key not in self.pads or op.padded >= _DILATED * known.nbytes:
             self.pads[key] = self.value(op.padded, (op.padded,), known.dtype)
-            self.insert(op, "pad", op.operands[:1], (self.pads[key],))
+            self.insert(for_ or op, "pad", op.operands[:1], (self.pads[key],))
         return self.pads[key]
+
+    def transposed(self, op: Op, v: int, nbytes: Bytes) -> int:
+        known = self.old.values[v]
+        made = self.value(nbytes, known.shape, known.dtype)
+        self.insert(op, "transpose", (v,), (made,))
+        for o in self.read_by[v]:
+            # One kernel writes what several convolutions read in other orders and sizes.
+            other = self.old.ops[o]
+            if (
+                o > op.id
+                and self.is_padded(other)
+                and other.operands[0] == v
+                and other.padded < _DILATED * known.nbytes
+            ):
+                self.pad(other, op)
+        return made
 
     def constant(self, op: Op, nbytes: Bytes, shape: tuple[int, ...], dtype: str) -> int:
         made = self.value(nbytes, shape, dtype)

@@ -1,5 +1,7 @@
 """`passes.lowered`: padding and pools as XLA writes them out, and the bytes that this costs."""
 
+from itertools import pairwise
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -58,6 +60,44 @@ def test_a_transposed_convolution_writes_its_dilated_input_a_gradient_does_not()
     assert lowered(g).graph.values[pad.results[0]].nbytes == 8 * 115 * 115 * 64 * 4
     gradient = graph(jax.grad(lambda x, w: conv(x, w, 2, "VALID").sum()), IMAGES, FILTER)
     assert count(gradient, "rev") and not count(lowered(gradient).graph, "pad")
+
+
+@pytest.mark.parametrize("size, dilated", [(4, 56), (3, 111)], ids=["alike on both sides", "otherwise"])
+def test_the_filters_gradient_of_a_transposed_convolution_transposes_both_operands(size, dilated):
+    w = jax.ShapeDtypeStruct((size, size, 64, 64), jnp.float32)
+    g = graph(jax.grad(lambda w, x: (lax.conv_transpose(jnp.tanh(x), w, (2, 2), "SAME") ** 2).sum()), w, IMAGES)
+    low = lowered(g).graph
+    made = producers(low)
+    (gradient,) = (op for op in low.ops if op.turned)
+    assert [low.ops[made[v]].primitive for v in gradient.operands] == ["transpose", "transpose"]
+    assert [low.values[v].nbytes for v in gradient.operands] == [8 * dilated**2 * 64 * 4, 8 * 112 * 112 * 64 * 4]
+    assert not any(op.turned for op in graph(jax.grad(lambda w, x: conv(x, w, 2).sum()), FILTER, IMAGES).ops)
+
+
+def decoder(size):
+    def step(weights, x):
+        def loss(weights):
+            h = x
+            for w in weights:
+                h = jax.nn.leaky_relu(lax.conv_transpose(h, w, (2, 2), "SAME"), 0.2)
+            return (h * h).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    widths = (256, 128, 64, 32, 16)
+    weights = [jax.ShapeDtypeStruct((size, size, a, b), jnp.float32) for a, b in pairwise(widths)]
+    return step, weights, jax.ShapeDtypeStruct((64, 8, 8, 256), jnp.float32)
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("size, within", [(4, 0.04), (5, 0.07)])
+def test_a_decoder_needs_what_was_said(size, within):
+    """A filter of odd size is padded by different numbers on both sides."""
+    step, *args = decoder(size)
+    said = jaxtensile.estimate(step, *args, target=H200, donate_argnums=0)
+    true = jaxtensile.estimate(step, *args, target=H200, donate_argnums=0, exact=True)
+    assert said.device == pytest.approx(true.device, rel=within)
 
 
 def test_the_zeros_of_a_pools_gradient_are_those_of_the_relu():
