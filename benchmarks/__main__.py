@@ -32,6 +32,8 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "rss": (["estimate.rss"], None),
     "pack": (["pack.run"], ["pack.run", "--quick"]),
     "coordinator-policy": (["coordinator.policy"], ["coordinator.policy", "--quick"]),
+    "coordinator-daemon": (["coordinator.daemon"], ["coordinator.daemon", "--quick"]),
+    "coordinator-local": (["coordinator.local"], ["coordinator.local", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""
 
