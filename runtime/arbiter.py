@@ -22,7 +22,7 @@ from jaxtensile.runtime.events import Rules, Settings
 from jaxtensile.runtime.leases import NOTHING, Charge, Happening, Lease, State, after
 from jaxtensile.runtime.ledger import Capacity, Ledger
 from jaxtensile.runtime.policy import Claim, Option, Room, Shares, ahead, divide
-from jaxtensile.units import Bytes, Seconds, format_bytes
+from jaxtensile.units import Seconds, format_bytes
 
 _SPEAKING = (State.HELD, State.REVOKING)
 
@@ -324,13 +324,18 @@ class Arbiter:
         if anyone was given more, None if there is not room."""
         if self.settings.policy == "fair":
             return None  # which is about bytes
-        best = {a.id: min(h, key=_fastest) for a in hungry if (h := self._higher(a, self.charged(a)))}
-        growing = [a for a in hungry if a.id in best and best[a.id].slowdown < a.slowdowns[a.rung]]
-        if not self.ledger.fit([(a.id, a.resources, best[a.id].needs) for a in growing]):
+        growing: list[tuple[Lease, int, tuple[Charge, ...]]] = []
+        for lease in hungry:
+            speeds = lease.slowdowns
+            best = min(range(lease.rung + 1, lease.high + 1), key=speeds.__getitem__)
+            if self._worth(lease, best) and speeds[best] < speeds[lease.rung]:
+                wider = self.ledger.wider(lease.resources, self.charged(lease), lease.needs[best])
+                growing.append((lease, best, wider))
+        if not self.ledger.fit([(lease.id, lease.resources, charges) for lease, _, charges in growing]):
             return None
-        for lease in growing:
-            self.ledger.charge(lease.id, lease.resources, best[lease.id].needs)
-            self._tell(lease, best[lease.id].rung, Happening.GRANT, now)
+        for lease, best, charges in growing:
+            self.ledger.charge(lease.id, lease.resources, charges)
+            self._tell(lease, best, Happening.GRANT, now)
         return bool(growing)
 
     def _shifted(
@@ -375,16 +380,15 @@ class Arbiter:
 
     def _higher(self, lease: Lease, charges: tuple[Charge, ...]) -> list[Option]:
         """The rungs that are worth going up to; charged what covers the way there."""
-        most = lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
         return [
             _option(lease, r, self.ledger.wider(lease.resources, charges, lease.needs[r]))
             for r in range(lease.rung + 1, lease.high + 1)
-            if lease.slowdowns[r] <= most
+            if self._worth(lease, r)
         ]
 
-
-def _fastest(option: Option) -> tuple[float, Bytes]:
-    return option.slowdown, option.level
+    def _worth(self, lease: Lease, rung: int) -> bool:
+        """Is a rung enough faster than the one it is on?"""
+        return lease.slowdowns[rung] <= lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
 
 
 def _option(lease: Lease, rung: int, needs: tuple[Charge, ...]) -> Option:
