@@ -318,7 +318,7 @@ with jaxtensile.job(f"p{seed}") as job:
         weights, value = step(*state)
         print(float(value), flush=True)
         job.suspend((weights, *state[1:]))
-        state = job.resume(timeout=100)
+        state = job.resume(timeout=300)
 """
 
 
