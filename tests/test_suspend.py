@@ -340,7 +340,7 @@ def test_processes_that_take_turns_through_the_daemon(ladder, monkeypatch, tmp_p
             for k in range(2)
         ]
         for k, job in enumerate(jobs):
-            out, err = job.communicate(timeout=WAIT)
+            out, err = job.communicate(timeout=4 * WAIT)
             assert job.returncode == 0, err
             same([float(line) for line in out.split()], seed=k)
         until(lambda: all(d.charged == 0 for d in daemon.snapshot().devices))
