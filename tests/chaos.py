@@ -332,7 +332,7 @@ class Chaos:
         name = next(n for n, pid in self.pids.items() if pid == told.pid)
         killed = told.pid in self.deaths
         self.counts["jobs killed" if killed else "jobs done"] += 1
-        if told.status != (-signal.SIGKILL if killed else 0):
+        if told.status not in ((-signal.SIGKILL, 0) if killed else (0,)):  # it may just have ended by itself
             self.problems.append(f"{name} ended with {told.status}")
         self._arrivals[self.specs[name][1]] = time.monotonic() + self._random.uniform(0.0, 0.8)
 

@@ -4,7 +4,7 @@ Eight processes train at a time through a daemon, on this machine's CPU, where o
 few seconds: ``kill -9`` of a job or of the daemon, which is started again up to a second later; a connection that is
 cut; a job that is stopped, for less and for more than the time within which it has to be heard; less capacity and more
 again. Then the logs that the jobs wrote are added up. ``JAXTENSILE_SOAK=1``: ten minutes of it, and the audit against
-coordinators that lack a rule, and jobs that lie. It finds
+coordinators that lack a rule, and jobs that lie. It finds, within a minute or some where the machine is busy:
 
 | what is missing | by |
 |---|---|
@@ -110,5 +110,10 @@ BROKEN = {
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_coordinator_or_job_is_caught(folder, what):
     broken = {"liars": True} if what == "lies" else {"broken": what}
-    found = "\n".join(Chaos(folder, seed=1, **broken).run(90.0).audit())
-    assert re.search(BROKEN[what], found), found
+    found = ""
+    for seed in range(1, 11):  # on a busy machine there is less to see in a minute
+        (part := folder / str(seed)).mkdir(mode=0o700)
+        found = "\n".join(Chaos(part, seed=seed, **broken).run(60.0).audit())
+        if re.search(BROKEN[what], found):
+            return
+    raise AssertionError(found)
