@@ -11,7 +11,7 @@ coordinators that lack a rule, and jobs that lie. It finds, within a minute or s
 | bytes are free at the end of a connection, not of a process | lost leases |
 | bytes are free when a job was silent for long | lost leases |
 | bytes go to others before the job says that it has given them up | more held than there is |
-| the journal | lost leases, and more held than there is |
+| the journal | lost leases |
 | a job that goes on with the larger plan after it said that it has shrunk | more held than there is |
 """
 
