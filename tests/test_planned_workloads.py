@@ -16,7 +16,6 @@ workloads = importlib.import_module("benchmarks.workloads")
 
 OPTIONS = {"xla_backend_optimization_level": 0}  # a CPU compiles several times faster
 SHARE = 0.8
-CHANGED: list[str] = []
 
 
 def values(x):
@@ -34,15 +33,10 @@ def test_a_planned_step_equals_the_plain_one(name):
     fixed = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
     budget = int(fixed + SHARE * (device - fixed))
     step = jaxtensile.jit(module.step(config), budget=budget, compiler_options=OPTIONS)
-    try:
-        report = step.plan(*args)
-    except jaxtensile.BudgetError as error:
-        assert error.needs > budget
-        pytest.skip(f"{name}: {error}")
+    report = step.plan(*args)
     new = step(*args)
     assert report.compiled.device <= budget
     assert not report.unchanged
-    CHANGED.append(name)
     old = plain(*args)
     assert jax.tree.structure(new) == jax.tree.structure(old)
     close: list[np.ndarray] = []
@@ -55,9 +49,3 @@ def test_a_planned_step_equals_the_plain_one(name):
     # the sign of a gradient that is all rounding into a full step: few elements, not many.
     assert np.concatenate(close).mean() > 0.99
     np.testing.assert_allclose(np.float64(new[1]), np.float64(old[1]), rtol=2e-3)
-
-
-def test_most_of_them_were_changed():
-    if not CHANGED:
-        pytest.skip("runs after the others, in the same process")
-    assert CHANGED == ["gpt2_small", "lstm"]
