@@ -232,11 +232,16 @@ def work(spec, log, stop):
     log.tell("left")
 
 
+ASKED = (signal.SIGUSR1, signal.SIGUSR2)
+"""To cut its connection, and to leave."""
+
+
 def be(spec):
     """What the forked process does; its exit status."""
     stop = []
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     signal.signal(signal.SIGUSR2, lambda *_: stop.append(True))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
     log = Log(spec.log)
     log.tell("begins", os.getpid())
     try:
@@ -255,8 +260,11 @@ def say(message):
 
 
 def fork(spec, children):
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)  # until the job says what they mean, they would be its end
     pid = os.fork()
-    if pid == 0:
+    if pid:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
+    else:
         status = 1
         try:
             os.dup2(os.open(os.devnull, os.O_RDWR), 0)
