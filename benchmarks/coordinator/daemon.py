@@ -168,8 +168,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"# The daemon, Python {m['python']}, {m['cpus']} cores, {m['date']}",
         "",
-        f"Load of the machine {m['load']:.1f} at the start, {m['load_end']:.1f} at the end, of which about 2 are this "
-        f"benchmark. Medians of {result['turns']} turns of {result['seconds']:g} s each, daemon and bare loop one "
+        f"Load of the machine {m['load']:.1f} at the start, {m['load_end']:.1f} at the end. "
+        f"Medians of {result['turns']} turns of {result['seconds']:g} s each, daemon and bare loop one "
         "after the other. A round trip gives a lease back and asks for the next one.",
         "",
         "| clients | | p50, µs | p99, µs | grants/s | daemon ÷ bare: p50 | grants/s | target |",
