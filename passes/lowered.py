@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
+from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, producers
 from jaxtensile.units import Bytes
 
 _DILATED = 1.5
@@ -48,7 +48,7 @@ class _Lowering:
         self.values = list(graph.values)
         self.ops: list[Op] = []
         self.origin: list[int] = []
-        self.made, self.read_by = producers(graph), consumers(graph)
+        self.made = producers(graph)
         self.pads: dict[tuple[int, Bytes], int] = {}
         self.zeros: dict[tuple[tuple[int, ...], str], int] = {}
         """By type: the zeros that gradients of pools of that type add to."""
@@ -131,30 +131,19 @@ class _Lowering:
         self.insert(op, "scatter-add", (into, source, places), (summed,))
         self.insert(op, "slice", (summed,), op.results)
 
-    def pad(self, op: Op, for_: Op | None = None) -> int:
-        """``for_``: the op before which it is made, ``op`` itself where there is no other."""
+    def pad(self, op: Op) -> int:
         key = (op.operands[0], op.padded)
         known = self.old.values[op.operands[0]]
         # What is dilated is about twice as large or more, and is padded otherwise by each convolution.
         if key not in self.pads or op.padded >= _DILATED * known.nbytes:
             self.pads[key] = self.value(op.padded, (op.padded,), known.dtype)
-            self.insert(for_ or op, "pad", op.operands[:1], (self.pads[key],))
+            self.insert(op, "pad", op.operands[:1], (self.pads[key],))
         return self.pads[key]
 
     def transposed(self, op: Op, v: int, nbytes: Bytes) -> int:
         known = self.old.values[v]
         made = self.value(nbytes, known.shape, known.dtype)
         self.insert(op, "transpose", (v,), (made,))
-        for o in self.read_by[v]:
-            # One kernel writes what several convolutions read in other orders and sizes.
-            other = self.old.ops[o]
-            if (
-                o > op.id
-                and self.is_padded(other)
-                and other.operands[0] == v
-                and other.padded < _DILATED * known.nbytes
-            ):
-                self.pad(other, op)
         return made
 
     def constant(self, op: Op, nbytes: Bytes, shape: tuple[int, ...], dtype: str) -> int:
