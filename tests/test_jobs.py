@@ -402,20 +402,26 @@ def test_a_process_of_the_config_needs_no_name(monkeypatch):
         jaxtensile.job()
 
 
+def refused(call, said):
+    """A thread that was started with a call that ends in a ``CoordinatorError``, whose text is then in ``said``."""
+
+    def work():
+        with pytest.raises(CoordinatorError) as caught:
+            call()
+        said.append(str(caught.value))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
 def test_a_job_that_waits_can_be_ended_from_another_thread(ladder):
     room = ladder[0].level + 65536
     said = []
     with jaxtensile.job("holds", config=programs.config(room)) as first:
         Training(first).run(1)
         with jaxtensile.job("waits", config=programs.config(room)) as second:
-
-            def work():
-                with pytest.raises(CoordinatorError) as caught:
-                    Training(second).run(1)
-                said.append(str(caught.value))
-
-            thread = threading.Thread(target=work)
-            thread.start()
+            thread = refused(lambda: Training(second).run(1), said)
             until(lambda: office().status().waiting == 1)
         thread.join(WAIT)
         assert said == ["job 'waits' has ended while it waited"]

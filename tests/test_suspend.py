@@ -18,7 +18,7 @@ from jaxtensile.errors import CoordinatorError, NotAdmittedError, UnreachableErr
 from jaxtensile.runtime.gate import GateError
 from jaxtensile.runtime.leases import HOST
 from jaxtensile.suspension import Suspended
-from test_jobs import ROOM, WAIT, Training, charged, ladder, office, plans, same, until
+from test_jobs import ROOM, WAIT, Training, charged, ladder, office, plans, refused, same, until
 
 __all__ = ["ladder", "plans"]
 DATA = programs.X.nbytes + programs.Y.nbytes
@@ -192,13 +192,7 @@ def test_what_waits_to_be_resumed_can_be_ended(ladder):
             second.suspend(training.weights)
             Training(first).run(1)
 
-            def work():
-                with pytest.raises(CoordinatorError) as caught:
-                    second.resume()
-                said.append(str(caught.value))
-
-            thread = threading.Thread(target=work)
-            thread.start()
+            thread = refused(second.resume, said)
             until(lambda: office().status().waiting == 1)
         thread.join(WAIT)
         assert said == ["job 'waits' has ended while it waited"]
