@@ -398,8 +398,8 @@ class Server:
             events.append(Garbled(stream.number, str(taken.error)))
 
     def _write(self, stream: Stream) -> None:
-        if not stream.write():
-            self._coordinator.counters["slow" if stream.out else "gone"] += 1
+        if given_up := stream.write():
+            self._coordinator.counters[given_up] += 1
             self._drop(stream)
         elif bool(stream.out) != stream.waits:
             stream.waits = bool(stream.out)

@@ -7,7 +7,7 @@ Invariant: neither reading nor writing ever waits, and what is kept for a peer t
 from __future__ import annotations
 
 import socket
-from typing import Final
+from typing import Final, Literal
 
 from jaxtensile.runtime.leases import Process
 from jaxtensile.units import KIB, Bytes, Seconds
@@ -40,13 +40,13 @@ class Stream:
         except OSError:
             return b""
 
-    def write(self) -> bool:
-        """Write what can be written. False if the peer is gone, or reads too slowly."""
+    def write(self) -> Literal["gone", "slow"] | None:
+        """Write what can be written; why the peer is given up, if it is."""
         try:
             sent = self.socket.send(self.out, socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
             sent = 0
         except OSError:
-            return False
+            return "gone"
         self.out = self.out[sent:]
-        return len(self.out) <= MOST_UNREAD
+        return "slow" if len(self.out) > MOST_UNREAD else None
