@@ -1,30 +1,49 @@
-"""Can a job be admitted at all, and as what lease?
+"""Can a job be admitted at all, and with what demand?
 
 Invariant: a job that is not refused here is admitted as soon as nobody else is there.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 
-from jaxtensile.runtime.leases import HOST, Lease, Process, needs_of
+from jaxtensile.runtime.demand import KEPT, Demand, demand_of
+from jaxtensile.runtime.leases import HOST
 from jaxtensile.runtime.ledger import Ledger
-from jaxtensile.runtime.messages import Admit
-from jaxtensile.units import format_bytes
+from jaxtensile.runtime.messages import Rung
+from jaxtensile.units import Bytes, format_bytes
 
 
-def impossible(message: Admit, ledger: Ledger) -> str:
-    """Why a job can never be admitted, in one sentence; empty if it can."""
-    wrong = _wrong_with(message)
-    if wrong:
-        return wrong
-    devices = sorted(ledger.accounts.keys() - {HOST})
-    unknown = [d for d in message.devices if d not in devices]
+def demanded(
+    ladder: tuple[Rung, ...], devices: tuple[str, ...], floor: Bytes, want: Bytes, ledger: Ledger
+) -> Demand | str:
+    """What a job asks for, of which the lowest plan at or above the floor is guaranteed; or why it can never be
+    admitted, in one sentence."""
+    resources = *devices, HOST
+    found = _chosen(ladder, resources, floor, want)
+    if isinstance(found, str):
+        return found
+    accounts = ledger.accounts
+    for name, need in zip(resources, found.needs[found.low], strict=True):
+        account = accounts.get(name)
+        if account is None or need.persistent + need.temp > account.limit:
+            break
+    else:
+        if HOST not in devices:
+            return found
+    return _missing(devices, found, ledger) or found
+
+
+def _missing(devices: tuple[str, ...], demand: Demand, ledger: Ledger) -> str:
+    """What a job needs and will never be there; empty if it will."""
+    accounts = ledger.accounts
+    there = sorted(accounts.keys() - {HOST})
+    unknown = [name for name in devices if name not in there]
     if unknown:
-        return f"there is no device {unknown[0]!r} here, only {', '.join(devices) or 'none'}"
-    rung = next(r for r in message.ladder if r.level >= message.floor)
-    for name, need in (*((d, rung.level) for d in message.devices), (HOST, rung.host)):
-        limit = ledger.accounts[name].limit if name in ledger.accounts else 0
+        return f"there is no device {unknown[0]!r} here, only {', '.join(there) or 'none'}"
+    for name, charge in zip(demand.resources, demand.needs[demand.low], strict=True):
+        need, limit = charge.level, accounts[name].limit if name in accounts else 0
         if need > limit:
             return (
                 f"the smallest plan needs {format_bytes(need)} on {name}, which can ever grant {format_bytes(limit)}: "
@@ -33,34 +52,17 @@ def impossible(message: Admit, ledger: Ledger) -> str:
     return ""
 
 
-def _wrong_with(message: Admit) -> str:
-    levels = [r.level for r in message.ladder]
-    if len(set(message.devices)) < len(message.devices):
+@lru_cache(KEPT)
+def _chosen(ladder: tuple[Rung, ...], resources: tuple[str, ...], floor: Bytes, want: Bytes) -> Demand | str:
+    """Which rungs a job may use; or what is wrong with what it says."""
+    levels = [r.level for r in ladder]
+    if len(set(resources[:-1])) < len(resources) - 1:
         return "a device is named twice"
     if any(a >= b for a, b in pairwise(levels)):
         return f"the ladder's levels must ascend: {', '.join(map(format_bytes, levels[:8]))}"
-    if levels[-1] < message.floor:
-        return f"no plan reaches the floor of {format_bytes(message.floor)}: the largest has {format_bytes(levels[-1])}"
-    if message.want < next(level for level in levels if level >= message.floor):
-        return (
-            f"no plan lies between the floor of {format_bytes(message.floor)} and the {format_bytes(message.want)} "
-            "that are wanted"
-        )
-    return ""
-
-
-def asked_for(message: Admit, number: int, process: Process) -> Lease:
-    """The lease that a job asks for, which waits. Guaranteed is the lowest plan at or above the floor."""
-    levels = [r.level for r in message.ladder]
-    return Lease(
-        id=number,
-        process=process,
-        job=message.job,
-        resources=(*message.devices, HOST),
-        ladder=message.ladder,
-        low=next(k for k, level in enumerate(levels) if level >= message.floor),
-        high=max(k for k, level in enumerate(levels) if level <= message.want),
-        needs=needs_of(message.ladder, len(message.devices)),
-        priority=message.priority,
-        weight=message.weight,
-    )
+    if levels[-1] < floor:
+        return f"no plan reaches the floor of {format_bytes(floor)}: the largest has {format_bytes(levels[-1])}"
+    low = next(k for k, level in enumerate(levels) if level >= floor)
+    if want < levels[low]:
+        return f"no plan lies between the floor of {format_bytes(floor)} and the {format_bytes(want)} that are wanted"
+    return demand_of(ladder, resources, low, max(k for k, level in enumerate(levels) if level <= want))

@@ -18,13 +18,26 @@ from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from jaxtensile.runtime.demand import Demand
 from jaxtensile.runtime.events import Rules, Settings
-from jaxtensile.runtime.leases import NOTHING, Charge, Happening, Lease, State, after
+from jaxtensile.runtime.leases import (
+    FREED,
+    GRANT,
+    HELD,
+    NOTHING,
+    QUEUED,
+    REVOKE,
+    REVOKING,
+    Charge,
+    Happening,
+    Lease,
+    after,
+)
 from jaxtensile.runtime.ledger import Capacity, Ledger
 from jaxtensile.runtime.policy import Claim, Option, Room, Shares, ahead, divide
 from jaxtensile.units import Seconds, format_bytes
 
-_SPEAKING = (State.HELD, State.REVOKING)
+_SPEAKING = (HELD, REVOKING)
 
 
 class Arbiter:
@@ -52,10 +65,13 @@ class Arbiter:
 
     def enqueue(self, lease: Lease) -> None:
         """A job asks to be admitted."""
-        self.leases[lease.id] = lease
-        insort(self.queue, lease, key=lambda a: (-a.priority, a.id))
+        self.leases[lease.id] = self.told[lease.id] = lease
+        if self.queue:
+            insort(self.queue, lease, key=lambda a: (-a.priority, a.id))
+        else:
+            self.queue.append(lease)
 
-    def restore(self, lease: Lease, charges: Sequence[Charge]) -> None:
+    def restore(self, lease: Lease, charges: tuple[Charge, ...]) -> None:
         """A lease of an earlier coordinator, charged what it was."""
         for ledger in (self.ledger, self.floors):
             ledger.know(lease.resources)
@@ -68,16 +84,16 @@ class Arbiter:
         self.ledger.resize(capacities)
         self.floors.resize(capacities)
 
-    def happened(self, lease: Lease, happening: Happening, charges: Sequence[Charge] | None = None) -> None:
+    def happened(self, lease: Lease, happening: Happening, charges: tuple[Charge, ...] | None = None) -> None:
         """The lease changes its state; and what it really holds, where that is known. Raises ``LeaseError``."""
         state = after(lease.state, happening)
-        if lease.state is State.QUEUED:
+        if lease.state is QUEUED:
             self.queue.remove(lease)
             self._call_off(lease.id)
         lease.state = state
         if charges is not None:
             self.ledger.measured(lease.id, lease.resources, charges)
-        if state is State.FREED:
+        if state is FREED:
             self.ledger.release(lease.id, lease.resources)
             self.floors.release(lease.id, lease.resources)
             self.hungry.discard(lease.id)
@@ -92,7 +108,7 @@ class Arbiter:
         """What a lease is charged of its resources."""
         return self.ledger.charged(lease.id, lease.resources)
 
-    def renew(self, lease: Lease, asked: Lease, rung: int) -> str:
+    def renew(self, lease: Lease, asked: Demand, rung: int) -> str:
         """Another ladder, on ``rung`` of which the job is: the lease is charged that. Else why not; nothing changed."""
         if not asked.low <= rung <= asked.high:
             return f"a job cannot be on rung {rung} of a ladder of which it may use {asked.low} to {asked.high}"
@@ -103,7 +119,7 @@ class Arbiter:
             if not ledger.fits(lease.id, lease.resources, charges):
                 return f"{format_bytes(max(c.level for c in charges))} are needed, and not so many {what}"
         lease.ladder, lease.needs, lease.low, lease.high = asked.ladder, asked.needs, asked.low, asked.high
-        lease.slowdowns, lease.touched, lease.rung = asked.slowdowns, asked.touched, rung
+        lease.slowdowns, lease.best, lease.touched, lease.rung = asked.slowdowns, asked.best, asked.touched, rung
         self.ledger.charge(lease.id, lease.resources, lease.needs[rung])
         self.changed(lease)
         return ""
@@ -118,30 +134,28 @@ class Arbiter:
 
     def changed(self, lease: Lease) -> None:
         """Something about a lease is different: keep what follows from it."""
-        speaks = lease.state in _SPEAKING and not lease.stuck
+        k, held, revoking = lease.id, lease.state is HELD, lease.state is REVOKING
+        speaks = (held or revoking) and not lease.stuck
         guaranteed = lease.needs[lease.low]
         if not speaks:
             # It keeps what it has, or may come back and be guaranteed a rung that needs more of something else.
             charges = self.charged(lease)
             guaranteed = charges if lease.stuck else self.ledger.wider(lease.resources, charges, guaranteed)
-        self.floors.measured(lease.id, lease.resources, guaranteed)
-        for ids, member in (
-            (self.hungry, lease.state is State.HELD and lease.rung < lease.high),
-            (self.revoking, lease.state is State.REVOKING),
-            (self.above, speaks and lease.rung > lease.low),
-        ):
-            (ids.add if member else ids.discard)(lease.id)
+        self.floors.put(k, lease.resources, guaranteed)
+        self.hungry.add(k) if held and lease.rung < lease.high else self.hungry.discard(k)
+        self.revoking.add(k) if revoking else self.revoking.discard(k)
+        self.above.add(k) if speaks and lease.rung > lease.low else self.above.discard(k)
 
     # Decisions.
 
     def settle(self, now: Seconds, *, grants: bool = True) -> None:
         """Decide; ``grants``: whether anyone may get more than it has."""
         self.grants = grants
-        over = {name for name, account in self.ledger.accounts.items() if account.free < 0}
+        over = self.ledger.over()
         if over:
             self._drain(now, over)
-        if grants:
-            held_back = self._admit(now) | over
+        if grants and (self.queue or self.hungry):
+            held_back = self._admit(now) | over if self.queue else over
             # Where steps take turns, a division was made for some largest temp: one that is smaller leaves bytes.
             while self.hungry and self._spread(now, held_back) and any(a.gated for a in self.ledger.accounts.values()):
                 pass
@@ -153,7 +167,7 @@ class Arbiter:
     def _tell(self, lease: Lease, rung: int, happening: Happening, now: Seconds) -> None:
         lease.rung = rung
         lease.state = after(lease.state, happening)
-        if happening is Happening.GRANT:
+        if happening is GRANT:
             lease.since, lease.deadline, lease.wanted_by = now, None, None
         elif lease.deadline is None:
             lease.deadline = now + self.settings.revoke_deadline
@@ -166,7 +180,7 @@ class Arbiter:
         for k in [*self.revoking]:
             lease = self.leases[k]
             if lease.wanted_by == waiter:
-                self._tell(lease, self.covered(lease), Happening.GRANT, lease.since)
+                self._tell(lease, self.covered(lease), GRANT, lease.since)
 
     def _drain(self, now: Seconds, over: set[str]) -> None:
         """Bring what is charged down to what there is, as far as the jobs can give up bytes."""
@@ -180,16 +194,17 @@ class Arbiter:
         behind: set[str] = set()
         held_back: set[str] = set()
         for lease in [*self.queue]:
-            if lease.touched & behind:
+            if not lease.touched.isdisjoint(behind):
                 behind |= lease.touched
                 continue
             floor = lease.needs[lease.low]
             beside_floors = self.floors.fits(lease.id, lease.resources, floor)
             if beside_floors and self.ledger.fits(lease.id, lease.resources, floor):
                 self.queue.remove(lease)
-                self.ledger.measured(lease.id, lease.resources, floor)  # it was just seen to fit
-                self._tell(lease, lease.low, Happening.GRANT, now)
-                self._call_off(lease.id)
+                self.ledger.put(lease.id, lease.resources, floor)
+                self._tell(lease, lease.low, GRANT, now)
+                if self.revoking:
+                    self._call_off(lease.id)
                 continue
             behind |= lease.touched
             if beside_floors:
@@ -207,7 +222,7 @@ class Arbiter:
 
     def _promised(self, lease: Lease) -> tuple[Charge, ...]:
         """What it will be charged when it has done what it was told."""
-        return lease.needs[lease.rung] if lease.state is State.REVOKING else self.charged(lease)
+        return lease.needs[lease.rung] if lease.state is REVOKING else self.charged(lease)
 
     def _shrink(
         self,
@@ -275,7 +290,7 @@ class Arbiter:
         if self.ledger.fits(lease.id, lease.resources, charges) and (self.grants or not more):
             self.ledger.charge(lease.id, lease.resources, charges)
             lease.wanted_by = waiter
-            self._tell(lease, rung, Happening.REVOKE, now)
+            self._tell(lease, rung, REVOKE, now)
 
     # The surplus.
 
@@ -295,7 +310,7 @@ class Arbiter:
         given = self._all_get(hungry, now)
         if given is not None:
             return given
-        held = [a for a in self.leases.values() if a.state is State.HELD and a.touched.isdisjoint(held_back)]
+        held = [a for a in self.leases.values() if a.state is HELD and a.touched.isdisjoint(held_back)]
         rooms = self._rooms(held, {}, {})
         charges = {a.id: self.charged(a) for a in held}
         higher = {a.id: self._higher(a, charges[a.id]) for a in held}
@@ -315,7 +330,7 @@ class Arbiter:
             option = rungs[lease.id]
             if option.rung > lease.rung and self.ledger.fits(lease.id, lease.resources, option.needs):
                 self.ledger.charge(lease.id, lease.resources, option.needs)
-                self._tell(lease, option.rung, Happening.GRANT, now)
+                self._tell(lease, option.rung, GRANT, now)
                 given = True
         return given
 
@@ -325,17 +340,18 @@ class Arbiter:
         if self.settings.policy == "fair":
             return None  # which is about bytes
         growing: list[tuple[Lease, int, tuple[Charge, ...]]] = []
+        enough = 1 - self.settings.min_gain
         for lease in hungry:
-            speeds = lease.slowdowns
-            best = min(range(lease.rung + 1, lease.high + 1), key=speeds.__getitem__)
-            if self._worth(lease, best) and speeds[best] < speeds[lease.rung]:
+            best = lease.best[lease.rung]
+            then, now_ = lease.slowdowns[best], lease.slowdowns[lease.rung]
+            if then < now_ and then <= now_ * enough:
                 wider = self.ledger.wider(lease.resources, self.charged(lease), lease.needs[best])
                 growing.append((lease, best, wider))
         if not self.ledger.fit([(lease.id, lease.resources, charges) for lease, _, charges in growing]):
             return None
         for lease, best, charges in growing:
-            self.ledger.charge(lease.id, lease.resources, charges)
-            self._tell(lease, best, Happening.GRANT, now)
+            self.ledger.put(lease.id, lease.resources, charges)
+            self._tell(lease, best, GRANT, now)
         return bool(growing)
 
     def _shifted(

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from msgspec import Struct
+
 from jaxtensile.runtime import journal
 from jaxtensile.runtime.journal import Replayed
 from jaxtensile.runtime.leases import Process
@@ -66,59 +68,50 @@ class Rules:
     """Bytes that a job reports count, whatever its ladder says."""
 
 
-@dataclass(frozen=True, slots=True)
-class Connected:
+class Connected(Struct, frozen=True):
     """A process has connected; the kernel says which."""
 
     connection: Connection
     process: Process
 
 
-@dataclass(frozen=True, slots=True)
-class Received:
+class Received(Struct, frozen=True):
     connection: Connection
     message: Request
 
 
-@dataclass(frozen=True, slots=True)
-class Garbled:
+class Garbled(Struct, frozen=True):
     """What came by a connection is no message, and nothing more can be understood on it."""
 
     connection: Connection
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnected:
+class Disconnected(Struct, frozen=True):
     """The end of a connection, after all that was received on it."""
 
     connection: Connection
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessDied:
+class ProcessDied(Struct, frozen=True):
     """Its memory is free. Also the answer to a ``Watch`` of a process that is no more."""
 
     process: Process
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Struct, frozen=True):
     """Time has passed: at the latest when ``Coordinator.wake`` says."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapacityChanged:
+class CapacityChanged(Struct, frozen=True):
     capacities: Mapping[str, Capacity]
 
 
-@dataclass(frozen=True, slots=True)
-class SettingsChanged:
+class SettingsChanged(Struct, frozen=True):
     settings: Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Restarted:
+class Restarted(Struct, frozen=True):
     """The first event: what the journal of the last coordinator said, if there was one.
 
     Its ``Compact`` has to be written before anything else is done: an epoch that is not on record may be used again."""
@@ -127,18 +120,15 @@ class Restarted:
     boot_id: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class JournalFailed:
+class JournalFailed(Struct, frozen=True):
     """A record was not written, and nothing that was to be said after it was sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class JournalWorks:
+class JournalWorks(Struct, frozen=True):
     """It can be written again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stopping:
+class Stopping(Struct, frozen=True):
     """No new jobs from now on."""
 
 
@@ -158,44 +148,38 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(Struct, frozen=True):
     connection: Connection
     message: Reply
     after_record: bool = False
     """Not to be sent when a record before it was not written."""
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(Struct, frozen=True):
     """Append to the journal."""
 
     record: journal.Record
 
 
-@dataclass(frozen=True, slots=True)
-class Compact:
+class Compact(Struct, frozen=True):
     """Replace the journal by these records, whole or not at all."""
 
     records: tuple[journal.Record, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+class Close(Struct, frozen=True):
     """Close a connection; its end is an event as any other."""
 
     connection: Connection
 
 
-@dataclass(frozen=True, slots=True)
-class Watch:
+class Watch(Struct, frozen=True):
     """Tell the death of a process, at once if it is dead."""
 
     process: Process
 
 
-@dataclass(frozen=True, slots=True)
-class Terminate:
+class Terminate(Struct, frozen=True):
     """End a process that keeps bytes after the deadline."""
 
     process: Process

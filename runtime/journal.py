@@ -16,7 +16,8 @@ from msgspec import MsgspecError, Struct, structs
 from msgspec.json import Decoder, Encoder
 
 from jaxtensile.errors import CoordinatorError
-from jaxtensile.runtime.leases import Charge, Lease, Process, State, needs_of
+from jaxtensile.runtime.demand import demand_of
+from jaxtensile.runtime.leases import Charge, Lease, Process, State
 from jaxtensile.runtime.messages import Rung
 from jaxtensile.units import Seconds
 
@@ -179,6 +180,7 @@ def charge(lease: Lease, charges: tuple[Charge, ...]) -> Charged:
 
 def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
     """A lease as it is after a restart: charged, and nobody speaks for it yet."""
+    demand = demand_of(old.ladder, old.resources, old.low, old.high)
     return Lease(
         id=old.lease,
         process=old.process,
@@ -187,7 +189,10 @@ def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
         ladder=old.ladder,
         low=old.low,
         high=old.high,
-        needs=needs_of(old.ladder, len(old.resources) - 1),
+        needs=demand.needs,
+        slowdowns=demand.slowdowns,
+        best=demand.best,
+        touched=demand.touched,
         priority=old.priority,
         weight=old.weight,
         state=State.QUARANTINED,

@@ -7,11 +7,10 @@ not, because nothing but the end of a process takes device memory away from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import Enum
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, field
 
 from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.messages import Rung
@@ -36,6 +35,8 @@ class State(Enum):
     """Charged, and nobody speaks for it."""
     FREED = "freed"
 
+    __hash__ = object.__hash__  # there is one of each
+
 
 class Happening(Enum):
     """To a lease."""
@@ -50,6 +51,12 @@ class Happening(Enum):
     RELEASE = "release"
     DIED = "died"
 
+    __hash__ = object.__hash__
+
+
+# Their names by themselves: to look a member up in its class costs as much as a call (Python 3.11).
+QUEUED, HELD, REVOKING, OVERDUE, QUARANTINED, FREED = State
+GRANT, REVOKE, ACK, DEADLINE, LOST, RECLAIM, RELEASE, DIED = Happening
 
 _S, _H = State, Happening
 TABLE: Final[dict[State, dict[Happening, State]]] = {
@@ -127,8 +134,7 @@ HOST: Final = "host"
 """The resource that pinned host memory is, beside the devices."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Lease:
+class Lease(Struct, kw_only=True, eq=False):
     """One job's lease. Only the coordinator changes it."""
 
     id: int
@@ -143,6 +149,12 @@ class Lease:
     """The highest rung the job wants."""
     needs: tuple[tuple[Charge, ...], ...]
     """What each rung needs of each resource."""
+    slowdowns: tuple[float, ...]
+    """Seconds per step on each rung ÷ those on the fastest."""
+    best: tuple[int, ...]
+    """For each rung the least of those above it on which the job is fastest; itself where there is none."""
+    touched: frozenset[str]
+    """Resources of which any of its rungs needs bytes."""
     priority: int
     weight: float
     state: State = State.QUEUED
@@ -169,10 +181,6 @@ class Lease:
     """The waiter that it was told to shrink for."""
     stuck: bool = False
     """Does not give bytes back: asking again is no use."""
-    slowdowns: tuple[float, ...] = field(init=False)
-    """Seconds per step on each rung ÷ those on the fastest."""
-    touched: frozenset[str] = field(init=False)
-    """Resources of which any of its rungs needs bytes."""
     written: tuple[Charge, ...] = ()
     """What it is charged by the journal, as far as is known; empty: the journal does not know of it."""
     faults: set[str] = field(default_factory=set[str])
@@ -181,14 +189,3 @@ class Lease:
     in_use: tuple[Bytes, ...] = ()
     """Measured by the job, of each resource; empty: it did not say."""
     peak: Bytes = 0
-
-    def __post_init__(self) -> None:
-        fastest = min(r.seconds for r in self.ladder)
-        self.slowdowns = tuple(r.seconds / fastest for r in self.ladder)
-        rows = self.needs[self.low : self.high + 1]
-        self.touched = frozenset(name for k, name in enumerate(self.resources) if any(row[k].level for row in rows))
-
-
-def needs_of(ladder: tuple[Rung, ...], devices: int) -> tuple[tuple[Charge, ...], ...]:
-    """What each rung needs of each device and of host memory."""
-    return tuple((*(Charge(r.persistent, r.temp),) * devices, Charge(r.host)) for r in ladder)

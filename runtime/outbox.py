@@ -11,7 +11,6 @@ from typing import Final
 
 from jaxtensile.runtime import journal
 from jaxtensile.runtime.events import Command, Compact, Record, Send
-from jaxtensile.runtime.messages import Released
 
 COMPACT_AFTER: Final = 1000
 """Records beyond some per lease after which the journal is written anew."""
@@ -20,7 +19,7 @@ COMPACT_AFTER: Final = 1000
 class Outbox:
     """The commands of one batch, and what became of those of the last one."""
 
-    __slots__ = ("_commands", "_first", "_last", "_owed", "_records", "_unwritten", "_written", "works")
+    __slots__ = ("_commands", "_first", "_free", "_last", "_owed", "_records", "_unwritten", "_written", "works")
 
     def __init__(self, *, journal_first: bool) -> None:
         self.works = True
@@ -33,8 +32,10 @@ class Outbox:
         """Leases of which a record was lost."""
         self._owed: list[Command] = []
         """That leases are free, said when that is on record."""
-        self._last: tuple[set[int], list[Command]] = (set(), [])
-        """Of the last batch: the leases that were written about, and those said to be free."""
+        self._free: list[Command] = []
+        """Those of the commands that say so."""
+        self._last: tuple[list[Record | Compact], tuple[int, ...], list[Command]] = ([], (), [])
+        """Of the last batch: what was written, all leases where that is about all, and what was said to be free."""
 
     def write(self, record: journal.Record) -> bool:
         """Append to the journal, if it works. What is not written is in what replaces it when it works again."""
@@ -52,9 +53,14 @@ class Outbox:
         """Anything that is not about the journal."""
         self._commands.append(command)
 
+    def free(self, told: Send) -> None:
+        """Say that a lease is no more: not before that is on record."""
+        self._commands.append(told)
+        self._free.append(told)
+
     def outgrown(self, leases: int) -> bool:
         """Is it time to replace the journal?"""
-        return bool(self._records) and self._written > COMPACT_AFTER + 4 * leases
+        return self._written > COMPACT_AFTER + 4 * leases and bool(self._records)
 
     def unsure(self, lease: int) -> bool:
         """Is the journal behind what the coordinator knows of a lease?"""
@@ -62,28 +68,32 @@ class Outbox:
 
     def failed(self) -> None:
         """The last batch was not written."""
-        written, free = self._last
+        records, leases, free = self._last
         self.works = False
-        self._unwritten |= written
+        for command in records:
+            self._unwritten.update((command.record.lease,) if isinstance(command, Record) else leases)
         self._owed += free
 
     def restored(self) -> None:
         """The journal works, and is to be replaced in this batch."""
         self.works = True
         self._commands += self._owed
+        self._free += self._owed
         self._owed = []
         self._unwritten = set()
 
     def take(self, leases: Collection[int]) -> list[Command]:
         """The batch, in its order; ``leases``: all there are."""
-        free: list[Command] = [c for c in self._commands if isinstance(c, Send) and isinstance(c.message, Released)]
-        if free and not self.works:
-            self._owed += free
-            self._commands = [c for c in self._commands if c not in free]
-        about: set[int] = set()
-        for command in self._records:
-            about.update([command.record.lease] if isinstance(command, Record) else leases)
-        self._last = about, free
-        batch = [*self._records, *self._commands] if self._first else [*self._commands, *self._records]
-        self._records, self._commands = [], []
-        return batch
+        records, commands, free = self._records, self._commands, self._free
+        self._commands = []
+        if free:
+            self._free = []
+            if not self.works:
+                self._owed += free
+                commands = [c for c in commands if c not in free]
+        if not records:
+            self._last = records, (), free
+            return commands
+        self._records = []
+        self._last = records, tuple(leases) if isinstance(records[0], Compact) else (), free
+        return records + commands if self._first else commands + records

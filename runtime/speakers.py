@@ -7,7 +7,8 @@ in the order in which they were accepted. Who is behind a connection is what the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from jaxtensile.runtime.events import Connection, Rules
 from jaxtensile.runtime.leases import Lease, Process
@@ -17,10 +18,22 @@ Identity = Process | int
 
 
 @dataclass(slots=True, eq=False)
+class _Known:
+    """A process that is connected, or has leases."""
+
+    peers: dict[Connection, Peer] = field(default_factory=dict[Connection, "Peer"])
+    leases: dict[int, Lease] = field(default_factory=dict[int, Lease])
+    jobs: dict[str, Lease] = field(default_factory=dict[str, Lease])
+    last: dict[str, Connection] = field(default_factory=dict[str, Connection])
+    """Which connection spoke for a job last; also for jobs whose lease is no more."""
+
+
+@dataclass(slots=True, eq=False)
 class Peer:
     """The other end of a connection."""
 
     process: Process
+    known: _Known
     welcome: bool = False
     """It has said HELLO."""
     closed: bool = False
@@ -30,54 +43,90 @@ class Peer:
 class Speakers:
     """Connections, jobs, and which was the last of the former to speak for one of the latter."""
 
-    __slots__ = ("_jobs", "_last", "_rules", "peers")
+    __slots__ = ("_known", "_rules", "peers")
 
     def __init__(self, rules: Rules) -> None:
         self._rules = rules
+        self._known: dict[Identity, _Known] = {}
         self.peers: dict[Connection, Peer] = {}
-        self._jobs: dict[tuple[Identity, str], Lease] = {}
-        self._last: dict[tuple[Identity, str], Connection] = {}
-        """Also for jobs whose lease is no more."""
 
-    def identity(self, process: Process) -> Identity:
+    def __len__(self) -> int:
+        """How many processes are known."""
+        return len(self._known)
+
+    def _identity(self, process: Process) -> Identity:
         return process if self._rules.process_identity else process.pid
 
+    def _of(self, process: Process) -> _Known:
+        who = self._identity(process)
+        if (known := self._known.get(who)) is None:
+            known = self._known[who] = _Known()
+        return known
+
+    def _forget(self, process: Process, known: _Known) -> None:
+        if not known.peers:
+            known.last.clear()  # no word of an earlier connection can come any more
+            if not known.leases:
+                self._known.pop(self._identity(process), None)
+
     def same(self, one: Process, other: Process) -> bool:
-        return self.identity(one) == self.identity(other)
+        return one == other or self._identity(one) == self._identity(other)
 
-    def lease_of(self, process: Process, job: str) -> Lease | None:
-        """The lease that a job of a process has."""
-        return self._jobs.get((self.identity(process), job))
+    # Connections.
 
-    def own(self, lease: Lease) -> None:
-        """A job has a lease."""
-        self._jobs[self.identity(lease.process), lease.job] = lease
+    def met(self, connection: Connection, process: Process) -> Peer:
+        """A process has connected."""
+        known = self._of(process)
+        peer = self.peers[connection] = known.peers[connection] = Peer(process, known)
+        return peer
+
+    def gone(self, connection: Connection) -> Peer | None:
+        """A connection has ended."""
+        peer = self.peers.pop(connection, None)
+        if peer is not None:
+            del peer.known.peers[connection]
+            self._forget(peer.process, peer.known)
+        return peer
+
+    def connected(self, process: Process) -> list[Peer]:
+        """The connections of a process."""
+        known = self._known.get(self._identity(process))
+        return [] if known is None else [p for p in known.peers.values() if p.process == process]
+
+    # Leases.
+
+    def leases_of(self, process: Process) -> Mapping[int, Lease]:
+        """Those of a process, by number."""
+        known = self._known.get(self._identity(process))
+        return {} if known is None else known.leases
+
+    def own(self, lease: Lease, known: _Known | None = None) -> None:
+        """A job has a lease; ``known``: what is known of its process."""
+        known = known or self._of(lease.process)
+        known.jobs[lease.job] = known.leases[lease.id] = lease
 
     def disown(self, lease: Lease) -> None:
         """The lease is no more."""
-        key = self.identity(lease.process), lease.job
-        if self._jobs.get(key) is lease:
-            del self._jobs[key]
+        known = self._of(lease.process)
+        known.leases.pop(lease.id, None)
+        if known.jobs.get(lease.job) is lease:
+            del known.jobs[lease.job]
+        if not known.peers:
+            self._forget(lease.process, known)
 
-    def late(self, connection: Connection, process: Process, job: str) -> bool:
+    # Who speaks.
+
+    def late(self, connection: Connection, peer: Peer, job: str) -> bool:
         """Has a later connection spoken for the job?"""
-        return self._rules.generations and connection < self._last.get((self.identity(process), job), -1)
+        return self._rules.generations and connection < peer.known.last.get(job, -1)
 
-    def speak(self, lease: Lease, connection: Connection, now: Seconds) -> None:
+    def speak(self, lease: Lease, connection: Connection, peer: Peer, now: Seconds) -> None:
         """From now on that connection speaks for the lease."""
         lease.connection, lease.beat = connection, now
-        self._last[self.identity(lease.process), lease.job] = connection
+        peer.known.last[lease.job] = connection
 
     def speaks(self, lease: Lease, connection: Connection) -> bool:
         """Does a connection speak for a lease?"""
         if lease.connection == connection:
             return True
         return not self._rules.generations and self.peers[connection].process == lease.process
-
-    def gone(self, connection: Connection) -> Peer | None:
-        """A connection has ended. With the last one of a process no word of an earlier one can come any more."""
-        peer = self.peers.pop(connection, None)
-        if peer is not None and not any(other.process == peer.process for other in self.peers.values()):
-            who = self.identity(peer.process)
-            self._last = {key: last for key, last in self._last.items() if key[0] != who}
-        return peer

@@ -7,10 +7,9 @@ last; after it the stream cannot be understood any more and is to be closed. A f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
-from msgspec import DecodeError, MsgspecError
+from msgspec import DecodeError, MsgspecError, Struct
 from msgspec.msgpack import Decoder, Encoder
 
 from jaxtensile.errors import CoordinatorError
@@ -31,8 +30,7 @@ class ProtocolError(CoordinatorError):
     """Bytes that are no message: a value that the decoder returns, and what the encoder raises."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Taken(Generic[M]):
+class Taken(Struct, Generic[M], frozen=True, kw_only=True):
     """What was in a stream so far: whole messages, bytes of the next one, and why there can be no next one."""
 
     messages: tuple[M, ...] = ()

@@ -2,8 +2,7 @@
 
 import pytest
 
-from jaxtensile.runtime.leases import HOST, TABLE, Charge, Happening, Lease, LeaseError, Process, State, after, needs_of
-from jaxtensile.runtime.messages import Rung
+from jaxtensile.runtime.leases import TABLE, Happening, LeaseError, State, after
 
 CHARGED = {State.HELD, State.REVOKING, State.OVERDUE, State.QUARANTINED}
 
@@ -47,26 +46,3 @@ def test_a_silent_job_is_quarantined_and_comes_back_by_reclaiming():
         assert after(state, Happening.LOST) is State.QUARANTINED
     assert after(State.QUARANTINED, Happening.RECLAIM) is State.HELD
     assert Happening.GRANT not in TABLE[State.QUARANTINED] and Happening.ACK not in TABLE[State.QUARANTINED]
-
-
-def test_the_needs_of_a_rung_are_on_each_device_and_once_on_the_host():
-    ladder = (Rung(persistent=4, temp=2, host=1, seconds=2.0), Rung(persistent=9, seconds=1.0))
-    assert needs_of(ladder, 2) == ((Charge(4, 2), Charge(4, 2), Charge(1)), (Charge(9), Charge(9), Charge(0)))
-
-
-def test_a_lease_knows_what_it_can_touch_and_how_slow_its_rungs_are():
-    ladder = (Rung(persistent=4, host=3, seconds=2.0), Rung(persistent=9, seconds=1.0))
-    lease = Lease(
-        id=1,
-        process=Process(1, 1),
-        job="a",
-        resources=("cuda:0", HOST),
-        ladder=ladder,
-        low=1,
-        high=1,
-        needs=needs_of(ladder, 1),
-        priority=0,
-        weight=1.0,
-    )
-    assert lease.touched == {"cuda:0"}
-    assert lease.slowdowns == (2.0, 1.0)

@@ -54,6 +54,7 @@ def test_a_lowered_capacity_takes_nothing_away_and_what_adds_nothing_still_fits(
     book.charge(1, ("cuda:0",), (Charge(8),))
     book.resize({"cuda:0": Capacity(capacity=6)})
     assert book.accounts["cuda:0"].free == -2 and book.accounts["cuda:1"].limit == 0
+    assert book.over() == {"cuda:0"} == book.over()
     assert book.fits(1, ("cuda:0",), (Charge(7),)) and not book.fits(1, ("cuda:0",), (Charge(9),))
     assert not book.fits(2, ("cuda:0",), (Charge(1),)) and book.fits(2, ("cuda:0",), (NOTHING,))
     book.resize({"cuda:2": Capacity(capacity=3)})
@@ -63,7 +64,9 @@ def test_a_lowered_capacity_takes_nothing_away_and_what_adds_nothing_still_fits(
 def test_what_is_measured_is_charged_whatever_the_limit():
     book = ledger()
     book.measured(1, ("cuda:0",), (Charge(50),))
-    assert book.accounts["cuda:0"].free == -40
+    assert book.accounts["cuda:0"].free == -40 and book.over() == {"cuda:0"}
+    book.release(1, ("cuda:0",))
+    assert book.over() == set()
 
 
 charges = st.builds(Charge, st.integers(0, 9), st.integers(0, 9))
@@ -88,6 +91,8 @@ def test_sums_are_what_adding_up_gives_and_never_exceed_the_limit(steps, gated):
         for k, name in enumerate(DEVICES):
             account = book.accounts[name]
             assert account.used == used([c[k] for c in held.values()], account.gated) <= account.limit
+            assert account.used == account.persistent + account.temps
+        assert all(book.charged(k, DEVICES) == held.get(k, (NOTHING,) * 3) for k in range(1, 5))
     for lease in range(1, 5):
         book.release(lease, DEVICES)
     assert all(a.used == a.persistent == a.temps == 0 and not a.charges for a in book.accounts.values())
@@ -99,6 +104,7 @@ def test_several_fit_together_if_what_they_would_be_charged_adds_up_to_no_more(s
     for lease, now, _ in steps:
         book.measured(lease, DEVICES, now)
         held[lease] = now
+        assert book.over() == {name for name, a in book.accounts.items() if a.used > a.limit}
     after = [*{**held, **wanted}.values()]
     fit = all(used([c[k] for c in after], book.accounts[DEVICES[k]].gated) <= 10 for k in range(3))
     assert book.fit([(k, DEVICES, c) for k, c in wanted.items()]) == (fit or not wanted)

@@ -1,0 +1,129 @@
+"""Who is admitted, who grows and who is asked to shrink, as a coordinator's jobs are told."""
+
+from random import Random
+
+import pytest
+
+from coordinator_talk import GPU, Talk
+from jaxtensile.runtime.arbiter import Arbiter
+from jaxtensile.runtime.events import (
+    CapacityChanged,
+    Disconnected,
+    ProcessDied,
+)
+from jaxtensile.runtime.leases import HOST, Process, State
+from jaxtensile.runtime.ledger import Capacity
+from jaxtensile.runtime.messages import (
+    Grant,
+    Queued,
+    Release,
+    Released,
+    Revoke,
+    Rung,
+)
+
+pytestmark = pytest.mark.without_jax
+
+
+def test_a_second_job_waits_until_the_first_has_shrunk():
+    talk = Talk(capacity=9)
+    first = talk.admit(1)
+    assert isinstance(talk.admit(2), Queued)
+    told = talk.said(Revoke, to=1)[0]
+    assert (told.rung, told.deadline) == (0, 60.0) and told.token > first.token and talk.charged() == 8
+    talk.ack(1, told, (4, 0))
+    assert talk.said(Grant, to=2)[0].rung == 0 and talk.charged() == 8
+    assert talk.hear(1, Release(lease=first.lease, token=told.token)) == [Released(lease=first.lease)]
+    assert talk.said(Grant, to=2)[0].rung == 1 and talk.charged() == 8
+
+
+def test_a_waiter_that_leaves_is_waited_for_no_more_and_a_late_ack_changes_nothing():
+    talk = Talk(capacity=9)
+    talk.admit(1)
+    talk.admit(2)
+    told = talk.said(Revoke, to=1)[0]
+    talk.do(Disconnected(2))
+    again = talk.said(Grant, to=1)[0]
+    assert again.rung == 1 and again.token > told.token and talk.lease(1).state is State.HELD
+    talk.ack(1, told, (4, 0))
+    assert talk.charged() == 8 and talk.it.counters["stale"] == 1
+
+
+def test_devices_and_host_memory_are_granted_at_once_or_not_at_all():
+    talk = Talk(host=3)
+    ladder = (Rung(persistent=1, host=2, seconds=1.0),)
+    assert isinstance(talk.admit(1, ladder=ladder), Grant)
+    assert isinstance(talk.admit(2, ladder=ladder), Queued)
+    assert (talk.charged(), talk.charged(HOST)) == (1, 2)
+    talk.do(ProcessDied(Process(1, 1)))
+    assert talk.said(Grant, to=2) and (talk.charged(), talk.charged(HOST)) == (1, 2)
+
+
+def test_nobody_is_asked_inside_the_minimum_hold_but_for_a_higher_class():
+    talk = Talk(capacity=9, min_hold=30.0, lease_ttl=100.0)
+    talk.admit(1)
+    talk.admit(2)
+    assert not talk.said(Revoke) and talk.it.wake == 130.0
+    talk.tick(30.0)
+    assert talk.said(Revoke, to=1)
+    talk = Talk(capacity=9, min_hold=30.0)
+    talk.admit(1)
+    talk.admit(2, priority=1)
+    assert talk.said(Revoke, to=1)
+
+
+@pytest.mark.parametrize(("gain", "moved"), [(0.05, True), (0.4, False)])
+def test_surplus_moves_only_for_a_gain_that_is_worth_it(gain, moved):
+    """The second job would gain far more than the first, which has the bytes, would lose."""
+    talk = Talk(min_gain=gain)
+    talk.admit(1, ladder=(Rung(persistent=4, seconds=1.7), Rung(persistent=8, seconds=1.0)), weight=0.1)
+    talk.admit(2, ladder=(Rung(persistent=4, seconds=1.5), Rung(persistent=8, seconds=1.0)))
+    assert talk.lease(2).rung == 0
+    assert bool(talk.said(Revoke, to=1)) == moved
+
+
+@pytest.mark.parametrize("policy", ["slowdown", "priority", "fcfs"])
+def test_where_all_fit_what_is_given_is_what_a_division_gives(policy, monkeypatch):
+    """Of ladders that are no faster with more bytes too, in room for all and in less."""
+
+    def rungs(seed):
+        random = Random(seed)
+        talk = Talk(capacity=random.choice((60, 90, 1000)), policy=policy, min_gain=random.choice((0.0, 0.1)))
+        for k in range(1, 6):
+            sizes = sorted(random.sample(range(4, 40), random.randint(1, 4)))
+            ladder = tuple(Rung(persistent=n, seconds=random.choice((1.0, 1.5, 1.5, 2.0, 4.0))) for n in sizes)
+            talk.admit(k, f"job {k}", ladder, priority=random.choice((0, 0, 1)), weight=random.choice((1.0, 2.0)))
+        return [(a.id, a.rung, a.state) for a in talk.it.arbiter.leases.values()]
+
+    found = [rungs(seed) for seed in range(150)]
+    monkeypatch.setattr(Arbiter, "_all_get", lambda *_: None)
+    assert [rungs(seed) for seed in range(150)] == found
+
+
+def test_a_rung_that_is_hardly_faster_is_not_gone_up_to():
+    ladder = (Rung(persistent=4, seconds=1.04), Rung(persistent=8, seconds=1.0))
+    assert Talk(min_gain=0.05).admit(1, ladder=ladder).rung == 0
+    assert Talk(min_gain=0.01).admit(1, ladder=ladder).rung == 1
+
+
+def test_a_lowered_capacity_is_drained_by_asking():
+    talk = Talk()
+    grant = talk.admit(1)
+    talk.do(CapacityChanged({**talk.capacities, GPU: Capacity(capacity=5)}))
+    told = talk.said(Revoke, to=1)[0]
+    assert talk.charged() == 8 and told.lease == grant.lease
+    talk.ack(1, told, (4, 0))
+    assert talk.charged() == 4
+    talk.do(CapacityChanged({**talk.capacities, GPU: Capacity(capacity=2)}))
+    assert talk.charged() == 4 and not talk.said(Revoke)
+    talk.do(CapacityChanged(talk.capacities))
+    assert talk.said(Grant, to=1)[0].rung == 1
+
+
+def test_several_plans_that_take_turns_share_the_largest_temp():
+    ladder = (Rung(persistent=1, temp=8, seconds=1.0),)
+    talk = Talk(capacity=12)
+    talk.admit(1, ladder=ladder)
+    assert isinstance(talk.admit(2, ladder=ladder), Queued)
+    talk.do(CapacityChanged({GPU: Capacity(capacity=12, gated=True), HOST: Capacity(capacity=8)}))
+    assert talk.said(Grant, to=2) and talk.charged() == 10

@@ -1,0 +1,90 @@
+"""A job stays where it is until it is told, moves between two steps, and says so."""
+
+import pytest
+
+from coordinator_talk import GPU, LADDER
+from jaxtensile.runtime.holder import Holder
+from jaxtensile.runtime.messages import (
+    VERSION,
+    Ack,
+    Admit,
+    Grant,
+    Hello,
+    Reclaim,
+    Reject,
+    Release,
+    Released,
+    Revoke,
+    Token,
+)
+
+pytestmark = pytest.mark.without_jax
+
+
+def holder(**given):
+    return Holder(Admit(job="a", devices=(GPU,), ladder=LADDER), **given)
+
+
+def granted(rung=1, sequence=1):
+    it = holder()
+    it.connected(())
+    it.received(Grant(job="a", lease=5, token=Token(1, sequence), rung=rung), ())
+    return it
+
+
+def test_a_job_moves_at_a_boundary_and_says_when_it_is_there():
+    it = granted()
+    told = Revoke(job="a", lease=5, token=Token(1, 2), rung=0, deadline=9.0)
+    assert it.received(told, (8, 0)) == [] and it.boundary() == 0 and it.boundary() is None
+    assert it.moved((4, 0)) == [Ack(lease=5, token=Token(1, 2), rung=0, in_use=(4, 0))] and it.held == 0
+
+
+def test_a_job_that_is_there_already_says_so_at_once():
+    it = granted(rung=0)
+    it.received(Grant(job="a", lease=5, token=Token(1, 2), rung=1), ())
+    told = Revoke(job="a", lease=5, token=Token(1, 3), rung=0, deadline=9.0)
+    assert it.received(told, (4, 0)) == [Ack(lease=5, token=Token(1, 3), rung=0, in_use=(4, 0))]
+    assert it.boundary() is None
+
+
+def test_a_job_without_a_coordinator_stays_where_it_is():
+    it = granted(rung=0)
+    it.received(Grant(job="a", lease=5, token=Token(1, 2), rung=1), ())
+    it.disconnected()
+    assert it.boundary() is None
+    hello, reclaim = it.connected((4, 0))
+    assert hello == Hello(version=VERSION)
+    assert reclaim == Reclaim(lease=5, token=Token(1, 2), rung=0, in_use=(4, 0))
+
+
+def test_a_job_that_moves_while_it_comes_back_says_where_it_is_when_it_is_there():
+    it = granted()
+    it.received(Revoke(job="a", lease=5, token=Token(1, 2), rung=0, deadline=9.0), ())
+    it.boundary()
+    it.disconnected()
+    assert it.connected((8, 0)) == [Hello(version=VERSION)]
+    assert it.moved((4, 0)) == [Reclaim(lease=5, token=Token(1, 2), rung=0, in_use=(4, 0))]
+
+
+def test_stale_words_and_words_to_others_are_passed_over():
+    it = granted(sequence=5)
+    it.received(Grant(job="a", lease=5, token=Token(1, 5), rung=0), ())
+    it.received(Grant(job="b", lease=6, token=Token(1, 9), rung=0), ())
+    it.received(Revoke(job="a", lease=6, token=Token(1, 9), rung=0, deadline=1.0), ())
+    assert (it.lease, it.target, it.token) == (5, 1, Token(1, 5))
+
+
+def test_a_release_is_said_until_it_is_answered():
+    it = granted()
+    assert it.release(()) == [Release(lease=5, token=Token(1, 1), in_use=())]
+    it.disconnected()
+    assert it.connected(())[-1] == Release(lease=5, token=Token(1, 1), in_use=())
+    it.received(Released(lease=5), ())
+    assert it.phase == "ended" and it.connected(()) == [Hello(version=VERSION)]
+
+
+def test_a_rejected_job_knows_why():
+    it = holder()
+    it.connected(())
+    it.received(Reject(job="a", reason="too large"), ())
+    assert (it.phase, it.reason) == ("ended", "too large")

@@ -1,0 +1,181 @@
+"""What jobs say is answered, counted or refused, and what they hold is charged."""
+
+import pytest
+
+from coordinator_talk import GPU, LADDER, Talk
+from jaxtensile.runtime import journal
+from jaxtensile.runtime.events import (
+    Close,
+    Connected,
+    Disconnected,
+    ProcessDied,
+)
+from jaxtensile.runtime.leases import HOST, Process, State
+from jaxtensile.runtime.messages import (
+    VERSION,
+    Ack,
+    Admit,
+    Beat,
+    Error,
+    Hello,
+    Queued,
+    Reclaim,
+    Reject,
+    Release,
+    Renew,
+    Renewed,
+    Revoke,
+    Rung,
+    Status,
+    Token,
+    Welcome,
+)
+
+pytestmark = pytest.mark.without_jax
+
+
+LONGER = (Rung(persistent=3, seconds=2.0), Rung(persistent=5, seconds=1.5), Rung(persistent=10, seconds=0.5))
+
+
+def renewal(told, **given):
+    given = {"ladder": LONGER, "rung": 1, **given}
+    return Renew(lease=told.lease, token=told.token, **given)
+
+
+def test_a_job_with_another_ladder_is_charged_by_it_and_granted_by_it():
+    talk = Talk()
+    first = talk.admit(1, want=4)
+    assert (first.rung, talk.charged()) == (0, 4)
+    renewed, grant = talk.hear(1, renewal(first))
+    assert isinstance(renewed, Renewed) and (renewed.former, grant.rung) == (first.token.sequence, 2)
+    assert first.token < renewed.token < grant.token and talk.charged() == 10
+    assert talk.journal[-1].ladder == LONGER and talk.journal[-1].former == first.token.sequence
+    talk.ack(1, grant)
+    assert talk.lease(1).knows and talk.lease(1).state is State.HELD
+
+
+def test_another_ladder_is_not_waited_for():
+    talk = Talk()
+    first, second = talk.admit(1, want=4), talk.admit(2, want=4)
+    told = talk.hear(1, renewal(first, floor=10, rung=2))
+    assert [m.code for m in told] == ["no room"] and "are free" in told[0].detail
+    told = talk.hear(1, renewal(first, ladder=(Rung(persistent=13, seconds=1.0),), rung=0))
+    assert "can ever grant" in told[0].detail
+    assert talk.hear(1, renewal(first, rung=3))[0].code == "no room"
+    assert talk.lease(1).ladder == LADDER and talk.charged() == 8
+    assert isinstance(talk.hear(2, renewal(second))[0], Renewed)
+
+
+def test_another_ladder_that_crosses_a_grant_does_not_count():
+    talk = Talk()
+    first = talk.admit(1)
+    assert isinstance(talk.hear(1, renewal(first))[0], Renewed)
+    assert talk.hear(1, renewal(first)) == [] and talk.it.counters["stale"] == 1
+
+
+def test_a_job_that_comes_back_without_knowing_is_told_again_also_after_a_restart():
+    talk = Talk()
+    first = talk.admit(1, want=4)
+    talk.hear(1, renewal(first))
+    again = Talk(records=talk.journal)
+    again.meet(7, Process(1, 1))
+    renewed, grant = again.hear(7, Reclaim(lease=first.lease, token=first.token, rung=0, in_use=(4, 0)))
+    assert isinstance(renewed, Renewed) and renewed.former == first.token.sequence and grant.rung == 2
+    assert again.charged() == 10
+    again.ack(7, grant)
+    assert again.hear(7, Reclaim(lease=first.lease, token=grant.token, rung=2, in_use=()))[0].rung == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"ladder": (Rung(persistent=13, seconds=1.0),)}, "the smallest plan needs 13B on cuda:0"),
+        ({"ladder": (Rung(persistent=1, host=9, seconds=1.0),)}, "9B on host, which can ever grant 8B"),
+        ({"ladder": LADDER[::-1]}, "must ascend"),
+        ({"floor": 9}, "no plan reaches the floor"),
+        ({"floor": 5, "want": 7}, "no plan lies between"),
+        ({"want": 3}, "no plan lies between"),
+    ],
+)
+def test_what_can_never_be_admitted_is_rejected_with_the_reason(given, reason):
+    talk = Talk()
+    answer = talk.admit(1, **given)
+    assert isinstance(answer, Reject) and reason in answer.reason and not talk.it.arbiter.leases
+
+
+def test_a_job_names_devices_that_are_there_and_each_once():
+    talk = Talk()
+    talk.meet(1)
+    for devices, reason in ((("cuda:7",), "no device 'cuda:7'"), ((HOST,), "no device"), ((GPU, GPU), "named twice")):
+        (answer,) = talk.hear(1, Admit(job="a", devices=devices, ladder=LADDER))
+        assert reason in answer.reason
+
+
+def test_asking_again_is_answered_with_the_same_lease():
+    talk = Talk()
+    first = talk.admit(1)
+    again = talk.hear(1, Admit(job="a", devices=(GPU,), ladder=LADDER))[-1]
+    assert again.lease == first.lease and again.token > first.token and talk.charged() == 8
+    talk.do(Disconnected(1))
+    talk.meet(2, Process(1, 1))
+    third = talk.hear(2, Admit(job="a", devices=(GPU,), ladder=LADDER))[-1]
+    assert third.lease == first.lease and talk.lease(first.lease).connection == 2
+    other = talk.hear(2, Admit(job="b", devices=(GPU,), ladder=LADDER[:1]))[-1]
+    assert other.lease != first.lease and talk.charged() == 12
+
+
+def test_what_is_anothers_or_long_over_is_refused_counted_and_changes_nothing():
+    talk = Talk()
+    grant = talk.admit(1)
+    talk.meet(2)
+    before = talk.it.arbiter.charged(talk.lease(1))
+    for message in (
+        Reclaim(lease=grant.lease, token=grant.token, rung=0, in_use=()),
+        Release(lease=grant.lease, token=grant.token),
+    ):
+        (answer,) = talk.hear(2, message)
+        assert isinstance(answer, Error) and answer.code == "not yours"
+    assert talk.hear(2, Ack(lease=grant.lease, token=grant.token, rung=0, in_use=())) == []
+    assert talk.hear(2, Beat(lease=grant.lease, step=1, step_us=1, in_use=(99,), peak=99)) == []
+    (answer,) = talk.hear(2, Reclaim(lease=77, token=grant.token, rung=0, in_use=()))
+    assert answer.code == "unknown lease" and answer.lease == 77
+    assert talk.hear(1, Ack(lease=grant.lease, token=Token(0, 0), rung=0, in_use=())) == []
+    assert talk.it.arbiter.charged(talk.lease(1)) == before
+    assert talk.it.counters["not yours"] == 2 and talk.it.counters["stale"] == 3
+
+
+def test_a_ladder_that_lies_is_charged_what_was_measured_and_does_not_shrink():
+    talk = Talk(capacity=20)
+    grant = talk.admit(1)
+    talk.hear(1, Beat(lease=grant.lease, step=1, step_us=1, in_use=(11, 2), peak=12))
+    assert (talk.charged(), talk.charged(HOST)) == (11, 2) and talk.lease(1).stuck and talk.lease(1).faults
+    assert isinstance(talk.admit(2, ladder=(Rung(persistent=10, seconds=1.0),)), Queued) and not talk.said(Revoke)
+    known = journal.replay(talk.journal, "boot")
+    assert known.stuck == {1} and known.leases[1].charges[0].level == 11
+
+
+def test_an_allocator_that_gives_nothing_back_keeps_its_rung_too():
+    talk = Talk(capacity=9)
+    talk.admit(1)
+    talk.admit(2)
+    told = talk.said(Revoke, to=1)[0]
+    talk.ack(1, told, (8, 0))
+    assert talk.charged() == 8 and talk.lease(1).stuck and talk.lease(2).state is State.QUEUED
+    talk.do(Disconnected(2))
+    assert talk.lease(1).rung == 1  # what it keeps anyway it may as well use
+    (answer,) = talk.hear(1, Release(lease=1, token=told.token, in_use=(8, 0)))
+    assert answer.code == "in use" and talk.charged() == 8
+    talk.do(ProcessDied(Process(1, 1)))
+    assert talk.charged() == 0
+
+
+def test_who_does_not_say_hello_or_speaks_another_version_is_closed():
+    talk = Talk()
+    talk.do(Connected(1, Process(1, 1)))
+    (answer,) = talk.hear(1, Hello(version=VERSION + 1))
+    assert answer.code == "version" and Close(1) in talk.commands
+    assert talk.hear(1, Hello(version=VERSION)) == []
+    talk.do(Connected(2, Process(2, 1)))
+    assert talk.hear(2, Status())[0].code == "protocol"
+    assert isinstance(talk.meet(3)[0], Welcome)
+    assert talk.hear(3, Hello(version=VERSION))[0].code == "protocol"
