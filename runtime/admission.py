@@ -20,14 +20,12 @@ def demanded(
 ) -> Demand | str:
     """What a job asks for, of which the lowest plan at or above the floor is guaranteed; or why it can never be
     admitted, in one sentence."""
-    resources = *devices, HOST
-    found = _chosen(ladder, resources, floor, want)
+    found = _chosen(ladder, (*devices, HOST), floor, want)
     if isinstance(found, str):
         return found
     accounts = ledger.accounts
-    for name, need in zip(resources, found.needs[found.low], strict=True):
-        account = accounts.get(name)
-        if account is None or need.persistent + need.temp > account.limit:
+    for name, need in found.least:
+        if name not in accounts or need > accounts[name].limit:
             break
     else:
         if HOST not in devices:
@@ -42,8 +40,8 @@ def _missing(devices: tuple[str, ...], demand: Demand, ledger: Ledger) -> str:
     unknown = [name for name in devices if name not in there]
     if unknown:
         return f"there is no device {unknown[0]!r} here, only {', '.join(there) or 'none'}"
-    for name, charge in zip(demand.resources, demand.needs[demand.low], strict=True):
-        need, limit = charge.level, accounts[name].limit if name in accounts else 0
+    for name, need in demand.least:
+        limit = accounts[name].limit if name in accounts else 0
         if need > limit:
             return (
                 f"the smallest plan needs {format_bytes(need)} on {name}, which can ever grant {format_bytes(limit)}: "

@@ -66,10 +66,10 @@ class Arbiter:
     def enqueue(self, lease: Lease) -> None:
         """A job asks to be admitted."""
         self.leases[lease.id] = self.told[lease.id] = lease
-        if self.queue:
+        if self.queue and self.queue[-1].priority < lease.priority:
             insort(self.queue, lease, key=lambda a: (-a.priority, a.id))
         else:
-            self.queue.append(lease)
+            self.queue.append(lease)  # the last to come has the highest number
 
     def restore(self, lease: Lease, charges: tuple[Charge, ...]) -> None:
         """A lease of an earlier coordinator, charged what it was."""

@@ -11,8 +11,9 @@ from typing import Final
 
 from msgspec import Struct
 
-from jaxtensile.runtime.leases import NOTHING, Charge
+from jaxtensile.runtime.leases import HOST, NOTHING, Charge
 from jaxtensile.runtime.messages import Rung
+from jaxtensile.units import Bytes
 
 KEPT: Final = 64
 """Ladders; one of 256 rungs on 64 devices is some 200 kB."""
@@ -33,6 +34,8 @@ class Demand(Struct, frozen=True, kw_only=True):
     """Seconds per step on each rung ÷ those on the fastest."""
     best: tuple[int, ...]
     """For each rung the least of those above it on which the job is fastest; itself where there is none."""
+    least: tuple[tuple[str, Bytes], ...]
+    """What the guaranteed rung needs of each device, and of host memory if it needs any."""
     touched: frozenset[str]
     """Resources of which any of its rungs needs bytes."""
 
@@ -53,6 +56,7 @@ def demand_of(ladder: tuple[Rung, ...], resources: tuple[str, ...], low: int, hi
         best=tuple(
             min(range(rung + 1, high + 1), key=lambda r: ladder[r].seconds, default=rung) for rung in range(len(ladder))
         ),
+        least=tuple((r, c.level) for r, c in zip(resources, needs[low], strict=True) if r != HOST or c.level),
         touched=frozenset(name for k, name in enumerate(resources) if any(row[k].level for row in rows)),
     )
 

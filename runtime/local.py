@@ -168,15 +168,15 @@ class LocalCoordinator:
     # Time.
 
     def _set_alarm(self) -> None:
-        wake = self._core.wake
+        before, wake = self._alarm_at, self._core.wake
         self._alarm_at = math.inf if wake is None else wake
         if self._alarm_at == math.inf:
             return
         if self._alarm is None:
             self._alarm = threading.Thread(target=self._ring, name="jaxtensile-coordinator", daemon=True)
             self._alarm.start()
-        else:
-            self._changed.notify_all()
+        elif self._alarm_at < before:
+            self._changed.notify_all()  # else it wakes up early enough, and looks again
 
     def _ring(self) -> None:
         while True:

@@ -60,7 +60,7 @@ class Outbox:
 
     def outgrown(self, leases: int) -> bool:
         """Is it time to replace the journal?"""
-        return self._written > COMPACT_AFTER + 4 * leases and bool(self._records)
+        return bool(self._records) and self._written > COMPACT_AFTER + 4 * leases
 
     def unsure(self, lease: int) -> bool:
         """Is the journal behind what the coordinator knows of a lease?"""
