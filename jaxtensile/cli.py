@@ -119,15 +119,17 @@ def _estimate(options: argparse.Namespace) -> int:
     from jaxtensile.device import profile
     from jaxtensile.loading import load_maker
 
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        return _complain(f"cannot write {options.json}: there is no folder {options.json.parent}")
-    if options.tolerance < 0:
-        return _complain(f"--tolerance {options.tolerance:g} is negative: give the percentage that bytes may grow by")
+    if (problem := _unwritable(options.json)) is not None:
+        return _complain(problem)
+    if not options.tolerance >= 0:  # which nan is not either
+        return _complain(f"--tolerance {options.tolerance:g}: give the percentage that bytes may grow by, 0 or more")
     for target in options.target:
         profile(target)  # an unknown name is told before the work, not after
     maker = load_maker(options.workload)
 
-    from jaxtensile.estimate_table import compare, tabulate
+    from jaxtensile.estimate_table import compare, read_baseline, tabulate
+
+    baseline = read_baseline(options.baseline) if options.baseline is not None else None
 
     def tell(what: str) -> None:
         print(what, file=sys.stderr, flush=True)
@@ -136,7 +138,7 @@ def _estimate(options: argparse.Namespace) -> int:
         maker, tuple(dict.fromkeys(options.target)), exact=options.exact, largest=not options.no_batch, tell=tell
     )
     print(table)
-    grown = compare(table, options.baseline) if options.baseline is not None else []
+    grown = compare(table, baseline) if baseline is not None else []
     if options.json is not None:
         options.json.write_text(json.dumps(table.to_dict(), indent=1) + "\n")
     too_much = [g for g in grown if 100 * g.ratio > options.tolerance]
@@ -151,18 +153,20 @@ def _plan(options: argparse.Namespace) -> int:
 
     files: list[Path | None] = [options.json, options.html, options.perfetto]
     for path in files:
-        if path is not None and not path.absolute().parent.is_dir():
-            return _complain(f"cannot write {path}: there is no folder {path.parent}")
+        if (problem := _unwritable(path)) is not None:
+            return _complain(problem)
     if options.target is not None:
         profile(options.target)  # an unknown name is told before the work, not after
     workload = load_workload(options.workload)
 
     from jaxtensile.api import jit
+    from jaxtensile.estimate_table import telling
 
-    step = jit(
-        workload.fun, budget=options.budget, target=options.target, solver=options.solver, **workload.jit_options
-    )
-    report = step.plan(*workload.args)
+    with telling(workload):
+        step = jit(
+            workload.fun, budget=options.budget, target=options.target, solver=options.solver, **workload.jit_options
+        )
+        report = step.plan(*workload.args)
     print(report)
     for write, path in zip((report.to_json, report.to_html, report.to_perfetto), files, strict=True):
         if path is not None:
@@ -210,6 +214,15 @@ def _run(options: argparse.Namespace) -> int:
     from jaxtensile.running import run
 
     return DOES_NOT_FIT if run(options) else DONE
+
+
+def _unwritable(path: Path | None) -> str | None:
+    """Why a file that is asked for cannot be written, told before the work."""
+    if path is None:
+        return None
+    if not path.absolute().parent.is_dir():
+        return f"cannot write {path}: there is no folder {path.parent}"
+    return f"cannot write {path}: it is a folder" if path.is_dir() else None
 
 
 def _complain(problem: object) -> int:

@@ -6,16 +6,18 @@ Invariant: the program is traced once per batch size, whatever the number of tar
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jaxtensile.api import jit
 from jaxtensile.errors import JaxtensileError
 from jaxtensile.estimation import Estimate, estimate_on
-from jaxtensile.loading import Maker, WorkloadError
+from jaxtensile.loading import Maker, WorkloadError, described
 from jaxtensile.units import Bytes, format_bytes
-from jaxtensile.workload import Workload
+from jaxtensile.workload import Workload, name_of
 
 Tell = Callable[[str], None]
 _LARGEST = 1 << 30
@@ -123,9 +125,29 @@ def _power(n: int) -> int:
     return 1 << (max(n, 1).bit_length() - 1)
 
 
+@contextmanager
+def telling(workload: Workload) -> Iterator[None]:
+    """Errors of the workload's own function or options come out as ``WorkloadError``, all others as they are.
+
+    They are its own where JAX alone cannot trace it either.
+    """
+    try:
+        yield
+    except JaxtensileError:
+        raise
+    except Exception as error:
+        try:
+            jit(workload.fun, **workload.jit_options).trace(*workload.args)
+        except Exception as own:
+            name = workload.name or name_of(workload.fun)
+            raise WorkloadError(f"{name} cannot be traced: {described(own)}") from error
+        raise
+
+
 def _on(workload: Workload, targets: Sequence[str], exact: bool, tell: Tell) -> Mapping[str, Estimate]:
     fun, args, options = workload.fun, workload.args, workload.jit_options
-    found = estimate_on(fun, args, options, targets=targets, exact=exact, name=workload.name, tell=tell)
+    with telling(workload):
+        found = estimate_on(fun, args, options, targets=targets, exact=exact, name=workload.name, tell=tell)
     return {e.target: e for e in found}
 
 
@@ -167,8 +189,16 @@ class Growth:
         return "\n".join(lines)
 
 
-def compare(table: Table, baseline: Path) -> list[Growth]:
-    """Against an earlier ``--json`` file; raises ``BaselineError``."""
+@dataclass(frozen=True)
+class Baseline:
+    """What an earlier ``--json`` file says: by target the device bytes, whether XLA said them, and what was held."""
+
+    path: Path
+    targets: Mapping[str, tuple[Bytes, bool, list[dict[str, Any]]]]
+
+
+def read_baseline(baseline: Path) -> Baseline:
+    """An earlier ``--json`` file; raises ``BaselineError``."""
     try:
         known = json.loads(baseline.read_text())["targets"]
         before = {name: (int(t["device"]), bool(t["exact"]), list(t["held"])) for name, t in known.items()}
@@ -176,14 +206,20 @@ def compare(table: Table, baseline: Path) -> list[Growth]:
         raise BaselineError(f"cannot read {baseline}: {error.strerror}; write it with --json {baseline}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise BaselineError(f"{baseline} is no estimate: write one with --json {baseline}") from None
+    return Baseline(baseline, before)
+
+
+def compare(table: Table, baseline: Baseline) -> list[Growth]:
+    """Against an earlier file; raises ``BaselineError`` where the two do not go together."""
+    path, before = baseline.path, baseline.targets
     out: list[Growth] = []
     for name, e in table.estimates.items():
         if name not in before:
-            raise BaselineError(f"{baseline} knows nothing of {name}, but of {', '.join(before)}: name one of those")
+            raise BaselineError(f"{path} knows nothing of {name}, but of {', '.join(before)}: name one of those")
         size, exact, held = before[name]
         if exact != e.exact:
             mode = "XLA's own figures: add --exact" if exact else "static figures: leave --exact out"
-            raise BaselineError(f"{baseline} has {mode}")
+            raise BaselineError(f"{path} has {mode}")
         out.append(Growth(name, size, e.device, _grown(held, e.to_dict()["held"])))
     return out
 

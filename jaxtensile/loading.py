@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +21,11 @@ from jaxtensile.workload import Workload
 
 _BATCH = ("batch", "batch_size")
 """Names of a parameter that is the batch size."""
+
+_MACHINERY = tuple(
+    f"{Path(found.origin).parent}/" for found in map(find_spec, ("jaxtensile", "jax")) if found and found.origin
+)
+"""Folders of what calls the user's code and is called by it: no line of theirs says what is wrong."""
 
 
 class WorkloadError(JaxtensileError, ValueError):
@@ -43,11 +48,16 @@ class Maker:
         try:
             result = self.make(**given)
         except Exception as error:
-            raise WorkloadError(f"{self.function}({call}) of {self.file} raised {_described(error)}") from error
+            raise WorkloadError(f"{self.function}({call}) of {self.file} raised {described(error)}") from error
         if not isinstance(result, Workload):
             raise WorkloadError(
                 f"{self.function}({call}) of {self.file} returned {type(result).__name__}, not jaxtensile.Workload: "
                 "return jaxtensile.Workload(fun=..., args=(...))"
+            )
+        if not isinstance(result.args, (tuple, list)):
+            raise WorkloadError(
+                f"{self.function}({call}) of {self.file} returned a Workload whose args are a "
+                f"{type(result.args).__name__}: write args=(x,), one entry per argument of fun"
             )
         return result
 
@@ -85,7 +95,7 @@ def _run(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise WorkloadError(f"{path} cannot be loaded: {_described(error)}") from error
+        raise WorkloadError(f"{path} cannot be loaded: {described(error)}") from error
     return module
 
 
@@ -102,8 +112,9 @@ def _function(module: ModuleType, file: str, function: str) -> Callable[[], obje
     return found
 
 
-def _described(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
+def described(error: BaseException) -> str:
+    """An error of the user's code in a line, with its place."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_MACHINERY)]
     if isinstance(error, SyntaxError) and error.lineno is not None:
         where = f" at {error.filename}:{error.lineno}"
     else:

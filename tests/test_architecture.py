@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "interrupts": "",
-    "estimate_table": "units errors estimation loading workload",
+    "estimate_table": "units errors api estimation loading workload",
     "serving": "units errors hardware runtime",
     "watching": "units errors serving runtime",
     "xla_memory": "units",

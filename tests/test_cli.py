@@ -49,6 +49,23 @@ WORKLOADS = """
         except KeyboardInterrupt as error:
             raise ValueError("Cache keys should be comparable") from error
 
+    x = jax.ShapeDtypeStruct((5, 7), jnp.float32)
+
+    def shapes():
+        return jaxtensile.Workload(fun=loss, args=(x, x))
+
+    def value():
+        return jaxtensile.Workload(fun=lambda x: x if x.sum() > 0 else -x, args=(x,))
+
+    def text():
+        return jaxtensile.Workload(fun=lambda x, mode: x, args=(x, "train"), name="my step")
+
+    def option():
+        return jaxtensile.Workload(fun=jnp.sin, args=(x,), jit_options={"donate": 0})
+
+    def alone():
+        return jaxtensile.Workload(fun=jnp.sin, args=x)
+
     constant = 7
 """
 
@@ -129,6 +146,28 @@ def test_a_function_that_raises_is_located(file, capsys):
     assert f"some_workloads.py:{line}" in said
 
 
+@pytest.mark.parametrize("command", [("plan", "--budget", "1GiB"), ("estimate",)])
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("shapes", "loss cannot be traced: TypeError: dot_general requires"),
+        ("value", "<lambda> cannot be traced: TracerBoolConversionError"),
+        ("text", "my step cannot be traced: TypeError: Error interpreting argument"),
+        ("option", "'donate'"),
+        ("alone", "whose args are a ShapeDtypeStruct: write args=(x,)"),
+    ],
+)
+def test_a_function_that_cannot_be_traced_is_told_in_a_line(function, said, command, file, capsys):
+    first, *options = command
+    assert cli.main([first, f"{file}:{function}", *options]) == cli.WRONG_USE
+    told = capsys.readouterr()
+    last = told.err.splitlines()[-1]
+    assert said in last and "Traceback" not in told.err and not told.out
+    if function == "shapes":
+        line = 1 + dedent(WORKLOADS).splitlines().index("        x = jnp.tanh(x @ w)")
+        assert f"some_workloads.py:{line}" in last, "where the user wrote it"
+
+
 @pytest.mark.parametrize(
     ("source", "said"),
     [("1 +", "SyntaxError"), ("import nothing_such", "nothing_such"), ("raise SystemExit(0)", "SystemExit")],
@@ -149,6 +188,11 @@ def test_an_unknown_target_is_told_before_the_file_is_run(capsys):
 def test_a_folder_that_is_not_there(option, file, capsys, tmp_path):
     out = tmp_path / "no" / "plan.out"
     assert "there is no folder" in mistake(capsys, "plan", f"{file}:small", "--budget", "1GiB", option, str(out))
+
+
+def test_a_folder_in_place_of_a_file(file, capsys, tmp_path):
+    said = mistake(capsys, "plan", f"{file}:small", "--budget", "1GiB", "--html", str(tmp_path))
+    assert f"cannot write {tmp_path}: it is a folder" in said
 
 
 def test_a_file_never_takes_the_name_of_a_module(tmp_path, monkeypatch):

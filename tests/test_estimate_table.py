@@ -6,7 +6,7 @@ from textwrap import dedent
 import pytest
 
 from jaxtensile import cli
-from jaxtensile.estimate_table import BaselineError, compare, tabulate
+from jaxtensile.estimate_table import BaselineError, compare, read_baseline, tabulate
 from jaxtensile.loading import load_maker
 
 TARGETS = ("nvidia-h200", "nvidia-rtx-3060")
@@ -30,6 +30,11 @@ FILE = """
         if batch_size % 4:
             raise ValueError("batches of four")
         return make(batch_size)
+
+    def in_fours_as_traced(batch=64):
+        work = make(batch)
+        fun = lambda w, x: work.fun(w, x.reshape(4, -1, WIDTH).reshape(x.shape))
+        return jaxtensile.Workload(fun=fun, args=work.args)
 
     def fixed():
         return make()
@@ -65,7 +70,8 @@ def test_the_largest_batch_is_the_largest_power_of_two_that_fits(file):
 
 
 def test_batch_sizes_that_the_workload_refuses_are_passed_over(file):
-    assert on(file, "in_fours", *TARGETS).batches == on(file, "make", *TARGETS).batches
+    wanted = on(file, "make", *TARGETS).batches
+    assert on(file, "in_fours", *TARGETS).batches == on(file, "in_fours_as_traced", *TARGETS).batches == wanted
 
 
 def test_without_a_batch_parameter_none_is_looked_for(file):
@@ -115,30 +121,33 @@ def test_growth_is_found_and_named(file, tmp_path, capsys):
 def test_a_baseline_of_something_else_is_told(file, tmp_path, capsys):
     table = on(file, "fixed", TARGETS[0])
     with pytest.raises(BaselineError, match=r"cannot read .*missing\.json: No such file"):
-        compare(table, tmp_path / "missing.json")
+        read_baseline(tmp_path / "missing.json")
     for text in ("", "[]", "{}", '{"targets": {"nvidia-h200": {}}}'):
         (tmp_path / "bad.json").write_text(text)
         with pytest.raises(BaselineError, match="is no estimate: write one with --json"):
-            compare(table, tmp_path / "bad.json")
+            read_baseline(tmp_path / "bad.json")
     other = on(file, "fixed", TARGETS[1]).to_dict()
     (tmp_path / "other.json").write_text(json.dumps(other))
     with pytest.raises(BaselineError, match="knows nothing of nvidia-h200, but of nvidia-rtx-3060"):
-        compare(table, tmp_path / "other.json")
+        compare(table, read_baseline(tmp_path / "other.json"))
     exact = table.to_dict()
     exact["targets"][TARGETS[0]]["exact"] = True
     (tmp_path / "exact.json").write_text(json.dumps(exact))
     with pytest.raises(BaselineError, match="add --exact"):
-        compare(table, tmp_path / "exact.json")
+        compare(table, read_baseline(tmp_path / "exact.json"))
     assert run(f"{file}:fixed", "--target", TARGETS[0], "--baseline", tmp_path / "missing.json") == cli.WRONG_USE
-    assert "Traceback" not in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "Traceback" not in told.err and not told.out, "before the work"
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         (["--target", "nvidia-h20"], "unknown target 'nvidia-h20'"),
-        (["--tolerance", "-1"], "--tolerance -1 is negative"),
+        (["--tolerance", "-1"], "--tolerance -1: give the percentage"),
+        (["--tolerance", "nan"], "--tolerance nan: give the percentage"),
         (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
+        (["--json", "/"], "cannot write /: it is a folder"),
     ],
 )
 def test_mistakes_are_told_before_the_work(file, arguments, told, capsys):
