@@ -526,6 +526,7 @@ class Job:
             want=max(self.want, 0),
             priority=self.priority,
             weight=self.weight,
+            suspended=self._resting is not None,
         )
 
     def _wait_for(self, client: Client) -> None:
@@ -678,13 +679,14 @@ class Job:
         """Tell the coordinator the ladder as it is known now. Until that counts, nothing larger runs than does now."""
         assert self._now is not None and self._admit is not None
         rungs = self._together()
-        if rungs == self._admit.ladder:
+        asked = self._asked(rungs)
+        if asked == self._admit:
             return
         rung = self._lowest(covering=covering)
         before = self._now
         self._now, self._clamped = structs.replace(before, temp=min(rung.temp, before.temp)), True
         self._forget()
-        if not client.renew(self._asked(rungs), rungs.index(rung), self._in_use()):
+        if not client.renew(asked, rungs.index(rung), self._in_use()):
             self._now, self._clamped, self._renew = before, False, True
 
     def _together(self) -> tuple[Rung, ...]:

@@ -125,6 +125,7 @@ class Holder:
                 floor=admit.floor,
                 want=admit.want,
                 in_use=tuple(in_use),
+                suspended=admit.suspended,
             )
         ]
 

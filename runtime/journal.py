@@ -60,6 +60,7 @@ class Admitted(_Record, frozen=True, kw_only=True, tag="admitted"):
     sequence: int
     charges: tuple[Charge, ...]
     former: int = -1
+    suspended: bool = False
 
 
 class Charged(_Record, frozen=True, kw_only=True, tag="charged"):
@@ -170,6 +171,7 @@ def admission(lease: Lease, charges: tuple[Charge, ...]) -> Admitted:
         sequence=lease.sequence,
         charges=charges,
         former=lease.former,
+        suspended=lease.suspended,
     )
 
 
@@ -200,6 +202,7 @@ def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
         sequence=old.sequence,
         epoch=replayed.epoch,
         former=old.former,
+        suspended=old.suspended,
         since=now,
         stuck=old.lease in replayed.stuck,
         written=old.charges,

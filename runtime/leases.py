@@ -183,6 +183,8 @@ class Lease(Struct, kw_only=True, eq=False):
     """Does not give bytes back: asking again is no use."""
     written: tuple[Charge, ...] = ()
     """What it is charged by the journal, as far as is known; empty: the journal does not know of it."""
+    suspended: bool = False
+    """Its state is on the host, and it runs no step."""
     faults: set[str] = field(default_factory=set[str])
     step: int = 0
     step_us: int = 0

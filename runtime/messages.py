@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 
 from jaxtensile.units import Seconds
 
-VERSION: Final = 1
+VERSION: Final = 2
 """Of the protocol; both sides must speak the same one."""
 
 MOST_BYTES: Final = 1 << 60
@@ -84,6 +84,8 @@ class Admit(_Message, frozen=True, kw_only=True, tag="ADMIT"):
     """The class: a higher one goes first."""
     weight: Annotated[float, Meta(ge=1e-3, le=1e3)] = 1.0
     """Share inside a class."""
+    suspended: bool = False
+    """Its state is on the host, and it runs no step: for people to see."""
 
 
 class Ack(_Message, frozen=True, kw_only=True, tag="ACK"):
@@ -133,6 +135,7 @@ class Renew(_Message, frozen=True, kw_only=True, tag="RENEW"):
     floor: Size = 0
     want: Size = MOST_BYTES
     in_use: Sizes = ()
+    suspended: bool = False
 
 
 class Status(_Message, frozen=True, kw_only=True, tag="STATUS"):

@@ -11,8 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from jaxtensile.runtime.coordinator import Coordinator
-from jaxtensile.runtime.leases import State
-from jaxtensile.runtime.status import view
+from jaxtensile.runtime.status import STATES, state_of, view
 from jaxtensile.units import Seconds
 
 LONGEST_REQUEST: Final = 8192
@@ -57,8 +56,8 @@ def exposition(coordinator: Coordinator, now: Seconds, more: Mapping[str, float]
         ("guaranteed_bytes", "What cannot be taken from anyone.", [floors[d].used for d, _ in accounts]),
     ):
         metric(name, "gauge", text, [({"device": d}, v) for (d, _), v in zip(accounts, values, strict=True)])
-    states = Counter(lease.state for lease in arbiter.leases.values())
-    rows = [({"state": s.value}, states[s]) for s in State if s is not State.FREED]
+    states = Counter(state_of(lease) for lease in arbiter.leases.values())
+    rows = [({"state": s}, states[s]) for s in STATES]
     metric("leases", "gauge", "Leases by state.", rows)
     phases = [({"phase": p}, float(p == coordinator.phase)) for p in _PHASES]
     metric("phase", "gauge", "1 for the phase the coordinator is in.", phases)

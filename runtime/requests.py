@@ -108,6 +108,7 @@ class Requests:
             priority=message.priority,
             weight=message.weight,
             asked=desk.now,
+            suspended=message.suspended,
         )
         desk.speakers.own(lease, peer.known)
         desk.speakers.speak(lease, connection, peer, desk.now)
@@ -178,7 +179,7 @@ class Requests:
         if reason:
             desk.error(connection, "no room", reason, lease=lease.id)
             return
-        lease.in_use = message.in_use
+        lease.in_use, lease.suspended = message.in_use, message.suspended
         charges = self._left(lease, message.in_use)
         arbiter.ledger.measured(lease.id, lease.resources, charges)
         arbiter.changed(lease)

@@ -10,7 +10,7 @@ from typing import Final
 
 from jaxtensile.runtime.arbiter import Arbiter
 from jaxtensile.runtime.chronicle import Chronicle
-from jaxtensile.runtime.leases import Lease
+from jaxtensile.runtime.leases import Lease, State
 from jaxtensile.runtime.messages import DeviceView, EventView, LeaseView, Snapshot
 from jaxtensile.units import KIB, Seconds
 
@@ -19,6 +19,8 @@ PAGE: Final = 64
 PAGE_BYTES: Final = 32 * KIB
 """Of leases in one message, about; one is told in any case."""
 EVENTS: Final = 16
+STATES: Final = (*(s.value for s in State if s is not State.FREED), "suspended")
+"""What ``state_of`` may say."""
 _SHORT: Final = 160
 
 
@@ -78,13 +80,18 @@ def snapshot(
     )
 
 
+def state_of(lease: Lease) -> str:
+    """In one word, for people."""
+    return "suspended" if lease.suspended and lease.state is State.HELD else lease.state.value
+
+
 def view(arbiter: Arbiter, lease: Lease, now: Seconds) -> LeaseView:
     """What is known of one lease."""
     return LeaseView(
         lease=lease.id,
         job=lease.job,
         pid=lease.process.pid,
-        state=lease.state.value,
+        state=state_of(lease),
         resources=lease.resources,
         charged=tuple(c.level for c in arbiter.charged(lease)),
         rung=lease.rung,

@@ -54,6 +54,26 @@ def test_a_job_with_another_ladder_is_charged_by_it_and_granted_by_it():
     assert talk.lease(1).knows and talk.lease(1).state is State.HELD
 
 
+def test_a_job_that_is_suspended_is_seen_to_be_also_after_a_restart():
+    talk = Talk()
+    first = talk.admit(1)
+    _, grant = talk.hear(1, renewal(first, ladder=LADDER[:1], rung=0, suspended=True))
+
+    def state(talk, connection):
+        return talk.hear(connection, Status())[0].leases[0].state
+
+    assert state(talk, 1) == "suspended"
+    again = Talk(records=talk.journal)
+    again.meet(7, Process(1, 1))
+    assert state(again, 7) == "quarantined"
+    back = again.hear(7, Reclaim(lease=first.lease, token=grant.token, rung=0, in_use=()))[-1]
+    assert state(again, 7) == "suspended"
+    refused = again.hear(7, renewal(back, ladder=(Rung(persistent=13, seconds=1.0),), rung=0))
+    assert refused[0].code == "no room" and state(again, 7) == "suspended"
+    again.hear(7, renewal(back, ladder=LADDER, rung=1))
+    assert state(again, 7) == "held"
+
+
 def test_another_ladder_is_not_waited_for():
     talk = Talk()
     first, second = talk.admit(1, want=4), talk.admit(2, want=4)

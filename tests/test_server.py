@@ -314,7 +314,7 @@ def test_who_does_not_say_hello_first_or_in_another_version_is_refused(daemon):
         wire = Wire(daemon.path, hello=False)
         wire.say(message)
         answer = wire.hear()
-        assert (answer.code, answer.detail) == (code, "say HELLO with version 1 first") and wire.hear() is None
+        assert (answer.code, answer.detail) == (code, f"say HELLO with version {VERSION} first") and wire.hear() is None
 
 
 def test_a_reader_that_does_not_read_is_disconnected_and_quarantined(daemon):

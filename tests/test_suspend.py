@@ -41,6 +41,7 @@ def test_a_suspended_job_gives_its_bytes_back_and_goes_on_where_it_was(ladder):
         held = job.suspend(training.weights)
         assert kinds(held) == {"pinned_host"} and all(x.is_deleted() for x in before)
         assert job.budget == 0 and "suspended" in repr(job)
+        assert [a.state for a in office().status().leases] == ["suspended"]
         # The batch may still be on the device: it stays charged, and what XLA returns beside the state.
         assert DATA <= charged() <= DATA + 4096
         assert on_host() == sum(x.nbytes for x in held)
@@ -50,6 +51,7 @@ def test_a_suspended_job_gives_its_bytes_back_and_goes_on_where_it_was(ladder):
         assert kinds(training.weights) == {"device"} and all(x.is_deleted() for x in held)
         assert [x.committed for x in training.weights] == [x.committed for x in before]
         assert on_host() == 0 and job.suspended is None
+        assert [a.state for a in office().status().leases] == ["held"]
         training.run(3)
         until(lambda: job.budget == top)
     assert charged() == on_host() == 0
