@@ -107,7 +107,7 @@ class Steps:
         self._rest = self._lease = 0
         planned._dispatch = self
         job.plan = self._chosen
-        forget = job._users.pop()
+        forget = job._tenancy.users.pop()
         job.users(lambda: self._forgotten(forget))
 
     def _forgotten(self, forget):
@@ -119,7 +119,7 @@ class Steps:
         use = fitted.report.compiled
         stays = use.argument + use.output - use.alias
         self._plan, self._chooses = (use.device, stays), False
-        if (lease := self._job._client._holder.lease) != self._lease:
+        if (lease := self._job._tenancy.client._holder.lease) != self._lease:
             self._lease = lease
             self._log.tell("lease", lease)
         self._begin()
@@ -140,7 +140,7 @@ class Steps:
             self._rest = resident("VmRSS")
             self._begin()
         out = jax.block_until_ready(self._inner(*args))
-        compiles = self._job._builder is not None and self._job._builder.is_alive()
+        compiles = self._job._steps.compiles
         self._log.tell("ran", 0 if fresh or compiles else max(resident("VmHWM") - self._rest, 1))
         return out
 
@@ -206,18 +206,18 @@ def work(spec, log, stop):
         run = jaxtensile.jit(step, job=job, donate_argnums=0)
         Steps(job, run, log)
         if spec.broken:
-            put = job._put
+            tenancy, put = job._tenancy, job._tenancy.put
 
             def keep(admit, rung):
-                users, higher = job._users, job._now is not None and admit.ladder[rung].level < job._now.level
-                job._users = [] if higher else users
+                users, now = tenancy.users, tenancy.now
+                tenancy.users = [] if now is not None and admit.ladder[rung].level < now.level else users
                 put(admit, rung)
-                job._users = users
+                tenancy.users = users
 
-            job._put = keep
+            tenancy.put = keep
 
         def cut(*_):
-            if job._client is not None and (line := job._client._link._line) is not None:
+            if (client := job._tenancy.client) is not None and (line := client._link._line) is not None:
                 line.stream.shutdown(2)
 
         signal.signal(signal.SIGUSR1, cut)

@@ -70,7 +70,10 @@ MAY_IMPORT = {
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "arbitration": "units errors location runtime",
     "suspension": "units errors _compat target",
-    "jobs": "units errors _compat arbitration ladder plan_cache request suspension runtime",
+    "tenancy": "units errors arbitration ladder request runtime",
+    "waiting": "units errors arbitration ladder tenancy runtime",
+    "stepping": "units errors _compat ladder request suspension tenancy waiting runtime",
+    "jobs": "units errors arbitration ladder request suspension tenancy stepping runtime",
     "process": f"{VOCABULARY} passes",
     "estimate_text": "units places report_text",
     "estimation": f"""{VOCABULARY} workload _compat trace target measured compile location passes process estimate_text
@@ -90,7 +93,7 @@ MAY_IMPORT = {
 }
 MAY_USE_JAX = set(
     """_compat trace undo split sink join nest loops hosted rewrite compile attempts target location placement feedback
-    api filtered estimation calibration arbitration suspension jobs""".split()
+    api filtered estimation calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]

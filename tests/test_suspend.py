@@ -18,7 +18,7 @@ from jaxtensile.errors import CoordinatorError, NotAdmittedError, UnreachableErr
 from jaxtensile.runtime.gate import GateError
 from jaxtensile.runtime.leases import HOST
 from jaxtensile.suspension import Suspended
-from test_jobs import ROOM, WAIT, Training, charged, ladder, office, plans, refused, same, until
+from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, refused, same, until
 
 __all__ = ["ladder", "plans"]
 DATA = programs.X.nbytes + programs.Y.nbytes
@@ -345,7 +345,7 @@ def test_processes_that_take_turns_through_the_daemon(ladder, monkeypatch, tmp_p
             training.run(1)
             daemon.kill()
             with monkeypatch.context() as soon:
-                soon.setattr("jaxtensile.jobs.PATIENCE", 0.2)
+                soon.setattr("jaxtensile.waiting.PATIENCE", 0.2)
                 with pytest.raises(UnreachableError, match="no coordinator answers job 'left'"):
                     job.suspend(training.weights)
             training.run(1)

@@ -1,0 +1,284 @@
+"""How does a job come to a lease, or to more of one?
+
+It is admitted with what is predicted, and waits for that. What comes later, another shape or the way back from the
+host, has room made for it by a second lease: that waits as any job does, and its bytes then go over to the first one.
+
+Invariant: what waits can be ended by ``close``, from whatever thread; and whatever fails, the lease is as it was.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+from msgspec import structs
+
+from jaxtensile.arbitration import device_name
+from jaxtensile.errors import BudgetError, CoordinatorError, NotAdmittedError, RejectedError, UnreachableError
+from jaxtensile.ladder import Ladder
+from jaxtensile.runtime.client import PATIENCE, Client
+from jaxtensile.runtime.messages import Rung
+from jaxtensile.tenancy import Tenancy
+from jaxtensile.units import Bytes, Seconds, format_bytes
+
+_TELL_AFTER: Seconds = 5.0
+_TELL_AT_LEAST: Seconds = 60.0
+"""That a job waits is told, and then ever more rarely."""
+_TRIES = 5
+"""To have room for a larger shape, where others may be given the bytes in between."""
+_PATIENCE: Seconds = 60.0
+"""Two jobs that wait for larger shapes may each wait for the other's end."""
+_log = logging.getLogger("jaxtensile")
+
+
+class Waiting:
+    """What a job waits for. ``changed``: called when it is told something while it does not ask."""
+
+    def __init__(self, tenancy: Tenancy, changed: Callable[[], None]) -> None:
+        self._on, self._changed = tenancy, changed
+        self._name = tenancy.terms.name
+        self.asking: Client | None = None
+        """What waits at present, for the job's lease or for more."""
+
+    def close(self) -> None:
+        """End what waits."""
+        if (asking := self.asking) is not None:
+            asking.close()
+
+    def known(self, ladder: Ladder, devices: Sequence[Any]) -> None:
+        """The job has a lease, and a ladder that this step is part of."""
+        if self._on.client is None:
+            if ladder not in self._on.ladders:
+                self._on.ladders.append(ladder)
+            self._enter(devices)
+        elif ladder not in self._on.ladders:
+            self._join(ladder)
+
+    def _enter(self, devices: Sequence[Any]) -> None:
+        """Ask to be admitted, by what is predicted or known."""
+        assert self._on.by is not None
+        if self._on.devices is None:
+            self._on.devices = tuple(map(device_name, devices))
+        if self._on.turns is None:
+            self._on.turns = self._on.by.turns(self._on.devices[0], self._on.terms.priority, self._on.terms.weight)
+        while self._on.client is None:
+            client = Client(self._on.asked(self._on.together()), self._on.by.connect, changed=self._changed)
+            try:
+                with self._waits_for(client):
+                    self._wait_for(client)
+            except RejectedError as error:
+                client.close()
+                if [ladder for ladder in self._on.ladders if ladder.tight()]:
+                    continue  # without a margin it may fit: its compile will tell
+                raise RejectedError(self._too_large(str(error))) from None
+            except BaseException:
+                client.close()
+                raise
+            self._on.client = client
+            self._on.put(client.admit, client.rung)
+            if not self._has_plans():
+                client.release()
+                self._on.client = self._on.now = self._on.admit = None
+
+    def _too_large(self, why: str) -> str:
+        if "there is no device" in why:
+            return f"{why}: leave devices= out, or name them in the coordinator's jaxtensile.toml"
+        names, smallest = ", ".join(ladder.name for ladder in self._on.ladders), self._on.together()[0].level
+        more = "raise want=" if self._on.terms.want < smallest else "give the device more capacity"
+        return (
+            f"{why.removesuffix(': bring a smaller plan')}; the smallest plan of {names} needs "
+            f"{format_bytes(smallest)}: shrink the batch, donate the arguments that are updated, or {more}"
+        )
+
+    def _has_plans(self) -> bool:
+        """Whether there are plans for the rung that was granted; the ladders know better if not."""
+        for ladder in self._on.ladders:
+            try:
+                self._on.fitted(ladder)
+            except BudgetError as error:
+                if ladder.compiled == 0 and not self._on.compile_more(ladder, error):
+                    raise RejectedError(f"job {self._name!r} cannot be admitted: {error}") from error
+                return False
+        return True
+
+    def _wait_for(self, client: Client) -> None:
+        patience = _TELL_AFTER
+        while True:
+            try:
+                client.wait(patience)
+                return
+            except NotAdmittedError as waits:
+                patience = min(2 * patience, _TELL_AT_LEAST)
+                _log.warning("%s; waiting until others end or are suspended", str(waits).partition(":")[0])
+
+    # More, or another ladder.
+
+    def _join(self, ladder: Ladder) -> None:
+        """A step of another shape: the job's ladder is that of all its steps together from now on."""
+        self._on.ladders.append(ladder)
+        try:
+            self.have_room(ladder)
+        except BaseException:
+            self._on.ladders.remove(ladder)
+            raise
+
+    def have_room(self, ladder: Ladder) -> None:
+        """Have a rung on which a step has a plan, by a ladder that the coordinator does not know yet."""
+        try:
+            there = self._agree(lambda: self._on.covers(ladder), _PATIENCE)
+        except RejectedError:
+            there = False
+        if not there:
+            raise NotAdmittedError(self._no_room(ladder))
+
+    def _no_room(self, ladder: Ladder) -> str:
+        need, has = format_bytes(ladder.places()[0].level), format_bytes(self._on.budget)
+        return (
+            f"{ladder.name} needs {need} at least for arguments of this shape; job {self._name!r} has {has}, and what "
+            "others are guaranteed leaves no more: suspend or end another job, or make the batch smaller"
+        )
+
+    def _agree(self, there: Callable[[], bool], patience: Seconds = 0.0, *, tell: bool = False) -> bool:
+        """Have the ladder count that is known now, until ``there``. With ``patience`` others are asked to make room for
+        it, and that is waited for; ``tell``: say that it waits. Raises ``RejectedError`` where there never will be."""
+        until = time.monotonic() + patience
+        for tries in itertools.count():
+            self._on.renew = True
+            self._answered()
+            if there():
+                return True
+            if tries >= _TRIES and time.monotonic() >= until:
+                return False
+            if patience and not self._make_room(until, tell):
+                return False
+            self._answered()
+        return False
+
+    def _answered(self) -> None:
+        """The coordinator knows the ladder, or has refused it."""
+        client = self._on.client
+        assert client is not None
+        away: Seconds | None = None
+        while self._on.renew or client.renewing:
+            self._on.require_going_on()
+            self._on.boundary()
+            if not (self._on.renew or client.renewing):
+                break
+            away = None if client.connected_now else away or time.monotonic()
+            if away is not None and time.monotonic() - away > PATIENCE:
+                raise UnreachableError(
+                    f"no coordinator answers job {self._name!r} for {PATIENCE:.0f} s: it keeps what it has; start one "
+                    "with 'jaxtensile serve'"
+                )
+            time.sleep(0.001)  # a coordinator in another process answers within milliseconds
+        self._on.boundary()
+
+    def _make_room(self, until: Seconds, tell: bool) -> bool:
+        """Have room made for a larger ladder, by a second lease that asks for what is missing; its bytes go over to the
+        first one. It waits as any job does, and the job goes on to shrink when it is asked to. False after ``until``.
+        """
+        assert self._on.by is not None and self._on.now is not None and self._on.client is not None
+        now, need = self._on.now, self._on.lowest(covering=False)
+        host = max(need.host - now.host, 0)
+        gated = self._on.by.local is not None
+        missing = (
+            Rung(persistent=max(need.persistent - now.persistent, 0), temp=need.temp, host=host, seconds=1.0)
+            if gated
+            else Rung(persistent=max(need.level - now.level, 0), host=host, seconds=1.0)
+        )
+        asked = structs.replace(self._on.asked((missing,)), job=f"{self._name[:120]} (more)", floor=0)
+        room = Client(asked, self._on.by.connect)
+        try:
+            with self._waits_for(room):
+                there = self._wait_beside(room, until, tell)
+            if not there:
+                return False
+            with self._on.by.local.at_once() if self._on.by.local is not None else nullcontext():
+                room.give_back()
+                self._on.renewal(self._on.client, covering=False)
+        finally:
+            room.release()
+        return True
+
+    @contextmanager
+    def _waits_for(self, client: Client) -> Iterator[None]:
+        """Until ``close``, from whatever thread."""
+        self.asking = client
+        try:
+            self._on.require_going_on()
+            yield
+        except (RejectedError, NotAdmittedError):
+            raise
+        except CoordinatorError:
+            self._on.require_going_on()
+            raise
+        finally:
+            self.asking = None
+
+    def _wait_beside(self, room: Client, until: Seconds, tell: bool) -> bool:
+        """Until there is room, at rest: the job's own lease may shrink meanwhile."""
+        next_ = time.monotonic() + _TELL_AFTER
+        while True:
+            try:
+                room.wait(0.01)
+                return True
+            except NotAdmittedError:
+                now = time.monotonic()
+                if now >= until:
+                    return False
+                if tell and now >= next_:
+                    next_ = now + _TELL_AFTER
+                    _log.warning("job %r waits for room to be resumed", self._name)
+                self._on.boundary()
+
+    # A suspended job.
+
+    def charge_host(self, nbytes: Bytes) -> None:
+        """The job is charged what its state will take of the host. Raises ``NotAdmittedError``."""
+        if self._on.client is None or not nbytes:
+            return
+        before, self._on.waits = self._on.admit, nbytes
+        try:
+            if self._agree(lambda: self._on.admit is not before, PATIENCE):
+                return
+            why = "others have it"
+        except RejectedError as error:
+            why = str(error)
+        raise NotAdmittedError(
+            f"job {self._name!r} is not suspended: there is no room for {format_bytes(nbytes)} of pinned host "
+            f"memory ({why}): raise 'host' in the [device] table of jaxtensile.toml, or resume another job"
+        )
+
+    def uncharge_host(self) -> None:
+        """Its state is not on the host, or does not go there."""
+        self._on.waits, self._on.renew = 0, True
+
+    def rest(self, moved: Bytes) -> None:
+        """It holds what stays on the device without its state, and nothing for a step."""
+        on = self._on
+        if on.now is not None:
+            on.resting = Rung(persistent=max(on.now.persistent - moved, 0), host=on.now.host, seconds=1.0)
+            with suppress(UnreachableError):  # it is told when it is there again
+                self._agree(lambda: on.ladder == (on.resting,))
+
+    def come_back(self, timeout: Seconds | None) -> None:
+        """The job has its ladder again, and a rung of it."""
+        if self._on.client is None or self._on.resting is None:
+            return
+        resting, self._on.resting = self._on.resting, None
+        try:
+            if not self._agree(
+                lambda: all(map(self._on.covers, self._on.ladders)), math.inf if timeout is None else timeout, tell=True
+            ):
+                raise NotAdmittedError(
+                    f"job {self._name!r} is still suspended: there was no room for it within {timeout:g} s; wait "
+                    "longer, or end or suspend another job"
+                )
+        except BaseException:
+            self._on.resting, self._on.renew = resting, True
+            raise

@@ -1,0 +1,99 @@
+"""Steps of jobs take turns, in threads and in other shapes, and errors give the turn back."""
+
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtensile
+import job_programs as programs
+from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, same
+
+__all__ = ["ladder", "plans"]
+
+
+def test_jobs_in_threads_never_hold_more_than_there_is(ladder):
+    """Four jobs in room for the states of all and the temporaries of one and a half; the coordinator is asked all the
+    time what it has charged, and the plans that run are added up beside it."""
+    room = 4 * ladder[0].persistent + (ladder[0].temp + ladder[-1].temp) // 2
+    over, stop, losses = [], threading.Event(), {}
+
+    def audit():
+        while not stop.is_set():
+            if charged() > room:
+                over.append(charged())
+            time.sleep(0.002)
+
+    def work(k):
+        with jaxtensile.job(f"job{k}", config=programs.config(room)) as job:
+            training = Training(job, seed=k)
+            training.run(12)
+            losses[k] = training.losses
+
+    watching = threading.Thread(target=audit)
+    with jaxtensile.job("keeps the coordinator", config=programs.config(room)):
+        watching.start()
+        threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join(WAIT)
+        stop.set()
+        watching.join(WAIT)
+        assert not over
+        assert charged() == 0
+    assert sorted(losses) == [0, 1, 2, 3]
+    for k, got in losses.items():
+        same(got, seed=k)
+
+
+def test_a_step_that_raises_gives_its_turn_back(ladder):
+    with jaxtensile.job("raises", config=programs.config(ROOM)) as job:
+        step = jaxtensile.jit(programs.step, job=job, donate_argnums=0)
+        with pytest.raises(TypeError):
+            step(programs.start(), programs.X, "no array")
+        training = Training(job)
+        training.run(2)
+    same(training.losses)
+
+
+def test_calls_of_other_shapes_have_plans_of_their_own_in_the_same_lease(ladder):
+    with jaxtensile.job("shapes", config=programs.config(ROOM)) as job:
+        training = Training(job)
+        training.run(1)
+        assert job.wait(WAIT)
+        low = job.ladder[0].level
+        lease = office().status().leases[0].lease
+        bigger = jnp.concatenate([programs.X] * 2), jnp.concatenate([programs.Y] * 2)
+        training.step(programs.start(), *bigger)
+        assert job.wait(WAIT)
+        assert job.ladder[0].level > 1.5 * low, "its ladder holds what its largest step needs"
+        assert [a.lease for a in office().status().leases] == [lease]
+        training.run(2)
+    same(training.losses)
+
+
+def test_two_functions_of_one_job_share_its_lease(ladder):
+    with jaxtensile.job("both", config=programs.config(ROOM)) as job:
+        training = Training(job)
+        answer = jaxtensile.jit(programs.predict, job=job)
+        for _ in range(3):
+            training.run(1)
+            got = answer(training.weights, programs.X)
+            np.testing.assert_allclose(got, programs.predict(training.weights, programs.X), rtol=1e-5, atol=1e-4)
+        assert job.wait(WAIT)
+        assert [a.job for a in office().status().leases] == ["both"]
+    same(training.losses)
+
+
+def test_under_another_transform_it_is_the_plain_function(ladder):
+    with jaxtensile.job("outer", config=programs.config(ROOM)) as job:
+        answer = jaxtensile.jit(programs.predict, job=job)
+        grads = jax.grad(lambda w: answer(w, programs.X).sum())(programs.start())
+        wanted = jax.grad(lambda w: programs.predict(w, programs.X).sum())(programs.start())
+        for got, want in zip(grads, wanted, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+        assert charged() == 0, "the outermost transform owns the plan"

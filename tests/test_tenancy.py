@@ -1,0 +1,99 @@
+"""A job goes from plan to plan as it is told to; its plans fit what it is charged and compute the same."""
+
+import weakref
+
+import jaxtensile
+import job_programs as programs
+from jaxtensile import stepping
+from jaxtensile.ladder import Ladder
+from job_training import ROOM, WAIT, Training, charged, ladder, plans, resize, same, until
+
+__all__ = ["ladder", "plans"]
+
+
+def test_losses_do_not_change_across_many_switches(ladder):
+    with jaxtensile.job("switching", config=programs.config(ROOM)) as job:
+        training = Training(job)
+        training.run(1)
+        assert job.wait(WAIT)
+        levels = [r.level for r in job.ladder]
+        for k in range(24):
+            level = levels[0] if k % 2 else levels[-1]
+            resize(level)
+            training.run(1)
+            assert job.budget <= level and charged() <= level
+        assert job.switches >= 20
+    same(training.losses)
+
+
+def test_the_plan_that_runs_fits_the_rung_that_is_charged(ladder):
+    with jaxtensile.job("fits", config=programs.config(ROOM)) as job:
+        training = Training(job)
+        training.run(1)
+        assert job.wait(WAIT)
+        for rung in job.ladder:
+            resize(rung.level)
+            training.run(1)
+            training.run(1)
+            compiled = training.step.lower(training.weights, programs.X, programs.Y).compile().memory_analysis()
+            assert compiled.temp_size_in_bytes <= job._tenancy.now.temp
+            assert job.budget == rung.level
+
+
+def test_an_idle_job_shrinks_at_once_when_another_comes(ladder):
+    room = ladder[-1].level + ladder[-1].persistent - 1
+    with jaxtensile.job("first", config=programs.config(room)) as first:
+        one = Training(first)
+        one.run(2)
+        assert first.wait(WAIT)
+        top = first.budget
+        with jaxtensile.job("second", config=programs.config(room)) as second:
+            two = Training(second, seed=1)
+            two.run(1)  # nobody calls a step of the first meanwhile
+            assert second.wait(WAIT)
+            assert first.budget < top
+            assert charged() <= room
+            one.run(2)
+            two.run(2)
+            assert charged() <= room
+        until(lambda: first.budget == top)
+        one.run(2)
+    same(one.losses)
+    same(two.losses, seed=1)
+
+
+def test_a_job_that_is_told_to_shrink_below_its_smallest_plan_gets_what_that_needs(ladder, monkeypatch):
+    """It was admitted by a prediction that was too low, and the coordinator goes by that until it knows more."""
+    predicted = Ladder._predicted
+
+    def too_low(self):
+        low, *others = predicted(self)
+        low.temp //= 4
+        return [low, *others]
+
+    monkeypatch.setattr(Ladder, "_predicted", too_low)
+    monkeypatch.setattr(stepping.Stepping, "_build", lambda _: None)  # which would tell it
+    with jaxtensile.job("misjudged", config=programs.config("63MiB")) as job:
+        training = Training(job)
+        training.step._ladders = weakref.WeakKeyDictionary()
+        monkeypatch.setattr("jaxtensile.api._SHARED", {})
+        training.run(1)
+        assert job.ladder[0].level < ladder[0].level
+        lie, room = job.ladder[0].level, ladder[0].level + 4096
+        assert room < job.ladder[1].level
+        resize(room)
+        assert job.budget == lie == charged()
+        training.run(2)
+        assert lie < job.budget == charged() <= room
+    same(training.losses)
+
+
+def test_what_is_wanted_bounds_what_is_granted(ladder):
+    want = ladder[-1].level - 1
+    with jaxtensile.job("modest", want=want, config=programs.config(ROOM)) as job:
+        training = Training(job)
+        training.run(1)
+        assert job.wait(WAIT)
+        training.run(2)
+        assert job.budget <= want
+    same(training.losses)
