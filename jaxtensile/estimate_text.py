@@ -43,6 +43,8 @@ def as_text(estimate: Estimate) -> str:
 def described(held: Held) -> str:
     """A group of values at the peak in one line."""
     times = f"{held.count} x " if held.count > 1 else ""
+    if not (held.dtype or held.source):
+        return held.primitive
     kind = short_type(held.dtype, held.shape) if held.dtype else "inside"
     return f"{times}{held.primitive} {kind}  {short_place(held.source)}"
 

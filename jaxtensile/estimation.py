@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import jax
 
@@ -25,7 +25,9 @@ from jaxtensile.estimate_text import as_dict, as_text
 from jaxtensile.ir import Graph, producers
 from jaxtensile.location import as_for, location, profile_of
 from jaxtensile.measured import best_known
+from jaxtensile.passes.heap import heap
 from jaxtensile.passes.liveness import Liveness
+from jaxtensile.passes.lodgers import without_lodgers
 from jaxtensile.passes.lowered import lowered
 from jaxtensile.passes.reorder import as_scheduled
 from jaxtensile.plan import MemoryUse
@@ -38,6 +40,7 @@ from jaxtensile.workload import name_of
 
 POINTER = 8
 """Bytes."""
+HOLES: Final = "holes between buffers"
 LOW, HIGH = 0.08, 0.21
 """Shares of the temporaries by which XLA stayed below and went above the static figure in 90 of 100 programs of the
 calibration half of ``benchmarks/estimate``."""
@@ -47,7 +50,7 @@ calibration half of ``benchmarks/estimate``."""
 class Held:
     """Values of one op, type and line that are there at the peak: how many, and their bytes together.
 
-    Without a ``dtype``: what the bodies of a loop or branch need inside.
+    Without a ``dtype``: what the bodies of a loop or branch need inside, or holes between buffers.
     """
 
     primitive: str
@@ -210,10 +213,11 @@ def static_estimate(
     before = time.perf_counter()
     low = lowered(program.graph)
     run = as_scheduled(low.graph)
-    live, origin = run.live, tuple(low.origin[i] for i in run.origin)
+    live, origin = without_lodgers(run.graph, run.live), tuple(low.origin[i] for i in run.origin)
     # A program with several results returns a table of pointers to them.
     table = POINTER * len(program.graph.outputs) if len(program.graph.outputs) > 1 else 0
-    use = replace(live.use(), output=live.output + table)
+    holes = max(0, heap(live) - live.temp)
+    use = replace(live.use(), temp=live.temp + holes, output=live.output + table)
     several = f"arguments are sharded over {shards} devices: static bytes are of all together, exact ones of one device"
     return Estimate(
         name=name,
@@ -222,7 +226,7 @@ def static_estimate(
         low=use.device - int(LOW * use.temp),
         high=use.device + int(HIGH * use.temp),
         parts=parts(use, program.graph, device, shards),
-        held=held_at_the_peak(program, run.graph, origin, live),
+        held=held_at_the_peak(program, run.graph, origin, live, holes),
         timeline=Timeline(_track(program, origin, live, use), None),
         seconds={**seconds, "estimate": time.perf_counter() - before},
         shards=shards,
@@ -231,8 +235,10 @@ def static_estimate(
     )
 
 
-def held_at_the_peak(program: Traced, graph: Graph, origin: Sequence[int], live: Liveness) -> tuple[Held, ...]:
-    """What is there at the peak, like values together, largest first."""
+def held_at_the_peak(
+    program: Traced, graph: Graph, origin: Sequence[int], live: Liveness, holes: Bytes
+) -> tuple[Held, ...]:
+    """What is there at the peak, like values together, largest first; ``holes``: bytes between them that go unused."""
     peak, ranges, inside = live.at_peak()
     made = producers(graph)
     found: dict[tuple[str, str, tuple[int, ...], str], tuple[int, Bytes]] = {}
@@ -246,13 +252,16 @@ def held_at_the_peak(program: Traced, graph: Graph, origin: Sequence[int], live:
         hold(made[r.value], graph.values[r.value].dtype, graph.values[r.value].shape, r.nbytes)
     if inside:
         hold(peak, "", (), inside)
-    return tuple(sorted((Held(*key, *sums) for key, sums in found.items()), key=lambda h: -h.nbytes))
+    held = [Held(*key, *sums) for key, sums in found.items()]
+    if holes:
+        held.append(Held(HOLES, "", (), "", 1, holes))
+    return tuple(sorted(held, key=lambda h: -h.nbytes))
 
 
 def _track(program: Traced, origin: tuple[int, ...], live: Liveness, use: MemoryUse) -> Track:
     primitives = tuple(op.primitive for op in program.graph.ops)
     sites = Sites(primitives=primitives, sources=program.sources(), seconds=(0.0,) * len(primitives))
-    base = use.device - use.temp
+    base = use.device - live.temp
     return Track(sites=sites, origin=origin, device=tuple(base + b for b in live.profile), base=base)
 
 

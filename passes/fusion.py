@@ -13,9 +13,11 @@ or -1 when it never exists.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxtensile.ir import Graph, Op, consumers
+from jaxtensile.ir import Graph, Op, consumers, producers
+from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.units import Bytes
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "stop_gradient", "copy_p", "pvary"})
@@ -84,9 +86,11 @@ def fuse(graph: Graph) -> Kernels:
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
     views = _views(graph, read_by, wanted)
-    must_exist = _needed_in_memory(graph, views, wanted)
+    products = prologues(graph, views, read_by)
+    must_exist = _needed_in_memory(graph, views, wanted, products)
     _store_arguments_of_erf(graph, read_by, must_exist)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
+    readers = _readers(graph, read_by, views, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
     work = [0.0] * len(values)  # arithmetic inside a fused value, in bytes of traffic that take as long
@@ -116,8 +120,9 @@ def fuse(graph: Graph) -> Kernels:
             effort += WORK.get(name, 0.0) * math.prod(values[r0].shape)
             stored = any(must_exist[r] for r in op.results)
             stored = stored or _is_widened_exponential(graph, op, sources, read_by)
-            users = 1 if alone[op.id] else len(read_by[r0])
-            times = sum(ops[o].rereads for o in read_by[r0]) if users > 1 else users
+            others = [o for o in readers[r0] if not (products.inside[r0] and products.silent[o])]
+            users = 1 if alone[op.id] else len(others)
+            times = sum(ops[o].rereads for o in others) if users > 1 else users
             sizes = [values[s].nbytes for s in sources]
             if not stored and _worth_fusing(effort, values[r0].nbytes, users, times, sizes):
                 for r in op.results:
@@ -171,37 +176,63 @@ def _worth_fusing(effort: float, nbytes: Bytes, users: int, times: float, sizes:
     return fused < unfused
 
 
-def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
-    """For each op whether its result is its operand's buffer: bitcasts, and matrices transposed for products alone.
-
-    A product reads a matrix in either order, so XLA folds the transpose into it.
-    """
-    out = [op.primitive in VIEWS for op in graph.ops]
-    for op in graph.ops:
-        if op.primitive == "transpose" and len(graph.values[op.results[0]].shape) == 2:
-            readers = read_by[op.results[0]]
-            out[op.id] = (
-                bool(op.operands)
-                and bool(readers)
-                and op.results[0] not in wanted
-                and all(graph.ops[o].primitive == "dot_general" for o in readers)
-            )
+def _readers(
+    graph: Graph, read_by: list[list[int]], views: list[bool], must_exist: list[bool]
+) -> list[tuple[int, ...]]:
+    """For each value the ops that read it, or read what is no more than another type of it and is never stored."""
+    out: list[tuple[int, ...]] = [tuple(ops) for ops in read_by]
+    for op in reversed(graph.ops):
+        if not op.operands or len(op.results) != 1 or must_exist[op.results[0]]:
+            continue
+        v, r = op.operands[0], op.results[0]
+        widens = op.primitive == "convert_element_type" and graph.values[v].nbytes <= graph.values[r].nbytes
+        if (widens or views[op.id]) and out[r] and len(out[v]) + len(out[r]) <= _MAX_LEAVES:
+            out[v] = tuple(dict.fromkeys([*(o for o in out[v] if o != op.id), *out[r]]))
     return out
 
 
-def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int]) -> list[bool]:
-    """Values that some reader takes as a buffer; views pass the demand on to their base."""
+def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
+    """For each op whether its result is its operand's buffer: bitcasts, and matrices transposed next to products.
+
+    A product reads a matrix in either order, and writes one in either order where nobody wants the other, so XLA folds
+    the transpose into it.
+    """
+    made = producers(graph)
+    out = [op.primitive in VIEWS for op in graph.ops]
+    for op in graph.ops:
+        if op.primitive == "transpose" and op.operands and len(graph.values[op.results[0]].shape) == 2:
+            source, result = op.operands[0], op.results[0]
+            readers = read_by[result]
+            read = bool(readers) and all(graph.ops[o].primitive == PRODUCT for o in readers)
+            written = made[source] >= 0 and graph.ops[made[source]].primitive == PRODUCT and len(read_by[source]) == 1
+            out[op.id] = (read and result not in wanted) or (written and source not in wanted)
+    return out
+
+
+def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], products: Prologues) -> list[bool]:
+    """Values that some reader takes as a buffer; views and what products compute pass the demand on to their base."""
     needed = [False] * len(graph.values)
+    multiplied = [False] * len(graph.values)
+    """Products read what it is made from."""
+
+    def multiply(operands: Iterable[int]) -> None:
+        for v in operands:
+            (multiplied if products.inside[v] else needed)[v] = True
+
     # XLA makes a constant of a loop that is one number in every place inside of the loop (WhileLoopConstantSinking).
     splats = {r for op in graph.ops if op.primitive == "broadcast_in_dim" and not op.operands for r in op.results}
     for v in wanted:
         needed[v] = True
     for op in reversed(graph.ops):
         name = op.primitive
+        if len(op.results) == 1 and multiplied[op.results[0]]:
+            multiply(op.operands)
         if views[op.id]:
             if op.results and needed[op.results[0]]:
                 for v in op.operands[:1]:  # none where it is a view of a literal
                     needed[v] = True
+        elif products.silent[op.id] and name == PRODUCT:
+            multiply(op.operands)
         elif not (is_fusible(name) or name in REDUCTIONS):
             inside = set(op.slots[: op.carried[0]]) & splats
             for v in op.operands:
@@ -222,6 +253,8 @@ def _read_by_one_kernel(graph: Graph, read_by: list[list[int]], must_exist: list
             continue
         end = sink[readers[0]]
         if len(readers) > 1 and any(sink[o] != end for o in readers):
+            continue
+        if ops[end].primitive in VIEWS:  # no kernel, but another name for what several read
             continue
         alone[op.id] = True
         if not any(must_exist[r] for r in op.results):

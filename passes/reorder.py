@@ -13,9 +13,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.fusion import Kernels
+from jaxtensile.passes.fusion import Kernels, fuse
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.units import Bytes
 
@@ -30,16 +31,21 @@ class Scheduled:
 
 
 def as_scheduled(graph: Graph) -> Scheduled:
-    """The order in which the program needs what XLA's schedule of it will: the best of its three, or the given one
-    where that needs more.
+    """The order of XLA's three in which the program needs least, of several the first.
 
-    The order of the trace is often better than any of the three; where it is worse, XLA's differ from these.
+    XLA counts results as well, from when they are written on, those too that will take over an argument.
     """
-    given = Scheduled(graph, tuple(range(len(graph.ops))), live_ranges(graph))
-    nodes = _Nodes(graph, given.live.kernels)
+    nodes = _Nodes(graph, fuse(graph))
     found = [_in_order(graph, nodes.with_fused(schedule(nodes))) for schedule in SCHEDULES]
-    best = min(found, key=lambda s: s.live.temp)
-    return max((given, best), key=lambda s: s.live.temp)
+    return min(found, key=_bytes_as_xla_counts)
+
+
+def _bytes_as_xla_counts(scheduled: Scheduled) -> Bytes:
+    graph, live = scheduled.graph, scheduled.live
+    home, given = live.kernels.home, set(graph.inputs)
+    results = {home[v] for v in graph.outputs} - given
+    written = [sum(graph.values[r].nbytes for r in op.results if r in results) for op in graph.ops]
+    return max(map(sum, zip(live.profile, accumulate(written), strict=True)), default=0)
 
 
 def _in_order(graph: Graph, order: Sequence[int]) -> Scheduled:

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from jax import lax
 
 from graphs import Builder, graphs
-from jaxtensile.ir import producers
+from jaxtensile.ir import consumers, producers
 from jaxtensile.passes import fusion
 from jaxtensile.passes.fusion import VIEWS, fuse, is_fusible
 from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.prologue import PRODUCT, prologues
 from jaxtensile.trace import trace_jaxpr
 
 N = 1000
@@ -54,13 +55,33 @@ def test_homes_and_reads_are_buffers(graph):
 @given(graphs())
 @settings(max_examples=100)
 def test_what_somebody_needs_in_memory_is_there(graph):
-    """Outputs, and operands of ops that cannot fuse: each has a home."""
+    """Outputs, and operands of ops that cannot fuse, but for what products compute: each has a home."""
     kernels = fuse(graph)
     assert all(kernels.home[v] >= 0 for v in graph.outputs)
+    views = [op.primitive in VIEWS for op in graph.ops]
+    products = prologues(graph, views, consumers(graph))
     for op in graph.ops:
         if not (is_fusible(op.primitive) or op.primitive in fusion.REDUCTIONS or op.primitive in VIEWS):
             for v in op.operands:
-                assert kernels.home[v] in kernels.reads[op.id]
+                inside = op.primitive == PRODUCT and products.inside[v] and kernels.home[v] < 0
+                assert inside or kernels.home[v] in kernels.reads[op.id]
+
+
+def test_a_name_for_what_several_read_does_not_make_it_one_reader():
+    """A residual stream that is reshaped is stored in its 16 bits, not once more in 32."""
+
+    def f(w, x):
+        for _ in range(3):
+            y = (x + (x @ w)).reshape(-1, 64)
+            wide = y.astype(jnp.float32)
+            x = (wide * lax.rsqrt((wide * wide).mean(-1, keepdims=True))).astype(jnp.bfloat16).reshape(x.shape) + x
+        return x.astype(jnp.float32).sum()
+
+    x = jax.ShapeDtypeStruct((8, 512, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16)
+    graph = trace_jaxpr(jax.make_jaxpr(jax.grad(f))(w, x)).graph
+    kinds = {graph.values[v].dtype for v in buffers(graph) if graph.values[v].nbytes >= 8 * 512 * 64 * 2}
+    assert kinds == {"bfloat16"}
 
 
 @given(graphs())
@@ -116,7 +137,7 @@ def test_a_broadcast_is_never_written_for_elementwise_readers():
     assert y not in buffers(b.graph(*outs))
 
 
-@pytest.mark.parametrize("reader", ["dot_general", "scan", "optimization_barrier", "a primitive of next year"])
+@pytest.mark.parametrize("reader", ["conv_general_dilated", "scan", "optimization_barrier", "a primitive of next year"])
 def test_who_reads_memory_makes_values_exist(reader):
     b = Builder()
     x = b.input(N)
@@ -131,7 +152,7 @@ def test_a_reader_of_a_view_makes_the_base_exist():
     x = b.input(N)
     y = b.op("neg", x)
     v = b.op("reshape", y, shape=(N, 1))
-    d = b.op("dot_general", v)
+    d = b.op("conv_general_dilated", v)
     kernels = fuse(b.graph(d))
     assert (kernels.home[y], kernels.home[v]) == (y, y)
     assert kernels.reads[2] == (y,)

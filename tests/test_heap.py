@@ -1,0 +1,51 @@
+"""`passes.heap`: XLA's heap, by hand, by invariant on random buffers, and as XLA compiles."""
+
+import random
+
+import pytest
+
+from graphs import Builder
+from jaxtensile.passes.buffers import Buffer, max_load
+from jaxtensile.passes.heap import best_fit, heap
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.pack_check import faults
+
+
+def test_the_smallest_hole_is_taken_and_of_like_holes_the_lowest():
+    tall, wide, low, small = Buffer(0, 9, 10), Buffer(0, 3, 8), Buffer(2, 9, 6), Buffer(4, 6, 5)
+    assert best_fit([tall, wide, low, small]).offsets == (0, 10, 18, 10)
+    assert best_fit([Buffer(0, 2, 4), Buffer(2, 4, 4)]).offsets == (0, 0)
+    assert best_fit([]).height == 0
+
+
+def test_of_like_buffers_the_longest_lies_lowest():
+    assert best_fit([Buffer(0, 2, 4), Buffer(0, 5, 4)]).offsets == (4, 0)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_there_together_does_not_overlap(seed):
+    dice = random.Random(seed)
+    buffers = []
+    for _ in range(dice.randrange(1, 60)):
+        lower = dice.randrange(40)
+        buffers.append(Buffer(lower, lower + dice.randrange(1, 12), dice.randrange(0, 100)))
+    found = best_fit(buffers)
+    assert not list(faults(buffers, found))
+    assert found.height >= max_load(buffers)
+    for k, b in enumerate(buffers):  # every buffer lies on the ground or on another one
+        below = [o for o, (low, other) in enumerate(zip(found.offsets, buffers, strict=True)) if o != k and other.size]
+        ends = {found.offsets[o] + buffers[o].size for o in below}
+        assert found.offsets[k] in {0, *ends} or not b.size
+
+
+def test_holes_count_and_what_loops_need_inside_lies_there_too():
+    b = Builder()
+    x = b.input(1)
+    a = b.op("cumsum", x, shape=(10,))
+    c = b.op("cumsum", a, shape=(6,))
+    d = b.op("cumsum", c, shape=(10,))
+    e = b.op("cumsum", d, a, shape=(3,))
+    live = live_ranges(b.graph(e))
+    assert heap(live) == live.temp == 26 * 4
+    crossed = [Buffer(0, 2, 3), Buffer(1, 4, 2), Buffer(3, 6, 3), Buffer(5, 7, 4)]
+    assert best_fit(crossed).height > max_load(crossed)
