@@ -157,10 +157,7 @@ class Ledger:
             old = before[k] if before else NOTHING
             if old is not new:
                 account = self.accounts[resources[k]]
-                if account.gated:
-                    more = account.more(lease, old, new)
-                else:
-                    more = new.persistent - old.persistent + new.temp - old.temp
+                more = account.more(lease, old, new)
                 if more > 0 and account.used + more > account.limit:
                     return False
         return True

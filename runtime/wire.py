@@ -7,9 +7,11 @@ last; after it the stream cannot be understood any more and is to be closed. A f
 
 from __future__ import annotations
 
+from struct import Struct
 from typing import Final, Generic, TypeVar
 
-from msgspec import DecodeError, MsgspecError, Struct
+import msgspec
+from msgspec import DecodeError, MsgspecError
 from msgspec.msgpack import Decoder, Encoder
 
 from jaxtensile.errors import CoordinatorError
@@ -22,6 +24,7 @@ HEADER: Final = 4
 REQUESTS: Final[Decoder[Request]] = Decoder(Request)
 REPLIES: Final[Decoder[Reply]] = Decoder(Reply)
 _ENCODER: Final = Encoder()
+_SIZE: Final = Struct(">I").unpack_from
 
 M = TypeVar("M")
 
@@ -30,7 +33,7 @@ class ProtocolError(CoordinatorError):
     """Bytes that are no message: a value that the decoder returns, and what the encoder raises."""
 
 
-class Taken(Struct, Generic[M], frozen=True, kw_only=True):
+class Taken(msgspec.Struct, Generic[M], frozen=True, kw_only=True):
     """What was in a stream so far: whole messages, bytes of the next one, and why there can be no next one."""
 
     messages: tuple[M, ...] = ()
@@ -51,16 +54,17 @@ def take(pending: bytes, decoder: Decoder[M]) -> Taken[M]:
     found: list[M] = []
     at, end = 0, len(pending)
     while end - at >= HEADER:
-        size = int.from_bytes(pending[at : at + HEADER], "big")
+        (size,) = _SIZE(pending, at)
         if size > LIMIT:
             return _broken(found, f"a frame of {size} bytes is over the limit of {LIMIT}")
-        if end - at - HEADER < size:
+        begin = at + HEADER
+        if end - begin < size:
             break
         try:
-            found.append(decoder.decode(pending[at + HEADER : at + HEADER + size]))
+            found.append(decoder.decode(pending[begin : begin + size]))
         except (MsgspecError, DecodeError, UnicodeDecodeError, RecursionError) as wrong:
             return _broken(found, f"a frame of {size} bytes is no message: {wrong}")
-        at += HEADER + size
+        at = begin + size
     return Taken(messages=tuple(found), rest=pending[at:])
 
 
