@@ -25,6 +25,7 @@ from jaxtensile.estimate_text import as_dict, as_text
 from jaxtensile.ir import Graph, producers
 from jaxtensile.location import as_for, location, profile_of
 from jaxtensile.measured import best_known
+from jaxtensile.merge import merged
 from jaxtensile.passes.heap import heap
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.lodgers import without_lodgers
@@ -198,7 +199,7 @@ def estimate_on(
 
 def program_of(traced: Any, keep_unused: bool = False) -> Traced:
     """The flat program of what ``jax.jit``'s ``trace`` gave."""
-    return trace_jaxpr(traced.jaxpr, _compat.donated_inputs(traced), keep_unused=keep_unused)
+    return merged(trace_jaxpr(traced.jaxpr, _compat.donated_inputs(traced), keep_unused=keep_unused))
 
 
 def static_estimate(

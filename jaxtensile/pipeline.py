@@ -19,6 +19,7 @@ from jaxtensile.attempts import Attempts, Clock, Watch, nothing
 from jaxtensile.candidates import Candidates
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import VerifyError
+from jaxtensile.merge import merged
 from jaxtensile.outcome import Made, cannot, report
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
@@ -129,7 +130,7 @@ def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]
 def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_Page, Undone | None, _Subject | None]:
     """The page of a job, and the program without the user's checkpoints where it has some and may fit."""
     with clock("graph"):
-        traced = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
+        traced = merged(trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused))
         job, notes = _with_state(job, traced)
         program = _program(job, traced)
         undone = undo(program.traced) if job.undo and job.shards == 1 else None

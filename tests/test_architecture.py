@@ -50,7 +50,8 @@ MAY_IMPORT = {
     "sink": "ir _compat trace",
     "join": "units ir _compat trace",
     "state": "units ir plan trace passes",
-    "undo": "ir _compat trace",
+    "merge": "ir _compat trace",
+    "undo": "ir merge trace",
     "request": f"{VOCABULARY} _compat passes compile report",
     "nest": "_compat trace",
     "variants": f"{EDGE} bodies nest sink join split state undo request _compat",
@@ -60,8 +61,8 @@ MAY_IMPORT = {
     "outcome": f"{EDGE} candidates undo request variants timeline report",
     "attempts": f"{EDGE} request variants outcome",
     "rounds": f"{EDGE} attempts candidates variants outcome",
-    "pipeline": f"""{EDGE} rounds attempts candidates plan_cache recipe state undo request variants outcome timeline
-    report""",
+    "pipeline": f"""{EDGE} rounds attempts candidates plan_cache recipe state merge undo request variants outcome
+    timeline report""",
     "placement": f"{VOCABULARY} target _compat",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
@@ -76,8 +77,8 @@ MAY_IMPORT = {
     "jobs": "units errors arbitration ladder request suspension tenancy stepping runtime",
     "process": f"{VOCABULARY} passes",
     "estimate_text": "units places report_text",
-    "estimation": f"""{VOCABULARY} workload _compat trace target measured compile location passes process estimate_text
-    timeline""",
+    "estimation": f"""{VOCABULARY} workload _compat trace merge target measured compile location passes process
+    estimate_text timeline""",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "interrupts": "",
@@ -92,8 +93,8 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace undo split sink join nest loops hosted rewrite compile attempts target location placement feedback
-    api filtered estimation calibration arbitration suspension stepping""".split()
+    """_compat trace merge undo split sink join nest loops hosted rewrite compile attempts target location placement
+    feedback api filtered estimation calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
