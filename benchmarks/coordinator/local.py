@@ -217,8 +217,8 @@ def table(result: dict[str, Any]) -> str:
         "",
         "| | | target |",
         "|---|---|---|",
-        f"| charge and uncharge in the ledger | {lease['charge, uncharge'] / 1e3:.0f}k/s | ≥ 100k/s |",
-        f"| grant and release in the coordinator, all decisions | {lease['grant, release'] / 1e3:.1f}k/s | |",
+        f"| charge and uncharge in the ledger | {lease['charge, uncharge'] / 1e3:.0f}k/s | |",
+        f"| grant and release in the coordinator, all decisions | {lease['grant, release'] / 1e3:.1f}k/s | ≥ 100k/s |",
         f"| a client, from its admission to its end | {lease['client from admission to end'] / 1e3:.1f}k/s | |",
         f"| a turn at the step gate | {turn['turn_us']:.2f} µs, a lock {turn['lock_us']:.2f} µs | ≤ 5 µs |",
         f"| a division, 100 jobs × 8 rungs, CPU | {result['policy']['slowdown']:.2f} ms, worst "
