@@ -30,6 +30,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "papers": (["papers.run"], None),
     "estimate": (["estimate.run"], None),
     "rss": (["estimate.rss"], None),
+    "estimate-speed": (["estimate.speed"], ["estimate.speed", "--quick"]),
     "pack": (["pack.run"], ["pack.run", "--quick"]),
     "coordinator-policy": (["coordinator.policy"], ["coordinator.policy", "--quick"]),
     "coordinator-daemon": (["coordinator.daemon"], ["coordinator.daemon", "--quick"]),

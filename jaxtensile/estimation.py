@@ -31,6 +31,7 @@ from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.lodgers import without_lodgers
 from jaxtensile.passes.lowered import lowered
 from jaxtensile.passes.reorder import as_scheduled
+from jaxtensile.passes.widened import widened
 from jaxtensile.plan import MemoryUse
 from jaxtensile.process import Part, parts, total
 from jaxtensile.target import compiler_options
@@ -212,8 +213,9 @@ def static_estimate(
 ) -> Estimate:
     """The estimate from a traced program, without a compiler."""
     before = time.perf_counter()
-    low = lowered(program.graph)
-    run = as_scheduled(low.graph)
+    on_cpu = device.platform == "cpu"
+    low = widened(program.graph) if on_cpu else lowered(program.graph)
+    run = as_scheduled(low.graph, twice=not on_cpu)
     live, origin = without_lodgers(run.graph, run.live), tuple(low.origin[i] for i in run.origin)
     # A program with several results returns a table of pointers to them.
     table = POINTER * len(program.graph.outputs) if len(program.graph.outputs) > 1 else 0

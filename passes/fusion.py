@@ -45,7 +45,8 @@ IN_PLACE = frozenset(
 """Write into operand 0 when nobody reads it afterwards."""
 
 WORK = {
-    **dict.fromkeys("exp exp2 expm1 log log1p logistic cbrt".split(), 1.0),
+    **dict.fromkeys("exp exp2 log log1p logistic cbrt".split(), 1.0),
+    "expm1": 6.0,
     **dict.fromkeys("tanh erf erfc erf_inv pow sin cos tan atan2 lgamma digamma".split(), 8.0),
     **dict.fromkeys("threefry2x32 random_bits rng_bit_generator".split(), 32.0),
 }
@@ -71,22 +72,28 @@ class Kernels:
 
     ``home[v]``: the value whose buffer holds ``v`` (-1: never materialised); ``reads[i]``: the
     buffers op ``i`` reads if it is the root of a kernel (empty for ops that fused away);
-    ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from.
+    ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from;
+    ``twice``: whether what several kernels read may be computed in each.
     """
 
     home: list[int]
     reads: list[tuple[int, ...]]
     is_root: list[bool]
     leaves: list[tuple[int, ...]]
+    twice: bool = True
 
 
-def fuse(graph: Graph) -> Kernels:
-    """Group ops into kernels. Linear in edges."""
+def fuse(graph: Graph, *, twice: bool = True) -> Kernels:
+    """Group ops into kernels. Linear in edges.
+
+    ``twice``: whether XLA computes in several kernels what several read, and in products what they read, where that is
+    cheaper; its compiler for the CPU never does.
+    """
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
     views = _views(graph, read_by, wanted)
-    products = prologues(graph, views, read_by)
+    products = prologues(graph, views, read_by) if twice else Prologues.none(graph)
     must_exist = _needed_in_memory(graph, views, wanted, products)
     _store_arguments_of_erf(graph, read_by, must_exist)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
@@ -124,7 +131,11 @@ def fuse(graph: Graph) -> Kernels:
             users = 1 if alone[op.id] else len(others)
             times = sum(ops[o].rereads for o in others) if users > 1 else users
             sizes = [values[s].nbytes for s in sources]
-            if not stored and _worth_fusing(effort, values[r0].nbytes, users, times, sizes):
+            if twice:
+                fused = not stored and _worth_fusing(effort, values[r0].nbytes, users, times, sizes)
+            else:
+                fused = not any(must_exist[r] for r in op.results) and (users <= 1 or not sources)
+            if fused:
                 for r in op.results:
                     home[r] = -1
                     leaves[r] = sources
@@ -134,7 +145,7 @@ def fuse(graph: Graph) -> Kernels:
         is_root[op.id] = True
         for r in op.results:
             leaves[r] = (r,)
-    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves)
+    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, twice=twice)
 
 
 def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> None:

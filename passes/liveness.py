@@ -103,7 +103,7 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
         delta[stop[v]] -= nbytes
     for op in ops:
         if op.bodies and kernels.is_root[op.id]:
-            inner = max(_body_temp(_Body(b)) for b in op.bodies)
+            inner = max(_body_temp(_Body(b), kernels.twice) for b in op.bodies)
             delta[op.id] += inner
             delta[op.id + 1] -= inner
     profile = list(accumulate(delta))[:n]
@@ -166,9 +166,9 @@ class _Body:
 
 
 @lru_cache(maxsize=256)
-def _body_temp(body: _Body) -> Bytes:
+def _body_temp(body: _Body, twice: bool) -> Bytes:
     """Bytes a loop body or branch needs beyond its arguments and results; schedule after schedule shares bodies."""
-    return live_ranges(body.graph).temp
+    return live_ranges(body.graph, fuse(body.graph, twice=twice)).temp
 
 
 def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> list[int]:

@@ -36,6 +36,11 @@ class Prologues:
     inside: list[bool]
     silent: list[bool]
 
+    @classmethod
+    def none(cls, graph: Graph) -> Prologues:
+        """Of compilers that compute nothing inside products."""
+        return cls([False] * len(graph.values), [False] * len(graph.ops))
+
 
 def prologues(graph: Graph, views: Sequence[bool], read_by: Sequence[Sequence[int]]) -> Prologues:
     """What products compute. ``views[i]``: the result of op ``i`` is the buffer of its operand. Linear in edges."""

@@ -30,13 +30,14 @@ class Scheduled:
     live: Liveness
 
 
-def as_scheduled(graph: Graph) -> Scheduled:
+def as_scheduled(graph: Graph, *, twice: bool = True) -> Scheduled:
     """The order of XLA's three in which the program needs least, of several the first.
 
     XLA counts results as well, from when they are written on, those too that will take over an argument.
+    ``twice``: as of ``fuse``.
     """
-    nodes = _Nodes(graph, fuse(graph))
-    found = [_in_order(graph, nodes.with_fused(schedule(nodes))) for schedule in SCHEDULES]
+    nodes = _Nodes(graph, fuse(graph, twice=twice))
+    found = [_in_order(graph, nodes.with_fused(schedule(nodes)), twice=twice) for schedule in SCHEDULES]
     return min(found, key=_bytes_as_xla_counts)
 
 
@@ -48,10 +49,10 @@ def _bytes_as_xla_counts(scheduled: Scheduled) -> Bytes:
     return max(map(sum, zip(live.profile, accumulate(written), strict=True)), default=0)
 
 
-def _in_order(graph: Graph, order: Sequence[int]) -> Scheduled:
+def _in_order(graph: Graph, order: Sequence[int], *, twice: bool = True) -> Scheduled:
     ops = (graph.ops[i] for i in order)
     new = replace(graph, ops=tuple(op.on(k, op.operands, op.results) for k, op in enumerate(ops)))
-    return Scheduled(new, tuple(order), live_ranges(new))
+    return Scheduled(new, tuple(order), live_ranges(new, fuse(new, twice=twice)))
 
 
 class _Nodes:

@@ -1,0 +1,66 @@
+"""`passes.widened`: products of 16-bit numbers on the CPU, by rule and beside what XLA:CPU allocates."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxtensile
+from jaxtensile.ir import producers
+from jaxtensile.passes.widened import widened
+from jaxtensile.trace import trace_jaxpr
+
+HALF = jnp.bfloat16
+
+
+def graph(f, *shapes, dtype=HALF):
+    return trace_jaxpr(jax.make_jaxpr(f)(*(jax.ShapeDtypeStruct(s, dtype) for s in shapes))).graph
+
+
+def kinds(low):
+    """For each product the types it reads and writes, and what made its operands."""
+    made = producers(low)
+    return [
+        (
+            [low.values[v].dtype for v in (*op.operands, *op.results)],
+            [low.ops[made[v]].primitive if made[v] >= 0 else "input" for v in op.operands],
+        )
+        for op in low.ops
+        if op.primitive == "dot_general"
+    ]
+
+
+def test_programs_without_16_bits_stay_as_they_are():
+    g = graph(lambda a, b: a @ b, (4, 4), (4, 4), dtype=jnp.float32)
+    assert widened(g).graph is g
+
+
+def test_products_of_one_operand_share_its_copy():
+    g = graph(lambda a, b: (a @ b) @ b, (4, 4), (4, 4))
+    low = widened(g)
+    assert kinds(low.graph) == [(["float32"] * 3, ["convert_element_type"] * 2)] * 2
+    assert sum(op.primitive == "convert_element_type" for op in low.graph.ops) == 5, "a, b, a @ b, and both results"
+    assert low.graph.inputs == g.inputs and low.graph.outputs == g.outputs
+    assert [v.id for v in low.graph.values] == list(range(len(low.graph.values)))
+    assert set(low.origin) == {0, 1}
+
+
+def test_bodies_of_loops_are_widened():
+    def f(x, w):
+        return jax.lax.scan(lambda c, _: (c @ w, None), x, length=3)[0]
+
+    low = widened(graph(f, (4, 4), (4, 4))).graph
+    (loop,) = (op for op in low.ops if op.bodies)
+    assert kinds(loop.bodies[0])[0][0] == ["float32"] * 3
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, HALF], ids=("f32", "bf16"))
+def test_a_network_on_the_cpu_needs_what_was_said(dtype):
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w.astype(dtype))
+        return (x.astype(jnp.float32) ** 2).sum()
+
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6
+    args = jax.jit(jax.grad(loss)), weights, jax.ShapeDtypeStruct((8192, 256), dtype)
+    static, exact = (jaxtensile.estimate(*args, target="cpu", exact=flag) for flag in (False, True))
+    assert static.device == pytest.approx(exact.device, rel=0.15)
