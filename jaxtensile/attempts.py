@@ -130,7 +130,7 @@ class Attempts:
 
     def _under_options(self, variant: Variant, plan: Plan) -> Made:
         job, choices = self.job, self._choices
-        evaluate = rewrite(variant.traced, plan.program)
+        evaluate = rewrite(variant.traced, plan.program, apart=job.device.platform == "cuda" and job.shards == 1)
         args, kwargs = job.arguments()
         tried: list[tuple[int, int, Compiled]] = []
         for i, options in enumerate(choices):

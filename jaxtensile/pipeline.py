@@ -157,11 +157,11 @@ class _Subject:
 
 def _program(job: Job, traced: Traced) -> _Subject:
     placed = ways.streamed(job, traced)
-    plain = live_ranges(traced.graph).use()
+    plain = live_ranges(traced.graph, together=True).use()
     return _Subject(
         traced=traced,
         plain=plain,
-        predicted=plain if placed is traced else live_ranges(placed.graph).use(host=job.state_bytes),
+        predicted=plain if placed is traced else live_ranges(placed.graph, together=True).use(host=job.state_bytes),
         bound=lower_bound(placed.graph, placed.consts, job.device.platform),
     )
 

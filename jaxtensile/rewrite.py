@@ -11,19 +11,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.core
 import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
+from jaxtensile.ir import Op, producers
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Program
 from jaxtensile.trace import Equation, Traced, bind
 
 _SPACE = {TO_HOST: jax.memory.Space.Host, TO_DEVICE: jax.memory.Space.Device}
 
 
-def rewrite(traced: Traced, program: Program) -> Callable[[Sequence[Any]], list[Any]]:
-    """Flat arguments → flat outputs, by the schedule of ``program``."""
+_LARGE = 1 << 20
+"""Bytes of stacks for which a loop gets zeros of its own."""
+
+
+def rewrite(traced: Traced, program: Program, *, apart: bool = False) -> Callable[[Sequence[Any]], list[Any]]:
+    """Flat arguments → flat outputs, by the schedule of ``program``; ``apart``: each loop makes what it stacks into."""
     graph, origin = program.graph, program.origin
+    made = producers(graph)
     last_use: dict[int, int] = {v: op.id for op in graph.ops for v in op.operands}
     last_use.update(dict.fromkeys(graph.outputs, len(graph.ops)))
 
@@ -40,7 +47,9 @@ def rewrite(traced: Traced, program: Program) -> Callable[[Sequence[Any]], list[
                 equation = traced.equations[origin[op.id]]
                 given = iter(op.operands)
                 operands = [env[next(given)] if isinstance(a, int) else a.val for a in equation.operands]
-                results = _with_its_own_zeros(equation, operands) or bind(equation, operands)
+                results = (_with_its_own_stacks(equation, operands, op, made) if apart else None) or (
+                    _with_its_own_zeros(equation, operands) or bind(equation, operands)
+                )
             env.update(zip(op.results, results, strict=True))
             for v in dict.fromkeys(op.operands):
                 if last_use[v] == op.id:
@@ -49,6 +58,53 @@ def rewrite(traced: Traced, program: Program) -> Callable[[Sequence[Any]], list[
         return [env[next(final)] if isinstance(a, int) else a.val for a in traced.outputs]
 
     return evaluate
+
+
+def _with_its_own_stacks(equation: Equation, operands: list[Any], op: Op, made: Sequence[int]) -> list[Any] | None:
+    """A loop that stacks into zeros made when it begins: behind a barrier with the latest that it reads. None for
+    anything else, and for a loop that may begin with the program.
+
+    XLA makes the zeros of all loops in one kernel, so that the stacks of the last one are there from the first on.
+    """
+    if equation.eqn is None or equation.eqn.primitive.name != "scan" or equation.eqn.effects:
+        return None
+    params = equation.eqn.params
+    consts, carries = _compat.scan_split(params)
+    avals = [v.aval for v in equation.eqn.outvars]
+    stacks = avals[carries:]
+    if not all(map(_is_plain, avals)) or sum(a.size * a.dtype.itemsize for a in stacks) < _LARGE:
+        return None
+    given = iter(op.operands)
+    ages = [made[next(given)] if isinstance(a, int) else -1 for a in equation.operands]
+    latest = max(range(len(ages)), key=ages.__getitem__)
+    if ages[latest] < 0:
+        return None
+    body = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
+    length, reverse = params["length"], params["reverse"]
+    with _compat.equation_context(equation.eqn, equation.stack):
+        kinds = list(dict.fromkeys(a.dtype for a in stacks))
+        tied, *zeros = lax.optimization_barrier((operands[latest], *(np.zeros((), kind) for kind in kinds)))
+        operands = [*operands[:latest], tied, *operands[latest + 1 :]]
+        fixed, init, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
+        into = [lax.broadcast(zeros[kinds.index(a.dtype)], a.shape) for a in stacks]
+
+        def step(state: Any, slices: Any) -> tuple[Any, None]:
+            i, carry, stacked = state
+            out = body(*fixed, *carry, *slices)
+            stacked = [lax.dynamic_update_index_in_dim(s, y, i, 0) for s, y in zip(stacked, out[carries:], strict=True)]
+            return (i - 1 if reverse else i + 1, out[:carries], stacked), None
+
+        first = np.int32(length - 1 if reverse else 0)
+        (_, last, stacked), _ = lax.scan(
+            step, (first, init, into), xs, length=length, reverse=reverse, unroll=params.get("unroll", 1)
+        )
+    return [*last, *stacked]
+
+
+def _is_plain(aval: Any) -> bool:
+    """Whether an array of numbers on the device, of a type that it keeps."""
+    there = "host" in str(getattr(aval, "memory_space", "")).lower()
+    return isinstance(aval.dtype, np.dtype) and aval.dtype != jax.dtypes.float0 and not aval.weak_type and not there
 
 
 def _with_its_own_zeros(equation: Equation, operands: list[Any]) -> list[Any] | None:

@@ -64,8 +64,9 @@ class Liveness:
         return MemoryUse(argument=self.argument, output=self.output, temp=self.temp, alias=self.alias, host=host)
 
 
-def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
-    """Buffers and their lifetimes when the ops run in schedule order."""
+def live_ranges(graph: Graph, kernels: Kernels | None = None, *, together: bool = False) -> Liveness:
+    """Buffers and their lifetimes when the ops run in schedule order; ``together``: of a program that is compiled as it
+    was written, whose loops do not each make what they stack into (``rewrite``)."""
     kernels = kernels or fuse(graph)
     values, ops = graph.values, graph.ops
     home = kernels.home
@@ -85,7 +86,8 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None) -> Liveness:
             stop[b] = max(stop[b], i + 1)
     _copies_take_time(graph, kernels, stop)
     merged = _share(graph, kernels, start, stop)
-    _stacks_begin_together(graph, start)
+    if together:
+        _stacks_begin_together(graph, start)
     is_input = set(graph.inputs)
     out_homes = {home[v] for v in graph.outputs if home[v] >= 0}
     alias = _donate(graph)

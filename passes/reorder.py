@@ -52,7 +52,7 @@ def _bytes_as_xla_counts(scheduled: Scheduled) -> Bytes:
 def _in_order(graph: Graph, order: Sequence[int], *, twice: bool = True) -> Scheduled:
     ops = (graph.ops[i] for i in order)
     new = replace(graph, ops=tuple(op.on(k, op.operands, op.results) for k, op in enumerate(ops)))
-    return Scheduled(new, tuple(order), live_ranges(new, fuse(new, twice=twice)))
+    return Scheduled(new, tuple(order), live_ranges(new, fuse(new, twice=twice), together=True))
 
 
 class _Nodes:
