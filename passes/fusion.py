@@ -196,10 +196,15 @@ def _readers(
         if not op.operands or len(op.results) != 1 or must_exist[op.results[0]]:
             continue
         v, r = op.operands[0], op.results[0]
-        widens = op.primitive == "convert_element_type" and graph.values[v].nbytes <= graph.values[r].nbytes
-        if (widens or views[op.id]) and out[r] and len(out[v]) + len(out[r]) <= _MAX_LEAVES:
+        if (_widens(graph, op) or views[op.id]) and out[r] and len(out[v]) + len(out[r]) <= _MAX_LEAVES:
             out[v] = tuple(dict.fromkeys([*(o for o in out[v] if o != op.id), *out[r]]))
     return out
+
+
+def _widens(graph: Graph, op: Op) -> bool:
+    """Whether an op turns numbers into as wide or wider ones: XLA fuses that into every reader first of all."""
+    is_cast = op.primitive == "convert_element_type" and bool(op.operands)
+    return is_cast and graph.values[op.operands[0]].nbytes <= graph.values[op.results[0]].nbytes
 
 
 def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
@@ -265,7 +270,8 @@ def _read_by_one_kernel(graph: Graph, read_by: list[list[int]], must_exist: list
         end = sink[readers[0]]
         if len(readers) > 1 and any(sink[o] != end for o in readers):
             continue
-        if ops[end].primitive in VIEWS:  # no kernel, but another name for what several read
+        # No kernel, but another name for what several read, or numbers that each of them makes of it.
+        if ops[end].primitive in VIEWS or _widens(graph, ops[end]):
             continue
         alone[op.id] = True
         if not any(must_exist[r] for r in op.results):

@@ -203,6 +203,17 @@ def test_a_value_whose_readers_end_in_one_kernel_is_made_in_it(apart):
     assert (dear in buffers(b.graph(*ends))) == apart
 
 
+def test_of_a_mask_that_becomes_numbers_for_several_the_mask_is_stored():
+    """Dropout as a product with what is true where something is kept."""
+    b = Builder()
+    x, y = b.input(512, 512), b.input(512, 512)
+    mask = b.op("threefry2x32", x, dtype="bool")
+    numbers = b.op("convert_element_type", mask, dtype="float32")
+    there, back = (b.op("cumsum", b.op("mul", numbers, u)) for u in (x, y))
+    kernels = fuse(b.graph(there, back))
+    assert kernels.home[mask] == mask and kernels.home[numbers] == -1
+
+
 def test_an_output_exists_and_its_readers_read_it():
     b = Builder()
     x = b.input(N)
