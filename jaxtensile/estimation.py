@@ -215,11 +215,14 @@ def static_estimate(
     before = time.perf_counter()
     on_cpu = device.platform == "cpu"
     low = widened(program.graph) if on_cpu else lowered(program.graph)
-    run = as_scheduled(low.graph, twice=not on_cpu)
-    live, origin = without_lodgers(run.graph, run.live), tuple(low.origin[i] for i in run.origin)
+    orders = as_scheduled(low.graph, twice=not on_cpu)
+    lying = [without_lodgers(run.graph, run.live) for run in orders]
+    needed = [max(heap(live), live.temp) for live in lying]
+    worst = max(range(len(orders)), key=needed.__getitem__)
+    run, live, holes = orders[worst], lying[worst], needed[worst] - lying[worst].temp
+    origin = tuple(low.origin[i] for i in run.origin)
     # A program with several results returns a table of pointers to them.
     table = POINTER * len(program.graph.outputs) if len(program.graph.outputs) > 1 else 0
-    holes = max(0, heap(live) - live.temp)
     use = replace(live.use(), temp=live.temp + holes, output=live.output + table)
     several = f"arguments are sharded over {shards} devices: static bytes are of all together, exact ones of one device"
     return Estimate(

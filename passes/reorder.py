@@ -30,15 +30,20 @@ class Scheduled:
     live: Liveness
 
 
-def as_scheduled(graph: Graph, *, twice: bool = True) -> Scheduled:
-    """The order of XLA's three in which the program needs least, of several the first.
+def as_scheduled(graph: Graph, *, twice: bool = True) -> tuple[Scheduled, Scheduled]:
+    """The order of XLA's three in which the program needs least, of several the first; and that of the trace.
 
-    XLA counts results as well, from when they are written on, those too that will take over an argument.
-    ``twice``: as of ``fuse``.
+    XLA counts results as well, from when they are written on, those too that will take over an argument. In the order
+    of the trace results are written as soon as they can be, or where they stand if that needs less. Where it needs more
+    than XLA's, those are not known well enough to promise less. ``twice``: as of ``fuse``.
     """
     nodes = _Nodes(graph, fuse(graph, twice=twice))
-    found = [_in_order(graph, nodes.with_fused(schedule(nodes)), twice=twice) for schedule in SCHEDULES]
-    return min(found, key=_bytes_as_xla_counts)
+
+    def ordered(schedules: Sequence[Callable[[_Nodes], list[int]]]) -> list[Scheduled]:
+        return [_in_order(graph, nodes.with_fused(schedule(nodes)), twice=twice) for schedule in schedules]
+
+    traced = ordered((_as_traced, _results_early))
+    return min(ordered(SCHEDULES), key=_bytes_as_xla_counts), min(traced, key=lambda s: s.live.temp)
 
 
 def _bytes_as_xla_counts(scheduled: Scheduled) -> Bytes:
@@ -118,6 +123,16 @@ class _Nodes:
             if not done[op.id] and not is_root[op.id]:
                 place(op.id)
         return out
+
+
+def _as_traced(nodes: _Nodes) -> list[int]:
+    return nodes.roots
+
+
+def _results_early(nodes: _Nodes) -> list[int]:
+    """The order of the trace, but for kernels that make results alone: each right after the last that it reads."""
+    last = {i: max(nodes.operands[i], default=-1) for i in nodes.roots if nodes.makes[i] and not nodes.readers[i]}
+    return sorted(nodes.roots, key=lambda i: (last.get(i, i), i))
 
 
 def _list_schedule(nodes: _Nodes) -> list[int]:

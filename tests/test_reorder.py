@@ -29,7 +29,7 @@ def test_every_order_has_every_op_after_what_it_reads(graph):
 @QUICK
 @given(graphs())
 def test_the_best_of_the_three_is_said_results_included(graph):
-    found = as_scheduled(graph)
+    found, traced = as_scheduled(graph)
     nodes = _Nodes(graph, fuse(graph))
 
     def needed(scheduled):
@@ -44,6 +44,12 @@ def test_the_best_of_the_three_is_said_results_included(graph):
 
     every = [_in_order(graph, nodes.with_fused(schedule(nodes))) for schedule in SCHEDULES]
     assert needed(found) == min(map(needed, every))
+    assert traced.live.temp <= _in_order(graph, range(len(graph.ops))).live.temp
+    for run in (found, traced):
+        there = set(graph.inputs)
+        for i in run.origin:
+            assert set(graph.ops[i].operands) <= there
+            there.update(graph.ops[i].results)
     assert sorted(found.origin) == list(range(len(graph.ops)))
     assert [graph.ops[i].results for i in found.origin] == [op.results for op in found.graph.ops]
     assert live_ranges(found.graph).temp == found.live.temp
@@ -59,6 +65,16 @@ def test_orders_change_when_bytes_are_there_and_not_which(graph):
         new = _in_order(graph, nodes.with_fused(schedule(nodes)))
         assert new.live.argument == live_ranges(graph).argument
         assert [h >= 0 for h in new.live.kernels.home] == [h >= 0 for h in homes]
+
+
+def test_results_are_written_early_where_that_needs_less():
+    """A step that makes all gradients first and then all new weights."""
+    b = Builder()
+    weights, x = [b.input(100) for _ in range(4)], b.input(10)
+    gradients = [b.op("cumsum", x, shape=(100,)) for _ in weights]
+    graph = b.graph(*(b.op("sub", w, g) for w, g in zip(weights, gradients, strict=True)), donated=weights)
+    assert live_ranges(graph).temp == 4 * 400
+    assert as_scheduled(graph)[1].live.temp == 400
 
 
 def wide(branches):
