@@ -53,6 +53,10 @@ WORK = {
 """Arithmetic of one element, in bytes of memory traffic that take as long; what is missing is free."""
 EXPENSIVE = frozenset(WORK)
 
+_SLOW = frozenset({"div", "sqrt", "rsqrt", "rem"})
+"""Arithmetic that XLA's compiler for the CPU does not do twice either (``InstructionFusion::IsExpensive`` in
+``xla/service/instruction_fusion.cc``), nor what it rounds to 16 bits and back."""
+
 HALVES = frozenset({"bfloat16", "float16"})
 
 SMALL = 1 << 26
@@ -87,7 +91,7 @@ def fuse(graph: Graph, *, twice: bool = True) -> Kernels:
     """Group ops into kernels. Linear in edges.
 
     ``twice``: whether XLA computes in several kernels what several read, and in products what they read, where that is
-    cheaper; its compiler for the CPU never does.
+    cheaper; its compiler for the CPU does so with what takes no time.
     """
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
@@ -134,7 +138,8 @@ def fuse(graph: Graph, *, twice: bool = True) -> Kernels:
             if twice:
                 fused = not stored and _worth_fusing(effort, values[r0].nbytes, users, times, sizes)
             else:
-                fused = not any(must_exist[r] for r in op.results) and (users <= 1 or not sources)
+                effort += name in _SLOW or any(values[v].dtype in HALVES for v in (*op.operands, r0))
+                fused = not any(must_exist[r] for r in op.results) and (users <= 1 or not effort)
             if fused:
                 for r in op.results:
                     home[r] = -1

@@ -53,14 +53,18 @@ def test_bodies_of_loops_are_widened():
     assert kinds(loop.bodies[0])[0][0] == ["float32"] * 3
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, HALF], ids=("f32", "bf16"))
-def test_a_network_on_the_cpu_needs_what_was_said(dtype):
+@pytest.mark.parametrize(
+    ("step", "dtype"),
+    [(jnp.tanh, jnp.float32), (jnp.tanh, HALF), (jax.nn.gelu, jnp.float32), (jax.nn.silu, HALF), (jax.nn.relu, HALF)],
+    ids=("tanh, f32", "tanh, bf16", "gelu, f32", "silu, bf16", "relu, bf16"),
+)
+def test_a_network_on_the_cpu_needs_what_was_said(step, dtype):
     def loss(weights, x):
         for w in weights:
-            x = jnp.tanh(x @ w.astype(dtype))
+            x = step(x @ w.astype(dtype))
         return (x.astype(jnp.float32) ** 2).sum()
 
     weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6
     args = jax.jit(jax.grad(loss)), weights, jax.ShapeDtypeStruct((8192, 256), dtype)
     static, exact = (jaxtensile.estimate(*args, target="cpu", exact=flag) for flag in (False, True))
-    assert static.device == pytest.approx(exact.device, rel=0.15)
+    assert static.device == pytest.approx(exact.device, rel=0.1)
