@@ -3,6 +3,7 @@
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 from collections import Counter
 from importlib.util import find_spec
@@ -17,6 +18,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["JAXTENSILE_PLAN_CACHE"] = "off"  # every plan of a test is made by it
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtensile-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+
+# In the background of a shell Ctrl-C is ignored, and every process that a test starts would ignore it as well.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Two busy cores make single examples slow at random; the same examples every time keep CI honest.
 settings.register_profile("jaxtensile", deadline=None, derandomize=True)
