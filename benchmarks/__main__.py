@@ -32,6 +32,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "rss": (["estimate.rss"], None),
     "estimate-speed": (["estimate.speed"], ["estimate.speed", "--quick"]),
     "pack": (["pack.run"], ["pack.run", "--quick"]),
+    "pack-programs": (["pack.programs"], ["pack.programs", "lstm", "dlrm"]),
     "coordinator-policy": (["coordinator.policy"], ["coordinator.policy", "--quick"]),
     "coordinator-daemon": (["coordinator.daemon"], ["coordinator.daemon", "--quick"]),
     "coordinator-local": (["coordinator.local"], ["coordinator.local", "--quick"]),

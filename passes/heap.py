@@ -1,55 +1,25 @@
-"""How high is XLA's heap of temporaries, with the holes that it leaves?
+"""How high is XLA's heap of a program's temporaries, with the holes that it leaves?
 
-XLA takes buffers by descending size, of like size the one that is there longest, and puts each into the smallest hole
-that is free as long as the buffer is there, or else on top of all it meets
-(``GlobalDecreasingSizeBestFitHeap`` in ``xla/service/heap_simulator/heap_simulator.cc``). ``passes.pack`` packs lower;
-this says what a program compiled by XLA takes.
-
-Invariant: buffers that are there together do not overlap.
+``passes.pack`` packs lower; this says what a program compiled by XLA takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 
-import numpy as np
-
-from jaxtensile.passes.buffers import Buffer, Packing, packing
+from jaxtensile.passes.best_fit import best_fit
+from jaxtensile.passes.buffers import Buffer
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.units import Bytes
 
 
-def best_fit(buffers: Sequence[Buffer]) -> Packing:
-    """Offsets as XLA assigns them. Quadratic in buffers, of which numpy compares each with all that lie already."""
-    n = len(buffers)
-    order = sorted(range(n), key=lambda k: (-buffers[k].size, buffers[k].lower - buffers[k].upper, k))
-    start, stop, low, high = (np.zeros(n, np.int64) for _ in range(4))
-    offsets = [0] * n
-    for placed, k in enumerate(order):
-        b = buffers[k]
-        meets = np.flatnonzero((start[:placed] < b.upper) & (stop[:placed] > b.lower))
-        offsets[k] = offset = _hole(low[meets], high[meets], b.size)
-        start[placed], stop[placed], low[placed], high[placed] = b.lower, b.upper, offset, offset + b.size
-    return packing(buffers, offsets)
-
-
-def _hole(low: np.ndarray, high: np.ndarray, nbytes: Bytes) -> Bytes:
-    """The offset of the smallest hole between these; of like holes the lowest."""
-    if not len(low):
-        return 0
-    by_offset = np.argsort(low, kind="stable")
-    ends = np.maximum.accumulate(high[by_offset])
-    begins = np.concatenate(([0], ends[:-1]))
-    sizes = low[by_offset] - begins
-    fits = np.flatnonzero(sizes >= nbytes)
-    if not len(fits):
-        return int(ends[-1])
-    return int(begins[fits[np.argmin(sizes[fits])]])
-
-
 def heap(live: Liveness) -> Bytes:
     """Bytes of a run's temporaries with the holes between them."""
+    return best_fit(temporaries(live)).height
+
+
+def temporaries(live: Liveness) -> list[Buffer]:
+    """A run's temporaries, and what its loops and branches need inside, as buffers over its steps."""
     buffers = [Buffer(r.start, r.stop, r.nbytes) for r in live.ranges]
     held = [0] * (len(live.profile) + 1)
     for r in live.ranges:
@@ -58,4 +28,4 @@ def heap(live: Liveness) -> Bytes:
     for step, (all_bytes, outside) in enumerate(zip(live.profile, accumulate(held), strict=False)):
         if all_bytes > outside:  # what the op's bodies need inside
             buffers.append(Buffer(step, step + 1, all_bytes - outside))
-    return best_fit(buffers).height
+    return buffers

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from jaxtensile.passes.best_fit import best_fit
 from jaxtensile.passes.buffers import Buffer, Packing, grid, max_load
 from jaxtensile.passes.skyline import RULES, stack
 from jaxtensile.passes.valleys import Tactic, search
@@ -33,6 +34,8 @@ LOOSE: Final[tuple[Try, ...]] = (
     (1.13, Tactic("deep", "length"), 12),
 )
 """Searches in their order: capacity in maximum loads, how to search, and how many edges per buffer it may look at."""
+QUADRATIC: Final = 5_000
+"""Buffers up to which there is time to compare each with all others."""
 LIGHT, MIDDLE, HEAVY = 4_000, 7_000, 10_000
 """Up to so many covered sections, summed over buffers, there is time for all; for the loose ones; for the last."""
 
@@ -45,7 +48,10 @@ def pack(buffers: Sequence[Buffer]) -> Packing:
     if not buffers:
         return Packing((), 0)
     rules = RULES if len(buffers) <= MANY else RULES[:1]
-    best = min((stack(buffers, rule) for rule in rules), key=lambda packed: packed.height)
+    packings = [stack(buffers, rule) for rule in rules]
+    if len(buffers) <= QUADRATIC:
+        packings.append(best_fit(buffers))  # of programs, which it often packs without a hole
+    best = min(packings, key=lambda packed: packed.height)
     load = max_load(buffers)
     for ratio, tactic, edges in _tries(buffers):
         capacity = int(load * ratio)

@@ -5,9 +5,11 @@ import random
 import pytest
 
 from graphs import Builder
+from jaxtensile.passes.best_fit import best_fit
 from jaxtensile.passes.buffers import Buffer, max_load
-from jaxtensile.passes.heap import best_fit, heap
+from jaxtensile.passes.heap import heap
 from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.pack import pack
 from jaxtensile.passes.pack_check import faults
 
 
@@ -22,6 +24,11 @@ def test_of_like_buffers_the_longest_lies_lowest():
     assert best_fit([Buffer(0, 2, 4), Buffer(0, 5, 4)]).offsets == (4, 0)
 
 
+def test_offsets_are_aligned():
+    found = best_fit([Buffer(0, 4, 10), Buffer(1, 3, 6, 4), Buffer(1, 3, 5, 4)])
+    assert found.offsets == (0, 12, 20)
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_what_is_there_together_does_not_overlap(seed):
     dice = random.Random(seed)
@@ -31,7 +38,7 @@ def test_what_is_there_together_does_not_overlap(seed):
         buffers.append(Buffer(lower, lower + dice.randrange(1, 12), dice.randrange(0, 100)))
     found = best_fit(buffers)
     assert not list(faults(buffers, found))
-    assert found.height >= max_load(buffers)
+    assert max_load(buffers) <= pack(buffers).height <= found.height
     for k, b in enumerate(buffers):  # every buffer lies on the ground or on another one
         below = [o for o, (low, other) in enumerate(zip(found.offsets, buffers, strict=True)) if o != k and other.size]
         ends = {found.offsets[o] + buffers[o].size for o in below}
