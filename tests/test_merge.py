@@ -123,4 +123,5 @@ def test_static_is_near_xla():
     f32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)  # noqa: E731
     args = ([f32(16, 256)] + [f32(256, 256)] * 3, f32(20000), f32(20000))
     static, exact = (jaxtensile.estimate(physics, *args, target=H200, exact=flag) for flag in (False, True))
-    assert static.low <= exact.device <= static.high
+    # Unmerged it is 50 % too large; XLA of jax 0.12 needs a fifth more than was said, that of 0.10 a fiftieth.
+    assert static.device == pytest.approx(exact.device, rel=0.25)
