@@ -60,3 +60,9 @@ def save(path: Path, result: dict[str, Any], table: Callable[[dict[str, Any]], s
     """The result as JSON at ``path`` and as a table beside it."""
     path.write_text(json.dumps(result, indent=1) + "\n")
     path.with_suffix(".md").write_text(table(result))
+
+
+def heading(title: str, machine: Mapping[str, Any], doc: str | None) -> list[str]:
+    """The first lines of a table: its title, where it was measured, and what its benchmark says of itself."""
+    where = f"jax {machine['jax']}, Python {machine['python']}, {machine['cpus']} x {machine['machine']}"
+    return [f"# {title}", "", f"{where}, {machine['date']}", "", (doc or "").strip(), ""]

@@ -38,6 +38,7 @@ REDUCTIONS = frozenset(
     """reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor argmax argmin reduce
     reduce_window reduce_window_sum reduce_window_max""".split()
 )
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 IN_PLACE = frozenset(
     """scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter-max scatter_min scatter_max
     dynamic_update_slice""".split()

@@ -221,17 +221,22 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
     return owner
 
 
-def _donate(graph: Graph) -> Bytes:
-    """Device bytes of outputs that reuse a donated input of the same shape and type, as jit pairs them."""
+def taken_over(graph: Graph) -> list[bool]:
+    """For each output whether it reuses a donated input of the same shape and type on the device, as jit pairs them."""
     pool: dict[tuple[tuple[int, ...], str], int] = {}
     for v in graph.donated.intersection(graph.inputs):  # jit drops the unused ones
         if graph.values[v].space != "host":
             key = (graph.values[v].shape, graph.values[v].dtype)
             pool[key] = pool.get(key, 0) + 1
-    total = 0
+    out: list[bool] = []
     for v in graph.outputs:
         key = (graph.values[v].shape, graph.values[v].dtype)
-        if graph.values[v].space != "host" and pool.get(key, 0) > 0:
+        out.append(graph.values[v].space != "host" and pool.get(key, 0) > 0)
+        if out[-1]:
             pool[key] -= 1
-            total += graph.values[v].nbytes
-    return total
+    return out
+
+
+def _donate(graph: Graph) -> Bytes:
+    """Device bytes of outputs that reuse a donated input."""
+    return sum(graph.values[v].nbytes for v, taken in zip(graph.outputs, taken_over(graph), strict=True) if taken)

@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.liveness import Liveness, LiveRange
+from jaxtensile.passes.liveness import Liveness, LiveRange, taken_over
 from jaxtensile.units import Bytes
 
 
@@ -65,22 +65,14 @@ def _lodged(r: LiveRange, hosts: list[_Host]) -> bool:
 
 def _own_memory(graph: Graph, live: Liveness) -> list[_Host]:
     """Results that take over no argument and are none, by ascending size."""
-    pool: dict[tuple[tuple[int, ...], str], int] = {}
     values, home = graph.values, live.kernels.home
-    for v in graph.donated.intersection(graph.inputs):
-        key = (values[v].shape, values[v].dtype)
-        pool[key] = pool.get(key, 0) + 1
     given = set(graph.inputs)
     written = {int(r): op.id for op in graph.ops for r in op.results}
     hosts: list[_Host] = []
     seen = set[int]()
-    for v in graph.outputs:
-        key = (values[v].shape, values[v].dtype)
-        if pool.get(key, 0) > 0:
-            pool[key] -= 1
-            continue
+    for v, taken in zip(graph.outputs, taken_over(graph), strict=True):
         b = home[v]
-        if b < 0 or b in given or b in seen or values[v].space == "host":
+        if taken or b < 0 or b in given or b in seen or values[v].space == "host":
             continue
         seen.add(b)
         hosts.append(_Host(graph.values[b].nbytes, written[b], len(graph.ops) + 1))

@@ -23,11 +23,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxtensile.ir import Graph, Op, OpId, ValueId, consumers
-from jaxtensile.passes.fusion import ELEMENTWISE, MOVES, REDUCTIONS, VIEWS
+from jaxtensile.passes.fusion import ELEMENTWISE, MOVES, PRODUCTS, REDUCTIONS, VIEWS
 from jaxtensile.units import Bytes
 
 BARRIER = "optimization_barrier"
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 LIBRARY = frozenset("sort fft cholesky triangular_solve lu geqrf householder_product eigh svd".split())
 """Kernels that write all of their results, perhaps over their operands."""
 SCATTERS = frozenset("scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter-max".split())

@@ -11,10 +11,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
+from jaxtensile.passes.fusion import HALVES, PRODUCTS
 from jaxtensile.passes.lowered import Lowered
 
-_HALVES = frozenset({"bfloat16", "float16"})
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _CONVERT = "convert_element_type"
 
 
@@ -38,7 +37,7 @@ def widened(graph: Graph) -> Lowered:
         put(Op(id=OpId(0), primitive=_CONVERT, operands=(), results=()), (source,), (result,), of)
 
     def read(v: ValueId, of: int) -> ValueId:
-        if graph.values[v].dtype not in _HALVES:
+        if graph.values[v].dtype not in HALVES:
             return v
         if v not in wide:
             wide[v] = value(v)
@@ -52,7 +51,7 @@ def widened(graph: Graph) -> Lowered:
             put(op, op.operands, op.results, op.id)
             continue
         operands = tuple(read(v, op.id) for v in op.operands)
-        narrow = graph.values[op.results[0]].dtype in _HALVES
+        narrow = graph.values[op.results[0]].dtype in HALVES
         result = value(op.results[0]) if narrow else op.results[0]
         put(op, operands, (result,), op.id)
         if narrow:
@@ -61,7 +60,7 @@ def widened(graph: Graph) -> Lowered:
 
 
 def _is_narrow(graph: Graph, op: Op) -> bool:
-    return op.primitive in _PRODUCTS and any(graph.values[v].dtype in _HALVES for v in op.operands)
+    return op.primitive in PRODUCTS and any(graph.values[v].dtype in HALVES for v in op.operands)
 
 
 def _has_narrow(graph: Graph) -> bool:

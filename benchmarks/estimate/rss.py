@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.isolate import isolated, save
+from benchmarks.isolate import heading, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "estimate.rss"
@@ -67,14 +67,8 @@ def resident(what: str) -> int:
 
 
 def table(result: dict[str, Any]) -> str:
-    m = result["machine"]
     out = [
-        "# Estimates and resident memory",
-        "",
-        f"jax {m['jax']}, Python {m['python']}, {m['cpus']} x {m['machine']}, {m['date']}",
-        "",
-        (__doc__ or "").strip(),
-        "",
+        *heading("Estimates and resident memory", result["machine"], __doc__),
         "| step | grown MB | exact MB | of grown | static MB | of grown |",
         "|---|---|---|---|---|---|",
     ]

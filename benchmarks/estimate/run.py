@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.estimate.truth import Case
-from benchmarks.isolate import save, streamed
+from benchmarks.isolate import heading, save, streamed
 
 HERE = Path(__file__).parent
 MODULE = "estimate.run"
@@ -122,9 +122,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    m = result["machine"]
-    where = f"jax {m['jax']}, Python {m['python']}, {m['cpus']} x {m['machine']}, {m['date']}"
-    out = ["# Static estimates", "", where, "", (__doc__ or "").strip(), ""]
+    out = heading("Static estimates", result["machine"], __doc__)
     halves = result["halves"]
     out += ["| | " + " | ".join(halves) + " | xMem |", "|---|" + "---|" * (len(halves) + 1)]
     rows: list[tuple[str, str, str]] = [

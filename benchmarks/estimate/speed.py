@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.isolate import isolated, save
+from benchmarks.isolate import heading, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "estimate.speed"
@@ -54,14 +54,8 @@ def case(layers: int) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    m = result["machine"]
     out = [
-        "# How long a static estimate takes",
-        "",
-        f"jax {m['jax']}, Python {m['python']}, {m['cpus']} x {m['machine']}, {m['date']}",
-        "",
-        (__doc__ or "").strip(),
-        "",
+        *heading("How long a static estimate takes", result["machine"], __doc__),
         "| layers | equations | JAX's trace, s | estimate, s | without donation, s |",
         "|---|---|---|---|---|",
     ]

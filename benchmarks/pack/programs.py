@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.isolate import isolated, save
+from benchmarks.isolate import heading, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "pack.programs"
@@ -49,14 +49,8 @@ def case(name: str) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    m = result["machine"]
     out = [
-        "# The temporaries of programs, packed",
-        "",
-        f"jax {m['jax']}, Python {m['python']}, {m['cpus']} x {m['machine']}, {m['date']}",
-        "",
-        (__doc__ or "").strip(),
-        "",
+        *heading("The temporaries of programs, packed", result["machine"], __doc__),
         "| program | buffers | load, MB | XLA's heap / load | s | packed / load | s |",
         "|---|---|---|---|---|---|---|",
     ]
