@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
-from jaxtensile.ir import Op, producers
+from jaxtensile.ir import Graph, Op, producers
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Program
 from jaxtensile.trace import Equation, Traced, bind
 
@@ -30,7 +30,7 @@ _LARGE = 1 << 20
 def rewrite(traced: Traced, program: Program, *, apart: bool = False) -> Callable[[Sequence[Any]], list[Any]]:
     """Flat arguments → flat outputs, by the schedule of ``program``; ``apart``: each loop makes what it stacks into."""
     graph, origin = program.graph, program.origin
-    made = producers(graph)
+    made = _made_from_arguments(graph)
     last_use: dict[int, int] = {v: op.id for op in graph.ops for v in op.operands}
     last_use.update(dict.fromkeys(graph.outputs, len(graph.ops)))
 
@@ -60,11 +60,22 @@ def rewrite(traced: Traced, program: Program, *, apart: bool = False) -> Callabl
     return evaluate
 
 
+def _made_from_arguments(graph: Graph) -> list[int]:
+    """For each value the op that makes it; -1 for arguments and for what no argument goes into."""
+    made = producers(graph)
+    known = set[int](graph.inputs)
+    for op in graph.ops:
+        if known.intersection(op.operands):
+            known.update(op.results)
+    return [op if v in known else -1 for v, op in enumerate(made)]
+
+
 def _with_its_own_stacks(equation: Equation, operands: list[Any], op: Op, made: Sequence[int]) -> list[Any] | None:
-    """A loop that stacks into zeros made when it begins: behind a barrier with the latest that it reads. None for
-    anything else, and for a loop that may begin with the program.
+    """A loop that stacks into zeros made when it begins: behind a barrier with the latest that it reads of what comes
+    from arguments. None for anything else, and for a loop that may begin with the program.
 
     XLA makes the zeros of all loops in one kernel, so that the stacks of the last one are there from the first on.
+    Behind a barrier a broadcast constant, like a mask's fill, would become a buffer: no kernel could make it anew.
     """
     if equation.eqn is None or equation.eqn.primitive.name != "scan" or equation.eqn.effects:
         return None

@@ -94,6 +94,22 @@ def test_what_else_stays_as_it_is(what):
     assert loops(rewritten(fun, W, x, apart=what != "not asked"), W, x) == [1]
 
 
+def test_constants_stay_where_kernels_can_make_them():
+    """Behind a barrier a mask and its fill would be buffers as long as the loop."""
+
+    def fun(w, x):
+        first, u = x[0], jnp.sin(x)
+        fill = jnp.full(x.shape[1:], -1e9)
+        mask = jnp.tri(ROWS, WIDTH, dtype=bool)
+        return lax.scan(lambda c, v: (jnp.where(mask, c * w + v, fill),) * 2, first, u)
+
+    assert loops(fun, W, X) == [1]
+    eqns = jax.jit(rewritten(fun, W, X)).trace(W, X).jaxpr.eqns
+    (barrier,) = (e for e in eqns if e.primitive.name == "optimization_barrier")
+    assert [v.aval.shape for v in barrier.invars] == [X.shape, ()]
+    same(jax.jit(rewritten(fun, W, X))(W, X), jax.jit(fun)(W, X))
+
+
 def layers(count):
     """A step of recurrent layers, with abstract arguments."""
 
