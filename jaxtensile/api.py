@@ -60,7 +60,7 @@ def jit(
     solver: str = "auto",
     undo: bool = True,
     offload_state: bool = False,
-    chunk: bool = False,
+    chunk: bool = True,
     verify: bool = True,
     config: Any = None,
     **jax_jit_options: Any,
@@ -75,6 +75,9 @@ def jit(
     what loops stack; none by default).
     ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
     for it; False honours them as written (those inside loops, and those that offload, always are).
+    ``chunk``: work on many rows (a batch, the logits of a loss) may be done for some of them at a time, where that is
+    the cheapest way to fit; sums over rows, gradients above all, are then sums of the parts' sums, added in float32 or
+    more. False adds everything up in the order in which it is written.
     ``solver``: ``"auto"``, which is ``"greedy"``: fast at any size; ``"exact"``, an integer programme beside it that
     takes up to a minute and reports a gap; ``"chain"``, a dynamic programme for programs that are chains.
     ``offload_state``: donated arguments that only the update needs (optimizer moments, master weights, averages; of
@@ -90,7 +93,6 @@ def jit(
     solver or one that cannot plan this program.
     """
     given = {
-        "chunk": chunk or None,
         "config": config,
     }
     unsupported = [name for name, value in given.items() if value is not None]
@@ -122,6 +124,7 @@ def jit(
             target=target,
             solver=solver,
             undo=undo,
+            chunk=chunk,
             offload_state=offload_state,
             verify=verify,
             job=job,
@@ -131,7 +134,18 @@ def jit(
         what = f"job={job!r}" if target is None else f"target={target!r}"
         raise TypeError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
     state = (host if host_budget is not None else None) if offload_state else 0
-    return Planned(fun, budget, host, target, jax_jit_options, solver=solver, undo=undo, state_budget=state, job=job)
+    return Planned(
+        fun,
+        budget,
+        host,
+        target,
+        jax_jit_options,
+        solver=solver,
+        undo=undo,
+        chunk=chunk,
+        state_budget=state,
+        job=job,
+    )
 
 
 def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
@@ -195,6 +209,7 @@ class Planned:
         *,
         solver: str = "auto",
         undo: bool = True,
+        chunk: bool = True,
         state_budget: Bytes | None = 0,
         job: Any = None,
     ) -> None:
@@ -203,16 +218,17 @@ class Planned:
             {
                 "solver": solver,
                 "undo": undo,
+                "chunk": chunk,
                 "state_budget": state_budget,
                 "job": job,
             },
         )
-        self._made_of_plain = (budget, host_budget, options, solver, undo, state_budget)
+        self._made_of_plain = (budget, host_budget, options, solver, undo, chunk, state_budget)
         self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._budget, self._host_budget, self._target = budget, host_budget, target
-        self._solver, self._undo = solver, bool(undo)
+        self._solver, self._undo, self._chunk = solver, bool(undo), bool(chunk)
         self._state_budget = state_budget  # None: no bound
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
@@ -383,6 +399,7 @@ class Planned:
             options={**needed, **self._compiler_options},
             host_budget=self._host_budget,
             undo=self._undo,
+            chunk=self._chunk,
             solver=self._solver,
             place=self._placement.job_place(place.device, args, kwargs),
             state_budget=self._state_budget,

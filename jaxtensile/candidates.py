@@ -20,6 +20,7 @@ from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
 from jaxtensile.variants import (
     LARGE,
+    Chunks,
     Inside,
     Variant,
     body_alone,
@@ -32,6 +33,10 @@ from jaxtensile.variants import (
     with_loops,
 )
 
+WORTH = 0.005
+"""Plans that add no more than this share of the step's work are good enough not to look for ways to work in parts."""
+FEWER = 2
+"""Numbers of parts below what is enough by itself that are planned as well."""
 ABOUT = 1.02
 """Where nothing fits, plans within this factor of the smallest are as good."""
 
@@ -96,6 +101,7 @@ class Candidates:
         self._start = lower or start
         as_it_is = [start] if lower is not None else []
         self.variants = _ordered([*as_it_is, *with_loops(self._start), *others])
+        self._chunks = Chunks(self._start, costs)
         self._more = [self._sliced, self._joined, self._nested]
         self._starts: list[Variant] = []
         """Loops as loops of loops of which the outer ones stack as little as they can, and joined branches: what
@@ -115,7 +121,7 @@ class Candidates:
 
     def cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
         """The cheapest variant and plan that fit; the smallest when none does."""
-        best = cheapest(self.variants, budget)
+        best = self._in_chunks(cheapest(self.variants, budget), budget)
         while best[1].predicted.device > budget and self._more:
             for start in self._more.pop(0)():
                 more = with_loops(start)
@@ -138,6 +144,33 @@ class Candidates:
                     self.variants = _ordered([*self.variants, variant])
                     best = found
         return best if best[1].predicted.device <= budget else self._about(best)
+
+    def _in_chunks(self, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
+        """``best``, or what is cheaper than it with work done in parts: in as many as it takes to need nothing else,
+        or in fewer, with more done again."""
+        job = self._start.job
+        enough = WORTH * sum(self._costs.charge)
+        if not job.chunk or job.shards > 1 or (best[1].predicted.device <= budget and charge_of(*best) <= enough):
+            return best
+        parts = self._chunks.parts
+
+        def plain(k: int) -> Bytes:
+            variant = self._chunks.at(k)
+            return variant.plain.device if variant is not None else budget + 1
+
+        found = bisect_left(parts, True, key=lambda k: plain(k) <= budget)
+        for k in parts[max(found - FEWER, 0) : found + 1]:
+            variant = self._chunks.at(k)
+            if variant is None or (best[1].predicted.device <= budget and charge_of(*best) <= variant.charge):
+                continue
+            known = [v for v in self.variants if v.base is variant.base]
+            more = known or with_loops(variant)
+            if not known:
+                self.variants = _ordered([*self.variants, *more])
+                self._starts += more[-1:]
+            second = cheapest(more, budget)
+            best = min(best, second, key=lambda found: _rank(found, budget))
+        return best
 
     def readily(self, budget: Bytes) -> tuple[Variant, Plan]:
         """The cheapest that fits of those that are there; nothing more is tried where none does."""
@@ -170,6 +203,7 @@ class Candidates:
         self._start, self.written = replace(self._start, host=False), replace(self.written, host=False)
         self._others = without_host([*self._others])
         self._starts, self._bodies = without_host(self._starts), []
+        self._chunks = Chunks(self._start, self._costs)
 
 
 def _ordered(variants: list[Variant]) -> list[Variant]:

@@ -163,6 +163,9 @@ def report(
         notes.insert(0, f"{len(variant.nested)} loops are loops of loops, of {sizes} iterations each")
     if variant.joined:
         notes.insert(0, f"{variant.joined} branches compute again in their gradients what they would hand on to them")
+    if variant.chunked is not None:
+        seed, parts = variant.chunked
+        notes.insert(0, f"work on {seed.rows} rows is done in {parts} parts, {seed.rows // parts} rows at a time")
     if variant.sliced:
         notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
     if job.state and job.device.platform == "cpu":

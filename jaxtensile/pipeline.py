@@ -249,7 +249,8 @@ class _Page:
     def as_written(self) -> Fitted:
         """The program as the user wrote it, as it is or planned; ``BudgetError`` when it cannot fit."""
         job, program = self.job, self.program
-        possible = job.shards > 1 or program.bound.nbytes <= job.budget
+        bound = self.bound()
+        possible = job.shards > 1 or bound.nbytes <= job.budget
 
         @cache
         def ahead() -> tuple[Candidates, tuple[Variant, Plan] | None]:
@@ -264,7 +265,7 @@ class _Page:
             meanwhile = ahead if program.predicted.device > job.budget else None
             made = self.attempts.unplanned(start, meanwhile)
             if made.compiled.device <= job.budget:
-                return self.planned(made, program.bound, 0)
+                return self.planned(made, bound, 0)
         elif not job.state and (self.baseline or job.shards > 1 or program.may_fit(job)):
             # By the model it does not fit: plan while XLA has its say.
             plain = self.attempts.own(ahead if program.predicted.device > job.budget else None)
@@ -283,8 +284,22 @@ class _Page:
                 count += more
         if best is None or best.compiled.device > job.budget:
             with self.clock("solve"):
-                raise cannot(job, candidates, program.bound, best)
-        return self.unchanged() if best.evaluate is None else self.planned(best, program.bound, count)
+                raise cannot(job, candidates, bound, best)
+        return self.unchanged() if best.evaluate is None else self.planned(best, bound, count)
+
+    def bound(self) -> Bound:
+        """How few bytes the program needs at least: as it is, or below that in as many parts as there may be."""
+        job, program = self.job, self.program
+        if program.bound.nbytes <= job.budget or not job.chunk or job.shards > 1:
+            return program.bound
+        chunks = ways.Chunks(ways.written(job, program.traced, self.costs(), self.prepare), self.costs())
+        finest = chunks.at(chunks.parts[-1]) if chunks.parts else None
+        return program.bound if finest is None else self.less(program.bound, finest)
+
+    def less(self, bound: Bound, variant: Variant) -> Bound:
+        """The bound, or that of a program in parts, which may be lower."""
+        placed = variant.traced
+        return min(bound, lower_bound(placed.graph, placed.consts, self.job.device.platform), key=lambda b: b.nbytes)
 
     def undone(self, undone: Undone, lighter: _Subject) -> Fitted | None:
         """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
@@ -341,6 +356,8 @@ class _Page:
         if self.baseline:
             self.attempts.own()
         compiled = made.compiled
+        if made.variant.chunked is not None:
+            bound = self.less(bound, made.variant)
         if self.plans is not None:
             with self.clock("keep"):
                 self.plans.keep(

@@ -130,6 +130,7 @@ def key_of(job: Job, graph: Graph) -> str:
         sorted((name, repr(value)) for name, value in job.options.items()),
         job.solver,
         job.undo,
+        job.chunk,
         job.keep_unused,
     )
     return hashlib.sha256(msgspec.msgpack.encode(question, order="deterministic")).hexdigest()

@@ -10,15 +10,27 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 
 from jaxtensile.bodies import bodies_of
+from jaxtensile.chunk import Seed
 from jaxtensile.ir import Graph, Op, OpId, ValueId
 from jaxtensile.passes.loops import LoopPlan, find_pairs
 from jaxtensile.plan import Action, Costs, Keep, MemoryUse, Offload, Plan, Program, Remat
-from jaxtensile.variants import Inside, Variant, body_alone, joined, looping, sliced, sunk, with_inside, with_nests
+from jaxtensile.variants import (
+    Inside,
+    Variant,
+    body_alone,
+    joined,
+    looping,
+    sliced,
+    sunk,
+    with_chunks,
+    with_inside,
+    with_nests,
+)
 
 
 class Unlike(ValueError):
@@ -76,6 +88,7 @@ class Recipe(msgspec.Struct, frozen=True):
     inside: tuple[InBody, ...]
     graph: str
     plan: Planned
+    chunked: tuple[Seed, int] | None = None
 
 
 class InBody(msgspec.Struct, frozen=True):
@@ -102,6 +115,7 @@ def recipe_of(variant: Variant, plan: Plan) -> Recipe:
         host=variant.host,
         sunk=variant.sunk,
         sliced=variant.sliced > 0,
+        chunked=variant.chunked,
         joined=variant.joined > 0,
         nested=variant.nested,
         loops=variant.loops,
@@ -132,6 +146,8 @@ def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Pl
         if found is None:
             raise Unlike(f"nothing of it can be {way.__name__}")
         variant = found
+    if recipe.chunked is not None:
+        variant = with_chunks(variant, costs, *recipe.chunked) or _refuse("nothing of it can be done in parts")
     if recipe.nested:
         variant = with_nests(variant, costs, dict(recipe.nested))
     if recipe.loops:
@@ -144,6 +160,10 @@ def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Pl
     if fingerprint(variant.traced.graph) != recipe.graph:
         raise Unlike("the rewritten program is another one")
     return variant, _plan(variant.traced.graph, recipe.plan)
+
+
+def _refuse(why: str) -> NoReturn:
+    raise Unlike(why)
 
 
 def _inside(variant: Variant, inner: InBody) -> Inside:

@@ -41,8 +41,9 @@ class Job:
     """What ``pipeline.fit`` works on: one call of one function for one device.
 
     ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute
-    less than they say. ``place`` is set where donated arguments may wait on the host between calls, of at most
-    ``state_budget`` bytes; ``state`` are those that do. ``names``: of the flat arguments.
+    less than they say; ``chunk``: whether work on many rows may be done in parts. ``place`` is set where donated
+    arguments may wait on the host between calls, of at most ``state_budget`` bytes; ``state`` are those that do.
+    ``names``: of the flat arguments.
     ``stacks_come_back``: whether the device has been seen to read right what its loops stack in host memory;
     asked before anything is stacked there.
     """
@@ -60,6 +61,7 @@ class Job:
     keep_unused: bool = False
     host_budget: Bytes = 0
     undo: bool = True
+    chunk: bool = True
     solver: str = "auto"
     place: Place | None = None
     state_budget: Bytes | None = None

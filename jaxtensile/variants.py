@@ -13,15 +13,16 @@ from functools import cache, cached_property
 
 from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
+from jaxtensile.chunk import Seed, Stretch, find_stretch, in_chunks, stretch_of
 from jaxtensile.join import find_cond_pairs, join_conds
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.nest import nest_loops
-from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.cost import launches, op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
 from jaxtensile.passes.solvers import named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
-from jaxtensile.plan import Costs, Link, Plan, Prepare, Problem
+from jaxtensile.plan import Costs, Link, MemoryUse, Plan, Prepare, Problem
 from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.sink import sink
@@ -33,6 +34,8 @@ from jaxtensile.units import Bytes, Seconds
 
 LARGE = 1 / 16
 """From this share of the temporaries on products are worth slicing, loops nesting and bodies planning."""
+MOST_PARTS = 256
+"""Work is done in so many parts at most."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +44,8 @@ class Variant:
 
     ``base``: the program before its loops were rewritten; ``undone``: set where it has no checkpoints;
     ``sunk``: what lay between stacks and the loops that read them is in those loops; ``sliced``: products that are
-    made slice by slice; ``joined``: branches that compute again what they handed on to their gradients; ``nested``:
+    made slice by slice; ``chunked``: where the rows come from of the stretch that is done for some of them at a time,
+    and in how many parts; ``joined``: branches that compute again what they handed on to their gradients; ``nested``:
     (op, iterations of its inner loop) of loops that became loops of loops; ``inside``: what became of the bodies of
     its loops and branches; ``finer``: steps between this and the next dearer one.
     """
@@ -55,6 +59,7 @@ class Variant:
     undone: Undone | None = None
     sunk: bool = False
     sliced: int = 0
+    chunked: tuple[Seed, int] | None = None
     joined: int = 0
     nested: tuple[tuple[int, int], ...] = ()
     inside: tuple[Inside, ...] = ()
@@ -70,7 +75,8 @@ class Variant:
     @property
     def as_it_is(self) -> bool:
         """Whether nothing of it is rewritten but the user's checkpoints."""
-        return not (self.sunk or self.sliced or self.joined or self.nested or self.loops or self.inside)
+        changed = self.sunk or self.sliced or self.chunked or self.joined or self.nested or self.loops or self.inside
+        return not changed
 
     @property
     def deep(self) -> bool:
@@ -112,6 +118,11 @@ class Variant:
             state=job.state_bytes,
             stacks=self.aside,
         )
+
+    @cached_property
+    def plain(self) -> MemoryUse:
+        """What it needs with nothing planned."""
+        return live_ranges(self.traced.graph).use()
 
     @cached_property
     def solve(self) -> Callable[[Bytes], Plan]:
@@ -167,6 +178,53 @@ def sliced(start: Variant, costs: Costs) -> Variant | None:
     jaxpr = split_products(start.base, start.job.jaxpr, chosen)
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, sliced=len(chosen)), costs)
+
+
+class Chunks:
+    """``start`` with its batch, or whatever has many rows, worked on in parts: 2, 4, 8, ... up to as many as there are
+    rows. Made when first asked for."""
+
+    def __init__(self, start: Variant, costs: Costs) -> None:
+        self.start, self._costs = start, costs
+        self._made: dict[int, Variant | None] = {}
+
+    @cached_property
+    def stretch(self) -> Stretch | None:
+        """What is done in parts."""
+        return find_stretch(self.start.base, _large(self.start))
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The numbers of parts there may be."""
+        rows = self.stretch.seed.rows if self.stretch is not None else 1
+        most = min(rows, MOST_PARTS)
+        return tuple(k for k in range(2, most + 1) if rows % k == 0 and (not k & (k - 1) or k == rows))
+
+    def at(self, parts: int) -> Variant | None:
+        """In so many parts; None where it cannot be."""
+        if parts not in self._made:
+            own = self.stretch
+            self._made[parts] = None if own is None else _in_parts(self.start, self._costs, own, parts)
+        return self._made[parts]
+
+
+def with_chunks(start: Variant, costs: Costs, seed: Seed, parts: int) -> Variant | None:
+    """``start`` with the stretch of a seed in parts; None where there is none."""
+    own = stretch_of(start.base, seed)
+    return None if own is None else _in_parts(start, costs, own, parts)
+
+
+def _in_parts(start: Variant, costs: Costs, own: Stretch, parts: int) -> Variant | None:
+    job = start.job
+    jaxpr = in_chunks(start.base, job.jaxpr, own, parts, mixed=job.device.platform != "cpu")
+    if jaxpr is None:
+        return None
+    base = trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused)
+    made = _priced(replace(start, base=base, chunked=(own.seed, parts)), costs)
+    # Kernels are started while others run: what it takes to start them counts once it takes longer than they do.
+    starting = launches(base.graph, job.device)
+    idle = max(2 * starting - sum((made.known or costs).seconds), 0.0)
+    return replace(made, charge=made.charge + idle * costs.per_second)
 
 
 def sunk(start: Variant, costs: Costs) -> Variant | None:
@@ -320,7 +378,7 @@ def program_key(variant: Variant, plan: Plan) -> int:
     inside = tuple((i.key, program_key(i.variant, i.plan)) for i in variant.inside)
     return hash(
         (
-            (variant.undone is not None, variant.sunk, variant.sliced, variant.joined, variant.nested),
+            (variant.undone is not None, variant.sunk, variant.sliced, variant.chunked, variant.joined, variant.nested),
             (variant.loops, inside, plan.program.origin, ops),
         )
     )

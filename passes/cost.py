@@ -11,6 +11,7 @@ from jaxtensile.device import DeviceProfile
 from jaxtensile.ir import Graph, Op
 from jaxtensile.passes.fusion import ELEMENTWISE, EXPENSIVE, IN_PLACE, MOVES, REDUCTIONS, VIEWS, fuse
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Costs
+from jaxtensile.units import Seconds
 
 MATMUL_SHARE = 0.75
 """Dense bf16 products reach 790 of 989 TFLOP/s on an H200 (measured); real shapes a little less."""
@@ -48,16 +49,21 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
     kernels = fuse(graph)
     bandwidth = device.reached("memory_bandwidth", COPY_SHARE)
 
+    def both(op: Op) -> tuple[float, float]:
+        """Seconds and charge."""
+        if op.bodies:
+            inner = [op_costs(body, device) for body in op.bodies]
+            seconds, charge = max((sum(c.seconds), sum(c.charge)) for c in inner)
+            launch = device.kernel_launch
+            return launch + seconds * op.trip_count, TRAFFIC_WEIGHT * launch + charge * op.trip_count
+        launch, compute, traffic = parts(op)
+        return launch + max(compute, traffic), compute + TRAFFIC_WEIGHT * (launch + traffic)
+
     def parts(op: Op) -> tuple[float, float, float]:
         """Launch, matrix and traffic seconds."""
         if op.primitive in VIEWS or op.primitive in ("optimization_barrier", TO_HOST, TO_DEVICE):
             return 0.0, 0.0, 0.0
         written = sum(graph.values[r].nbytes for r in op.results)
-        if op.bodies:
-            inner = [op_costs(body, device) for body in op.bodies]
-            compute = op.flops / matmul_rate(op, graph, device)
-            traffic = max(sum(c.seconds) for c in inner) * op.trip_count
-            return device.kernel_launch, compute, traffic
         if not kernels.is_root[op.id]:
             share = FUSED_SHARE * (4 if op.primitive in EXPENSIVE else 1)
             return 0.0, 0.0, written * share / bandwidth
@@ -69,11 +75,20 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
         compute = op.flops / matmul_rate(op, graph, device)
         return device.kernel_launch, compute, (read + written) / bandwidth
 
-    rows = [parts(op) for op in graph.ops]
-    return Costs(
-        seconds=tuple(launch + max(compute, traffic) for launch, compute, traffic in rows),
-        charge=tuple(compute + TRAFFIC_WEIGHT * (launch + traffic) for launch, compute, traffic in rows),
-    )
+    rows = [both(op) for op in graph.ops]
+    return Costs(seconds=tuple(seconds for seconds, _ in rows), charge=tuple(charge for _, charge in rows))
+
+
+def launches(graph: Graph, device: DeviceProfile) -> Seconds:
+    """Seconds that starting all kernels takes, bodies of loops included: what a device waits for that works faster."""
+    kernels = fuse(graph)
+    total = 0.0
+    for op in graph.ops:
+        if op.bodies:
+            total += max(launches(body, device) for body in op.bodies) * op.trip_count
+        elif kernels.is_root[op.id] and op.primitive not in VIEWS:
+            total += device.kernel_launch
+    return total
 
 
 def matmul_rate(op: Op, graph: Graph, device: DeviceProfile) -> float:

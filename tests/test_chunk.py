@@ -1,0 +1,235 @@
+"""Work on many rows in parts: the same values, the same multiplications, as much less memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtensile
+from jaxtensile.chunk import Seed, find_stretch, in_chunks, stretch_of, stretches
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.rows import Row
+from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+
+H200 = "nvidia-h200"
+BATCH, LENGTH, WIDTH, VOCABULARY = 12, 6, 8, 10
+KEYS = jax.random.split(jax.random.key(7), 8)
+
+
+def weights():
+    """Of one block and an embedding that is the head as well."""
+    sizes = {"embed": (VOCABULARY, WIDTH), "qkv": (WIDTH, 3 * WIDTH), "out": (WIDTH, WIDTH), "up": (WIDTH, 4 * WIDTH)}
+    sizes["down"] = (4 * WIDTH, WIDTH)
+    return {name: jax.random.normal(k, size) for k, (name, size) in zip(KEYS, sizes.items(), strict=False)}
+
+
+def normed(x):
+    return (x - x.mean(-1, keepdims=True)) * jax.lax.rsqrt(x.var(-1, keepdims=True) + 1e-5)
+
+
+def block(w, x, key=None):
+    q, k, v = jnp.split(normed(x) @ w["qkv"], 3, axis=-1)
+    scores = jnp.einsum("bqd,bkd->bqk", q, k)
+    scores = jnp.where(jnp.tri(x.shape[1], dtype=bool), scores, -1e9)
+    x = x + jax.nn.softmax(scores) @ v @ w["out"]
+    h = jax.nn.gelu(normed(x) @ w["up"])
+    h = h if key is None else jnp.where(jax.random.bernoulli(key, 0.9, h.shape), h / 0.9, 0)
+    return x + h @ w["down"]
+
+
+def language(w, tokens, key=None):
+    x = block(w, w["embed"][tokens[:, :-1]], key)
+    logits = normed(x) @ w["embed"].T
+    scored = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)[..., 0]
+    mask = tokens[:, 1:] > 0
+    return -(scored * mask).sum() / mask.sum()
+
+
+def images(w, x):
+    """Convolutions, a max pool, a group norm: nothing but the loss mixes images."""
+    h = jax.lax.conv_general_dilated(x, w["qkv"].reshape(3, 1, 8, 8), (1, 1), "SAME", dimension_numbers=DIMS)
+    h = jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    h = jax.nn.relu((h - h.mean((1, 2), keepdims=True)) / (1 + h.var((1, 2), keepdims=True)))
+    return ((h.reshape(h.shape[0], -1, 8).sum(1) @ w["out"]) ** 2).mean()
+
+
+def normed_by_batch(w, x):
+    """Statistics of all rows are needed before any row goes on."""
+    h = x @ w["qkv"]
+    h = (h - h.mean(0)) * jax.lax.rsqrt(h.var(0) + 1e-5)
+    return (jnp.tanh(h[:, :WIDTH] @ w["up"]) ** 2).mean()
+
+
+def clipped(w, x):
+    """The loss scales its own gradient, and a metric is a maximum."""
+    value, grads = jax.value_and_grad(lambda w: (jnp.tanh(x @ w["up"]) ** 2).sum())(w)
+    norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+    return jax.tree.map(lambda g: g / jnp.maximum(norm, 1), grads), value, jnp.abs(x @ w["up"]).max(), (x > 0).sum()
+
+
+DIMS = ("NHWC", "HWIO", "NHWC")
+TOKENS = jax.random.randint(KEYS[6], (BATCH, LENGTH + 1), 0, VOCABULARY)
+ROWS = jax.random.normal(KEYS[6], (BATCH, WIDTH))
+IMAGES = jax.random.normal(KEYS[6], (BATCH, 6, 6, 8))
+PROGRAMS = {
+    "language": (jax.value_and_grad(language), (weights(), TOKENS)),
+    "dropout": (jax.value_and_grad(language), (weights(), TOKENS, KEYS[0])),
+    "checkpoints": (jax.value_and_grad(jax.checkpoint(language)), (weights(), TOKENS)),
+    "images": (jax.grad(images), (weights(), IMAGES)),
+    "batch norm": (jax.grad(normed_by_batch), (weights(), ROWS)),
+    "clipped": (clipped, (weights(), ROWS)),
+    "inference": (lambda w, x: block(w, x)[:, -1], (weights(), jax.random.normal(KEYS[1], (BATCH, LENGTH, WIDTH)))),
+}
+
+
+def opened(fun, args):
+    closed = jax.jit(fun).trace(*args).jaxpr
+    return closed, trace_jaxpr(closed)
+
+
+def longest(traced, count):
+    """The longest stretches from any place of rows of any argument, weights included."""
+    found = {}
+    for v in traced.graph.inputs:
+        for dim, size in enumerate(traced.graph.values[v].shape):
+            for own in stretches(traced, v, Row(dim), size) if size > 1 else ():
+                found.setdefault(frozenset(own.members), own)
+    return sorted(found.values(), key=lambda own: -len(own.members))[:count]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_same_values_from_parts(name):
+    """Also where the rows are no batch."""
+    fun, args = PROGRAMS[name]
+    closed, traced = opened(fun, args)
+    expected, flat, count = jax.tree.leaves(jax.jit(fun)(*args)), jax.tree.leaves(args), 0
+    for own in longest(traced, 2):
+        rows = own.seed.rows
+        for parts in {next(k for k in (3, 2, rows) if rows % k == 0), rows}:
+            new = in_chunks(traced, closed, own, parts)
+            assert jaxpr_flops(new) == pytest.approx(jaxpr_flops(closed))
+            for a, b in zip(jax.jit(jax.extend.core.jaxpr_as_fun(new))(*flat), expected, strict=True):
+                assert (a.shape, a.dtype, a.weak_type) == (b.shape, b.dtype, b.weak_type)
+                np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+            count += 1
+    assert count >= 3
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_all_of_a_step_up_to_the_update_is_one_stretch(name):
+    """But where totals are needed on the way: there it ends, and another begins."""
+    fun, args = PROGRAMS[name]
+    _, traced = opened(fun, args)
+    own = find_stretch(traced, 1)
+    assert own is not None and (own.seed.rows == BATCH or name == "clipped")
+    products = [op.id for op in traced.graph.ops if op.primitive in ("dot_general", "conv_general_dilated")]
+    inside = [o for o in products if o in own.members]
+    assert inside and (len(inside) == len(products)) == (name != "batch norm")
+    again = stretch_of(traced, own.seed)
+    assert again is not None and (again.members.keys(), again.leaving) == (own.members.keys(), own.leaving)
+    assert stretch_of(traced, own.seed._replace(stage=99)) is None
+
+
+def test_sums_of_few_bits_are_added_in_float32():
+    """In bfloat16 the sum of ones would stay at 256."""
+    x, w = jnp.ones((1024, 4), jnp.bfloat16), jnp.ones((4, 8), jnp.bfloat16)
+    closed, traced = opened(
+        lambda x, w: (jax.vjp(lambda w: x @ w, w)[1](jnp.ones((1024, 8), jnp.bfloat16))[0], x.sum(0)), (x, w)
+    )
+    for own in stretches(traced, traced.arguments[0], Row(0), 1024):
+        for mixed in (True, False):
+            if mixed and jax.default_backend() == "cpu":
+                continue
+            made = jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 1024, mixed=mixed))(x, w)
+            assert all((m == 1024).all() and m.dtype == jnp.bfloat16 for m in made)
+
+
+def test_rows_leave_along_any_dimension():
+    def fun(w, x):
+        h = jnp.tanh(x @ w)
+        return h.T, h.reshape(3, 4, 1, 5), jnp.sort(h, axis=0), (h * 2).sum()
+
+    args = jax.random.normal(KEYS[0], (8, 5)), jax.random.normal(KEYS[1], (12, 8))
+    closed, traced = opened(fun, args)
+    (own, *_) = stretches(traced, traced.arguments[1], Row(0), 12)
+    assert {type(how) for how in own.leaving.values()} == {Row, str}
+    for a, b in zip(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4))(*args), fun(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
+def test_effects_do_not_wait_for_a_loop():
+    def fun(w, x, y):
+        total = jnp.tanh(x @ w).sum()
+        jax.debug.callback(lambda _: None, total)
+        return (jnp.cos(x @ w) * y.sum()).sum()
+
+    args = jnp.ones((8, 5)), jnp.ones((12, 8)), jnp.ones(3)
+    closed, traced = opened(fun, args)
+    (own, *_) = stretches(traced, traced.arguments[1], Row(0), 12)
+    assert in_chunks(traced, closed, own, 4) is None
+    assert not any(traced.graph.ops[o].pinned for o in own.members)
+
+
+def test_no_rows_no_stretch():
+    _, traced = opened(lambda x: jnp.fft.fft(x).real.sum(), (jnp.ones((64, 64)),))
+    assert find_stretch(traced, 1 << 20) is None
+    assert stretch_of(traced, Seed(0, 0, 64, 3)) is None
+
+
+def decoder():
+    """A step of two layers and a large vocabulary with its update, abstract."""
+    w = {name: jax.ShapeDtypeStruct(s, np.float32) for name, s in SIZES.items()}
+
+    def step(w, tokens):
+        def loss(w):
+            half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), w)
+            x = half["embed"][tokens[:, :-1]]
+            for _ in range(2):
+                x = block(half, x)
+            logits = (normed(x) @ half["embed"].T).astype(jnp.float32)
+            return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1).mean()
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda x, g: x - 0.1 * g, w, grads), value
+
+    return step, (w, jax.ShapeDtypeStruct((16, 513), np.int32))
+
+
+SIZES = {"embed": (16000, 256), "qkv": (256, 768), "out": (256, 256), "up": (256, 1024), "down": (1024, 256)}
+
+
+@functools.cache
+def plain():
+    step, args = decoder()
+    return jaxtensile.estimate(step, *args, target=H200, donate_argnums=0, exact=True).device
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("share", [0.6, 0.2])
+def test_budgets_are_met_without_computing_anything_twice(share):
+    step, args = decoder()
+    planned = jaxtensile.jit(step, budget=int(share * plain()), target=H200, donate_argnums=0)
+    report = planned.plan(*args)
+    assert report.compiled.exact and report.compiled.device <= share * plain()
+    assert jaxpr_flops(planned.trace(*args).jaxpr) == pytest.approx(jaxpr_flops(jax.jit(step).trace(*args).jaxpr))
+    assert "parts" in report.notes[0]
+    assert abs(report.predicted.device / report.compiled.device - 1) < 0.1
+
+
+@pytest.mark.cuda_aot
+def test_whoever_wants_sums_as_written_says_so():
+    step, args = decoder()
+    report = jaxtensile.jit(step, budget=int(0.8 * plain()), target=H200, donate_argnums=0, chunk=False).plan(*args)
+    assert report.fits and not any("parts" in note for note in report.notes)
+
+
+def test_the_model_sees_that_it_needs_less():
+    step, args = decoder()
+    closed = jax.jit(step).trace(*args).jaxpr
+    traced = trace_jaxpr(closed)
+    own = find_stretch(traced, 1 << 20)
+    before = live_ranges(traced.graph).temp
+    after = [live_ranges(trace_jaxpr(in_chunks(traced, closed, own, k)).graph).temp for k in (2, 4, 16)]
+    assert before > after[0] > after[1] > after[2] and after[2] < before / 4
