@@ -10,12 +10,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 
 from jaxtensile.bodies import Body, Key, bodies_of
+from jaxtensile.passes.answer import answer
 from jaxtensile.passes.check import check
+from jaxtensile.passes.in_order import in_order
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.plan import Costs, MemoryUse, Plan
+from jaxtensile.plan import Costs, MemoryUse, Plan, Program
 from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
 from jaxtensile.variants import (
@@ -86,6 +88,38 @@ class _Bodies:
             return None
         return with_inside(start, found)
 
+    def over(self, budget: Bytes) -> bool:
+        """Whether the program is over the budget while one of them runs."""
+        return any(self._over(key, budget) > 0 for key, *_ in self.large)
+
+    @cached_property
+    def held(self) -> Variant | None:
+        """``start`` with its large bodies, and those in them, kept in their order; None where they are."""
+        planned = {i.key: i for i in self.start.inside}
+        found = {key: self._held(key, body, inner, planned.get(key)) for key, body, inner, _ in self.large}
+        held = {key: i for key, i in found.items() if i is not None}
+        return with_inside(self.start, list((planned | held).values())) if held else None
+
+    def _held(self, key: Key, body: Body, traced: Traced, planned: Inside | None) -> Inside | None:
+        """What becomes of a body that is kept in its order; None where it is, or has no other."""
+        if planned is None:
+            alone, _ = body_alone(self.start.job, body, traced)
+            variant = _Bodies(alone).held or alone
+            program = Program.unchanged(variant.traced.graph)
+        else:
+            variant, program = planned.variant, planned.plan.program
+            deeper = _Bodies(variant).held if not planned.held else None
+            again = deeper.solve(planned.plan.predicted.device) if deeper is not None else planned.plan
+            if deeper is not None and again.predicted.device <= planned.plan.predicted.device:
+                variant, program = deeper, again.program
+        before = planned.variant if planned is not None else None
+        ordered = program if planned is not None and planned.held else in_order(program)
+        if ordered is program and (variant is before or variant.as_it_is):
+            return None
+        check(variant.problem.graph, ordered)
+        plan = answer(variant.problem, ordered, live_ranges(ordered.graph), "in order")
+        return Inside(key=key, trips=body.trips, variant=variant, plan=plan, held=True)
+
 
 class Candidates:
     """The variants of one program, cheapest first; once nothing else fits, large products are made slice by slice,
@@ -107,6 +141,8 @@ class Candidates:
         """Loops as loops of loops of which the outer ones stack as little as they can, and joined branches: what
         they save is in their bodies."""
         self._bodies: list[_Bodies] = []
+        self._as_traced = cache(_Bodies)
+        self._hold = False
 
     def _sliced(self) -> list[Variant]:
         start = sliced(self._start, self._costs)
@@ -121,6 +157,35 @@ class Candidates:
 
     def cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
         """The cheapest variant and plan that fit; the smallest when none does."""
+        best = self._cheapest(budget)
+        return (self.held(best, budget) or best) if self._hold else best
+
+    def hold(self, variant: Variant, more: Bytes, budget: Bytes) -> bool:
+        """Whether it may help ``variant``, which needs ``more`` than predicted, to keep its bodies in their order.
+
+        If so, those of all variants are from now on.
+        """
+        if variant.job.device.platform != "cuda":
+            return False  # compilers for CPUs and TPUs heed no barriers when they schedule
+        bodies = self._as_traced(variant)
+        helps = bodies.over(budget - more) and bodies.held is not None
+        self._hold = self._hold or helps
+        return helps
+
+    def release(self) -> None:
+        """Leave the order in bodies to the compiler again."""
+        self._hold = False
+
+    def held(self, found: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan] | None:
+        """The same with bodies in the order of their traces; None where they are, or where that does not fit."""
+        variant, plan = found
+        held = self._as_traced(variant).held
+        if held is None:
+            return None
+        again = held, held.solve(max(budget, plan.predicted.device))
+        return again if again[1].predicted.device <= max(budget, plan.predicted.device) else None
+
+    def _cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
         best = self._in_chunks(cheapest(self.variants, budget), budget)
         while best[1].predicted.device > budget and self._more:
             for start in self._more.pop(0)():

@@ -79,7 +79,12 @@ class Rounds:
         rounds, hosted = 0, False
         seen: list[tuple[Bytes, Bytes]] = []
         keys: set[int] = set()
-        while rounds < (ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE):
+        beside = 0
+        loose: Bytes | None = None
+        """What the program needs as it is, where its bodies are kept in order instead."""
+        while rounds - beside < (
+            ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE
+        ):
             (variant, plan), first = first or self.cheapest(candidates, aim), None
             if not self.worth(variant, plan):
                 break
@@ -91,6 +96,10 @@ class Rounds:
                     if made.compiled.device <= job.budget:
                         return made, rounds, hosted
                     plain = made.compiled
+                more = int(plain.device * scale) - plan.predicted.device if plain is not None and plain.memory else 0
+                if loose is None and more > 0 and candidates.hold(variant, more, aim) and plain is not None:
+                    loose = plain.device
+                    continue
                 # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
                 over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
                 lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else aim
@@ -101,19 +110,24 @@ class Rounds:
             if (key := program_key(variant, plan)) in keys:
                 break
             if best is None and variant.deep:
-                best = self._shallow(candidates, aim, ways.charge_of(variant, plan))
+                best, more = self._shallow(candidates, aim, ways.charge_of(variant, plan))
                 if best is not None:
-                    rounds += 1
+                    rounds, beside = rounds + more, beside + more - 1
                     keys.add(program_key(best.variant, best.plan))
                     hosted = hosted or best.plan.offload_bytes > job.state_bytes
                     if best.compiled.device <= job.budget:
                         return best, rounds, hosted
             keys.add(key)
-            rounds += 1
             hosted = hosted or plan.offload_bytes > job.state_bytes
-            made = attempts.planned(variant, plan)
+            made, more = self._planned(candidates, variant, plan, aim)
+            rounds, beside = rounds + more, beside + more - 1
             if made is None:
                 break
+            variant, plan = made.variant, made.plan
+            keys.add(program_key(variant, plan))
+            if loose is not None and made.compiled.device >= loose:
+                candidates.release()
+            loose = None
             if best is None or made.compiled.device < best.compiled.device:
                 best = made
             if attempts.cancelled(made):
@@ -133,14 +147,33 @@ class Rounds:
             aim = target
         return best, rounds, hosted
 
-    def _shallow(self, candidates: Candidates, aim: Bytes, charge: Seconds) -> Made | None:
-        """The smallest plan without deep changes, compiled where it costs no more and the model may be wrong of it."""
+    def _planned(self, candidates: Candidates, variant: Variant, plan: Plan, aim: Bytes) -> tuple[Made | None, int]:
+        """The plan compiled, where it misses with bodies in their order as well: the smaller, how many were compiled.
+
+        Where that is smaller, bodies are kept in order from then on.
+        """
+        made = self.attempts.planned(variant, plan)
+        if made is None or made.compiled.memory is None or made.compiled.device <= self.job.budget:
+            return made, 1
+        more = int(made.compiled.device * self.scale) - plan.predicted.device
+        if self.attempts.cancelled(made) or not candidates.hold(variant, more, aim):
+            return made, 1
+        held = candidates.held((variant, plan), aim)
+        second = self.attempts.planned(*held) if held is not None and self.worth(*held) else None
+        if second is not None and not self.attempts.cancelled(second) and second.compiled.device < made.compiled.device:
+            return second, 2
+        candidates.release()
+        return made, 1 + (second is not None)
+
+    def _shallow(self, candidates: Candidates, aim: Bytes, charge: Seconds) -> tuple[Made | None, int]:
+        """The smallest plan without deep changes, compiled where it costs no more and the model may be wrong of it, and
+        how many were compiled."""
         variant, plan = candidates.shallow()
         as_it_is = plan.changes_nothing and variant.as_it_is
         if as_it_is or plan.predicted.device > DEEP * aim or ways.charge_of(variant, plan) > charge:
-            return None
-        made = self.attempts.planned(variant, plan) if self.worth(variant, plan) else None
-        return None if made is None or self.attempts.cancelled(made) else made
+            return None, 0
+        made, count = self._planned(candidates, variant, plan, aim) if self.worth(variant, plan) else (None, 0)
+        return (None, 0) if made is None or self.attempts.cancelled(made) else (made, count)
 
     def smallest(self, candidates: Candidates, missed: Made | None) -> tuple[Made | None, int]:
         """The smallest plan of all, and how many were compiled; ``missed``: what came closest to the budget.
@@ -163,9 +196,12 @@ class Rounds:
                 if key in keys:
                     continue
                 keys.add(key)
-                rounds += 1
                 as_it_is = plan.changes_nothing and variant.as_it_is and variant.undone is None
-                made = self.attempts.as_it_is(variant, plan) if as_it_is else self.attempts.planned(variant, plan)
+                if as_it_is:
+                    made, more = self.attempts.as_it_is(variant, plan), 1
+                else:
+                    made, more = self._planned(anew, variant, plan, 0)
+                rounds += more
                 if made is None or self.attempts.cancelled(made):
                     continue
                 if best is None or made.compiled.device < best.compiled.device:
@@ -194,24 +230,26 @@ class Rounds:
             spare = 2 * int(budget - fits.compiled.device * scale)
             missed = fits.plan.predicted.device + spare, int(fits.compiled.device * scale) + spare
             gain, most = GAIN * sum(fits.variant.problem.costs.charge), 1
-        for tried in range(most):
+        count = 0
+        for _ in range(most):
             predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
             if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
-                return fits, tried
+                break
             aim = predicted + int((budget - compiled) / (missed[1] - compiled) * (missed[0] - predicted))
             variant, plan = self.cheapest(candidates, aim)
             less = ways.charge_of(variant, plan) + gain < ways.charge_of(fits.variant, fits.plan)
             same = plan.changes_nothing and variant.as_it_is
             if same or not less or plan.predicted.device > aim or not self.worth(variant, plan):
-                return fits, tried
-            made = self.attempts.planned(variant, plan)
+                break
+            made, more = self._planned(candidates, variant, plan, aim)
+            count += more
             if made is None or made.compiled.memory is None or self.attempts.cancelled(made):
-                return fits, tried + 1
+                break
             if made.compiled.device <= job.budget:
                 fits = made
             else:
-                missed = plan.predicted.device, int(made.compiled.device * scale)
-        return fits, most
+                missed = made.plan.predicted.device, int(made.compiled.device * scale)
+        return fits, count
 
 
 def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:

@@ -132,12 +132,16 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """How one body of the program with its loops rewritten was planned, as a program of its own."""
+    """How one body of the program with its loops rewritten was planned, as a program of its own.
+
+    ``held``: barriers keep it in the order of its schedule.
+    """
 
     key: Key
     trips: int
     variant: Variant
     plan: Plan
+    held: bool = False
 
     @property
     def charge(self) -> Seconds:
@@ -330,8 +334,8 @@ def with_inside(start: Variant, found: Sequence[Inside]) -> Variant:
     made = replace(
         start,
         inside=tuple(found),
-        charge=start.charge + sum(i.charge for i in found),
-        seconds=start.seconds + sum(i.seconds for i in found),
+        charge=start.charge + sum(i.charge for i in found) - sum(i.charge for i in start.inside),
+        seconds=start.seconds + sum(i.seconds for i in found) - sum(i.seconds for i in start.inside),
         finer=list,
     )
     made.__dict__["looped"] = start.looped  # the same, and known

@@ -249,7 +249,6 @@ def test_a_program_without_arrays_has_no_target(fun, args):
         ({"host_budget": "much"}, jaxtensile.BudgetError),
         ({"host_budget": -1}, jaxtensile.BudgetError),
         ({"job": "bert"}, TypeError),
-        ({"chunk": True}, NotImplementedError),
         ({"config": "jaxtensile.toml"}, NotImplementedError),
     ],
 )
