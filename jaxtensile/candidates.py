@@ -1,6 +1,7 @@
 """Which way to rewrite a program has the cheapest plan?
 
-All are compared by what they cost over the program as written. Once nothing else fits, products are made slice
+All are compared by what they cost over the program as written. Work is done in parts where that is cheaper than doing
+anything twice. Once nothing else fits, products are made slice
 by slice, branches joined with their gradients, loops nested, and the bodies of loops and branches planned as programs
 of their own.
 """
@@ -138,8 +139,8 @@ class Candidates:
         self._chunks = Chunks(self._start, costs)
         self._more = [self._sliced, self._joined, self._nested]
         self._starts: list[Variant] = []
-        """Loops as loops of loops of which the outer ones stack as little as they can, and joined branches: what
-        they save is in their bodies."""
+        """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, and joined
+        branches: what they save is in their bodies."""
         self._bodies: list[_Bodies] = []
         self._as_traced = cache(_Bodies)
         self._hold = False

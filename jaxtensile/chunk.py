@@ -126,7 +126,7 @@ def _passed_on(
     made = set[int]()
     for op, equation in zip(graph.ops, traced.equations, strict=True):
         given = [_row(at, a) for a in equation.operands]
-        able = any(given) and not op.pinned and op.id not in aside
+        able = any(given) and not op.pinned and op.id not in aside and _on_the_device(graph, equation)
         how = passing(equation.eqn, given, rows) if able else None
         if how is not None and any(g not in (None, n) for g, n in zip(given, how.needs, strict=True)):
             how = None
@@ -182,6 +182,18 @@ def _ancestors(graph: Graph, made: Sequence[int], v: int, members: set[int]) -> 
             found.add(o)
             todo += graph.ops[o].operands
     return found
+
+
+def _on_the_device(graph: Graph, equation: Equation) -> bool:
+    """Whether all that it makes are arrays of numbers that are on the device."""
+    avals = () if equation.eqn is None else [v.aval for v in equation.eqn.outvars]
+    if any(not isinstance(getattr(a, "dtype", None), np.dtype) or a.dtype == jax.dtypes.float0 for a in avals):
+        return False
+    return all(graph.values[v].space == "device" for v in (*equation.results, *_ids(equation.operands)))
+
+
+def _ids(atoms: Sequence[Any]) -> list[int]:
+    return [a for a in atoms if isinstance(a, int)]
 
 
 def _row(at: Mapping[int, Row | str], atom: Any) -> Row | None:

@@ -172,6 +172,24 @@ def test_effects_do_not_wait_for_a_loop():
     assert not any(traced.graph.ops[o].pinned for o in own.members)
 
 
+def test_keys_and_host_memory_are_left_whole():
+    def fun(keys, x):
+        noise = jax.vmap(lambda k: jax.random.normal(k, (8,)))(keys[::-1])
+        away = jax.device_put(jnp.sin(x), jax.memory.Space.Host)
+        return (x * noise).sum(), jax.device_put(away, jax.memory.Space.Device) * 2
+
+    args = jax.random.split(KEYS[0], 12), jax.random.normal(KEYS[1], (12, 8))
+    closed, traced = opened(fun, args)
+    found = [own for v in traced.arguments for own in stretches(traced, v, Row(0), 12)]
+    assert found
+    for own in found:
+        values = [traced.graph.values[v] for o in own.members for v in traced.graph.ops[o].results]
+        assert not any(v.dtype.startswith("key") or v.space == "host" for v in values)
+        new = jax.jit(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4)))
+        for a, b in zip(new(*args), jax.jit(fun)(*args), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+
+
 def test_no_rows_no_stretch():
     _, traced = opened(lambda x: jnp.fft.fft(x).real.sum(), (jnp.ones((64, 64)),))
     assert find_stretch(traced, 1 << 20) is None
