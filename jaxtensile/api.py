@@ -60,7 +60,7 @@ def jit(
     solver: str = "auto",
     undo: bool = True,
     offload_state: bool = False,
-    chunk: bool = True,
+    chunk: bool = False,
     verify: bool = True,
     config: Any = None,
     **jax_jit_options: Any,
@@ -76,8 +76,8 @@ def jit(
     ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
     for it; False honours them as written (those inside loops, and those that offload, always are).
     ``chunk``: work on many rows (a batch, the logits of a loss) may be done for some of them at a time, where that is
-    the cheapest way to fit; sums over rows, gradients above all, are then sums of the parts' sums, added in float32 or
-    more. False adds everything up in the order in which it is written.
+    the cheapest way to fit, often at a fraction of the bytes and with nothing computed twice; sums over rows, gradients
+    above all, are then sums of the parts' sums, added in float32 or more, and round differently.
     ``solver``: ``"auto"``, which is ``"greedy"``: fast at any size; ``"exact"``, an integer programme beside it that
     takes up to a minute and reports a gap; ``"chain"``, a dynamic programme for programs that are chains.
     ``offload_state``: donated arguments that only the update needs (optimizer moments, master weights, averages; of
@@ -209,7 +209,7 @@ class Planned:
         *,
         solver: str = "auto",
         undo: bool = True,
-        chunk: bool = True,
+        chunk: bool = False,
         state_budget: Bytes | None = 0,
         job: Any = None,
     ) -> None:

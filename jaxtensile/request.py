@@ -61,7 +61,7 @@ class Job:
     keep_unused: bool = False
     host_budget: Bytes = 0
     undo: bool = True
-    chunk: bool = True
+    chunk: bool = False
     solver: str = "auto"
     place: Place | None = None
     state_budget: Bytes | None = None

@@ -25,8 +25,8 @@ VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", 
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh
-    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic
-    lt max min mul ne neg nextafter not one_minus_square or population_count pow real imag complex conj
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2
+    logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow real imag complex conj
     reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
     sqrt square sub tan tanh xor mul_add clz bessel_i0e bessel_i1e random_bits threefry2x32 erf_p mulhi""".split()
 )

@@ -95,8 +95,8 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo split chunk sink join nest loops hosted rewrite compile attempts target location placement
-    feedback api filtered estimation calibration arbitration suspension stepping""".split()
+    """_compat trace merge undo split chunk sink join nest loops hosted rewrite compile attempts target location
+    placement feedback api filtered estimation calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
