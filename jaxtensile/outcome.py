@@ -70,9 +70,11 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
         because = f"at the peak of the smallest plan, {least}"
     smallest = f"the smallest reachable {about}{format_bytes(needs)}"
     other = ", or plan with solver='auto'" if job.solver == "chain" else ""
+    parts = "" if job.chunk or job.shards > 1 else "work on the batch in parts (chunk=True), "
     return BudgetError(
         f"budget {format_bytes(job.budget)} is below {smallest} of {job.name}: {because}; "
-        f"raise the budget, shrink the batch, donate the arguments that are updated, or shard the program{other}",
+        f"raise the budget, {parts}shrink the batch, donate the arguments that are updated, "
+        f"or shard the program{other}",
         needs=needs,
         has=job.budget,
         culprits=culprits,

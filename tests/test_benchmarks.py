@@ -135,10 +135,12 @@ def test_dominance_counts_what_is_won_lost_and_missing():
     peers["xla_slop_3"] = program(100, 12.0, peer="xla_slop_3")
     answers = {"50:0": program(49, 10.0), "51:0": program(51, 11.5), "52:0": {"fits": False, "needs": 53}}
     answers |= {"least:0": program(40, 12.0), f"least:{dominance.HOST}": program(20, 11.0)}
+    answers |= {"50:0:chunk": program(30, 10.0), "least:0:chunk": program(30, 10.0)}
     rows = {"ode": {"peers": {}, "ours": {}}, "lstm": {"peers": peers, "ours": answers}}
     machine = {"jax": "0", "python": "3", "cpus": 2, "date": "today"}
     text = dominance.table({"machine": machine, "workloads": rows})
-    assert "Won 2 of 4 points; in 1 of them the peer saves nothing." in text
+    assert "Won 2 of 4 points; in 1 of them the peer saves nothing. In parts: 2 of 2." in text
+    assert "In parts: lower than the best policy without the host in 0 of 0" in text and "lstm/least in parts" in text
     assert "**more FLOPs**" in text and "**does not fit**, 1 bytes over" in text
     assert "Lower than the best policy without the host in 1 of 1" in text and "with the host, in 1 of 1." in text
     missing = text.rpartition("**Partial**")[2]

@@ -5,7 +5,8 @@
 Peers, each compiled on the same step: ``jax.checkpoint`` policies on every block (``remat=`` of
 benchmarks/workloads), two of which offload, and XLA's own rematerialization at several slop factors. At the
 bytes of each peer ``jaxtensile.jit`` plans the step without checkpoints; where the peer holds bytes on the
-host, with as many host bytes. Then it is asked for its smallest budget, without and with the host.
+host, with as many host bytes; once as it is, once with ``chunk=True``, which may work on the batch in parts. Then it is
+asked for its smallest budget, without and with the host, in the same two ways.
 
 FLOPs are matrix and convolution FLOPs, of the traced program for policies and ours, of the optimized HLO for
 XLA's own rematerialization; device bytes are XLA's argument + output + temp - alias. Peers run in fresh
@@ -33,6 +34,8 @@ SLOPS = (10, 5, 3)
 OFFLOADING = ("save_and_offload_only_these_names", "offload_dot_with_no_batch_dims")
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable", *OFFLOADING)
 PEERS = (*POLICIES, *(f"xla_slop_{n}" for n in SLOPS))
+WAYS = ("", ":chunk")
+"""What follows a question: as it is, and in parts."""
 HOST = 64 << 30
 """Host bytes allowed for the smallest budget: XLA's own cap on pinned memory."""
 SMALLER, STEPS = 0.95, 10
@@ -71,38 +74,43 @@ def measure_peer(name: str, peer: str, flags: Mapping[str, Any]) -> dict[str, An
 
 
 def ours(name: str, asked: list[str], flags: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Our programs of one workload, each as soon as it is there; ``asked``: ``BYTES:HOST BYTES`` or ``least:HOST``."""
+    """Our programs of one workload, each as soon as it is there; ``asked``: ``BYTES:HOST BYTES`` or ``least:HOST``, and
+    ``:chunk`` after it for work in parts."""
     from benchmarks import workloads
 
     workload = workloads.workload(name)
-    smallest: dict[str, Any] | None = None
+    known: dict[bool, dict[str, Any]] = {}
     for question in asked:
-        budget, _, host = question.partition(":")
+        budget, host, *more = question.split(":")
+        chunk = more == ["chunk"]
+        smallest = known.get(chunk)
         try:
             if budget == "least":
-                answer = least(workload, int(host), smallest, flags)
+                answer = least(workload, int(host), smallest, flags, chunk)
             else:
-                answer = fit(workload, int(budget), TARGET, int(host), flags)
+                answer = fit(workload, int(budget), TARGET, int(host), flags, chunk)
         except Exception as error:
             answer = {"crash": f"{type(error).__name__}: {error}"[-2000:]}
         # What fits without the host fits with it.
         if answer.get("fits") and not answer["host"] and (smallest is None or answer["device"] < smallest["device"]):
-            smallest = answer
+            known[chunk] = answer
         yield {"asked": question, **answer}
 
 
-def least(workload: Any, host: int, known: dict[str, Any] | None, flags: Mapping[str, Any]) -> dict[str, Any]:
+def least(
+    workload: Any, host: int, known: dict[str, Any] | None, flags: Mapping[str, Any], chunk: bool
+) -> dict[str, Any]:
     """The smallest program that we find: what is reached at the bound, or is ``known``, then step by step lower.
 
     ``promised``: what ``BudgetError.needs`` says at the bound; ``refused``: the budget that was refused in the end.
     """
     bound = fit(workload, plain(workload, flags=flags)["device"], flags=flags)["bound"]
-    first = fit(workload, bound, TARGET, host, flags)
+    first = fit(workload, bound, TARGET, host, flags, chunk)
     promised = first["device"] if first["fits"] else first["needs"]
     found = known or {}
     budget, refused = min(promised, int(SMALLER * known["device"])) if known else promised, 0
     for _ in range(STEPS):
-        answer = fit(workload, budget, TARGET, host, flags)
+        answer = fit(workload, budget, TARGET, host, flags, chunk)
         if not answer["fits"]:
             refused = budget
             break
@@ -126,12 +134,13 @@ def wins(peer: dict[str, Any], base: dict[str, Any], answer: dict[str, Any]) -> 
     return bool(answer.get("fits")) and answer["flops"] / base["flops"] <= flops(peer, base) * (1 + 1e-6)
 
 
-def at(row: dict[str, Any], peer: dict[str, Any]) -> dict[str, Any] | None:
-    """Our program at the peer's bytes, None while it is not measured; the plain one where the peer saves nothing."""
+def at(row: dict[str, Any], peer: dict[str, Any], way: str = "") -> dict[str, Any] | None:
+    """Our program at the peer's bytes, None while it is not measured; the plain one where the peer saves nothing;
+    ``way``: of ``WAYS``."""
     base = row["peers"]["none"]
     if peer["device"] >= base["device"]:
         return {"fits": True, "device": base["device"], "flops": base["flops"]}
-    return row["ours"].get(question(peer))
+    return row["ours"].get(question(peer) + way)
 
 
 def table(result: dict[str, Any]) -> str:
@@ -142,22 +151,22 @@ def table(result: dict[str, Any]) -> str:
         "",
         "MB (10^6 bytes) of argument + output + temp - alias as XLA allocates them; matrix FLOPs relative to the plain "
         "step. At a peer's bytes: we win when we fit with no more FLOPs. `(plain)`: the peer saves nothing, so the "
-        "plain step fits.",
+        "plain step fits. In parts: with `chunk=True`.",
         "",
         "## At the bytes of each peer",
         "",
-        "| workload | peer | its MB | its host MB | its FLOPs | our MB | our FLOPs | |",
-        "|---|---|---|---|---|---|---|---|",
+        "| workload | peer | its MB | its host MB | its FLOPs | our MB | our FLOPs | | in parts, MB | FLOPs | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     missing: list[str] = []
     again: list[str] = []
-    won = lost = trivial = 0
+    won, total, trivial = dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0), 0
     for name in rows:
         base = rows[name]["peers"].get("none", {})
         if "device" not in base:
             missing.append(name)
             continue
-        lines.append(f"| {name} | none | {base['device'] / 1e6:,.1f} | | 1.0000 | | | |")
+        lines.append(f"| {name} | none | {base['device'] / 1e6:,.1f} | | 1.0000 | | | | | | |")
         for label in PEERS:
             peer = rows[name]["peers"].get(label)
             if peer is None:
@@ -165,37 +174,44 @@ def table(result: dict[str, Any]) -> str:
                 continue
             if "device" not in peer:
                 why = peer.get("refusal") or peer.get("crash", "").strip().rpartition("\n")[2]
-                lines.append(f"| | {label} | no program: {why[:120]} | | | | | |")
+                lines.append(f"| | {label} | no program: {why[:120]} | | | | | | | | |")
                 continue
-            head = f"| | {label} | {peer['device'] / 1e6:,.1f} | {peer['host'] / 1e6:,.1f} | {flops(peer, base):.4f} "
-            answer = at(rows[name], peer)
-            if answer is None:
-                missing.append(f"{name}/{label}/ours")
-                lines.append(head + "| | | not measured |")
-            elif answer.get("fits"):
-                good, saves = wins(peer, base, answer), peer["device"] < base["device"]
-                won, lost, trivial = won + good, lost + (not good), trivial + (not saves)
-                ratio = answer["flops"] / base["flops"]
-                verdict = ("won" if good else "**more FLOPs**") + ("" if saves else " (plain)")
-                again += [] if good else [f"{name} --asked {question(peer)}"]
-                lines.append(head + f"| {answer['device'] / 1e6:,.1f} | {ratio:.4f} | {verdict} |")
-            else:
-                lost += 1
-                again.append(f"{name} --asked {question(peer)}")
-                said, short = "crashed", ""
-                if "needs" in answer:
-                    said = f"needs {answer['needs'] / 1e6:,.1f}"
-                    over = answer["needs"] - peer["device"]
-                    short = f", {over / peer['device']:.1%} over" if over > 1e6 else f", {over} bytes over"
-                lines.append(head + f"| {said} | | **does not fit**{short} |")
-    lines += ["", f"Won {won} of {won + lost} points; in {trivial} of them the peer saves nothing.", ""]
+            line = f"| | {label} | {peer['device'] / 1e6:,.1f} | {peer['host'] / 1e6:,.1f} | {flops(peer, base):.4f} "
+            for way in WAYS:
+                answer = at(rows[name], peer, way)
+                cells, good = _cells(peer, base, answer)
+                line += cells
+                if answer is None:
+                    missing.append(f"{name}/{label}/{'in parts' if way else 'ours'}")
+                    continue
+                won[way], total[way] = won[way] + good, total[way] + 1
+                again += [] if good else [f"{name} --asked {question(peer)}{way}"]
+            trivial += peer["device"] >= base["device"]
+            lines.append(line + "|")
+    lines += ["", f"Won {won['']} of {total['']} points; in {trivial} of them the peer saves nothing."]
+    lines[-1] += f" In parts: {won[':chunk']} of {total[':chunk']}."
     if again:
-        lines += ["The lost ones again: `python -m benchmarks.dominance.run --case` and", ""]
-        lines += [*(f"- `{command}`" for command in dict.fromkeys(again)), ""]
-    lines += _smallest(rows, missing)
+        lines += ["", "The lost ones again: `python -m benchmarks.dominance.run --case` and", ""]
+        lines += [*(f"- `{command}`" for command in dict.fromkeys(again))]
+    lines += ["", *_smallest(rows, missing)]
     if missing:
         lines += ["", f"**Partial**: not measured yet are {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
+
+
+def _cells(peer: dict[str, Any], base: dict[str, Any], answer: dict[str, Any] | None) -> tuple[str, bool]:
+    """Our bytes, FLOPs and a verdict, and whether we win."""
+    if answer is None:
+        return "| | | not measured ", False
+    good = wins(peer, base, answer)
+    if answer.get("fits"):
+        verdict = ("won" if good else "**more FLOPs**") + ("" if peer["device"] < base["device"] else " (plain)")
+        return f"| {answer['device'] / 1e6:,.1f} | {answer['flops'] / base['flops']:.4f} | {verdict} ", good
+    if "needs" not in answer:
+        return "| crashed | | **does not fit** ", False
+    over = answer["needs"] - peer["device"]
+    short = f", {over / peer['device']:.1%} over" if over > 1e6 else f", {over} bytes over"
+    return f"| needs {answer['needs'] / 1e6:,.1f} | | **does not fit**{short} ", False
 
 
 def _smallest(rows: dict[str, Any], missing: list[str]) -> list[str]:
@@ -205,30 +221,36 @@ def _smallest(rows: dict[str, Any], missing: list[str]) -> list[str]:
         f"The best policy is the one with the fewest bytes, without and with the offloading ones. `host`: with "
         f"`host_budget` of {HOST >> 30} GiB; the ratio is to the best policy of all.",
         "",
-        "| workload | best policy | MB | best with offload | MB | our MB | ratio | our FLOPs | our MB, host | ratio "
-        "| our FLOPs |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| workload | in parts | best policy | MB | best with offload | MB | our MB | ratio | our FLOPs | our MB, host "
+        "| ratio | our FLOPs |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    lower = half = count = 0
-    for name, row in rows.items():
-        peers = {n: p for n, p in row["peers"].items() if n in POLICIES and "device" in p}
-        own, host = (row["ours"].get(f"least:{h}", {}) for h in (0, HOST))
-        if len(peers) < len(POLICIES) or "device" not in own or "device" not in host:
-            missing += [f"{name}/least"] if "device" in row["peers"].get("none", {}) else []
-            continue
-        every = sorted(peers, key=lambda n: peers[n]["device"])
-        best, alone = every[0], next(n for n in every if n not in OFFLOADING)
-        a, b = own["device"] / peers[alone]["device"], host["device"] / peers[best]["device"]
-        count, lower, half = count + 1, lower + (a < 1), half + (b <= 0.6)
-        base = row["peers"]["none"]["flops"]
-        lines.append(
-            f"| {name} | {alone} | {peers[alone]['device'] / 1e6:,.1f} | {best} | {peers[best]['device'] / 1e6:,.1f} "
-            f"| {own['device'] / 1e6:,.1f} | {a:.3f} | {own['flops'] / base:.4f} "
-            f"| {host['device'] / 1e6:,.1f} | {b:.3f} | {host['flops'] / base:.4f} |"
+    said: list[str] = []
+    for way in WAYS:
+        lower = half = count = 0
+        for name, row in rows.items():
+            peers = {n: p for n, p in row["peers"].items() if n in POLICIES and "device" in p}
+            own, host = (row["ours"].get(f"least:{h}{way}", {}) for h in (0, HOST))
+            if len(peers) < len(POLICIES) or "device" not in own or "device" not in host:
+                started = "device" in row["peers"].get("none", {})
+                missing += [f"{name}/least{' in parts' if way else ''}"] if started else []
+                continue
+            every = sorted(peers, key=lambda n: peers[n]["device"])
+            best, alone = every[0], next(n for n in every if n not in OFFLOADING)
+            a, b = own["device"] / peers[alone]["device"], host["device"] / peers[best]["device"]
+            count, lower, half = count + 1, lower + (a < 1), half + (b <= 0.6)
+            base = row["peers"]["none"]["flops"]
+            lines.append(
+                f"| {name} | {'yes' if way else ''} | {alone} | {peers[alone]['device'] / 1e6:,.1f} | {best} "
+                f"| {peers[best]['device'] / 1e6:,.1f} "
+                f"| {own['device'] / 1e6:,.1f} | {a:.3f} | {own['flops'] / base:.4f} "
+                f"| {host['device'] / 1e6:,.1f} | {b:.3f} | {host['flops'] / base:.4f} |"
+            )
+        said.append(
+            f"{'In parts: lower' if way else 'Lower'} than the best policy without the host in {lower} of {count}; at "
+            f"most 0.6 of the best policy of all, with the host, in {half} of {count}."
         )
-    lines += ["", f"Lower than the best policy without the host in {lower} of {count}; at most 0.6 of the best"]
-    lines[-1] += f" policy of all, with the host, in {half} of {count}."
-    return lines
+    return [*lines, "", " ".join(said)]
 
 
 def measure(name: str, row: dict[str, Any], keep: Callable[[], None]) -> None:
@@ -248,7 +270,8 @@ def _measure(name: str, row: dict[str, Any], keep: Callable[[], None], kernels: 
     base = row["peers"]["none"]
     saving = [p for p in row["peers"].values() if p.get("device", base["device"]) < base["device"]]
     asked = (question(p) for p in sorted(saving, key=lambda p: -p["device"]))
-    wanted = [q for q in dict.fromkeys((*asked, "least:0", f"least:{HOST}")) if q not in row["ours"]]
+    every = [q + way for q in dict.fromkeys((*asked, "least:0", f"least:{HOST}")) for way in WAYS]
+    wanted = [q for q in every if q not in row["ours"]]
     while wanted:
         for answer in streamed(MODULE, name, (*kernels, "--asked", *wanted)):
             if not wanted:

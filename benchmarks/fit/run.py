@@ -85,13 +85,16 @@ def fit(
     target: str = TARGET,
     host_budget: int = 0,
     flags: Mapping[str, Any] | None = None,
+    chunk: bool = False,
 ) -> dict[str, Any]:
-    """What ``jaxtensile.jit`` makes of the budget; None: what the target has; ``flags``: compiler options."""
+    """What ``jaxtensile.jit`` makes of the budget; None: what the target has; ``flags``: compiler options; ``chunk``:
+    the option of that name."""
     import jaxtensile
     from jaxtensile.trace import jaxpr_flops
 
     options = {**workload.jit_options, "compiler_options": dict(flags) if flags else None}
-    step = jaxtensile.jit(workload.fun, budget=budget, host_budget=host_budget, target=target, **options)
+    given = {"budget": budget, "host_budget": host_budget, "target": target, "chunk": chunk}
+    step = jaxtensile.jit(workload.fun, **given, **options)
     started = time.perf_counter()
     try:
         report = step.plan(*workload.args)
