@@ -92,13 +92,9 @@ def jit(
     needs the plan, ``TargetError`` for a target that cannot be compiled for, and ``SolverError`` for an unknown
     solver or one that cannot plan this program.
     """
-    given = {
-        "config": config,
-    }
-    unsupported = [name for name, value in given.items() if value is not None]
-    if unsupported:
+    if config is not None:
         raise NotImplementedError(
-            f"jaxtensile.jit({unsupported[0]}=...) is not available yet: leave it out; budget= and target= are"
+            "jaxtensile.jit(config=...) is not available yet: leave it out; budget= and target= are"
         )
     named(solver)
     if target is not None and not isinstance(target, str):

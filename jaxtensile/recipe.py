@@ -10,15 +10,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 import msgspec
 
 from jaxtensile.bodies import bodies_of
-from jaxtensile.chunk import Seed
 from jaxtensile.ir import Graph, Op, OpId, ValueId
 from jaxtensile.passes.loops import LoopPlan, find_pairs
 from jaxtensile.plan import Action, Costs, Keep, MemoryUse, Offload, Plan, Program, Remat
+from jaxtensile.stretch import Seed
 from jaxtensile.variants import (
     Inside,
     Variant,
@@ -147,7 +147,10 @@ def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Pl
             raise Unlike(f"nothing of it can be {way.__name__}")
         variant = found
     if recipe.chunked is not None:
-        variant = with_chunks(variant, costs, *recipe.chunked) or _refuse("nothing of it can be done in parts")
+        in_parts = with_chunks(variant, costs, *recipe.chunked)
+        if in_parts is None:
+            raise Unlike("nothing of it can be done in parts")
+        variant = in_parts
     if recipe.nested:
         variant = with_nests(variant, costs, dict(recipe.nested))
     if recipe.loops:
@@ -160,10 +163,6 @@ def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Pl
     if fingerprint(variant.traced.graph) != recipe.graph:
         raise Unlike("the rewritten program is another one")
     return variant, _plan(variant.traced.graph, recipe.plan)
-
-
-def _refuse(why: str) -> NoReturn:
-    raise Unlike(why)
 
 
 def _inside(variant: Variant, inner: InBody) -> Inside:

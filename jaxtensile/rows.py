@@ -15,14 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-ELEMENTWISE = frozenset(
-    """abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
-    cbrt ceil clamp clz complex conj convert_element_type copy copy_p cos cosh digamma div eq erf erf_inv erfc
-    exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le lgamma log log1p log2
-    logistic lt max min mul mulhi ne neg nextafter not one_minus_square or polygamma population_count pow real
-    reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor zeta""".split()
+from jaxtensile.passes import fusion
+
+ELEMENTWISE = (fusion.ELEMENTWISE - {"random_bits", "threefry2x32"}) | frozenset(
+    """bitcast_convert_type copy copy_p igamma igamma_grad_a igammac polygamma regularized_incomplete_beta
+    stop_gradient zeta""".split()
 )
+"""Also the ones that XLA makes no kernel of, or does not fuse; random bits depend on their place in the array."""
 TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min"}
 _REDUCTIONS = frozenset({*TOTALS, "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"})
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())

@@ -13,7 +13,7 @@ from functools import cache, cached_property
 
 from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
-from jaxtensile.chunk import Seed, Stretch, find_stretch, in_chunks, stretch_of
+from jaxtensile.chunk import in_chunks
 from jaxtensile.join import find_cond_pairs, join_conds
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.nest import nest_loops
@@ -28,6 +28,7 @@ from jaxtensile.rewrite import rewrite
 from jaxtensile.sink import sink
 from jaxtensile.split import sliced_products, split_products
 from jaxtensile.state import on_host
+from jaxtensile.stretch import Seed, Stretch, find_stretch, stretch_of
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone
 from jaxtensile.units import Bytes, Seconds

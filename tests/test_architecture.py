@@ -47,8 +47,9 @@ MAY_IMPORT = {
     "report": f"{VOCABULARY} timeline report_text report_html report_trace",
     "calibration": "units errors device measured _compat",
     "split": "units ir _compat trace",
-    "rows": "",
-    "chunk": "units ir _compat rows trace",
+    "rows": "passes",
+    "stretch": "units ir rows trace",
+    "chunk": "ir _compat rows stretch trace",
     "sink": "ir _compat trace",
     "join": "units ir _compat trace",
     "state": "units ir plan trace passes",
@@ -56,9 +57,9 @@ MAY_IMPORT = {
     "undo": "ir merge trace",
     "request": f"{VOCABULARY} _compat passes compile report",
     "nest": "_compat trace",
-    "variants": f"{EDGE} bodies chunk nest sink join split state undo request _compat",
+    "variants": f"{EDGE} bodies chunk stretch nest sink join split state undo request _compat",
     "candidates": f"{EDGE} bodies variants",
-    "recipe": f"{EDGE} bodies chunk variants",
+    "recipe": f"{EDGE} bodies stretch variants",
     "plan_cache": "ir measured cachefiles request recipe _compat",
     "outcome": f"{EDGE} candidates undo request variants timeline report",
     "attempts": f"{EDGE} request variants outcome",
@@ -95,7 +96,7 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo split chunk sink join nest loops hosted rewrite compile attempts target location
+    """_compat trace merge undo split stretch chunk sink join nest loops hosted rewrite compile attempts target location
     placement feedback api filtered estimation calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}

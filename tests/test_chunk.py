@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile.chunk import Seed, find_stretch, in_chunks, stretch_of, stretches
+from jaxtensile.chunk import in_chunks
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.rows import Row
+from jaxtensile.stretch import Seed, find_stretch, stretch_of, stretches
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
 
 H200 = "nvidia-h200"
