@@ -39,7 +39,8 @@ class Op:
     ``carried``: for scans, the number of constants and of carries among the positions;
     ``reverse``: for scans, whether they run from the last slice to the first;
     ``padded``: for convolutions and gradients of max pools, bytes of operand 0 or of the result once padding that XLA
-    has no kernel for is written out, 0 where there is none; where it is ``turned``, of the transposed operand 0;
+    has no kernel for is written out, 0 where there is none; where it is ``turned``, of the transposed operand 0; for
+    a ``pad`` with as many zeros on either side, bytes of the result;
     ``turned``: for convolutions, the gradient of a dilated one's filter: XLA swaps batch and features of both operands;
     ``rereads``: for windowed reductions and their gradients, how often an element of the operand is read.
     """

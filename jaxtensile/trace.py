@@ -184,9 +184,10 @@ def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: boo
     donated_ids = frozenset(ValueId(a) for a, d in zip(args, donated or (False,) * len(args), strict=True) if d)
     used = {v for e in (*(e.operands for e in flat.equations), outs) for v in e if isinstance(v, int)}
     inputs = tuple(ValueId(v) for v in (*args, *flat.consts) if keep_unused or v in used)
+    zeros = {r for e in flat.equations if _is_zero(e) for r in e.results}
     graph = Graph(
         values=tuple(_value(i, aval) for i, aval in enumerate(flat.avals)),
-        ops=tuple(_op(i, e, flat.avals) for i, e in enumerate(flat.equations)),
+        ops=tuple(_op(i, e, zeros) for i, e in enumerate(flat.equations)),
         inputs=inputs,
         outputs=tuple(ValueId(o) for o in outs if isinstance(o, int)),
         donated=donated_ids,
@@ -247,7 +248,7 @@ def _bits(dtype: Any) -> int:
     return dtype.itemsize * 8
 
 
-def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
+def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
     operands = tuple(ValueId(v) for v in equation.operands if isinstance(v, int))
     results = tuple(ValueId(v) for v in equation.results)
     slots = tuple(ValueId(v) if isinstance(v, int) else -1 for v in equation.operands)
@@ -273,7 +274,7 @@ def _op(i: int, equation: Equation, avals: list[Any]) -> Op:
         slots=slots if bodies else (),
         carried=_compat.scan_split(eqn.params) if name == "scan" else (0, 0),
         reverse=name == "scan" and bool(eqn.params["reverse"]),
-        padded=_padded(eqn),
+        padded=_padded(eqn) if name != "pad" else _padded_with_zeros(equation, zeros),
         turned=_is_turned(eqn),
         rereads=_rereads(eqn),
     )
@@ -314,6 +315,25 @@ def _padded(eqn: Any) -> int:
         more = max(low, 0) + max(high, 0) if max(dilation) > 1 else abs(high - low)
         shape[axis] = (shape[axis] - 1) * step + 1 + more
     return _nbytes(tuple(shape), aval.dtype) if tuple(shape) != aval.shape else 0
+
+
+def _padded_with_zeros(equation: Equation, zeros: set[int]) -> int:
+    """``Op.padded`` of a ``pad``."""
+    eqn, number = equation.eqn, equation.operands[1]
+    zero = number in zeros if isinstance(number, int) else _is_number_zero(number)
+    alike = all(low == high >= 0 and not inside for low, high, inside in eqn.params["padding_config"])
+    aval = eqn.outvars[0].aval
+    return _nbytes(tuple(aval.shape), aval.dtype) if zero and alike else 0
+
+
+def _is_zero(equation: Equation) -> bool:
+    """Whether a number is made that is zero, of a literal."""
+    named = equation.eqn is not None and equation.eqn.primitive.name == "convert_element_type"
+    return named and not isinstance(equation.operands[0], int) and _is_number_zero(equation.operands[0])
+
+
+def _is_number_zero(literal: Any) -> bool:
+    return np.ndim(literal.val) == 0 and not np.any(literal.val)
 
 
 def _is_turned(eqn: Any) -> bool:

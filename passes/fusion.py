@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from jaxtensile.ir import Graph, Op, consumers, producers
 from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
+from jaxtensile.passes.sums import read_by_slow_sums
 from jaxtensile.units import Bytes
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "stop_gradient", "copy_p", "pvary"})
@@ -102,6 +103,7 @@ def fuse(graph: Graph, *, twice: bool = True) -> Kernels:
     must_exist = _needed_in_memory(graph, views, wanted, products)
     _store_arguments_of_erf(graph, read_by, must_exist)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
+    slow = read_by_slow_sums(graph, read_by, ELEMENTWISE) if twice else must_exist
     readers = _readers(graph, read_by, views, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
@@ -132,6 +134,7 @@ def fuse(graph: Graph, *, twice: bool = True) -> Kernels:
             effort += WORK.get(name, 0.0) * math.prod(values[r0].shape)
             stored = any(must_exist[r] for r in op.results)
             stored = stored or _is_widened_exponential(graph, op, sources, read_by)
+            stored = stored or (slow[r0] and not alone[op.id])
             others = [o for o in readers[r0] if not (products.inside[r0] and products.silent[o])]
             users = 1 if alone[op.id] else len(others)
             times = sum(ops[o].rereads for o in others) if users > 1 else users

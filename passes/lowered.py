@@ -2,6 +2,7 @@
 
 * Convolutions in cuDNN pad alike on both sides: what is padded otherwise, or dilated without being the gradient of a
   strided convolution (whose filter is reversed), is padded first. The convolutions of one gradient share the copy.
+* What is padded with zeros, alike on both sides, for convolutions alone is padded by them.
 * The gradient of a dilated convolution's filter is no gradient to XLA but a convolution whose batch are the features:
   transposed copies of both operands are written for it.
 * The gradient of a max pool becomes a pool that also gives the places of the maxima, an s32 for each axis, and
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, producers
+from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
 from jaxtensile.units import Bytes
 
 _DILATED = 1.5
@@ -49,6 +50,7 @@ class _Lowering:
         self.ops: list[Op] = []
         self.origin: list[int] = []
         self.made = producers(graph)
+        self.read_by = consumers(graph)
         self.pads: dict[tuple[int, Bytes], int] = {}
         self.zeros: dict[tuple[tuple[int, ...], str], int] = {}
         """By type: the zeros that gradients of pools of that type add to."""
@@ -71,6 +73,8 @@ class _Lowering:
                 self.add(op, tuple(self.transposed(op, v, n) for v, n in zip(op.operands, sizes, strict=True)))
             elif self.is_padded(op):
                 self.add(op, (self.pad(op), *op.operands[1:]))
+            elif self.is_folded(op):
+                self.add(replace(op, primitive="reshape"), op.operands[:1])
             elif self.compares_with_zeros(op):
                 self.add(op, (*op.operands, self.zeros_of(op, self.kind(op.results[0]))))
             else:
@@ -84,6 +88,20 @@ class _Lowering:
     def is_padded(self, op: Op) -> bool:
         """A convolution for which a padded copy is written."""
         return op.primitive == "conv_general_dilated" and op.padded > 0 and not op.turned and not self.is_gradient(op)
+
+    def is_folded(self, op: Op) -> bool:
+        """A ``pad`` that convolutions do themselves (``FoldConvInputPad`` in
+        ``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``)."""
+        readers = [self.old.ops[o] for o in self.read_by[op.results[0]]]
+        return (
+            op.primitive == "pad"
+            and op.padded > 0
+            and op.results[0] not in self.old.outputs
+            and all(
+                r.primitive == "conv_general_dilated" and not r.padded and op.results[0] not in r.operands[1:]
+                for r in readers
+            )
+        )
 
     def is_gradient(self, op: Op) -> bool:
         """Whether the filter is reversed: then cuDNN has a kernel for it that dilates by itself."""

@@ -62,6 +62,25 @@ def test_a_transposed_convolution_writes_its_dilated_input_a_gradient_does_not()
     assert count(gradient, "rev") and not count(lowered(gradient).graph, "pad")
 
 
+def padded(x, by):
+    return jnp.pad(x, ((0, 0), (by, 1), (1, 1), (0, 0)))
+
+
+def test_convolutions_pad_what_is_padded_with_zeros_alike_on_both_sides():
+    def loss(w, x, by, stride=1):
+        return conv(padded(jnp.tanh(x), by), w, stride, "VALID").sum()
+
+    folded = lowered(graph(jax.grad(lambda w, x: loss(w, x, 1)), FILTER, IMAGES)).graph
+    assert not count(folded, "pad"), "both the convolution and its gradient pad"
+    largest = max(r.nbytes for r in live_ranges(folded).ranges)
+    assert largest == 8 * 56 * 56 * 64 * 4
+    assert count(lowered(graph(lambda w, x: loss(w, x, 0), FILTER, IMAGES)).graph, "pad") == 1, "one side only"
+    both = graph(lambda w, x: (loss(w, x, 1), padded(x, 1)), FILTER, IMAGES)
+    assert count(lowered(both).graph, "pad") == 1, "what is returned exists"
+    ones = graph(lambda w, x: conv(jnp.pad(x, 1, constant_values=1)[1:-1, :, :, 1:-1], w, 1, "VALID"), FILTER, IMAGES)
+    assert count(lowered(ones).graph, "pad") == 1
+
+
 @pytest.mark.parametrize("size, dilated", [(4, 56), (3, 111)], ids=["alike on both sides", "otherwise"])
 def test_the_filters_gradient_of_a_transposed_convolution_transposes_both_operands(size, dilated):
     w = jax.ShapeDtypeStruct((size, size, 64, 64), jnp.float32)
