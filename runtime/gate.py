@@ -35,6 +35,10 @@ a moment after it was done: whoever waits would else have every second turn, wha
 KEPT_MOST: Final = 2e-3
 """Seconds."""
 
+HANDED_OVER: Final = 1e-3
+"""Seconds for which who ends a turn waits until the next one has begun. The device stands still until it has, and its
+thread could otherwise not run: Python threads go on until they wait for something."""
+
 
 class GateError(CoordinatorError):
     """A turn inside a turn: it would wait for itself."""
@@ -78,9 +82,7 @@ class Gate:
                 return
             if self._owner == me:
                 raise GateError("a step of a job was called inside a step of a job of the same device: call it after")
-            mine = Lock()
-            mine.acquire()
-            waiter = _Waiter((tag, -turns.priority, next(self._numbers)), me, mine)
+            waiter = _Waiter((tag, -turns.priority, next(self._numbers)), me, _locked(), _locked())
             heappush(self._waiting, waiter)
         try:
             self._wait(waiter)
@@ -102,6 +104,7 @@ class Gate:
             woken = waiter.lock.acquire(timeout=left)
             with self._lock:
                 if waiter.granted:
+                    waiter.begun.release()
                     return
                 if self._free and (not woken or self._clock() >= self._kept_until):
                     self._next()
@@ -110,34 +113,45 @@ class Gate:
     def _give(self, turns: Turns, took: Seconds) -> None:
         with self._lock:
             turns.served = turns.tag + took / turns.share
-            if not self._waiting or turns.served >= self._waiting[0].order[0]:
-                self._next()
+            if self._waiting and turns.served < self._waiting[0].order[0]:
+                # It has had less than its share, and will be back in a moment: the next turn is its own.
+                self._free, self._owner, self._kept = True, 0, turns
+                self._kept_until = self._clock() + min(KEPT * took, KEPT_MOST)
+                if self._waiting[0].lock.locked():
+                    self._waiting[0].lock.release()
                 return
-            # It has had less than its share, and will be back in a moment: the next turn is its own.
-            self._free, self._owner, self._kept = True, 0, turns
-            self._kept_until = self._clock() + min(KEPT * took, KEPT_MOST)
-            if self._waiting[0].lock.locked():
-                self._waiting[0].lock.release()
+            following = self._next()
+        if following is not None:
+            following.begun.acquire(timeout=HANDED_OVER)
 
-    def _next(self) -> None:
+    def _next(self) -> _Waiter | None:
+        """Whose turn begins."""
         self._kept = None
         if not self._waiting:
             self._free, self._owner = True, 0
-            return
+            return None
         waiter = heappop(self._waiting)
         self._free, self._owner, self.now = False, waiter.thread, waiter.order[0]
         waiter.granted = True
         if waiter.lock.locked():
             waiter.lock.release()
+        return waiter
+
+
+def _locked() -> Lock:
+    lock = Lock()
+    lock.acquire()
+    return lock
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """``lock`` is released to wake it; ``order``: tag, class and arrival."""
+    """``lock`` is released to wake it, ``begun`` by itself when it has its turn; ``order``: tag, class and arrival."""
 
     order: tuple[float, int, int]
     thread: int
     lock: Lock
+    begun: Lock
     granted: bool = False
 
     def __lt__(self, other: _Waiter) -> bool:

@@ -162,6 +162,41 @@ def test_idle_time_is_not_saved_up():
     assert abs(order.count(0) - order.count(1)) <= 2
 
 
+def test_who_ends_a_turn_lets_the_next_one_begin(monkeypatch):
+    """Otherwise it would go on until it waits for something, with the device standing still."""
+    monkeypatch.setattr("jaxtensile.runtime.gate.HANDED_OVER", PATIENCE)
+    gate, saw, over = Gate(), [], threading.Event()
+
+    def work():
+        with gate.member():
+            over.wait(PATIENCE)
+
+    other = threading.Thread(target=work)
+    with gate.member():
+        other.start()
+        until(lambda: gate.waiting == 1)
+        (waiter,) = gate._waiting
+        waiter.begun = threading.Semaphore(0)
+        real = waiter.begun.release
+        waiter.begun.release = lambda: (saw.append(threading.get_ident()), real())
+    assert saw == [other.ident]
+    over.set()
+    other.join(PATIENCE)
+
+
+def test_who_ends_a_turn_does_not_wait_for_one_that_never_begins(monkeypatch):
+    monkeypatch.setattr("jaxtensile.runtime.gate.HANDED_OVER", 0.01)
+    gate = Gate()
+    other = threading.Thread(target=lambda: gate.member().__enter__())
+    with gate.member():
+        other.start()
+        until(lambda: gate.waiting == 1)
+        gate._waiting[0].begun = threading.Semaphore(0)
+        gate._waiting[0].begun.release = lambda: None
+    other.join(PATIENCE)
+    assert not other.is_alive() and gate.waiting == 0
+
+
 def test_a_step_that_raises_ends_its_turn():
     gate = Gate()
     turns = gate.member()
