@@ -35,6 +35,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "pack-programs": (["pack.programs"], ["pack.programs", "lstm", "dlrm"]),
     "coordinator-policy": (["coordinator.policy"], ["coordinator.policy", "--quick"]),
     "coordinator-daemon": (["coordinator.daemon"], ["coordinator.daemon", "--quick"]),
+    "coordinator-batch": (["coordinator.batch"], None),
     "coordinator-local": (["coordinator.local"], ["coordinator.local", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""

@@ -200,7 +200,7 @@ class Candidates:
             if not self._bodies:
                 aside = [v for v in self.variants if v.aside]
                 hosted = [cheapest(aside, budget)[0]] if aside and not best[0].aside else []
-                self._bodies = [_Bodies(variant) for variant in (best[0], *hosted, *self._starts)]
+                self._bodies = [_Bodies(variant) for variant in dict.fromkeys((best[0], *hosted, *self._starts))]
             for bodies in sorted(self._bodies, key=lambda b: not b.may_do(budget)):
                 if best[1].predicted.device <= budget and not bodies.may_do(budget):
                     break  # there is one that fits
@@ -225,7 +225,9 @@ class Candidates:
             return variant.plain.device if variant is not None else budget + 1
 
         found = bisect_left(parts, True, key=lambda k: plain(k) <= budget)
-        for k in parts[max(found - FEWER, 0) : found + 1]:
+        # Where the most parts are not enough, fewer are less so.
+        fewer = FEWER if found < len(parts) else 1
+        for k in parts[max(found - fewer, 0) : found + 1]:
             variant = self._chunks.at(k)
             if variant is None or (best[1].predicted.device <= budget and charge_of(*best) <= variant.charge):
                 continue

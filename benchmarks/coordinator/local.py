@@ -4,8 +4,8 @@
 
 A lease taken and given back without a socket; a turn at the step gate; one division of a device among 100 jobs; and two
 training loops that take turns at the gate, against the same steps of one after the other, in short stretches of each
-kind so that other work of the machine meets both alike. Then the largest batch with which two jobs that take turns fit
-into what one alone fills, from XLA's own bytes. Results go to ``local.json`` and ``local.md``; ``--quick`` prints only.
+kind so that other work of the machine meets both alike. Results go to ``local.json`` and ``local.md``; ``--quick``
+prints only.
 """
 
 from __future__ import annotations
@@ -103,14 +103,14 @@ def gate(seconds: float) -> dict[str, float]:
 # Two training loops.
 
 
-def training(rows: int, seed: int, deep: int = 4) -> tuple[Any, Any, Any]:
+def training(rows: int, seed: int) -> tuple[Any, Any, Any]:
     """A step of some ten milliseconds, its weights and its batch."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     random = np.random.default_rng(seed)
-    width, layers = 256, deep
+    width, layers = 256, 4
     weights = [jnp.asarray(random.normal(size=(width, width)) / width**0.5, jnp.float32) for _ in range(layers)]
     batch = jnp.asarray(random.normal(size=(rows, width)), jnp.float32)
 
@@ -178,32 +178,6 @@ def together(jobs: int, steps: int, stretches: int) -> dict[str, Any]:
     }
 
 
-def batches(jobs: int) -> dict[str, Any]:
-    """The largest batch, in rows, with which jobs that take turns fit into what one alone needs with 65536."""
-    import jax
-
-    def needs(rows: int) -> tuple[int, int]:
-        step, weights, batch = training(8, 0, 24)
-        batch = jax.ShapeDtypeStruct((rows, batch.shape[1]), batch.dtype)
-        use = jax.jit(step, donate_argnums=0).lower(weights, batch).compile().memory_analysis()
-        stays = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
-        return stays, use.temp_size_in_bytes
-
-    alone = 65536
-    capacity = sum(needs(alone))
-    low, high = 1, alone
-    while high - low > 16:
-        middle = (low + high) // 2
-        stays, temp = needs(middle)
-        low, high = (middle, high) if jobs * stays + temp <= capacity else (low, middle)
-    stays, temp = needs(low)
-    ungated = capacity // jobs
-    share = low
-    while sum(needs(share)) > ungated:
-        share = int(share * 0.99)
-    return {"jobs": jobs, "rows alone": alone, "gated of solo": low / alone, "ungated of solo": share / alone}
-
-
 # What is told.
 
 
@@ -231,11 +205,6 @@ def table(result: dict[str, Any]) -> str:
             f"throughput (quartiles {low:.3f} to {high:.3f}), {r['gated of plain jax.jit']:.3f} of plain `jax.jit` | "
             "≥ 0.97 of serial |"
         )
-    for r in result["batches"]:
-        lines.append(
-            f"| the batch of {r['jobs']} jobs that take turns, 24 layers | {r['gated of solo']:.1%} of the largest "
-            f"of one alone; without turns {r['ungated of solo']:.1%} | ≥ 96.8 % |"
-        )
     return "\n".join(lines) + "\n"
 
 
@@ -253,7 +222,6 @@ def main() -> None:
     result["gate"] = gate(seconds)
     result["policy"] = timing(100, runs)
     result["together"] = [together(jobs, steps, stretches) for jobs in (2, 4)]
-    result["batches"] = [batches(jobs) for jobs in (2, 4)]
     result["machine"]["load_end"] = os.getloadavg()[0]
     if not options.quick:
         save(HERE / "local.json", result, table)
