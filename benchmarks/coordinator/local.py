@@ -215,7 +215,7 @@ def main() -> None:
     from benchmarks.coordinator.policy import timing
     from benchmarks.machine import describe
 
-    seconds, steps, stretches, runs = (0.5, 10, 5, 3) if options.quick else (5.0, 5, 21, 15)
+    seconds, steps, stretches, runs = (0.5, 10, 5, 3) if options.quick else (5.0, 5, 81, 15)
     result: dict[str, Any] = {"machine": {**describe(), "load": os.getloadavg()[0]}}
     gc.freeze()
     result["leases"] = leases(seconds)
