@@ -140,11 +140,11 @@ def test_dominance_counts_what_is_won_lost_and_missing():
     machine = {"jax": "0", "python": "3", "cpus": 2, "date": "today"}
     text = dominance.table({"machine": machine, "workloads": rows})
     assert "Won 2 of 4 points; in 1 of them the peer saves nothing. In parts: 2 of 2." in text
-    assert "In parts: lower than the best policy without the host in 0 of 0" in text and "lstm/least in parts" in text
+    assert "In parts: lower than the best policy without the host in 0 of 0" in text
     assert "**more FLOPs**" in text and "**does not fit**, 1 bytes over" in text
     assert "Lower than the best policy without the host in 1 of 1" in text and "with the host, in 1 of 1." in text
-    missing = text.rpartition("**Partial**")[2]
-    assert all(name in missing for name in ("are ode, ", "lstm/xla_slop_5", f"lstm/{dominance.POLICIES[3]}/ours"))
+    # Of lstm two peers, two programs of ours as it is, four in parts, and the smallest in parts.
+    assert "**Partial**: not measured yet are rows: 1 of ode, 9 of lstm." in text
     for section in text.split("## "):
         assert len({line.count("|") for line in section.splitlines() if line.startswith("|")}) <= 1, text
 

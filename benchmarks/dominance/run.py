@@ -20,6 +20,7 @@ import argparse
 import json
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -195,7 +196,9 @@ def table(result: dict[str, Any]) -> str:
         lines += [*(f"- `{command}`" for command in dict.fromkeys(again))]
     lines += ["", *_smallest(rows, missing)]
     if missing:
-        lines += ["", f"**Partial**: not measured yet are {', '.join(missing)}."]
+        rows_of = Counter(place.partition("/")[0] for place in missing)
+        told = (f"{count} of {name}" for name, count in rows_of.items())
+        lines += ["", f"**Partial**: not measured yet are rows: {', '.join(told)}."]
     return "\n".join(lines) + "\n"
 
 
