@@ -116,13 +116,14 @@ class Requests:
         desk.undecided = True
 
     def _admit_again(self, lease: Lease, connection: Connection, peer: Peer) -> None:
-        """The first answer may have been lost."""
+        """The first answer may have been lost: what the job is told now it has from now on."""
         desk, arbiter = self._desk, self._desk.arbiter
         desk.speakers.speak(lease, connection, peer, desk.now)
         if lease.rung >= 0:
             if lease.state is not HELD:
                 arbiter.happened(lease, RECLAIM)
             lease.rung, lease.deadline, lease.wanted_by = arbiter.covered(lease), None, None
+            lease.since = desk.now
             arbiter.changed(lease)
             desk.note("came back", lease)
             desk.all_known()

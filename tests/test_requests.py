@@ -144,6 +144,23 @@ def test_asking_again_is_answered_with_the_same_lease():
     assert other.lease != first.lease and talk.charged() == 12
 
 
+def test_who_never_heard_of_its_grant_has_it_from_when_it_is_told():
+    """What it was granted was written down, and the coordinator killed before it said so."""
+    ladder = LADDER[:2]
+    talk = Talk(min_hold=30.0)
+    talk.admit(1, ladder=ladder)
+    again = Talk(records=talk.journal, min_hold=30.0, lease_ttl=100.0)
+    again.tick(1.5)
+    again.meet(7, Process(1, 1))
+    grant = again.hear(7, Admit(job="a", devices=(GPU,), ladder=ladder))[-1]
+    assert (grant.rung, again.charged()) == (1, 8)
+    again.admit(8, job="b", ladder=(Rung(persistent=8, seconds=1.0),))
+    again.tick(29.0)
+    assert not again.said(Revoke, to=7), "30.5 s after the start, 29 s after it was told"
+    again.tick(1.0)
+    assert again.said(Revoke, to=7)
+
+
 def test_what_is_anothers_or_long_over_is_refused_counted_and_changes_nothing():
     talk = Talk()
     grant = talk.admit(1)
