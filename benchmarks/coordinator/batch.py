@@ -24,7 +24,7 @@ MODULE = "coordinator.batch"
 COMPILED_FOR = "nvidia-h200"
 DEVICES = ("nvidia-h100-80gb", "nvidia-a100-40gb", "nvidia-rtx-3060")
 """Whose bytes there are to fill; the H200 has more than any, so that XLA does not begin to recompute on its own."""
-WORKLOADS = ("gpt2_small", "resnet50", "vit_b")
+WORKLOADS = ("gpt2_small", "resnet50")
 JOBS = (2, 4)
 FIRST = (4, 8)
 """The first two batches that are compiled; the others are where the line through the last two meets the capacity."""
