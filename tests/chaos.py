@@ -213,6 +213,7 @@ class Chaos:
             self._undisturbed()
         finally:
             self.zygote.end()
+            (self.folder / "daemon").write_text(self.daemon.log())  # what was granted, to whom and when
             self.daemon.__exit__()
         return self
 

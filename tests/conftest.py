@@ -67,7 +67,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 walked[key.removeprefix(prefix)] += count
         if walked:
             terminalreporter.section(f"the coordinator {title}")
-            terminalreporter.line("no invariant broken in " + ", ".join(f"{n} {what}" for what, n in walked.items()))
+            broken = any(r.failed and any(key.startswith(prefix) for key, _ in r.user_properties) for r in reports)
+            found = "an invariant was broken in " if broken else "no invariant broken in "
+            terminalreporter.line(found + ", ".join(f"{n} {what}" for what, n in walked.items()))
     if libraries or generated:
         terminalreporter.section("jaxtensile.jit beside jax.jit")
     if generated:
