@@ -67,7 +67,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 walked[key.removeprefix(prefix)] += count
         if walked:
             terminalreporter.section(f"the coordinator {title}")
-            broken = any(r.failed and any(key.startswith(prefix) for key, _ in r.user_properties) for r in reports)
+            files = {r.fspath for r in reports if any(key.startswith(prefix) for key, _ in r.user_properties)}
+            broken = any(r.failed and r.fspath in files for r in reports)
             found = "an invariant was broken in " if broken else "no invariant broken in "
             terminalreporter.line(found + ", ".join(f"{n} {what}" for what, n in walked.items()))
     if libraries or generated:
