@@ -103,7 +103,7 @@ def fuse(graph: Graph, *, twice: bool = True) -> Kernels:
     must_exist = _needed_in_memory(graph, views, wanted, products)
     _store_arguments_of_erf(graph, read_by, must_exist)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
-    slow = read_by_slow_sums(graph, read_by, ELEMENTWISE) if twice else must_exist
+    slow = read_by_slow_sums(graph, read_by, ELEMENTWISE | VIEWS) if twice else [False] * len(values)
     readers = _readers(graph, read_by, views, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]

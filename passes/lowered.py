@@ -92,15 +92,12 @@ class _Lowering:
     def is_folded(self, op: Op) -> bool:
         """A ``pad`` that convolutions do themselves (``FoldConvInputPad`` in
         ``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``)."""
+        if op.primitive != "pad" or not op.padded or op.results[0] in self.old.outputs:
+            return False
         readers = [self.old.ops[o] for o in self.read_by[op.results[0]]]
-        return (
-            op.primitive == "pad"
-            and op.padded > 0
-            and op.results[0] not in self.old.outputs
-            and all(
-                r.primitive == "conv_general_dilated" and not r.padded and op.results[0] not in r.operands[1:]
-                for r in readers
-            )
+        return all(
+            r.primitive == "conv_general_dilated" and not r.padded and op.results[0] not in r.operands[1:]
+            for r in readers
         )
 
     def is_gradient(self, op: Op) -> bool:

@@ -18,13 +18,14 @@ COLUMNS = 3072
 others read as well: batch norm, H200, jax 0.10.2: 2048 are too few, 4096 are enough."""
 
 
-def read_by_slow_sums(graph: Graph, read_by: list[list[int]], elementwise: frozenset[str]) -> list[bool]:
+def read_by_slow_sums(graph: Graph, read_by: list[list[int]], alike: frozenset[str]) -> list[bool]:
     """For each value whether it is made with the totals of an earlier sum, and read by a sum over few rows of few
-    columns, as it is or on the way there: what is centred, in batch norm."""
+    columns, as it is or on the way there: what is centred, in batch norm. ``alike``: primitives that make an element of
+    every element."""
     values = graph.values
     if not any(_sums_few_rows(graph, op) for op in graph.ops):
         return [False] * len(values)
-    passing_on = elementwise | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims"}
+    passing_on = alike | {"broadcast_in_dim"}
     total, spread = [False] * len(values), [False] * len(values)
     """Made of sums over rows alone, and the same for every row."""
     for op in graph.ops:

@@ -81,6 +81,16 @@ def test_convolutions_pad_what_is_padded_with_zeros_alike_on_both_sides():
     assert count(lowered(ones).graph, "pad") == 1
 
 
+def test_what_makes_nothing_stays():
+    def loss(w, x):
+        jax.debug.print("{}", w[0, 0, 0, 0])
+        return conv(x, w, 2).sum()
+
+    g = graph(loss, FILTER, IMAGES)
+    assert any(not op.results for op in g.ops)
+    assert len(lowered(g).graph.ops) == len(g.ops) + 1, "the padded copy"
+
+
 @pytest.mark.parametrize("size, dilated", [(4, 56), (3, 111)], ids=["alike on both sides", "otherwise"])
 def test_the_filters_gradient_of_a_transposed_convolution_transposes_both_operands(size, dilated):
     w = jax.ShapeDtypeStruct((size, size, 64, 64), jnp.float32)
