@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.isolate import isolated, save
+from benchmarks.isolate import heading, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "coordinator.batch"
@@ -77,13 +77,9 @@ def case(name: str) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
-    m = result["machine"]
     lines = [
-        f"# Batches of jobs that take turns, deviceless H200, jax {m['jax']}, Python {m['python']}, {m['date']}",
-        "",
-        f"Bytes as XLA allocates them for {COMPILED_FOR}, beside the capacity of three devices. Shares are of the "
-        "largest batch of one job alone; Waterwave reports up to 96.8 %. *without turns*: every job holds its "
-        "temporaries all the time.",
+        *heading("Batches of jobs that take turns", result["machine"], __doc__),
+        "Shares are of the largest batch of one job alone.",
         "",
         "| workload | device, GB | alone | MB that stay | temporaries | "
         + " | ".join(f"{j} jobs | | without turns" for j in JOBS)

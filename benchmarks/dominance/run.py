@@ -159,19 +159,20 @@ def table(result: dict[str, Any]) -> str:
         "| workload | peer | its MB | its host MB | its FLOPs | our MB | our FLOPs | | in parts, MB | FLOPs | |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    missing: list[str] = []
+    missing = Counter[str]()
+    """Rows that are not measured yet, by workload."""
     again: list[str] = []
     won, total, trivial = dict.fromkeys(WAYS, 0), dict.fromkeys(WAYS, 0), 0
     for name in rows:
         base = rows[name]["peers"].get("none", {})
         if "device" not in base:
-            missing.append(name)
+            missing[name] += 1
             continue
         lines.append(f"| {name} | none | {base['device'] / 1e6:,.1f} | | 1.0000 | | | | | | |")
         for label in PEERS:
             peer = rows[name]["peers"].get(label)
             if peer is None:
-                missing.append(f"{name}/{label}")
+                missing[name] += 1
                 continue
             if "device" not in peer:
                 why = peer.get("refusal") or peer.get("crash", "").strip().rpartition("\n")[2]
@@ -183,7 +184,7 @@ def table(result: dict[str, Any]) -> str:
                 cells, good = _cells(peer, base, answer)
                 line += cells
                 if answer is None:
-                    missing.append(f"{name}/{label}/{'in parts' if way else 'ours'}")
+                    missing[name] += 1
                     continue
                 won[way], total[way] = won[way] + good, total[way] + 1
                 again += [] if good else [f"{name} --asked {question(peer)}{way}"]
@@ -196,8 +197,7 @@ def table(result: dict[str, Any]) -> str:
         lines += [*(f"- `{command}`" for command in dict.fromkeys(again))]
     lines += ["", *_smallest(rows, missing)]
     if missing:
-        rows_of = Counter(place.partition("/")[0] for place in missing)
-        told = (f"{count} of {name}" for name, count in rows_of.items())
+        told = (f"{count} of {name}" for name, count in missing.items())
         lines += ["", f"**Partial**: not measured yet are rows: {', '.join(told)}."]
     return "\n".join(lines) + "\n"
 
@@ -217,7 +217,7 @@ def _cells(peer: dict[str, Any], base: dict[str, Any], answer: dict[str, Any] | 
     return f"| needs {answer['needs'] / 1e6:,.1f} | | **does not fit**{short} ", False
 
 
-def _smallest(rows: dict[str, Any], missing: list[str]) -> list[str]:
+def _smallest(rows: dict[str, Any], missing: Counter[str]) -> list[str]:
     lines = [
         "## The smallest budget",
         "",
@@ -235,8 +235,7 @@ def _smallest(rows: dict[str, Any], missing: list[str]) -> list[str]:
             peers = {n: p for n, p in row["peers"].items() if n in POLICIES and "device" in p}
             own, host = (row["ours"].get(f"least:{h}{way}", {}) for h in (0, HOST))
             if len(peers) < len(POLICIES) or "device" not in own or "device" not in host:
-                started = "device" in row["peers"].get("none", {})
-                missing += [f"{name}/least{' in parts' if way else ''}"] if started else []
+                missing[name] += "device" in row["peers"].get("none", {})
                 continue
             every = sorted(peers, key=lambda n: peers[n]["device"])
             best, alone = every[0], next(n for n in every if n not in OFFLOADING)
