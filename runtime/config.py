@@ -10,6 +10,7 @@ A device's table is the one of its name (``[device."cuda:0"]``), else that of it
 from __future__ import annotations
 
 import re
+import time
 import tomllib
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -29,6 +30,8 @@ NAME: Final = "jaxtensile.toml"
 VARIABLE: Final = "JAXTENSILE_CONFIG"
 LONGEST_SOCKET: Final = 107
 """Bytes of a path that a Unix socket can be bound to: ``sun_path`` less its end."""
+_EMPTY: Final = 0.2
+"""Seconds in which an empty file may get its words: it may just be written."""
 
 T = TypeVar("T")
 _Amount = int | float | str
@@ -120,9 +123,14 @@ def find(start: Path, option: str | None, environment: Mapping[str, str]) -> Pat
 
 
 def read(path: Path) -> Config:
-    """What a file says. Raises ``ConfigError``."""
+    """What a file says. Raises ``ConfigError``; also where it is empty, because who writes a file anew empties it
+    first, and all that there is would be granted by what is read at that moment."""
     try:
-        text = path.read_text(encoding="utf-8")
+        until = time.monotonic() + _EMPTY
+        while not (text := path.read_text(encoding="utf-8")) and path.is_file():
+            if time.monotonic() >= until:
+                raise ConfigError(f"{path}: is empty: if it is to say nothing, write a comment ('#') into it")
+            time.sleep(0.01)
     except (OSError, UnicodeDecodeError) as wrong:
         raise ConfigError(f"{path}: cannot be read: {wrong}") from None
     return parse(text, str(path))

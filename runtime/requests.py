@@ -217,7 +217,10 @@ class Requests:
     def _beat(self, connection: Connection, message: Beat) -> None:
         desk, arbiter = self._desk, self._desk.arbiter
         lease = arbiter.leases.get(message.lease)
-        if lease is None or self._stale(lease, connection, message.in_use):
+        if lease is None:
+            self._unknown(connection, message.lease)  # who beats holds it
+            return
+        if self._stale(lease, connection, message.in_use):
             desk.counters["stale"] += 1
             return
         lease.beat, lease.step, lease.step_us, lease.peak = desk.now, message.step, message.step_us, message.peak
@@ -260,12 +263,15 @@ class Requests:
         desk = self._desk
         lease = desk.arbiter.leases.get(number)
         if lease is None:
-            desk.error(connection, "unknown lease", f"there is no lease {number}: ask to be admitted", lease=number)
+            self._unknown(connection, number)
         elif not desk.speakers.same(lease.process, process):
             desk.counters["not yours"] += 1
             desk.error(connection, "not yours", f"lease {number} is another process's", lease=number)
             return None
         return lease
+
+    def _unknown(self, connection: Connection, number: int) -> None:
+        self._desk.error(connection, "unknown lease", f"there is no lease {number}: ask to be admitted", lease=number)
 
     def _stale(self, lease: Lease, connection: Connection, in_use: Sequence[Bytes]) -> bool:
         """Is what a connection says of a lease not to be listened to?"""

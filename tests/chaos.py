@@ -128,7 +128,8 @@ class ChaosDaemon(Daemon):
             self.program = (str(HERE / "broken_daemon.py"), broken)
 
     def configure(self, capacity):
-        self.file.write_text(CONFIG.format(capacity=capacity))
+        (new := self.file.with_suffix(".new")).write_text(CONFIG.format(capacity=capacity))
+        new.rename(self.file)  # a daemon that starts meanwhile reads the one or the other
 
 
 class Zygote:

@@ -176,6 +176,8 @@ def test_what_is_anothers_or_long_over_is_refused_counted_and_changes_nothing():
     assert talk.hear(2, Beat(lease=grant.lease, step=1, step_us=1, in_use=(99,), peak=99)) == []
     (answer,) = talk.hear(2, Reclaim(lease=77, token=grant.token, rung=0, in_use=()))
     assert answer.code == "unknown lease" and answer.lease == 77
+    (answer,) = talk.hear(2, Beat(lease=77, step=1, step_us=1, in_use=(), peak=0))  # it holds what nobody knows of
+    assert answer.code == "unknown lease" and answer.lease == 77
     assert talk.hear(1, Ack(lease=grant.lease, token=Token(0, 0), rung=0, in_use=())) == []
     assert talk.it.arbiter.charged(talk.lease(1)) == before
     assert talk.it.counters["not yours"] == 2 and talk.it.counters["stale"] == 3

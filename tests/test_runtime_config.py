@@ -1,6 +1,7 @@
 """What is written in jaxtensile.toml is what counts, and what cannot be is refused with its place and a way out."""
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtensile.errors import ConfigError
+from jaxtensile.runtime import config
 from jaxtensile.runtime.config import NAME, VARIABLE, find, parse, read
 from jaxtensile.runtime.events import Settings
 from jaxtensile.runtime.leases import HOST
@@ -174,6 +176,20 @@ def test_the_option_goes_first_then_the_variable_then_the_nearest_file_upward(tm
     assert find(below, None, {}) == tmp_path / "a" / NAME
     assert find(below, None, {VARIABLE: "/elsewhere.toml"}) == Path("/elsewhere.toml")
     assert find(below, "given.toml", {VARIABLE: "/elsewhere.toml"}) == Path("given.toml")
+
+
+def test_a_file_that_is_just_being_written_is_waited_for_and_an_empty_one_refused(tmp_path, monkeypatch):
+    (file := tmp_path / NAME).write_text("")
+    monkeypatch.setattr(config, "_EMPTY", 0.02)
+    with pytest.raises(ConfigError, match="is empty: if it is to say nothing, write a comment"):
+        read(file)
+    monkeypatch.setattr(config, "_EMPTY", 30.0)
+    writer = threading.Timer(0.05, file.write_text, ("[device]\ncapacity = 4\n",))
+    writer.start()
+    assert read(file).devices[""].capacity == 4
+    writer.join()
+    file.write_text("# nothing\n")
+    assert read(file).devices == read(Path("/dev/null")).devices == parse("").devices
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
