@@ -17,6 +17,7 @@ from typing import Any
 from jaxtensile import variants as ways
 from jaxtensile.attempts import Attempts, Clock, Watch, nothing
 from jaxtensile.candidates import Candidates
+from jaxtensile.collecting import seldom
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import VerifyError
 from jaxtensile.merge import merged
@@ -45,6 +46,7 @@ STEEPEST = 0.7
 """From one sketch to the next, bytes become at most so much fewer."""
 
 
+@seldom()
 def fit(
     job: Job,
     prepare: Prepare | None = None,
@@ -67,6 +69,7 @@ def fit(
     return page.as_written()
 
 
+@seldom()
 def renew(job: Job, at_most: Seconds, unlike: int, watch: Watch = nothing) -> Fitted | None:
     """The plan for a job whose rates are known better than when it was fitted; None when there is no better one.
 
@@ -95,6 +98,7 @@ class Sketch:
     seconds: Seconds
 
 
+@seldom()
 def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]:
     """Up to ``count`` plans, the largest of them the program with nothing recomputed; nothing is compiled.
 

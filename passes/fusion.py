@@ -13,7 +13,7 @@ or -1 when it never exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxtensile.ir import Graph, Op, consumers, producers
@@ -198,9 +198,9 @@ def _worth_fusing(effort: float, nbytes: Bytes, users: int, times: float, sizes:
 
 def _readers(
     graph: Graph, read_by: list[list[int]], views: list[bool], must_exist: list[bool]
-) -> list[tuple[int, ...]]:
+) -> list[Sequence[int]]:
     """For each value the ops that read it, or read what is no more than another type of it and is never stored."""
-    out: list[tuple[int, ...]] = [tuple(ops) for ops in read_by]
+    out: list[Sequence[int]] = [*read_by]
     for op in reversed(graph.ops):
         if not op.operands or len(op.results) != 1 or must_exist[op.results[0]]:
             continue

@@ -13,16 +13,16 @@ the program the rest of the way; a second of waiting for copies is charged what 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtensile.passes.answer import answer
-from jaxtensile.passes.emit import emit_with_clones
 from jaxtensile.passes.liveness import Liveness, live_ranges
-from jaxtensile.passes.offload import Copy, offload
+from jaxtensile.passes.offload import offload
 from jaxtensile.passes.polish import polish
-from jaxtensile.passes.segments import Choice, Menu, Needs
-from jaxtensile.passes.stages import find_turn, mountain_at
+from jaxtensile.passes.segments import Choice, Needs
+from jaxtensile.passes.stages import find_turn
+from jaxtensile.passes.trials import Explored, Trial, Turn
 from jaxtensile.plan import Plan, Problem, Program
 from jaxtensile.units import Bytes
 
@@ -41,31 +41,6 @@ _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
-    """One kept set, laid out and measured."""
-
-    kept: frozenset[int]
-    program: Program
-    live: Liveness
-    charge: float
-    clones: Sequence[tuple[int, int]] = ()
-    copies: tuple[Copy, ...] = ()
-    wait: float = 0.0
-
-    @property
-    def device(self) -> int:
-        return self.live.device
-
-    worth: float = 1.0
-    """Charge of a second of waiting."""
-
-    @property
-    def price(self) -> float:
-        """What solvers minimise: charge of what runs again and of waiting for copies."""
-        return self.charge + self.wait * self.worth
-
-
 def solve(problem: Problem) -> Plan:
     """Fit the problem's budget by recomputation; the least found when it cannot be met."""
     return prepare(problem)(problem.budget)
@@ -75,23 +50,25 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
     """``solve`` for several budgets of one problem: what does not depend on the budget is done once."""
     program = Program.unchanged(problem.graph)
     live = live_ranges(program.graph)
-    menus: dict[int, Menu] = {}
-    lowest = unchanged = _Trial(frozenset(), program, live, 0.0)
+    explored = Explored(problem.costs.charge)
+    lowest = unchanged = Trial(frozenset(), (program, live), 0.0)
 
-    def search(budget: Bytes) -> _Trial:
+    def search(budget: Bytes) -> Trial:
         """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways."""
         left = _MOUNTAINS
 
-        def descend(here: _Trial, best: _Trial) -> _Trial:
+        def descend(here: Trial, best: Trial) -> Trial:
             nonlocal left
             if _better(here, best, budget):
                 best = here
             if here.device <= budget or not left:
                 return best
             left -= 1
-            for trial in _one_mountain(problem, budget, here, menus if here is unchanged else {}):
+            for trial in _one_mountain(explored, budget, here):
                 if trial.device < here.device and (best.device > budget or trial.price < best.price):
+                    explored.keep(trial)
                     best = descend(trial, best)
+                explored.let_go(trial)
             return best
 
         return descend(unchanged, unchanged)
@@ -115,8 +92,8 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
 
 
 def _with_copies(
-    problem: Problem, budget: Bytes, best: _Trial, search: Callable[[Bytes], _Trial], plain: Liveness
-) -> _Trial:
+    problem: Problem, budget: Bytes, best: Trial, search: Callable[[Bytes], Trial], plain: Liveness
+) -> Trial:
     """The better of ``best`` and of plans for larger budgets that copies to the host bring down to this one."""
     assert problem.link is not None
     most = min(problem.host_budget, plain.device - budget)
@@ -127,30 +104,25 @@ def _with_copies(
         off = offload(start.program, seconds, problem.link, budget, problem.host_budget)
         if off.copies:
             charge = off.program.again(problem.costs.charge)
-            found = _Trial(start.kept, off.program, off.live, charge, copies=off.copies, wait=off.wait, worth=worth)
+            laid = off.program, off.live
+            found = Trial(start.kept, laid, charge, copies=off.copies, wait=off.wait, worth=worth)
             if _better(found, best, budget):
                 best = found
     return best
 
 
-def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[int, Menu]) -> list[_Trial]:
-    """The best plan around one turn of the program that ``start`` is; ``menus``: known ones by turn.
+def _one_mountain(explored: Explored, budget: Bytes, start: Trial) -> list[Trial]:
+    """The best plan around one turn of the program that ``start`` is.
 
     The lowest when none fits. Behind it the cheapest of those that another turn keeps from fitting, if
     there are such. Empty when nothing waits across the turn.
     """
-    live, graph = start.live, start.program.graph
-    turn = find_turn(graph, live, max(budget - (live.device - live.temp), 0))
-    if turn is None:
+    turn = find_turn(start.program.graph, start.live, max(budget - (start.device - start.temp), 0))
+    known = explored.around(start, turn) if turn is not None else None
+    if known is None:
         return []
-    charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in start.program.origin]
-    menu = menus.get(turn)
-    if menu is None:
-        mountain = mountain_at(graph, turn)
-        if not mountain.needed:
-            return []
-        menu = menus[turn] = Menu(graph, mountain, charge)
-    around = _Around(budget, start, menu, charge)
+    around = _Around(budget, known)
+    menu, charge = known.menu, known.charge
     fits = [found for span in menu.spans if (found := around.with_span(span)) is not None]
     if fits:
         around.grow(min(fits, key=lambda f: f.trial.price))
@@ -162,14 +134,18 @@ def _one_mountain(problem: Problem, budget: Bytes, start: _Trial, menus: dict[in
     worse = budget if lowest.device <= budget else lowest.device
     dearer = lowest.price - _WORTHWHILE * sum(charge)
     stuck = [t for t in trials if times[t.device] > 1 and worse < t.device < start.device and t.price < dearer]
-    return [lowest, *([min(stuck, key=lambda t: (t.device, t.price))] if stuck else [])]
+    found = [lowest, *([min(stuck, key=lambda t: (t.device, t.price))] if stuck else [])]
+    for trial in trials:
+        if trial not in found:
+            explored.let_go(trial)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
     """A trial that fits, and what it was chosen by."""
 
-    trial: _Trial
+    trial: Trial
     span: int
     capacity: Bytes
     needs: Needs
@@ -178,39 +154,31 @@ class _Fit:
 class _Around:
     """The trials around one turn for one budget."""
 
-    def __init__(self, budget: Bytes, start: _Trial, menu: Menu, charge: Sequence[float]) -> None:
-        self.budget, self.start, self.menu, self.charge = budget, start, menu, charge
-        self.known: dict[frozenset[int], _Trial] = {}
-        self.fixed = start.device - start.live.temp
+    def __init__(self, budget: Bytes, turn: Turn) -> None:
+        self.budget, self.turn, self.menu = budget, turn, turn.menu
+        self.known: dict[frozenset[int], Trial] = {}
+        self.fixed = turn.start.device - turn.start.temp
         # What the turn needs beside the kept values; the rest of the budget is for keeping.
-        first = self.measure(menu.least(menu.spans[0]))
-        barrier = next((i for i, o in enumerate(first.program.origin) if o < 0), len(first.program.origin))
-        self.base = self.fixed + max(first.live.profile[:barrier], default=0) - menu.size(first.kept)
+        first = self.measure(self.menu.least(self.menu.spans[0]))
+        self.base = self.fixed + max(first.profile[: first.barrier], default=0) - self.menu.size(first.kept)
 
     @property
-    def best(self) -> _Trial:
+    def best(self) -> Trial:
         """The cheapest that fits."""
         return min((t for t in self.known.values() if t.device <= self.budget), key=lambda t: t.price)
 
-    def measure(self, kept: frozenset[int]) -> _Trial:
-        trial = self.known.get(kept)
-        if trial is None:
-            start, mountain = self.start, self.menu.mountain
-            again, cuts = self.menu.again.ops(kept), self.menu.waists
-            program, clones = emit_with_clones(start.program, start.live.kernels, mountain, kept, again, cuts)
-            charge = start.charge + sum(self.charge[o] for o in again)
-            trial = _Trial(kept, program, live_ranges(program.graph), charge, clones)
-            self.known[kept] = trial
+    def measure(self, kept: frozenset[int]) -> Trial:
+        trial = self.known[kept] = self.turn.measure(kept)
         return trial
 
-    def choose(self, span: int, capacity: Bytes, needs: Needs) -> tuple[Choice, _Trial] | None:
+    def choose(self, span: int, capacity: Bytes, needs: Needs) -> tuple[Choice, Trial] | None:
         """The cheapest choice as far as is known, measured; what is measured is known from then on."""
         choice = self.menu.choose(span, capacity, self.budget - self.fixed, needs)
         if choice is None:
             return None
         trial = self.measure(choice.kept)
         if trial.device > self.budget:
-            needs.learn(self.menu, choice, trial.clones, trial.live.profile)
+            needs.learn(self.menu, choice, trial.clones, trial.profile)
         return choice, trial
 
     def with_span(self, span: int) -> _Fit | None:
@@ -226,8 +194,8 @@ class _Around:
             choice, trial = found
             if trial.device <= self.budget:
                 return _Fit(trial, span, capacity, needs)
-            climb = trial.clones[0][0] if trial.clones else len(trial.live.profile)
-            over = self.fixed + max(trial.live.profile[:climb]) - self.budget
+            climb = trial.clones[0][0] if trial.clones else len(trial.profile)
+            over = self.fixed + max(trial.profile[:climb]) - self.budget
             # At the turn only keeping less helps; what a segment needs when it is made again is known from now on.
             # Where that changes nothing, a larger step.
             same = (less * _STRIDE if less else trial.device - self.budget) if choice.kept == last else 0
@@ -244,7 +212,7 @@ class _Around:
         high: int | None = None
         for _ in range(_GROWTHS):
             room = self.budget - trial.device
-            if not trial.charge or room <= _LEFT * trial.live.temp:
+            if not trial.charge or room <= _LEFT * trial.temp:
                 return
             more = capacity + room if high is None else (capacity + high) // 2
             found = self.choose(fit.span, more, fit.needs)
@@ -256,7 +224,7 @@ class _Around:
                 high = more
 
 
-def _better(a: _Trial, b: _Trial, budget: Bytes) -> bool:
+def _better(a: Trial, b: Trial, budget: Bytes) -> bool:
     if a.device <= budget and b.device <= budget:
         return a.price < b.price
     return a.device < b.device

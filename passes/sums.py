@@ -23,32 +23,35 @@ def read_by_slow_sums(graph: Graph, read_by: list[list[int]], alike: frozenset[s
     columns, as it is or on the way there: what is centred, in batch norm. ``alike``: primitives that make an element of
     every element."""
     values = graph.values
-    if not any(_sums_few_rows(graph, op) for op in graph.ops):
-        return [False] * len(values)
+    few = {op.id for op in graph.ops if _sums_few_rows(graph, op)}
+    slow = [False] * len(values)
+    if not few:
+        return slow
     passing_on = alike | {"broadcast_in_dim"}
-    total, spread = [False] * len(values), [False] * len(values)
+    total, spread = set[int](), set[int]()
     """Made of sums over rows alone, and the same for every row."""
     for op in graph.ops:
-        if len(op.results) != 1 or not op.operands:
-            continue
-        r = op.results[0]
-        if _sums_few_rows(graph, op):
-            total[r] = True
-        elif op.primitive in passing_on:
-            count = math.prod(values[r].shape)
-            wider = [total[v] and math.prod(values[v].shape) < count for v in op.operands]
-            total[r] = any(total[v] for v in op.operands) and not any(wider)
-            spread[r] = any(wider) or any(spread[v] for v in op.operands)
-    slow = [False] * len(values)
+        if op.id in few:
+            total.update(op.results)
+        elif len(op.results) == 1 and op.primitive in passing_on:
+            from_totals = total.intersection(op.operands)
+            if from_totals or not spread.isdisjoint(op.operands):
+                r = op.results[0]
+                count = math.prod(values[r].shape)
+                wider = any(math.prod(values[v].shape) < count for v in from_totals)
+                if from_totals and not wider:
+                    total.add(r)
+                if wider or not spread.isdisjoint(op.operands):
+                    spread.add(r)
     for op in reversed(graph.ops):
         if len(op.results) != 1:
             continue
         r = op.results[0]
-        passes = op.primitive in passing_on and slow[r] and len(read_by[r]) == 1
-        whole = {v for v in op.operands if math.prod(values[v].shape) >= math.prod(values[r].shape)}
-        if len(whole) == 1 and (passes or _sums_few_rows(graph, op)):
-            slow[whole.pop()] = True
-    return [a and b for a, b in zip(slow, spread, strict=True)]
+        if op.id in few or (slow[r] and op.primitive in passing_on and len(read_by[r]) == 1):
+            whole = {v for v in op.operands if math.prod(values[v].shape) >= math.prod(values[r].shape)}
+            if len(whole) == 1:
+                slow[whole.pop()] = True
+    return [a and v in spread for v, a in enumerate(slow)]
 
 
 def _sums_few_rows(graph: Graph, op: Op) -> bool:

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "hardware": "units",
     "workload": "",
     "cachefiles": "",
+    "collecting": "",
     "ir": "units",
     "irtext": "units errors ir",
     "device": "units errors",
@@ -64,7 +65,7 @@ MAY_IMPORT = {
     "outcome": f"{EDGE} candidates undo request variants timeline report",
     "attempts": f"{EDGE} request variants outcome",
     "rounds": f"{EDGE} attempts candidates variants outcome",
-    "pipeline": f"""{EDGE} rounds attempts candidates plan_cache recipe state merge undo request variants outcome
+    "pipeline": f"""{EDGE} collecting rounds attempts candidates plan_cache recipe state merge undo request variants outcome
     timeline report""",
     "placement": f"{VOCABULARY} target _compat",
     "location": "device target _compat",

@@ -1,0 +1,147 @@
+"""What was laid out and measured around the turns of one problem, so that no search does it again.
+
+Invariant: which plan is found does not depend on what is remembered. What is measured stays known; the schedules
+themselves, which are large, stay for the first ones alone, and are laid out again where they are wanted once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from jaxtensile.passes.emit import emit_with_clones
+from jaxtensile.passes.liveness import Liveness, live_ranges
+from jaxtensile.passes.offload import Copy
+from jaxtensile.passes.segments import Menu
+from jaxtensile.passes.stages import mountain_at
+from jaxtensile.plan import Program
+from jaxtensile.units import Seconds
+
+HELD = 1 << 17
+"""Ops of schedules that stay as they are: some 70 MB."""
+
+Laid = tuple[Program, Liveness]
+
+
+class Trial:
+    """One kept set, laid out and measured. ``worth``: charge of a second of waiting."""
+
+    __slots__ = (
+        "_again",
+        "_laid",
+        "barrier",
+        "charge",
+        "clones",
+        "copies",
+        "device",
+        "kept",
+        "profile",
+        "temp",
+        "wait",
+        "worth",
+    )
+
+    def __init__(
+        self,
+        kept: frozenset[int],
+        laid: Laid,
+        charge: float,
+        clones: Sequence[tuple[int, int]] = (),
+        *,
+        again: Callable[[], Laid] | None = None,
+        copies: tuple[Copy, ...] = (),
+        wait: Seconds = 0.0,
+        worth: float = 1.0,
+    ) -> None:
+        program, live = laid
+        self.kept, self.charge, self.clones, self.copies = kept, charge, clones, copies
+        self.wait, self.worth = wait, worth
+        self.device, self.temp, self.profile = live.device, live.temp, live.profile
+        self.barrier = next((i for i, o in enumerate(program.origin) if o < 0), len(program.origin))
+        """The first step that the problem's own program does not have."""
+        self._laid: Laid | None = laid
+        self._again = again
+        """Makes the schedule once more."""
+
+    @property
+    def program(self) -> Program:
+        return self.laid()[0]
+
+    @property
+    def live(self) -> Liveness:
+        return self.laid()[1]
+
+    @property
+    def price(self) -> float:
+        """What solvers minimise: charge of what runs again and of waiting for copies."""
+        return self.charge + self.wait * self.worth
+
+    def laid(self) -> Laid:
+        """The schedule, and what it needs."""
+        if self._laid is None:
+            assert self._again is not None, "what cannot be made again is not let go"
+            self._laid = self._again()
+        return self._laid
+
+    def let_go(self) -> None:
+        """The schedule may be forgotten."""
+        if self._again is not None:
+            self._laid = None
+
+
+class Turn:
+    """What is known around one turn of the program that ``start`` is."""
+
+    def __init__(self, start: Trial, menu: Menu, charge: Sequence[float]) -> None:
+        self.start, self.menu, self.charge = start, menu, charge
+        self._known: dict[frozenset[int], Trial] = {}
+
+    def measure(self, kept: frozenset[int]) -> Trial:
+        """What is left when exactly ``kept`` survives the turn."""
+        trial = self._known.get(kept)
+        if trial is None:
+            again = self.menu.again.ops(kept)
+            charge = self.start.charge + sum(self.charge[o] for o in again)
+            laid, clones = self._lay(kept, again)
+            trial = Trial(kept, laid, charge, clones, again=lambda: self._lay(kept, again)[0])
+            self._known[kept] = trial
+        return trial
+
+    def _lay(self, kept: frozenset[int], again: set[int]) -> tuple[Laid, list[tuple[int, int]]]:
+        start, menu = self.start, self.menu
+        program, clones = emit_with_clones(start.program, start.live.kernels, menu.mountain, kept, again, menu.waists)
+        return (program, live_ranges(program.graph)), clones
+
+
+class Explored:
+    """The turns that were looked at, of all programs that searches came to."""
+
+    def __init__(self, costs: Sequence[float]) -> None:
+        self._costs = costs
+        self._turns: dict[tuple[int, int], Turn | None] = {}
+        self._starts: list[Trial] = []
+        """Whose ids are keys."""
+        self._held: set[int] = set()
+        self._left = HELD
+
+    def around(self, start: Trial, turn: int) -> Turn | None:
+        """What is known around a turn; None where nothing waits across it."""
+        key = id(start), turn
+        if key not in self._turns:
+            self._starts.append(start)
+            graph, origin = start.program.graph, start.program.origin
+            mountain = mountain_at(graph, turn)
+            charge = [self._costs[o] if o >= 0 else 0.0 for o in origin]
+            self._turns[key] = Turn(start, Menu(graph, mountain, charge), charge) if mountain.needed else None
+        return self._turns[key]
+
+    def keep(self, trial: Trial) -> None:
+        """The schedule is wanted again, by this search or by the next: it stays if there is room."""
+        ops = len(trial.profile)
+        if id(trial) not in self._held and ops <= self._left:
+            self._held.add(id(trial))
+            self._left -= ops
+
+    def let_go(self, trial: Trial) -> None:
+        """The schedule is not wanted for now."""
+        if id(trial) not in self._held:
+            trial.let_go()
