@@ -9,7 +9,8 @@ of their own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
 
@@ -58,11 +59,18 @@ class _Bodies:
                 use = live_ranges(inner.graph).use()
                 if use.temp >= max(smallest, 1):
                     self.large.append(((op.id, k), body, inner, use))
-        self._candidates = cache(self._of)
+        self._unasked = cache(self._of)
+        self._candidates = cache(lambda i: self._unasked(i).anew())
 
     def _of(self, i: int) -> Candidates:
         _, body, inner, _ = self.large[i]
         return Candidates(*body_alone(self.start.job, body, inner))
+
+    def anew(self) -> _Bodies:
+        """The same bodies, asked nothing yet."""
+        again = copy(self)
+        again._candidates = cache(lambda i: self._unasked(i).anew())
+        return again
 
     def _over(self, key: Key, budget: Bytes) -> Bytes:
         """By how much the program is over the budget while a body runs."""
@@ -122,6 +130,43 @@ class _Bodies:
         return Inside(key=key, trips=body.trips, variant=variant, plan=plan, held=True)
 
 
+class _Ways:
+    """The programs that one is rewritten to, each made when it is first asked for: the same whoever asks.
+
+    So are their solvers, which remember what they have laid out.
+    """
+
+    def __init__(self, written: Variant, costs: Costs, start: Variant | None = None) -> None:
+        self.written, self.costs = written, costs
+        lower = sunk(written, costs) if start is None and written.job.shards == 1 else start
+        self.start = lower or written
+        self.chunks = Chunks(self.start, costs)
+        self.loops = cache(with_loops)
+        self.bodies = cache(_Bodies)
+
+    @cached_property
+    def first(self) -> list[Variant]:
+        """What is tried first."""
+        as_it_is = [self.written] if self.start is not self.written else []
+        return [*as_it_is, *self.loops(self.start)]
+
+    @cached_property
+    def more(self) -> list[Callable[[], list[Variant]]]:
+        """Ways that are worth their time once nothing else fits."""
+        start, costs, alone = self.start, self.costs, self.start.job.shards == 1
+        return [
+            cache(lambda: _some(sliced(start, costs))),
+            cache(lambda: _some(joined(start, costs)) if alone else []),
+            cache(lambda: nested(start, costs) if alone else []),
+        ]
+
+    @cached_property
+    def without_host(self) -> _Ways:
+        """The same programs, to be planned by recomputation alone."""
+        written, start = (replace(v, host=False) for v in (self.written, self.start))
+        return _Ways(written, self.costs, written if self.start is self.written else start)
+
+
 class Candidates:
     """The variants of one program, cheapest first; once nothing else fits, large products are made slice by slice,
     and bodies of loops and branches are planned.
@@ -130,31 +175,21 @@ class Candidates:
     as they are.
     """
 
-    def __init__(self, start: Variant, costs: Costs, others: Sequence[Variant] = ()) -> None:
-        self.written, self._costs, self._others = start, costs, others
-        lower = sunk(start, costs) if start.job.shards == 1 else None
-        self._start = lower or start
-        as_it_is = [start] if lower is not None else []
-        self.variants = _ordered([*as_it_is, *with_loops(self._start), *others])
-        self._chunks = Chunks(self._start, costs)
-        self._more = [self._sliced, self._joined, self._nested]
+    def __init__(self, start: Variant, costs: Costs, others: Sequence[Variant] = (), ways: _Ways | None = None) -> None:
+        self._ways = ways or _Ways(start, costs)
+        self._costs, self._others = costs, others
+        self.variants = _ordered([*self._ways.first, *others])
+        self._more = [*self._ways.more]
         self._starts: list[Variant] = []
         """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, and joined
         branches: what they save is in their bodies."""
         self._bodies: list[_Bodies] = []
-        self._as_traced = cache(_Bodies)
         self._hold = False
 
-    def _sliced(self) -> list[Variant]:
-        start = sliced(self._start, self._costs)
-        return [start] if start is not None else []
-
-    def _joined(self) -> list[Variant]:
-        start = joined(self._start, self._costs) if self._start.job.shards == 1 else None
-        return [start] if start is not None else []
-
-    def _nested(self) -> list[Variant]:
-        return nested(self._start, self._costs) if self._start.job.shards == 1 else []
+    @property
+    def written(self) -> Variant:
+        """The program as it was written."""
+        return self._ways.written
 
     def cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
         """The cheapest variant and plan that fit; the smallest when none does."""
@@ -168,7 +203,7 @@ class Candidates:
         """
         if variant.job.device.platform != "cuda":
             return False  # compilers for CPUs and TPUs heed no barriers when they schedule
-        bodies = self._as_traced(variant)
+        bodies = self._ways.bodies(variant)
         helps = bodies.over(budget - more) and bodies.held is not None
         self._hold = self._hold or helps
         return helps
@@ -180,7 +215,7 @@ class Candidates:
     def held(self, found: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan] | None:
         """The same with bodies in the order of their traces; None where they are, or where that does not fit."""
         variant, plan = found
-        held = self._as_traced(variant).held
+        held = self._ways.bodies(variant).held
         if held is None:
             return None
         again = held, held.solve(max(budget, plan.predicted.device))
@@ -190,7 +225,7 @@ class Candidates:
         best = self._in_chunks(cheapest(self.variants, budget), budget)
         while best[1].predicted.device > budget and self._more:
             for start in self._more.pop(0)():
-                more = with_loops(start)
+                more = self._ways.loops(start)
                 self._starts += more[-1:] if start.nested or start.joined else []
                 second = cheapest(more, budget)
                 if _rank(second, budget) < _rank(best, budget):
@@ -200,7 +235,8 @@ class Candidates:
             if not self._bodies:
                 aside = [v for v in self.variants if v.aside]
                 hosted = [cheapest(aside, budget)[0]] if aside and not best[0].aside else []
-                self._bodies = [_Bodies(variant) for variant in dict.fromkeys((best[0], *hosted, *self._starts))]
+                starts = dict.fromkeys((best[0], *hosted, *self._starts))
+                self._bodies = [self._ways.bodies(variant).anew() for variant in starts]
             for bodies in sorted(self._bodies, key=lambda b: not b.may_do(budget)):
                 if best[1].predicted.device <= budget and not bodies.may_do(budget):
                     break  # there is one that fits
@@ -214,25 +250,25 @@ class Candidates:
     def _in_chunks(self, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
         """``best``, or what is cheaper than it with work done in parts: in as many as it takes to need nothing else,
         or in fewer, with more done again."""
-        job = self._start.job
+        job, chunks = self.written.job, self._ways.chunks
         enough = WORTH * sum(self._costs.charge)
         if not job.chunk or job.shards > 1 or (best[1].predicted.device <= budget and charge_of(*best) <= enough):
             return best
-        parts = self._chunks.parts
+        parts = chunks.parts
 
         def plain(k: int) -> Bytes:
-            variant = self._chunks.at(k)
+            variant = chunks.at(k)
             return variant.plain.device if variant is not None else budget + 1
 
         found = bisect_left(parts, True, key=lambda k: plain(k) <= budget)
         # Where the most parts are not enough, fewer are less so.
         fewer = FEWER if found < len(parts) else 1
         for k in parts[max(found - fewer, 0) : found + 1]:
-            variant = self._chunks.at(k)
+            variant = chunks.at(k)
             if variant is None or (best[1].predicted.device <= budget and charge_of(*best) <= variant.charge):
                 continue
             known = [v for v in self.variants if v.base is variant.base]
-            more = known or with_loops(variant)
+            more = known or self._ways.loops(variant)
             if not known:
                 self.variants = _ordered([*self.variants, *more])
                 self._starts += more[-1:]
@@ -254,7 +290,7 @@ class Candidates:
 
     def anew(self) -> Candidates:
         """The same candidates, asked nothing yet."""
-        return Candidates(self.written, self._costs, self._others)
+        return Candidates(self.written, self._costs, self._others, self._ways)
 
     def shallow(self) -> tuple[Variant, Plan]:
         """The smallest plan of those that leave bodies and the depth of loops as they are.
@@ -268,10 +304,14 @@ class Candidates:
     def forget_host(self) -> None:
         """From now on plan by recomputation alone."""
         self.variants = without_host(self.variants)
-        self._start, self.written = replace(self._start, host=False), replace(self.written, host=False)
+        self._ways = self._ways.without_host
+        self._more = self._ways.more[len(self._ways.more) - len(self._more) :]
         self._others = without_host([*self._others])
         self._starts, self._bodies = without_host(self._starts), []
-        self._chunks = Chunks(self._start, self._costs)
+
+
+def _some(variant: Variant | None) -> list[Variant]:
+    return [] if variant is None else [variant]
 
 
 def _ordered(variants: list[Variant]) -> list[Variant]:

@@ -106,7 +106,7 @@ def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]
     only worth its time once nothing else fits: smaller plans may be found by ``fit``.
     """
     page, undone, lighter = _opened(replace(job, budget=TIB), named(job.solver), Clock(watch), False)
-    start = written = ways.written(page.job, page.program.traced, page.costs(), page.prepare)
+    start = written = page.written()
     if undone is not None:
         start = ways.undone(page.job, undone, page.costs(), page.prepare)
     candidates = page.candidates(start, [written] if start is not written else [])
@@ -198,6 +198,8 @@ class _Page:
         self.notes = notes
         self.attempts = Attempts(job, clock)
         self.known_costs: Costs | None = None
+        self.known_written: Variant | None = None
+        self.known: dict[tuple[Variant, ...], Candidates] = {}
         self.plans: PlanCache | None = None
         """Where a plan is to be kept for later processes."""
         self.lighter: Variant | None = None
@@ -210,9 +212,19 @@ class _Page:
                 self.known_costs = op_costs(self.program.traced.graph, self.job.device)
         return self.known_costs
 
+    def written(self) -> Variant:
+        """The program as the user wrote it."""
+        if self.known_written is None:
+            self.known_written = ways.written(self.job, self.program.traced, self.costs(), self.prepare)
+        return self.known_written
+
     def candidates(self, start: Variant, others: Sequence[Variant] = ()) -> Candidates:
+        """Asked nothing yet; what was rewritten and laid out for the same ones before is known."""
+        key = start, *others
         with self.clock("loops"):
-            return Candidates(start, self.costs(), others)
+            if key not in self.known:
+                self.known[key] = Candidates(start, self.costs(), others)
+            return self.known[key].anew()
 
     def cheapest(self, candidates: Candidates) -> tuple[Variant, Plan]:
         with self.clock("solve"):
@@ -234,7 +246,7 @@ class _Page:
             if found is None:
                 self.plans = plans
                 return None
-            start = ways.written(job, program.traced, self.costs(), self.prepare)
+            start = self.written()
             if found.recipe.undone and undone is not None and lighter is not None:
                 start, program = ways.undone(job, undone, self.costs(), self.prepare), lighter
             try:
@@ -258,14 +270,14 @@ class _Page:
 
         @cache
         def ahead() -> tuple[Candidates, tuple[Variant, Plan] | None]:
-            candidates = self.candidates(ways.written(job, program.traced, self.costs(), self.prepare))
+            candidates = self.candidates(self.written())
             first = self.cheapest(candidates) if possible and job.shards == 1 else None
             return candidates, first
 
         if self.baseline and job.state:
             self.attempts.own()
         if job.state and program.may_fit(job):
-            start = ways.written(job, program.traced, self.costs(), self.prepare)
+            start = self.written()
             meanwhile = ahead if program.predicted.device > job.budget else None
             made = self.attempts.unplanned(start, meanwhile)
             if made.compiled.device <= job.budget:
@@ -282,7 +294,7 @@ class _Page:
             rounds = self.rounds()
             best, count = rounds.all(candidates, first)
             if best is None or best.compiled.device > job.budget:
-                start = ways.written(job, program.traced, self.costs(), self.prepare)
+                start = self.written()
                 lighter, others = self.lighter or start, [start] if self.lighter else []
                 best, more = rounds.smallest(self.candidates(lighter, others), best)
                 count += more
@@ -296,7 +308,7 @@ class _Page:
         job, program = self.job, self.program
         if program.bound.nbytes <= job.budget or not job.chunk or job.shards > 1:
             return program.bound
-        chunks = ways.Chunks(ways.written(job, program.traced, self.costs(), self.prepare), self.costs())
+        chunks = ways.Chunks(self.written(), self.costs())
         finest = chunks.at(chunks.parts[-1]) if chunks.parts else None
         return program.bound if finest is None else self.less(program.bound, finest)
 
@@ -314,7 +326,7 @@ class _Page:
 
         @cache
         def ahead() -> tuple[Candidates, tuple[Variant, Plan]]:
-            candidates = self.candidates(start, [ways.written(job, self.program.traced, costs, self.prepare)])
+            candidates = self.candidates(start, [self.written()])
             return candidates, self.cheapest(candidates)
 
         if lighter.may_fit(job):
@@ -337,7 +349,7 @@ class _Page:
     ) -> Fitted | None:
         """The cheapest of what is worth it and fits, with and without the user's checkpoints; None without such."""
         job, costs, program = self.job, self.costs(), self.program
-        start = written = ways.written(job, program.traced, costs, self.prepare)
+        start = written = self.written()
         if undone is not None and lighter is not None:
             start, program = ways.undone(job, undone, costs, self.prepare), lighter
         others = [written] if start is not written else []

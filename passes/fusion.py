@@ -196,9 +196,7 @@ def _worth_fusing(effort: float, nbytes: Bytes, users: int, times: float, sizes:
     return fused < unfused
 
 
-def _readers(
-    graph: Graph, read_by: list[list[int]], views: list[bool], must_exist: list[bool]
-) -> list[Sequence[int]]:
+def _readers(graph: Graph, read_by: list[list[int]], views: list[bool], must_exist: list[bool]) -> list[Sequence[int]]:
     """For each value the ops that read it, or read what is no more than another type of it and is never stored."""
     out: list[Sequence[int]] = [*read_by]
     for op in reversed(graph.ops):
