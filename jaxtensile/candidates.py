@@ -303,6 +303,8 @@ class Candidates:
 
     def forget_host(self) -> None:
         """From now on plan by recomputation alone."""
+        if not self.written.job.host_budget:
+            return  # as ever
         self.variants = without_host(self.variants)
         self._ways = self._ways.without_host
         self._more = self._ways.more[len(self._ways.more) - len(self._more) :]

@@ -199,6 +199,8 @@ class Rounds:
                 as_it_is = plan.changes_nothing and variant.as_it_is and variant.undone is None
                 if as_it_is:
                     made, more = self.attempts.as_it_is(variant, plan), 1
+                elif missed is not None and program_key(missed.variant, missed.plan) == key:
+                    made, more = missed, 0
                 else:
                     made, more = self._planned(anew, variant, plan, 0)
                 rounds += more

@@ -32,6 +32,8 @@ _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
 """Shares of what must leave the device that are given to copies; the rest is recomputed."""
 _REPAIRS = 8
 _STRIDE = 4
+_PEAK = 1 / 64
+"""Share of the temporaries by which steps at the peak may be below it."""
 _WORTHWHILE = 0.01
 """A dearer plan is not given up for another turn to be solved unless this share of a step can be gained."""
 _GROWTHS = 4
@@ -64,7 +66,12 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
             if here.device <= budget or not left:
                 return best
             left -= 1
-            for trial in _one_mountain(explored, budget, here):
+            trials = _one_mountain(explored, budget, here)
+            if left and here is not unchanged and not any(t.device < here.device for t in trials):
+                # What waits longest does not make the peak: the turn there.
+                left -= 1
+                trials = _one_mountain(explored, budget, here, here.device - int(_PEAK * here.temp))
+            for trial in trials:
                 if trial.device < here.device and (best.device > budget or trial.price < best.price):
                     explored.keep(trial)
                     best = descend(trial, best)
@@ -111,13 +118,14 @@ def _with_copies(
     return best
 
 
-def _one_mountain(explored: Explored, budget: Bytes, start: Trial) -> list[Trial]:
-    """The best plan around one turn of the program that ``start`` is.
+def _one_mountain(explored: Explored, budget: Bytes, start: Trial, above: Bytes = 0) -> list[Trial]:
+    """The best plan around one turn of the program that ``start`` is, of steps that need more than ``above``.
 
     The lowest when none fits. Behind it the cheapest of those that another turn keeps from fitting, if
     there are such. Empty when nothing waits across the turn.
     """
-    turn = find_turn(start.program.graph, start.live, max(budget - (start.device - start.temp), 0))
+    level = max(budget, above) - (start.device - start.temp)
+    turn = find_turn(start.program.graph, start.live, max(level, 0))
     known = explored.around(start, turn) if turn is not None else None
     if known is None:
         return []
