@@ -13,7 +13,6 @@ from typing import Protocol, TypeVar
 
 from jaxtensile.ir import Graph
 from jaxtensile.passes.emit import Recomputation
-from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.stages import Mountain
 from jaxtensile.plan import Program
 from jaxtensile.units import Bytes, Seconds
@@ -25,16 +24,14 @@ _MEASURED = 4
 
 
 class Trial(Protocol):
-    """One kept set, laid out and measured."""
+    """One kept set, laid out and measured; ``at_peak``: values of which a version has a buffer where it needs most."""
 
     @property
     def kept(self) -> frozenset[int]: ...
     @property
-    def program(self) -> Program: ...
-    @property
-    def live(self) -> Liveness: ...
-    @property
     def device(self) -> Bytes: ...
+    @property
+    def at_peak(self) -> frozenset[int]: ...
 
 
 T = TypeVar("T", bound=Trial)
@@ -69,20 +66,12 @@ def polish(
             if trial.device <= budget:
                 best = trial
                 break
-            live = _live_at_peak(start, trial)
+            live = {v for v, original in enumerate(start.version_of) if original in trial.at_peak}
             room = _make_room(graph, recomputation, charge, kept - new, live, trial.device - budget)
             if not room:
                 break
             kept -= room
     return best
-
-
-def _live_at_peak(start: Program, trial: Trial) -> set[int]:
-    """Values of ``start`` of which a version has a buffer where ``trial`` needs most."""
-    profile = trial.live.profile
-    peak = max(range(len(profile)), key=profile.__getitem__)
-    known = {trial.program.version_of[r.value] for r in trial.live.ranges if r.start <= peak < r.stop}
-    return {v for v, original in enumerate(start.version_of) if original in known}
 
 
 def _make_room(

@@ -27,6 +27,7 @@ class Trial:
 
     __slots__ = (
         "_again",
+        "_at_peak",
         "_laid",
         "barrier",
         "charge",
@@ -59,6 +60,7 @@ class Trial:
         self.barrier = next((i for i, o in enumerate(program.origin) if o < 0), len(program.origin))
         """The first step that the problem's own program does not have."""
         self._laid: Laid | None = laid
+        self._at_peak: frozenset[int] | None = None
         self._again = again
         """Makes the schedule once more."""
 
@@ -82,9 +84,20 @@ class Trial:
             self._laid = self._again()
         return self._laid
 
+    @property
+    def at_peak(self) -> frozenset[int]:
+        """Values of the problem of which a version has a buffer where it needs most."""
+        if self._at_peak is None:
+            program, live = self.laid()
+            peak = max(range(len(live.profile)), key=live.profile.__getitem__, default=-1)
+            held = (r.value for r in live.ranges if r.start <= peak < r.stop)
+            self._at_peak = frozenset(program.version_of[v] for v in held)
+        return self._at_peak
+
     def let_go(self) -> None:
         """The schedule may be forgotten."""
-        if self._again is not None:
+        if self._again is not None and self._laid is not None:
+            _ = self.at_peak
             self._laid = None
 
 

@@ -12,6 +12,7 @@ from jaxtensile import attempts, pipeline, rounds
 from jaxtensile.device import profile
 from jaxtensile.passes.greedy import prepare as greedy
 from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.pipeline import Job, fit
 from jaxtensile.plan import MemoryUse
 from jaxtensile.trace import trace_jaxpr
@@ -188,6 +189,17 @@ def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
     assert info.value.needs > info.value.has == tight()
     assert "smallest reachable" in str(info.value) and "step" in str(info.value)
     assert info.value.culprits
+
+
+def test_below_what_can_be_reached_no_plan_is_compiled_twice(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(pipeline, "lower_bound", lambda *_: Bound(nbytes=0, ops=()))
+    compiler = Compiler(monkeypatch)
+    with pytest.raises(jaxtensile.BudgetError) as info:
+        fit(job(predicted().argument + 100), compiler.prepare)
+    assert min(compiler.given) == info.value.needs
+    asked = [(*options.items(), needs) for options, needs in zip(compiler.options, compiler.given, strict=True)]
+    assert len(asked) == len(set(asked))
 
 
 def test_a_compiler_that_refuses_is_asked_for_less(monkeypatch):

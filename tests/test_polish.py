@@ -1,7 +1,5 @@
 """Exchanges: a dearer op kept in place of cheaper ones, never at the price of the budget."""
 
-from dataclasses import dataclass
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,20 +9,9 @@ from jaxtensile.passes.fusion import fuse
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.polish import polish
 from jaxtensile.passes.stages import mountain_at
+from jaxtensile.passes.trials import Trial
 from jaxtensile.plan import Program
 from oracles import completed
-
-
-@dataclass(frozen=True)
-class Trial:
-    kept: frozenset
-    program: object
-    live: object
-    charge: float
-
-    @property
-    def device(self):
-        return self.live.device
 
 
 class Bench:
@@ -39,7 +26,7 @@ class Bench:
     def measure(self, kept):
         program = emit(self.start, self.kernels, self.mountain, kept, [])
         again = self.recomputation.ops(kept)
-        trial = Trial(kept, program, live_ranges(program.graph), sum(self.charge[o] for o in again))
+        trial = Trial(kept, (program, live_ranges(program.graph)), sum(self.charge[o] for o in again))
         self.trials.append(trial)
         return trial
 

@@ -1,0 +1,76 @@
+"""What was laid out is not laid out again, and what was let go is the same when it is."""
+
+import pytest
+
+from graphs import network
+from jaxtensile.device import profile
+from jaxtensile.passes import trials
+from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.greedy import prepare
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.stages import find_turn
+from jaxtensile.passes.trials import Explored, Trial
+from jaxtensile.plan import Problem, Program
+
+
+@pytest.fixture
+def laid(monkeypatch):
+    """The kept sets that are laid out."""
+    seen, lay = [], trials.Turn._lay
+
+    def counted(self, kept, again):
+        seen.append(kept)
+        return lay(self, kept, again)
+
+    monkeypatch.setattr(trials.Turn, "_lay", counted)
+    return seen
+
+
+def explored(graph):
+    costs = op_costs(graph, profile("nvidia-h200"))
+    program = Program.unchanged(graph)
+    start = Trial(frozenset(), (program, live_ranges(graph)), 0.0)
+    return Explored(costs.charge), start
+
+
+def test_a_kept_set_is_laid_out_once_and_again_when_it_was_let_go(laid):
+    graph, *_ = network(12, gated=True)
+    known, start = explored(graph)
+    turn = known.around(start, find_turn(graph, start.live, 0))
+    kept = turn.menu.least(turn.menu.spans[0])
+    trial = turn.measure(kept)
+    before = trial.program, trial.live
+    assert turn.measure(kept) is trial and laid == [kept]
+    known.let_go(trial)
+    assert (trial.program, trial.live) == before and laid == [kept, kept]
+    assert trial.device == trial.live.device and trial.profile == trial.live.profile
+
+
+def test_what_is_to_stay_stays_as_long_as_there_is_room(laid, monkeypatch):
+    graph, *_ = network(12, gated=True)
+    known, start = explored(graph)
+    turn = known.around(start, find_turn(graph, start.live, 0))
+    first, second = (turn.measure(turn.menu.least(span)) for span in turn.menu.spans[:2])
+    monkeypatch.setattr(known, "_left", len(first.profile))
+    for trial in (first, second):
+        known.keep(trial)
+        known.let_go(trial)
+    count = len(laid)
+    assert first.program.graph.ops and len(laid) == count
+    assert second.program.graph.ops and len(laid) == count + 1
+
+
+def test_where_nothing_waits_there_is_no_turn():
+    graph, *_ = network(12, gated=True)
+    known, start = explored(graph)
+    assert known.around(start, 0) is None and known.around(start, 0) is None
+
+
+def test_a_budget_that_was_asked_for_costs_nothing_more_and_gives_the_same(laid):
+    graph, *_ = network(24, gated=True)
+    at = prepare(Problem(graph=graph, costs=op_costs(graph, profile("nvidia-h200")), budget=0))
+    first = at(0)
+    count = len(laid)
+    assert count
+    assert at(0) == first
+    assert len(laid) - count <= 2  # but for those that were let go and are answers
