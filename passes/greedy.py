@@ -202,7 +202,7 @@ class _Around:
             choice, trial = found
             if trial.device <= self.budget:
                 return _Fit(trial, span, capacity, needs)
-            climb = trial.clones[0][0] if trial.clones else len(trial.profile)
+            climb, _ = next(iter(trial.clones), (len(trial.profile), -1))
             over = self.fixed + max(trial.profile[:climb]) - self.budget
             # At the turn only keeping less helps; what a segment needs when it is made again is known from now on.
             # Where that changes nothing, a larger step.

@@ -1,12 +1,15 @@
 """What was laid out and measured around the turns of one problem, so that no search does it again.
 
-Invariant: which plan is found does not depend on what is remembered. What is measured stays known; the schedules
-themselves, which are large, stay for the first ones alone, and are laid out again where they are wanted once more.
+Invariant: which plan is found does not depend on what is remembered. What is measured stays known, in 8 bytes an op and
+16 a clone; the schedules themselves, which are fifty times as large, stay for the first ones alone, and are laid out
+again where they are wanted once more.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from jaxtensile.passes.emit import emit_with_clones
 from jaxtensile.passes.liveness import Liveness, live_ranges
@@ -16,8 +19,10 @@ from jaxtensile.passes.stages import mountain_at
 from jaxtensile.plan import Program
 from jaxtensile.units import Seconds
 
-HELD = 1 << 17
-"""Ops of schedules that stay as they are: some 70 MB."""
+HELD = 1 << 16
+"""Ops of schedules that stay as they are: some 40 MB."""
+TURNS = 1 << 16
+"""Ops of programs around whose turns all that is known stays, beside those of the problem itself: some 150 MB."""
 
 Laid = tuple[Program, Liveness]
 
@@ -28,10 +33,10 @@ class Trial:
     __slots__ = (
         "_again",
         "_at_peak",
+        "_clones",
         "_laid",
         "barrier",
         "charge",
-        "clones",
         "copies",
         "device",
         "kept",
@@ -54,9 +59,9 @@ class Trial:
         worth: float = 1.0,
     ) -> None:
         program, live = laid
-        self.kept, self.charge, self.clones, self.copies = kept, charge, clones, copies
-        self.wait, self.worth = wait, worth
-        self.device, self.temp, self.profile = live.device, live.temp, live.profile
+        self.kept, self.charge, self.copies, self.wait, self.worth = kept, charge, copies, wait, worth
+        self.device, self.temp, self.profile = live.device, live.temp, array("q", live.profile)
+        self._clones = array("q", chain.from_iterable(clones))
         self.barrier = next((i for i, o in enumerate(program.origin) if o < 0), len(program.origin))
         """The first step that the problem's own program does not have."""
         self._laid: Laid | None = laid
@@ -71,6 +76,11 @@ class Trial:
     @property
     def live(self) -> Liveness:
         return self.laid()[1]
+
+    @property
+    def clones(self) -> list[tuple[int, int]]:
+        """The place of every clone in the schedule, and the op around the turn that it repeats."""
+        return [*zip(self._clones[::2], self._clones[1::2], strict=True)]
 
     @property
     def price(self) -> float:
@@ -115,7 +125,7 @@ class Turn:
             again = self.menu.again.ops(kept)
             charge = self.start.charge + sum(self.charge[o] for o in again)
             laid, clones = self._lay(kept, again)
-            trial = Trial(kept, laid, charge, clones, again=lambda: self._lay(kept, again)[0])
+            trial = Trial(kept, laid, charge, clones, again=lambda: self._lay(kept, self.menu.again.ops(kept))[0])
             self._known[kept] = trial
         return trial
 
@@ -126,32 +136,41 @@ class Turn:
 
 
 class Explored:
-    """The turns that were looked at, of all programs that searches came to."""
+    """The turns that were looked at: of the program that comes first, and of the first ones that searches came to."""
 
     def __init__(self, costs: Sequence[float]) -> None:
         self._costs = costs
         self._turns: dict[tuple[int, int], Turn | None] = {}
-        self._starts: list[Trial] = []
-        """Whose ids are keys."""
-        self._held: set[int] = set()
-        self._left = HELD
+        self._starts: dict[int, Trial] = {}
+        """By their ids, which are keys."""
+        self._held: dict[int, Trial] = {}
+        self._left, self._more = HELD, TURNS
 
     def around(self, start: Trial, turn: int) -> Turn | None:
         """What is known around a turn; None where nothing waits across it."""
         key = id(start), turn
-        if key not in self._turns:
-            self._starts.append(start)
-            graph, origin = start.program.graph, start.program.origin
-            mountain = mountain_at(graph, turn)
-            charge = [self._costs[o] if o >= 0 else 0.0 for o in origin]
-            self._turns[key] = Turn(start, Menu(graph, mountain, charge), charge) if mountain.needed else None
-        return self._turns[key]
+        if key in self._turns:
+            return self._turns[key]
+        ops = len(start.profile) if self._starts and id(start) != next(iter(self._starts)) else 0
+        found = self._looked_at(start, turn)
+        if ops <= self._more:
+            self._more -= ops
+            self._starts[id(start)], self._turns[key] = start, found
+        return found
+
+    def _looked_at(self, start: Trial, turn: int) -> Turn | None:
+        graph, origin = start.program.graph, start.program.origin
+        mountain = mountain_at(graph, turn)
+        if not mountain.needed:
+            return None
+        charge = [self._costs[o] if o >= 0 else 0.0 for o in origin]
+        return Turn(start, Menu(graph, mountain, charge), charge)
 
     def keep(self, trial: Trial) -> None:
         """The schedule is wanted again, by this search or by the next: it stays if there is room."""
         ops = len(trial.profile)
         if id(trial) not in self._held and ops <= self._left:
-            self._held.add(id(trial))
+            self._held[id(trial)] = trial
             self._left -= ops
 
     def let_go(self, trial: Trial) -> None:

@@ -43,7 +43,7 @@ def test_a_kept_set_is_laid_out_once_and_again_when_it_was_let_go(laid):
     assert turn.measure(kept) is trial and laid == [kept]
     known.let_go(trial)
     assert (trial.program, trial.live) == before and laid == [kept, kept]
-    assert trial.device == trial.live.device and trial.profile == trial.live.profile
+    assert trial.device == trial.live.device and [*trial.profile] == trial.live.profile
 
 
 def test_what_is_to_stay_stays_as_long_as_there_is_room(laid, monkeypatch):
