@@ -60,7 +60,7 @@ class _Bodies:
                 if use.temp >= max(smallest, 1):
                     self.large.append(((op.id, k), body, inner, use))
         self._unasked = cache(self._of)
-        self._candidates = cache(lambda i: self._unasked(i).anew())
+        self._candidates = self._anew()
 
     def _of(self, i: int) -> Candidates:
         _, body, inner, _ = self.large[i]
@@ -69,8 +69,11 @@ class _Bodies:
     def anew(self) -> _Bodies:
         """The same bodies, asked nothing yet."""
         again = copy(self)
-        again._candidates = cache(lambda i: self._unasked(i).anew())
+        again._candidates = self._anew()
         return again
+
+    def _anew(self) -> Callable[[int], Candidates]:
+        return cache(lambda i: self._unasked(i).anew())
 
     def _over(self, key: Key, budget: Bytes) -> Bytes:
         """By how much the program is over the budget while a body runs."""

@@ -1,6 +1,7 @@
 """The default solver: find the turn, choose segments and what they keep, lay out, measure.
 
-One mountain at a time: the step over budget with the most idle bytes is the turn. For several
+One mountain at a time: the step over budget with the most idle bytes is the turn, and where that does
+not lower the peak, the one with the most of those at the peak. For several
 longest segments, ``segments`` picks what to keep for the bytes there are; the schedule is emitted,
 its peak predicted, and what it misses by is taken off the bytes. The cheapest that fits wins.
 Repeats on what is left over budget, so recomputed stages are planned again (nested
@@ -52,8 +53,8 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
     """``solve`` for several budgets of one problem: what does not depend on the budget is done once."""
     program = Program.unchanged(problem.graph)
     live = live_ranges(program.graph)
-    explored = Explored(problem.costs.charge)
     lowest = unchanged = Trial(frozenset(), (program, live), 0.0)
+    explored = Explored(problem.costs.charge, unchanged)
 
     def search(budget: Bytes) -> Trial:
         """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways."""

@@ -138,8 +138,8 @@ class Turn:
 class Explored:
     """The turns that were looked at: of the program that comes first, and of the first ones that searches came to."""
 
-    def __init__(self, costs: Sequence[float]) -> None:
-        self._costs = costs
+    def __init__(self, costs: Sequence[float], first: Trial) -> None:
+        self._costs, self._first = costs, first
         self._turns: dict[tuple[int, int], Turn | None] = {}
         self._starts: dict[int, Trial] = {}
         """By their ids, which are keys."""
@@ -151,7 +151,7 @@ class Explored:
         key = id(start), turn
         if key in self._turns:
             return self._turns[key]
-        ops = len(start.profile) if self._starts and id(start) != next(iter(self._starts)) else 0
+        ops = 0 if start is self._first else len(start.profile)
         found = self._looked_at(start, turn)
         if ops <= self._more:
             self._more -= ops

@@ -30,7 +30,7 @@ def explored(graph):
     costs = op_costs(graph, profile("nvidia-h200"))
     program = Program.unchanged(graph)
     start = Trial(frozenset(), (program, live_ranges(graph)), 0.0)
-    return Explored(costs.charge), start
+    return Explored(costs.charge, start), start
 
 
 def test_a_kept_set_is_laid_out_once_and_again_when_it_was_let_go(laid):
