@@ -31,6 +31,7 @@ from jaxtensile.variants import (
     charge_of,
     joined,
     nested,
+    prompted,
     sliced,
     sunk,
     with_inside,
@@ -141,8 +142,7 @@ class _Ways:
 
     def __init__(self, written: Variant, costs: Costs, start: Variant | None = None) -> None:
         self.written, self.costs = written, costs
-        lower = sunk(written, costs) if start is None and written.job.shards == 1 else start
-        self.start = lower or written
+        self.start = _lower(written, costs) if start is None else start
         self.chunks = Chunks(self.start, costs)
         self.loops = cache(with_loops)
         self.bodies = cache(_Bodies)
@@ -150,7 +150,7 @@ class _Ways:
     @cached_property
     def first(self) -> list[Variant]:
         """What is tried first."""
-        as_it_is = [self.written] if self.start is not self.written else []
+        as_it_is = [self.written] if not self.start.as_it_is else []
         return [*as_it_is, *self.loops(self.start)]
 
     @cached_property
@@ -169,6 +169,21 @@ class _Ways:
         written, start = (replace(v, host=False) for v in (self.written, self.start))
         return _Ways(written, self.costs, written if self.start is self.written else start)
 
+    @cached_property
+    def unprompted(self) -> _Ways:
+        """The same programs with their updates where they were written."""
+        return _Ways(self.written, self.costs, _sunk(self.written, self.costs))
+
+
+def _sunk(written: Variant, costs: Costs) -> Variant:
+    return (sunk(written, costs) if written.job.shards == 1 else None) or written
+
+
+def _lower(written: Variant, costs: Costs) -> Variant:
+    """What needs less than the program as written, at no cost."""
+    lower = _sunk(written, costs)
+    return (prompted(lower, costs) if written.job.shards == 1 else None) or lower
+
 
 class Candidates:
     """The variants of one program, cheapest first; once nothing else fits, large products are made slice by slice,
@@ -179,10 +194,13 @@ class Candidates:
     """
 
     def __init__(self, start: Variant, costs: Costs, others: Sequence[Variant] = (), ways: _Ways | None = None) -> None:
-        self._ways = ways or _Ways(start, costs)
         self._costs, self._others = costs, others
-        self.variants = _ordered([*self._ways.first, *others])
-        self._more = [*self._ways.more]
+        self._begin(ways or _Ways(start, costs))
+
+    def _begin(self, ways: _Ways) -> None:
+        self._ways = ways
+        self.variants = _ordered([*ways.first, *self._others])
+        self._more = [*ways.more]
         self._starts: list[Variant] = []
         """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, and joined
         branches: what they save is in their bodies."""
@@ -303,6 +321,19 @@ class Candidates:
         """
         plain = [v for v in self.variants if not v.deep]
         return cheapest(plain, int(ABOUT * cheapest(plain, 0)[1].predicted.device))
+
+    @property
+    def prompt(self) -> bool:
+        """Whether updates stand behind their gradients."""
+        return self._ways.start.prompt
+
+    def unprompted(self) -> list[Candidates]:
+        """The same candidates with updates where they were written, asked nothing yet; none where they are."""
+        return [Candidates(self.written, self._costs, self._others, self._ways.unprompted)] if self.prompt else []
+
+    def forget_prompt(self) -> None:
+        """From now on leave updates where they were written."""
+        self._begin(self._ways.unprompted)
 
     def forget_host(self) -> None:
         """From now on plan by recomputation alone."""

@@ -168,6 +168,8 @@ def report(
     if variant.chunked is not None:
         seed, parts = variant.chunked
         notes.insert(0, f"work on {seed.rows} rows is done in {parts} parts, {seed.rows // parts} rows at a time")
+    if variant.prompt:
+        notes.insert(0, "updates are done behind their own gradients, not behind all")
     if variant.sliced:
         notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
     if job.state and job.device.platform == "cpu":

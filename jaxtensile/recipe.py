@@ -25,6 +25,7 @@ from jaxtensile.variants import (
     body_alone,
     joined,
     looping,
+    prompted,
     sliced,
     sunk,
     with_chunks,
@@ -89,6 +90,7 @@ class Recipe(msgspec.Struct, frozen=True):
     graph: str
     plan: Planned
     chunked: tuple[Seed, int] | None = None
+    prompt: bool = False
 
 
 class InBody(msgspec.Struct, frozen=True):
@@ -113,6 +115,7 @@ def recipe_of(variant: Variant, plan: Plan) -> Recipe:
     return Recipe(
         undone=variant.undone is not None,
         host=variant.host,
+        prompt=variant.prompt,
         sunk=variant.sunk,
         sliced=variant.sliced > 0,
         chunked=variant.chunked,
@@ -141,7 +144,8 @@ def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Pl
     if (start.undone is not None) != recipe.undone:
         raise Unlike("its checkpoints are undone in one and not in the other")
     variant = replace(start, host=recipe.host)
-    for wanted, way in ((recipe.sunk, sunk), (recipe.sliced, sliced), (recipe.joined, joined)):
+    taken = (recipe.sunk, sunk), (recipe.prompt, prompted), (recipe.sliced, sliced), (recipe.joined, joined)
+    for wanted, way in taken:
         found = way(variant, costs) if wanted else variant
         if found is None:
             raise Unlike(f"nothing of it can be {way.__name__}")

@@ -54,19 +54,23 @@ class Rounds:
         """What comes closest to the budget, and how many plans were compiled.
 
         Where plans with bytes on the host do not fit, or are refused, recomputation alone has as many rounds:
-        a ``host_budget`` costs compiles and never a fit.
+        a ``host_budget`` costs compiles and never a fit. So do updates behind their gradients, which XLA may postpone.
         """
         budget = self.job.budget
-        best, rounds, tried = self.some(candidates, first)
-        if not tried or (best is not None and best.compiled.device <= budget):
-            return best, rounds
-        candidates.forget_host()
-        first = self.cheapest(candidates, budget)
-        if first[1].predicted.device > HOPELESS * budget:
-            return best, rounds
-        second, more, _ = self.some(candidates, first)
-        made = [m for m in (best, second) if m is not None]
-        return min(made, key=lambda m: m.compiled.device, default=None), rounds + more
+        best, rounds, hosted = self.some(candidates, first)
+        for forget, tried in ((candidates.forget_host, hosted), (candidates.forget_prompt, candidates.prompt)):
+            if best is not None and best.compiled.device <= budget:
+                break
+            if not tried:
+                continue
+            forget()
+            first = self.cheapest(candidates, budget)
+            if first[1].predicted.device > HOPELESS * budget:
+                continue
+            second, more, _ = self.some(candidates, first)
+            made = [m for m in (best, second) if m is not None]
+            best, rounds = min(made, key=lambda m: m.compiled.device, default=None), rounds + more
+        return best, rounds
 
     def some(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int, bool]:
         """Plan, compile, and on a miss plan again for what XLA added: the smallest, how many were compiled, and
@@ -188,10 +192,11 @@ class Rounds:
             if not host:
                 candidates.forget_host()
             with self.attempts.clock("solve"):
-                anew = candidates.anew()
-                plans = [anew.cheapest(0)]
-                plans += [anew.shallow()] if plans[0][0].deep else []
-            for variant, plan in plans:
+                plans: list[tuple[Candidates, Variant, Plan]] = []
+                for anew in (candidates.anew(), *candidates.unprompted()):
+                    plans.append((anew, *anew.cheapest(0)))
+                    plans += [(anew, *anew.shallow())] if plans[-1][1].deep else []
+            for anew, variant, plan in plans:
                 key = program_key(variant, plan)
                 if key in keys:
                     continue

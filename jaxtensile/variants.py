@@ -16,10 +16,12 @@ from jaxtensile.bodies import Body, Key, with_bodies
 from jaxtensile.chunk import in_chunks
 from jaxtensile.join import find_cond_pairs, join_conds
 from jaxtensile.loops import rewrite_loops
+from jaxtensile.merge import rebuilt
 from jaxtensile.nest import nest_loops
 from jaxtensile.passes.cost import launches, op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
+from jaxtensile.passes.prompt import prompt
 from jaxtensile.passes.solvers import named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
 from jaxtensile.plan import Costs, Link, MemoryUse, Plan, Prepare, Problem
@@ -44,11 +46,12 @@ class Variant:
     """The program rewritten in one way, and what that costs over the program as written.
 
     ``base``: the program before its loops were rewritten; ``undone``: set where it has no checkpoints;
-    ``sunk``: what lay between stacks and the loops that read them is in those loops; ``sliced``: products that are
-    made slice by slice; ``chunked``: where the rows come from of the stretch that is done for some of them at a time,
-    and in how many parts; ``joined``: branches that compute again what they handed on to their gradients; ``nested``:
-    (op, iterations of its inner loop) of loops that became loops of loops; ``inside``: what became of the bodies of
-    its loops and branches; ``finer``: steps between this and the next dearer one.
+    ``prompt``: updates stand behind their gradients; ``sunk``: what lay between stacks and the loops that read them is
+    in those loops; ``sliced``: products that are made slice by slice; ``chunked``: where the rows come from of the
+    stretch that is done for some of them at a time, and in how many parts; ``joined``: branches that compute again what
+    they handed on to their gradients; ``nested``: (op, iterations of its inner loop) of loops that became loops of
+    loops; ``inside``: what became of the bodies of its loops and branches; ``finer``: steps between this and the next
+    dearer one.
     """
 
     job: Job
@@ -58,6 +61,7 @@ class Variant:
     seconds: Seconds = 0.0
     loops: tuple[LoopPlan, ...] = ()
     undone: Undone | None = None
+    prompt: bool = False
     sunk: bool = False
     sliced: int = 0
     chunked: tuple[Seed, int] | None = None
@@ -75,7 +79,7 @@ class Variant:
 
     @property
     def as_it_is(self) -> bool:
-        """Whether nothing of it is rewritten but the user's checkpoints."""
+        """Whether nothing of it is rewritten but the user's checkpoints: the order of its ops is the compiler's."""
         changed = self.sunk or self.sliced or self.chunked or self.joined or self.nested or self.loops or self.inside
         return not changed
 
@@ -173,6 +177,15 @@ def undone(job: Job, program: Undone, costs: Costs, prepare: Prepare) -> Variant
 
 def _large(start: Variant) -> Bytes:
     return max(int(LARGE * live_ranges(start.base.graph).temp), 1)
+
+
+def prompted(start: Variant, costs: Costs) -> Variant | None:
+    """``start`` with each update behind its own gradient; None where no large gradient waits for others, and where the
+    updates wait for state from the host."""
+    order = None if start.job.state else prompt(start.base.graph, least=_large(start) // 4)
+    if order is None:
+        return None
+    return _priced(replace(start, base=rebuilt(start.base, {}, order)[0], prompt=True), costs)
 
 
 def sliced(start: Variant, costs: Costs) -> Variant | None:
@@ -383,7 +396,15 @@ def program_key(variant: Variant, plan: Plan) -> int:
     inside = tuple((i.key, program_key(i.variant, i.plan)) for i in variant.inside)
     return hash(
         (
-            (variant.undone is not None, variant.sunk, variant.sliced, variant.chunked, variant.joined, variant.nested),
+            (
+                variant.undone is not None,
+                variant.prompt,
+                variant.sunk,
+                variant.sliced,
+                variant.chunked,
+                variant.joined,
+                variant.nested,
+            ),
             (variant.loops, inside, plan.program.origin, ops),
         )
     )

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "undo": "ir merge trace",
     "request": f"{VOCABULARY} _compat passes compile report",
     "nest": "_compat trace",
-    "variants": f"{EDGE} bodies chunk stretch nest sink join split state undo request _compat",
+    "variants": f"{EDGE} bodies chunk merge stretch nest sink join split state undo request _compat",
     "candidates": f"{EDGE} bodies variants",
     "recipe": f"{EDGE} bodies stretch variants",
     "plan_cache": "ir measured cachefiles request recipe _compat",
