@@ -310,6 +310,8 @@ def _padded(eqn: Any) -> int:
             for axis, step in zip(spatial, dilation, strict=True):
                 shape[axis] = (shape[axis] - 1) * step + 1
         return _nbytes(tuple(shape), aval.dtype)
+    if _is_filters_gradient(eqn):
+        pads = [_padded_behind(low, high, step) for (low, high), step in zip(pads, params["rhs_dilation"], strict=True)]
     for axis, (low, high), step in zip(spatial, pads, dilation, strict=True):
         # All of it where there is dilation, else what one side has more than the other.
         more = max(low, 0) + max(high, 0) if max(dilation) > 1 else abs(high - low)
@@ -338,10 +340,21 @@ def _is_number_zero(literal: Any) -> bool:
 
 def _is_turned(eqn: Any) -> bool:
     """``Op.turned`` of an equation."""
+    return _is_filters_gradient(eqn) and max(eqn.params["lhs_dilation"] or (1,)) > 1
+
+
+def _is_filters_gradient(eqn: Any) -> bool:
+    """Whether it is a convolution over the batch, as JAX writes the gradient of a filter."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
     batch, feature, *_ = eqn.params["dimension_numbers"].lhs_spec
-    return feature < batch and max(eqn.params["lhs_dilation"] or (1,)) > 1
+    return feature < batch
+
+
+def _padded_behind(low: int, high: int, stride: int) -> tuple[int, int]:
+    """What cuDNN pads an input by for the gradient of a filter: as much behind as before where its last window, of a
+    stride, leaves that open (``MatchBackwardFilter`` in ``xla/service/gpu/transforms/conv_rewriter.cc``)."""
+    return low, min(max(low, high), high + stride - 1)
 
 
 def _bodies(eqn: Any) -> tuple[list[Any], int]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from jaxtensile.ir import Graph, Op, consumers, producers
 from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
-from jaxtensile.passes.sums import read_by_slow_sums
+from jaxtensile.passes.sums import centred, read_by_slow_sums
 from jaxtensile.units import Bytes
 
 VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "stop_gradient", "copy_p", "pvary"})
@@ -89,21 +89,24 @@ class Kernels:
     twice: bool = True
 
 
-def fuse(graph: Graph, *, twice: bool = True) -> Kernels:
+def fuse(graph: Graph, *, twice: bool = True, written: bool = False) -> Kernels:
     """Group ops into kernels. Linear in edges.
 
     ``twice``: whether XLA computes in several kernels what several read, and in products what they read, where that is
-    cheaper; its compiler for the CPU does so with what takes no time.
+    cheaper; its compiler for the CPU does so with what takes no time. ``written``: of a program that is compiled as it
+    was written, what has been measured of such programs alone.
     """
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
     views = _views(graph, read_by, wanted)
-    products = prologues(graph, views, read_by) if twice else Prologues.none(graph)
+    products = prologues(graph, views, read_by, numbers=written) if twice else Prologues.none(graph)
     must_exist = _needed_in_memory(graph, views, wanted, products)
     _store_arguments_of_erf(graph, read_by, must_exist)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
-    slow = read_by_slow_sums(graph, read_by, ELEMENTWISE | VIEWS) if twice else [False] * len(values)
+    slow = [False] * len(values)
+    if twice:
+        slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
     readers = _readers(graph, read_by, views, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
@@ -140,7 +143,7 @@ def fuse(graph: Graph, *, twice: bool = True) -> Kernels:
             times = sum(ops[o].rereads for o in others) if users > 1 else users
             sizes = [values[s].nbytes for s in sources]
             if twice:
-                fused = not stored and _worth_fusing(effort, values[r0].nbytes, users, times, sizes)
+                fused = not stored and _worth_fusing(effort, values[r0].nbytes, users, times, sizes, again=written)
             else:
                 effort += name in _SLOW or any(values[v].dtype in HALVES for v in (*op.operands, r0))
                 fused = not any(must_exist[r] for r in op.results) and (users <= 1 or not effort)
@@ -181,10 +184,13 @@ def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read
     )
 
 
-def _worth_fusing(effort: float, nbytes: Bytes, users: int, times: float, sizes: list[Bytes]) -> bool:
+def _worth_fusing(
+    effort: float, nbytes: Bytes, users: int, times: float, sizes: list[Bytes], *, again: bool = False
+) -> bool:
     """Whether computing a value in every reader beats writing it once and reading it back.
 
-    ``times``: how often the ``users`` compute an element; what was written they find in the cache when they read again.
+    ``times``: how often the ``users`` compute an element; what was written they find in the cache when they read again,
+    or read ``again`` from memory, as XLA has it whatever its size (max pools, H200, jax 0.10.2).
     """
     if len(sizes) > _MAX_LEAVES:
         return False
@@ -192,7 +198,7 @@ def _worth_fusing(effort: float, nbytes: Bytes, users: int, times: float, sizes:
         return True
     read = sum(min(s, nbytes) for s in sizes)
     fused = times * (read + effort)
-    unfused = read + effort + nbytes + users * nbytes
+    unfused = read + effort + nbytes + (times if again else users) * nbytes
     return fused < unfused
 
 

@@ -128,9 +128,11 @@ class _Lowering:
         """Places of the maxima, then a scatter into zeros: in place where nobody wants those afterwards."""
         source, operand = op.operands[0], op.operands[-1]
         result = self.old.values[op.results[0]]
-        count = math.prod(self.old.values[source].shape) * len(result.shape)
-        places = self.value(_INDEX * count, (count,), "int32")
-        self.insert(op, "reduce_window_max", (operand,), (places,), rereads=op.rereads)
+        windows = self.old.values[source]
+        count = math.prod(windows.shape)
+        places = tuple(self.value(_INDEX * count, windows.shape, "int32") for _ in result.shape)
+        pooled = self.value(windows.nbytes, windows.shape, windows.dtype)  # comes with them, and nobody reads it
+        self.insert(op, "reduce_window_max", (operand,), (*places, pooled), rereads=op.rereads)
         if op.padded == result.nbytes:
             kind = self.kind(op.results[0])
             into = self.zeros_of(op, kind)
@@ -138,12 +140,12 @@ class _Lowering:
                 copied = self.value(result.nbytes, *kind)
                 self.insert(op, "written copy", (into,), (copied,))  # no fusion makes it
                 into = copied
-            self.insert(op, "scatter-add", (into, source, places), op.results)
+            self.insert(op, "scatter-add", (into, source, *places), op.results)
             return
         size = max(op.padded, result.nbytes)
         into = self.constant(op, size, (size,), "uint8")
         summed = self.value(size, (size,), "uint8")
-        self.insert(op, "scatter-add", (into, source, places), (summed,))
+        self.insert(op, "scatter-add", (into, source, *places), (summed,))
         self.insert(op, "slice", (summed,), op.results)
 
     def pad(self, op: Op) -> int:

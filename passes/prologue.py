@@ -42,14 +42,17 @@ class Prologues:
         return cls([False] * len(graph.values), [False] * len(graph.ops))
 
 
-def prologues(graph: Graph, views: Sequence[bool], read_by: Sequence[Sequence[int]]) -> Prologues:
-    """What products compute. ``views[i]``: the result of op ``i`` is the buffer of its operand. Linear in edges."""
+def prologues(
+    graph: Graph, views: Sequence[bool], read_by: Sequence[Sequence[int]], *, numbers: bool = False
+) -> Prologues:
+    """What products compute. ``views[i]``: the result of op ``i`` is the buffer of its operand; ``numbers``: arrays of
+    one element count as numbers. Linear in edges."""
     made = producers(graph)
     inside = [False] * len(graph.values)
     for op in graph.ops:
         if len(op.results) == 1:
             viewed = views[op.id] and op.operands
-            inside[op.results[0]] = inside[op.operands[0]] if viewed else _is_cheap(graph, op, made)
+            inside[op.results[0]] = inside[op.operands[0]] if viewed else _is_cheap(graph, op, made, numbers)
     silent = [False] * len(graph.ops)
     kept = set(graph.outputs)
     for op in reversed(graph.ops):
@@ -60,7 +63,7 @@ def prologues(graph: Graph, views: Sequence[bool], read_by: Sequence[Sequence[in
     return Prologues(inside, silent)
 
 
-def _is_cheap(graph: Graph, op: Op, made: Sequence[int]) -> bool:
+def _is_cheap(graph: Graph, op: Op, made: Sequence[int], numbers: bool) -> bool:
     """An elementwise step that reads one array, and nothing else that is not a number or a broadcast input."""
     if op.primitive == BROADCAST:
         return _is_broadcast_input(graph, op.results[0], made)
@@ -73,7 +76,9 @@ def _is_cheap(graph: Graph, op: Op, made: Sequence[int]) -> bool:
         # Both together are one op to XLA, which reads three operands.
         before = graph.ops[made[source.id]].primitive if made[source.id] >= 0 else ""
         return {op.primitive, before} != {"max", "min"}
-    return op.operands[0] != op.operands[1] and any(_is_broadcast_input(graph, v, made) for v in op.operands)
+    if op.operands[0] == op.operands[1]:
+        return False
+    return any(_is_broadcast_input(graph, v, made) or (numbers and not graph.values[v].shape) for v in op.operands)
 
 
 def _is_broadcast_input(graph: Graph, v: int, made: Sequence[int]) -> bool:

@@ -2,8 +2,10 @@
 
 XLA knows no order but that of the data. It makes three schedules and takes the one that needs least memory
 (``xla/hlo/transforms/memory_scheduler.cc``): a list schedule (of the kernels that can run, the one that frees most
-bytes), a depth-first one (the operand first whose history has most other readers, then most bytes), and the plain
-post-order of the results.
+bytes, of like ones the one that can run most lately), a depth-first one (the operand first whose history has most other
+readers, then most bytes), and the plain post-order of the results. Before, it makes one kernel of some
+(``xla/service/gpu/transforms/multi_output_fusion.cc``): numbers in an array are written by the first elementwise kernel
+that reads them; what is little of something large comes out of another kernel that reads that.
 
 Invariant: each order has every op once, after what it reads.
 """
@@ -13,12 +15,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, count
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.fusion import Kernels, fuse
+from jaxtensile.passes.fusion import REDUCTIONS, Kernels, fuse, is_fusible
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.units import Bytes
+
+BROADCAST, COPY, CONVOLUTION = "broadcast_in_dim", "written copy", "conv_general_dilated"
+POINTER = 8
+"""Bytes of an entry in a table of results, which decide between kernels that make as much otherwise."""
+LITTLE = 0.01
+"""Share of the bytes that a kernel reads from one buffer up to which it is another's by-product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,7 @@ def as_scheduled(graph: Graph, *, twice: bool = True) -> tuple[Scheduled, Schedu
     of the trace results are written as soon as they can be, or where they stand if that needs less. Where it needs more
     than XLA's, those are not known well enough to promise less. ``twice``: as of ``fuse``.
     """
-    nodes = _Nodes(graph, fuse(graph, twice=twice))
+    nodes = _Nodes(graph, fuse(graph, twice=twice, written=True))
 
     def ordered(schedules: Sequence[Callable[[_Nodes], list[int]]]) -> list[Scheduled]:
         return [_in_order(graph, nodes.with_fused(schedule(nodes)), twice=twice) for schedule in schedules]
@@ -57,7 +65,7 @@ def _bytes_as_xla_counts(scheduled: Scheduled) -> Bytes:
 def _in_order(graph: Graph, order: Sequence[int], *, twice: bool = True) -> Scheduled:
     ops = (graph.ops[i] for i in order)
     new = replace(graph, ops=tuple(op.on(k, op.operands, op.results) for k, op in enumerate(ops)))
-    return Scheduled(new, tuple(order), live_ranges(new, fuse(new, twice=twice), together=True))
+    return Scheduled(new, tuple(order), live_ranges(new, fuse(new, twice=twice, written=True), together=True))
 
 
 class _Nodes:
@@ -72,18 +80,63 @@ class _Nodes:
                 if home[r] == r:
                     maker[r] = op.id
         self.maker = maker
-        self.roots: list[int] = [op.id for op in graph.ops if kernels.is_root[op.id]]
-        self.reads: list[tuple[int, ...]] = [
-            tuple(b for b in kernels.reads[i] if maker[b] >= 0) if kernels.is_root[i] else () for i in range(n)
-        ]
+        self.wanted = {home[v] for v in graph.outputs}
+        self.parts: dict[int, list[int]] = {}
+        """Other kernels that are one with that of an op."""
+        inside = self._made_together()
+        self.roots: list[int] = [op.id for op in graph.ops if kernels.is_root[op.id] and op.id not in inside]
+        self.reads: list[tuple[int, ...]] = [()] * n
+        self.makes: list[tuple[int, ...]] = [()] * n
+        for i in self.roots:
+            all_of_it = (i, *self.parts.get(i, ()))
+            own = {r for o in all_of_it for r in graph.ops[o].results if home[r] == r}
+            read = dict.fromkeys(b for o in all_of_it for b in kernels.reads[o] if maker[b] >= 0)
+            self.makes[i] = tuple(sorted(own))
+            self.reads[i] = tuple(b for b in read if b not in own)
         self.operands: list[tuple[int, ...]] = [tuple(dict.fromkeys(maker[b] for b in r)) for r in self.reads]
-        self.makes: list[tuple[int, ...]] = [
-            tuple(r for r in op.results if home[r] == r) if kernels.is_root[op.id] else () for op in graph.ops
-        ]
         self.readers: list[list[int]] = [[] for _ in range(n)]
         for i in self.roots:
             for o in self.operands[i]:
                 self.readers[o].append(i)
+
+    def _made_together(self) -> set[int]:
+        """Join numbers in an array to the first kernel that reads them, if that is elementwise, or their copies to
+        them; what is joined to another kernel."""
+        graph, kernels, maker = self.graph, self.kernels, self.maker
+        numbers: dict[int, list[int]] = {}
+        for op in graph.ops:
+            if not kernels.is_root[op.id]:
+                continue
+            if op.primitive == BROADCAST and not kernels.reads[op.id]:
+                numbers[op.id] = []
+            for b in kernels.reads[op.id]:
+                if maker[b] in numbers:
+                    numbers[maker[b]].append(op.id)
+        inside = set[int]()
+        for made, readers in numbers.items():
+            first = graph.ops[readers[0]] if readers else graph.ops[made]
+            alike = (
+                first.results and graph.values[first.results[0]].shape == graph.values[graph.ops[made].results[0]].shape
+            )
+            if first.id != made and alike and is_fusible(first.primitive):
+                into, joined = first.id, [made]
+            else:
+                into, joined = made, [o for o in readers if graph.ops[o].primitive == COPY]
+            if joined:
+                self.parts.setdefault(into, []).extend(joined)
+                inside.update(joined)
+            for r in (r for o in joined for r in graph.ops[o].results):
+                maker[r] = into
+        return inside
+
+    def users(self, i: int) -> int:
+        """Instructions that read what a kernel makes; of several results, those that take one out."""
+        return self.parts_made(i) or len(self.readers[i]) + (not self.wanted.isdisjoint(self.makes[i]))
+
+    def parts_made(self, i: int) -> int:
+        """How many results a kernel makes that come in a table, 0 for one alone. A convolution's workspace is one."""
+        made = len(self.makes[i]) + (self.graph.ops[i].primitive == CONVOLUTION)
+        return made if made > 1 else 0
 
     def size(self, value: int) -> Bytes:
         return self.graph.values[value].nbytes
@@ -119,6 +172,9 @@ class _Nodes:
 
         for i in roots:
             place(i)
+            for o in self.parts.get(i, ()):
+                if not done[o]:
+                    place(o)
         for op in graph.ops:
             if not done[op.id] and not is_root[op.id]:
                 place(op.id)
@@ -144,37 +200,44 @@ def _list_schedule(nodes: _Nodes) -> list[int]:
             uses[b] += 1
             users[b].append(i)
     waits = {i: len(nodes.operands[i]) for i in nodes.roots}
-    place = {i: k for k, i in enumerate(nodes.roots)}
-    made = {i: sum(map(nodes.size, nodes.makes[i])) for i in nodes.roots}
+    made = {i: sum(map(nodes.size, nodes.makes[i])) + POINTER * nodes.parts_made(i) for i in nodes.roots}
+    newest = count()
 
-    def priority(i: int) -> tuple[int, int, int]:
+    def priority(i: int) -> tuple[int, int]:
         freed = sum(nodes.size(b) for b in nodes.reads[i] if uses[b] == 1)
-        return -(freed - made[i]), -len(nodes.readers[i]), place[i]
+        return -(freed - made[i]), -nodes.users(i)
 
-    queue = [(priority(i), i) for i in nodes.roots if not waits[i]]
-    heapq.heapify(queue)
+    queue: list[tuple[tuple[int, int], int, int]] = []
+    known: dict[int, tuple[int, int]] = {}
+
+    def ready(i: int) -> None:
+        now = priority(i)
+        if known.get(i) != now:
+            known[i] = now
+            heapq.heappush(queue, (now, -next(newest), i))
+
+    for i in nodes.roots:
+        if not waits[i]:
+            ready(i)
     done: set[int] = set()
     out: list[int] = []
     while queue:
-        known, i = heapq.heappop(queue)
-        if i in done:
-            continue
-        now = priority(i)
-        if now != known:  # one of its buffers has lost a reader meanwhile
-            heapq.heappush(queue, (now, i))
+        was, _, i = heapq.heappop(queue)
+        if i in done or known[i] != was:
             continue
         done.add(i)
         out.append(i)
         for b in nodes.reads[i]:
             uses[b] -= 1
-            if uses[b] == 1:
-                for o in users[b]:
-                    if o not in done and not waits[o]:
-                        heapq.heappush(queue, (priority(o), o))
         for o in nodes.readers[i]:
             waits[o] -= 1
             if not waits[o]:
-                heapq.heappush(queue, (priority(o), o))
+                ready(o)
+        for b in nodes.reads[i]:
+            if uses[b] == 1:
+                for o in users[b]:
+                    if o not in done and not waits[o]:
+                        ready(o)
     return out
 
 
@@ -207,7 +270,21 @@ def _visited(nodes: _Nodes, order: Callable[[Sequence[int]], list[int]]) -> list
             seen.add(i)
             stack.append((i, True))
             stack.extend((o, False) for o in reversed(order(nodes.operands[i])) if o not in seen)
-    return out
+    return _with_siblings(nodes, out)
+
+
+def _with_siblings(nodes: _Nodes, order: list[int]) -> list[int]:
+    """The same order, but what is little of something large right after the last that it is made of."""
+    place = {i: k for k, i in enumerate(order)}
+    when: dict[int, int] = {}
+    for i in order:
+        when[i] = place[i]
+        name = nodes.graph.ops[i].primitive
+        if is_fusible(name) or name in REDUCTIONS:
+            read = max((nodes.size(b) for b in nodes.reads[i]), default=0)
+            if read and sum(map(nodes.size, nodes.makes[i])) <= LITTLE * read:
+                when[i] = max(when[o] for o in nodes.operands[i])
+    return sorted(order, key=lambda i: (when[i], place[i]))
 
 
 SCHEDULES = (_list_schedule, _depth_first, _post_order)

@@ -115,3 +115,27 @@ def test_unused_arguments_are_dropped_as_jit_drops_them():
     x = jax.ShapeDtypeStruct((1000,), jnp.float32)
     assert jaxtensile.estimate(first, x, x).argument == 4000
     assert jaxtensile.estimate(first, x, x, keep_unused=True).argument == 8000
+
+
+@pytest.mark.cuda_aot
+def test_equal_steps_are_there_once_however_cheap():
+    """As layers that each cast what they read: three products of one normalized array."""
+
+    def step(weights, x):
+        def loss(weights):
+            h = x
+            for q, k, v in weights:
+                normal = h / jnp.sqrt((h * h).mean(-1, keepdims=True) + 1e-6)
+                a, b, c = (normal.astype(jnp.bfloat16) @ w.astype(jnp.bfloat16) for w in (q, k, v))
+                h = h + (a * b * c).astype(jnp.float32)
+            return (h * h).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    weight = jax.ShapeDtypeStruct((512, 512), jnp.float32)
+    args = [(weight,) * 3] * 4, jax.ShapeDtypeStruct((16384, 512), jnp.float32)
+    static, exact = (
+        jaxtensile.estimate(step, *args, target="nvidia-h200", donate_argnums=0, exact=e) for e in (False, True)
+    )
+    assert static.device == pytest.approx(exact.device, rel=0.05)

@@ -291,3 +291,15 @@ def test_what_overlapping_windows_read_is_written_once(window, stored):
     (relu,) = (op.results[0] for op in g.ops if op.primitive == "max")
     assert {op.rereads for op in g.ops if op.primitive == "reduce_window_max"} == {max(window**2 / 4, 1.0)}
     assert (fuse(g).home[relu] == relu) is stored
+
+
+def test_what_reads_one_array_is_computed_in_overlapping_windows():
+    """Of a program that is compiled as it was written: what is stored is read from memory as often as it is read. With
+    an array of zeros beside it, as before a pool whose gradient adds to them, it is stored."""
+    for zeros, stored in ((False, False), (True, True)):
+        b = Builder()
+        x = b.op("conv_general_dilated", b.input(8, 32, 32, 64))
+        beside = [b.op("conv_general_dilated", x)] if zeros else []
+        relu = b.op("max", x, *beside)
+        pools = [b.op("reduce_window_max", relu, shape=(8, 16, 16, 64), rereads=2.25) for _ in range(2)]
+        assert (fuse(b.graph(*pools), written=True).home[relu] == relu) is stored

@@ -47,6 +47,18 @@ def test_cheap_steps_of_one_array_are_inside(step, inside):
     )
 
 
+def test_a_number_that_is_computed_counts_as_one_of_programs_as_they_were_written():
+    """Scores are divided by the root of a width that is an array of one element."""
+    args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    graph = trace_jaxpr(
+        jax.make_jaxpr(lambda a, b: (jnp.cumsum(a).reshape(a.shape) / jnp.sqrt(b[0, 0])) @ b)(*args)
+    ).graph
+    views = [op.primitive in VIEWS for op in graph.ops]
+    (quotient,) = (op.results[0] for op in graph.ops if op.primitive == "div")
+    assert not prologues(graph, views, consumers(graph)).inside[quotient]
+    assert prologues(graph, views, consumers(graph), numbers=True).inside[quotient]
+
+
 def test_products_of_types_that_only_the_library_multiplies_read_buffers():
     with jax.enable_x64(True):
         args = [jax.ShapeDtypeStruct((64, 64), jnp.float64)] * 2

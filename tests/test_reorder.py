@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from graphs import Builder, graphs
 from jaxtensile.passes.fusion import fuse
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.reorder import SCHEDULES, _in_order, _list_schedule, _Nodes, as_scheduled
+from jaxtensile.passes.reorder import SCHEDULES, _depth_first, _in_order, _list_schedule, _Nodes, as_scheduled
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -30,7 +30,7 @@ def test_every_order_has_every_op_after_what_it_reads(graph):
 @given(graphs())
 def test_the_best_of_the_three_is_said_results_included(graph):
     found, traced = as_scheduled(graph)
-    nodes = _Nodes(graph, fuse(graph))
+    nodes = _Nodes(graph, fuse(graph, written=True))
 
     def needed(scheduled):
         """Temporaries and results, by adding up what is there at each op."""
@@ -52,7 +52,7 @@ def test_the_best_of_the_three_is_said_results_included(graph):
             there.update(graph.ops[i].results)
     assert sorted(found.origin) == list(range(len(graph.ops)))
     assert [graph.ops[i].results for i in found.origin] == [op.results for op in found.graph.ops]
-    assert live_ranges(found.graph).temp == found.live.temp
+    assert live_ranges(found.graph, fuse(found.graph, written=True)).temp == found.live.temp
 
 
 @QUICK
@@ -103,3 +103,53 @@ def test_the_list_schedule_frees_what_it_can():
 def test_each_schedule_is_the_same_whenever_asked(schedule):
     graph = wide(5)
     assert schedule(_Nodes(graph, fuse(graph))) == schedule(_Nodes(graph, fuse(graph)))
+
+
+def test_of_like_kernels_the_one_that_can_run_most_lately_runs():
+    """Both heads can run from the start; the tail of the one that ran is taken before the other head."""
+    b = Builder()
+    x = b.input(64)
+    heads = [b.op("cumsum", x) for _ in range(2)]
+    tails = [b.op("cumsum", h, shape=(128,)) for h in heads]
+    order = _list_schedule(_Nodes(g := b.graph(*tails), fuse(g)))
+    assert order == [1, 3, 0, 2]
+
+
+def test_numbers_in_an_array_come_out_of_the_first_kernel_that_reads_them():
+    """Of a pool: zeros that its gradient adds to, the ``relu`` that is compared with them, a copy for the gradient."""
+    b = Builder()
+    x = b.input(64, 64)
+    zeros = b.op("broadcast_in_dim", shape=(64, 64))
+    relu = b.op("max", b.op("cumsum", x), zeros)
+    copied = b.op("written copy", zeros)
+    out = b.op("scatter-add", copied, b.op("cumsum", relu), b.op("select_n", zeros, relu))
+    nodes = _Nodes(g := b.graph(out), fuse(g))
+    (kernel,) = (op.id for op in g.ops if op.primitive == "max")
+    assert set(nodes.makes[kernel]) == {zeros, relu} and nodes.parts == {kernel: [0]}
+    for schedule in SCHEDULES:
+        order = nodes.with_fused(schedule(nodes))
+        assert order.index(kernel) == order.index(0) + 1
+
+
+def test_numbers_that_no_elementwise_kernel_reads_first_come_with_their_copies():
+    b = Builder()
+    x = b.input(64, 64)
+    zeros = b.op("broadcast_in_dim", shape=(64, 64))
+    copied = b.op("written copy", zeros)
+    added = b.op("scatter-add", copied, x)
+    late = b.op("max", b.op("cumsum", added), zeros)
+    nodes = _Nodes(g := b.graph(b.op("cumsum", late)), fuse(g))
+    assert nodes.parts == {0: [1]} and set(nodes.makes[0]) == {zeros, copied}
+
+
+def test_what_is_little_of_something_large_does_not_keep_it():
+    """The loss reads the logits that the gradient reads as well: depth first, it would be the last to do so."""
+    b = Builder()
+    logits = b.op("cumsum", b.input(64, 1024))
+    loss = b.op("reduce_sum", logits, shape=())
+    back = logits
+    for _ in range(3):
+        back = b.op("cumsum", back)
+    nodes = _Nodes(g := b.graph(back, loss), fuse(g))
+    order = _depth_first(nodes)
+    assert order.index(1) == order.index(0) + 1
