@@ -55,6 +55,12 @@ def test_halves_are_those_that_were_fixed():
     assert {family: zoo.FAMILIES.index(family) % 2 for family in fixed} == fixed
 
 
+def test_what_was_looked_into_is_reported_no_more():
+    assert set(zoo.FAMILIES) >= zoo.EXAMINED
+    assert {zoo.half(model) for model in MODELS.values() if model.family in zoo.EXAMINED} == {zoo.CALIBRATION}
+    assert sum(zoo.half(model) == zoo.REPORT for model in MODELS.values()) >= 25
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_a_step_is_abstract_and_gives_back_the_state_it_was_given(name):
     model = MODELS[name]

@@ -134,7 +134,7 @@ class Store:
         """One row a line, in the order of the zoo; what the zoo no longer has is dropped."""
         head = json.dumps({"machine": self.machine, "target": TARGET, "limit_seconds": LIMIT_SECONDS}, indent=1)
         lines = [
-            json.dumps({**self.about(name, case), **self.rows[name, *case]})
+            json.dumps({**self.about(name, case), **self.rows[name, *case], "half": self.halves[name]})
             for name, model in self.models.items()
             for case in cases_of(model)
             if (name, *case) in self.rows

@@ -53,4 +53,5 @@ def models() -> Iterator[Model]:
     yield model("mobilenet_v3_large", "mobilenetv3_large", "mobilenet", some)
     yield model("iformer_t", "iformer_t", "iformer", some)
     yield model("mlla_t", "Mlla", "mlla", some, img_size=224, in_channels=3)
+    yield model("vssd_t", "Vssd", "vssd", some, img_size=224, in_channels=3)
     yield model("attnet_xs", "attnet_xs", "attnet", some)

@@ -156,6 +156,7 @@ def models() -> Iterator[Model]:
     yield network("efficientnet_v2b0", "EfficientNetV2B0", "efficientnet", many, 224, "bfloat16")
     yield network("convnext_tiny", "ConvNeXtTiny", "convnext", some)
     yield network("inception_v3", "InceptionV3", "inception", some, 299)
+    yield network("inception_resnet_v2", "InceptionResNetV2", "inception-resnet", some, 299)
     yield network("xception", "Xception", "xception", some, 299)
     yield network("nasnet_mobile", "NASNetMobile", "nasnet", some)
     yield model("lstm_sentiment", "lstm", "text classification", some, partial(sentiment, "LSTM"))

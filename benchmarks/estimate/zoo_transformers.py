@@ -279,4 +279,17 @@ def models() -> Iterator[Model]:
         encoder_attention_heads=12,
         decoder_attention_heads=12,
     )
+    yield model("bigbird_base", "FlaxBigBirdForMaskedLM", "bigbird", cloze, some, attention_type="original_full")
+    yield model("xglm_564m", "FlaxXGLMForCausalLM", "xglm", text, few)
+    yield model(
+        "pegasus_small", "FlaxPegasusForConditionalGeneration", "pegasus", "sequence to sequence", some, d_model=512
+    )
+    yield model(
+        "blenderbot_small",
+        "FlaxBlenderbotSmallForConditionalGeneration",
+        "blenderbot",
+        "sequence to sequence",
+        some,
+        dtype="bfloat16",
+    )
     yield model("whisper_tiny", "FlaxWhisperForConditionalGeneration", "whisper", "speech to text", some, 448)
