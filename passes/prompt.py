@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
+
 from jaxtensile.ir import Graph, consumers, producers
 from jaxtensile.passes.schedule import BARRIER
 from jaxtensile.units import KIB, Bytes
@@ -56,22 +59,18 @@ class _Order:
         """Groups that were moved, and the op that each stands behind."""
 
     def _groups(self, ends: Sequence[bool]) -> list[int]:
-        """Ops that share large values belong together."""
-        first = list(range(len(ends)))
-
-        def find(o: int) -> int:
-            while first[o] != o:
-                first[o] = first[first[o]]
-                o = first[o]
-            return o
-
+        """Ops that share large values belong together, and those that wait for each other."""
+        small: list[tuple[int, int]] = []
+        large: list[tuple[int, int]] = []
         for op in self.graph.ops:
             for v in op.operands if ends[op.id] else ():
                 source = self.made[v]
-                if source >= 0 and ends[source] and self.graph.values[v].nbytes > SMALL:
-                    a, b = sorted((find(source), find(op.id)))
-                    first[b] = a
-        return [find(o) if end else -1 for o, end in enumerate(ends)]
+                if source >= 0 and ends[source]:
+                    (large if self.graph.values[v].nbytes > SMALL else small).append((source, op.id))
+        sharing = _components(len(ends), large, "weak")
+        waiting = _components(len(ends), [(sharing[a], sharing[b]) for a, b in small], "strong")
+        first: dict[int, int] = {}
+        return [first.setdefault(waiting[sharing[o]], o) if end else -1 for o, end in enumerate(ends)]
 
     def _read(self, group: int) -> set[int]:
         """Values that a group reads and does not make."""
@@ -79,7 +78,7 @@ class _Order:
         return {v for v in read if self.made[v] >= 0 and self.group[self.made[v]] != group}
 
     def in_turn(self) -> list[int]:
-        """The groups, each behind those that it reads; without those that wait for each other."""
+        """The groups, each behind those that it reads."""
         sources = {g: {self.group[self.made[v]] for v in reads} - {-1} for g, reads in self.reads.items()}
         readers: dict[int, list[int]] = {}
         for g, before in sources.items():
@@ -104,7 +103,7 @@ class _Order:
             ready = max([ready, *(self._there(o) for v in read for o in self.read_by[v] if self.group[o] != group)])
         freed = self._frees(group)
         # What is small is made early for the sake of the large that waits for it, such as a count of steps.
-        if self.passed[ready + 1] == self.passed[members[-1]] or freed <= -SMALL:
+        if self.passed[ready + 1] >= self.passed[members[-1]] or freed <= -SMALL:
             return 0
         self.behind[group] = ready
         return max(freed, 0)
@@ -126,6 +125,15 @@ class _Order:
         """Where op ``o`` stands."""
         behind = self.behind.get(self.group[o])
         return (o, -1) if behind is None else (behind, o)
+
+
+def _components(n: int, pairs: Sequence[tuple[int, int]], connection: str) -> list[int]:
+    """For each of ``n`` nodes a number that is the same for all that are connected."""
+    if not pairs:
+        return list(range(n))
+    rows, columns = zip(*pairs, strict=True)
+    edges = coo_array(([True] * len(pairs), (rows, columns)), shape=(n, n))
+    return connected_components(edges, connection=connection)[1].tolist()
 
 
 def _ends(graph: Graph) -> list[bool]:

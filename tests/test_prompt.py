@@ -104,6 +104,19 @@ def test_a_norm_of_all_gradients_keeps_their_updates_where_they_are():
     assert order is None
 
 
+def test_a_norm_of_each_gradient_moves_with_its_update():
+    """The update waits for the norm, and the norm for the square that the update's gradient has in common with it."""
+
+    def update(b, w, g):
+        turned = b.op("transpose", g)
+        norm = b.op("reduce_sum", b.op("mul", turned, turned), shape=(1,))
+        return b.op("sub", w, b.op("div", turned, b.op("broadcast_in_dim", norm, shape=(256, 256))))
+
+    graph, gradients = backward(update)
+    at = places(graph, prompt(graph))
+    assert at(gradients[0]) < at(graph.outputs[0]) < at(gradients[1]) < at(graph.outputs[1]) < at(gradients[2])
+
+
 def test_an_update_waits_for_all_that_read_the_weight_it_takes_over():
     graph, gradients = backward(lambda b, w, g: b.op("sub", w, g), last=lambda b, x: x, early=False)
     at = places(graph, prompt(graph))
