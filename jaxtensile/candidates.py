@@ -140,9 +140,15 @@ class _Ways:
     So are their solvers, which remember what they have laid out.
     """
 
-    def __init__(self, written: Variant, costs: Costs, start: Variant | None = None) -> None:
+    def __init__(self, written: Variant, costs: Costs, base: Variant | None = None, prompt: bool = True) -> None:
         self.written, self.costs = written, costs
-        self.start = _lower(written, costs) if start is None else start
+        alone = written.job.shards == 1
+        self.base = base or (sunk(written, costs) if alone else None) or written
+        """What needs no more than the program as written, and the same work."""
+        hosted = written.host and written.job.host_budget > 0
+        # With copies to the host XLA orders updates by them, and gradients wait after all.
+        self.prompted = prompted(replace(self.base, host=False), costs) if prompt and alone else None
+        self.start = self.base if hosted or self.prompted is None else self.prompted
         self.chunks = Chunks(self.start, costs)
         self.loops = cache(with_loops)
         self.bodies = cache(_Bodies)
@@ -151,7 +157,8 @@ class _Ways:
     def first(self) -> list[Variant]:
         """What is tried first."""
         as_it_is = [self.written] if not self.start.as_it_is else []
-        return [*as_it_is, *self.loops(self.start)]
+        beside = self.loops(self.prompted) if self.prompted not in (None, self.start) else []
+        return [*as_it_is, *self.loops(self.start), *beside]
 
     @cached_property
     def more(self) -> list[Callable[[], list[Variant]]]:
@@ -166,23 +173,13 @@ class _Ways:
     @cached_property
     def without_host(self) -> _Ways:
         """The same programs, to be planned by recomputation alone."""
-        written, start = (replace(v, host=False) for v in (self.written, self.start))
-        return _Ways(written, self.costs, written if self.start is self.written else start)
+        written, base = (replace(v, host=False) for v in (self.written, self.base))
+        return _Ways(written, self.costs, written if self.base is self.written else base, self.prompted is not None)
 
     @cached_property
     def unprompted(self) -> _Ways:
         """The same programs with their updates where they were written."""
-        return _Ways(self.written, self.costs, _sunk(self.written, self.costs))
-
-
-def _sunk(written: Variant, costs: Costs) -> Variant:
-    return (sunk(written, costs) if written.job.shards == 1 else None) or written
-
-
-def _lower(written: Variant, costs: Costs) -> Variant:
-    """What needs less than the program as written, at no cost."""
-    lower = _sunk(written, costs)
-    return (prompted(lower, costs) if written.job.shards == 1 else None) or lower
+        return _Ways(self.written, self.costs, self.base, prompt=False)
 
 
 class Candidates:
@@ -325,7 +322,7 @@ class Candidates:
     @property
     def prompt(self) -> bool:
         """Whether updates stand behind their gradients."""
-        return self._ways.start.prompt
+        return self._ways.prompted is not None
 
     def unprompted(self) -> list[Candidates]:
         """The same candidates with updates where they were written, asked nothing yet; none where they are."""
