@@ -218,3 +218,44 @@ def test_a_network_of_separable_convolutions_and_pools_needs_what_was_said(pixel
     )
     static, exact = (jaxtensile.estimate(step, *args, target=H200, donate_argnums=0, exact=e) for e in (False, True))
     assert static.device == pytest.approx(exact.device, rel=0.02)
+
+
+def tied(rows, batch):
+    """A train step of a table that is read by rows and as a matrix, as embeddings with tied weights are."""
+
+    def step(weights, tokens):
+        def loss(weights):
+            table, layers = weights
+            x = table[tokens]
+            for a, b in layers:
+                x = x + jax.nn.gelu(x @ a) @ b
+            scores = jax.nn.log_softmax(x[:, :-1] @ table.T)
+            return -jnp.take_along_axis(scores, tokens[:, 1:, None], -1).mean()
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    def weight(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    layers = [(weight(512, 2048), weight(2048, 512))] * 4
+    return step, (weight(rows, 512), layers), jax.ShapeDtypeStruct((batch, 256), jnp.int32)
+
+
+def test_rows_are_added_to_the_product_that_is_a_tables_other_gradient():
+    step, *args = tied(1024, 2)
+    g = trace_jaxpr(jax.make_jaxpr(step)(*args)).graph
+    low = lowered(g).graph
+    (added,) = (
+        op for op in low.ops if op.primitive == "scatter-add" and low.values[op.results[0]].shape == (1024, 512)
+    )
+    first = low.ops[producers(low)[added.operands[0]]]
+    assert first.primitive in ("dot_general", "transpose") and len(low.ops) == len(g.ops) - 1
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("batch", [2, 4])
+def test_a_network_with_tied_weights_needs_what_was_said(batch):
+    step, *args = tied(65536, batch)
+    static, exact = (jaxtensile.estimate(step, *args, target=H200, donate_argnums=0, exact=e) for e in (False, True))
+    assert static.device == pytest.approx(exact.device, rel=0.05)
