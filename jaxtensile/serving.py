@@ -13,7 +13,7 @@ from pathlib import Path
 
 from jaxtensile.errors import CoordinatorError
 from jaxtensile.hardware import device_memory, physical_memory
-from jaxtensile.runtime.config import Config, find, read
+from jaxtensile.runtime.config import EMPTY, Config, find, read
 from jaxtensile.runtime.leases import HOST
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.log import Log
@@ -27,7 +27,7 @@ _RESERVE = GIB
 def configured(options: argparse.Namespace) -> tuple[Path | None, Config]:
     """The config that counts here, and its file. Raises ``ConfigError``."""
     file = find(Path.cwd(), options.config, os.environ)
-    return file, Config() if file is None else read(file)
+    return file, Config() if file is None else read(file, wait=EMPTY)
 
 
 def place_of(options: argparse.Namespace, config: Config) -> Path:
@@ -59,8 +59,11 @@ def serve(options: argparse.Namespace) -> None:
     """Serve until a signal ends it. Raises ``CoordinatorError`` or ``ConfigError`` before it serves."""
     file, config = configured(options)
 
+    unread = [config]
+
     def reread() -> Reading:
-        now = Config() if file is None else read(file)
+        """Without a wait once it serves: one who finds the file empty then keeps what was read before."""
+        now = unread.pop() if unread else Config() if file is None else read(file)
         return capacities(now), now.settings
 
     Server(

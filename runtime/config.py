@@ -30,7 +30,7 @@ NAME: Final = "jaxtensile.toml"
 VARIABLE: Final = "JAXTENSILE_CONFIG"
 LONGEST_SOCKET: Final = 107
 """Bytes of a path that a Unix socket can be bound to: ``sun_path`` less its end."""
-_EMPTY: Final = 0.2
+EMPTY: Final = 0.2
 """Seconds in which an empty file may get its words: it may just be written."""
 
 T = TypeVar("T")
@@ -122,11 +122,11 @@ def find(start: Path, option: str | None, environment: Mapping[str, str]) -> Pat
     return next((path for folder in (start, *start.parents) if (path := folder / NAME).is_file()), None)
 
 
-def read(path: Path) -> Config:
-    """What a file says. Raises ``ConfigError``; also where it is empty, because who writes a file anew empties it
-    first, and all that there is would be granted by what is read at that moment."""
+def read(path: Path, wait: Seconds = 0.0) -> Config:
+    """What a file says. Raises ``ConfigError``; also where it is empty for ``wait`` seconds, because who writes a file
+    anew empties it first, and all that there is would be granted by what is read at that moment."""
     try:
-        until = time.monotonic() + _EMPTY
+        until = time.monotonic() + wait
         while not (text := path.read_text(encoding="utf-8")) and path.is_file():
             if time.monotonic() >= until:
                 raise ConfigError(f"{path}: is empty: if it is to say nothing, write a comment ('#') into it")

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtensile.errors import ConfigError
-from jaxtensile.runtime import config
 from jaxtensile.runtime.config import NAME, VARIABLE, find, parse, read
 from jaxtensile.runtime.events import Settings
 from jaxtensile.runtime.leases import HOST
@@ -178,15 +177,14 @@ def test_the_option_goes_first_then_the_variable_then_the_nearest_file_upward(tm
     assert find(below, "given.toml", {VARIABLE: "/elsewhere.toml"}) == Path("given.toml")
 
 
-def test_a_file_that_is_just_being_written_is_waited_for_and_an_empty_one_refused(tmp_path, monkeypatch):
+def test_a_file_that_is_just_being_written_is_waited_for_and_an_empty_one_refused(tmp_path):
     (file := tmp_path / NAME).write_text("")
-    monkeypatch.setattr(config, "_EMPTY", 0.02)
-    with pytest.raises(ConfigError, match="is empty: if it is to say nothing, write a comment"):
-        read(file)
-    monkeypatch.setattr(config, "_EMPTY", 30.0)
+    for wait in (0.0, 0.02):
+        with pytest.raises(ConfigError, match="is empty: if it is to say nothing, write a comment"):
+            read(file, wait)
     writer = threading.Timer(0.05, file.write_text, ("[device]\ncapacity = 4\n",))
     writer.start()
-    assert read(file).devices[""].capacity == 4
+    assert read(file, 30.0).devices[""].capacity == 4
     writer.join()
     file.write_text("# nothing\n")
     assert read(file).devices == read(Path("/dev/null")).devices == parse("").devices
