@@ -184,20 +184,20 @@ def main() -> None:
             before[name, row["batch"], row["optimizer"]] = static
             new = {**row, "static": static}
             print(f"  {row['batch']} {row['optimizer']}: {100 * error(new):+.2f} %", flush=True)
+        keep(path, {"machine": machine, "truth": truth["machine"]}, rows, before)
+    keep(path, {"machine": machine, "truth": truth["machine"]}, rows, before)
+    print(path.with_suffix(".md").read_text())
+
+
+def keep(path: Path, head: dict[str, Any], rows: list[dict[str, Any]], static: dict[tuple[str, int, str], Any]) -> None:
+    """Write what is known so far; ``rows``: the truth, of which those with a ``static`` estimate are shown."""
     done = [
-        {**row, "static": static}
+        {**row, "static": found}
         for row in rows
-        if (static := before.get((row["model"], row["batch"], row["optimizer"]))) is not None
+        if (found := static.get((row["model"], row["batch"], row["optimizer"]))) is not None
     ]
     halves = {half: [row for row in done if row["half"] == half] for half in ("report", "calibration")}
-    result = {
-        "machine": machine,
-        "truth": truth["machine"],
-        "halves": {half: summary(own) for half, own in halves.items() if own},
-        "rows": done,
-    }
-    save(path, result, table)
-    print(path.with_suffix(".md").read_text())
+    save(path, {**head, "halves": {half: summary(own) for half, own in halves.items() if own}, "rows": done}, table)
 
 
 if __name__ == "__main__":
