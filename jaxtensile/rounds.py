@@ -57,30 +57,31 @@ class Rounds:
         a ``host_budget`` costs compiles and never a fit. So do updates behind their gradients, which XLA may postpone.
         """
         budget = self.job.budget
-        best, rounds, hosted = self.some(candidates, first)
-        for forget, tried in ((candidates.forget_host, hosted), (candidates.forget_prompt, candidates.prompt)):
+        best, rounds, tried = self.some(candidates, first)
+        for way, forget in (("host", candidates.forget_host), ("prompt", candidates.forget_prompt)):
             if best is not None and best.compiled.device <= budget:
                 break
-            if not tried:
+            if way not in tried:
                 continue
             forget()
             first = self.cheapest(candidates, budget)
             if first[1].predicted.device > HOPELESS * budget:
                 continue
-            second, more, _ = self.some(candidates, first)
+            second, more, also = self.some(candidates, first)
+            tried |= also
             made = [m for m in (best, second) if m is not None]
             best, rounds = min(made, key=lambda m: m.compiled.device, default=None), rounds + more
         return best, rounds
 
-    def some(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int, bool]:
+    def some(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int, set[str]]:
         """Plan, compile, and on a miss plan again for what XLA added: the smallest, how many were compiled, and
-        whether bytes on the host were among what was tried."""
+        whether bytes on the ``host`` and ``prompt`` updates were among what was tried."""
         job, attempts, scale = self.job, self.attempts, self.scale
         aim = int(job.budget * scale)
         if job.device.platform == "cpu":
             aim -= job.state_bytes  # its host memory is its device memory
         best: Made | None = None
-        rounds, hosted = 0, False
+        rounds, tried = 0, set[str]()
         seen: list[tuple[Bytes, Bytes]] = []
         keys: set[int] = set()
         beside = 0
@@ -98,7 +99,7 @@ class Rounds:
                     # With its checkpoints it may fit as it is, at the least price.
                     made = attempts.as_it_is(variant, plan)
                     if made.compiled.device <= job.budget:
-                        return made, rounds, hosted
+                        return made, rounds, tried
                     plain = made.compiled
                 more = int(plain.device * scale) - plan.predicted.device if plain is not None and plain.memory else 0
                 if loose is None and more > 0 and candidates.hold(variant, more, aim) and plain is not None:
@@ -118,11 +119,11 @@ class Rounds:
                 if best is not None:
                     rounds, beside = rounds + more, beside + more - 1
                     keys.add(program_key(best.variant, best.plan))
-                    hosted = hosted or best.plan.offload_bytes > job.state_bytes
+                    tried |= _tried(best.variant, best.plan)
                     if best.compiled.device <= job.budget:
-                        return best, rounds, hosted
+                        return best, rounds, tried
             keys.add(key)
-            hosted = hosted or plan.offload_bytes > job.state_bytes
+            tried |= _tried(variant, plan)
             made, more = self._planned(candidates, variant, plan, aim)
             rounds, beside = rounds + more, beside + more - 1
             if made is None:
@@ -149,7 +150,7 @@ class Rounds:
             if plan.predicted.device > aim or target >= aim:
                 break
             aim = target
-        return best, rounds, hosted
+        return best, rounds, tried
 
     def _planned(self, candidates: Candidates, variant: Variant, plan: Plan, aim: Bytes) -> tuple[Made | None, int]:
         """The plan compiled, where it misses with bodies in their order as well: the smaller, how many were compiled.
@@ -257,6 +258,12 @@ class Rounds:
             else:
                 missed = made.plan.predicted.device, int(made.compiled.device * scale)
         return fits, count
+
+
+def _tried(variant: Variant, plan: Plan) -> set[str]:
+    """What of a plan may be left out where it misses."""
+    hosted = plan.offload_bytes > variant.job.state_bytes
+    return {way for way, used in (("host", hosted), ("prompt", variant.prompt)) if used}
 
 
 def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
