@@ -180,9 +180,10 @@ def _large(start: Variant) -> Bytes:
 
 
 def prompted(start: Variant, costs: Costs) -> Variant | None:
-    """``start`` with each update behind its own gradient; None where no large gradient waits for others, and where the
-    updates wait for state from the host."""
-    order = None if start.job.state else prompt(start.base.graph, least=_large(start) // 4)
+    """``start`` with each update behind its own gradient; None where no large gradient waits for others, where the
+    updates wait for state from the host, and for compilers that do not keep to the order that barriers give."""
+    follows = start.job.device.platform == "cuda" and not start.job.state
+    order = None if not follows else prompt(start.base.graph, least=_large(start) // 4)
     if order is None:
         return None
     return _priced(replace(start, base=rebuilt(start.base, {}, order)[0], prompt=True), costs)

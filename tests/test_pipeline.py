@@ -116,7 +116,7 @@ def test_the_first_plan_that_holds_is_taken(monkeypatch):
     monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
     monkeypatch.setattr(rounds, "GAIN", 1.0)
     compiler, steps = Compiler(monkeypatch), []
-    fitted = fit(job(tight(0.5)), compiler.prepare, steps.append)
+    fitted = fit(job(tight()), compiler.prepare, steps.append)
     report = fitted.report
     assert report.rounds == 1 and report.fits and not report.unchanged
     assert report.compiled.device == compiler.given[0] <= report.budget

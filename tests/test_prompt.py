@@ -13,12 +13,14 @@ from jaxtensile.candidates import Candidates
 from jaxtensile.device import profile
 from jaxtensile.ir import producers
 from jaxtensile.merge import rebuilt
+from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.prompt import prompt
 from jaxtensile.recipe import recipe_of, replay
 from jaxtensile.request import Job
+from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.variants import prompted, written
 
@@ -168,9 +170,9 @@ def arguments(width=WIDTH, batch=BATCH, make=jax.ShapeDtypeStruct):
     return params, state, x, x
 
 
-def opened(**fields):
+def opened(width=WIDTH, batch=BATCH, **fields):
     """A variant of the step as it is written, and its costs."""
-    args = arguments()
+    args = arguments(width, batch)
     traced = jax.jit(step, donate_argnums=(0, 1)).trace(*args)
     flags = [False] * len(jax.tree.leaves(args))
     flags[: len(jax.tree.leaves(args[:2]))] = [True] * len(jax.tree.leaves(args[:2]))
@@ -237,22 +239,24 @@ def test_xla_allocates_less():
 
 
 def test_values_are_those_of_the_plain_step():
+    """The program that a GPU would get, run here."""
     keys = iter(jax.random.split(jax.random.key(0), 99))
-    params, _, x, y = arguments(64, 512, lambda shape, dtype: jax.random.normal(next(keys), shape, dtype) / 8)
-    params = [w + 0 for w in params]
-    plain = jax.jit(step)
-    use = plain.lower(params, ADAM.init(params), x, y).compile().memory_analysis()
-    fixed = use.argument_size_in_bytes + use.output_size_in_bytes
-    budget = fixed + use.temp_size_in_bytes // 2
-    ours = jaxtensile.jit(step, budget=budget)
-    a, b = (params, ADAM.init(params)), (params, ADAM.init(params))
-    for _ in range(3):
-        *a, first = plain(*a, x, y)
-        *b, second = ours(*b, x, y)
-        np.testing.assert_allclose(first, second, rtol=1e-5)
-    assert not ours.plan(*b, x, y).unchanged
-    for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_allclose(p, q, rtol=1e-4, atol=1e-6)
+    params, state, x, y = arguments(64, 512, lambda shape, dtype: jax.random.normal(next(keys), shape, dtype) / 8)
+    flat = jax.tree.leaves((params, state, x, y))
+    start, costs = opened(64, 512)
+    lower = prompted(start, costs)
+    plan = lower.solve(0)
+    assert lower.prompt
+    assert plan.recompute_flops > 0
+    check(lower.problem.graph, plan.program)
+    ours = jax.jit(rewrite(lower.traced, plan.program))(flat)
+    for a, b in zip(ours, jax.tree.leaves(jax.jit(step)(params, state, x, y)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_cpu_whose_compiler_follows_no_barriers_is_left_alone():
+    start, costs = opened(device=profile("cpu"))
+    assert prompted(start, costs) is None and Candidates(start, costs).unprompted() == []
 
 
 def test_rebuilt_in_the_order_it_is_the_same_graph():
