@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Final
+from typing import Final, Literal
 
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
@@ -127,7 +127,7 @@ class _Order:
         return (o, -1) if behind is None else (behind, o)
 
 
-def _components(n: int, pairs: Sequence[tuple[int, int]], connection: str) -> list[int]:
+def _components(n: int, pairs: Sequence[tuple[int, int]], connection: Literal["weak", "strong"]) -> list[int]:
     """For each of ``n`` nodes a number that is the same for all that are connected."""
     if not pairs:
         return list(range(n))
