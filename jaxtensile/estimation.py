@@ -25,7 +25,7 @@ from jaxtensile.estimate_text import as_dict, as_text
 from jaxtensile.ir import Graph, producers
 from jaxtensile.location import as_for, location, profile_of
 from jaxtensile.measured import best_known
-from jaxtensile.merge import Equal, merged, rebuilt
+from jaxtensile.merge import merged
 from jaxtensile.passes.heap import heap
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.lodgers import without_lodgers
@@ -203,13 +203,6 @@ def program_of(traced: Any, keep_unused: bool = False) -> Traced:
     return merged(trace_jaxpr(traced.jaxpr, _compat.donated_inputs(traced), keep_unused=keep_unused))
 
 
-def _each_once(program: Traced) -> Traced:
-    """The program with equal equations once, however cheap: XLA stores what they compute once."""
-    equal = Equal(program)
-    stays = [i for i, first in equal.each() if first == i]
-    return program if len(stays) == len(program.equations) else rebuilt(program, equal.same, stays)[0]
-
-
 def static_estimate(
     program: Traced,
     device: DeviceProfile,
@@ -220,7 +213,7 @@ def static_estimate(
 ) -> Estimate:
     """The estimate from a traced program, without a compiler."""
     before = time.perf_counter()
-    program = _each_once(program)
+    program = merged(program, cheap=True)  # XLA stores what equal equations compute once
     on_cpu = device.platform == "cpu"
     low = widened(program.graph) if on_cpu else lowered(program.graph)
     orders = as_scheduled(low.graph, twice=not on_cpu)

@@ -29,8 +29,9 @@ _APART = frozenset({"optimization_barrier"})
 """Written to keep equal values apart."""
 
 
-def merged(traced: Traced) -> Traced:
-    """The program with equal equations once; the same one where none that costs something is there twice."""
+def merged(traced: Traced, *, cheap: bool = False) -> Traced:
+    """The program with equal equations once; the same one where none that costs something is there twice, or none at
+    all if ``cheap`` ones are to be there once as well."""
     equal = Equal(traced)
     spared = False
     stays: list[int] = []
@@ -38,7 +39,7 @@ def merged(traced: Traced) -> Traced:
         if first == i:
             stays.append(i)
         else:
-            spared = spared or not is_cheap(traced.graph.ops[i])
+            spared = spared or cheap or not is_cheap(traced.graph.ops[i])
     return rebuilt(traced, equal.same, stays)[0] if spared else traced
 
 

@@ -397,15 +397,7 @@ def program_key(variant: Variant, plan: Plan) -> int:
     inside = tuple((i.key, program_key(i.variant, i.plan)) for i in variant.inside)
     return hash(
         (
-            (
-                variant.undone is not None,
-                variant.prompt,
-                variant.sunk,
-                variant.sliced,
-                variant.chunked,
-                variant.joined,
-                variant.nested,
-            ),
+            (variant.undone is not None, variant.sunk, variant.sliced, variant.chunked, variant.joined, variant.nested),
             (variant.loops, inside, plan.program.origin, ops),
         )
     )

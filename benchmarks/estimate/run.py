@@ -169,6 +169,7 @@ def main() -> None:
     machine = describe()
     truth = json.loads((HERE / f"truth-jax{machine['jax']}.json").read_text())
     path = HERE / f"results-jax{machine['jax']}.json"
+    head = {"machine": machine, "truth": truth["machine"]}
     known = {} if options.again or not path.exists() else json.loads(path.read_text())
     before = {(r["model"], r["batch"], r["optimizer"]): r["static"] for r in known.get("rows", ())}
     rows = [row for row in truth["rows"] if "crash" not in row]
@@ -184,8 +185,8 @@ def main() -> None:
             before[name, row["batch"], row["optimizer"]] = static
             new = {**row, "static": static}
             print(f"  {row['batch']} {row['optimizer']}: {100 * error(new):+.2f} %", flush=True)
-        keep(path, {"machine": machine, "truth": truth["machine"]}, rows, before)
-    keep(path, {"machine": machine, "truth": truth["machine"]}, rows, before)
+        keep(path, head, rows, before)
+    keep(path, head, rows, before)
     print(path.with_suffix(".md").read_text())
 
 
