@@ -139,6 +139,16 @@ def step(weights, x):
     return jax.tree.map(lambda w, g: w - 0.1 * g, weights, jax.grad(chain)(weights, x))
 
 
+def descent(loss):
+    """A step of gradient descent on ``loss(weights, ...)``, and its value."""
+
+    def step(weights, *args):
+        value, grads = jax.value_and_grad(loss)(weights, *args)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    return step
+
+
 def chain_args(layers=32, width=8, rows=256):
     """Arguments of ``chain`` and ``step`` that a budget changes on every supported jax."""
     return [jax.numpy.eye(width) / 2] * layers, jax.numpy.ones((rows, width))

@@ -12,6 +12,7 @@ from jaxtensile.ir import producers
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.lowered import lowered
 from jaxtensile.trace import trace_jaxpr
+from programs import descent
 
 H200 = "nvidia-h200"
 IMAGES = jax.ShapeDtypeStruct((8, 56, 56, 64), jnp.float32)
@@ -173,9 +174,7 @@ def vgg(weights, x):
 
 @pytest.mark.cuda_aot
 def test_a_network_of_pools_needs_what_was_said():
-    def step(weights, x):
-        value, grads = jax.value_and_grad(vgg)(weights, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+    step = descent(vgg)
 
     args = [FILTER] * 3, jax.ShapeDtypeStruct((16, 112, 112, 64), jnp.float32)
     static, exact = (jaxtensile.estimate(step, *args, target=H200, donate_argnums=0, exact=e) for e in (False, True))
@@ -204,9 +203,7 @@ def separable(weights, x):
 @pytest.mark.cuda_aot
 @pytest.mark.parametrize("pixels", [112, 75])
 def test_a_network_of_separable_convolutions_and_pools_needs_what_was_said(pixels):
-    def step(weights, x):
-        value, grads = jax.value_and_grad(separable)(weights, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+    step = descent(separable)
 
     def layer(a, b):
         shapes = {"rest": (1, 1, a, b), "deep": (3, 3, 1, a), "point": (1, 1, a, b), "norm": (2, 2, b)}

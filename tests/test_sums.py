@@ -8,6 +8,7 @@ from jax import lax
 import jaxtensile
 from graphs import Builder
 from jaxtensile.passes.fusion import fuse
+from programs import descent
 
 H200 = "nvidia-h200"
 
@@ -125,9 +126,7 @@ def conv(x, w):
 def test_a_network_that_weighs_its_channels_needs_what_was_said(images):
     """Of 16 images what is weighed is stored, a third of all, of 128 it is computed again; the rest is holes."""
 
-    def step(weights, x):
-        value, grads = jax.value_and_grad(excited)(weights, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+    step = descent(excited)
 
     shapes = {"conv": (1, 1, 384, 384), "norm": (3, 384), "down": (1, 1, 384, 24), "up": (1, 1, 24, 384)}
     layer = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
@@ -153,9 +152,7 @@ def test_a_network_with_batch_norm_needs_what_was_said(batch, within):
             x = jax.nn.relu(norm(lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC), p))
         return x.mean()
 
-    def step(weights, x):
-        value, grads = jax.value_and_grad(loss)(weights, x)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+    step = descent(loss)
 
     NHWC = ("NHWC", "HWIO", "NHWC")
     layer = jax.ShapeDtypeStruct((1, 1, 384, 384), jnp.float32), jax.ShapeDtypeStruct((2, 384), jnp.float32)
