@@ -202,6 +202,8 @@ class Candidates:
         """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, and joined
         branches: what they save is in their bodies."""
         self._bodies: list[_Bodies] = []
+        self._parts: dict[int, _Bodies] = {}
+        """Of work in so many parts."""
         self._hold = False
 
     @property
@@ -258,12 +260,17 @@ class Candidates:
             for bodies in sorted(self._bodies, key=lambda b: not b.may_do(budget)):
                 if best[1].predicted.device <= budget and not bodies.may_do(budget):
                     break  # there is one that fits
-                variant = bodies.fitted(budget)
-                found = cheapest([variant], budget) if variant is not None else best
-                if variant is not None and _rank(found, budget) < _rank(best, budget):
-                    self.variants = _ordered([*self.variants, variant])
-                    best = found
+                best = self._fitted(bodies, best, budget)
         return best if best[1].predicted.device <= budget else self._about(best)
+
+    def _fitted(self, bodies: _Bodies, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
+        """``best``, or what becomes of a program whose bodies are planned, where that is better."""
+        variant = bodies.fitted(budget)
+        found = cheapest([variant], budget) if variant is not None else best
+        if variant is None or _rank(found, budget) >= _rank(best, budget):
+            return best
+        self.variants = _ordered([*self.variants, variant])
+        return found
 
     def _in_chunks(self, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
         """``best``, or what is cheaper than it with work done in parts: in as many as it takes to need nothing else,
@@ -291,6 +298,10 @@ class Candidates:
                 self.variants = _ordered([*self.variants, *more])
                 self._starts += more[-1:]
             second = cheapest(more, budget)
+            if second[1].predicted.device > budget:
+                if k not in self._parts:
+                    self._parts[k] = self._ways.bodies(variant).anew()
+                second = self._fitted(self._parts[k], second, budget)
             best = min(best, second, key=lambda found: _rank(found, budget))
         return best
 
@@ -340,7 +351,7 @@ class Candidates:
         self._ways = self._ways.without_host
         self._more = self._ways.more[len(self._ways.more) - len(self._more) :]
         self._others = without_host([*self._others])
-        self._starts, self._bodies = without_host(self._starts), []
+        self._starts, self._bodies, self._parts = without_host(self._starts), [], {}
 
 
 def _some(variant: Variant | None) -> list[Variant]:

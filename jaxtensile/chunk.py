@@ -104,9 +104,13 @@ def _loop(
         for o in sorted({*own.members, *pulled}):
             for row, how in pulled.get(o, ()):
                 equation = traced.equations[o]
-                (env[equation.results[0], row],) = _bound(
-                    equation, how, [*map(get, equation.operands, how.needs)], n, mixed
-                )
+                operands = [*map(get, equation.operands, how.needs)]
+                if how.numbered is not None:
+                    size = n * row.block
+                    with _compat.equation_context(equation.eqn, equation.stack):
+                        env[equation.results[0], row] = how.numbered(operands, i * size, size)
+                else:
+                    (env[equation.results[0], row],) = _bound(equation, how, operands, n, mixed)
             if o in own.members:
                 equation, how = traced.equations[o], own.members[o]
                 if traced.graph.ops[o].primitive == "optimization_barrier":

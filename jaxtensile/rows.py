@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from jaxtensile import numbered
 from jaxtensile.passes import fusion
 
 ELEMENTWISE = (fusion.ELEMENTWISE - {"random_bits", "threefry2x32"}) | frozenset(
@@ -43,12 +44,14 @@ class Passing:
 
     ``needs``: for each operand where its rows are, None: it reads all of it; ``gives``: for each result the same, None:
     it is the operand of the same number, or how totals of rows become the total (``"add"``, ``"max"``, ``"min"``);
-    ``params``: for a number of rows those parameters that say how many there are.
+    ``params``: for a number of rows those parameters that say how many there are; ``numbered``: for what depends on
+    which rows they are, how some of them are made from the operands, the first place and the number of places.
     """
 
     needs: tuple[Row | None, ...]
     gives: tuple[Row | str | None, ...]
     params: Callable[[int], Mapping[str, Any]] = lambda _: {}
+    numbered: Callable[[Sequence[Any], Any, int], Any] | None = None
 
 
 def passing(eqn: Any, given: Sequence[Row | None], rows: int) -> Passing | None:
@@ -69,6 +72,14 @@ def made_of_whole(eqn: Any, wanted: Row, rows: int) -> Passing | None:
         return None
     if name == "iota" and eqn.params["dimension"] != wanted.dim:
         return Passing((), (wanted,), lambda n: {"shape": _resized(shape, wanted, n)})
+    if name == "iota":
+        dtype = eqn.outvars[0].aval.dtype
+        return Passing((), (wanted,), numbered=lambda _, at, n: numbered.iota(dtype, shape, wanted.dim, at, n))
+    if name == "random_bits" and numbered.are_counted(eqn):
+        width = eqn.params["bit_width"]
+        return Passing(
+            (None,), (wanted,), numbered=lambda given, at, n: numbered.bits(given[0], width, shape, wanted.dim, at, n)
+        )
     if name == "broadcast_in_dim" and len(eqn.invars) == 1:
         dims = [int(d) for d in eqn.params["broadcast_dimensions"]]
         if wanted.dim not in dims or _shape(eqn.invars[0])[dims.index(wanted.dim)] == 1:

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxtensile.ir import Graph, producers
-from jaxtensile.rows import ELEMENTWISE, Passing, Row, made_of_whole, passing
+from jaxtensile.rows import Passing, Row, made_of_whole, passing
 from jaxtensile.trace import Equation, Traced
 from jaxtensile.units import Bytes
 
@@ -23,6 +23,8 @@ SEEDS = 12
 """Places of rows that are tried at most, of arguments and of what large products read."""
 CHEAP = 1 / 64
 """Share of what rows go through that is little enough to make for all rows first."""
+DEEP = 64
+"""Ops that are followed back at most from what rows need to what it is made from."""
 
 
 class Seed(NamedTuple):
@@ -38,7 +40,7 @@ class Seed(NamedTuple):
 class Stretch:
     """Ops that pass rows on, with no way from one to another outside.
 
-    ``members``: op → how; ``pulled``: (value, rows) that are made anew for some rows from whole values → how;
+    ``members``: op → how; ``pulled``: (value, rows) that are made anew for some rows, from less than they are → how;
     ``sliced``: (value, rows) that come from outside; ``whole``: values that are read as they are; ``leaving``: what
     others read of it, as rows or as totals; ``same``: results of barriers → what they are, for whoever reads all of it.
     """
@@ -200,14 +202,15 @@ def _complete(
     graph = traced.graph
     own.same = {v: a for v, a in same.items() if made[v] in own.members}
     inner: set[int] = {v for o in own.members for v in graph.ops[o].results if v in at}
+    outer = _Outer(traced, own.seed.rows, inner, made)
     for o, how in own.members.items():
         for a, need in zip(traced.equations[o].operands, how.needs, strict=True):
             if not isinstance(a, int) or (need is not None and a in inner):
                 continue
             if need is None:
                 own.whole[a] = None
-            elif not _pull(traced, own, a, need, inner, made):
-                own.sliced[a, need] = None
+            else:
+                outer.rows_of(a, need).join(own)
     outside = {v for op in graph.ops if op.id not in own.members for v in op.operands} | set(graph.outputs)
     own.leaving = {v: at[v] for v in sorted(inner & outside - own.same.keys())}
     totals = {v for v in inner if isinstance(at[v], str)}
@@ -215,30 +218,73 @@ def _complete(
     own.inside = sum(graph.values[v].nbytes for v in inner - outside - totals) - leaving
 
 
-def _pull(traced: Traced, own: Stretch, v: Any, row: Row, inner: set[int], made: Sequence[int]) -> bool:
-    """Whether some rows of ``v`` can be made from whole values alone; noted if so."""
-    if (v, row) in own.pulled:
-        return True
-    if not isinstance(v, int) or made[v] < 0 or v in inner:
-        return False
-    op, equation = traced.graph.ops[made[v]], traced.equations[made[v]]
-    if equation.eqn is None or op.pinned or len(op.results) != 1:
-        return False
-    how = made_of_whole(equation.eqn, row, own.seed.rows)
-    if how is not None:
-        own.whole.update(dict.fromkeys(_ids(equation.operands)))
-    elif equation.eqn.primitive.name in ELEMENTWISE:
-        shapes = [traced.graph.values[a].shape if isinstance(a, int) else () for a in equation.operands]
-        given = [row if len(shape) > row.dim and shape[row.dim] > 1 else None for shape in shapes]
-        how = passing(equation.eqn, given, own.seed.rows) if any(given) else None
-        pairs = [*zip(equation.operands, how.needs, strict=True)] if how is not None else []
-        if how is None or not all(_pull(traced, own, a, need, inner, made) for a, need in pairs if need is not None):
-            return False
-        own.whole.update(dict.fromkeys(a for a, need in pairs if isinstance(a, int) and need is None))
-    else:
-        return False
-    own.pulled[v, row] = (op.id, how)
-    return True
+@dataclass
+class _Made:
+    """What some rows of a value are made from: see the fields of ``Stretch``."""
+
+    pulled: dict[tuple[int, Row], tuple[int, Passing]] = field(default_factory=dict)
+    sliced: dict[tuple[int, Row], None] = field(default_factory=dict)
+    whole: dict[int, None] = field(default_factory=dict)
+
+    def join(self, other: _Made | Stretch) -> None:
+        """Add this to what another one is made from."""
+        other.pulled.update(self.pulled)
+        other.sliced.update(self.sliced)
+        other.whole.update(self.whole)
+
+
+class _Outer:
+    """Rows of values that no member makes: of a mask for dropout, or of what the rows of another argument give."""
+
+    def __init__(self, traced: Traced, rows: int, inner: set[int], made: Sequence[int]) -> None:
+        self.traced, self.rows, self.inner, self.made = traced, rows, inner, made
+        self._found: dict[tuple[int, Row], _Made] = {}
+
+    def rows_of(self, v: int, row: Row, depth: int = 0) -> _Made:
+        """What some rows of ``v`` had best be made from: from less than they are, or by a slice of ``v``."""
+        if (v, row) not in self._found:
+            made = self._from_less(v, row, depth) if depth < DEEP else None
+            self._found[v, row] = made or _Made(sliced={(v, row): None})
+        return self._found[v, row]
+
+    def _from_less(self, v: int, row: Row, depth: int) -> _Made | None:
+        """The rows made anew, by an op that multiplies nothing; None where a slice is as good."""
+        graph, o = self.traced.graph, self.made[v]
+        equation = self.traced.equations[o]
+        if o < 0 or equation.eqn is None or graph.ops[o].pinned or graph.ops[o].bodies or len(graph.ops[o].results) > 1:
+            return None
+        how = self._how(o, row)
+        if how is None or self.inner.intersection(graph.ops[o].operands):
+            return None
+        found = _Made({(v, row): (o, how)})
+        for a, need in zip(equation.operands, how.needs, strict=True):
+            if not isinstance(a, int):
+                continue
+            if need is None:
+                found.whole[a] = None
+            else:
+                self.rows_of(a, need, depth + 1).join(found)
+        size = graph.values
+        kept = (a for a in found.whole if self.made[a] >= 0)
+        read = sum(size[a].nbytes for a in (*(a for a, _ in found.sliced), *kept))
+        return found if read <= size[v].nbytes // 2 else None
+
+    def _how(self, o: int, row: Row) -> Passing | None:
+        """How op ``o`` makes some rows of its result."""
+        op, equation = self.traced.graph.ops[o], self.traced.equations[o]
+        found = made_of_whole(equation.eqn, row, self.rows)
+        if found is not None or op.flops:
+            return found
+        shapes = [self.traced.graph.values[a].shape if isinstance(a, int) else () for a in equation.operands]
+        for k, shape in enumerate(shapes):
+            for dim, places in enumerate(shape):
+                if places != self.rows * row.block:
+                    continue
+                given = [Row(dim, row.block) if i == k else None for i in range(len(shapes))]
+                how = passing(equation.eqn, given, self.rows)
+                if how is not None and how.gives == (row,) and how.needs[k] is not None:
+                    return how
+        return None
 
 
 def root(same: Mapping[int, int], v: int) -> int:

@@ -48,7 +48,8 @@ MAY_IMPORT = {
     "report": f"{VOCABULARY} timeline report_text report_html report_trace",
     "calibration": "units errors device measured _compat",
     "split": "units ir _compat trace",
-    "rows": "passes",
+    "numbered": "_compat",
+    "rows": "passes numbered",
     "stretch": "units ir rows trace",
     "chunk": "ir _compat rows stretch trace",
     "sink": "ir _compat trace",
@@ -97,8 +98,8 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo split stretch chunk sink join nest loops hosted rewrite compile attempts target location
-    placement feedback api filtered estimation calibration arbitration suspension stepping""".split()
+    """_compat trace merge undo split numbered stretch chunk sink join nest loops hosted rewrite compile attempts target
+    location placement feedback api filtered estimation calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]

@@ -191,6 +191,45 @@ def test_keys_and_host_memory_are_left_whole():
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def masked(w, x, valid, key):
+    """Attention with dropout, noise, and a second argument that says what counts."""
+    q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
+    scores = jnp.einsum("bqd,bkd->bqk", q, k)
+    counts = valid[:, None, :] & (jnp.arange(LENGTH)[:, None] >= jnp.arange(LENGTH))
+    weights = jax.nn.softmax(jnp.where(counts, scores, -1e9))
+    kept = jax.random.bernoulli(key, 0.9, weights.shape)
+    x = x + jnp.where(kept, weights / 0.9, 0) @ v
+    x = x + 0.1 * jax.random.normal(jax.random.fold_in(key, 1), x.shape)
+    return (x * jax.nn.one_hot(jnp.arange(BATCH) % WIDTH, WIDTH)[:, None]).sum() / valid.sum()
+
+
+def test_masks_are_made_for_the_rows_that_need_them():
+    """Random bits, positions, and what is made from the same rows of another argument."""
+    x, valid = jax.random.normal(KEYS[1], (BATCH, LENGTH, WIDTH)), jax.random.bernoulli(KEYS[2], 0.8, (BATCH, LENGTH))
+    args = weights(), x, valid, KEYS[0]
+    closed, traced = opened(jax.value_and_grad(masked), args)
+    value = next(v for v, a in zip(traced.arguments, jax.tree.leaves(args), strict=True) if a is x)
+    own = stretch_of(traced, Seed(value, 0, BATCH, 0))
+    values = traced.graph.values
+    assert own is not None and sum(values[v].nbytes for v, _ in own.sliced) <= x.nbytes + 4 * valid.nbytes
+    assert {"random_bits", "iota"} <= {traced.graph.ops[o].primitive for o, _ in own.pulled.values()}
+    expected = jax.tree.leaves(jax.jit(jax.value_and_grad(masked))(*args))
+    for parts in (2, 3, BATCH):
+        new = jax.jit(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, parts)))
+        for a, b in zip(new(*jax.tree.leaves(args)), expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_rows_come_by_slices_where_they_are_made_from_as_much():
+    def fun(w, x, y):
+        return (jnp.tanh(x @ w) * jnp.sin(y)).sum()
+
+    _, traced = opened(fun, (jnp.ones((8, 5)), jnp.ones((12, 8)), jnp.ones((12, 5))))
+    own = stretch_of(traced, Seed(traced.arguments[1], 0, 12, 0))
+    sine = next(op.results[0] for op in traced.graph.ops if op.primitive == "sin")
+    assert own is not None and (sine, Row(0)) in own.sliced and not own.pulled
+
+
 def test_no_rows_no_stretch():
     _, traced = opened(lambda x: jnp.fft.fft(x).real.sum(), (jnp.ones((64, 64)),))
     assert find_stretch(traced, 1 << 20) is None
@@ -235,6 +274,16 @@ def test_budgets_are_met_without_computing_anything_twice(share):
     assert jaxpr_flops(planned.trace(*args).jaxpr) == pytest.approx(jaxpr_flops(jax.jit(step).trace(*args).jaxpr))
     assert "parts" in report.notes[0]
     assert abs(report.predicted.device / report.compiled.device - 1) < 0.1
+
+
+@pytest.mark.cuda_aot
+def test_few_parts_are_planned_inside_where_more_would_be_needed_otherwise():
+    """In two parts it needs more than half; in four, with nothing made again, less than a third."""
+    step, args = decoder()
+    budget = plain() // 2
+    planned = jaxtensile.jit(step, budget=budget, chunk=True, target=H200, donate_argnums=0)
+    report = planned.plan(*args)
+    assert "in 2 parts" in report.notes[0] and 0.9 * budget < report.compiled.device <= budget
 
 
 @pytest.mark.cuda_aot

@@ -229,5 +229,15 @@ def test_constants_make_their_rows_themselves(shape, dims):
 def test_iotas_make_rows_of_other_dimensions():
     eqn = equation(lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), ())
     how = made_of_whole(eqn, Row(0), 4)
-    assert how is not None and run(eqn, [], how.params(2))[0].shape == (2, 6)
-    assert made_of_whole(eqn, Row(1), 6) is None
+    assert how is not None and how.numbered is None and run(eqn, [], how.params(2))[0].shape == (2, 6)
+
+
+def test_what_depends_on_its_place_is_told_the_place():
+    eqn = equation(lambda: lax.broadcasted_iota(jnp.int32, (4, 6), 1), ())
+    how = made_of_whole(eqn, Row(1, 2), 3)
+    assert how is not None and how.numbered is not None
+    np.testing.assert_array_equal(how.numbered((), 2, 4), run(eqn, [], {})[0][:, 2:6])
+    eqn = equation(lambda key: jax.random.bits(key, (4, 6)), (KEY,))
+    how = made_of_whole(eqn, Row(0), 4)
+    assert how is not None and how.numbered is not None and how.needs == (None,)
+    np.testing.assert_array_equal(how.numbered((KEY,), 1, 2), run(eqn, [KEY], {})[0][1:3])

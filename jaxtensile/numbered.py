@@ -1,0 +1,47 @@
+"""What are some places of an array whose elements depend on where they stand?
+
+Random bits above all: a mask for dropout is made for the rows that it is needed for.
+
+Invariant: the bits are those of the same places of the whole array.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtensile import _compat
+
+
+def iota(dtype: Any, shape: Sequence[int], dim: int, at: Any, n: int) -> Any:
+    """``lax.broadcasted_iota(dtype, shape, dim)`` at the ``n`` places from ``at`` on of that dimension."""
+    own = lax.broadcasted_iota(dtype, (*shape[:dim], n, *shape[dim + 1 :]), dim)
+    return own + lax.convert_element_type(at, dtype)
+
+
+def are_counted(eqn: Any) -> bool:
+    """Whether random bits are made of one key and the number of each element alone, and numbers are below 2^32."""
+    return _compat.is_counted_threefry(eqn) and math.prod(eqn.params["shape"]) < 1 << 32
+
+
+def bits(key: Any, width: int, shape: Sequence[int], dim: int, at: Any, n: int) -> Any:
+    """``jax.random.bits`` of ``width`` bits an element, at the ``n`` places from ``at`` on of dimension ``dim``.
+
+    Threefry-2x32 (Salmon et al., SC 2011) encrypts the number of each element, as ``jax_threefry_partitionable``
+    has it: high and low words make 64 bits, or are combined by exclusive or.
+    """
+    own = (*shape[:dim], n, *shape[dim + 1 :])
+    strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]
+    number = lax.convert_element_type(at, np.uint32) * np.uint32(strides[dim])
+    for k, stride in enumerate(strides):
+        number = number + lax.broadcasted_iota(np.uint32, own, k) * np.uint32(stride)
+    high, low = _compat.threefry_2x32(jax.random.key_data(key), number)
+    if width == 64:
+        return (high.astype(jnp.uint64) << np.uint64(32)) | low.astype(jnp.uint64)
+    return (high ^ low).astype(f"uint{width}")
