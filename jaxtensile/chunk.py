@@ -18,12 +18,18 @@ import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
-from jaxtensile.ir import Graph
-from jaxtensile.rows import Passing, Row
-from jaxtensile.stretch import Stretch, root
+from jaxtensile.ir import Graph, producers
+from jaxtensile.loop_rows import Loop
+from jaxtensile.rows import SAME, Passing, Row, Section
+from jaxtensile.stretch import Stretch
 from jaxtensile.trace import Equation, Traced, bind, retrace
 
-_JOIN: dict[str, Callable[[Any, Any], Any]] = {"add": lax.add, "max": lax.max, "min": lax.min}
+_JOIN: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    SAME: lambda _, made: made,
+}
 
 
 def in_chunks(traced: Traced, closed: Any, own: Stretch, parts: int, *, mixed: bool = True) -> Any | None:
@@ -41,7 +47,7 @@ def in_chunks(traced: Traced, closed: Any, own: Stretch, parts: int, *, mixed: b
         env.update(traced.consts)
 
         def read(atom: Any) -> Any:
-            return env[root(own.same, atom)] if isinstance(atom, int) else atom.val
+            return env[own.root(atom)] if isinstance(atom, int) else atom.val
 
         for o in order:
             if o < 0:
@@ -56,7 +62,7 @@ def in_chunks(traced: Traced, closed: Any, own: Stretch, parts: int, *, mixed: b
 
 def _order(graph: Graph, own: Stretch) -> list[int] | None:
     """The other ops and the loop (-1): it begins as soon as it can, and what waits for it comes right after."""
-    reads = {root(own.same, v) for v in (*(a for a, _ in own.sliced), *own.whole)}
+    reads = {own.root(v) for v in (*(a for a, _ in own.sliced), *own.whole)}
     missing = {v for op in graph.ops for v in op.results} & reads
     late: set[int] = {v for o in own.members for v in graph.ops[o].results if v not in own.same}
     first, order, waiting, done = min(own.members), list[int](), list[int](), False
@@ -66,7 +72,7 @@ def _order(graph: Graph, own: Stretch) -> list[int] | None:
             late, done = set(), True
         if op.id in own.members:
             continue
-        if not done and any(root(own.same, v) in late for v in op.operands):
+        if not done and any(own.root(v) in late for v in op.operands):
             if op.pinned:
                 return None
             waiting.append(op.id)
@@ -84,43 +90,11 @@ def _loop(
 ) -> Iterator[tuple[int, Any]]:
     """What leaves the stretch, made part by part."""
     n = own.seed.rows // parts
-    pulled = _by_op(own)
 
     def part(i: Any) -> dict[int, Any]:
-        env: dict[tuple[int, Row | None], Any] = {}
-
-        def get(atom: Any, need: Row | None) -> Any:
-            if not isinstance(atom, int):
-                return atom.val
-            if need is None:
-                return read(atom)
-            if (atom, need) not in env:
-                if (atom, None) in env:
-                    return env[atom, None]
-                size = n * need.block
-                env[atom, need] = lax.dynamic_slice_in_dim(read(atom), i * size, size, need.dim)
-            return env[atom, need]
-
-        for o in sorted({*own.members, *pulled}):
-            for row, how in pulled.get(o, ()):
-                equation = traced.equations[o]
-                operands = [*map(get, equation.operands, how.needs)]
-                if how.numbered is not None:
-                    size = n * row.block
-                    with _compat.equation_context(equation.eqn, equation.stack):
-                        env[equation.results[0], row] = how.numbered(operands, i * size, size)
-                else:
-                    (env[equation.results[0], row],) = _bound(equation, how, operands, n, mixed)
-            if o in own.members:
-                equation, how = traced.equations[o], own.members[o]
-                if traced.graph.ops[o].primitive == "optimization_barrier":
-                    there = [k for k, row in enumerate(how.needs) if row is not None]
-                    made = lax.optimization_barrier(tuple(get(equation.operands[k], how.needs[k]) for k in there))
-                    env.update(((equation.results[k], None), x) for k, x in zip(there, made, strict=True))
-                    continue
-                made = _bound(equation, how, [*map(get, equation.operands, how.needs)], n, mixed)
-                env.update(((v, None), x) for v, x in zip(equation.results, made, strict=True))
-        return {v: env[v, None] for v in own.leaving}
+        made = _Part(traced, own, read, i, n, mixed)
+        made.make()
+        return {v: made.rows[v] for v in own.leaving}
 
     shapes = jax.eval_shape(part, jax.ShapeDtypeStruct((), np.int32))
     values = traced.graph.values
@@ -131,7 +105,9 @@ def _loop(
         how, made = own.leaving[v], shapes[v]
         if isinstance(how, Row):
             return lax.full(values[v].shape, 0, made.dtype)
-        return lax.full(made.shape, _identity(how, made.dtype), made.dtype)
+        return lax.full(
+            made.shape, _identity(how, made.dtype), np.float32 if how == "add" and _is_short(made.dtype) else made.dtype
+        )
 
     def step(state: Any, _: None) -> Any:
         i, totals = state
@@ -142,7 +118,7 @@ def _loop(
             if isinstance(how, Row):
                 new.append(lax.dynamic_update_slice_in_dim(before, made[v], i * n * how.block, how.dim))
             else:
-                new.append(_JOIN[how](before, made[v]))
+                new.append(_JOIN[how](before, lax.convert_element_type(made[v], before.dtype)))
         return (i + 1, new), [made[v] for v in stacked]
 
     (_, totals), parts_of = lax.scan(step, (np.int32(0), [start(v) for v in carried]), None, length=parts)
@@ -152,7 +128,102 @@ def _loop(
         yield v, lax.reshape(x, values[v].shape)
 
 
-def _by_op(own: Stretch) -> dict[int, list[tuple[Row, Passing]]]:
+class _Part:
+    """Part ``i`` of a section of a program: ``n`` rows of what it makes."""
+
+    def __init__(
+        self, traced: Traced, own: Section, read: Callable[[Any], Any], i: Any, n: int, mixed: bool, wide: bool = True
+    ) -> None:
+        self.traced, self.own, self.read, self.i, self.n, self.mixed, self.wide = traced, own, read, i, n, mixed, wide
+        """``read``: any value as a whole; ``wide``: totals of few bits are made with 32."""
+        self.rows: dict[int, Any] = {}
+        """Rows and totals of rows, of what passes them on."""
+        self.outer: dict[tuple[int, Row], Any] = {}
+        """Rows of other values."""
+
+    def get(self, atom: Any, need: Row | None) -> Any:
+        """The rows of a value, or all of it."""
+        if isinstance(atom, int) and atom in self.rows:
+            return self.rows[atom]
+        if need is None or not isinstance(atom, int):
+            return self.read(atom)
+        if (atom, need) not in self.outer:
+            size = self.n * need.block
+            self.outer[atom, need] = lax.dynamic_slice_in_dim(self.read(atom), self.i * size, size, need.dim)
+        return self.outer[atom, need]
+
+    def make(self) -> None:
+        """Make all rows, in the order of the program."""
+        pulled = _by_op(self.own)
+        for o in sorted({*self.own.members, *pulled}):
+            for row, how in pulled.get(o, ()):
+                self.outer[self.traced.equations[o].results[0], row] = self._made(o, how, row)[0]
+            if o in self.own.members:
+                how = self.own.members[o]
+                equation = self.traced.equations[o]
+                if self.traced.graph.ops[o].primitive == "optimization_barrier":
+                    there = [k for k, a in enumerate(equation.operands) if how.needs[k] is not None]
+                    made = lax.optimization_barrier(tuple(self.get(equation.operands[k], how.needs[k]) for k in there))
+                    self.rows.update((equation.results[k], x) for k, x in zip(there, made, strict=True))
+                else:
+                    self.rows.update(zip(equation.results, self._made(o, how), strict=True))
+
+    def _made(self, o: int, how: Passing, row: Row | None = None) -> list[Any]:
+        """The rows that op ``o`` makes; ``row``: where they are, for what depends on their numbers."""
+        equation = self.traced.equations[o]
+        operands = [*map(self.get, equation.operands, how.needs)]
+        if how.numbered is not None and row is not None:
+            size = self.n * row.block
+            with _compat.equation_context(equation.eqn, equation.stack):
+                return [how.numbered(operands, self.i * size, size)]
+        if isinstance(how.inside, Loop):
+            with _compat.equation_context(equation.eqn, equation.stack):
+                return self._scanned(equation.eqn.params, how.inside, operands)
+        return _bound(equation, how, operands, self.n, self.mixed, self.wide)
+
+    def _scanned(self, params: dict[str, Any], own: Loop, operands: list[Any]) -> list[Any]:
+        """A scan whose body makes some rows."""
+        consts, carries = _compat.scan_split(params)
+        body = own.body
+
+        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            given = zip(body.arguments, [*operands[:consts], *carry, *slices], strict=True)
+            known = {v: (x, takes) for (v, x), takes in zip(given, own.takes, strict=True)}
+            whole = {**body.consts, **{v: x for v, (x, takes) in known.items() if takes is None}}
+            part = _Part(body, own, _reader(body, own, whole), self.i, self.n, self.mixed, wide=False)
+            part.rows.update((v, x) for v, (x, takes) in known.items() if takes is not None)
+            part.make()
+            out = [part.get(a, g if isinstance(g, Row) else None) for a, g in zip(body.outputs, own.gives, strict=True)]
+            return out[:carries], out[carries:]
+
+        last, stacks = lax.scan(
+            step,
+            operands[consts : consts + carries],
+            operands[consts + carries :],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params.get("unroll", 1),
+        )
+        return [*last, *stacks]
+
+
+def _reader(body: Traced, own: Section, known: dict[int, Any]) -> Callable[[Any], Any]:
+    """Any whole value of a body, made when it is first read."""
+    made = producers(body.graph)
+
+    def read(atom: Any) -> Any:
+        if not isinstance(atom, int):
+            return jnp.asarray(atom.val, atom.aval.dtype)
+        v = own.root(atom)
+        if v not in known:
+            equation = body.equations[made[v]]
+            known.update(zip(equation.results, bind(equation, [read(a) for a in equation.operands]), strict=True))
+        return known[v]
+
+    return read
+
+
+def _by_op(own: Section) -> dict[int, list[tuple[Row, Passing]]]:
     found: dict[int, list[tuple[Row, Passing]]] = {}
     for (_, row), (o, how) in own.pulled.items():
         found.setdefault(o, []).append((row, how))
@@ -160,7 +231,7 @@ def _by_op(own: Stretch) -> dict[int, list[tuple[Row, Passing]]]:
 
 
 def _identity(how: str, dtype: Any) -> Any:
-    if how == "add":
+    if how in ("add", SAME):
         return 0
     if jnp.issubdtype(dtype, jnp.floating):
         return -np.inf if how == "max" else np.inf
@@ -169,15 +240,18 @@ def _identity(how: str, dtype: Any) -> Any:
     return jnp.iinfo(dtype).min if how == "max" else jnp.iinfo(dtype).max
 
 
-def _bound(equation: Equation, how: Passing, operands: list[Any], n: int, mixed: bool) -> list[Any]:
-    """The equation on some rows; totals of fewer than 32 bits in float32."""
+def _is_short(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def _bound(equation: Equation, how: Passing, operands: list[Any], n: int, mixed: bool, wide: bool) -> list[Any]:
+    """The equation on some rows; ``wide``: totals of fewer than 32 bits in float32."""
     eqn = equation.eqn
     params = {**eqn.params, **how.params(n)}
-    dtype = eqn.outvars[0].aval.dtype
-    if how.gives == ("add",) and jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32:
+    if wide and how.gives == ("add",) and _is_short(eqn.outvars[0].aval.dtype):
         if "preferred_element_type" in params:
             params["preferred_element_type"] = np.dtype(np.float32)
         if "preferred_element_type" not in params or not mixed:
-            operands = [lax.convert_element_type(x, np.float32) for x in operands]
+            operands = [lax.convert_element_type(x, np.float32) if _is_short(x.dtype) else x for x in operands]
     with _compat.equation_context(eqn, equation.stack):
         return bind(replace(equation, eqn=eqn.replace(params=params)), operands)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxtensile import numbered
@@ -23,6 +23,8 @@ ELEMENTWISE = (fusion.ELEMENTWISE - {"random_bits", "threefry2x32"}) | frozenset
     stop_gradient zeta""".split()
 )
 """Also the ones that XLA makes no kernel of, or does not fuse; random bits depend on their place in the array."""
+SAME = "same"
+"""How a result is given that is whole, and made beside rows by an equation that cannot be parted."""
 TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min"}
 _REDUCTIONS = frozenset({*TOTALS, "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"})
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
@@ -43,15 +45,45 @@ class Passing:
     """How an equation passes rows on.
 
     ``needs``: for each operand where its rows are, None: it reads all of it; ``gives``: for each result the same, None:
-    it is the operand of the same number, or how totals of rows become the total (``"add"``, ``"max"``, ``"min"``);
-    ``params``: for a number of rows those parameters that say how many there are; ``numbered``: for what depends on
-    which rows they are, how some of them are made from the operands, the first place and the number of places.
+    it is the operand of the same number, or how totals of rows become the total (``"add"``, ``"max"``, ``"min"``;
+    ``SAME``: it is no total); ``params``: for a number of rows those parameters that say how many there are;
+    ``numbered``: for what depends on which rows they are, how some of them are made from the operands, the first place
+    and the number of places; ``inside``: how the body of a loop passes them on.
     """
 
     needs: tuple[Row | None, ...]
     gives: tuple[Row | str | None, ...]
     params: Callable[[int], Mapping[str, Any]] = lambda _: {}
     numbered: Callable[[Sequence[Any], Any, int], Any] | None = None
+    inside: Section | None = None
+
+
+@dataclass(kw_only=True)
+class Section:
+    """Ops of a program or of a body that pass rows on, and what they read.
+
+    ``members``: op → how; ``pulled``: (value, rows) that are made anew, from less than they are, by an op → how;
+    ``sliced``: (value, rows) that come as slices of the value; ``whole``: values that are read as they are; ``same``:
+    results of barriers → what they are, for whoever reads all of it.
+    """
+
+    members: dict[int, Passing] = field(default_factory=dict)
+    pulled: dict[tuple[int, Row], tuple[int, Passing]] = field(default_factory=dict)
+    sliced: dict[tuple[int, Row], None] = field(default_factory=dict)
+    whole: dict[int, None] = field(default_factory=dict)
+    same: dict[int, int] = field(default_factory=dict)
+
+    def reads(self, other: Section) -> None:
+        """This one reads what the other one is made from."""
+        self.pulled.update(other.pulled)
+        self.sliced.update(other.sliced)
+        self.whole.update(other.whole)
+
+    def root(self, v: int) -> int:
+        """What ``v`` is, behind all barriers."""
+        while v in self.same:
+            v = self.same[v]
+        return v
 
 
 def passing(eqn: Any, given: Sequence[Row | None], rows: int) -> Passing | None:
@@ -313,6 +345,24 @@ def _scatter(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | No
     for needs in ways if len(blocks) == 1 else ():
         if all(g in (None, need) for g, need in zip(given, needs, strict=True)):
             return Passing(needs, (needs[0],))
+    return None
+
+
+def adding_scatter(eqn: Any, given: Sequence[Row | None]) -> tuple[None, Row, Row] | None:
+    """Which rows a scatter needs that adds up all of its updates, each row of them from the same row of the indices;
+    None where it does something else."""
+    if eqn is None or eqn.primitive.name not in ("scatter-add", "scatter_add") or _placed(eqn):
+        return None
+    numbers = eqn.params["dimension_numbers"]
+    outer = [d for d in range(len(_shape(eqn.invars[2]))) if d not in numbers.update_window_dims]
+    target, indices, updates = given
+    if target is not None or numbers.operand_batching_dims:
+        return None
+    for k, d in enumerate(outer):
+        block = next((r.block for r in (indices, updates) if r is not None), 1)
+        needs = Row(k, block), Row(d, block)
+        if any(given[1:]) and all(g in (None, need) for g, need in zip(given[1:], needs, strict=True)):
+            return None, *needs
     return None
 
 

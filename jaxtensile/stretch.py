@@ -9,22 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
+from typing import NamedTuple
 
 from jaxtensile.ir import Graph, producers
-from jaxtensile.rows import Passing, Row, made_of_whole, passing
-from jaxtensile.trace import Equation, Traced
+from jaxtensile.loop_rows import Loops
+from jaxtensile.made_rows import Outer, on_the_device, row_at
+from jaxtensile.rows import TOTALS, Row, Section
+from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
 
 SEEDS = 12
 """Places of rows that are tried at most, of arguments and of what large products read."""
 CHEAP = 1 / 64
 """Share of what rows go through that is little enough to make for all rows first."""
-DEEP = 64
-"""Ops that are followed back at most from what rows need to what it is made from."""
 
 
 class Seed(NamedTuple):
@@ -36,22 +33,15 @@ class Seed(NamedTuple):
     stage: int
 
 
-@dataclass
-class Stretch:
+@dataclass(kw_only=True)
+class Stretch(Section):
     """Ops that pass rows on, with no way from one to another outside.
 
-    ``members``: op → how; ``pulled``: (value, rows) that are made anew for some rows, from less than they are → how;
-    ``sliced``: (value, rows) that come from outside; ``whole``: values that are read as they are; ``leaving``: what
-    others read of it, as rows or as totals; ``same``: results of barriers → what they are, for whoever reads all of it.
+    ``leaving``: what others read of it, as rows or as totals.
     """
 
     seed: Seed
-    members: dict[int, Passing]
-    pulled: dict[tuple[int, Row], tuple[int, Passing]] = field(default_factory=dict)
-    sliced: dict[tuple[int, Row], None] = field(default_factory=dict)
-    whole: dict[int, None] = field(default_factory=dict)
     leaving: dict[int, Row | str] = field(default_factory=dict)
-    same: dict[int, int] = field(default_factory=dict)
     inside: Bytes = 0
     """Bytes of the values that nothing outside reads, less those of rows that leave it."""
 
@@ -116,32 +106,31 @@ def _passed_on(
     at: dict[int, Row | str] = {value: row}
     stage = [0] * len(graph.values)
     found: dict[int, Stretch] = {}
-    same: dict[int, int] = {}
+    same = Section()
     made = set[int]()
+    of_loops = Loops(traced)
     for op, equation in zip(graph.ops, traced.equations, strict=True):
-        given = [_row(at, a) for a in equation.operands]
-        able = any(given) and not op.pinned and op.id not in aside and _on_the_device(graph, equation)
-        how = passing(equation.eqn, given, rows) if able else None
-        if how is not None and any(g not in (None, n) for g, n in zip(given, how.needs, strict=True)):
-            how = None
+        given = [row_at(at, a) for a in equation.operands]
+        able = any(given) and not op.pinned and op.id not in aside and on_the_device(graph, equation)
+        how = of_loops.passing(op.id, given, rows) if able else None
         # What does not pass rows on reads around barriers: behind them is what was before.
-        reads = [root(same, v) if how is None else v for v in op.operands]
-        level = max((stage[v] + (v in made and (how is None or isinstance(at[v], str))) for v in reads), default=0)
+        reads = [same.root(v) if how is None else v for v in op.operands]
+        level = max((stage[v] + (v in made and (how is None or at[v] in TOTALS.values())) for v in reads), default=0)
         for v in op.results:
             stage[v] = level
         if how is None:
             continue
-        own = found.setdefault(level, Stretch(Seed(value, row.dim, rows, level), {}))
+        own = found.setdefault(level, Stretch(seed=Seed(value, row.dim, rows, level)))
         own.members[op.id] = how
         for i, (v, gives) in enumerate(zip(equation.results, how.gives, strict=True)):
             a = equation.operands[i] if i < len(equation.operands) else None
             if gives is not None:
                 at[v] = gives
-            if op.primitive == "optimization_barrier" and isinstance(a, int) and root(same, a) not in made:
-                same[v] = root(same, a)
+            if op.primitive == "optimization_barrier" and isinstance(a, int) and same.root(a) not in made:
+                same.same[v] = same.root(a)
             elif gives is not None:
                 made.add(v)
-    return at, found, same
+    return at, found, same.same
 
 
 def _cheap_totals(graph: Graph, at: Mapping[int, Row | str], found: Mapping[int, Stretch]) -> set[int]:
@@ -161,7 +150,7 @@ def _cheap_totals(graph: Graph, at: Mapping[int, Row | str], found: Mapping[int,
         if isinstance(how, str) and awaited[v]:
             own = _ancestors(graph, made, v, members)
             if sum(graph.values[r].nbytes for o in own for r in graph.ops[o].results) <= enough and not any(
-                graph.ops[o].flops for o in own
+                graph.ops[o].flops or graph.ops[o].bodies for o in own
             ):
                 cheap |= own
     return cheap
@@ -178,23 +167,6 @@ def _ancestors(graph: Graph, made: Sequence[int], v: int, members: set[int]) -> 
     return found
 
 
-def _on_the_device(graph: Graph, equation: Equation) -> bool:
-    """Whether all that it makes are arrays of numbers that are on the device."""
-    avals = () if equation.eqn is None else [v.aval for v in equation.eqn.outvars]
-    if any(not isinstance(getattr(a, "dtype", None), np.dtype) or a.dtype == jax.dtypes.float0 for a in avals):
-        return False
-    return all(graph.values[v].space == "device" for v in (*equation.results, *_ids(equation.operands)))
-
-
-def _ids(atoms: Sequence[Any]) -> list[int]:
-    return [a for a in atoms if isinstance(a, int)]
-
-
-def _row(at: Mapping[int, Row | str], atom: Any) -> Row | None:
-    found = at.get(atom) if isinstance(atom, int) else None
-    return found if isinstance(found, Row) else None
-
-
 def _complete(
     traced: Traced, own: Stretch, at: Mapping[int, Row | str], same: Mapping[int, int], made: Sequence[int]
 ) -> None:
@@ -202,93 +174,17 @@ def _complete(
     graph = traced.graph
     own.same = {v: a for v, a in same.items() if made[v] in own.members}
     inner: set[int] = {v for o in own.members for v in graph.ops[o].results if v in at}
-    outer = _Outer(traced, own.seed.rows, inner, made)
+    outer = Outer(traced, own.seed.rows, inner, made)
     for o, how in own.members.items():
         for a, need in zip(traced.equations[o].operands, how.needs, strict=True):
             if not isinstance(a, int) or (need is not None and a in inner):
                 continue
-            if need is None:
+            if need is None and a not in inner:
                 own.whole[a] = None
-            else:
-                outer.rows_of(a, need).join(own)
+            elif need is not None:
+                own.reads(outer.rows_of(a, need))
     outside = {v for op in graph.ops if op.id not in own.members for v in op.operands} | set(graph.outputs)
     own.leaving = {v: at[v] for v in sorted(inner & outside - own.same.keys())}
     totals = {v for v in inner if isinstance(at[v], str)}
     leaving = sum(graph.values[v].nbytes for v, how in own.leaving.items() if isinstance(how, Row))
     own.inside = sum(graph.values[v].nbytes for v in inner - outside - totals) - leaving
-
-
-@dataclass
-class _Made:
-    """What some rows of a value are made from: see the fields of ``Stretch``."""
-
-    pulled: dict[tuple[int, Row], tuple[int, Passing]] = field(default_factory=dict)
-    sliced: dict[tuple[int, Row], None] = field(default_factory=dict)
-    whole: dict[int, None] = field(default_factory=dict)
-
-    def join(self, other: _Made | Stretch) -> None:
-        """Add this to what another one is made from."""
-        other.pulled.update(self.pulled)
-        other.sliced.update(self.sliced)
-        other.whole.update(self.whole)
-
-
-class _Outer:
-    """Rows of values that no member makes: of a mask for dropout, or of what the rows of another argument give."""
-
-    def __init__(self, traced: Traced, rows: int, inner: set[int], made: Sequence[int]) -> None:
-        self.traced, self.rows, self.inner, self.made = traced, rows, inner, made
-        self._found: dict[tuple[int, Row], _Made] = {}
-
-    def rows_of(self, v: int, row: Row, depth: int = 0) -> _Made:
-        """What some rows of ``v`` had best be made from: from less than they are, or by a slice of ``v``."""
-        if (v, row) not in self._found:
-            made = self._from_less(v, row, depth) if depth < DEEP else None
-            self._found[v, row] = made or _Made(sliced={(v, row): None})
-        return self._found[v, row]
-
-    def _from_less(self, v: int, row: Row, depth: int) -> _Made | None:
-        """The rows made anew, by an op that multiplies nothing; None where a slice is as good."""
-        graph, o = self.traced.graph, self.made[v]
-        equation = self.traced.equations[o]
-        if o < 0 or equation.eqn is None or graph.ops[o].pinned or graph.ops[o].bodies or len(graph.ops[o].results) > 1:
-            return None
-        how = self._how(o, row)
-        if how is None or self.inner.intersection(graph.ops[o].operands):
-            return None
-        found = _Made({(v, row): (o, how)})
-        for a, need in zip(equation.operands, how.needs, strict=True):
-            if not isinstance(a, int):
-                continue
-            if need is None:
-                found.whole[a] = None
-            else:
-                self.rows_of(a, need, depth + 1).join(found)
-        size = graph.values
-        kept = (a for a in found.whole if self.made[a] >= 0)
-        read = sum(size[a].nbytes for a in (*(a for a, _ in found.sliced), *kept))
-        return found if read <= size[v].nbytes // 2 else None
-
-    def _how(self, o: int, row: Row) -> Passing | None:
-        """How op ``o`` makes some rows of its result."""
-        op, equation = self.traced.graph.ops[o], self.traced.equations[o]
-        found = made_of_whole(equation.eqn, row, self.rows)
-        if found is not None or op.flops:
-            return found
-        shapes = [self.traced.graph.values[a].shape if isinstance(a, int) else () for a in equation.operands]
-        for k, shape in enumerate(shapes):
-            for dim, places in enumerate(shape):
-                if places != self.rows * row.block:
-                    continue
-                given = [Row(dim, row.block) if i == k else None for i in range(len(shapes))]
-                how = passing(equation.eqn, given, self.rows)
-                if how is not None and how.gives == (row,) and how.needs[k] is not None:
-                    return how
-        return None
-
-
-def root(same: Mapping[int, int], v: int) -> int:
-    """What ``v`` is, behind all barriers."""
-    while v in same:
-        v = same[v]
-    return v

@@ -50,8 +50,10 @@ MAY_IMPORT = {
     "split": "units ir _compat trace",
     "numbered": "_compat",
     "rows": "passes numbered",
-    "stretch": "units ir rows trace",
-    "chunk": "ir _compat rows stretch trace",
+    "made_rows": "ir rows trace",
+    "loop_rows": "_compat ir made_rows rows trace",
+    "stretch": "units ir rows made_rows loop_rows trace",
+    "chunk": "ir _compat rows loop_rows stretch trace",
     "sink": "ir _compat trace",
     "join": "units ir _compat trace",
     "state": "units ir plan trace passes",
@@ -98,8 +100,9 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo split numbered stretch chunk sink join nest loops hosted rewrite compile attempts target
-    location placement feedback api filtered estimation calibration arbitration suspension stepping""".split()
+    """_compat trace merge undo split numbered made_rows stretch chunk sink join nest loops hosted
+    rewrite compile attempts target location placement feedback api filtered estimation calibration
+    arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]

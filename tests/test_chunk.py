@@ -73,7 +73,58 @@ def clipped(w, x):
 DIMS = ("NHWC", "HWIO", "NHWC")
 TOKENS = jax.random.randint(KEYS[6], (BATCH, LENGTH + 1), 0, VOCABULARY)
 ROWS = jax.random.normal(KEYS[6], (BATCH, WIDTH))
+ROWS3 = jax.random.normal(KEYS[6], (BATCH, LENGTH, WIDTH))
 IMAGES = jax.random.normal(KEYS[6], (BATCH, 6, 6, 8))
+
+
+def layers(w, x, key, checkpoint=False):
+    """Layers by a scan, with dropout in each."""
+    stacked = jax.tree.map(
+        lambda a: jnp.stack([0.2 * a, 0.1 * a, 0.2 * a]), {k: v for k, v in w.items() if k != "embed"}
+    )
+
+    def body(x, layer):
+        own, k = layer
+        return block(own, x, k), x.mean((1, 2))
+
+    body = jax.checkpoint(body) if checkpoint else body
+    x, means = jax.lax.scan(body, x, (stacked, jax.random.split(key, 3)))
+    return (jnp.tanh(x) ** 2).sum() + means.sum()
+
+
+def recurrent(w, x):
+    """A recurrence that begins at zero, over time, backwards as well; the batch is no loop's axis."""
+
+    def body(h, slice):
+        h = jnp.tanh(slice @ w["out"] + 0.2 * h @ w["qkv"][:, :WIDTH])
+        return h, h
+
+    zero = jnp.zeros((x.shape[0], WIDTH))
+    _, forth = jax.lax.scan(body, zero, x.swapaxes(0, 1))
+    _, back = jax.lax.scan(body, zero, forth, reverse=True)
+    return (back[0] ** 2).sum() + jnp.log1p(forth**2).sum()
+
+
+def embedded(w, tokens):
+    """A recurrence that looks each token up when it comes to it."""
+
+    def body(h, token):
+        return jnp.tanh(w["embed"][token] + 0.2 * h @ w["out"]), None
+
+    return (jax.lax.scan(body, jnp.zeros((tokens.shape[0], WIDTH)), tokens.T)[0] ** 2).sum()
+
+
+def loop_in_loop(w, x):
+    def outer(x, _):
+        def inner(y, m):
+            return jnp.sin(y @ m), None
+
+        y, _ = jax.lax.scan(inner, x, jnp.stack([w["out"], 0.3 * w["out"]]))
+        return x + y, None
+
+    return jax.lax.scan(outer, x, length=3)[0].sum()
+
+
 PROGRAMS = {
     "language": (jax.value_and_grad(language), (weights(), TOKENS)),
     "dropout": (jax.value_and_grad(language), (weights(), TOKENS, KEYS[0])),
@@ -81,6 +132,11 @@ PROGRAMS = {
     "images": (jax.grad(images), (weights(), IMAGES)),
     "batch norm": (jax.grad(normed_by_batch), (weights(), ROWS)),
     "clipped": (clipped, (weights(), ROWS)),
+    "layers": (jax.value_and_grad(layers), (weights(), ROWS3, KEYS[0])),
+    "checkpointed layers": (jax.grad(functools.partial(layers, checkpoint=True)), (weights(), ROWS3, KEYS[0])),
+    "recurrent": (jax.grad(recurrent), (weights(), ROWS3)),
+    "embedded": (jax.grad(embedded), (weights(), TOKENS)),
+    "loop in loop": (jax.grad(loop_in_loop), (weights(), ROWS)),
     "inference": (lambda w, x: block(w, x)[:, -1], (weights(), jax.random.normal(KEYS[1], (BATCH, LENGTH, WIDTH)))),
 }
 
@@ -125,7 +181,8 @@ def test_all_of_a_step_up_to_the_update_is_one_stretch(name):
     _, traced = opened(fun, args)
     own = find_stretch(traced, 1)
     assert own is not None and (own.seed.rows == BATCH or name == "clipped")
-    products = [op.id for op in traced.graph.ops if op.primitive in ("dot_general", "conv_general_dilated")]
+    heavy = ("dot_general", "conv_general_dilated", "scan")
+    products = [op.id for op in traced.graph.ops if op.primitive in heavy]
     inside = [o for o in products if o in own.members]
     assert inside and (len(inside) == len(products)) == (name != "batch norm")
     again = stretch_of(traced, own.seed)
@@ -228,6 +285,60 @@ def test_rows_come_by_slices_where_they_are_made_from_as_much():
     own = stretch_of(traced, Seed(traced.arguments[1], 0, 12, 0))
     sine = next(op.results[0] for op in traced.graph.ops if op.primitive == "sin")
     assert own is not None and (sine, Row(0)) in own.sliced and not own.pulled
+
+
+def add_up(w, x):
+    """Gradients of micro-batches, the last axis, added to what was there before."""
+    return jax.lax.scan(lambda total, part: (total + jnp.tanh(part @ w).sum(0), None), jnp.ones(5), x)[0]
+
+
+def running(w, x):
+    """The largest of all rows so far is no total of parts."""
+    return jax.lax.scan(lambda top, part: (jnp.maximum(top, (part @ w).max(0)), None), jnp.zeros(5), x)[0]
+
+
+def mixing(w, x):
+    """A row is made of others."""
+    return jax.lax.scan(lambda c, part: (c + part[::-1] @ w, None), jnp.zeros((6, 5)), x)[0]
+
+
+def seen(w, x):
+    """A total is read on the way."""
+    return jax.lax.scan(lambda c, part: (c + (part @ w).sum(0), jnp.sin(c)), jnp.zeros(5), x)
+
+
+@pytest.mark.parametrize("fun", [add_up, running, mixing, seen])
+def test_loops_that_pass_no_rows_on_are_left_whole(fun):
+    args = jax.random.normal(KEYS[0], (8, 5)), jax.random.normal(KEYS[1], (3, 6, 8))
+    _, traced = opened(fun, args)
+    for own in stretches(traced, traced.arguments[1], Row(1), 6):
+        assert not any(traced.graph.ops[o].primitive == "scan" for o in own.members)
+    for own in stretches(traced, traced.arguments[1], Row(0), 3):  # the loop's own axis
+        assert not any(traced.graph.ops[o].primitive == "scan" for o in own.members)
+
+
+def test_loops_add_totals_up():
+    def fun(w, x):
+        def body(carry, part):
+            total, half = carry
+            h = jnp.tanh(part @ w)
+            return (total + h.sum(0), half + 0.5 * (h**2).sum(0).astype(jnp.bfloat16)), (h * 2, h.max(-1).sum())
+
+        return jax.lax.scan(body, (jnp.zeros(5), jnp.zeros(5, jnp.bfloat16)), x, reverse=True)
+
+    args = jax.random.normal(KEYS[0], (8, 5)), jax.random.normal(KEYS[1], (3, 6, 8))
+    closed, traced = opened(fun, args)
+    (own,) = stretches(traced, traced.arguments[1], Row(1), 6)
+    assert [*own.leaving.values()] == ["add", "add", Row(1), "add"]
+    for a, b in zip(
+        jax.tree.leaves(jax.jit(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 3)))(*args)),
+        jax.tree.leaves(fun(*args)),
+        strict=True,
+    ):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(
+            a.astype(np.float32), b.astype(np.float32), rtol=1e-5 if a.dtype == np.float32 else 2e-2
+        )
 
 
 def test_no_rows_no_stretch():

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jaxtensile import _compat
-from jaxtensile.rows import ELEMENTWISE, Passing, Row, made_of_whole, passing
+from jaxtensile.rows import ELEMENTWISE, Passing, Row, adding_scatter, made_of_whole, passing
 
 KEY = jax.random.key(0)
 
@@ -241,3 +241,18 @@ def test_what_depends_on_its_place_is_told_the_place():
     how = made_of_whole(eqn, Row(0), 4)
     assert how is not None and how.numbered is not None and how.needs == (None,)
     np.testing.assert_array_equal(how.numbered((KEY,), 1, 2), run(eqn, [KEY], {})[0][1:3])
+
+
+def test_scatters_that_add_all_updates_up():
+    """As the gradient of an embedding: rows of the indices and of the updates, and no other."""
+
+    def fun(x, i):
+        return jnp.zeros((9, 5)).at[i].add(x)
+
+    closed = jax.make_jaxpr(fun)(normal(4, 3, 5), whole(4, 3, below=9))
+    eqn = next(e for e in closed.eqns if e.primitive.name.startswith("scatter"))
+    assert adding_scatter(eqn, (None, Row(0), None)) == (None, Row(0), Row(0))
+    assert adding_scatter(eqn, (None, None, Row(1))) == (None, Row(1), Row(1))
+    assert adding_scatter(eqn, (None, Row(0), Row(1))) is None
+    assert adding_scatter(eqn, (None, None, Row(2))) is None
+    assert adding_scatter(eqn, (Row(0), Row(0), Row(0))) is None

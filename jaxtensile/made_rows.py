@@ -1,0 +1,91 @@
+"""What are some rows of a value made from, where none of those that are passed on gives them?
+
+A mask for dropout is made from random bits for the rows that need it; rows of what another argument of the batch says
+come from the same rows of that argument. What is not made from less comes as a slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtensile.ir import Graph
+from jaxtensile.rows import Passing, Row, Section, made_of_whole, passing
+from jaxtensile.trace import Equation, Traced
+
+DEEP = 64
+"""Ops that are followed back at most from what rows need to what it is made from."""
+
+
+class Outer:
+    """Rows of values that no member makes: of a mask for dropout, or of what the rows of another argument give."""
+
+    def __init__(self, traced: Traced, rows: int, inner: set[int], made: Sequence[int]) -> None:
+        self.traced, self.rows, self.inner, self.made = traced, rows, inner, made
+        self._found: dict[tuple[int, Row], Section] = {}
+
+    def rows_of(self, v: int, row: Row, depth: int = 0) -> Section:
+        """What some rows of ``v`` had best be made from: from less than they are, or by a slice of ``v``."""
+        if (v, row) not in self._found:
+            made = self._from_less(v, row, depth) if depth < DEEP else None
+            self._found[v, row] = made or Section(sliced={(v, row): None})
+        return self._found[v, row]
+
+    def _from_less(self, v: int, row: Row, depth: int) -> Section | None:
+        """The rows made anew, by an op that multiplies nothing; None where a slice is as good."""
+        graph, o = self.traced.graph, self.made[v]
+        equation = self.traced.equations[o]
+        if o < 0 or equation.eqn is None or graph.ops[o].pinned or graph.ops[o].bodies or len(graph.ops[o].results) > 1:
+            return None
+        how = self._how(o, row)
+        if how is None or self.inner.intersection(graph.ops[o].operands):
+            return None
+        found = Section(pulled={(v, row): (o, how)})
+        for a, need in zip(equation.operands, how.needs, strict=True):
+            if not isinstance(a, int):
+                continue
+            if need is None:
+                found.whole[a] = None
+            else:
+                found.reads(self.rows_of(a, need, depth + 1))
+        size = graph.values
+        kept = (a for a in found.whole if self.made[a] >= 0)
+        read = sum(size[a].nbytes for a in (*(a for a, _ in found.sliced), *kept))
+        return found if read <= size[v].nbytes // 2 else None
+
+    def _how(self, o: int, row: Row) -> Passing | None:
+        """How op ``o`` makes some rows of its result."""
+        op, equation = self.traced.graph.ops[o], self.traced.equations[o]
+        found = made_of_whole(equation.eqn, row, self.rows)
+        if found is not None or op.flops:
+            return found
+        shapes = [self.traced.graph.values[a].shape if isinstance(a, int) else () for a in equation.operands]
+        for k, shape in enumerate(shapes):
+            for dim, places in enumerate(shape):
+                if places != self.rows * row.block:
+                    continue
+                given = [Row(dim, row.block) if i == k else None for i in range(len(shapes))]
+                how = passing(equation.eqn, given, self.rows)
+                if how is not None and how.gives == (row,) and how.needs[k] is not None:
+                    return how
+        return None
+
+
+def on_the_device(graph: Graph, equation: Equation) -> bool:
+    """Whether all that it makes are arrays of numbers that are on the device."""
+    avals = () if equation.eqn is None else [v.aval for v in equation.eqn.outvars]
+    if any(not isinstance(getattr(a, "dtype", None), np.dtype) or a.dtype == jax.dtypes.float0 for a in avals):
+        return False
+    return all(graph.values[v].space == "device" for v in (*equation.results, *_ids(equation.operands)))
+
+
+def _ids(atoms: Sequence[Any]) -> list[int]:
+    return [a for a in atoms if isinstance(a, int)]
+
+
+def row_at(at: Mapping[int, Row | str], atom: Any) -> Row | None:
+    found = at.get(atom) if isinstance(atom, int) else None
+    return found if isinstance(found, Row) else None
