@@ -29,6 +29,7 @@ from jaxtensile.variants import (
     Variant,
     body_alone,
     charge_of,
+    inward,
     joined,
     nested,
     prompted,
@@ -167,6 +168,7 @@ class _Ways:
         return [
             cache(lambda: _some(sliced(start, costs))),
             cache(lambda: _some(joined(start, costs)) if alone else []),
+            cache(lambda: _some(inward(start, costs)) if alone else []),
             cache(lambda: nested(start, costs) if alone else []),
         ]
 
@@ -199,8 +201,8 @@ class Candidates:
         self.variants = _ordered([*ways.first, *self._others])
         self._more = [*ways.more]
         self._starts: list[Variant] = []
-        """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, and joined
-        branches: what they save is in their bodies."""
+        """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, joined branches,
+        and loops that make what they read: what they save is in their bodies."""
         self._bodies: list[_Bodies] = []
         self._parts: dict[int, _Bodies] = {}
         """Of work in so many parts."""
@@ -246,7 +248,7 @@ class Candidates:
         while best[1].predicted.device > budget and self._more:
             for start in self._more.pop(0)():
                 more = self._ways.loops(start)
-                self._starts += more[-1:] if start.nested or start.joined else []
+                self._starts += more[-1:] if start.nested or start.joined or start.inward else []
                 second = cheapest(more, budget)
                 if _rank(second, budget) < _rank(best, budget):
                     self.variants = _ordered([*self.variants, *more])

@@ -163,6 +163,8 @@ def report(
     if variant.nested:
         sizes = ", ".join(map(str, sorted({k for _, k in variant.nested})))
         notes.insert(0, f"{len(variant.nested)} loops are loops of loops, of {sizes} iterations each")
+    if variant.inward:
+        notes.insert(0, f"{variant.inward} loops make in every iteration what was made for them once")
     if variant.joined:
         notes.insert(0, f"{variant.joined} branches compute again in their gradients what they would hand on to them")
     if variant.chunked is not None:

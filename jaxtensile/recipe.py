@@ -23,6 +23,7 @@ from jaxtensile.variants import (
     Inside,
     Variant,
     body_alone,
+    inward,
     joined,
     looping,
     prompted,
@@ -91,6 +92,7 @@ class Recipe(msgspec.Struct, frozen=True):
     plan: Planned
     chunked: tuple[Seed, int] | None = None
     prompt: bool = False
+    inward: bool = False
 
 
 class InBody(msgspec.Struct, frozen=True):
@@ -120,6 +122,7 @@ def recipe_of(variant: Variant, plan: Plan) -> Recipe:
         sliced=variant.sliced > 0,
         chunked=variant.chunked,
         joined=variant.joined > 0,
+        inward=variant.inward > 0,
         nested=variant.nested,
         loops=variant.loops,
         inside=tuple(InBody(*i.key, recipe_of(i.variant, i.plan)) for i in variant.inside),
@@ -145,7 +148,7 @@ def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Pl
         raise Unlike("its checkpoints are undone in one and not in the other")
     variant = replace(start, host=recipe.host)
     taken = (recipe.sunk, sunk), (recipe.prompt, prompted), (recipe.sliced, sliced), (recipe.joined, joined)
-    for wanted, way in taken:
+    for wanted, way in (*taken, (recipe.inward, inward)):
         found = way(variant, costs) if wanted else variant
         if found is None:
             raise Unlike(f"nothing of it can be {way.__name__}")

@@ -14,6 +14,7 @@ from functools import cache, cached_property
 from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
 from jaxtensile.chunk import in_chunks
+from jaxtensile.inward import find_moved, move_inward
 from jaxtensile.join import find_cond_pairs, join_conds
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.merge import rebuilt
@@ -49,9 +50,9 @@ class Variant:
     ``prompt``: updates stand behind their gradients; ``sunk``: what lay between stacks and the loops that read them is
     in those loops; ``sliced``: products that are made slice by slice; ``chunked``: where the rows come from of the
     stretch that is done for some of them at a time, and in how many parts; ``joined``: branches that compute again what
-    they handed on to their gradients; ``nested``: (op, iterations of its inner loop) of loops that became loops of
-    loops; ``inside``: what became of the bodies of its loops and branches; ``finer``: steps between this and the next
-    dearer one.
+    they handed on to their gradients; ``inward``: loops that make themselves what was made for them; ``nested``: (op,
+    iterations of its inner loop) of loops that became loops of loops; ``inside``: what became of the bodies of its
+    loops and branches; ``finer``: steps between this and the next dearer one.
     """
 
     job: Job
@@ -66,6 +67,7 @@ class Variant:
     sliced: int = 0
     chunked: tuple[Seed, int] | None = None
     joined: int = 0
+    inward: int = 0
     nested: tuple[tuple[int, int], ...] = ()
     inside: tuple[Inside, ...] = ()
     host: bool = True
@@ -80,13 +82,13 @@ class Variant:
     @property
     def as_it_is(self) -> bool:
         """Whether nothing of it is rewritten but the user's checkpoints: the order of its ops is the compiler's."""
-        changed = self.sunk or self.sliced or self.chunked or self.joined or self.nested or self.loops or self.inside
-        return not changed
+        changed = self.sunk or self.sliced or self.chunked or self.joined or self.inward
+        return not (changed or self.nested or self.loops or self.inside)
 
     @property
     def deep(self) -> bool:
         """Whether bodies are planned, or other programs than they were: what the model knows least."""
-        return bool(self.inside or self.nested or self.joined)
+        return bool(self.inside or self.nested or self.joined or self.inward)
 
     @cached_property
     def looped(self) -> Traced:
@@ -265,6 +267,16 @@ def joined(start: Variant, costs: Costs) -> Variant | None:
     return _priced(replace(start, base=base, joined=len(pairs)), costs)
 
 
+def inward(start: Variant, costs: Costs) -> Variant | None:
+    """``start`` with loops that make themselves what was made for them; None when there are none."""
+    moved = find_moved(start.base.graph, _large(start) // 4)
+    if not moved:
+        return None
+    jaxpr = move_inward(start.base, start.job.jaxpr, moved)
+    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    return _priced(replace(start, base=base, inward=len(moved)), costs)
+
+
 def nested(start: Variant, costs: Costs) -> list[Variant]:
     """``start`` with the loops that stack large values as loops of loops."""
     return [with_nests(start, costs, inner) for inner in _ladder(start, None).nests(_large(start))]
@@ -397,7 +409,7 @@ def program_key(variant: Variant, plan: Plan) -> int:
     inside = tuple((i.key, program_key(i.variant, i.plan)) for i in variant.inside)
     return hash(
         (
-            (variant.undone is not None, variant.sunk, variant.sliced, variant.chunked, variant.joined, variant.nested),
-            (variant.loops, inside, plan.program.origin, ops),
+            (variant.undone is not None, variant.sunk, variant.sliced, variant.chunked, variant.joined),
+            (variant.inward, variant.nested, variant.loops, inside, plan.program.origin, ops),
         )
     )

@@ -56,12 +56,13 @@ MAY_IMPORT = {
     "chunk": "ir _compat rows loop_rows stretch trace",
     "sink": "ir _compat trace",
     "join": "units ir _compat trace",
+    "inward": "units ir _compat trace passes",
     "state": "units ir plan trace passes",
     "merge": "ir _compat trace",
     "undo": "ir merge trace",
     "request": f"{VOCABULARY} _compat passes compile report",
     "nest": "_compat trace",
-    "variants": f"{EDGE} bodies chunk merge stretch nest sink join split state undo request _compat",
+    "variants": f"{EDGE} bodies chunk merge stretch nest sink join inward split state undo request _compat",
     "candidates": f"{EDGE} bodies variants",
     "recipe": f"{EDGE} bodies stretch variants",
     "plan_cache": "ir measured cachefiles request recipe _compat",
@@ -100,7 +101,7 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo split numbered made_rows stretch chunk sink join nest loops hosted
+    """_compat trace merge undo split numbered made_rows stretch chunk sink join inward nest loops hosted
     rewrite compile attempts target location placement feedback api filtered estimation calibration
     arbitration suspension stepping""".split()
 )
