@@ -248,10 +248,11 @@ def _bound(equation: Equation, how: Passing, operands: list[Any], n: int, mixed:
     """The equation on some rows; ``wide``: totals of fewer than 32 bits in float32."""
     eqn = equation.eqn
     params = {**eqn.params, **how.params(n)}
-    if wide and how.gives == ("add",) and _is_short(eqn.outvars[0].aval.dtype):
+    adds = how.gives == ("add",) and "update_jaxpr" not in params  # a scatter's says of which type it is
+    if wide and adds and _is_short(eqn.outvars[0].aval.dtype):
         if "preferred_element_type" in params:
             params["preferred_element_type"] = np.dtype(np.float32)
         if "preferred_element_type" not in params or not mixed:
-            operands = [lax.convert_element_type(x, np.float32) if _is_short(x.dtype) else x for x in operands]
+            operands = [lax.convert_element_type(x, np.float32) for x in operands]
     with _compat.equation_context(eqn, equation.stack):
         return bind(replace(equation, eqn=eqn.replace(params=params)), operands)

@@ -27,6 +27,9 @@ _LINEAR = frozenset(
 )
 """What may be done to a total of some rows before it is added to that of the others."""
 
+SMALL = 4
+"""How many times the bytes of a total its terms have to have, to be added up part by part: each part reads it again."""
+
 At = Row | str | None
 """Where the rows of a value are; None: it is whole, ``"add"``: it is a total of them, ``"same"``: it is made beside
 rows, and is the same whichever they are."""
@@ -44,10 +47,10 @@ class Loop(Section):
 
 
 class Loops:
-    """How the equations of a program pass rows on, loops among them."""
+    """How the equations of a program, or of a ``body``, pass rows on, loops among them."""
 
-    def __init__(self, traced: Traced) -> None:
-        self.traced = traced
+    def __init__(self, traced: Traced, *, body: bool = False) -> None:
+        self.traced, self.body = traced, body
         graph = traced.graph
         self.made = producers(graph)
         self.read = {v for op in graph.ops for v in op.operands} | set(graph.outputs)
@@ -57,7 +60,7 @@ class Loops:
         equation = self.traced.equations[o]
         if equation.eqn is not None and equation.eqn.primitive.name == "scan":
             how = self._of_scan(equation, given, rows)
-        elif (needs := adding_scatter(equation.eqn, given)) is not None and self._is_zero(equation.operands[0]):
+        elif (needs := adding_scatter(equation.eqn, given)) is not None and self._is_small(equation):
             how = Passing(needs, ("add",))
         else:
             how = passing(equation.eqn, given, rows)
@@ -81,6 +84,13 @@ class Loops:
         needs = [*map(_row, made.takes[:stacks]), *(_outer(_row(t)) for t in made.takes[stacks:])]
         gives = [*made.gives[:carries], *map(_outer, made.gives[carries:])]
         return Passing(tuple(needs), tuple(g or SAME for g in gives), inside=made)
+
+    def _is_small(self, equation: Equation) -> bool:
+        """Whether what a scatter adds to begins at zero and is small beside what it adds, or is in a body."""
+        target, _, updates = equation.operands
+        size = self.traced.graph.values
+        known = isinstance(updates, int) and size[updates].nbytes >= SMALL * size[equation.results[0]].nbytes
+        return (known or self.body) and self._is_zero(target)
 
     def _is_zero(self, atom: Any) -> bool:
         """Whether a value is made of a literal zero alone."""
@@ -125,7 +135,7 @@ def _settled(body: Traced, takes: list[At], rows: int, wanted: Sequence[bool], e
 
 def _through(body: Traced, takes: Sequence[At], rows: int, wanted: Sequence[bool]) -> Loop | None:
     """How a body passes rows on in one iteration; None where it does not. ``wanted``: results whose rows are read."""
-    graph, of_loops = body.graph, Loops(body)
+    graph, of_loops = body.graph, Loops(body, body=True)
     arguments = frozenset(body.arguments)
     at: dict[int, Row | str] = {v: t for v, t in zip(body.arguments, takes, strict=True) if t is not None}
     own = Loop(body=body)

@@ -341,6 +341,24 @@ def test_loops_add_totals_up():
         )
 
 
+def test_gradients_of_small_tables_are_added_up():
+    """What is looked up is much larger than the table, in a short type as well."""
+
+    def fun(table, tokens, x):
+        return jax.grad(lambda t: (jnp.sin(t)[tokens] * x).sum().astype(jnp.float32))(table)
+
+    tokens = jax.random.randint(KEYS[1], (BATCH, 64), 0, 3)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        args = jax.random.normal(KEYS[0], (3, 5), dtype), tokens, jnp.ones((BATCH, 64, 5), dtype)
+        closed, traced = opened(fun, args)
+        own = find_stretch(traced, 1)
+        assert own is not None and "add" in own.leaving.values()
+        made = jax.jit(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4)))(*args)[0]
+        expected = jax.jit(fun)(*args)
+        assert made.dtype == expected.dtype
+        np.testing.assert_allclose(*(a.astype(np.float32) for a in (made, expected)), rtol=2e-2)
+
+
 def test_no_rows_no_stretch():
     _, traced = opened(lambda x: jnp.fft.fft(x).real.sum(), (jnp.ones((64, 64)),))
     assert find_stretch(traced, 1 << 20) is None

@@ -40,12 +40,12 @@ def estimated(name: str, batch: int, optimizer: str) -> dict[str, Any]:
     from jaxtensile.estimation import program_of, static_estimate
 
     workload = zoo.workload(name, batch, optimizer)
-    started = time.perf_counter()
+    started = time.process_time()
     traced = jax.jit(workload.fun, **workload.jit_options).trace(*workload.args)
-    traced_at = time.perf_counter()
+    traced_at = time.process_time()
     program = program_of(traced)
     found = static_estimate(program, profile("nvidia-h200"), name=name, seconds={})
-    done = time.perf_counter()
+    done = time.process_time()
     return {
         **{key: getattr(found, key) for key in ("device", "argument", "output", "temp", "alias", "low", "high")},
         "process": found.process,
