@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jaxtensile.ir import Graph, Op, consumers, producers
 from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
@@ -87,6 +87,10 @@ class Kernels:
     is_root: list[bool]
     leaves: list[tuple[int, ...]]
     twice: bool = True
+
+    def in_order(self, order: Sequence[int]) -> Kernels:
+        """The same kernels, of the same ops in another order: what fuses depends on who reads what, not on when."""
+        return replace(self, reads=[self.reads[i] for i in order], is_root=[self.is_root[i] for i in order])
 
 
 def fuse(graph: Graph, *, twice: bool = True, written: bool = False) -> Kernels:

@@ -48,7 +48,7 @@ def as_scheduled(graph: Graph, *, twice: bool = True) -> tuple[Scheduled, Schedu
     nodes = _Nodes(graph, fuse(graph, twice=twice, written=True))
 
     def ordered(schedules: Sequence[Callable[[_Nodes], list[int]]]) -> list[Scheduled]:
-        return [_in_order(graph, nodes.with_fused(schedule(nodes)), twice=twice) for schedule in schedules]
+        return [_in_order(graph, nodes.with_fused(schedule(nodes)), nodes.kernels) for schedule in schedules]
 
     traced = ordered((_as_traced, _results_early))
     return min(ordered(SCHEDULES), key=_bytes_as_xla_counts), min(traced, key=lambda s: s.live.temp)
@@ -62,10 +62,10 @@ def _bytes_as_xla_counts(scheduled: Scheduled) -> Bytes:
     return max(map(sum, zip(live.profile, accumulate(written), strict=True)), default=0)
 
 
-def _in_order(graph: Graph, order: Sequence[int], *, twice: bool = True) -> Scheduled:
+def _in_order(graph: Graph, order: Sequence[int], kernels: Kernels) -> Scheduled:
     ops = (graph.ops[i] for i in order)
     new = replace(graph, ops=tuple(op.on(k, op.operands, op.results) for k, op in enumerate(ops)))
-    return Scheduled(new, tuple(order), live_ranges(new, fuse(new, twice=twice, written=True), together=True))
+    return Scheduled(new, tuple(order), live_ranges(new, kernels.in_order(order), together=True))
 
 
 class _Nodes:

@@ -42,9 +42,9 @@ def test_the_best_of_the_three_is_said_results_included(graph):
             most = max(most, live.profile[op.id] + sum(g.values[v].nbytes for v in written if v >= 0))
         return most
 
-    every = [_in_order(graph, nodes.with_fused(schedule(nodes))) for schedule in SCHEDULES]
+    every = [_in_order(graph, nodes.with_fused(schedule(nodes)), nodes.kernels) for schedule in SCHEDULES]
     assert needed(found) == min(map(needed, every))
-    assert traced.live.temp <= _in_order(graph, range(len(graph.ops))).live.temp
+    assert traced.live.temp <= _in_order(graph, range(len(graph.ops)), nodes.kernels).live.temp
     for run in (found, traced):
         there = set(graph.inputs)
         for i in run.origin:
@@ -62,7 +62,8 @@ def test_orders_change_when_bytes_are_there_and_not_which(graph):
     nodes = _Nodes(graph, fuse(graph))
     homes = fuse(graph).home
     for schedule in SCHEDULES:
-        new = _in_order(graph, nodes.with_fused(schedule(nodes)))
+        new = _in_order(graph, nodes.with_fused(schedule(nodes)), nodes.kernels)
+        assert fuse(new.graph) == new.live.kernels
         assert new.live.argument == live_ranges(graph).argument
         assert [h >= 0 for h in new.live.kernels.home] == [h >= 0 for h in homes]
 
@@ -90,9 +91,9 @@ def test_the_list_schedule_frees_what_it_can():
     graph = wide(4)
     nodes = _Nodes(graph, fuse(graph))
     order = _list_schedule(nodes)
-    one_by_one = _in_order(graph, nodes.with_fused(order)).live.temp
+    one_by_one = _in_order(graph, nodes.with_fused(order), nodes.kernels).live.temp
     least = min(
-        _in_order(graph, p).live.temp
+        _in_order(graph, p, nodes.kernels).live.temp
         for p in permutations(range(8))
         if all(p.index(i) < p.index(i + 4) for i in range(4))
     )
