@@ -213,8 +213,9 @@ def static_estimate(
 ) -> Estimate:
     """The estimate from a traced program, without a compiler."""
     before = time.perf_counter()
-    program = merged(program, cheap=True)  # XLA stores what equal equations compute once
     on_cpu = device.platform == "cpu"
+    if not on_cpu:
+        program = merged(program, cheap=True)  # XLA stores what equal equations compute once
     low = widened(program.graph) if on_cpu else lowered(program.graph)
     orders = as_scheduled(low.graph, twice=not on_cpu)
     lying = [without_lodgers(run.graph, run.live) for run in orders]
