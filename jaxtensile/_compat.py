@@ -18,7 +18,6 @@ from jax._src import source_info_util as _source
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import windowed_reductions as _windows
-from jax.extend.random import threefry2x32_p as _threefry2x32_p
 
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
@@ -277,9 +276,3 @@ def is_counted_threefry(eqn: Any) -> bool:
     key = eqn.invars[0].aval
     name = getattr(getattr(key.dtype, "_impl", None), "name", "")
     return not key.shape and name == "threefry2x32" and bool(getattr(eqn.ctx, "threefry_partitionable", False))
-
-
-def threefry_2x32(key: Any, number: Any) -> tuple[Any, Any]:
-    """The high and low words that a key of two words makes of numbers below 2^32."""
-    high, low = _threefry2x32_p.bind(key[0], key[1], jax.numpy.zeros_like(number), number)
-    return high, low

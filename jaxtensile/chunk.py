@@ -162,8 +162,9 @@ class _Part:
                 how = self.own.members[o]
                 equation = self.traced.equations[o]
                 if self.traced.graph.ops[o].primitive == "optimization_barrier":
-                    there = [k for k, a in enumerate(equation.operands) if how.needs[k] is not None]
-                    made = lax.optimization_barrier(tuple(self.get(equation.operands[k], how.needs[k]) for k in there))
+                    read = [*zip(equation.operands, how.needs, strict=True)]
+                    there = [k for k, (a, need) in enumerate(read) if need is not None or a in self.rows]
+                    made = lax.optimization_barrier(tuple(self.get(*read[k]) for k in there))
                     self.rows.update((equation.results[k], x) for k, x in zip(there, made, strict=True))
                 else:
                     self.rows.update(zip(equation.results, self._made(o, how), strict=True))

@@ -148,13 +148,14 @@ def _through(body: Traced, takes: Sequence[At], rows: int, wanted: Sequence[bool
         given = [row_at(at, a) for a in equation.operands]
         # What a total, or a row after the other, is added to is one, too.
         begun = {a: "add" for a in op.operands if a in arguments and a not in at}
-        needs, target = adding_scatter(equation.eqn, given), (*equation.operands, None)[0]
+        needs = adding_scatter(equation.eqn, given)
+        target = equation.operands[0] if needs is not None else None
         if needs is not None and isinstance(target, int) and (at | begun).get(target) == "add":
             how = Passing(needs, ("add",))
             at[target] = "add"
         elif any(at.get(v) == "add" for v in op.operands):
             how = _of_totals(equation, at | begun) or _of_totals(equation, at)
-            if how is not None and how.needs == (None, None) and equation.eqn.primitive.name in _ADDING:
+            if how is not None and equation.eqn.primitive.name in _ADDING:
                 at |= begun
         else:
             how = of_loops.passing(op.id, given, rows)
@@ -162,11 +163,13 @@ def _through(body: Traced, takes: Sequence[At], rows: int, wanted: Sequence[bool
             return None
         own.members[op.id] = how
         for i, (v, gives) in enumerate(zip(equation.results, how.gives, strict=True)):
-            if gives is not None:
-                at[v] = gives
-            elif op.primitive == "optimization_barrier" and isinstance(equation.operands[i], int):
-                own.same[v] = own.root(equation.operands[i])
-    outer = Outer(body, rows, set(at), producers(graph))
+            a = equation.operands[i] if op.primitive == "optimization_barrier" else None
+            before = own.root(a) if isinstance(a, int) else -1
+            if gives is not None or at.get(before) == SAME:
+                at[v] = gives or SAME
+            elif before >= 0:
+                own.same[v] = before
+    outer = Outer(body, rows, set(at), of_loops.made)
     for o, how in own.members.items():
         for a, need in zip(body.equations[o].operands, how.needs, strict=True):
             if isinstance(a, int) and need is not None and a not in at:
@@ -201,17 +204,15 @@ def _of_totals(equation: Equation, at: Mapping[int, Row | str]) -> Passing | Non
         or (name in _LINEAR and first)
         or (name == "mul" and first + sum(others) == 1)
         or (name == "div" and first and not any(others))
-        or (name == "pad" and first and not isinstance(equation.operands[1], int))
+        or (name == "pad" and first and _is_literal_zero(equation.operands[1]))
     )
-    if name == "pad" and linear and not _is_literal_zero(equation.operands[1]):
-        return None
     if not linear or any(isinstance(k, Row) for k in kinds):
         return None
     return Passing((None,) * len(kinds), ("add",) * len(equation.results))
 
 
 def _is_literal_zero(atom: Any) -> bool:
-    return not getattr(atom.val, "ndim", 0) and not atom.val
+    return not isinstance(atom, int) and not getattr(atom.val, "ndim", 0) and not atom.val
 
 
 def _row(how: At) -> Row | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from jaxtensile.ir import Graph, producers
 from jaxtensile.loop_rows import Loops
 from jaxtensile.made_rows import Outer, on_the_device, row_at
-from jaxtensile.rows import TOTALS, Row, Section
+from jaxtensile.rows import SAME, TOTALS, Row, Section
 from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
 
@@ -123,12 +123,14 @@ def _passed_on(
         own = found.setdefault(level, Stretch(seed=Seed(value, row.dim, rows, level)))
         own.members[op.id] = how
         for i, (v, gives) in enumerate(zip(equation.results, how.gives, strict=True)):
-            a = equation.operands[i] if i < len(equation.operands) else None
-            if gives is not None:
-                at[v] = gives
-            if op.primitive == "optimization_barrier" and isinstance(a, int) and same.root(a) not in made:
-                same.same[v] = same.root(a)
-            elif gives is not None:
+            a = equation.operands[i] if op.primitive == "optimization_barrier" else None
+            before = same.root(a) if isinstance(a, int) else -1
+            within = before in made and stage[before] == level
+            if gives is not None or (within and at[before] == SAME):
+                at[v] = gives or SAME
+            if before >= 0 and not within:
+                same.same[v] = before
+            elif v in at:
                 made.add(v)
     return at, found, same.same
 

@@ -341,6 +341,42 @@ def test_loops_add_totals_up():
         )
 
 
+def behind_a_barrier(w, x):
+    """What a loop stacks of its weights alone, behind one barrier with rows."""
+    h, masks = jax.lax.scan(lambda h, m: (jnp.tanh(h @ m), jnp.cos(m)), x, w)
+    h, masks = jax.lax.optimization_barrier((h, masks))
+    return jax.lax.scan(lambda h, m: (jnp.sin(h @ m), None), h, masks)[0]
+
+
+def within_a_loop(w, x):
+    return jax.lax.scan(lambda h, _: (behind_a_barrier(w, h), None), x, length=2)[0]
+
+
+@pytest.mark.parametrize("fun", [behind_a_barrier, within_a_loop])
+def test_barriers_hand_on_what_is_the_same_for_all_rows(fun):
+    args = jax.random.normal(KEYS[0], (3, 5, 5)), jax.random.normal(KEYS[1], (BATCH, 5))
+    closed, traced = opened(fun, args)
+    (own,) = stretches(traced, traced.arguments[1], Row(0), BATCH)
+    assert len(own.members) == len(traced.graph.ops)
+    made = jax.jit(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4)))(*args)
+    np.testing.assert_allclose(made[0], jax.jit(fun)(*args), rtol=2e-5, atol=2e-5)
+
+
+def test_barriers_hand_on_totals_of_the_stretch_before():
+    def fun(w, x):
+        h = jnp.tanh(x @ w)
+        h, total = jax.lax.optimization_barrier((h, h.sum(0)))
+        return jnp.sin(h * total).sum()
+
+    args = jax.random.normal(KEYS[0], (8, 5)), jax.random.normal(KEYS[1], (BATCH, 8))
+    closed, traced = opened(fun, args)
+    found = stretches(traced, traced.arguments[1], Row(0), BATCH)
+    assert [own.seed.stage for own in found] == [0, 1]
+    for own in found:
+        (made,) = jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 3))(*args)
+        np.testing.assert_allclose(made, fun(*args), rtol=2e-5, atol=2e-5)
+
+
 def test_gradients_of_small_tables_are_added_up():
     """What is looked up is much larger than the table, in a short type as well."""
 
