@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.estimate.truth import TARGET
 from benchmarks.isolate import heading, isolated, save
+from jaxtensile.plan import MemoryUse
 
 HERE = Path(__file__).parent
 MODULE = "estimate.exact"
@@ -47,19 +48,14 @@ def case(name: str) -> dict[str, Any]:
     return {**row, "xla": xla, "exact": {part: int(getattr(exact, part)) for part in PARTS}}
 
 
-def device(parts: dict[str, int]) -> int:
-    return parts["argument"] + parts["output"] + parts["temp"] - parts["alias"]
-
-
 def table(result: dict[str, Any]) -> str:
     out = heading("Exact estimates", result["machine"], __doc__)
     out += ["| model | batch | optimizer | XLA, bytes | exact, bytes | |", "|---|---|---|---|---|---|"]
     rows = [row for row in result["rows"] if "xla" in row]
     for row in rows:
-        figures = (
-            f"{device(row['xla']):,} | {device(row['exact']):,} | {'' if row['xla'] == row['exact'] else '**differs**'}"
-        )
-        out.append(f"| {row['model']} | {row['batch']} | {row['optimizer']} | {figures} |")
+        xla, exact = (MemoryUse(**row[key]).device for key in ("xla", "exact"))
+        verdict = "" if row["xla"] == row["exact"] else "**differs**"
+        out.append(f"| {row['model']} | {row['batch']} | {row['optimizer']} | {xla:,} | {exact:,} | {verdict} |")
     equal = sum(row["xla"] == row["exact"] for row in rows)
     out += ["", f"Equal in {equal} of {len(rows)}, part by part."]
     out += [f"Without a program: {row['model']}: {row['crash'][-200:]}" for row in result["rows"] if "crash" in row]
