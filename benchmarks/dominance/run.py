@@ -6,7 +6,8 @@ Peers, each compiled on the same step: ``jax.checkpoint`` policies on every bloc
 benchmarks/workloads), two of which offload, and XLA's own rematerialization at several slop factors. At the
 bytes of each peer ``jaxtensile.jit`` plans the step without checkpoints; where the peer holds bytes on the
 host, with as many host bytes; once as it is, once with ``chunk=True``, which may work on the batch in parts. Then it is
-asked for its smallest budget, without and with the host, in the same two ways.
+asked for less than the best policy needs, and less again while it gets it: without the host, and with the state
+(``offload_state=True``) and whatever else helps on the host, in the same two ways.
 
 FLOPs are matrix and convolution FLOPs, of the traced program for policies and ours, of the optimized HLO for
 XLA's own rematerialization; device bytes are XLA's argument + output + temp - alias. Peers run in fresh
@@ -17,6 +18,7 @@ processes, our plans of one workload in one, which compiles the plain step once.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -39,7 +41,9 @@ WAYS = ("", ":chunk")
 """What follows a question: as it is, and in parts."""
 HOST = 64 << 30
 """Host bytes allowed for the smallest budget: XLA's own cap on pinned memory."""
-SMALLER, STEPS = 0.95, 10
+BELOW = {0: 0.9, HOST: 0.6}
+"""Share of the best policy's bytes that is asked for first, by the host bytes allowed."""
+SMALLER, STEPS = 0.8, 5
 """Budgets lower by this factor are asked for as long as they fit, and this often at most."""
 
 
@@ -75,48 +79,42 @@ def measure_peer(name: str, peer: str, flags: Mapping[str, Any]) -> dict[str, An
 
 
 def ours(name: str, asked: list[str], flags: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Our programs of one workload, each as soon as it is there; ``asked``: ``BYTES:HOST BYTES`` or ``least:HOST``, and
-    ``:chunk`` after it for work in parts."""
+    """Our programs of one workload, each as soon as it is there; ``asked``: ``BYTES:HOST BYTES`` or ``least:BYTES:HOST
+    BYTES``, and ``:chunk`` after it for work in parts."""
     from benchmarks import workloads
 
     workload = workloads.workload(name)
-    known: dict[bool, dict[str, Any]] = {}
     for question in asked:
-        budget, host, *more = question.split(":")
+        budget, host, *more = question.removeprefix("least:").split(":")
         chunk = more == ["chunk"]
-        smallest = known.get(chunk)
+        make = least if question.startswith("least:") else fit
         try:
-            if budget == "least":
-                answer = least(workload, int(host), smallest, flags, chunk)
-            else:
-                answer = fit(workload, int(budget), TARGET, int(host), flags, chunk)
+            answer = make(workload, int(budget), TARGET, int(host), flags, chunk)
         except Exception as error:
             answer = {"crash": f"{type(error).__name__}: {error}"[-2000:]}
-        # What fits without the host fits with it.
-        if answer.get("fits") and not answer["host"] and (smallest is None or answer["device"] < smallest["device"]):
-            known[chunk] = answer
         yield {"asked": question, **answer}
 
 
-def least(
-    workload: Any, host: int, known: dict[str, Any] | None, flags: Mapping[str, Any], chunk: bool
-) -> dict[str, Any]:
-    """The smallest program that we find: what is reached at the bound, or is ``known``, then step by step lower.
+def least(workload: Any, budget: int, target: str, host: int, flags: Mapping[str, Any], chunk: bool) -> dict[str, Any]:
+    """The smallest program found: at ``budget`` and step by step lower, or higher where that is refused.
 
-    ``promised``: what ``BudgetError.needs`` says at the bound; ``refused``: the budget that was refused in the end.
+    ``refused``: the highest budget that was, twice at most.
     """
-    bound = fit(workload, plain(workload, flags=flags)["device"], flags=flags)["bound"]
-    first = fit(workload, bound, TARGET, host, flags, chunk)
-    promised = first["device"] if first["fits"] else first["needs"]
-    found = known or {}
-    budget, refused = min(promised, int(SMALLER * known["device"])) if known else promised, 0
+    found: dict[str, Any] = {}
+    refused: list[int] = []
+    needs = 0
     for _ in range(STEPS):
-        answer = fit(workload, budget, TARGET, host, flags, chunk)
+        answer = fit(workload, budget, target, host, flags, chunk, offload_state=host > 0)
         if not answer["fits"]:
-            refused = budget
+            refused.append(budget)
+            needs = answer["needs"]
+        elif not found or answer["device"] < found["device"]:
+            found = answer
+        lower = int(SMALLER * found["device"]) if found else 0
+        if len(refused) == 2 or (refused and 0 < lower <= max(refused)):
             break
-        found, budget = answer, int(SMALLER * answer["device"])
-    return {**found, "bound": bound, "promised": promised, "refused": refused}
+        budget = lower or max(needs, int(budget / SMALLER))
+    return {**(found or {"fits": False, "needs": needs}), "refused": max(refused, default=0)}
 
 
 def question(peer: dict[str, Any]) -> str:
@@ -217,40 +215,67 @@ def _cells(peer: dict[str, Any], base: dict[str, Any], answer: dict[str, Any] | 
     return f"| needs {answer['needs'] / 1e6:,.1f} | | **does not fit**{short} ", False
 
 
+def least_questions(peers: Mapping[str, dict[str, Any]]) -> dict[tuple[int, str], str]:
+    """What we are asked to find the smallest, by host bytes and way."""
+    found = {}
+    for host, way in itertools.product(reversed(BELOW), reversed(WAYS)):
+        label = best(peers, host > 0)
+        if label:
+            found[host, way] = f"least:{int(BELOW[host] * peers[label]['device'])}:{host}{way}"
+    return found
+
+
+def best(peers: Mapping[str, dict[str, Any]], host: bool) -> str:
+    """The policy with the fewest bytes, of those that offload as well where ``host``; none: empty."""
+    named = [n for n in POLICIES if "device" in peers.get(n, {}) and (host or n not in OFFLOADING)]
+    return min(named, key=lambda n: peers[n]["device"], default="")
+
+
+def smallest(row: dict[str, Any], host: int, way: str) -> dict[str, Any] | None:
+    """The smallest of our programs of a way, whatever was asked, with no more than ``host`` bytes allowed."""
+    own = ((q, a) for q, a in row["ours"].items() if a.get("fits") and q.endswith(":chunk") == bool(way))
+    allowed = [a for q, a in own if int(q.removesuffix(way).rpartition(":")[2]) <= host]
+    return min(allowed, key=lambda a: a["device"], default=None)
+
+
 def _smallest(rows: dict[str, Any], missing: Counter[str]) -> list[str]:
     lines = [
-        "## The smallest budget",
+        "## The smallest program",
         "",
-        f"The best policy is the one with the fewest bytes, without and with the offloading ones. `host`: with "
-        f"`host_budget` of {HOST >> 30} GiB; the ratio is to the best policy of all.",
+        "The best policy is the one with the fewest bytes, without and with the offloading ones; ours the smallest of "
+        f"all that were made. `host`: with `host_budget` of {HOST >> 30} GiB and `offload_state=True`; the ratio is to "
+        "the best policy of all. `refused`: what was asked for in vain.",
         "",
-        "| workload | in parts | best policy | MB | best with offload | MB | our MB | ratio | our FLOPs | our MB, host "
-        "| ratio | our FLOPs |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| workload | in parts | best policy | MB | our MB | ratio | our FLOPs | refused | best with offload | MB "
+        "| our MB, host | ratio | our FLOPs | refused |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     said: list[str] = []
-    for way in WAYS:
-        lower = half = count = 0
+    for way in reversed(WAYS):
+        share: dict[int, list[float]] = {0: [], HOST: []}
         for name, row in rows.items():
-            peers = {n: p for n, p in row["peers"].items() if n in POLICIES and "device" in p}
-            own, host = (row["ours"].get(f"least:{h}{way}", {}) for h in (0, HOST))
-            if len(peers) < len(POLICIES) or "device" not in own or "device" not in host:
-                missing[name] += "device" in row["peers"].get("none", {})
-                continue
-            every = sorted(peers, key=lambda n: peers[n]["device"])
-            best, alone = every[0], next(n for n in every if n not in OFFLOADING)
-            a, b = own["device"] / peers[alone]["device"], host["device"] / peers[best]["device"]
-            count, lower, half = count + 1, lower + (a < 1), half + (b <= 0.6)
-            base = row["peers"]["none"]["flops"]
-            lines.append(
-                f"| {name} | {'yes' if way else ''} | {alone} | {peers[alone]['device'] / 1e6:,.1f} | {best} "
-                f"| {peers[best]['device'] / 1e6:,.1f} "
-                f"| {own['device'] / 1e6:,.1f} | {a:.3f} | {own['flops'] / base:.4f} "
-                f"| {host['device'] / 1e6:,.1f} | {b:.3f} | {host['flops'] / base:.4f} |"
-            )
+            asked = least_questions(row["peers"])
+            line = f"| {name} | {'yes' if way else ''} "
+            for host in share:
+                label, own = best(row["peers"], host > 0), smallest(row, host, way)
+                known = row["ours"].get(asked.get((host, way), ""))
+                missing[name] += known is None
+                if not label or own is None:
+                    line += "| | | | | | "
+                    continue
+                if known is not None:
+                    share[host].append(own["device"] / row["peers"][label]["device"])
+                line += (
+                    f"| {label} | {row['peers'][label]['device'] / 1e6:,.1f} | {own['device'] / 1e6:,.1f} "
+                    f"| {own['device'] / row['peers'][label]['device']:.3f} "
+                    f"| {own['flops'] / row['peers']['none']['flops']:.4f} "
+                    f"| {'not asked yet' if known is None else format((known.get('refused') or 0) / 1e6, ',.1f')} "
+                )
+            lines.append(line + "|")
         said.append(
-            f"{'In parts: lower' if way else 'Lower'} than the best policy without the host in {lower} of {count}; at "
-            f"most 0.6 of the best policy of all, with the host, in {half} of {count}."
+            f"{'In parts' if way else 'As it is'}: lower than the best policy without the host in "
+            f"{sum(r < 1 for r in share[0])} of {len(share[0])}; at most 0.6 of the best policy of all, with the host, "
+            f"in {sum(r <= 0.6 for r in share[HOST])} of {len(share[HOST])}."
         )
     return [*lines, "", " ".join(said)]
 
@@ -272,7 +297,8 @@ def _measure(name: str, row: dict[str, Any], keep: Callable[[], None], kernels: 
     base = row["peers"]["none"]
     saving = [p for p in row["peers"].values() if p.get("device", base["device"]) < base["device"]]
     asked = (question(p) for p in sorted(saving, key=lambda p: -p["device"]))
-    every = [q + way for q in dict.fromkeys((*asked, "least:0", f"least:{HOST}")) for way in WAYS]
+    same = dict.fromkeys(asked)
+    every = [*(q + way for way in reversed(WAYS) for q in same), *least_questions(row["peers"]).values()]
     wanted = [q for q in every if q not in row["ours"]]
     while wanted:
         for answer in streamed(MODULE, name, (*kernels, "--asked", *wanted)):

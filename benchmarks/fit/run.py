@@ -86,14 +86,16 @@ def fit(
     host_budget: int = 0,
     flags: Mapping[str, Any] | None = None,
     chunk: bool = False,
+    offload_state: bool = False,
 ) -> dict[str, Any]:
-    """What ``jaxtensile.jit`` makes of the budget; None: what the target has; ``flags``: compiler options; ``chunk``:
-    the option of that name."""
+    """What ``jaxtensile.jit`` makes of the budget; None: what the target has; ``flags``: compiler options; ``chunk``
+    and ``offload_state``: the options of these names."""
     import jaxtensile
     from jaxtensile.trace import jaxpr_flops
 
     options = {**workload.jit_options, "compiler_options": dict(flags) if flags else None}
-    given = {"budget": budget, "host_budget": host_budget, "target": target, "chunk": chunk}
+    given = {"budget": budget, "host_budget": host_budget, "target": target}
+    given |= {"chunk": chunk, "offload_state": offload_state}
     step = jaxtensile.jit(workload.fun, **given, **options)
     started = time.perf_counter()
     try:
