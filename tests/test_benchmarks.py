@@ -81,6 +81,7 @@ def test_every_row_of_the_comparison_has_every_column():
     assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1, text
     assert "Proven: 2 of 4; there greedy is at most 10.0% above" in text
     assert "within 2 % in 1" in text
+    assert "At most 2 % above the bound, finished or not: 1 of 2, the worst 10.0%." in text
 
 
 def network(name, **points):
@@ -134,15 +135,19 @@ def test_dominance_counts_what_is_won_lost_and_missing():
     peers |= {p: program(50 + i, 10.0 + i, peer=p) for i, p in enumerate(dominance.POLICIES)}
     peers["xla_slop_3"] = program(100, 12.0, peer="xla_slop_3")
     answers = {"50:0": program(49, 10.0), "51:0": program(51, 11.5), "52:0": {"fits": False, "needs": 53}}
-    answers |= {"least:0": program(40, 12.0), f"least:{dominance.HOST}": program(20, 11.0)}
-    answers |= {"50:0:chunk": program(30, 10.0), "least:0:chunk": program(30, 10.0)}
+    answers |= {"least:45:0": program(40, 12.0), f"least:30:{dominance.HOST}": program(20, 11.0, refused=16_000_000)}
+    answers |= {"50:0:chunk": program(30, 10.0), "least:45:0:chunk": {"fits": False, "needs": 50, "refused": 50}}
     rows = {"ode": {"peers": {}, "ours": {}}, "lstm": {"peers": peers, "ours": answers}}
     machine = {"jax": "0", "python": "3", "cpus": 2, "date": "today"}
     text = dominance.table({"machine": machine, "workloads": rows})
     assert "Won 2 of 4 points; in 1 of them the peer saves nothing. In parts: 2 of 2." in text
-    assert "In parts: lower than the best policy without the host in 0 of 0" in text
+    assert "In parts: lower than the best policy without the host in 1 of 1" in text  # by what was asked at its bytes
     assert "**more FLOPs**" in text and "**does not fit**, 1 bytes over" in text
-    assert "Lower than the best policy without the host in 1 of 1" in text and "with the host, in 1 of 1." in text
+    assert (
+        "As it is: lower than the best policy without the host in 1 of 1" in text
+        and "with the host, in 1 of 1." in text
+    )
+    assert "| 0.400 | 1.1000 | 16.0 |" in text
     # Of lstm two peers, two programs of ours as it is, four in parts, and the smallest in parts.
     assert "**Partial**: not measured yet are rows: 1 of ode, 9 of lstm." in text
     for section in text.split("## "):

@@ -254,6 +254,8 @@ def _smallest(rows: dict[str, Any], missing: Counter[str]) -> list[str]:
     for way in reversed(WAYS):
         share: dict[int, list[float]] = {0: [], HOST: []}
         for name, row in rows.items():
+            if "device" not in row["peers"].get("none", {}):
+                continue
             asked = least_questions(row["peers"])
             line = f"| {name} | {'yes' if way else ''} "
             for host in share:
