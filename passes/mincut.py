@@ -49,7 +49,7 @@ _TOTAL = 2**30
 
 
 class ResidualCut:
-    """The cut problem of one mountain; ``keep(price)`` solves it. Built once, solved often.
+    """The cut problem of one mountain; ``keep(price)`` solves it, ``keeps(prices)`` for many. Built once.
 
     ``cuts``: steps across which nothing is recomputed: a value read beyond one (``crossing``) is
     kept if it is available at all.
@@ -89,6 +89,28 @@ class ResidualCut:
         self._nbytes = np.array([e[3] for e in edges], np.float64)
         self._size = 2 + len(self._op_node) + len(self._value_node)
         self._needed_bytes = float(sum(values[v].nbytes for v in needed))
+
+    def keeps(self, prices: Sequence[float]) -> list[frozenset[int]]:
+        """What to keep at each of ascending prices.
+
+        Of any one choice the cost is a line over the price, and the least of lines is concave: what is best at two
+        prices is best between them.
+        """
+        found: dict[int, frozenset[int]] = {}
+
+        def between(low: int, high: int) -> None:
+            for k in (low, high):
+                if k not in found:
+                    found[k] = self.keep(prices[k])
+            if found[low] == found[high]:
+                found.update((k, found[low]) for k in range(low + 1, high))
+            elif high - low > 1:
+                middle = (low + high) // 2
+                between(low, middle)
+                between(middle, high)
+
+        between(0, len(prices) - 1)
+        return [found[k] for k in range(len(prices))]
 
     def keep(self, price: float) -> frozenset[int]:
         """Values to keep when a byte costs ``price`` seconds."""

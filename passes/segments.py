@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -113,6 +114,14 @@ class Menu:
             for offset in range(0, span, max(span // _OFFSETS, 1)) if span < count else (0,):
                 self._segmentation(span, offset)
 
+    @cached_property
+    def _by_end(self) -> list[list[tuple[int, list[_Option]]]]:
+        """Of the segments that end at a cut: where they begin, and the options that are no worse than others."""
+        found: list[list[tuple[int, list[_Option]]]] = [[] for _ in range(len(self.cuts) + 2)]
+        for (i, j), options in sorted(self._options.items()):
+            found[j].append((i, _undominated(list(options.values()))))
+        return found
+
     def _segmentation(self, span: int, offset: int) -> None:
         """Options of the segments that begin at every ``span``-th waist from ``offset`` on."""
         count = len(self.cuts) + 1
@@ -120,9 +129,7 @@ class Menu:
         inner = [self.cuts[b - 1] for b in bounds[1:-1]]
         cut = ResidualCut(self._graph, self.mountain, self._charge, inner)
         sparing = ResidualCut(self._graph, self.mountain, self._sparing, inner)
-        answers = list(
-            dict.fromkeys((*(sparing.keep(p) for p in self._prices[::3]), *(cut.keep(p) for p in self._prices)))
-        )
+        answers = list(dict.fromkeys((*sparing.keeps(self._prices[::3]), *cut.keeps(self._prices))))
         least = min((self.completed(kept, inner) for kept in answers), key=self.size)
         if span not in self._least or self.size(least) < self.size(self._least[span]):
             self._least[span] = least
@@ -224,15 +231,9 @@ class Menu:
         best[0, 1] = 0.0
         back: list[list[tuple[int, int, int, _Option]]] = [[] for _ in range(count + 1)]
         pick = np.zeros((count + 1, 2, width), np.int32)
-        menu = {
-            (i, j): _undominated(list(options.values())) for (i, j), options in self._options.items() if j - i <= span
-        }
-        by_end: list[list[tuple[int, list[_Option]]]] = [[] for _ in range(count + 1)]
-        for (i, j), options in sorted(menu.items()):
-            by_end[j].append((i, options))
         for j in range(1, count + 1):
-            for i, options in by_end[j]:
-                for option in options:
+            for i, options in self._by_end[j]:
+                for option in options if j - i <= span else ():
                     for state in (0, 1):
                         above = 0 if state else -(-option.entry // unit)
                         shift = above - (-option.nbytes // unit)

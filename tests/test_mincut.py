@@ -86,6 +86,21 @@ def test_a_higher_price_keeps_no_more_bytes(graph, seed):
     assert sizes == sorted(sizes, reverse=True)
 
 
+@given(train_steps(), st.integers(0, 3), st.integers(1, 20))
+@settings(max_examples=40)
+def test_many_prices_keep_what_each_does(graph, seed, count):
+    mountain = mountain_at(graph, 2 * len(graph.ops) // 5)
+    assume(mountain.needed)
+    random = np.random.default_rng(seed)
+    seconds = [float(s) for s in random.uniform(0, 1e-3, len(graph.ops))]
+    cut, prices = ResidualCut(graph, mountain, seconds, []), [float(p) for p in np.geomspace(1e-9, 1e-3, count)]
+    for kept, price in zip(cut.keeps(prices), prices, strict=True):
+        cost, alone = (
+            cost_of(graph, seconds, price, k, recomputed_ops(graph, mountain, k)) for k in (kept, cut.keep(price))
+        )
+        assert cost == pytest.approx(alone, rel=1e-6)
+
+
 def chain():
     """x → dot a (dear, 64 B) → exp b (cheap, 64 B) → reduce c (cheap, 4 B); b and c are read late."""
     b = Builder()
