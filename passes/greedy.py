@@ -89,9 +89,10 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
             if budget < best.device and budget < easier:
                 # Which turn comes first depends on the budget, and an easier one may lead lower.
                 best = min(best, search(easier), key=lambda t: t.device)
-        # Nor do lower budgets always lead lower: what was found for another one may be all there is.
+        # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
+        # the answer is the same whatever was asked before.
         lowest = min(lowest, best, key=lambda t: t.device)
-        best = best if best.device <= budget else lowest
+        best = best if best.device <= budget or budget <= 0 else lowest
         if problem.link is not None and problem.host_budget and live.device > budget:
             best = _with_copies(problem, budget, best, search, live)
         return answer(problem, best.program, best.live, "greedy", copies=best.copies, wait=best.wait)

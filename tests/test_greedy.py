@@ -53,6 +53,16 @@ def test_plans_of_train_steps(graph, share):
     check_plan(graph, budget, solve(problem_of(graph, budget)))
 
 
+@given(train_steps(), st.lists(st.floats(0, 1.0), min_size=1, max_size=4))
+@settings(max_examples=25)
+def test_the_smallest_plan_is_the_same_whatever_was_asked_before(graph, shares):
+    problem, device = problem_of(graph, 0), live_ranges(graph).device
+    asked = prepare(problem)
+    for share in shares:
+        asked(int(share * device))
+    assert asked(0).program == prepare(problem)(0).program
+
+
 @given(graphs(), st.floats(0, 1.1))
 @settings(max_examples=30)
 def test_plans_of_any_graph(graph, share):
