@@ -62,23 +62,26 @@ class Op:
 
     def on(self, id: int, operands: Sequence[int], results: Sequence[int]) -> Op:
         """The same computation as op ``id`` of another schedule, on other values."""
-        given = iter(operands)
         return Op(
             id=OpId(id),
             primitive=self.primitive,
-            operands=tuple(ValueId(v) for v in operands),
-            results=tuple(ValueId(v) for v in results),
+            operands=tuple(map(ValueId, operands)),
+            results=tuple(map(ValueId, results)),
             flops=self.flops,
             pinned=self.pinned,
             bodies=self.bodies,
             trip_count=self.trip_count,
-            slots=tuple(next(given) if s >= 0 else -1 for s in self.slots),
+            slots=self._slots(operands) if self.slots else (),
             carried=self.carried,
             reverse=self.reverse,
             padded=self.padded,
             turned=self.turned,
             rereads=self.rereads,
         )
+
+    def _slots(self, operands: Sequence[int]) -> tuple[int, ...]:
+        given = iter(operands)
+        return tuple(next(given) if s >= 0 else -1 for s in self.slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,21 @@ class Graph:
     def flops(self) -> Flops:
         """Matrix and convolution FLOPs of one run."""
         return sum(op.flops for op in self.ops)
+
+
+class Same:
+    """A graph as a key: itself, whatever equals it."""
+
+    __slots__ = ("graph",)
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    def __hash__(self) -> int:
+        return id(self.graph)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and self.graph is other.graph
 
 
 def producers(graph: Graph) -> list[int]:

@@ -15,8 +15,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import chain
 
-from jaxtensile.ir import Graph, Op, consumers, producers
+from jaxtensile.ir import Graph, Op, Same, consumers, producers
 from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.sums import centred, read_by_slow_sums
 from jaxtensile.units import Bytes
@@ -93,6 +95,10 @@ class Kernels:
         return replace(self, reads=[self.reads[i] for i in order], is_root=[self.is_root[i] for i in order])
 
 
+RECENT = 4
+"""Graphs of which the kernels are remembered: who prices a program, and who plans it, ask for the same ones."""
+
+
 def fuse(graph: Graph, *, twice: bool = True, written: bool = False) -> Kernels:
     """Group ops into kernels. Linear in edges.
 
@@ -100,6 +106,12 @@ def fuse(graph: Graph, *, twice: bool = True, written: bool = False) -> Kernels:
     cheaper; its compiler for the CPU does so with what takes no time. ``written``: of a program that is compiled as it
     was written, what has been measured of such programs alone.
     """
+    return _fused(Same(graph), twice, written)
+
+
+@lru_cache(maxsize=RECENT)
+def _fused(same: Same, twice: bool, written: bool) -> Kernels:
+    graph = same.graph
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
@@ -121,7 +133,10 @@ def fuse(graph: Graph, *, twice: bool = True, written: bool = False) -> Kernels:
     is_root = [False] * len(ops)
     for op in ops:
         name = op.primitive
-        sources = tuple(dict.fromkeys(leaf for v in op.operands for leaf in leaves[v]))
+        if len(op.operands) == 1:
+            sources = leaves[op.operands[0]]  # each once already
+        else:
+            sources = tuple(dict.fromkeys(chain.from_iterable([leaves[v] for v in op.operands])))
         if views[op.id] and op.operands and op.results:
             v, r = op.operands[0], op.results[0]
             home[r] = home[v]

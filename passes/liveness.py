@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from jaxtensile.ir import Graph
-from jaxtensile.passes.fusion import IN_PLACE, Kernels, fuse, is_fusible
+from jaxtensile.ir import Graph, Same
+from jaxtensile.passes.fusion import IN_PLACE, RECENT, Kernels, fuse, is_fusible
 from jaxtensile.plan import TO_HOST, MemoryUse
 from jaxtensile.units import Bytes
 
@@ -67,7 +67,19 @@ class Liveness:
 def live_ranges(graph: Graph, kernels: Kernels | None = None, *, together: bool = False) -> Liveness:
     """Buffers and their lifetimes when the ops run in schedule order; ``together``: of a program that is compiled as it
     was written, whose loops do not each make what they stack into (``rewrite``)."""
-    kernels = kernels or fuse(graph)
+    return (
+        _known(Same(graph))
+        if kernels is None and not together
+        else _live_ranges(graph, kernels or fuse(graph), together)
+    )
+
+
+@lru_cache(maxsize=RECENT)
+def _known(same: Same) -> Liveness:
+    return _live_ranges(same.graph, fuse(same.graph), False)
+
+
+def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
     values, ops = graph.values, graph.ops
     home = kernels.home
     n = len(ops)
@@ -105,7 +117,7 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None, *, together: bool 
         delta[stop[v]] -= nbytes
     for op in ops:
         if op.bodies and kernels.is_root[op.id]:
-            inner = max(_body_temp(_Body(b), kernels.twice) for b in op.bodies)
+            inner = max(_body_temp(Same(b), kernels.twice) for b in op.bodies)
             delta[op.id] += inner
             delta[op.id + 1] -= inner
     profile = list(accumulate(delta))[:n]
@@ -154,21 +166,8 @@ def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
                 start[v] = first.setdefault(kind, start[v])
 
 
-class _Body:
-    """A body as a key: itself, whatever equals it."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-
-    def __hash__(self) -> int:
-        return id(self.graph)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Body) and self.graph is other.graph
-
-
 @lru_cache(maxsize=256)
-def _body_temp(body: _Body, twice: bool) -> Bytes:
+def _body_temp(body: Same, twice: bool) -> Bytes:
     """Bytes a loop body or branch needs beyond its arguments and results; schedule after schedule shares bodies."""
     return live_ranges(body.graph, fuse(body.graph, twice=twice)).temp
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -57,37 +58,44 @@ class ResidualCut:
 
     def __init__(self, graph: Graph, mountain: Mountain, seconds: Sequence[float], cuts: Sequence[int]) -> None:
         values, ops, always = graph.values, graph.ops, mountain.always
-        self._maker: dict[int, int] = {r: o for o in mountain.cone for r in ops[o].results}
-        self._op_node: dict[int, int] = {o: 2 + i for i, o in enumerate(mountain.cone)}
-        first = 2 + len(self._op_node)
-        self._value_node: dict[int, int] = {r: first + i for i, r in enumerate(self._maker)}
+        maker: dict[int, int] = {r: o for o in mountain.cone for r in ops[o].results}
+        op_node: dict[int, int] = {o: 2 + i for i, o in enumerate(mountain.cone)}
+        first = 2 + len(op_node)
+        value_node: dict[int, int] = {r: first + i for i, r in enumerate(maker)}
         self.crossing: frozenset[int] = frozenset(
             u
             for o in mountain.cone
             for u in ops[o].operands
-            if u in self._maker and bisect_right(cuts, self._maker[u]) != bisect_right(cuts, o)
+            if u in maker and bisect_right(cuts, maker[u]) != bisect_right(cuts, o)
         )
-        self._always = always
-        self._stuck = {r for r, o in self._maker.items() if r in self.crossing or ops[o].pinned}
+        stuck = {r for r, o in maker.items() if r in self.crossing or ops[o].pinned}
+        own = [r for r in maker if r not in always]
+        self._values = np.array(own, np.int64)
+        self._value_nodes = np.array([value_node[r] for r in own], np.int64)
+        self._maker_nodes = np.array([op_node[maker[r]] for r in own], np.int64)
+        self._held = np.array([r in stuck for r in own], bool)
         needed = set(mountain.needed)
         edges: list[tuple[int, int, float, int]] = []
         for o in mountain.cone:
-            op, node = ops[o], self._op_node[o]
+            op, node = ops[o], op_node[o]
             if not op.pinned:
                 edges.append((node, 1, seconds[o], 0))
                 for u in dict.fromkeys(op.operands):
-                    if u in self._value_node and u not in always:
-                        edges.append((node, self._value_node[u], -1.0, 0))
+                    if u in value_node and u not in always:
+                        edges.append((node, value_node[u], -1.0, 0))
             for r in op.results:
-                to = 1 if r in self._stuck or r in always else node
-                edges.append((self._value_node[r], to, 0.0, 0 if r in always else values[r].nbytes))
+                to = 1 if r in stuck or r in always else node
+                edges.append((value_node[r], to, 0.0, 0 if r in always else values[r].nbytes))
                 if r in needed:
-                    edges.append((0, self._value_node[r], -1.0, 0))
-        self._tail = np.array([e[0] for e in edges], np.int32)
+                    edges.append((0, value_node[r], -1.0, 0))
+        # Rows of the network: the edges by tail, then head.
+        edges.sort(key=itemgetter(0, 1))
         self._head = np.array([e[1] for e in edges], np.int32)
         self._fixed = np.array([e[2] for e in edges])  # seconds; -1: infinite
         self._nbytes = np.array([e[3] for e in edges], np.float64)
-        self._size = 2 + len(self._op_node) + len(self._value_node)
+        self._size = 2 + len(op_node) + len(value_node)
+        out = np.bincount([e[0] for e in edges], minlength=self._size)
+        self._rows = np.concatenate(([0], np.cumsum(out))).astype(np.int32)
         self._needed_bytes = float(sum(values[v].nbytes for v in needed))
 
     def keeps(self, prices: Sequence[float]) -> list[frozenset[int]]:
@@ -119,15 +127,10 @@ class ResidualCut:
         capacity = np.minimum(costs, _INFINITE).astype(np.int32)
         capacity[(capacity == 0) & (self._fixed > 0)] = 1
         # scipy's sparse types are unknown to type checkers.
-        network = cast(Any, csr_array((capacity, (self._tail, self._head)), shape=(self._size, self._size)))
+        network = cast(Any, csr_array((capacity, self._head, self._rows), shape=(self._size, self._size)))
         residual: Any = network - cast(Any, maximum_flow(network, 0, 1)).flow
         residual.eliminate_zeros()
         reached = np.zeros(self._size, bool)
         reached[breadth_first_order(residual, 0, return_predecessors=False)] = True
-        return frozenset(
-            r
-            for r, node in self._value_node.items()
-            if reached[node]
-            and r not in self._always
-            and (r in self._stuck or not reached[self._op_node[self._maker[r]]])
-        )
+        kept = reached[self._value_nodes] & (self._held | ~reached[self._maker_nodes])
+        return frozenset(self._values[kept].tolist())
