@@ -113,7 +113,7 @@ def least(workload: Any, budget: int, target: str, host: int, flags: Mapping[str
         lower = int(SMALLER * found["device"]) if found else 0
         if len(refused) == 2 or (refused and 0 < lower <= max(refused)):
             break
-        budget = lower or max(needs, int(budget / SMALLER))
+        budget = lower or (needs if needs > budget else int(budget / SMALLER))
     return {**(found or {"fits": False, "needs": needs}), "refused": max(refused, default=0)}
 
 
