@@ -24,6 +24,14 @@ def describe() -> dict[str, Any]:
     }
 
 
+def placed(args: Any, target: str) -> Any:
+    """The shapes of ``args`` on a device that is not here."""
+    from jaxtensile.target import resolve
+
+    sharding = jax.sharding.SingleDeviceSharding(resolve(target))
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+
+
 def kernel_cache(file: Path) -> dict[str, Any]:
     """Compiler options with which XLA compiles a GPU kernel once for all programs that share ``file``.
 

@@ -43,28 +43,18 @@ def subject(case: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     return gpt2.step(config), gpt2.init_args(config, jax.random.key(0)), {"donate_argnums": (0,)}
 
 
-def placed(args: Any) -> Any:
-    """The arguments on the H200, as a plain ``jax.jit`` wants them."""
-    import jax
-    from jax.sharding import SingleDeviceSharding
-
-    from jaxtensile.target import resolve
-
-    sharding = SingleDeviceSharding(resolve(TARGET))
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-
-
 def measure(case: str, side: str, budget: int) -> dict[str, Any]:
     """One first call in this process; the compiler's own start-up is paid before the clock."""
     import jax
     import jax.numpy as jnp
 
     import jaxtensile
+    from benchmarks.machine import placed
 
     fun, args, options = subject(case)
     jax.block_until_ready(jax.jit(lambda x: x + 1)(jnp.ones(3)))
     if case == "h200":
-        args = placed(args)
+        args = placed(args, TARGET)
     jitted = jax.jit(fun, **options) if side == "jax" else jaxtensile.jit(fun, budget=budget, **options)
     started = time.perf_counter()
     if case == "h200":
@@ -74,7 +64,7 @@ def measure(case: str, side: str, budget: int) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     if side == "jax":
         return {"seconds": seconds}
-    report = jitted.plan(*(placed(subject(case)[1]) if case == "h200" else subject(case)[1]))
+    report = jitted.plan(*(placed(subject(case)[1], TARGET) if case == "h200" else subject(case)[1]))
     return {"seconds": seconds, "rounds": report.rounds, "unchanged": report.unchanged, "steps": dict(report.seconds)}
 
 

@@ -27,17 +27,16 @@ PARTS = ("argument", "output", "temp", "alias")
 def case(name: str) -> dict[str, Any]:
     """One model, in this process."""
     import jax
-    from jax.sharding import SingleDeviceSharding
 
     import jaxtensile
     from benchmarks.estimate import zoo
-    from jaxtensile.target import compiler_options, resolve
+    from benchmarks.machine import placed
+    from jaxtensile.target import compiler_options
 
     model = zoo.models()[name]
     batch, optimizer = model.batches[0], model.optimizers[0]
     workload = zoo.workload(name, batch, optimizer)
-    sharding = SingleDeviceSharding(resolve(TARGET))
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), workload.args)
+    args = placed(workload.args, TARGET)
     step = jax.jit(workload.fun, **workload.jit_options, compiler_options=compiler_options(TARGET))
     row = {"model": name, "batch": batch, "optimizer": optimizer}
     told = step.lower(*args).compile().memory_analysis()

@@ -44,17 +44,15 @@ Case = tuple[int, str]
 def measured(name: str, batch: int, optimizer: str, kernels: Path) -> dict[str, Any]:
     """The row of one case, in this process; ``kernels``: where compiled kernels are kept for the next case."""
     import jax
-    from jax.sharding import SingleDeviceSharding
 
     from benchmarks.estimate import zoo
-    from benchmarks.machine import kernel_cache
+    from benchmarks.machine import kernel_cache, placed
     from jaxtensile.compile import compile_program
     from jaxtensile.estimation import program_of
-    from jaxtensile.target import compiler_options, resolve
+    from jaxtensile.target import compiler_options
 
-    sharding = SingleDeviceSharding(resolve(TARGET))
     workload = zoo.workload(name, batch, optimizer)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), workload.args)
+    args = placed(workload.args, TARGET)
     usual = {**compiler_options(TARGET), **kernel_cache(kernels)}
     step = jax.jit(workload.fun, **workload.jit_options, compiler_options=usual)
     started = time.perf_counter()

@@ -51,14 +51,13 @@ def plain(
     ``flags``: compiler options; ``look``: what else to say of the executable.
     """
     import jax
-    from jax.sharding import SingleDeviceSharding
 
+    from benchmarks.machine import placed
     from jaxtensile.compile import compile_program
-    from jaxtensile.target import compiler_options, resolve
+    from jaxtensile.target import compiler_options
     from jaxtensile.trace import jaxpr_flops
 
-    sharding = SingleDeviceSharding(resolve(target))
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), workload.args)
+    args = placed(workload.args, target)
 
     def make(options: Any) -> Any:
         return jax.jit(workload.fun, **workload.jit_options, compiler_options=dict(options) or None)

@@ -111,12 +111,10 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
 def compile_once(workload: Any) -> tuple[float, float]:
     """CPU and wall seconds of one XLA compile of the plain step."""
     import jax
-    from jax.sharding import SingleDeviceSharding
 
-    from jaxtensile.target import resolve
+    from benchmarks.machine import placed
 
-    sharding = SingleDeviceSharding(resolve(TARGET))
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), workload.args)
+    args = placed(workload.args, TARGET)
     lowered = jax.jit(workload.fun, **workload.jit_options).lower(*args)
     clock = Clock()
     with clock("compile"):
