@@ -194,7 +194,7 @@ def table(result: dict[str, Any]) -> str:
         lines += ["", "The lost ones again: `python -m benchmarks.dominance.run --case` and", ""]
         lines += [*(f"- `{command}`" for command in dict.fromkeys(again))]
     lines += ["", *_smallest(rows, missing)]
-    if missing:
+    if missing := +missing:
         told = (f"{count} of {name}" for name, count in missing.items())
         lines += ["", f"**Partial**: not measured yet are rows: {', '.join(told)}."]
     return "\n".join(lines) + "\n"
