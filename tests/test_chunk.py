@@ -214,7 +214,8 @@ def test_rows_leave_along_any_dimension():
     (own, *_) = stretches(traced, traced.arguments[1], Row(0), 12)
     assert {type(how) for how in own.leaving.values()} == {Row, str}
     for a, b in zip(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4))(*args), fun(*args), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-6)
+        # A product of fewer rows may be summed in another order: what is near zero differs by rounding of the rest.
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
 
 
 def test_effects_do_not_wait_for_a_loop():
