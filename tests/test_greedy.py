@@ -85,9 +85,10 @@ def test_a_prepared_problem_gives_the_same_plans(graph, shares):
             assert plan.predicted.device <= alone.predicted.device
 
 
-@given(train_steps(), st.lists(st.floats(0, 1), min_size=2, max_size=4))
+@given(train_steps(), st.lists(st.floats(0.01, 1), min_size=2, max_size=4))
 @settings(max_examples=8)
 def test_asked_for_less_a_prepared_problem_never_gives_more(graph, shares):
+    # No budget at all is asked apart: its answer remembers nothing (the test above).
     whole = live_ranges(graph).device
     at = prepare(problem_of(graph, whole))
     missed = whole
