@@ -67,11 +67,9 @@ class Liveness:
 def live_ranges(graph: Graph, kernels: Kernels | None = None, *, together: bool = False) -> Liveness:
     """Buffers and their lifetimes when the ops run in schedule order; ``together``: of a program that is compiled as it
     was written, whose loops do not each make what they stack into (``rewrite``)."""
-    return (
-        _known(Same(graph))
-        if kernels is None and not together
-        else _live_ranges(graph, kernels or fuse(graph), together)
-    )
+    if kernels is None and not together:
+        return _known(Same(graph))
+    return _live_ranges(graph, kernels or fuse(graph), together)
 
 
 @lru_cache(maxsize=RECENT)
