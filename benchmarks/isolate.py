@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -54,6 +55,22 @@ def streamed(module: str, name: str, options: tuple[str, ...] = ()) -> Iterator[
         if child.wait():
             told.seek(0)
             yield {"crash": told.read()[-2000:] or f"status {child.returncode}"}
+
+
+def command(doc: str | None, case: Callable[[str], dict[str, Any]]) -> argparse.ArgumentParser:
+    """A benchmark's command line, to which its own arguments are added: ``--case NAME``, with which ``isolated`` calls
+    it, prints ``case(NAME)`` as one JSON line and ends the process."""
+
+    class Case(argparse.Action):
+        def __call__(
+            self, parser: argparse.ArgumentParser, namespace: object, values: Any, _: str | None = None
+        ) -> None:
+            print(json.dumps(case(values)))
+            parser.exit()
+
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", action=Case, help=argparse.SUPPRESS)
+    return parser
 
 
 def save(path: Path, result: dict[str, Any], table: Callable[[dict[str, Any]], str]) -> None:

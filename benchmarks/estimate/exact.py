@@ -9,14 +9,13 @@ The step of a model at its smallest batch with its first optimizer is compiled b
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.estimate.truth import TARGET
-from benchmarks.isolate import heading, isolated, save
+from benchmarks.isolate import command, heading, isolated, save
 from jaxtensile.plan import MemoryUse
 
 HERE = Path(__file__).parent
@@ -62,13 +61,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, case)
     parser.add_argument("models", nargs="*", metavar="MODEL", help="default: all")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(case(options.case)))
-        return
     from benchmarks.estimate import zoo
     from benchmarks.machine import describe
 

@@ -10,12 +10,10 @@ scratch memory that no analysis counts; pages that are never touched are never r
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.isolate import heading, isolated, save
+from benchmarks.isolate import command, heading, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "estimate.rss"
@@ -85,12 +83,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.case:
-        print(json.dumps(case(options.case)))
-        return
+    command(__doc__, case).parse_args()
     from benchmarks.machine import describe
 
     machine = describe()

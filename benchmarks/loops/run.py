@@ -17,7 +17,6 @@ device bytes are XLA's argument + output + temp - alias.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from functools import partial
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fit.run import TARGET, fit, plain
-from benchmarks.isolate import isolated, save
+from benchmarks.isolate import command, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "loops.run"
@@ -181,14 +180,10 @@ def _line(name: str, what: str, row: dict[str, Any], base: dict[str, Any]) -> st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, case)
     parser.add_argument("names", nargs="*", help=f"layers, {', '.join(LONG)}; default: all")
     parser.add_argument("--again", action="store_true", help="measure what is there already")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(case(options.case)))
-        return
     from benchmarks.machine import describe
 
     machine = describe()

@@ -154,31 +154,32 @@ def table(result: dict[str, Any]) -> str:
         "|" + "---|" * 13,
     ]
     for row in result["rows"]:
-        told = [f"{row[s]['charge']:.2%}" if row[s]["fits"] else "does not fit" for s in ("greedy", "exact")]
+        charges = [f"{row[s]['charge']:.2%}" if row[s]["fits"] else "does not fit" for s in ("greedy", "exact")]
         bound = f"{row['bound']:.2%}" if "bound" in row else ""
         more = ["" if (a := above(row, what)) is None else f"{a:+.2%}" for what in ("charge", "step")]
         proof = "yes" if row["proven"] else "no"
         over = "" if (b := above_bound(row)) is None else f"{b:+.2%}"
         lines.append(
-            f"| {row['name']} | {row['equations']:,} | {row['share']:.0%} | {told[0]} | {told[1]} | {bound} "
+            f"| {row['name']} | {row['equations']:,} | {row['share']:.0%} | {charges[0]} | {charges[1]} | {bound} "
             f"| {proof} | {more[0]} | {over} | {row['greedy']['step']:.3f} | {row['exact']['step']:.3f} "
             f"| {more[1]} | {row['exact']['took']:.1f} s |"
         )
     proven = [row for row in result["rows"] if row["proven"] and row["greedy"]["fits"]]
-    lines += [""]
+    told: list[str] = []
     if proven:
         worst = max(above(row, "charge") or 0.0 for row in proven)
         near = sum((above(row, "charge") or 0.0) <= 0.02 for row in proven)
-        lines[-1] += (
+        told.append(
             f"Proven: {len(proven)} of {len(result['rows'])}; there greedy is at most {worst:.1%} above in the "
             f"charge of a step, and within 2 % in {near}."
         )
     bounds = [b for row in result["rows"] if (b := above_bound(row)) is not None]
     if bounds:
-        lines[-1] += (
-            f" At most 2 % above the bound, finished or not: {sum(b <= 0.02 for b in bounds)} of {len(bounds)}, the "
+        told.append(
+            f"At most 2 % above the bound, finished or not: {sum(b <= 0.02 for b in bounds)} of {len(bounds)}, the "
             f"worst {max(bounds):.1%}."
         )
+    lines += ["", " ".join(told)] if told else []
     return "\n".join(lines) + "\n"
 
 

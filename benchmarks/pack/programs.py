@@ -9,13 +9,11 @@ the most bytes that are live at once, which no packing is below. CPU seconds of 
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.isolate import heading, isolated, save
+from benchmarks.isolate import command, heading, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "pack.programs"
@@ -69,13 +67,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, case)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(case(options.case)))
-        return
     from benchmarks import workloads
     from benchmarks.machine import describe
 

@@ -10,14 +10,12 @@ program; device bytes are XLA's argument + output + temp - alias; times are pred
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fit.run import TARGET, plain
-from benchmarks.isolate import isolated, save
+from benchmarks.isolate import command, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "state.run"
@@ -109,13 +107,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, case)
     parser.add_argument("budgets", nargs="*", help="bytes, or smallest; default: all")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(case(options.case)))
-        return
     from benchmarks.machine import describe
 
     machine = describe()

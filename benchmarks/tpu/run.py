@@ -11,13 +11,12 @@ traced program.
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fit.run import fit, plain
-from benchmarks.isolate import isolated, save
+from benchmarks.isolate import command, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "tpu.run"
@@ -71,13 +70,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, case)
     parser.add_argument("names", nargs="*", help="workloads; default: all")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(case(options.case)))
-        return
     from benchmarks import workloads
     from benchmarks.machine import describe
 

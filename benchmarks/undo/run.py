@@ -10,13 +10,11 @@ traced program; device bytes are XLA's argument + output + temp - alias.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from benchmarks.fit.run import TARGET, fit, plain
-from benchmarks.isolate import isolated, save
+from benchmarks.isolate import command, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "undo.run"
@@ -74,13 +72,9 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command(__doc__, case)
     parser.add_argument("policies", nargs="*", help=f"of jax.checkpoint_policies; default: {', '.join(POLICIES)}")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.case:
-        print(json.dumps(case(options.case)))
-        return
     from benchmarks.machine import describe
 
     machine = describe()
