@@ -84,6 +84,8 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
     def at(budget: Bytes) -> Plan:
         nonlocal lowest
         best = search(budget)
+        if problem.link is not None and problem.host_budget and live.device > budget:
+            best = _with_copies(problem, budget, best, search, live)
         for share in _EASIER:
             easier = live.device - int((1 - share) * live.temp)
             if budget < best.device and budget < easier:
@@ -93,8 +95,6 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
         # the answer is the same whatever was asked before.
         lowest = min(lowest, best, key=lambda t: t.device)
         best = best if best.device <= budget or budget <= 0 else lowest
-        if problem.link is not None and problem.host_budget and live.device > budget:
-            best = _with_copies(problem, budget, best, search, live)
         return answer(problem, best.program, best.live, "greedy", copies=best.copies, wait=best.wait)
 
     return at
@@ -117,6 +117,8 @@ def _with_copies(
             found = Trial(start.kept, laid, charge, copies=off.copies, wait=off.wait, worth=worth)
             if _better(found, best, budget):
                 best = found
+            elif best.device <= budget and off.wait * worth >= best.price:
+                break  # more copies are waited for longer
     return best
 
 
