@@ -5,14 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import jax
 
-from jaxtensile.compile import Compiled, compile_program, planned_options
+from jaxtensile.compile import Compiled, Options, compile_program, planned_options
 from jaxtensile.outcome import Made
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.check import check
 from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.ties import tied
 from jaxtensile.plan import Plan, Program
 from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
@@ -47,6 +49,15 @@ class Clock:
             self._within = outer + took
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """Compiler options, and whether the program is ``tied``; ``choice``: its place among all."""
+
+    choice: int
+    options: Options
+    tied: bool
+
+
 class Attempts:
     """Programs of one job, compiled."""
 
@@ -56,8 +67,17 @@ class Attempts:
         """The user's own function."""
         self._as_it_is: dict[bool, Compiled] = {}
         """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
-        self._all_choices = self._choices = planned_options(job.device.platform, job.options)
-        """For planned programs, those first that did best so far."""
+        cuda = job.device.platform == "cuda"
+        self._ways = [
+            _Way(choice, options, tie)
+            for choice, (options, tie) in enumerate(
+                (options, tie)
+                for options in planned_options(job.device.platform, job.options)
+                for tie in ((False, True) if cuda else (False,))  # other compilers heed no barriers when they schedule
+            )
+        ]
+        self._order = self._ways
+        """For planned programs, those first that did best so far; of two that differ in ties, the better one alone."""
 
     def own(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
         """The user's own function, compiled once."""
@@ -96,26 +116,26 @@ class Attempts:
         return self._as_it_is[True]
 
     def planned(self, variant: Variant, plan: Plan) -> Made | None:
-        """The plan, checked and compiled under the first options that fit, else under the best.
+        """The plan, checked and compiled in the first way that fits, else in the best.
 
-        Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. None for copies
-        that XLA does not compile: some programs with them it refuses.
+        Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. So is whether a
+        GPU's needs ties to. None for copies that XLA does not compile: some programs with them it refuses.
         """
         job = self.job
         with self.clock("check"):
             check(variant.problem.graph, plan.program)
         try:
             with self.clock("compile planned"):
-                return self._under_options(variant, plan)
+                return self._best_way(variant, plan)
         except jax.errors.JaxRuntimeError:
             if plan.offload_bytes <= job.state_bytes:
                 raise
             return None
 
     def again(self, variant: Variant, plan: Plan, choice: int) -> Made | None:
-        """What another process planned, ``choice`` as ``choice_of`` gave it there; None where it is refused."""
-        best = self._all_choices[choice]
-        self._choices = [best, *(c for c in self._all_choices if c is not best)]
+        """What another process planned, ``choice`` as ``Made`` had it there; None where it is refused."""
+        best = self._ways[choice]
+        self._order = [best, *(way for way in self._ways if way is not best)]
         try:
             if plan.changes_nothing and variant.as_it_is:
                 return self.unplanned(variant)
@@ -123,25 +143,32 @@ class Attempts:
         except jax.errors.JaxRuntimeError:
             return None
 
-    def choice_of(self, made: Made) -> int:
-        """Which compiler options a program was compiled under, those that the known failures add left out."""
-        have = made.compiled.options.items()
-        return max((i for i, c in enumerate(self._all_choices) if c.items() <= have), default=0)
-
-    def _under_options(self, variant: Variant, plan: Plan) -> Made:
-        job, choices = self.job, self._choices
-        evaluate = rewrite(variant.traced, plan.program, apart=job.device.platform == "cuda" and job.shards == 1)
+    def _best_way(self, variant: Variant, plan: Plan) -> Made:
+        job, cuda = self.job, self.job.device.platform == "cuda"
         args, kwargs = job.arguments()
-        tried: list[tuple[int, int, Compiled]] = []
-        for i, options in enumerate(choices):
-            compiled = compile_program(lambda o: job.make(evaluate, o), args, kwargs, options)
-            tried.append((compiled.device, i, compiled))
+        tried: list[tuple[int, int, _Way, Made]] = []
+        for i, way in enumerate(self._order):
+            program = tied(plan.program) if way.tied else plan.program
+            if way.tied and program is plan.program:
+                continue
+            if way.tied:
+                check(variant.problem.graph, program)
+            evaluate = rewrite(variant.traced, program, apart=cuda and job.shards == 1)
+            try:
+                compiled = compile_program(lambda o, e=evaluate: job.make(e, o), args, kwargs, way.options)
+            except jax.errors.JaxRuntimeError:
+                if not tried:
+                    raise
+                continue
+            made = Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate, choice=way.choice)
+            tried.append((compiled.device, i, way, made))
             if compiled.device <= job.budget:
                 break
         tried.sort(key=lambda t: t[:2])
-        order = [choices[i] for _, i, _ in tried]
-        self._choices = [*order, *(c for c in choices if c not in order)]
-        return Made(compiled=tried[0][2], variant=variant, plan=plan, evaluate=evaluate)
+        done = [way for _, _, way, _ in tried]
+        differ = len({way.tied for way in done}) > 1
+        self._order = done[:1] if differ else [*done, *(way for way in self._order if way not in done)]
+        return tried[0][3]
 
     def cancelled(self, made: Made) -> bool:
         """Whether the compiler dropped every copy of a plan with copies: what is left is no plan."""

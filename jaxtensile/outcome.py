@@ -35,12 +35,16 @@ MARGIN = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """One planned and compiled program; ``evaluate`` is None where it is the user's function itself."""
+    """One planned and compiled program; ``evaluate`` is None where it is the user's function itself.
+
+    ``choice``: in which of the ways that there are for its platform.
+    """
 
     compiled: Compiled
     variant: Variant
     plan: Plan
     evaluate: Evaluate | None
+    choice: int = 0
 
 
 def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:

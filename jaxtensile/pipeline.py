@@ -380,7 +380,7 @@ class _Page:
                     Entry(
                         key=key_of(self.job, self.program.traced.graph),
                         name=self.job.name,
-                        choice=self.attempts.choice_of(made),
+                        choice=made.choice,
                         recipe=recipe_of(made.variant, made.plan),
                     )
                 )

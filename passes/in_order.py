@@ -10,7 +10,7 @@ Invariant: nothing runs again but what fuses into its readers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import accumulate
 
@@ -31,7 +31,15 @@ def in_order(program: Program) -> Program:
     Where one buffer alone crosses, nothing can be put off, and no barrier stands.
     """
     live = live_ranges(program.graph)
-    order = _Order(program, live.kernels, valleys(live))
+    return with_barriers(program, live.kernels, dict.fromkeys(valleys(live)))
+
+
+def with_barriers(program: Program, kernels: Kernels, before: Mapping[int, frozenset[int] | None]) -> Program:
+    """The program with barriers; the same one where none has more than one buffer to hold together.
+
+    ``before``: by op before which one stands, the buffers that it is over, None for all that cross there.
+    """
+    order = _Order(program, kernels, before)
     ordered = order.run()
     return ordered if order.barriers else program
 
@@ -66,11 +74,11 @@ def valleys(live: Liveness) -> list[int]:
 class _Order(Schedule):
     """Scratch: the schedule so far; what fuses into its readers is put where it is read, once between two cuts."""
 
-    def __init__(self, program: Program, kernels: Kernels, cuts: Sequence[int]) -> None:
+    def __init__(self, program: Program, kernels: Kernels, before: Mapping[int, frozenset[int] | None]) -> None:
         graph = program.graph
         super().__init__(graph.values, program.version_of)
         self.program, self.graph, self.kernels = program, graph, kernels
-        self.cuts = frozenset(cuts)
+        self.before = before
         self.made = producers(graph)
         self.barriers = self.era = 0
         self.era_of: dict[int, int] = {}
@@ -96,8 +104,8 @@ class _Order(Schedule):
     def run(self) -> Program:
         graph = self.graph
         for op in graph.ops:
-            if op.id in self.cuts:
-                self.cut(op.id)
+            if op.id in self.before:
+                self.cut(op.id, self.before[op.id])
             if self.fuses(op.id):
                 continue
             self.demand(op.operands)
@@ -116,15 +124,17 @@ class _Order(Schedule):
         value, home = self.graph.values[v], self.kernels.home[v]
         return home >= 0 and self.made[home] >= 0 and value.nbytes > 0 and value.space != "host"
 
-    def cut(self, step: int) -> None:
+    def cut(self, step: int, over: frozenset[int] | None) -> None:
         """A barrier over what was made before ``step`` and is read from there on, each buffer once in each shape."""
         self.open = {v: None for v in self.open if self.last.get(v, -1) >= step}
         same = {v: (self.kernels.home[v], self.version_of[v]) for v in self.open}
-        buffers = {same[v]: self.now.get(v, v) for v in self.open}
+        if over is not None:
+            same = {v: key for v, key in same.items() if key[0] in over}
+        buffers = {key: self.now.get(v, v) for v, key in same.items()}
         if len(buffers) > 1:
             self.barriers += 1
             behind = dict(zip(buffers, self.put_barrier(list(buffers.values())), strict=True))
-            self.now.update((v, behind[same[v]]) for v in self.open)
+            self.now.update((v, behind[key]) for v, key in same.items())
             self.era += 1
 
     def demand(self, wanted: Iterable[int]) -> None:

@@ -1,0 +1,71 @@
+"""Which ties keep XLA from putting off what frees memory?
+
+Of what could run next, XLA's list schedule prefers what frees the most at once, whatever comes of it. The product that
+reads a softmax last may have to transpose it first, which frees nothing, so it waits behind the kernel that makes the
+gradient of the scores, which frees a little and makes the largest buffer of all. A barrier before what makes something
+large, over what it reads and what was computed from large buffers that go, has them go first.
+
+Measured on an H200 (jax 0.10.2): a Llama's step of 57 GB planned for 19,604 MB, its scores in float32, needed 566 to
+1,103 MB more than predicted without ties and 12 to 41 with them.
+
+Invariant: nothing runs again but what fuses into its readers.
+"""
+
+from __future__ import annotations
+
+from jaxtensile.ir import producers
+from jaxtensile.passes.in_order import with_barriers
+from jaxtensile.passes.liveness import Liveness, live_ranges
+from jaxtensile.passes.schedule import BARRIER
+from jaxtensile.plan import TO_DEVICE, TO_HOST, Program
+
+LARGE = 1 / 64
+"""Buffers of this share of the peak count."""
+
+
+def tied(program: Program) -> Program:
+    """The program with a barrier before what makes something large while others could still wait; the program as it is
+    where there is none."""
+    live = live_ranges(program.graph)
+    return with_barriers(program, live.kernels, ties(program, live))
+
+
+def ties(program: Program, live: Liveness) -> dict[int, frozenset[int]]:
+    """By op that makes something large: the buffers it reads, and what the ops made that read another large one last,
+    since the large one before, without which it could run. Linear in edges."""
+    graph, kernels = program.graph, live.kernels
+    made, large = producers(graph), max(int(LARGE * live.temp), 1)
+    ends = {r.stop - 1 for r in live.ranges if r.nbytes >= large}
+    found: dict[int, frozenset[int]] = {}
+    begun, waiting = 0, list[int]()
+    for op in graph.ops:
+        if op.primitive == BARRIER:
+            begun, waiting = op.id, []
+            continue
+        if not kernels.is_root[op.id] or op.primitive in (TO_HOST, TO_DEVICE):
+            continue  # what waits for a copy stands still
+        makes = any(kernels.home[r] == r and graph.values[r].nbytes >= large for r in op.results)
+        if makes and waiting:
+            needed = _needed(program, made, op.id, begun)
+            loose = [o for o in waiting if o not in needed]
+            results = {kernels.home[r] for o in loose for r in graph.ops[o].results if kernels.home[r] >= 0}
+            read = {b for b in kernels.reads[op.id] if made[b] >= 0}
+            if results and read:
+                found[op.id] = frozenset(results | read)
+        if makes:
+            begun, waiting = op.id, []
+        if op.id in ends:
+            waiting.append(op.id)
+    return found
+
+
+def _needed(program: Program, made: list[int], o: int, begun: int) -> set[int]:
+    """The ops from ``begun`` on that op ``o`` waits for."""
+    ops = program.graph.ops
+    needed, left = {o}, [o]
+    while left:
+        for v in ops[left.pop()].operands:
+            if (p := made[v]) >= begun and p not in needed:
+                needed.add(p)
+                left.append(p)
+    return needed
