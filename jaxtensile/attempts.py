@@ -146,12 +146,15 @@ class Attempts:
     def _best_way(self, variant: Variant, plan: Plan) -> Made:
         job, cuda = self.job, self.job.device.platform == "cuda"
         args, kwargs = job.arguments()
-        tried: list[tuple[int, int, _Way, Made]] = []
-        for i, way in enumerate(self._order):
+        tried: list[tuple[_Way, Made]] = []
+        seen: set[tuple[bool, int]] = set()
+        for way in self._order:
             program = tied(plan.program) if way.tied else plan.program
-            if way.tied and program is plan.program:
+            untied = program is plan.program
+            if (untied, id(way.options)) in seen:
                 continue
-            if way.tied:
+            seen.add((untied, id(way.options)))
+            if not untied:
                 check(variant.problem.graph, program)
             evaluate = rewrite(variant.traced, program, apart=cuda and job.shards == 1)
             try:
@@ -161,14 +164,14 @@ class Attempts:
                     raise
                 continue
             made = Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate, choice=way.choice)
-            tried.append((compiled.device, i, way, made))
+            tried.append((way, made))
             if compiled.device <= job.budget:
                 break
-        tried.sort(key=lambda t: t[:2])
-        done = [way for _, _, way, _ in tried]
+        tried.sort(key=lambda t: t[1].compiled.device)
+        done = [way for way, _ in tried]
         differ = len({way.tied for way in done}) > 1
         self._order = done[:1] if differ else [*done, *(way for way in self._order if way not in done)]
-        return tried[0][3]
+        return tried[0][1]
 
     def cancelled(self, made: Made) -> bool:
         """Whether the compiler dropped every copy of a plan with copies: what is left is no plan."""
