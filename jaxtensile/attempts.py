@@ -67,15 +67,10 @@ class Attempts:
         """The user's own function."""
         self._as_it_is: dict[bool, Compiled] = {}
         """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
-        cuda = job.device.platform == "cuda"
-        self._ways = [
-            _Way(choice, options, tie)
-            for choice, (options, tie) in enumerate(
-                (options, tie)
-                for options in planned_options(job.device.platform, job.options)
-                for tie in ((False, True) if cuda else (False,))  # other compilers heed no barriers when they schedule
-            )
-        ]
+        # Compilers for CPUs and TPUs heed no barriers when they schedule.
+        ties = (False, True) if job.device.platform == "cuda" else (False,)
+        ways = [(options, tie) for options in planned_options(job.device.platform, job.options) for tie in ties]
+        self._ways = [_Way(choice, *way) for choice, way in enumerate(ways)]
         self._order = self._ways
         """For planned programs, those first that did best so far; of two that differ in ties, the better one alone."""
 
