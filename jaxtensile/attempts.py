@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
 
 import jax
 
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options
-from jaxtensile.outcome import Made
+from jaxtensile.outcome import Evaluate, Made
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.check import check
 from jaxtensile.passes.liveness import live_ranges
@@ -49,11 +50,9 @@ class Clock:
             self._within = outer + took
 
 
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """Compiler options, and whether the program is ``tied``; ``choice``: its place among all."""
+class _Way(NamedTuple):
+    """Compiler options, and whether the program is ``tied``."""
 
-    choice: int
     options: Options
     tied: bool
 
@@ -69,8 +68,7 @@ class Attempts:
         """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
         # Compilers for CPUs and TPUs heed no barriers when they schedule.
         ties = (False, True) if job.device.platform == "cuda" else (False,)
-        ways = [(options, tie) for options in planned_options(job.device.platform, job.options) for tie in ties]
-        self._ways = [_Way(choice, *way) for choice, way in enumerate(ways)]
+        self._ways = [_Way(o, tie) for o in planned_options(job.device.platform, job.options) for tie in ties]
         self._order = self._ways
         """For planned programs, those first that did best so far; of two that differ in ties, the better one alone."""
 
@@ -141,24 +139,29 @@ class Attempts:
     def _best_way(self, variant: Variant, plan: Plan) -> Made:
         job, cuda = self.job, self.job.device.platform == "cuda"
         args, kwargs = job.arguments()
-        tried: list[tuple[_Way, Made]] = []
-        seen: set[tuple[bool, int]] = set()
-        for way in self._order:
-            program = tied(plan.program) if way.tied else plan.program
-            untied = program is plan.program
-            if (untied, id(way.options)) in seen:
-                continue
-            seen.add((untied, id(way.options)))
-            if not untied:
+
+        @cache
+        def evaluate_of(tie: bool) -> Evaluate:
+            program = tied(plan.program) if tie else plan.program
+            if tie and program is plan.program:
+                return evaluate_of(False)
+            if tie:
                 check(variant.problem.graph, program)
-            evaluate = rewrite(variant.traced, program, apart=cuda and job.shards == 1)
+            return rewrite(variant.traced, program, apart=cuda and job.shards == 1)
+
+        tried: list[tuple[_Way, Made]] = []
+        for way in self._order:
+            evaluate = evaluate_of(way.tied)
+            if any(w.options is way.options and m.evaluate is evaluate for w, m in tried):
+                continue
             try:
                 compiled = compile_program(lambda o, e=evaluate: job.make(e, o), args, kwargs, way.options)
             except jax.errors.JaxRuntimeError:
                 if not tried:
                     raise
-                continue
-            made = Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate, choice=way.choice)
+                continue  # what was compiled another way is there
+            choice = self._ways.index(way)
+            made = Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate, choice=choice)
             tried.append((way, made))
             if compiled.device <= job.budget:
                 break

@@ -39,7 +39,7 @@ _DIGEST: Final = 32
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan: for which question, ``choice`` of the compiler options that it fitted under, and the plan."""
+    """One plan: for which question, ``choice`` of the ways to compile in which it fitted, and the plan."""
 
     key: str
     name: str

@@ -18,7 +18,7 @@ from jaxtensile.units import Bytes, Seconds
 from jaxtensile.variants import Variant, program_key
 
 ROUNDS = 4
-"""Plans that are compiled at most, each under every choice of compiler options until one fits.
+"""Plans that are compiled at most, each in every way that there is for its platform until one fits.
 
 Twice as many where the program without the user's checkpoints is tried first, and in vain.
 """

@@ -13,7 +13,7 @@ Invariant: nothing runs again but what fuses into its readers.
 
 from __future__ import annotations
 
-from jaxtensile.ir import producers
+from jaxtensile.ir import Graph, producers
 from jaxtensile.passes.in_order import with_barriers
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.schedule import BARRIER
@@ -27,14 +27,14 @@ def tied(program: Program) -> Program:
     """The program with a barrier before what makes something large while others could still wait; the program as it is
     where there is none."""
     live = live_ranges(program.graph)
-    return with_barriers(program, live.kernels, ties(program, live))
+    return with_barriers(program, live.kernels, ties(program.graph, live))
 
 
-def ties(program: Program, live: Liveness) -> dict[int, frozenset[int]]:
+def ties(graph: Graph, live: Liveness) -> dict[int, frozenset[int]]:
     """By op that makes something large: the buffers it reads, and what the ops made that read another large one last,
     since the large one before, without which it could run. Linear in edges."""
-    graph, kernels = program.graph, live.kernels
-    made, large = producers(graph), max(int(LARGE * live.temp), 1)
+    kernels, made = live.kernels, producers(graph)
+    large = max(int(LARGE * live.temp), 1)
     ends = {r.stop - 1 for r in live.ranges if r.nbytes >= large}
     found: dict[int, frozenset[int]] = {}
     begun, waiting = 0, list[int]()
@@ -46,7 +46,7 @@ def ties(program: Program, live: Liveness) -> dict[int, frozenset[int]]:
             continue  # what waits for a copy stands still
         makes = any(kernels.home[r] == r and graph.values[r].nbytes >= large for r in op.results)
         if makes and waiting:
-            needed = _needed(program, made, op.id, begun)
+            needed = _needed(graph, made, op.id, begun)
             loose = [o for o in waiting if o not in needed]
             results = {kernels.home[r] for o in loose for r in graph.ops[o].results if kernels.home[r] >= 0}
             read = {b for b in kernels.reads[op.id] if made[b] >= 0}
@@ -59,12 +59,11 @@ def ties(program: Program, live: Liveness) -> dict[int, frozenset[int]]:
     return found
 
 
-def _needed(program: Program, made: list[int], o: int, begun: int) -> set[int]:
+def _needed(graph: Graph, made: list[int], o: int, begun: int) -> set[int]:
     """The ops from ``begun`` on that op ``o`` waits for."""
-    ops = program.graph.ops
     needed, left = {o}, [o]
     while left:
-        for v in ops[left.pop()].operands:
+        for v in graph.ops[left.pop()].operands:
             if (p := made[v]) >= begun and p not in needed:
                 needed.add(p)
                 left.append(p)
