@@ -79,7 +79,7 @@ def arbitration(job: str, config: Config) -> Arbitration:
 
             found = Arbitration(job, SocketLink.to(str(checked(Path(socket).absolute()))), None)
         else:
-            if _local is None or (_local[0] != config and not _jobs):
+            if _local is None or not _jobs:
                 _local = (
                     config,
                     LocalCoordinator(_capacities(config), LOCAL if config.settings == Settings() else config.settings),

@@ -26,6 +26,19 @@ def test_losses_do_not_change_across_many_switches(ladder):
     same(training.losses)
 
 
+def test_the_next_job_has_what_the_config_says_and_not_what_was_left_of_it(ladder):
+    with jaxtensile.job("last", config=programs.config(ROOM)) as job:
+        Training(job).run(1)
+        resize(ladder[0].level)
+    with jaxtensile.job("next", config=programs.config(ROOM)) as job:
+        training = Training(job)
+        training.run(1)
+        assert job.wait(WAIT)
+        training.run(1)
+        assert job.budget == ladder[-1].level
+    same(training.losses)
+
+
 def test_the_plan_that_runs_fits_the_rung_that_is_charged(ladder):
     with jaxtensile.job("fits", config=programs.config(ROOM)) as job:
         training = Training(job)
