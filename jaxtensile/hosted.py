@@ -21,15 +21,18 @@ from jaxtensile.passes.loops import Ladder
 from jaxtensile.plan import Link
 from jaxtensile.trace import trace_jaxpr
 
-_SIDE, _TRIPS = 512, 5
-"""Slices of 1 MiB, the smallest that are stacked on the host."""
+_SIDES, _TRIPS = (128, 512), 16
+"""Slices of 64 KiB, the smallest that are stacked on the host, and of 1 MiB."""
 
 
 def _gradient(x: Any, w: Any) -> Any:
+    def step(h: Any, k: Any) -> tuple[Any, None]:
+        # Every iteration has a residual and a number of its own, so that a wrong order shows.
+        return [jnp.sin(a * b) + k * a for a, b in zip(h, w, strict=True)], None
+
     def loss(x: Any) -> Any:
-        # Every iteration has a residual of its own, so that a wrong order shows.
-        last, _ = lax.scan(lambda h, k: (jnp.sin(h * w) + k * h, None), x, jnp.arange(1.0, _TRIPS + 1, dtype=x.dtype))
-        return (last**2).sum()
+        last, _ = lax.scan(step, x, jnp.linspace(0.5, 1.5, _TRIPS, dtype=x[0].dtype))
+        return sum((h**2).sum() for h in last)
 
     return jax.grad(loss)(x)
 
@@ -48,13 +51,18 @@ def with_hosted_stacks(fun: Any, args: Any, *, load_index: bool) -> tuple[Any, i
 @cache
 def stacks_come_back(device: Any, *, load_index: bool) -> bool:
     """Whether a backward loop on ``device`` gets from host memory what its forward loop put there."""
-    values = np.random.default_rng(0).normal(size=(2, _SIDE, _SIDE)).astype(np.float32)
-    x, w = (jax.device_put(v, SingleDeviceSharding(device)) for v in values)
+    random = np.random.default_rng(0)
+    x, w = (
+        [jax.device_put(random.normal(size=(n, n)).astype(np.float32), SingleDeviceSharding(device)) for n in _SIDES]
+        for _ in range(2)
+    )
     try:
         changed, moved = with_hosted_stacks(_gradient, (x, w), load_index=load_index)
         wanted = jax.jit(_gradient)(x, w)
-        (found,) = jax.jit(changed)(x, w)
+        found = jax.jit(changed)(*x, *w)
     except jax.errors.JaxRuntimeError:
         return False  # refused by the compiler, or no memory: nothing has been shown
     wanted, found = jax.device_get((wanted, found))
-    return moved > 0 and np.allclose(wanted, found, rtol=1e-4, atol=1e-5 * np.abs(wanted).max())
+    near = [np.allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()) for a, b in zip(found, wanted, strict=True)]
+    # A stack of each, at least.
+    return all(near) and moved >= sum(_TRIPS * value.nbytes for value in wanted)

@@ -22,7 +22,10 @@ from jaxtensile.passes.mincut import ResidualCut, price_ladder
 from jaxtensile.passes.offload import SMALLEST
 from jaxtensile.passes.stages import Mountain
 from jaxtensile.plan import Link
-from jaxtensile.units import Bytes, Seconds
+from jaxtensile.units import KIB, Bytes, Seconds
+
+SLICE: Bytes = 64 * KIB
+"""Slices below this never wait on the host: starting a copy takes many times as long as the copy itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,8 @@ class PairCut:
         self._able: dict[int, Bytes] = {
             v.id: v.nbytes
             for v in wrapped.values
-            if v.nbytes >= SMALLEST and v.space != "host" and "key" not in v.dtype and v.id not in slices
+            if v.nbytes >= SLICE and v.nbytes * trips >= SMALLEST
+            if v.space != "host" and "key" not in v.dtype and v.id not in slices
         }
         if front.reverse:
             self._able = {}  # XLA:GPU may write such a stack in the wrong order, see ``jaxtensile.loops``
