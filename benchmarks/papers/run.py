@@ -290,15 +290,18 @@ def main() -> None:
     machine = describe()
     path = HERE / f"results-jax{machine['jax']}.json"
     known: dict[str, dict[str, Any]] = {}
-    if path.exists() and not options.again:
+    networks = options.networks or list(NETWORKS)
+    if path.exists():
         known = {row["network"]: row for row in json.loads(path.read_text())["networks"]}
+    if options.again:
+        known = {name: row for name, row in known.items() if name not in networks}
 
     def keep(row: dict[str, Any]) -> None:
         row["date"] = machine["date"]
         rows = [known[name] for name in NETWORKS if name in known]
         save(path, {"machine": machine, "target": TARGET, "batch": BATCH, "networks": rows}, table)
 
-    measure(options.networks or list(NETWORKS), known, keep)
+    measure(networks, known, keep)
     print(path.with_suffix(".md").read_text(), file=sys.stdout)
 
 
