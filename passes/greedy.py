@@ -29,7 +29,7 @@ from jaxtensile.units import Bytes
 
 _MOUNTAINS = 12
 """Turns that are solved for one budget."""
-_AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2)
+_AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of what must leave the device that are given to copies; the rest is recomputed."""
 _REPAIRS = 8
 _STRIDE = 4

@@ -6,48 +6,27 @@ the use that opens the gap, a copy in the latest free time before the one that c
 at a time in each direction. Of the candidates at the highest step over budget the one with the
 most bytes x absence goes first, those that cost no time before those that do; then again from
 the new highest step. What is not hidden is waited for, and the wait is the price.
-
-Both ends of a copy are tied to a step by a barrier with a value of that step: the copy out is
-done before ``done`` runs, the copy in does not begin before ``begin``. Without them XLA:GPU
-cancels the pair against each other or keeps the device buffer for as long as it likes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from jaxtensile.ir import Graph, Op, ValueId, producers
-from jaxtensile.passes.fusion import Kernels, fuse
+from jaxtensile.ir import Graph, producers
+from jaxtensile.passes.fusion import Kernels
+from jaxtensile.passes.insertion import Copy, Remade, insert, tie
 from jaxtensile.passes.liveness import Liveness, live_ranges
-from jaxtensile.passes.schedule import Schedule
 from jaxtensile.passes.stages import buffer_steps
-from jaxtensile.plan import TO_DEVICE, TO_HOST, Link, Program
-from jaxtensile.units import KIB, MIB, Bytes, Seconds
+from jaxtensile.plan import Link, Program
+from jaxtensile.units import MIB, Bytes, Seconds
 
 SMALLEST = MIB
 """Smaller buffers are never copied: latency costs more than they hold."""
-
-
-@dataclass(frozen=True, slots=True)
-class Copy:
-    """``value`` is on the host between two uses of it.
-
-    ``after``: the op that uses it last; the copy out is done before ``done`` and the copy in begins
-    at ``begin``, in time for ``until``, the next op that uses it. ``hidden``: nobody waits for it.
-    """
-
-    value: int
-    nbytes: Bytes
-    after: int
-    done: int
-    begin: int
-    until: int
-    hidden: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +55,7 @@ def offload(program: Program, seconds: Sequence[Seconds], link: Link, budget: By
     ``seconds``: of every op of the program.
     """
     live = live_ranges(program.graph)
-    copies = _choose(program.graph, live, seconds, link, budget - (live.device - live.temp), host_budget)
+    copies = _choose(program, live, seconds, link, budget - (live.device - live.temp), host_budget)
     if not copies:
         return Offloaded(program, (), live, 0.0)
     planned = insert(program, copies)
@@ -114,13 +93,13 @@ class Channel:
 
 
 def _choose(
-    graph: Graph, live: Liveness, seconds: Sequence[Seconds], link: Link, budget_temp: Bytes, host_budget: Bytes
+    program: Program, live: Liveness, seconds: Sequence[Seconds], link: Link, budget_temp: Bytes, host_budget: Bytes
 ) -> list[Copy]:
     """Copies that take the profile below ``budget_temp``, or as many as help."""
     begins = [0.0, *accumulate(seconds)]  # begins[i]: when op i starts
     profile = np.array(live.profile, np.int64)
-    anchors = _anchors(graph, live.kernels)
-    gaps = _gaps(graph, live)
+    anchors = _anchors(program.graph, live.kernels)
+    gaps = _gaps(program, live)
     out, back = Channel(), Channel()
     copies: list[Copy] = []
     room = host_budget
@@ -179,12 +158,13 @@ def _tighten(
     return True
 
 
-def _gaps(graph: Graph, live: Liveness) -> list[_Gap]:
-    """Where one value, and nothing made from its buffer, is all that is read after a long pause."""
-    kernels, owner = live.kernels, live.owner
-    home = kernels.home
+def _gaps(program: Program, live: Liveness) -> list[_Gap]:
+    """Where a buffer is not touched for long, and all that is read of it later can be made from a copy of it."""
+    graph, kernels, owner = program.graph, live.kernels, live.owner
+    home, leaves = kernels.home, kernels.leaves
     touched = buffer_steps(graph, live)
     made = producers(graph)
+    remade = Remade(program, kernels)
     last = [-1] * len(graph.values)
     for op in graph.ops:
         for v in op.operands:
@@ -195,7 +175,7 @@ def _gaps(graph: Graph, live: Liveness) -> list[_Gap]:
     # Every value that needs a buffer to be read: the buffer's own versions, and what fuses from it.
     bound: dict[int, list[int]] = {}
     for v in range(len(graph.values)):
-        sources = (home[v],) if home[v] >= 0 else kernels.leaves[v]
+        sources = (home[v],) if home[v] >= 0 else leaves[v]
         for b in sources:
             bound.setdefault(owner[b], []).append(v)
     gaps: list[_Gap] = []
@@ -207,11 +187,21 @@ def _gaps(graph: Graph, live: Liveness) -> list[_Gap]:
             if until - after < 4:
                 continue
             late = [v for v in bound[r.value] if made[v] <= after and last[v] > after]
-            if len(late) != 1 or last[late[0]] >= end:
+            if not late or any(last[v] >= end for v in late):
                 continue
+            buffers = {b for v in late for b in ((home[v],) if home[v] >= 0 else leaves[v]) if owner[b] == r.value}
+            if len(buffers) != 1:
+                continue
+            buffer = buffers.pop()
             v = late[0]
+            if len(late) > 1 or home[v] < 0:
+                # The newest version of all that is there; the others are made from it.
+                whole = [u for u in late if home[u] == buffer and remade.whole(u) == buffer]
+                v = max(whole, default=buffer)
+                if not remade.can_be(late, v, buffer):
+                    continue
             value = graph.values[v]
-            if home[v] < 0 or value.nbytes != r.nbytes or value.space == "host" or "key" in value.dtype:
+            if value.nbytes != r.nbytes or value.space == "host" or "key" in value.dtype:
                 continue
             gaps.append(_Gap(v, r.nbytes, after, until))
     return gaps
@@ -220,27 +210,7 @@ def _gaps(graph: Graph, live: Liveness) -> list[_Gap]:
 def _anchors(graph: Graph, kernels: Kernels) -> list[int]:
     """Ops that read a buffer made by a recent op: where a barrier can hold a copy, ascending."""
     made = producers(graph)
-    return [op.id for op in graph.ops if _tie(graph, kernels, made, op) is not None]
-
-
-_RECENT = 32
-_SOME = KIB
-"""A tie of fewer bytes might be a scalar that XLA computes elsewhere and earlier."""
-
-
-def _tie(graph: Graph, kernels: Kernels, made: Sequence[int], op: Op) -> int | None:
-    """The operand of ``op`` that was made last, if it is a buffer of its own and recent."""
-    if not kernels.is_root[op.id] or op.primitive == "optimization_barrier" or op.pinned or op.bodies:
-        return None
-    fresh = [
-        v
-        for v in op.operands
-        if made[v] >= max(op.id - _RECENT, 0)
-        and kernels.home[v] == v
-        and graph.values[v].space != "host"
-        and graph.values[v].nbytes >= _SOME
-    ]
-    return max(fresh, key=lambda v: (made[v], v), default=None)
+    return [op.id for op in graph.ops if tie(graph, kernels, made, op) is not None]
 
 
 def _at_or_after(anchors: Sequence[int], step: int, low: int, high: int) -> int | None:
@@ -284,54 +254,3 @@ def _wait(seconds: Sequence[Seconds], copies: Sequence[Copy], link: Link) -> Sec
         for k in leaving.get(i, ()):
             out = left[k] = max(out, clock) + length[k]
     return wait
-
-
-def insert(program: Program, copies: Sequence[Copy]) -> Program:
-    """``program`` with its copies: each tied by one barrier to an op that needs its end or allows its beginning."""
-    return _Insertion(program, copies).run()
-
-
-class _Insertion(Schedule):
-    """Scratch of one insertion: the new schedule, and what stands for every value by now."""
-
-    def __init__(self, program: Program, copies: Sequence[Copy]) -> None:
-        super().__init__(program.graph.values, program.version_of)
-        self.program = program
-        self.kernels, self.made = fuse(program.graph), producers(program.graph)
-        self.on_host: dict[int, int] = {}
-        self.leaving = _by(copies, lambda c: c.after)
-        self.done = _by(copies, lambda c: c.done)
-        self.begin = _by(copies, lambda c: c.begin)
-
-    def run(self) -> Program:
-        graph = self.program.graph
-        for op in graph.ops:
-            if op.id in self.done:
-                self._tied(op, [c.value for c in self.done[op.id]])
-            if op.id in self.begin:
-                back = [c.value for c in self.begin[op.id]]
-                self._tied(op, back)
-                for v in back:
-                    self.now[v] = self.put_copy(TO_DEVICE, self.on_host[v], "device")
-            self.put(op, [self.now.get(v, v) for v in op.operands], op.results, self.program.origin[op.id])
-            for copy in self.leaving.get(op.id, ()):
-                self.on_host[copy.value] = self.put_copy(TO_HOST, self.now.get(copy.value, copy.value), "host")
-        outputs = tuple(ValueId(self.now.get(v, v)) for v in graph.outputs)
-        new = replace(graph, values=tuple(self.values), ops=tuple(self.ops), outputs=outputs)
-        return Program(new, tuple(self.origin), tuple(self.version_of))
-
-    def _tied(self, op: Op, values: Sequence[int]) -> None:
-        """A barrier over host copies and what ``op`` reads; ``op`` and everybody later reads behind it."""
-        tie = _tie(self.program.graph, self.kernels, self.made, op)
-        assert tie is not None, "anchors have a tie"
-        operands = [self.on_host[v] for v in values] + [self.now.get(tie, tie)]
-        results = self.put_barrier(operands)
-        self.on_host.update(zip(values, results, strict=False))
-        self.now[tie] = results[-1]
-
-
-def _by(copies: Sequence[Copy], key: Callable[[Copy], int]) -> dict[int, list[Copy]]:
-    out: dict[int, list[Copy]] = {}
-    for copy in copies:
-        out.setdefault(key(copy), []).append(copy)
-    return out

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, graphs
+from jaxtensile.passes import insertion
 from jaxtensile.passes import offload as module
 from jaxtensile.passes.check import check
 from jaxtensile.passes.liveness import live_ranges
@@ -133,6 +134,68 @@ def test_small_buffers_stay(monkeypatch):
     assert offload(program, seconds_of(program), FAST, 0, GIB).copies == ()
 
 
+def centred(layers=6):
+    """Layers whose input is read centred, as in a batch norm: the centred one has no buffer in either direction."""
+    b = Builder()
+    x, ws = b.input(SIDE, SIDE), [b.input(SIDE, SIDE) for _ in range(layers)]
+    found = []
+    for w in ws:
+        z = b.dot(x, w)
+        mean = b.op("broadcast_in_dim", b.op("reduce_sum", z, shape=(SIDE,)), shape=(SIDE, SIDE))
+        off_mean = b.op("sub", z, mean)
+        scale = b.op(
+            "broadcast_in_dim", b.op("reduce_sum", b.op("mul", off_mean, off_mean), shape=(SIDE,)), shape=(SIDE, SIDE)
+        )
+        x = b.op("cumsum", b.op("mul", off_mean, scale))
+        found.append((z, off_mean))
+    g = b.op("cumsum", x)
+    for w, (_, off_mean) in zip(reversed(ws), reversed(found), strict=True):
+        g = b.dot(b.op("mul", g, off_mean), w)
+    return Program.unchanged(b.graph(g)), [z for z, _ in found]
+
+
+def test_what_is_read_through_fused_values_is_made_from_what_comes_back():
+    program, inputs = centred()
+    live = live_ranges(program.graph)
+    assert all(live.kernels.home[z] == z for z in inputs)
+    off = offload(program, seconds_of(program), FAST, live.device - live.temp // 3, GIB)
+    check(program.graph, off.program)
+    assert {c.value for c in off.copies} <= set(inputs) and off.copies
+    assert off.live.device <= live.device - live.temp // 3
+    kernels = live_ranges(off.program.graph).kernels
+    assert off.program.clones()
+    assert not any(kernels.is_root[op.id] for op in off.program.clones()), "no kernel runs twice"
+    # Nobody reads the buffer that left once its copy is back.
+    graph = off.program.graph
+    for copy in off.copies:
+        left = [r for r in live_ranges(graph).ranges if r.value == copy.value]
+        back = next(
+            op.id
+            for op in graph.ops
+            if op.primitive == TO_DEVICE and off.program.version_of[op.results[0]] == copy.value
+        )
+        assert left and left[0].stop <= back
+
+
+def test_a_value_made_while_its_source_is_away_is_made_where_it_is_read():
+    b = Builder()
+    x = b.input(SIDE, SIDE)
+    z = b.op("cumsum", x)
+    y = b.op("cumsum", z)
+    late = None
+    for k in range(8):
+        y = b.op("cumsum", y)
+        if k == 4:
+            late = b.op("neg", z)  # fuses into the product at the end
+    program = Program.unchanged(b.graph(b.op("reduce_sum", b.op("mul", late, y), shape=(SIDE,))))
+    copy = insertion.Copy(value=z, nbytes=4 * MIB, after=1, done=3, begin=8, until=11, hidden=True)
+    planned = insert(program, [copy])
+    check(program.graph, planned)
+    assert [op.primitive for op in planned.graph.ops].count("neg") == 1 and not planned.clones()
+    where = {op.primitive: op.id for op in planned.graph.ops}
+    assert where[TO_DEVICE] < where["neg"] < where["mul"]
+
+
 @given(graphs(most_ops=30), st.floats(0, 1), st.sampled_from([1e15, 1e6, 1e4]))
 @settings(max_examples=150)
 def test_any_program_stays_the_same_program(graph, share, bandwidth):
@@ -140,7 +203,7 @@ def test_any_program_stays_the_same_program(graph, share, bandwidth):
     live = live_ranges(graph)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SMALLEST", 1)
-        patch.setattr(module, "_SOME", 1)
+        patch.setattr(insertion, "_SOME", 1)
         off = offload(program, seconds_of(program), Link(bandwidth, 1e-6), int(share * live.device), GIB)
         check(graph, off.program)
         assert off.wait >= 0
