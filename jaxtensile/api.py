@@ -13,6 +13,7 @@ budget; under an outer trace, and under ``jax.disable_jit``, it is ``jax.jit(fun
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import os
 import threading
@@ -26,7 +27,7 @@ import jax
 
 from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
-from jaxtensile.device import DeviceProfile, profile
+from jaxtensile.device import TRAFFIC_WEIGHT, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import stacks_come_back
@@ -45,6 +46,8 @@ from jaxtensile.workload import name_of
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
 _SHARING = threading.Lock()
+WEIGHTS = {"flops": TRAFFIC_WEIGHT, "time": 1.0}
+"""What a plan may be asked for, and what memory traffic counts in it."""
 _RESERVE = GIB
 """Bytes of the device left to the process when no budget is given."""
 
@@ -58,6 +61,7 @@ def jit(
     target: str | None = None,
     job: Any = None,
     solver: str = "auto",
+    objective: str = "flops",
     undo: bool = True,
     offload_state: bool = False,
     chunk: bool = False,
@@ -80,6 +84,8 @@ def jit(
     above all, are then sums of the parts' sums, added in float32 or more, and round differently.
     ``solver``: ``"auto"``, which is ``"greedy"``: fast at any size; ``"exact"``, an integer programme beside it that
     takes up to a minute and reports a gap; ``"chain"``, a dynamic programme for programs that are chains.
+    ``objective``: ``"flops"``, no matrix product is computed twice where anything else can be, and then the predicted
+    step is to be short; ``"time"``, the predicted step alone is to be short, whatever is computed twice for it.
     ``offload_state``: donated arguments that only the update needs (optimizer moments, master weights, averages; of
     1 MiB or more) live in pinned host memory between calls, in at most ``host_budget`` bytes where one is given. The
     first call moves them there, their replacements are returned there, and each is on the device only while it is
@@ -97,6 +103,8 @@ def jit(
             "jaxtensile.jit(config=...) is not available yet: leave it out; budget= and target= are"
         )
     named(solver)
+    if objective not in WEIGHTS:
+        raise ValueError(f"objective={objective!r} is not known: give one of {', '.join(map(repr, WEIGHTS))}")
     if target is not None and not isinstance(target, str):
         raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
     placed = [name for name in ("in_shardings", "out_shardings") if offload_state and name in jax_jit_options]
@@ -119,6 +127,7 @@ def jit(
             host_budget=host_budget,
             target=target,
             solver=solver,
+            objective=objective,
             undo=undo,
             chunk=chunk,
             offload_state=offload_state,
@@ -137,6 +146,7 @@ def jit(
         target,
         jax_jit_options,
         solver=solver,
+        objective=objective,
         undo=undo,
         chunk=chunk,
         state_budget=state,
@@ -204,6 +214,7 @@ class Planned:
         options: Mapping[str, Any],
         *,
         solver: str = "auto",
+        objective: str = "flops",
         undo: bool = True,
         chunk: bool = False,
         state_budget: Bytes | None = 0,
@@ -213,18 +224,20 @@ class Planned:
             (budget, host_budget, target, options),
             {
                 "solver": solver,
+                "objective": objective,
                 "undo": undo,
                 "chunk": chunk,
                 "state_budget": state_budget,
                 "job": job,
             },
         )
-        self._made_of_plain = (budget, host_budget, options, solver, undo, chunk, state_budget)
+        self._made_of_plain = (budget, host_budget, options, solver, objective, undo, chunk, state_budget)
         self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
         functools.update_wrapper(self, fun)
         self._fun = fun
         self._budget, self._host_budget, self._target = budget, host_budget, target
         self._solver, self._undo, self._chunk = solver, bool(undo), bool(chunk)
+        self._weight = WEIGHTS[objective]
         self._state_budget = state_budget  # None: no bound
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
@@ -380,6 +393,7 @@ class Planned:
         # Compile-only devices too: a kind's rates are the same wherever it is.
         known = profile_of(place.device), place.device.device_kind
         device = best_known(*known) if self._target is None else best_known(profile(self._target))
+        device = dataclasses.replace(device, traffic_weight=self._weight)
         needed = compiler_options(self._target) if self._target is not None else {}
         captured = _compat.captured(traced)
         return Job(

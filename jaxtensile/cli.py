@@ -70,6 +70,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--budget", required=True, help="bytes, 12GiB, 12GB, or 80%% of the device")
     plan.add_argument("--target", help="compile for this device (see doctor); default: this machine's")
     plan.add_argument("--solver", default="auto", help="auto (default), greedy, exact or chain")
+    plan.add_argument(
+        "--objective", default="flops", choices=("flops", "time"), help="what to spare first; flops (default): products"
+    )
     plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON")
     plan.add_argument("--html", metavar="F", type=Path, help="also write it to F as a page with a memory chart")
     plan.add_argument("--perfetto", metavar="F", type=Path, help="also write a timeline to F, for ui.perfetto.dev")
@@ -163,9 +166,8 @@ def _plan(options: argparse.Namespace) -> int:
     from jaxtensile.estimate_table import telling
 
     with telling(workload):
-        step = jit(
-            workload.fun, budget=options.budget, target=options.target, solver=options.solver, **workload.jit_options
-        )
+        asked = {name: getattr(options, name) for name in ("budget", "target", "solver", "objective")}
+        step = jit(workload.fun, **asked, **workload.jit_options)
         report = step.plan(*workload.args)
     print(report)
     for write, path in zip((report.to_json, report.to_html, report.to_perfetto), files, strict=True):

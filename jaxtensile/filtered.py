@@ -39,7 +39,7 @@ def filter_jit(fun: Callable[..., Any] | None = None, /, *, donate: str = "none"
     Arrays in arguments and in ``fun`` itself (a module, a method of one) are traced, everything else is static; so are
     Python numbers. ``donate`` is equinox's: ``"all"``, ``"all-except-first"``, ``"warn"``, ``"warn-except-first"`` or
     ``"none"``. All other options are those of ``jaxtensile.jit``: ``budget``, ``host_budget``, ``target``, ``solver``,
-    ``chunk``.
+    ``objective``, ``chunk``.
     The result has ``plan``, ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` too. Needs equinox.
     """
     if donate not in _DONATED:

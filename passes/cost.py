@@ -20,14 +20,6 @@ COPY_SHARE = 0.85
 FUSED_SHARE = 0.04
 """Cost of recomputing a fused elementwise value, as a share of streaming it through memory."""
 
-TRAFFIC_WEIGHT = 0.01
-"""What solvers charge for traffic and launches beside matrix time.
-
-Recomputed elementwise work mostly fuses into kernels that run anyway, so matrix FLOPs come first. Measured on
-GPT-2 small at the bytes of per-block checkpointing: up to 0.01 compiled FLOPs stay what they are at 0.005; at 0.03
-predicted steps of several networks get up to 3 % shorter, and three plans in ten cost 0.06 to 0.7 % more FLOPs.
-"""
-
 KNOWN = (
     ELEMENTWISE
     | MOVES
@@ -45,9 +37,13 @@ KNOWN = (
 
 
 def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
-    """Seconds of each op of ``graph`` on ``device``."""
+    """Seconds of each op of ``graph`` on ``device``, and what solvers are charged for running it again.
+
+    The charge is matrix time, and the rest at ``device.traffic_weight``; or the seconds themselves.
+    """
     kernels = fuse(graph)
     bandwidth = device.reached("memory_bandwidth", COPY_SHARE)
+    weight = device.traffic_weight
 
     def both(op: Op) -> tuple[float, float]:
         """Seconds and charge."""
@@ -55,9 +51,9 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
             inner = [op_costs(body, device) for body in op.bodies]
             seconds, charge = max((sum(c.seconds), sum(c.charge)) for c in inner)
             launch = device.kernel_launch
-            return launch + seconds * op.trip_count, TRAFFIC_WEIGHT * launch + charge * op.trip_count
+            return launch + seconds * op.trip_count, weight * launch + charge * op.trip_count
         launch, compute, traffic = parts(op)
-        return launch + max(compute, traffic), compute + TRAFFIC_WEIGHT * (launch + traffic)
+        return launch + max(compute, traffic), compute + weight * (launch + traffic)
 
     def parts(op: Op) -> tuple[float, float, float]:
         """Launch, matrix and traffic seconds."""
@@ -76,7 +72,8 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
         return device.kernel_launch, compute, (read + written) / bandwidth
 
     rows = [both(op) for op in graph.ops]
-    return Costs(seconds=tuple(seconds for seconds, _ in rows), charge=tuple(charge for _, charge in rows))
+    seconds = tuple(seconds for seconds, _ in rows)
+    return Costs(seconds=seconds, charge=seconds if weight >= 1 else tuple(charge for _, charge in rows))
 
 
 def launches(graph: Graph, device: DeviceProfile) -> Seconds:

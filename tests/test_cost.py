@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 
 from graphs import Builder, graphs
-from jaxtensile.device import profile
+from jaxtensile.device import TRAFFIC_WEIGHT, profile
 from jaxtensile.passes import cost
 from jaxtensile.passes.cost import matmul_rate, op_costs, unknown_primitives
 
@@ -30,7 +30,17 @@ def test_a_large_product_is_bound_by_arithmetic():
     traffic = 2 * (2 * 4096 * 8192 + 4096 * 4096) / BANDWIDTH
     assert compute > traffic
     assert seconds == pytest.approx(LAUNCH + compute)
-    assert charge == pytest.approx(compute + cost.TRAFFIC_WEIGHT * (LAUNCH + traffic))
+    assert charge == pytest.approx(compute + TRAFFIC_WEIGHT * (LAUNCH + traffic))
+
+
+def test_at_full_weight_the_seconds_are_what_is_charged():
+    b = Builder()
+    x, w = b.input(64, 8192, dtype="bfloat16"), b.input(8192, 4096, dtype="bfloat16")
+    b.op("tanh", b.dot(x, w))
+    graph = b.graph(b.op("cumsum", x))
+    costs = op_costs(graph, replace(DEVICE, traffic_weight=1.0))
+    assert costs.charge == costs.seconds == op_costs(graph, DEVICE).seconds
+    assert costs.per_second == 1.0
 
 
 def test_a_thin_product_is_bound_by_memory():
