@@ -1,13 +1,16 @@
 """The memory saved and the time paid, as TENSILE and AutoSwap report them, on the networks that TENSILE reports.
 
-    python -m benchmarks.papers.run [--again] [NETWORK ...]
+    python -m benchmarks.papers.run [--again] [--target T ...] [NETWORK ...]
 
 Whole training steps at batch 16, float32. MSR = 1 - peak / peak0, EOR = t / t0 - 1, CBR = MSR / EOR
-(TENSILE, arXiv 2105.13336; its authors' data name neither card nor optimizer: an H200 and SGD with momentum
-here). AutoSwap (arXiv 1903.06631) asks for the largest MSR without overhead, here EOR <= 1 %. Peaks are XLA's
-argument + output + temp - alias, compiled for an H200 that is not here; times are predicted. Each network is planned
-with recomputation alone and with copies to the host: a sweep of the model over budgets, and three points of it
-compiled: the authors' MSR, the largest MSR at EOR <= 1 %, and the smallest that is reached.
+(TENSILE, arXiv 2105.13336; its authors' data name neither card nor optimizer: SGD with momentum here). AutoSwap
+(arXiv 1903.06631) asks for the largest MSR without overhead, here EOR <= 1 %. What can be copied without overhead
+depends on how long a step takes beside its copies, so there are two cards: an H200, whose steps are some 15 times as
+short as those of cards of the papers' time and whose link is twice as fast, and a V100, which is such a card. Peaks are
+XLA's argument + output + temp - alias, compiled for cards that are not here; times are predicted, and plans are asked
+for the shortest step (``objective="time"``). Each network is planned with recomputation alone and with copies to the
+host: a sweep of the model over budgets, and three points of it compiled: the authors' MSR, the largest MSR at
+EOR <= 1 %, and the smallest that is reached.
 Every case runs in a fresh process; results go to ``results-jax<version>.json``
 and ``.md``, and a run goes on from there.
 """
@@ -24,7 +27,7 @@ from benchmarks.isolate import isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "papers.run"
-TARGET = "nvidia-h200"
+TARGETS = ("nvidia-h200", "nvidia-v100-16gb")
 BATCH = 16
 NETWORKS = ("vgg16", "inception_v3", "resnet50", "densenet121")
 TENSILE = {
@@ -40,8 +43,10 @@ FREE = 0.01
 """Overhead that counts as none."""
 SHARES = tuple(s / 10 for s in range(9, 0, -1))
 """Of the temporaries that the model predicts for the plain program."""
-SHARES_HOST = (0.8, 0.6, 0.4)
+SHARES_HOST = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 """The same where copies to the host are planned too, which takes the solver some ten times as long."""
+HALVINGS = 3
+"""Steps of a search between the smallest of these shares without overhead and the next."""
 HOST = {"recompute": 0, "recompute + host": 64 << 30}
 """Host bytes that a plan may use, by what it may do."""
 TRIES = 3
@@ -56,10 +61,13 @@ def workload(name: str) -> Any:
     return workloads.workload(name, batch=BATCH, dtype="float32")
 
 
-def sweep(name: str, host_budget: int) -> dict[str, Any]:
+def sweep(name: str, target: str, host_budget: int) -> dict[str, Any]:
     """What the model says of every share, and the fewest bytes it can reach; nothing is compiled."""
+    from dataclasses import replace
+
     import jax
 
+    from jaxtensile.api import WEIGHTS
     from jaxtensile.device import profile
     from jaxtensile.passes import greedy
     from jaxtensile.passes.cost import op_costs
@@ -68,27 +76,42 @@ def sweep(name: str, host_budget: int) -> dict[str, Any]:
     from jaxtensile.request import LINK_SHARE
     from jaxtensile.trace import trace_jaxpr
 
-    work, device = workload(name), profile(TARGET)
+    work, device = workload(name), replace(profile(target), traffic_weight=WEIGHTS["time"])
     made = jax.jit(work.fun, **work.jit_options).trace(*work.args)
     graph = trace_jaxpr(made.jaxpr, tuple(bool(a.donated) for a in jax.tree.leaves(made.args_info))).graph
     live, costs = live_ranges(graph), op_costs(graph, device)
     link = Link(bandwidth=device.link_bandwidth * LINK_SHARE, latency=device.link_latency) if host_budget else None
     solve = greedy.prepare(Problem(graph=graph, costs=costs, budget=0, link=link, host_budget=host_budget))
-    step, rows = sum(costs.seconds), []
-    for share in SHARES_HOST if host_budget else SHARES:
+    step = sum(costs.seconds)
+
+    def at(share: float) -> dict[str, Any]:
         budget = live.device - int((1 - share) * live.temp)
         plan = solve(budget)
         row = {"share": share, "budget": budget, "predicted": plan.predicted.device, "eor": plan.overhead / step}
-        rows.append({**row, "fits": plan.predicted.device <= budget, "offload": plan.offload_bytes})
-    return {"predicted": live.device, "step": step, "ops": len(graph.ops), "rows": rows}
+        return {**row, "fits": plan.predicted.device <= budget, "offload": plan.offload_bytes}
+
+    rows = [at(share) for share in (SHARES_HOST if host_budget else SHARES)]
+    high = min((r["share"] for r in rows if is_free(r)), default=1.0)
+    low = max((r["share"] for r in rows if r["share"] < high), default=high)
+    between = []
+    for _ in range(HALVINGS):
+        between.append(at((low + high) / 2))
+        low, high = (low, between[-1]["share"]) if is_free(between[-1]) else (between[-1]["share"], high)
+    return {"predicted": live.device, "step": step, "ops": len(graph.ops), "rows": rows, "between": between}
 
 
-def fit(name: str, budget: int, host_budget: int) -> dict[str, Any]:
+def is_free(row: dict[str, Any]) -> bool:
+    """Whether a budget is met without overhead."""
+    return row["fits"] and row["eor"] <= FREE
+
+
+def fit(name: str, target: str, budget: int, host_budget: int) -> dict[str, Any]:
     """The plan for a budget, compiled; the plain program is not compiled again for it."""
     import jaxtensile
 
     work = workload(name)
-    step = jaxtensile.jit(work.fun, budget=budget, host_budget=host_budget or None, target=TARGET, **work.jit_options)
+    given: dict[str, Any] = {"budget": budget, "host_budget": host_budget or None, "target": target}
+    step = jaxtensile.jit(work.fun, objective="time", **given, **work.jit_options)
     try:
         report = step._planned(work.args, {})[0].fitted.report
     except jaxtensile.BudgetError as error:
@@ -109,13 +132,14 @@ def fit(name: str, budget: int, host_budget: int) -> dict[str, Any]:
 
 
 def case(name: str) -> dict[str, Any]:
-    """One case, in this process: ``plain:NETWORK``, ``sweep:NETWORK:HOST`` or ``fit:NETWORK:HOST:BYTES``."""
+    """One case, in this process: ``plain:NETWORK:TARGET``, ``sweep:NETWORK:TARGET:HOST`` or
+    ``fit:NETWORK:TARGET:HOST:BYTES``."""
     from benchmarks.fit.run import plain
 
-    kind, network, *numbers = name.split(":")
+    kind, network, target, *numbers = name.split(":")
     if kind == "plain":
-        return plain(workload(network), TARGET)
-    return (sweep if kind == "sweep" else fit)(network, *map(int, reversed(numbers)))
+        return plain(workload(network), target)
+    return (sweep if kind == "sweep" else fit)(network, target, *map(int, reversed(numbers)))
 
 
 def msr(point: dict[str, Any], base: dict[str, Any], above: int = 0) -> float:
@@ -125,25 +149,25 @@ def msr(point: dict[str, Any], base: dict[str, Any], above: int = 0) -> float:
 
 def free_budget(rows: list[dict[str, Any]], base: int, predicted: int) -> int | None:
     """Bytes of XLA's that the model's smallest budget without overhead stands for; None where there is none."""
-    free = [row["budget"] for row in rows if row["fits"] and row["eor"] <= FREE]
+    free = [row["budget"] for row in rows if is_free(row)]
     return int(min(free) * base / predicted) if free else None
 
 
 def at_authors(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """At the bytes that the authors' MSR leaves."""
     budget = int((1 - TENSILE[network][0]) * row["plain"]["device"])
-    return isolated(MODULE, f"fit:{network}:{host}:{budget}", limit=LIMIT)
+    return isolated(MODULE, f"fit:{network}:{row['target']}:{host}:{budget}", limit=LIMIT)
 
 
 def free(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """The smallest budget found whose plan has no overhead: from the model's guess at it, upwards."""
     plain, known = row["plain"]["device"], found["sweep"]
-    budget = free_budget(known["rows"], plain, known["predicted"])
+    budget = free_budget([*known["rows"], *known["between"]], plain, known["predicted"])
     for _ in range(TRIES):
         if budget is None or budget >= plain:
             break
-        point = isolated(MODULE, f"fit:{network}:{host}:{budget}", limit=LIMIT)
-        if "crash" in point or (point["fits"] and point["eor"] <= FREE):
+        point = isolated(MODULE, f"fit:{network}:{row['target']}:{host}:{budget}", limit=LIMIT)
+        if "crash" in point or is_free(point):
             return point
         budget = max(budget + int(0.05 * plain), 0 if point["fits"] else point["needs"])
     return {"none": True}
@@ -155,7 +179,7 @@ def best(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) ->
     least = int(min(r["predicted"] for r in swept["rows"]) * row["plain"]["device"] / swept["predicted"])
     point = {"needs": found.get("authors", {}).get("needs", least)}
     for _ in range(TRIES):
-        point = isolated(MODULE, f"fit:{network}:{host}:{point['needs']}", limit=LIMIT)
+        point = isolated(MODULE, f"fit:{network}:{row['target']}:{host}:{point['needs']}", limit=LIMIT)
         if "crash" in point or point["fits"]:
             break
     return point
@@ -163,18 +187,18 @@ def best(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) ->
 
 def by_model(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
     """The model over all budgets; the points below rest on it."""
-    return isolated(MODULE, f"sweep:{network}:{host}")
+    return isolated(MODULE, f"sweep:{network}:{row['target']}:{host}")
 
 
 POINTS = {"authors": at_authors, "sweep": by_model, "free": free, "best": best}
 
 
-def measure(networks: list[str], known: dict[str, dict[str, Any]], keep: Any) -> None:
+def measure(target: str, networks: list[str], known: dict[str, dict[str, Any]], keep: Any) -> None:
     """What is not known yet of ``networks``, a point of all before the next; ``keep`` takes a row after each case."""
     for network in networks:
-        row = known.setdefault(network, {"network": network, "ways": {way: {} for way in HOST}})
+        row = known.setdefault(network, {"network": network, "target": target, "ways": {way: {} for way in HOST}})
         if "plain" not in row:
-            row["plain"] = isolated(MODULE, f"plain:{network}")
+            row["plain"] = isolated(MODULE, f"plain:{network}:{target}")
             keep(row)
     for key, point in POINTS.items():
         for network in networks:
@@ -207,16 +231,30 @@ def ratio(saved: float, paid: float) -> str:
 def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     m = result["machine"]
-    rows = [row for row in result["networks"] if "device" in row["plain"]]
     lines = [
         f"# MSR, EOR, CBR beside the authors', jax {m['jax']}, Python {m['python']}, {m['date']}",
         "",
-        f"Training steps at batch {BATCH}, float32, SGD with momentum. Peaks: XLA's argument + output + temp - alias "
-        f"for `{result['target']}`, deviceless. **Our times are predicted, the authors' are measured**, on their own "
+        f'Training steps at batch {BATCH}, float32, SGD with momentum, `objective="time"`. Peaks: XLA\'s argument + '
+        "output + temp - alias, deviceless. **Our times are predicted, the authors' are measured**, on their own "
         "card and framework (card and optimizer are not in their data). MSR: of all bytes; above arguments: of those "
         "that are no argument (weights, momentum and batch are arguments, and stay on the device).",
+    ]
+    for target, networks in result["targets"].items():
+        lines += ["", *_card(target, networks)]
+    lines += ["", "Columns: share of the plain program's temporaries saved, by the model; - where it finds no plan."]
+    lines += [
         "",
-        "## At the authors' MSR (TENSILE alone on the GPU)",
+        "*not reached: x*: no plan at these bytes; of those compiled for them the smallest has an MSR of x. *none at "
+        "these steps*: no budget of the last table is without overhead, or none whose compiled plan is.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _card(target: str, networks: list[dict[str, Any]]) -> list[str]:
+    """The tables of one card."""
+    rows = [row for row in networks if "device" in row["plain"]]
+    lines = [
+        f"## {target}: at the authors' MSR (TENSILE alone on the GPU)",
         "",
         "| network | plain MB | arguments MB | their MSR | their EOR | their CBR | by | our MSR | above arguments "
         "| our EOR (predicted) | our CBR |",
@@ -231,7 +269,8 @@ def table(result: dict[str, Any]) -> str:
                 f"| {row['network']} | {base['device'] / 1e6:,.0f} | {base['argument'] / 1e6:,.0f} | {saved:.3f} "
                 f"| {paid:.3f} | {saved / paid:.2f} | {way} | {figures(point, base)}| {cbr} |"
             )
-    for title, key in ((f"## Largest MSR at EOR <= {FREE:.0%}", "free"), ("## Largest MSR reached", "best")):
+    titles = (f"## {target}: largest MSR at EOR <= {FREE:.0%}", "free"), (f"## {target}: largest MSR reached", "best")
+    for title, key in titles:
         note = f" (AutoSwap: up to {AUTOSWAP:.3f} without overhead, over its own networks)" if key == "free" else ""
         lines += [
             "",
@@ -250,7 +289,7 @@ def table(result: dict[str, Any]) -> str:
                 lines.append(f"| {row['network']} | {way} | {figures(point, base)}{rest}")
     lines += [
         "",
-        "## The model over all budgets (nothing compiled): EOR at MSR",
+        f"## {target}: the model over all budgets (nothing compiled): EOR at MSR",
         "",
         "| network | by | " + " | ".join(f"{1 - s:.0%}" for s in SHARES) + " |",
         "|---|---|" + "---|" * len(SHARES),
@@ -263,19 +302,14 @@ def table(result: dict[str, Any]) -> str:
             cells = [swept.get(share, "") for share in SHARES]
             lines.append(f"| {row['network']} | {way} | " + " | ".join(cells) + " |")
     missing = [name for name in NETWORKS if name not in {row["network"] for row in rows}]
-    lines += ["", "Columns: share of the plain program's temporaries saved, by the model; - where it finds no plan."]
-    lines += [
-        "",
-        "*not reached: x*: no plan at these bytes; of those compiled for them the smallest has an MSR of x. *none at "
-        "these steps*: no budget of the last table is without overhead, or none whose compiled plan is.",
-    ]
     lines += ["", f"Not yet measured: {', '.join(missing)}."] if missing else []
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("networks", nargs="*", help=f"of {', '.join(NETWORKS)}; default: all")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="a card; may be given twice; default: both")
     parser.add_argument("--again", action="store_true", help="measure anew what is recorded already")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -289,19 +323,20 @@ def main() -> None:
 
     machine = describe()
     path = HERE / f"results-jax{machine['jax']}.json"
-    known: dict[str, dict[str, Any]] = {}
-    networks = options.networks or list(NETWORKS)
+    networks, targets = options.networks or list(NETWORKS), options.target or list(TARGETS)
+    known: dict[str, dict[str, dict[str, Any]]] = {target: {} for target in TARGETS}
     if path.exists():
-        known = {row["network"]: row for row in json.loads(path.read_text())["networks"]}
-    if options.again:
-        known = {name: row for name, row in known.items() if name not in networks}
+        for target, rows in json.loads(path.read_text())["targets"].items():
+            again = networks if options.again and target in targets else ()
+            known[target] = {row["network"]: row for row in rows if row["network"] not in again}
 
     def keep(row: dict[str, Any]) -> None:
         row["date"] = machine["date"]
-        rows = [known[name] for name in NETWORKS if name in known]
-        save(path, {"machine": machine, "target": TARGET, "batch": BATCH, "networks": rows}, table)
+        cards = {t: [known[t][name] for name in NETWORKS if name in known[t]] for t in TARGETS if known[t]}
+        save(path, {"machine": machine, "batch": BATCH, "targets": cards}, table)
 
-    measure(networks, known, keep)
+    for target in targets:
+        measure(target, networks, known[target], keep)
     print(path.with_suffix(".md").read_text(), file=sys.stdout)
 
 
