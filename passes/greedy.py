@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.liveness import Liveness, live_ranges
@@ -31,6 +32,10 @@ _MOUNTAINS = 12
 """Turns that are solved for one budget."""
 _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of what must leave the device that are given to copies; the rest is recomputed."""
+_FIRST = (1, 1 / 4, 1 / 16)
+"""Those of them that are tried first; then those beside the best, for as long as they are better."""
+_NOTICED = 0.01
+"""Copies of a smaller share of all bytes that must leave change little of what is recomputed for the rest."""
 _REPAIRS = 8
 _STRIDE = 4
 _PEAK = 1 / 64
@@ -104,22 +109,33 @@ def _with_copies(
     problem: Problem, budget: Bytes, best: Trial, search: Callable[[Bytes], Trial], plain: Liveness
 ) -> Trial:
     """The better of ``best`` and of plans for larger budgets that copies to the host bring down to this one."""
-    assert problem.link is not None
-    most = min(problem.host_budget, plain.device - budget)
+    link, over = problem.link, plain.device - budget
+    assert link is not None
+    most = min(problem.host_budget, over)
     worth = problem.costs.per_second
-    for share in _AWAY:
+
+    @cache
+    def at(share: float) -> Trial:
         start = search(budget + int(share * most))
         seconds = [problem.costs.seconds[o] if o >= 0 else 0.0 for o in start.program.origin]
-        off = offload(start.program, seconds, problem.link, budget, problem.host_budget)
-        if off.copies:
-            charge = off.program.again(problem.costs.charge)
-            laid = off.program, off.live
-            found = Trial(start.kept, laid, charge, copies=off.copies, wait=off.wait, worth=worth)
-            if _better(found, best, budget):
-                best = found
-            elif best.device <= budget and off.wait * worth >= best.price:
-                break  # more copies are waited for longer
-    return best
+        off = offload(start.program, seconds, link, budget, problem.host_budget)
+        charge = off.program.again(problem.costs.charge)
+        laid = off.program, off.live
+        return Trial(start.kept, laid, charge, copies=off.copies, wait=off.wait, worth=worth)
+
+    def rank(share: float) -> tuple[bool, float]:
+        found = at(share)
+        fits = found.device <= budget and bool(found.copies)
+        return (not fits, found.price if fits else found.device)
+
+    # With more copies less is recomputed and longer waited: the price falls, and then it rises.
+    shares = [s for s in _AWAY if s == 1 or s * most >= _NOTICED * over]
+    k = shares.index(min((s for s in _FIRST if s in shares), key=rank))
+    for step in (-1, 1):
+        while 0 <= k + step < len(shares) and rank(shares[k + step]) < rank(shares[k]):
+            k += step
+    found = at(shares[k])
+    return found if found.copies and _better(found, best, budget) else best
 
 
 def _one_mountain(explored: Explored, budget: Bytes, start: Trial, above: Bytes = 0) -> list[Trial]:
