@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.liveness import Liveness, live_ranges
@@ -42,6 +43,9 @@ _GROWTHS = 4
 _LEFT = 0.01
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
+_HOPELESS = 1.25
+"""A budget is not searched for where the least that can be had is over it by this factor: what searches for different
+budgets end with is some percent apart."""
 
 
 def solve(problem: Problem) -> Plan:
@@ -56,30 +60,40 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
     lowest = unchanged = Trial(frozenset(), (program, live), 0.0)
     explored = Explored(problem.costs.charge, unchanged)
 
+    @cache
     def search(budget: Bytes) -> Trial:
-        """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways."""
+        """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways.
+
+        The least that there is, where the first mountain leaves far more than ``budget`` and so does the least.
+        """
         left = _MOUNTAINS
 
-        def descend(here: Trial, best: Trial) -> Trial:
+        def around(here: Trial) -> list[Trial]:
             nonlocal left
-            if _better(here, best, budget):
-                best = here
-            if here.device <= budget or not left:
-                return best
             left -= 1
             trials = _one_mountain(explored, budget, here)
             if left and here is not unchanged and not any(t.device < here.device for t in trials):
                 # What waits longest does not make the peak: the turn there.
                 left -= 1
                 trials = _one_mountain(explored, budget, here, here.device - int(_PEAK * here.temp))
+            return trials
+
+        def descend(here: Trial, best: Trial, trials: list[Trial]) -> Trial:
             for trial in trials:
                 if trial.device < here.device and (best.device > budget or trial.price < best.price):
                     explored.keep(trial)
-                    best = descend(trial, best)
+                    best = trial if _better(trial, best, budget) else best
+                    best = descend(trial, best, around(trial)) if trial.device > budget and left else best
                 explored.let_go(trial)
             return best
 
-        return descend(unchanged, unchanged)
+        if live.device <= budget:
+            return unchanged
+        first = around(unchanged)
+        least = min((t.device for t in first), default=live.device)
+        if 0 < _HOPELESS * budget < least and _HOPELESS * budget < search(0).device:
+            return search(0)
+        return descend(unchanged, unchanged, first)
 
     def at(budget: Bytes) -> Plan:
         nonlocal lowest
@@ -107,8 +121,12 @@ def _with_copies(
     assert problem.link is not None
     most = min(problem.host_budget, plain.device - budget)
     worth = problem.costs.per_second
+    starts: list[Trial] = []
     for share in _AWAY:
         start = search(budget + int(share * most))
+        if start in starts:
+            continue  # where that is hopeless too, it is the least that there is
+        starts.append(start)
         seconds = [problem.costs.seconds[o] if o >= 0 else 0.0 for o in start.program.origin]
         off = offload(start.program, seconds, problem.link, budget, problem.host_budget)
         if off.copies:
