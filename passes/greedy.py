@@ -100,11 +100,10 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
         best = search(budget)
         if problem.link is not None and problem.host_budget and live.device > budget:
             best = _with_copies(problem, budget, best, search, live)
-        for share in _EASIER:
-            easier = live.device - int((1 - share) * live.temp)
-            if budget < best.device and budget < easier:
-                # Which turn comes first depends on the budget, and an easier one may lead lower.
-                best = min(best, search(easier), key=lambda t: t.device)
+        for other in (0, *(live.device - int((1 - share) * live.temp) for share in _EASIER)):
+            if budget < best.device and (budget < other or not other):
+                # Which turn comes first depends on the budget, and an easier one may lead lower; or none at all.
+                best = min(best, search(other), key=lambda t: t.device)
         # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
         # the answer is the same whatever was asked before.
         lowest = min(lowest, best, key=lambda t: t.device)
