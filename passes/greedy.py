@@ -43,9 +43,9 @@ _GROWTHS = 4
 _LEFT = 0.01
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
-_HOPELESS = 1.25
-"""A budget is not searched for where the least that can be had is over it by this factor: what searches for different
-budgets end with is some percent apart."""
+_HOPELESS = 1.1
+"""A budget is not searched for where the least that was found without one, and for easier ones, is over it by this
+factor: searches for a budget end with some 3 % less at best."""
 
 
 def solve(problem: Problem) -> Plan:
@@ -59,6 +59,13 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
     live = live_ranges(program.graph)
     lowest = unchanged = Trial(frozenset(), (program, live), 0.0)
     explored = Explored(problem.costs.charge, unchanged)
+    # Which turn comes first depends on the budget, and an easier one may lead lower.
+    easier = [live.device - int((1 - share) * live.temp) for share in _EASIER]
+
+    @cache
+    def least() -> Trial:
+        """What has the fewest bytes of all that is found without a budget and for easier ones."""
+        return min((search(budget) for budget in (0, *easier)), key=lambda t: t.device)
 
     @cache
     def search(budget: Bytes) -> Trial:
@@ -90,9 +97,9 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
         if live.device <= budget:
             return unchanged
         first = around(unchanged)
-        least = min((t.device for t in first), default=live.device)
-        if 0 < _HOPELESS * budget < least and _HOPELESS * budget < search(0).device:
-            return search(0)
+        far = min((t.device for t in first), default=live.device) > _HOPELESS * budget
+        if far and budget not in (0, *easier) and least().device > _HOPELESS * budget:
+            return least()
         return descend(unchanged, unchanged, first)
 
     def at(budget: Bytes) -> Plan:
@@ -100,10 +107,8 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
         best = search(budget)
         if problem.link is not None and problem.host_budget and live.device > budget:
             best = _with_copies(problem, budget, best, search, live)
-        for other in (0, *(live.device - int((1 - share) * live.temp) for share in _EASIER)):
-            if budget < best.device and (budget < other or not other):
-                # Which turn comes first depends on the budget, and an easier one may lead lower; or none at all.
-                best = min(best, search(other), key=lambda t: t.device)
+        if best.device > budget:
+            best = min(best, least(), key=lambda t: t.device)
         # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
         # the answer is the same whatever was asked before.
         lowest = min(lowest, best, key=lambda t: t.device)
