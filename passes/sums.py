@@ -79,8 +79,8 @@ def centred(graph: Graph, read_by: list[list[int]], alike: frozenset[str], views
         if op.id in sums.columns:
             total.update(op.results)
         elif len(op.results) == 1 and op.primitive in passing_on:
-            if not total.isdisjoint(op.operands) or not spread.isdisjoint(op.operands):
-                from_totals = total.intersection(op.operands)
+            from_totals = total.intersection(op.operands) if not total.isdisjoint(op.operands) else set[int]()
+            if from_totals or not spread.isdisjoint(op.operands):
                 r = op.results[0]
                 count = math.prod(values[r].shape)
                 wider = any(math.prod(values[v].shape) < count for v in from_totals)
