@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -108,8 +108,8 @@ class Attempts:
         self._as_it_is[True] = self.own(meanwhile)
         return self._as_it_is[True]
 
-    def planned(self, variant: Variant, plan: Plan) -> Made | None:
-        """The plan, checked and compiled in the first way that fits, else in the best.
+    def planned(self, variant: Variant, plan: Plan, *, once: bool = False) -> Made | None:
+        """The plan, checked and compiled in the first way that fits, else in the best; ``once``: in the first alone.
 
         Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. So is whether a
         GPU's needs ties to. None for copies that XLA does not compile: some programs with them it refuses.
@@ -119,7 +119,7 @@ class Attempts:
             check(variant.problem.graph, plan.program)
         try:
             with self.clock("compile planned"):
-                return self._best_way(variant, plan)
+                return self._best_way(variant, plan, self._order[:1] if once else self._order)
         except jax.errors.JaxRuntimeError:
             if plan.offload_bytes <= job.state_bytes:
                 raise
@@ -136,7 +136,7 @@ class Attempts:
         except jax.errors.JaxRuntimeError:
             return None
 
-    def _best_way(self, variant: Variant, plan: Plan) -> Made:
+    def _best_way(self, variant: Variant, plan: Plan, ways: Sequence[_Way]) -> Made:
         job, cuda = self.job, self.job.device.platform == "cuda"
         args, kwargs = job.arguments()
 
@@ -150,7 +150,7 @@ class Attempts:
             return rewrite(variant.traced, program, apart=cuda and job.shards == 1)
 
         tried: list[tuple[_Way, Made]] = []
-        for way in self._order:
+        for way in ways:
             evaluate = evaluate_of(way.tied)
             if any(w.options is way.options and m.evaluate is evaluate for w, m in tried):
                 continue

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import NewType, cast
 
 from jaxtensile.units import Bytes, Flops
 
@@ -63,10 +63,10 @@ class Op:
     def on(self, id: int, operands: Sequence[int], results: Sequence[int]) -> Op:
         """The same computation as op ``id`` of another schedule, on other values."""
         return Op(
-            id=OpId(id),
+            id=cast("OpId", id),  # schedules are written op by op: not even what does nothing is called here
             primitive=self.primitive,
-            operands=tuple(map(ValueId, operands)),
-            results=tuple(map(ValueId, results)),
+            operands=cast("tuple[ValueId, ...]", tuple(operands)),
+            results=cast("tuple[ValueId, ...]", tuple(results)),
             flops=self.flops,
             pinned=self.pinned,
             bodies=self.bodies,
@@ -133,6 +133,7 @@ def consumers(graph: Graph) -> list[list[int]]:
     """For each value the ops that read it, in schedule order, each once."""
     read_by: list[list[int]] = [[] for _ in graph.values]
     for op in graph.ops:
-        for v in dict.fromkeys(op.operands):
+        operands = op.operands
+        for v in operands if len(operands) < 2 else dict.fromkeys(operands):
             read_by[v].append(op.id)
     return read_by

@@ -42,6 +42,8 @@ from jaxtensile.variants import Variant, program_key
 SURELY_OVER = 1.25
 """The plain program is compiled unless the model puts it over the budget by this factor."""
 SURELY_OVER_WITH_LOOPS = 2.0
+TIGHT = 2.0
+"""Budgets below so many times the lower bound may be hopeless."""
 STEEPEST = 0.7
 """From one sketch to the next, bytes become at most so much fewer."""
 
@@ -274,7 +276,10 @@ class _Page:
             first = self.cheapest(candidates) if possible and job.shards == 1 else None
             return candidates, first
 
-        if self.baseline and job.state:
+        # Where nothing may be found, no program is compiled for the report alone before something is.
+        tight = job.shards == 1 and job.budget < TIGHT * bound.nbytes and not program.may_fit(job)
+        baseline = self.baseline and not tight
+        if baseline and job.state:
             self.attempts.own()
         if job.state and program.may_fit(job):
             start = self.written()
@@ -282,7 +287,7 @@ class _Page:
             made = self.attempts.unplanned(start, meanwhile)
             if made.compiled.device <= job.budget:
                 return self.planned(made, bound, 0)
-        elif not job.state and (self.baseline or job.shards > 1 or program.may_fit(job)):
+        elif not job.state and (baseline or job.shards > 1 or program.may_fit(job)):
             # By the model it does not fit: plan while XLA has its say.
             plain = self.attempts.own(ahead if program.predicted.device > job.budget else None)
             if plain.device <= job.budget:
@@ -292,16 +297,24 @@ class _Page:
         best, count = None, 0
         if possible:
             rounds = self.rounds()
-            best, count = rounds.all(candidates, first)
-            if best is None or best.compiled.device > job.budget:
-                start = self.written()
-                lighter, others = self.lighter or start, [start] if self.lighter else []
-                best, more = rounds.smallest(self.candidates(lighter, others), best)
+            start = self.written()
+            lighter, others = self.lighter or start, [start] if self.lighter else []
+            if self.hopeless(first):
+                best, count = rounds.glance(self.candidates(lighter, others))
+            if best is None or not rounds.hopeless(best.variant, best.compiled.device):
+                best, more = rounds.all(candidates, first)
                 count += more
+                if best is None or best.compiled.device > job.budget:
+                    best, more = rounds.smallest(self.candidates(lighter, others), best)
+                    count += more
         if best is None or best.compiled.device > job.budget:
             with self.clock("solve"):
                 raise cannot(job, candidates, bound, best)
         return self.unchanged() if best.evaluate is None else self.planned(best, bound, count)
+
+    def hopeless(self, first: tuple[Variant, Plan] | None) -> bool:
+        """Whether what is planned first is so far over the budget that nothing is."""
+        return first is not None and self.rounds().hopeless(first[0], first[1].predicted.device)
 
     def bound(self) -> Bound:
         """How few bytes the program needs at least: as it is, or below that in as many parts as there may be."""
@@ -339,7 +352,8 @@ class _Page:
                 made = self.attempts.unplanned(start, meanwhile)
                 if made.compiled.device <= job.budget:
                     return self.planned(made, lighter.bound, 0)
-        best, count = self.rounds().all(*ahead())
+        candidates, first = ahead()
+        best, count = self.rounds().all(candidates, first) if not self.hopeless(first) else (None, 0)
         if best is None or best.compiled.device > job.budget:
             return None
         return self.unchanged() if best.evaluate is None else self.planned(best, lighter.bound, count)

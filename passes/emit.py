@@ -110,6 +110,15 @@ class _Emission(Schedule):
             r for o in again for r in graph.ops[o].results if r not in kept and r not in mountain.always
         }
         self.turn = mountain.turn
+        roots = kernels.is_root
+        self.lazy = [o >= mountain.turn and not roots[o] and not op.pinned for o, op in enumerate(graph.ops)]
+        """Whether an op of the descent fuses away, so that it is emitted where it is read."""
+        late = ((op.id, op) for op in graph.ops[mountain.turn :])
+        self.absentees: dict[int, int] = {
+            **{r: o for o, op in late if self.lazy[o] for r in op.results},
+            **{v: self.made[v] for v in self.dropped},
+        }
+        """Values that may have to be made where they are read, and the op that makes each."""
         self.stage = _stage_of(graph, again, self.dropped, cuts)
         self.members: dict[int, list[int]] = {}
         for o in sorted(again):
@@ -123,58 +132,62 @@ class _Emission(Schedule):
         self.lazy_era: dict[int, int] = {}
 
     def run(self) -> Program:
-        graph, origin = self.graph, self.program.origin
-        for op in graph.ops:
-            if op.id < self.turn:
-                self.put(op, op.operands, op.results, origin[op.id])
-            elif not self.is_lazy(op.id):
+        graph, origin, now = self.graph, self.program.origin, self.now
+        self.ops.extend(graph.ops[: self.turn])
+        self.origin.extend(origin[: self.turn])
+        for op in graph.ops[self.turn :]:
+            if not self.lazy[op.id]:
                 self.demand(op.operands, op.id)
-                self.put(op, [self.now.get(v, v) for v in op.operands], op.results, origin[op.id])
+                self.put(op, [now.get(v, v) for v in op.operands], op.results, origin[op.id])
         self.demand(graph.outputs, len(graph.ops))
         outputs = tuple(ValueId(self.now.get(v, v)) for v in graph.outputs)
         new_graph = replace(graph, values=tuple(self.values), ops=tuple(self.ops), outputs=outputs)
         return Program(new_graph, tuple(self.origin), tuple(self.version_of))
 
-    def is_lazy(self, o: int) -> bool:
-        """Whether op ``o`` of the descent fuses away, so that it is emitted where it is read."""
-        op = self.graph.ops[o]
-        return o >= self.turn and not self.kernels.is_root[o] and not op.pinned
-
     def demand(self, wanted: Iterable[int], reader: int) -> None:
         """Make the current versions of ``wanted`` exist."""
         todo = self.missing(wanted)
+        if not todo:
+            return
         closed = sorted({self.stage[o] for o in todo if o in self.again} - self.behind.keys(), reverse=True)
         if closed:
             for k in closed:
                 self.open_stage(k, reader)
             todo = self.missing(wanted)
         self.hold_back([o for o in todo if o in self.again], reader)
+        now, dropped, origin = self.now, self.dropped, self.program.origin
         for o in todo:
             op = self.graph.ops[o]
+            results: Sequence[int]
             if o in self.again:
                 self.done.add(o)
                 self.clones.append((len(self.ops), o))
                 behind = self.behind[self.stage[o]]
-                operands = [self.now[u] if u in self.dropped else behind[u] for u in op.operands]
+                operands = [now[u] if u in dropped else behind[u] for u in op.operands]
                 results = [self.version(r) for r in op.results]
-                self.now.update((r, f) for r, f in zip(op.results, results, strict=True) if r in self.dropped)
+                for r, f in zip(op.results, results, strict=True):
+                    if r in dropped:
+                        now[r] = f
+                self.put(op, operands, results, origin[o])
                 if o in self.constants:
-                    self.put(op, operands, results, self.program.origin[o])
                     self.hold_constants(op.results, self.stage[o])
-                    continue
             else:
                 first = o not in self.lazy_era
                 self.lazy_era[o] = len(self.behind)
-                operands = [self.now.get(u, u) for u in op.operands]
-                results = list(op.results) if first else [self.version(r) for r in op.results]
-                self.now.update(zip(op.results, results, strict=True))
-            self.put(op, operands, results, self.program.origin[o])
+                operands = [now.get(u, u) for u in op.operands]
+                results = op.results if first else [self.version(r) for r in op.results]
+                for r, f in zip(op.results, results, strict=True):
+                    now[r] = f
+                self.put(op, operands, results, origin[o])
 
     def missing(self, wanted: Iterable[int]) -> list[int]:
         """Ops to emit so that ``wanted`` exist in this era, operands first."""
+        absent = self.absent(wanted)
+        if not absent:
+            return absent
         order: list[int] = []
         seen: set[int] = set()
-        stack = [(o, False) for o in reversed(self.absent(wanted))]
+        stack = [(o, False) for o in reversed(absent)]
         while stack:
             o, ready = stack.pop()
             if ready:
@@ -183,18 +196,25 @@ class _Emission(Schedule):
             if o in seen:
                 continue
             seen.add(o)
+            absent = self.absent(self.graph.ops[o].operands)
+            if not absent:
+                order.append(o)
+                continue
             stack.append((o, True))
-            stack.extend((p, False) for p in reversed(self.absent(self.graph.ops[o].operands)) if p not in seen)
+            stack.extend((p, False) for p in reversed(absent) if p not in seen)
         return order
 
     def absent(self, values: Iterable[int]) -> list[int]:
         out: list[int] = []
+        era = len(self.behind)
         for v in values:
-            o = self.made.get(v, -1)
+            o = self.absentees.get(v)
+            if o is None:
+                continue
             if v in self.dropped:
                 if o not in self.done:
                     out.append(o)
-            elif o >= self.turn and self.is_lazy(o) and self.lazy_era.get(o) != len(self.behind):
+            elif self.lazy_era.get(o) != era:
                 out.append(o)
         return out
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain
 
-from jaxtensile.ir import Graph, Op, Same, consumers, producers
+from jaxtensile.ir import Graph, Op, Same, Value, consumers, producers
 from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.sums import centred, read_by_slow_sums
 from jaxtensile.units import Bytes
@@ -69,9 +69,15 @@ million elements, H200, jax 0.10.2."""
 _MAX_LEAVES = 24
 
 
+_FUSIBLE = ELEMENTWISE | MOVES
+_FUSIBLE_OR_VIEWS = _FUSIBLE | VIEWS
+_READ_ANYWHERE = _FUSIBLE | REDUCTIONS
+"""What takes its operands as they come, stored or not."""
+
+
 def is_fusible(primitive: str) -> bool:
     """Whether XLA can compute the op inside its consumer."""
-    return primitive in ELEMENTWISE or primitive in MOVES
+    return primitive in _FUSIBLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,51 +135,54 @@ def _fused(same: Same, twice: bool, written: bool) -> Kernels:
     work = [0.0] * len(values)  # arithmetic inside a fused value, in bytes of traffic that take as long
     for v in graph.inputs:
         leaves[v] = (v,)
-    reads: list[tuple[int, ...]] = [() for _ in ops]
+    reads: list[tuple[int, ...]] = [()] * len(ops)
     is_root = [False] * len(ops)
-    for op in ops:
-        name = op.primitive
-        if len(op.operands) == 1:
-            sources = leaves[op.operands[0]]  # each once already
+    for i, op in enumerate(ops):
+        name, operands = op.primitive, op.operands
+        if len(operands) == 1:
+            sources = leaves[operands[0]]  # each once already
         else:
-            sources = tuple(dict.fromkeys(chain.from_iterable([leaves[v] for v in op.operands])))
-        if views[op.id] and op.operands and op.results:
-            v, r = op.operands[0], op.results[0]
+            sources = tuple(dict.fromkeys(chain.from_iterable([leaves[v] for v in operands])))
+        if views[i] and operands and op.results:
+            v, r = operands[0], op.results[0]
             home[r] = home[v]
             leaves[r] = leaves[v]
             work[r] = work[v]
             continue
         if name == "optimization_barrier":
-            for v, r in zip(op.slots or op.operands, op.results, strict=True):
+            for v, r in zip(op.slots or operands, op.results, strict=True):
                 home[r] = home[v] if v >= 0 and home[v] >= 0 else r
                 leaves[r] = (home[r],)
-            reads[op.id] = sources
-            is_root[op.id] = True
+            reads[i] = sources
+            is_root[i] = True
             continue
-        if is_fusible(name):
+        if name in _FUSIBLE:
             r0 = op.results[0]
-            effort = sum(work[v] for v in dict.fromkeys(op.operands))
-            effort += WORK.get(name, 0.0) * math.prod(values[r0].shape)
-            stored = any(must_exist[r] for r in op.results)
-            stored = stored or _is_widened_exponential(graph, op, sources, read_by)
-            stored = stored or (slow[r0] and not alone[op.id])
-            others = [o for o in readers[r0] if not (products.inside[r0] and products.silent[o])]
-            users = 1 if alone[op.id] else len(others)
-            times = sum(ops[o].rereads for o in others) if users > 1 else users
-            sizes = [values[s].nbytes for s in sources]
+            effort = work[operands[0]] if len(operands) == 1 else sum([work[v] for v in dict.fromkeys(operands)])
+            if name in WORK:
+                effort += WORK[name] * math.prod(values[r0].shape)
+            stored = must_exist[r0] or (len(op.results) > 1 and any(must_exist[r] for r in op.results))
+            others = readers[r0]
+            if products.inside[r0]:
+                others = [o for o in others if not products.silent[o]]
+            users = 1 if alone[i] else len(others)
             if twice:
-                fused = not stored and _worth_fusing(effort, values[r0].nbytes, users, times, sizes, again=written)
+                stored = stored or (slow[r0] and not alone[i])
+                stored = stored or (name == "exp" and _is_widened_exponential(graph, op, sources, read_by))
+                times = sum([ops[o].rereads for o in others]) if users > 1 else users
+                nbytes = values[r0].nbytes
+                fused = not stored and _worth_fusing(effort, nbytes, users, times, sources, values, again=written)
             else:
-                effort += name in _SLOW or any(values[v].dtype in HALVES for v in (*op.operands, r0))
-                fused = not any(must_exist[r] for r in op.results) and (users <= 1 or not effort)
+                effort += name in _SLOW or any(values[v].dtype in HALVES for v in (*operands, r0))
+                fused = not stored and (users <= 1 or not effort)
             if fused:
                 for r in op.results:
                     home[r] = -1
                     leaves[r] = sources
                     work[r] = effort
                 continue
-        reads[op.id] = sources
-        is_root[op.id] = True
+        reads[i] = sources
+        is_root[i] = True
         for r in op.results:
             leaves[r] = (r,)
     return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, twice=twice)
@@ -191,8 +200,6 @@ def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: 
 
 def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
     """A softmax in f32 of scores in 16 bits: XLA stores the exponentials, not the scores, of small arrays."""
-    if op.primitive != "exp":
-        return False
     result = graph.values[op.results[0]]
     count = math.prod(result.shape)
     return (
@@ -204,18 +211,25 @@ def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read
 
 
 def _worth_fusing(
-    effort: float, nbytes: Bytes, users: int, times: float, sizes: list[Bytes], *, again: bool = False
+    effort: float,
+    nbytes: Bytes,
+    users: int,
+    times: float,
+    sources: Sequence[int],
+    values: Sequence[Value],
+    *,
+    again: bool = False,
 ) -> bool:
     """Whether computing a value in every reader beats writing it once and reading it back.
 
     ``times``: how often the ``users`` compute an element; what was written they find in the cache when they read again,
     or read ``again`` from memory, as XLA has it whatever its size (max pools, H200, jax 0.10.2).
     """
-    if len(sizes) > _MAX_LEAVES:
+    if len(sources) > _MAX_LEAVES:
         return False
     if users <= 1:
         return True
-    read = sum(min(s, nbytes) for s in sizes)
+    read = sum([min(values[s].nbytes, nbytes) for s in sources])
     fused = times * (read + effort)
     unfused = read + effort + nbytes + (times if again else users) * nbytes
     return fused < unfused
@@ -228,7 +242,7 @@ def _readers(graph: Graph, read_by: list[list[int]], views: list[bool], must_exi
         if not op.operands or len(op.results) != 1 or must_exist[op.results[0]]:
             continue
         v, r = op.operands[0], op.results[0]
-        if (_widens(graph, op) or views[op.id]) and out[r] and len(out[v]) + len(out[r]) <= _MAX_LEAVES:
+        if (views[op.id] or _widens(graph, op)) and out[r] and len(out[v]) + len(out[r]) <= _MAX_LEAVES:
             out[v] = tuple(dict.fromkeys([*(o for o in out[v] if o != op.id), *out[r]]))
     return out
 
@@ -245,10 +259,11 @@ def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[boo
     A product reads a matrix in either order, and writes one in either order where nobody wants the other, so XLA folds
     the transpose into it.
     """
-    made = producers(graph)
     out = [op.primitive in VIEWS for op in graph.ops]
-    for op in graph.ops:
-        if op.primitive == "transpose" and op.operands and len(graph.values[op.results[0]].shape) == 2:
+    transposes = [op for op in graph.ops if op.primitive == "transpose"]
+    made = producers(graph) if transposes else []
+    for op in transposes:
+        if op.operands and len(graph.values[op.results[0]].shape) == 2:
             source, result = op.operands[0], op.results[0]
             readers = read_by[result]
             read = bool(readers) and all(graph.ops[o].primitive == PRODUCT for o in readers)
@@ -281,7 +296,7 @@ def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], product
                     needed[v] = True
         elif products.silent[op.id] and name == PRODUCT:
             multiply(op.operands)
-        elif not (is_fusible(name) or name in REDUCTIONS):
+        elif name not in _READ_ANYWHERE:
             inside = set(op.slots[: op.carried[0]]) & splats
             for v in op.operands:
                 needed[v] = needed[v] or v not in inside
@@ -294,7 +309,7 @@ def _read_by_one_kernel(graph: Graph, read_by: list[list[int]], must_exist: list
     sink = list(range(len(ops)))
     alone = [False] * len(ops)
     for op in reversed(ops):
-        if not is_fusible(op.primitive) and op.primitive not in VIEWS:
+        if op.primitive not in _FUSIBLE_OR_VIEWS:
             continue
         readers = read_by[op.results[0]] if len(op.results) == 1 else [o for r in op.results for o in read_by[r]]
         if not readers:

@@ -47,6 +47,9 @@ _GROWTHS = 4
 _LEFT = 0.01
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
+_HOPELESS = 1.1
+"""A budget is not searched for where the least that was found without one, and for easier ones, is over it by this
+factor: searches for a budget end with some 3 % less at best."""
 
 
 def solve(problem: Problem) -> Plan:
@@ -60,42 +63,56 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
     live = live_ranges(program.graph)
     lowest = unchanged = Trial(frozenset(), (program, live), 0.0)
     explored = Explored(problem.costs.charge, unchanged)
+    # Which turn comes first depends on the budget, and an easier one may lead lower.
+    easier = [live.device - int((1 - share) * live.temp) for share in _EASIER]
 
+    @cache
+    def least() -> Trial:
+        """What has the fewest bytes of all that is found without a budget and for easier ones."""
+        return min((search(budget) for budget in (0, *easier)), key=lambda t: t.device)
+
+    @cache
     def search(budget: Bytes) -> Trial:
-        """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways."""
+        """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways.
+
+        The least that there is, where the first mountain leaves far more than ``budget`` and so does the least.
+        """
         left = _MOUNTAINS
 
-        def descend(here: Trial, best: Trial) -> Trial:
+        def around(here: Trial) -> list[Trial]:
             nonlocal left
-            if _better(here, best, budget):
-                best = here
-            if here.device <= budget or not left:
-                return best
             left -= 1
             trials = _one_mountain(explored, budget, here)
             if left and here is not unchanged and not any(t.device < here.device for t in trials):
                 # What waits longest does not make the peak: the turn there.
                 left -= 1
                 trials = _one_mountain(explored, budget, here, here.device - int(_PEAK * here.temp))
+            return trials
+
+        def descend(here: Trial, best: Trial, trials: list[Trial]) -> Trial:
             for trial in trials:
                 if trial.device < here.device and (best.device > budget or trial.price < best.price):
                     explored.keep(trial)
-                    best = descend(trial, best)
+                    best = trial if _better(trial, best, budget) else best
+                    best = descend(trial, best, around(trial)) if trial.device > budget and left else best
                 explored.let_go(trial)
             return best
 
-        return descend(unchanged, unchanged)
+        if live.device <= budget:
+            return unchanged
+        first = around(unchanged)
+        far = min((t.device for t in first), default=live.device) > _HOPELESS * budget
+        if far and budget not in (0, *easier) and least().device > _HOPELESS * budget:
+            return least()
+        return descend(unchanged, unchanged, first)
 
     def at(budget: Bytes) -> Plan:
         nonlocal lowest
         best = search(budget)
         if problem.link is not None and problem.host_budget and live.device > budget:
             best = _with_copies(problem, budget, best, search, live)
-        for share in _EASIER:
-            easier = live.device - int((1 - share) * live.temp)
-            if budget < best.device and budget < easier:
-                # Which turn comes first depends on the budget, and an easier one may lead lower.
-                best = min(best, search(easier), key=lambda t: t.device)
+        if best.device > budget:
+            best = min(best, least(), key=lambda t: t.device)
         # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
         # the answer is the same whatever was asked before.
         lowest = min(lowest, best, key=lambda t: t.device)
@@ -113,15 +130,16 @@ def _with_copies(
     assert link is not None
     most = min(problem.host_budget, over)
     worth = problem.costs.per_second
-
     @cache
-    def at(share: float) -> Trial:
-        start = search(budget + int(share * most))
+    def away(start: Trial) -> Trial:
         seconds = [problem.costs.seconds[o] if o >= 0 else 0.0 for o in start.program.origin]
         off = offload(start.program, seconds, link, budget, problem.host_budget)
         charge = off.program.again(problem.costs.charge)
         laid = off.program, off.live
         return Trial(start.kept, laid, charge, copies=off.copies, wait=off.wait, worth=worth)
+
+    def at(share: float) -> Trial:
+        return away(search(budget + int(share * most)))
 
     def rank(share: float) -> tuple[bool, float]:
         found = at(share)

@@ -24,6 +24,7 @@ _STEPS = frozenset(
     neg rsqrt sin sqrt sub tan tanh""".split()
 )
 """What XLA's generator of products can write."""
+_MAY_BE_CHEAP = _STEPS | {BROADCAST}
 _FLOATS = frozenset({"float32", "bfloat16", "float16"})
 """Products of other types are the library's, which reads buffers."""
 
@@ -51,8 +52,10 @@ def prologues(
     inside = [False] * len(graph.values)
     for op in graph.ops:
         if len(op.results) == 1:
-            viewed = views[op.id] and op.operands
-            inside[op.results[0]] = inside[op.operands[0]] if viewed else _is_cheap(graph, op, made, numbers)
+            if views[op.id] and op.operands:
+                inside[op.results[0]] = inside[op.operands[0]]
+            elif op.primitive in _MAY_BE_CHEAP:
+                inside[op.results[0]] = _is_cheap(graph, op, made, numbers)
     silent = [False] * len(graph.ops)
     kept = set(graph.outputs)
     for op in reversed(graph.ops):

@@ -6,8 +6,7 @@ Invariant: ``origin`` and ``version_of`` go along with ``ops`` and ``values``, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Final
+from typing import Final, cast
 
 from jaxtensile.ir import Op, OpId, Value, ValueId
 
@@ -26,9 +25,10 @@ class Schedule:
 
     def version(self, v: int, space: str | None = None) -> ValueId:
         """Another value equal to ``v``, in another memory space if one is given."""
-        fresh = ValueId(len(self.values))
+        fresh = cast("ValueId", len(self.values))
         old = self.values[v]
-        self.values.append(replace(old, id=fresh, space=old.space if space is None else space))
+        where = old.space if space is None else space
+        self.values.append(Value(id=fresh, nbytes=old.nbytes, shape=old.shape, dtype=old.dtype, space=where))
         self.version_of.append(self.version_of[v])
         return fresh
 

@@ -30,6 +30,7 @@ _LONG = frozenset(
 )
 _LONG_STEPS = 4
 _SPREADING = "broadcast_in_dim"
+_SUMS = frozenset({"reduce_sum", "reduce_window_sum"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ def centred(graph: Graph, read_by: list[list[int]], alike: frozenset[str], views
         if op.id in sums.columns:
             total.update(op.results)
         elif len(op.results) == 1 and op.primitive in passing_on:
-            from_totals = total.intersection(op.operands)
+            from_totals = total.intersection(op.operands) if not total.isdisjoint(op.operands) else set[int]()
             if from_totals or not spread.isdisjoint(op.operands):
                 r = op.results[0]
                 count = math.prod(values[r].shape)
@@ -87,24 +88,28 @@ def centred(graph: Graph, read_by: list[list[int]], alike: frozenset[str], views
                     total.add(r)
                 if wider or not spread.isdisjoint(op.operands):
                     spread.add(r)
-    return [columns > 0 and v in spread for v, columns in enumerate(sums.added)]
+    slow = [False] * len(values)
+    for v in spread:
+        slow[v] = sums.added[v] > 0
+    return slow
 
 
 def _few_rows(graph: Graph, read_by: list[list[int]], passing_on: frozenset[str], most: int | None = None) -> _Sums:
     """The sums of few rows, of at most so many columns, and what they read."""
     values = graph.values
-    columns = {int(op.id): n for op in graph.ops if (n := _columns(graph, op))}
+    columns = {int(op.id): n for op in graph.ops if op.primitive in _SUMS and (n := _columns(graph, op))}
     if most is None:
         columns = {o: n for o, n in columns.items() if not _inside(graph, graph.ops[o])}
     else:
         columns = {o: n for o, n in columns.items() if n <= most and graph.ops[o].primitive == "reduce_sum"}
     added = [0] * len(values)
+    passing_on = passing_on | {_SPREADING}
     for op in reversed(graph.ops) if columns else ():
         if len(op.results) != 1:
             continue
         r = op.results[0]
-        passes = op.primitive in passing_on or op.primitive == _SPREADING
-        if n := columns.get(op.id, added[r] if passes and len(read_by[r]) == 1 else 0):
+        passes = added[r] and op.primitive in passing_on and len(read_by[r]) == 1
+        if n := columns.get(op.id, added[r] if passes else 0):
             whole = {v for v in op.operands if math.prod(values[v].shape) >= math.prod(values[r].shape)}
             if len(whole) == 1:
                 added[whole.pop()] = n
@@ -113,7 +118,7 @@ def _few_rows(graph: Graph, read_by: list[list[int]], passing_on: frozenset[str]
 
 def _columns(graph: Graph, op: Op) -> int:
     """How many columns it adds up few rows of; 0 where it does no such thing."""
-    if op.primitive not in ("reduce_sum", "reduce_window_sum") or not op.operands:
+    if not op.operands:
         return 0
     source, result = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
     columns = math.prod(result)

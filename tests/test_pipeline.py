@@ -202,6 +202,30 @@ def test_below_what_can_be_reached_no_plan_is_compiled_twice(monkeypatch):
     assert len(asked) == len(set(asked))
 
 
+def test_far_below_what_can_be_reached_one_plan_is_compiled_and_nothing_for_the_report(monkeypatch):
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    budget = predicted().argument + 100
+    monkeypatch.setattr(pipeline, "lower_bound", lambda *_: Bound(nbytes=budget, ops=()))
+    compiler, steps = Compiler(monkeypatch), []
+    with pytest.raises(jaxtensile.BudgetError, match="smallest reachable") as info:
+        fit(job(budget), compiler.prepare, steps.append, baseline=True)
+    assert compiler.given == [info.value.needs] and "compile plain" not in steps
+    report = fit(job(info.value.needs), compiler.prepare, steps.append, baseline=True).report
+    assert report.fits and report.baseline.exact, "what the error names is met, and then there is a baseline"
+
+
+def test_a_model_that_is_far_off_leaves_nothing_untried(monkeypatch):
+    """By the model nothing comes near the budget; what is compiled does, and so what else there is is tried."""
+    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(pipeline, "lower_bound", lambda *_: Bound(nbytes=0, ops=()))
+    with pytest.raises(jaxtensile.BudgetError) as info:
+        fit(job(predicted().argument + 100), Compiler(monkeypatch).prepare)
+    least = info.value.needs
+    compiler = Compiler(monkeypatch, add=-int(0.6 * least))
+    report = fit(job(int(0.41 * least)), compiler.prepare).report
+    assert report.fits and report.predicted.device > rounds.HOPELESS * report.budget
+
+
 def test_a_compiler_that_refuses_is_asked_for_less(monkeypatch):
     monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
     compiler = Compiler(monkeypatch, refuse=1)

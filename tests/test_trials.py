@@ -74,3 +74,33 @@ def test_a_budget_that_was_asked_for_costs_nothing_more_and_gives_the_same(laid)
     assert count
     assert at(0) == first
     assert len(laid) - count <= 2  # but for those that were let go and are answers
+
+
+def test_a_budget_that_was_asked_for_before_lays_nothing_out(laid):
+    graph, *_ = network(12, gated=True)
+    live = live_ranges(graph)
+    at = prepare(Problem(graph=graph, costs=op_costs(graph, profile("nvidia-h200")), budget=0))
+    for share in (0.5, 0.02):
+        budget = live.device - int((1 - share) * live.temp)
+        plan = at(budget)
+        count = len(laid)
+        assert at(budget) == plan and len(laid) == count
+
+
+def test_a_hopeless_budget_takes_no_more_than_the_least_plan(laid):
+    """Beside the first mountain, by which it is known."""
+    graph, *_ = network(20, gated=True)
+    live = live_ranges(graph)
+    problem = Problem(graph=graph, costs=op_costs(graph, profile("nvidia-h200")), budget=0)
+    at = prepare(problem)
+    least = at(0)
+    count = len(laid)
+    fixed = live.device - live.temp
+    for share in (0.1, 0.8):
+        budget = fixed + int(share * (least.predicted.device - fixed))
+        plan = at(budget)
+        assert plan == least
+    first = [kept for kept in laid[count:] if kept not in laid[:count]]
+    assert len(first) <= 2 * len(laid[:count])
+    alone = prepare(problem)(budget)
+    assert alone == least
