@@ -9,6 +9,9 @@ What is it exact over? Three spaces were considered:
   answer is a schedule that ``emit`` makes, every schedule that ``emit`` makes around the turn is an answer, and
   only steps that a found schedule violates become constraints.
 
+Which sets may be kept: any of ``nodes``, buffers of the plain program, values that the descent reads, and what is
+smaller than its sources; small values always. A fused value that only recomputation reads is not kept.
+
 The optimum of the programme is a lower bound on the charge; the emitted schedule is measured, and its charge an
 upper one. Where the model sees fewer bytes than the schedule has, bytes are set aside at that step until the
 schedule fits, or the answer is excluded and the next best is tried. Several turns are taken one after another;
@@ -37,6 +40,10 @@ _NEW_ROWS = 6
 """Steps over budget that become constraints at once."""
 _EXCLUDED = 200
 """Answers excluded one by one in search of a proof."""
+_COARSE, _FINE = 1e-3, 1e-6
+"""Gap, as a share of a step, of a solution while violated steps are sought, and then."""
+_RESERVE = 0.25
+"""Share of the time that is left for a schedule that fits when the bound takes long."""
 _PROVEN = 1e-5
 """Relative gap that counts as none."""
 
@@ -48,8 +55,6 @@ class _Trial:
     program: Program
     live: Liveness
     charge: Seconds
-    priced: Seconds = 0.0
-    """What of the charge the model sees."""
 
     @property
     def device(self) -> Bytes:
@@ -85,18 +90,20 @@ class _Search:
 
     def bounded(self) -> bool:
         """Add violated steps until the optimum fits or no step is new; whether it fits."""
-        while self.left > 0:
-            found = self.model.solve(self.left)
-            if found.kept is None and found.bound == float("inf"):
-                return False  # nothing fits, in the model
+        tolerances = [_FINE, _COARSE]
+        reserve = _RESERVE * self.left
+        while self.left > reserve:
+            found = self.model.solve(self.left - reserve, tolerance=tolerances[-1])
             self.bound = max(self.bound, found.bound)
             if found.kept is None:
                 return False
             trial = self.measure(found.kept)
-            if trial.device <= self.budget:
+            if trial.device <= self.budget and len(tolerances) == 1:
                 return True
             fresh = [s for s, _ in self.violated(trial) if not self.model.has(s)]
-            if not fresh:
+            if not fresh and len(tolerances) > 1:
+                tolerances.pop()
+            elif not fresh:
                 return False
             for step in fresh[:_NEW_ROWS]:
                 self.model.look_at(step)
@@ -131,7 +138,7 @@ class _Search:
                 break
             found = self.model.solve(self.left)
             # What was excluded is known: the bound is the least of it and of the rest.
-            least = self.best.priced if self.best else float("inf")
+            least = self.best.charge - self.start.charge if self.best else float("inf")
             self.bound = max(self.bound, min(found.bound, least))
             if found.kept is None:
                 break
@@ -140,10 +147,16 @@ class _Search:
 
     @property
     def proven(self) -> bool:
-        """Whether nothing that the model has a price for can be saved."""
+        """Whether nothing can be saved."""
         if self.best is None:
             return False
-        return self.best.priced - self.bound <= _PROVEN * self.best.priced
+        cost = self.best.charge - self.start.charge
+        return cost - self.bound <= _PROVEN * cost
+
+    @property
+    def honest(self) -> bool:
+        """Whether no schedule was found that the bound says there is none of."""
+        return self.best is None or self.bound <= (self.best.charge - self.start.charge) * (1 + _PROVEN)
 
     @property
     def gap(self) -> float:
@@ -160,8 +173,7 @@ class _Search:
             again = recomputed_ops(start.program.graph, mountain, kept)
             program, _ = emit_with_clones(start.program, start.live.kernels, mountain, kept, again, self.cuts)
             charge = self.start.charge + sum(self.charge[o] for o in again)
-            priced = sum(self.charge[o] for o in again if o in self.model.nodes.makes)
-            trial = self.known[kept] = _Trial(program, live_ranges(program.graph), charge, priced)
+            trial = self.known[kept] = _Trial(program, live_ranges(program.graph), charge)
             if trial.device <= self.budget and (self.best is None or trial.charge < self.best.charge):
                 self.best = trial
             if self.lowest is None or trial.device < self.lowest.device:
@@ -209,10 +221,9 @@ def prepare(problem: Problem, time_limit: Seconds = TIME_LIMIT) -> Callable[[Byt
                 break
             search.run()
             found = search.best or search.lowest
-            if k or search.best is None:
-                gap = bound = None
-            else:
-                gap, bound = search.gap, search.bound
+            if k == 0:
+                bound = search.bound if search.honest else None
+            gap = search.gap if search.best is not None and bound is not None and k == 0 else None
             if found is None or (found is not search.best and found.device >= here.device):
                 break
             here = found

@@ -10,11 +10,14 @@ by step t of the descent", one mountain is
                 others_t + sum_v bytes_v E_vt <= budget   at every step t that is looked at,
 
 where E_vt = "v occupies memory at t": it will be read by the descent or by an op that is still to
-run again, and it is there, kept or recomputed. The clones run in the order in which ``emit`` demands
-them, so D is decided by K; only K is integral.
+run again, and it is there, kept or recomputed; or it is kept, only a barrier makes XLA store it, and nothing
+has run again, so there was no barrier yet. The clones run in the order in which ``emit`` demands
+them, so D is decided by K; only K is integral. D has no other reasons than those: D_ot is at most Y_o and at
+most the sum of what may demand o by t, or a relaxation pretends that readers are done.
 
-The climb is coarsened (``nodes``). That, and steps that are not looked at, can only lower the optimum, so it is
-a lower bound as far as XLA's fusion is foreseen.
+The climb is coarsened (``nodes``): what is looked through is never kept, and costs what it costs whenever an op that
+reads it runs again. Steps that are not looked at, and bytes that are not foreseen, can only lower the optimum, so it
+is a lower bound as far as XLA's fusion is foreseen.
 """
 
 from __future__ import annotations
@@ -32,7 +35,10 @@ from jaxtensile.passes.nodes import Nodes, forward_ends, others
 from jaxtensile.units import Bytes, Seconds
 
 _TOLERANCE = 1e-6
-"""Relative gap at which the integer programme counts as solved."""
+"""Gap, as a share of the step, at which the integer programme counts as solved."""
+
+_ROUNDING = 1e-9
+"""Share of a step by which sums may differ that are added in another order."""
 
 Row = dict[int, float]
 """A linear expression: coefficient by variable, the constant at ``_ONE``."""
@@ -53,7 +59,8 @@ class Model:
     """The integer programme; rows for steps are added one by one."""
 
     def __init__(self, nodes: Nodes, live: Liveness, charge: Sequence[Seconds], budget: Bytes) -> None:
-        self.nodes, self._charge = nodes, charge
+        self.nodes = nodes
+        self._charge = charge
         self._size = [v.nbytes for v in nodes.graph.values]
         self._unit = max(live.temp, 1)
         self._budget = budget
@@ -66,6 +73,7 @@ class Model:
         self.slack: dict[int, Bytes] = {}
         """Bytes that are set aside at a step because the emitted schedule needed more there."""
         self._over = self._variable()
+        self._one = self._variable(low=1.0)
         self.keep: dict[int, int] = {}
         for v in nodes.maker:
             self.keep[v] = self._variable(low=float(v in nodes.pinned))
@@ -84,6 +92,15 @@ class Model:
         for v, readers in nodes.readers.items():
             for p in readers:
                 self._at_least(self._again[nodes.maker[v]], _sum(self._again[p], {self.keep[v]: -1.0}))
+        self._priced = [(self._again[o], charge[o]) for o in nodes.makes]
+        for by, ops in nodes.through.items():
+            price = sum(charge[o] for o in ops)
+            any_of_them = self._again[min(by)]
+            if len(by) > 1 and price:
+                any_of_them = {self._variable(): 1.0}
+                for o in by:
+                    self._at_least(any_of_them, self._again[o])
+            self._priced.append((any_of_them, price))
 
     def _variable(self, low: float = 0.0) -> int:
         self._low.append(low)
@@ -151,6 +168,13 @@ class Model:
                     self._at_least(done[o], {_ONE: 1.0, self.keep[v]: -1.0})
                 for v, p in later:
                     self._at_least(done[o], _sum(done[p], {self.keep[v]: -1.0}))
+                why: Row = {}
+                for v in now:
+                    why = _sum(_sum(why, {_ONE: 1.0}), {self.keep[v]: -1.0})
+                for p in {p for _, p in later}:
+                    why = _sum(why, done[p])
+                self._at_least(why, done[o])
+                self._at_least(self._again[o], done[o])
         return done
 
     def _occupies(self, v: int, o: int, step: int, done: dict[int, Row], here: dict[int, Row]) -> Row:
@@ -173,6 +197,12 @@ class Model:
             for f in nodes.makes[p]:
                 if f not in nodes.solid and here[f]:
                     least.append(_sum(here[f], {self.keep[f]: -1.0}))
+        if v in nodes.forced:
+            # There is no barrier before the first op that runs again, and ``v`` is an operand of one.
+            row = keep
+            for other in done.values():
+                row = _sum(row, other, -1.0)
+            least.append(row)
         if not least:
             return {}
         if len(least) == 1 and nodes.single(o) and step < nodes.first.get(v, -1):
@@ -189,19 +219,21 @@ class Model:
             row = _sum(row, {_ONE: 1.0, k: -1.0} if v in kept else {k: 1.0})
         self._rows.append(row)
 
-    def solve(self, seconds: float, *, short: bool = False) -> Outcome:
+    def solve(self, seconds: float, *, short: bool = False, tolerance: float = _TOLERANCE) -> Outcome:
         """The cheapest kept set; ``short``: allow the budget to be missed, by as little as possible."""
         count = len(self._low)
         objective = np.zeros(count)
-        whole = sum(self._charge[o] for o in self._again) or 1.0
+        whole = sum(self._charge) or 1.0
         constant = 0.0
-        for o, again in self._again.items():
+        for again, price in self._priced:
             for k, c in again.items():
                 if k == _ONE:
-                    constant += c * self._charge[o] / whole
+                    constant += c * price / whole
                 else:
-                    objective[k] += c * self._charge[o] / whole
+                    objective[k] += c * price / whole
         objective[self._over] = 1e3
+        # A variable that is one: with the step itself in the objective, relative gaps are shares of a step.
+        objective[self._one] = 1.0 + constant
         high = np.array(self._high)
         high[self._over] = 1e3 if short else 0.0
         integral = np.zeros(count)
@@ -222,11 +254,11 @@ class Model:
             integrality=integral,
             bounds=Bounds(np.array(self._low), high),
             constraints=[LinearConstraint(matrix, least, np.full(len(least), np.inf))] if entries else [],
-            options={"time_limit": max(seconds, 0.1), "mip_rel_gap": _TOLERANCE},
+            options={"time_limit": max(seconds, 0.1), "mip_rel_gap": tolerance},
         )
         bound = 0.0
         if found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):
-            bound = max(float(found.mip_dual_bound) + constant, 0.0) * whole
+            bound = max(float(found.mip_dual_bound) - 1.0 - _ROUNDING, 0.0) * whole
         if found.x is None:
             return Outcome(None, bound if found.status == 1 else float("inf"), 0)
         kept = frozenset(v for v, k in self.keep.items() if found.x[k] > 0.5)

@@ -1,8 +1,9 @@
 """What of a climb is there to decide: nodes that may be kept, few enough for exact solvers.
 
-A transformer block is about two dozen nodes. Views are their base. Small values are always there. A fusible
-value that is no smaller than what it is computed from, and needs no buffer when computed again, is looked
-through, and its cost left out: keeping it instead could only save fused elementwise work.
+A transformer block is about two dozen nodes and what its gradients compute from them. Views are their base. Small
+values are always there. A fusible value that only the climb reads is looked through if it is no smaller than what it
+is computed from and needs no buffer when it is computed again: keeping it instead could only save fused elementwise
+work. It is never kept, so its op runs again when one that reads it does.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ class Nodes:
     """One mountain, coarsened: what may be kept, what makes it, and when it is read.
 
     ``leaves(v)``: nodes from which ``v`` is computed for nothing; ``first``, ``last``: steps of the descent that
-    read a node; ``solid``: whether it is a buffer when it is computed again; ``small``: values kept in any case.
+    read a node; ``solid``: whether it is a buffer when it is computed again; ``small``: values kept in any case;
+    ``through``: ops that are looked through by the ops of nodes that run them again; ``forced``: nodes that only the
+    barrier of a stage stores when they are kept.
     """
 
     def __init__(self, graph: Graph, live: Liveness, mountain: Mountain) -> None:
@@ -38,32 +41,32 @@ class Nodes:
         self.reads: dict[int, tuple[int, ...]] = {}
         self.solid: set[int] = set()
         small: set[int] = set()
+        read = _read_after(graph, mountain)
         for o in mountain.cone:
             op = graph.ops[o]
+            made = [r for r in op.results if r not in mountain.always]
             before = self._leaves(op.operands)
-            for r in op.results:
-                size = graph.values[r].nbytes
-                if r in mountain.always:
-                    continue
-                if op.primitive in VIEWS and not op.pinned:
-                    self.of[r] = before
-                elif size <= least and r not in pinned:
-                    small.add(r)
-                elif (
-                    is_fusible(op.primitive)
-                    and not live.kernels.is_root[o]
-                    and r not in stored
-                    and r not in pinned
-                    and size >= sum(graph.values[v].nbytes for v in before)
-                ):
-                    self.of[r] = before
-                else:
-                    self.of[r] = (r,)
-                    self.maker[r] = o
-                    self.makes.setdefault(o, []).append(r)
-                    self.reads[o] = () if op.pinned else before
-                    if r in stored or not is_fusible(op.primitive):
-                        self.solid.add(r)
+            if op.primitive in VIEWS and not op.pinned:
+                self.of.update((r, before) for r in made)
+                continue
+            large = [r for r in made if r in pinned or graph.values[r].nbytes > least]
+            small.update(r for r in made if r not in large)
+            sources = sum(graph.values[v].nbytes for v in before)
+            again = stored | pinned | read
+            if (
+                is_fusible(op.primitive)
+                and not live.kernels.is_root[o]
+                and all(r not in again and graph.values[r].nbytes >= sources for r in large)
+            ):
+                self.of.update((r, before) for r in large)
+                continue
+            for r in large:
+                self.of[r] = (r,)
+                self.maker[r] = o
+                self.makes.setdefault(o, []).append(r)
+                self.reads[o] = () if op.pinned else before
+                if r in stored or not is_fusible(op.primitive):
+                    self.solid.add(r)
         self.small = frozenset(small)
         self.pinned = pinned
         self.readers: dict[int, list[int]] = {v: [] for v in self.maker}
@@ -72,7 +75,11 @@ class Nodes:
                 self.readers[v].append(o)
         self.first: dict[int, int] = {}
         self.last: dict[int, int] = {}
+        self.through = self._looked_through(mountain)
+        self.forced = {v for v in mountain.needed if v in self.maker and is_fusible(graph.ops[self.maker[v]].primitive)}
         early, late = _read_at(graph, live, self.turn)
+        self.waiting: dict[int, int] = {v: late[v] for v in mountain.needed if v in small}
+        """The last step of the descent that reads a small value."""
         for v in mountain.needed:
             for u in self.of.get(v, ()):
                 self.first[u] = min(self.first.get(u, early[v]), early[v])
@@ -81,9 +88,35 @@ class Nodes:
     def _leaves(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(u for v in values for u in self.of.get(v, ())))
 
+    def _looked_through(self, mountain: Mountain) -> dict[frozenset[int], list[int]]:
+        """Ops without a node of their own by the ops that run them again."""
+        asked: dict[int, set[int]] = {}
+        out: dict[frozenset[int], list[int]] = {}
+        for o in reversed(mountain.cone):
+            op = self.graph.ops[o]
+            by = {o} if o in self.makes else set[int]().union(*(asked.get(r, ()) for r in op.results if r in self.of))
+            if op.pinned or not by:
+                continue
+            if o not in self.makes:
+                out.setdefault(frozenset(by), []).append(o)
+            for v in op.operands:
+                if v in self.of and self.of[v] != (v,):
+                    asked.setdefault(v, set()).update(by)
+        return out
+
     def single(self, o: int) -> bool:
         """Whether keeping the result of ``o`` and running it again exclude each other."""
         return len(self.makes[o]) == 1
+
+
+def _read_after(graph: Graph, mountain: Mountain) -> set[int]:
+    """Values that the descent reads, and those of which it reads views."""
+    read = set(mountain.needed)
+    for o in reversed(mountain.cone):
+        op = graph.ops[o]
+        if op.primitive in VIEWS and read.intersection(op.results):
+            read.update(op.operands[:1])
+    return read
 
 
 def _stored_again(graph: Graph, turn: int) -> set[int]:
@@ -151,6 +184,10 @@ def others(nodes: Nodes, live: Liveness) -> list[int]:
         for b in kernels.reads[op.id]:
             if b in start and (op.id < turn or b not in decided):
                 stop[b] = op.id + 1
+    made: dict[int, int] = {r: op.id for op in graph.ops[:turn] for r in op.results}
+    for v, last in nodes.waiting.items():
+        stop[v] = max(stop.get(v, 0), min(last, n - 1) + 1)
+        start.setdefault(v, made[v] + 1)
     delta = [0] * (n + 1)
     for b, s in start.items():
         if stop[b] > s:

@@ -60,28 +60,45 @@ def test_every_row_of_the_table_has_every_column():
     assert "| 4.0 | 0.25 |" in text
 
 
-def compared(greedy, exact, bound):
+def compared(default, exact, bound, objective="charge"):
     """A row of the comparison with the optimum; None: does not fit, or is not known."""
-    row = {"name": "dense", "equations": 10, "share": 0.5, "proven": bound is not None}
-    for solver, charge in (("greedy", greedy), ("exact", exact)):
-        row[solver] = {"fits": charge is not None, "charge": charge or 0.0, "step": 1 + (charge or 0.0), "took": 1.0}
-    return row if bound is None else {**row, "bound": bound, "gap": 0.0}
+    row = {"name": "dense", "equations": 10, "share": 0.5, "objective": objective}
+    for solver, figure in (("default", default), ("greedy", default), ("exact", exact)):
+        again = {"charge": figure or 0.0, "seconds": figure or 0.0}
+        row[solver] = {"fits": figure is not None, **again, "took": 1.0}
+    row |= {"none": bound == float("inf"), "proven": bound == float("inf") or (bound is not None and bound == exact)}
+    return row if bound in (None, float("inf")) else {**row, "bound": bound}
 
 
-def test_greedy_is_compared_where_both_fit():
-    row = compared(0.21, 0.10, 0.10)
-    assert optimality.above(row, "charge") == pytest.approx(0.1)
-    assert optimality.above(compared(None, 0.1, None), "charge") is None
+@pytest.mark.parametrize("objective", optimality.OBJECTIVES)
+def test_the_default_solver_is_compared_where_both_fit(objective):
+    row = compared(0.21, 0.10, 0.05, objective)
+    assert optimality.above(row) == pytest.approx(0.1)
+    assert optimality.above(row, than="bound") == pytest.approx(1.21 / 1.05 - 1)
+    assert optimality.above(compared(None, 0.1, None, objective)) is None
+    assert optimality.above(compared(0.1, None, None, objective), than="bound") is None
 
 
 def test_every_row_of_the_comparison_has_every_column():
-    rows = [compared(0.21, 0.10, 0.10), compared(0.1, 0.1, 0.1), compared(None, 0.1, None), compared(0.1, None, None)]
-    machine = {"jax": "0", "date": "today"}
-    text = optimality.table({"machine": machine, "limit": 60.0, "rows": rows})
-    assert len({line.count("|") for line in text.splitlines() if line.startswith("|")}) == 1, text
-    assert "Proven: 2 of 4; there greedy is at most 10.0% above" in text
-    assert "within 2 % in 1" in text
-    assert "At most 2 % above the bound, finished or not: 1 of 2, the worst 10.0%." in text
+    rows = [
+        compared(default, exact, bound, objective)
+        for objective in optimality.OBJECTIVES
+        for default, exact, bound in [
+            (0.21, 0.10, 0.10),
+            (0.1, 0.1, 0.1),
+            (None, 0.1, 0.1),
+            (0.1, None, None),
+            (0.12, 0.11, 0.1),
+            (None, None, float("inf")),
+        ]
+    ]
+    text = optimality.table({"machine": {"jax": "0", "date": "today"}, "limit": 60.0, "rows": rows})
+    for part in text.split("## ")[1:]:
+        assert len({line.count("|") for line in part.splitlines() if line.startswith("|")}) == 1, part
+        assert "Proven: 3 of 6 cases, and that none fits: 1." in part
+        assert "at most 2% above the optimum in 1; in 1 it finds nothing that fits." in part
+        assert "The worst is 10.0% above (dense at 50%)." in part
+        assert "Of the others it is at most 1.8% above the bound." in part
 
 
 def network(name, **points):
