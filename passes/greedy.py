@@ -130,6 +130,7 @@ def _with_copies(
     assert link is not None
     most = min(problem.host_budget, over)
     worth = problem.costs.per_second
+
     @cache
     def away(start: Trial) -> Trial:
         seconds = [problem.costs.seconds[o] if o >= 0 else 0.0 for o in start.program.origin]
