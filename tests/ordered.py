@@ -2,6 +2,7 @@
 
 from jaxtensile.passes.check import BARRIER
 from jaxtensile.passes.fusion import fuse
+from jaxtensile.passes.ties import CONVOLUTION
 
 
 def barriers(before, after):
@@ -18,6 +19,9 @@ def same_kernels(before, after):
     kernels = [op.results for op in before.graph.ops if is_root[op.id] or op.pinned]
     assert [op.results for op in after.graph.ops if op.results in set(kernels)] == kernels, "each once, in their order"
     for barrier in new:
+        reader = after.graph.ops[barrier.id + 1]
+        if reader.primitive == CONVOLUTION and set(barrier.results) <= set(reader.operands):
+            continue  # holds its weights: nobody else has to wait
         behind = {v for op in after.graph.ops[barrier.id + 1 :] for v in op.operands} | set(after.graph.outputs)
         assert behind.isdisjoint(barrier.operands), "what is read later comes from behind the barrier"
     return new

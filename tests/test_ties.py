@@ -14,7 +14,7 @@ from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.ties import tied
+from jaxtensile.passes.ties import tied, with_weights_late
 from jaxtensile.plan import Problem, Program
 from jaxtensile.rewrite import rewrite
 from jaxtensile.target import compiler_options
@@ -70,6 +70,30 @@ def test_what_reads_a_large_buffer_last_comes_before_the_next_large_one():
 def test_what_waits_by_itself_is_not_tied():
     program = Program.unchanged(attention(waits=True)[0])
     assert tied(program) is program
+
+
+def convolutions():
+    """A stem and a convolution; and the gradient of its filter, which reads no argument."""
+    b = Builder()
+    x, stem, kernel = b.input(4096, 64), b.input(64, 64), b.input(64, 64)
+    first = b.op("conv_general_dilated", x, stem, flops=1.0)
+    second = b.op("conv_general_dilated", first, kernel, flops=1.0)
+    gradient = b.op("conv_general_dilated", first, second, shape=(64, 64), flops=1.0)
+    return b.graph(second, gradient), kernel, first, second
+
+
+def test_weights_are_transposed_no_sooner_than_a_convolution_reads_them():
+    graph, kernel, first, second = convolutions()
+    before = Program.unchanged(graph)
+    program = with_weights_late(before, 1)
+    check(graph, program)
+    (tie,) = barriers(before, program)
+    assert tie.operands == (kernel, first)
+    made = {r: op for op in program.graph.ops for r in op.results}
+    assert made[second].operands == (tie.results[1], tie.results[0])
+    others = {v for op in program.graph.ops if op.results != (second,) for v in op.operands}
+    assert others.isdisjoint(tie.results), "nobody else has to wait"
+    assert with_weights_late(before, 1 << 20) is before, "small ones may be there"
 
 
 @pytest.mark.cuda_aot
