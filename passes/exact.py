@@ -10,7 +10,8 @@ What is it exact over? Three spaces were considered:
   only steps that a found schedule violates become constraints.
 
 Which sets may be kept: any of ``nodes``, buffers of the plain program, values that the descent reads, and what is
-smaller than its sources; small values always. A fused value that only recomputation reads is not kept.
+smaller than its sources; small values always. A fused value that only recomputation reads is not kept. The bytes are
+those of ``liveness``; the bound foresees which of the plain program's fused values a schedule stores, not every case.
 
 The optimum of the programme is a lower bound on the charge; the emitted schedule is measured, and its charge an
 upper one. Where the model sees fewer bytes than the schedule has, bytes are set aside at that step until the
@@ -27,7 +28,7 @@ from dataclasses import dataclass, field
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.emit import emit_with_clones, recomputed_ops
 from jaxtensile.passes.liveness import Liveness, live_ranges
-from jaxtensile.passes.milp import Model
+from jaxtensile.passes.milp import TOLERANCE, Model
 from jaxtensile.passes.nodes import Nodes
 from jaxtensile.passes.stages import Mountain, find_turn, mountain_at, waists
 from jaxtensile.plan import Plan, Problem, Program
@@ -40,7 +41,7 @@ _NEW_ROWS = 6
 """Steps over budget that become constraints at once."""
 _EXCLUDED = 200
 """Answers excluded one by one in search of a proof."""
-_COARSE, _FINE = 1e-3, 1e-6
+_COARSE, _FINE = 1e-3, TOLERANCE
 """Gap, as a share of a step, of a solution while violated steps are sought, and then."""
 _RESERVE = 0.25
 """Share of the time that is left for a schedule that fits when the bound takes long."""
@@ -127,7 +128,8 @@ class _Search:
                 break
             for step, over in self.violated(trial)[:_NEW_ROWS]:
                 if self.model.has(step):
-                    slack[step] = slack.get(step, 0) + over
+                    # Doubled at least: what is missing may be little, and as little again for the next answer.
+                    slack[step] = slack.get(step, 0) + max(over, slack.get(step, 0))
                 self.model.look_at(step)
         slack.clear()
 
@@ -146,25 +148,33 @@ class _Search:
             self.model.forbid(found.kept)
 
     @property
+    def above(self) -> Seconds:
+        """What the best costs more than the bound, as far as solutions are told from one another."""
+        assert self.best is not None
+        above = self.best.charge - self.start.charge - self.bound
+        return above if above > self.blur else 0.0
+
+    @property
+    def blur(self) -> Seconds:
+        """Charge that counts as none."""
+        cost = self.best.charge - self.start.charge if self.best else 0.0
+        return max(_PROVEN * cost, 3 * TOLERANCE * sum(self.charge))
+
+    @property
     def proven(self) -> bool:
         """Whether nothing can be saved."""
-        if self.best is None:
-            return False
-        cost = self.best.charge - self.start.charge
-        return cost - self.bound <= _PROVEN * cost
+        return self.best is not None and not self.above
 
     @property
     def honest(self) -> bool:
         """Whether no schedule was found that the bound says there is none of."""
-        return self.best is None or self.bound <= (self.best.charge - self.start.charge) * (1 + _PROVEN)
+        return self.best is None or self.bound <= self.best.charge - self.start.charge + self.blur
 
     @property
     def gap(self) -> float:
         """How far the best may be above the least, as a share of it."""
         assert self.best is not None
-        cost = self.best.charge - self.start.charge
-        gap = max(cost - self.bound, 0.0) / cost if cost > 0 else 0.0
-        return gap if gap > _PROVEN else 0.0
+        return self.above / (self.best.charge - self.start.charge) if self.above else 0.0
 
     def measure(self, kept: frozenset[int]) -> _Trial:
         trial = self.known.get(kept)

@@ -31,14 +31,14 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 from jaxtensile.passes.liveness import Liveness
-from jaxtensile.passes.nodes import Nodes, forward_ends, others
+from jaxtensile.passes.nodes import Nodes, Sometimes, forward_ends, others
 from jaxtensile.units import Bytes, Seconds
 
-_TOLERANCE = 1e-6
+TOLERANCE = 1e-7
 """Gap, as a share of the step, at which the integer programme counts as solved."""
-
-_ROUNDING = 1e-9
-"""Share of a step by which sums may differ that are added in another order."""
+_STEP = 1e3
+"""What a step costs in the objective: HiGHS gives up what is better by less than ``_LEAST``, whatever gap is asked."""
+_LEAST = 1e-6
 
 Row = dict[int, float]
 """A linear expression: coefficient by variable, the constant at ``_ONE``."""
@@ -67,7 +67,8 @@ class Model:
         self._low: list[float] = []
         self._high: list[float] = []
         self._rows: list[Row] = []
-        self._others = others(nodes, live)
+        self._sometimes: list[Sometimes] = []
+        self._others = others(nodes, live, self._sometimes)
         self._forward = forward_ends(nodes, live)
         self._memory: dict[int, int] = {}
         self.slack: dict[int, Bytes] = {}
@@ -122,6 +123,7 @@ class Model:
             return
         row: Row = {_ONE: self._others[step] / self._unit}
         held = self._climbing(step) if step < self.nodes.turn else self._descending(step)
+        held += self._beside(step, dict(held) if step < self.nodes.turn else {})
         for v, expr in held:
             row = _sum(row, expr, self._size[v] / self._unit)
         # row <= budget + over, as: budget + over - row >= 0
@@ -134,6 +136,24 @@ class Model:
             for v, o in self.nodes.maker.items()
             if o < step and self._forward.get(v, -1) < step
         ]
+
+    def _beside(self, step: int, kept: dict[int, Row]) -> list[tuple[int, Row]]:
+        """What the plain program needs at ``step`` while the values made from it are not kept, beside what is."""
+        read: dict[int, list[Row]] = {}
+        for s in self._sometimes:
+            if s.start <= step < s.stop:
+                row: Row = {_ONE: 1.0}
+                for v in s.stored:
+                    row = _sum(row, {self.keep[v]: -1.0})
+                read.setdefault(s.value, []).append(row)
+        held: list[tuple[int, Row]] = []
+        for v, rows in read.items():
+            there: Row = {self._variable(): 1.0}
+            for row in (*rows, kept.get(v, {})):
+                self._at_least(there, row)
+            # Whether it is kept is counted already.
+            held.append((v, _sum(there, kept.get(v, {}), -1.0)))
+        return held
 
     def _descending(self, step: int) -> list[tuple[int, Row]]:
         nodes = self.nodes
@@ -219,11 +239,11 @@ class Model:
             row = _sum(row, {_ONE: 1.0, k: -1.0} if v in kept else {k: 1.0})
         self._rows.append(row)
 
-    def solve(self, seconds: float, *, short: bool = False, tolerance: float = _TOLERANCE) -> Outcome:
+    def solve(self, seconds: float, *, short: bool = False, tolerance: float = TOLERANCE) -> Outcome:
         """The cheapest kept set; ``short``: allow the budget to be missed, by as little as possible."""
         count = len(self._low)
         objective = np.zeros(count)
-        whole = sum(self._charge) or 1.0
+        whole = (sum(self._charge) or 1.0) / _STEP
         constant = 0.0
         for again, price in self._priced:
             for k, c in again.items():
@@ -231,9 +251,9 @@ class Model:
                     constant += c * price / whole
                 else:
                     objective[k] += c * price / whole
-        objective[self._over] = 1e3
+        objective[self._over] = 1e3 * _STEP
         # A variable that is one: with the step itself in the objective, relative gaps are shares of a step.
-        objective[self._one] = 1.0 + constant
+        objective[self._one] = _STEP + constant
         high = np.array(self._high)
         high[self._over] = 1e3 if short else 0.0
         integral = np.zeros(count)
@@ -258,7 +278,11 @@ class Model:
         )
         bound = 0.0
         if found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):
-            bound = max(float(found.mip_dual_bound) - 1.0 - _ROUNDING, 0.0) * whole
+            least = float(found.mip_dual_bound)
+            if found.x is not None:
+                # What is better by less than the tolerance was not looked for.
+                least = min(least, found.fun - max(tolerance * found.fun, _LEAST))
+            bound = max(least - _STEP, 0.0) * whole
         if found.x is None:
             return Outcome(None, bound if found.status == 1 else float("inf"), 0)
         kept = frozenset(v for v, k in self.keep.items() if found.x[k] > 0.5)

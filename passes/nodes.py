@@ -9,6 +9,7 @@ work. It is never kept, so its op runs again when one that reads it does.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -132,9 +133,9 @@ def _stored_again(graph: Graph, turn: int) -> set[int]:
 
 
 def _read_at(graph: Graph, live: Liveness, turn: int) -> tuple[list[int], list[int]]:
-    """For each value the first and last step of the descent that surely reads it.
+    """For each value the first step of the descent that reads it and the last that surely needs it.
 
-    Ops that fuse away run in their readers; with several, they may be stored by the first after all.
+    Ops that fuse away run in their readers; with several, they may be stored after all, right before the first.
     """
     n = len(graph.ops)
     read_by = consumers(graph)
@@ -146,30 +147,75 @@ def _read_at(graph: Graph, live: Liveness, turn: int) -> tuple[list[int], list[i
         if not live.kernels.is_root[op.id] and not op.pinned:
             low = min((early[r] for r in op.results), default=op.id)
             once = all(len(read_by[r]) <= 1 for r in op.results)
-            high = max((late[r] for r in op.results), default=op.id) if once else low
+            high = max((late[r] for r in op.results), default=op.id) if once else low - 1
         for v in op.operands:
             early[v], late[v] = min(early[v], low), max(late[v], high)
     return early, late
 
 
+@dataclass(frozen=True, slots=True)
+class Sometimes:
+    """A buffer of the plain program that ``[start, stop)`` needs unless one of ``stored`` is kept, which XLA then reads
+    instead of making it from the buffer once more."""
+
+    value: int
+    start: int
+    stop: int
+    stored: frozenset[int]
+
+
+def made_from(nodes: Nodes, live: Liveness) -> list[dict[int, frozenset[int]]]:
+    """For each value the buffers that a reader reads for it, and behind which values that become buffers when kept."""
+    graph, kernels = nodes.graph, live.kernels
+    may = {*nodes.maker, *nodes.small}
+    out: list[dict[int, frozenset[int]]] = [{} for _ in graph.values]
+    for v in graph.inputs:
+        out[v] = {v: frozenset()}
+    for op in graph.ops:
+        before: dict[int, frozenset[int]] = {}
+        for v in op.operands:
+            for u, stored in out[v].items():
+                # Read without any of them on one way, it is read.
+                known = before.get(u)
+                before[u] = stored if known is None else (known | stored if known and stored else frozenset())
+        for r in op.results:
+            if kernels.home[r] >= 0:
+                out[r] = {kernels.home[r]: frozenset()}
+            else:
+                out[r] = {u: stored | {r} for u, stored in before.items()} if r in may else before
+    return out
+
+
 def forward_ends(nodes: Nodes, live: Liveness) -> dict[int, int]:
-    """For each node that is a buffer of the plain program its last reader before the turn."""
+    """For each node that is a buffer of the plain program its last reader before the turn, whatever is kept."""
     home, kernels = live.kernels.home, live.kernels
+    sources = made_from(nodes, live)
     ends = {v: o for v, o in nodes.maker.items() if home[v] == v}
     for op in nodes.graph.ops[: nodes.turn]:
         if kernels.is_root[op.id]:
-            ends.update((b, op.id) for b in kernels.reads[op.id] if b in ends)
+            ends.update((b, op.id) for b in kernels.reads[op.id] if b in ends and not _unless(sources, op.operands, b))
     return ends
 
 
-def others(nodes: Nodes, live: Liveness) -> list[int]:
-    """Bytes at each step that nothing decided here changes, and what the climb itself reads."""
+def _unless(sources: list[dict[int, frozenset[int]]], operands: Iterable[int], buffer: int) -> frozenset[int]:
+    """Values of which one must be kept for an op with ``operands`` not to read ``buffer``; none: it does."""
+    ways = [sources[v][buffer] for v in operands if buffer in sources[v]]
+    return frozenset[int]().union(*ways) if all(ways) else frozenset()
+
+
+def others(nodes: Nodes, live: Liveness, sometimes: list[Sometimes] | None = None) -> list[int]:
+    """Bytes at each step that nothing decided here changes, and what the climb itself reads.
+
+    With ``sometimes`` what is read only while other values are not kept is put there, and not counted.
+    """
     graph, kernels, owner, turn = nodes.graph, live.kernels, live.owner, nodes.turn
     n = len(graph.ops)
     start: dict[int, int] = {}
     stop: dict[int, int] = {}
     outside = {*graph.inputs, *(kernels.home[v] for v in graph.outputs)}
     decided = {*nodes.of, *nodes.small}
+    sources = made_from(nodes, live) if sometimes is not None else None
+    through: dict[int, list[tuple[int, frozenset[int]]]] = {}
     for op in graph.ops:
         if not kernels.is_root[op.id]:
             continue
@@ -183,11 +229,20 @@ def others(nodes: Nodes, live: Liveness) -> list[int]:
                 start[r], stop[r] = op.id + takes_over, op.id + 1
         for b in kernels.reads[op.id]:
             if b in start and (op.id < turn or b not in decided):
-                stop[b] = op.id + 1
+                stored = _unless(sources, op.operands, b) if sources is not None else None
+                if stored:
+                    through.setdefault(b, []).append((op.id + 1, stored))
+                else:
+                    stop[b] = op.id + 1
     made: dict[int, int] = {r: op.id for op in graph.ops[:turn] for r in op.results}
     for v, last in nodes.waiting.items():
         stop[v] = max(stop.get(v, 0), min(last, n - 1) + 1)
         start.setdefault(v, made[v] + 1)
+    if sometimes is not None:
+        for b, reads in through.items():
+            for end, stored in reads:
+                if not stored & nodes.small:  # those are kept
+                    sometimes.append(Sometimes(b, max(start[b], stop[b]), end, stored))
     delta = [0] * (n + 1)
     for b, s in start.items():
         if stop[b] > s:

@@ -90,13 +90,14 @@ def one_turn(graph, budget):
     return None if turn is None else mountain_at(graph, turn)
 
 
-def every_schedule(graph, mountain, charge):
-    """Charge and device bytes of the schedule of every kept set there is."""
+def every_schedule(graph, mountain, charge, always=frozenset(), candidates=None):
+    """Charge and device bytes of the schedule of every kept set there is, or of ``always`` and any ``candidates``."""
     program, kernels = Program.unchanged(graph), live_ranges(graph).kernels
     cuts, _ = waists(graph, mountain)
-    candidates = [r for o in mountain.cone for r in graph.ops[o].results if r not in mountain.always]
+    if candidates is None:
+        candidates = [r for o in mountain.cone for r in graph.ops[o].results if r not in mountain.always]
     found = []
-    for kept in map(frozenset, subsets(candidates)):
+    for kept in (always.union(some) for some in subsets(candidates)):
         again = recomputed_ops(graph, mountain, kept)
         if not any(graph.ops[o].pinned for o in again):
             device = live_ranges(emit(program, kernels, mountain, kept, cuts).graph).device
