@@ -11,7 +11,7 @@ Measured on an H200 (jax 0.10.2): two plans of a Llama's step of 57 GB for 19,60
 What XLA makes of an argument alone waits for nothing: convolutions want their weights transposed, and copies of all of
 them are there from the beginning, or from where the first barrier lets them be read. So a convolution reads its weights
 from behind a barrier with what else it reads (ResNet-50, batch 16, f32: a plan predicted at 600 MB compiles to 709 MB
-without, to 674 with these ties alone and to 679 with all).
+without, to 676 with these ties alone and to 666 with all).
 
 Invariant: nothing runs again but what fuses into its readers.
 """
