@@ -48,8 +48,9 @@ _LEFT = 0.01
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
 _DEAR, _SMALL, _TIGHTER = 0.25, 1024, (0.03, 0.08, 0.15)
-"""A plan that is charged this share of a step, for a program of so few ops, may stand at a cliff: plans for budgets that
-are lower by these shares of the temporaries are looked at as well (a GPT block at 80 %: a charge of 0.09, not 1.70)."""
+"""A plan that is charged this share of a step, for a program of so few ops, may stand at a cliff: plans for budgets
+that are lower by these shares of the temporaries are looked at as well (a GPT block at 80 %: a charge of 0.06, not
+1.70)."""
 _HOPELESS = 1.1
 """A budget is not searched for where the least that was found without one, and for easier ones, is over it by this
 factor: searches for a budget end with some 3 % less at best."""
