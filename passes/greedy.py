@@ -47,7 +47,7 @@ _GROWTHS = 4
 _LEFT = 0.01
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
-_DEAR, _SMALL, _TIGHTER = 0.25, 1024, (0.03, 0.08, 0.15)
+_DEAR, _SMALL, _TIGHTER = 0.25, 1000, (0.03, 0.08, 0.15)
 """A plan that is charged this share of a step, for a program of so few ops, may stand at a cliff: plans for budgets
 that are lower by these shares of the temporaries are looked at as well (a GPT block at 80 %: a charge of 0.06, not
 1.70)."""

@@ -31,7 +31,7 @@ CONVOLUTION = "conv_general_dilated"
 
 LARGE = 1 / 64
 """Buffers of this share of the peak count."""
-_WEIGHT = 1 / 1024
+_WEIGHT = 1 / 1000
 """Weights of this share."""
 
 
