@@ -129,7 +129,7 @@ def _best(problem: Problem, program: Program, live: Liveness, budget: Bytes) -> 
     mountain = None if turn is None else mountain_at(graph, turn)
     if mountain is None or not mountain.needed:
         return program, live
-    nodes = Nodes(graph, live, mountain)
+    nodes = Nodes(graph, live, mountain, fused=False)
     groups = _groups(nodes)
     values, longest = len(nodes.maker), max(map(len, groups), default=0)
     if values >= _FEW and longest > _LINK * values:

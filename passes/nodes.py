@@ -28,10 +28,11 @@ class Nodes:
     ``leaves(v)``: nodes from which ``v`` is computed for nothing; ``first``, ``last``: steps of the descent that
     read a node; ``solid``: whether it is a buffer when it is computed again; ``small``: values kept in any case;
     ``through``: ops that are looked through by the ops of nodes that run them again; ``forced``: nodes that only the
-    barrier of a stage stores when they are kept.
+    barrier of a stage stores when they are kept. Without ``fused`` what the descent computes inside of its kernels is
+    looked through as well: of such a node a chain has one more at each of its ends.
     """
 
-    def __init__(self, graph: Graph, live: Liveness, mountain: Mountain) -> None:
+    def __init__(self, graph: Graph, live: Liveness, mountain: Mountain, *, fused: bool = True) -> None:
         self.graph, self.turn = graph, mountain.turn
         least = int(_SMALL * live.temp)
         pinned = frozenset(r for o in mountain.cone if graph.ops[o].pinned for r in graph.ops[o].results)
@@ -53,7 +54,7 @@ class Nodes:
             large = [r for r in made if r in pinned or graph.values[r].nbytes > least]
             small.update(r for r in made if r not in large)
             sources = sum(graph.values[v].nbytes for v in before)
-            again = stored | pinned | read
+            again = stored | pinned | (read if fused else set())
             if (
                 is_fusible(op.primitive)
                 and not live.kernels.is_root[o]
