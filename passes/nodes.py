@@ -54,7 +54,7 @@ class Nodes:
             large = [r for r in made if r in pinned or graph.values[r].nbytes > least]
             small.update(r for r in made if r not in large)
             sources = sum(graph.values[v].nbytes for v in before)
-            again = stored | pinned | (read if fused else set())
+            again = stored | pinned | (read if fused else set[int]())
             if (
                 is_fusible(op.primitive)
                 and not live.kernels.is_root[o]
