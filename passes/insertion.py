@@ -65,11 +65,11 @@ class Remade:
 
     def __init__(self, program: Program, kernels: Kernels) -> None:
         self._program, self._kernels = program, kernels
-        self._made = producers(program.graph)
+        self.made = producers(program.graph)
 
     def through(self, v: int) -> int | None:
         """The operand that ``v`` is a version of behind a barrier that was inserted; None where it is none."""
-        o = self._made[v]
+        o = self.made[v]
         if o < 0 or self._program.origin[o] >= 0:
             return None
         op = self._program.graph.ops[o]
@@ -97,7 +97,7 @@ class Remade:
             if before is not None:
                 todo.append(before)
                 continue
-            o = self._made[v]
+            o = self.made[v]
             if o < 0 or self._kernels.is_root[o] or graph.ops[o].pinned:
                 return False
             todo.extend(graph.ops[o].operands)
@@ -115,8 +115,9 @@ class _Insertion(Schedule):
     def __init__(self, program: Program, copies: Sequence[Copy]) -> None:
         super().__init__(program.graph.values, program.version_of)
         self.program = program
-        self.kernels, self.made = fuse(program.graph), producers(program.graph)
+        self.kernels = fuse(program.graph)
         self.remade = Remade(program, self.kernels)
+        self.made = self.remade.made
         self.on_host: dict[int, int] = {}
         self.leaving = _by(copies, lambda c: c.after)
         self.done = _by(copies, lambda c: c.done)

@@ -163,8 +163,8 @@ def _gaps(program: Program, live: Liveness) -> list[_Gap]:
     graph, kernels, owner = program.graph, live.kernels, live.owner
     home, leaves = kernels.home, kernels.leaves
     touched = buffer_steps(graph, live)
-    made = producers(graph)
     remade = Remade(program, kernels)
+    made = remade.made
     last = [-1] * len(graph.values)
     for op in graph.ops:
         for v in op.operands:

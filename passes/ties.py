@@ -21,6 +21,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxtensile.ir import Graph, producers
+from jaxtensile.passes.fusion import fuse
 from jaxtensile.passes.in_order import with_barriers
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.schedule import BARRIER, Schedule
@@ -47,7 +48,7 @@ def with_weights_late(program: Program, least: Bytes) -> Program:
     """The program with arguments of ``least`` bytes and more, where convolutions read them, behind a barrier with the
     buffer that the convolution reads beside; the program as it is where there are none."""
     graph = program.graph
-    home, inputs = live_ranges(graph).kernels.home, set(graph.inputs)
+    home, inputs = fuse(graph).home, set(graph.inputs)
     schedule = Schedule(graph.values, program.version_of)
     for op in graph.ops:
         operands = list(op.operands)
