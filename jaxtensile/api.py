@@ -27,7 +27,7 @@ import jax
 
 from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
-from jaxtensile.device import TRAFFIC_WEIGHT, DeviceProfile, profile
+from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import stacks_come_back
@@ -46,8 +46,6 @@ from jaxtensile.workload import name_of
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
 _SHARING = threading.Lock()
-WEIGHTS = {"flops": TRAFFIC_WEIGHT, "time": 1.0}
-"""What a plan may be asked for, and what memory traffic counts in it."""
 _RESERVE = GIB
 """Bytes of the device left to the process when no budget is given."""
 

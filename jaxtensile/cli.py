@@ -13,6 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from jaxtensile.device import WEIGHTS
 from jaxtensile.errors import BudgetError, JaxtensileError
 from jaxtensile.interrupts import Interrupts
 
@@ -71,7 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--target", help="compile for this device (see doctor); default: this machine's")
     plan.add_argument("--solver", default="auto", help="auto (default), greedy, exact or chain")
     plan.add_argument(
-        "--objective", default="flops", choices=("flops", "time"), help="what to spare first; flops (default): products"
+        "--objective", default="flops", choices=tuple(WEIGHTS), help="what to spare first; flops (default): products"
     )
     plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON")
     plan.add_argument("--html", metavar="F", type=Path, help="also write it to F as a page with a memory chart")

@@ -34,6 +34,8 @@ TRAFFIC_WEIGHT: Final = 0.01
 what it fuses with. At the bytes of per-block policies (nine workloads, H200, by the model) 0.03 plans no more FLOPs
 where the policies recompute no products, and up to half a percent more elsewhere, for steps that are up to 5 % shorter;
 compiled, it loses a point of 88 and misses a budget that is met otherwise. At 0.1 five plans need more FLOPs."""
+WEIGHTS: Final = {"flops": TRAFFIC_WEIGHT, "time": 1.0}
+"""What a plan may be asked for, and what memory traffic counts in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

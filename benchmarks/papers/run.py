@@ -67,8 +67,7 @@ def sweep(name: str, target: str, host_budget: int) -> dict[str, Any]:
 
     import jax
 
-    from jaxtensile.api import WEIGHTS
-    from jaxtensile.device import profile
+    from jaxtensile.device import WEIGHTS, profile
     from jaxtensile.passes import greedy
     from jaxtensile.passes.cost import op_costs
     from jaxtensile.passes.liveness import live_ranges
