@@ -22,10 +22,10 @@ ROUNDS = 4
 
 Twice as many where the program without the user's checkpoints is tried first, and in vain.
 """
-SPARE, LIFTS = 0.03, 2
+SPARE, LIFTS = 0.01, 2
 """After a plan that fits: share of the budget that is worth a plan that uses it, and how many are compiled at most."""
-GAIN = 0.01
-"""Share of the step's work that such a plan has to save where nothing but the model says what it will need."""
+GAIN, UNSURE = 0.001, 0.01
+"""Shares of the step's work that such a plan has to save: at all, and where only the model says what it will need."""
 ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
 """Plans at most once one came within this factor of the budget."""
 FLATTEST = 0.4
@@ -264,11 +264,12 @@ class Rounds:
         """
         job, scale = self.job, self.scale
         budget = job.budget * scale
-        gain, most = 0.0, LIFTS
+        work = sum(fits.variant.problem.costs.charge)
+        gain, most = GAIN * work, LIFTS
         if missed is None:
             spare = 2 * int(budget - fits.compiled.device * scale)
             missed = fits.plan.predicted.device + spare, int(fits.compiled.device * scale) + spare
-            gain, most = GAIN * sum(fits.variant.problem.costs.charge), 1
+            gain, most = UNSURE * work, 1
         count = 0
         for _ in range(most):
             predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
