@@ -32,7 +32,7 @@ from jaxtensile.plan_cache import Entry, PlanCache, key_of
 from jaxtensile.recipe import Unlike, recipe_of, replay
 from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
-from jaxtensile.rounds import Rounds
+from jaxtensile.rounds import Rounds, finished
 from jaxtensile.state import choose
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone, undo
@@ -230,7 +230,7 @@ class _Page:
 
     def cheapest(self, candidates: Candidates) -> tuple[Variant, Plan]:
         with self.clock("solve"):
-            return candidates.cheapest(self.job.budget)
+            return finished(candidates, self.job.budget)
 
     def rounds(self) -> Rounds:
         """Across shards the plain program says how many bytes in the model are one on a device."""

@@ -51,7 +51,7 @@ class Rounds:
 
     def cheapest(self, candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
         with self.attempts.clock("solve"):
-            return candidates.cheapest(aim)
+            return finished(candidates, aim)
 
     def all(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
         """What comes closest to the budget, and how many plans were compiled.
@@ -290,6 +290,12 @@ class Rounds:
             else:
                 missed = made.plan.predicted.device, int(made.compiled.device * scale)
         return fits, count
+
+
+def finished(candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
+    """The cheapest variant, and what its plan becomes before it is compiled."""
+    variant, plan = candidates.cheapest(aim)
+    return variant, variant.finished(plan, aim)
 
 
 def _tried(variant: Variant, plan: Plan) -> set[str]:

@@ -23,7 +23,7 @@ from jaxtensile.passes.cost import launches, op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
 from jaxtensile.passes.prompt import prompt
-from jaxtensile.passes.solvers import named
+from jaxtensile.passes.solvers import finished, named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
 from jaxtensile.plan import Costs, Link, MemoryUse, Plan, Prepare, Problem
 from jaxtensile.request import Job
@@ -135,6 +135,10 @@ class Variant:
     def solve(self) -> Callable[[Bytes], Plan]:
         """The solver's answer for a budget."""
         return self.prepare(self.problem)
+
+    def finished(self, plan: Plan, budget: Bytes) -> Plan:
+        """What the plan becomes before it is compiled."""
+        return finished(self.job.solver, self.problem, budget, plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.emit import emit_with_clones, recomputed_ops
@@ -35,7 +36,7 @@ from jaxtensile.plan import Plan, Problem, Program
 from jaxtensile.units import Bytes, Seconds
 
 TIME_LIMIT: Seconds = 60.0
-_MOUNTAINS = 4
+MOUNTAINS = 4
 _REPAIRS = 40
 _NEW_ROWS = 6
 """Steps over budget that become constraints at once."""
@@ -49,13 +50,21 @@ _PROVEN = 1e-5
 """Relative gap that counts as none."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Trial:
+@dataclass(frozen=True)
+class Trial:
     """One kept set, laid out and measured."""
 
+    kept: frozenset[int]
     program: Program
     live: Liveness
     charge: Seconds
+
+    @cached_property
+    def at_peak(self) -> frozenset[int]:
+        """Values of the problem of which a version has a buffer where it needs most."""
+        live = self.live
+        peak = max(range(len(live.profile)), key=live.profile.__getitem__, default=-1)
+        return frozenset(self.program.version_of[r.value] for r in live.ranges if r.start <= peak < r.stop)
 
     @property
     def device(self) -> Bytes:
@@ -63,10 +72,10 @@ class _Trial:
 
 
 @dataclass(slots=True)
-class _Search:
+class Search:
     """One mountain for one budget: the best schedules found and the least any can cost."""
 
-    start: _Trial
+    start: Trial
     mountain: Mountain
     cuts: list[int]
     charge: list[Seconds]
@@ -74,9 +83,9 @@ class _Search:
     model: Model
     deadline: float
     bound: Seconds = 0.0
-    best: _Trial | None = None
-    lowest: _Trial | None = None
-    known: dict[frozenset[int], _Trial] = field(default_factory=dict[frozenset[int], _Trial])
+    best: Trial | None = None
+    lowest: Trial | None = None
+    known: dict[frozenset[int], Trial] = field(default_factory=dict[frozenset[int], Trial])
 
     @property
     def left(self) -> float:
@@ -176,21 +185,21 @@ class _Search:
         assert self.best is not None
         return self.above / (self.best.charge - self.start.charge) if self.above else 0.0
 
-    def measure(self, kept: frozenset[int]) -> _Trial:
+    def measure(self, kept: frozenset[int]) -> Trial:
         trial = self.known.get(kept)
         if trial is None:
             start, mountain = self.start, self.mountain
             again = recomputed_ops(start.program.graph, mountain, kept)
             program, _ = emit_with_clones(start.program, start.live.kernels, mountain, kept, again, self.cuts)
             charge = self.start.charge + sum(self.charge[o] for o in again)
-            trial = self.known[kept] = _Trial(program, live_ranges(program.graph), charge)
+            trial = self.known[kept] = Trial(kept, program, live_ranges(program.graph), charge)
             if trial.device <= self.budget and (self.best is None or trial.charge < self.best.charge):
                 self.best = trial
             if self.lowest is None or trial.device < self.lowest.device:
                 self.lowest = trial
         return trial
 
-    def violated(self, trial: _Trial) -> list[tuple[int, Bytes]]:
+    def violated(self, trial: Trial) -> list[tuple[int, Bytes]]:
         """Steps of the plain schedule at which ``trial`` is over budget, worst first: one per run of such steps."""
         graph, profile = trial.program.graph, trial.live.profile
         before = len(self.start.program.graph.values)
@@ -216,16 +225,16 @@ def solve(problem: Problem) -> Plan:
 def prepare(problem: Problem, time_limit: Seconds = TIME_LIMIT) -> Callable[[Bytes], Plan]:
     """``solve`` for several budgets of one problem, each within ``time_limit`` seconds of search."""
     program = Program.unchanged(problem.graph)
-    unchanged = _Trial(program, live_ranges(program.graph), 0.0)
+    unchanged = Trial(frozenset(), program, live_ranges(program.graph), 0.0)
 
     def at(budget: Bytes) -> Plan:
         here, deadline = unchanged, time.monotonic() + time_limit
         gap: float | None = 0.0
         bound: Seconds | None = 0.0
-        for k in range(_MOUNTAINS):
+        for k in range(MOUNTAINS):
             if here.device <= budget:
                 break
-            search = _search(problem, here, budget, deadline)
+            search = search_around(problem, here, budget, deadline)
             if search is None:
                 gap = bound = None
                 break
@@ -242,7 +251,7 @@ def prepare(problem: Problem, time_limit: Seconds = TIME_LIMIT) -> Callable[[Byt
     return at
 
 
-def _search(problem: Problem, here: _Trial, budget: Bytes, deadline: float) -> _Search | None:
+def search_around(problem: Problem, here: Trial, budget: Bytes, deadline: float) -> Search | None:
     """The search around the highest turn of ``here``; None when nothing waits across one."""
     graph, live = here.program.graph, here.live
     room = budget - (live.device - live.temp)
@@ -256,4 +265,4 @@ def _search(problem: Problem, here: _Trial, budget: Bytes, deadline: float) -> _
     charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in here.program.origin]
     nodes = Nodes(graph, live, mountain)
     model = Model(nodes, live, charge, room)
-    return _Search(here, mountain, cuts, charge, budget, model, deadline)
+    return Search(here, mountain, cuts, charge, budget, model, deadline)

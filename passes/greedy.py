@@ -47,10 +47,6 @@ _GROWTHS = 4
 _LEFT = 0.01
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
-_DEAR, _SMALL, _TIGHTER = 0.25, 1000, (0.03, 0.08, 0.15)
-"""A plan that is charged this share of a step, for a program of so few ops, may stand at a cliff: plans for budgets
-that are lower by these shares of the temporaries are looked at as well (a GPT block at 80 %: a charge of 0.06, not
-1.70)."""
 _HOPELESS = 1.1
 """A budget is not searched for where the least that was found without one, and for easier ones, is over it by this
 factor: searches for a budget end with some 3 % less at best."""
@@ -117,10 +113,6 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
             best = _with_copies(problem, budget, best, search, live)
         if best.device > budget:
             best = min(best, least(), key=lambda t: t.device)
-        dear = best.device <= budget and best.price > _DEAR * sum(problem.costs.charge)
-        for share in _TIGHTER if dear and len(program.graph.ops) <= _SMALL else ():
-            other = search(budget - int(share * live.temp))
-            best = other if _better(other, best, budget) else best
         # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
         # the answer is the same whatever was asked before.
         lowest = min(lowest, best, key=lambda t: t.device)

@@ -34,6 +34,7 @@ from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.nodes import Nodes, Sometimes, forward_ends, others
 from jaxtensile.units import Bytes, Seconds
 
+INF = float("inf")
 TOLERANCE = 1e-7
 """Gap, as a share of the step, at which the integer programme counts as solved."""
 _STEP = 1e3
@@ -112,6 +113,11 @@ class Model:
         row = _sum(left, right, -1.0)
         if any(k != _ONE for k in row):
             self._rows.append(row)
+
+    @property
+    def width(self) -> int:
+        """How many variables there are."""
+        return len(self._low)
 
     def has(self, step: int) -> bool:
         """Whether the bytes at ``step`` are looked at."""
@@ -239,8 +245,13 @@ class Model:
             row = _sum(row, {_ONE: 1.0, k: -1.0} if v in kept else {k: 1.0})
         self._rows.append(row)
 
-    def solve(self, seconds: float, *, short: bool = False, tolerance: float = TOLERANCE) -> Outcome:
-        """The cheapest kept set; ``short``: allow the budget to be missed, by as little as possible."""
+    def solve(
+        self, seconds: float = INF, *, short: bool = False, tolerance: float = TOLERANCE, nodes: int | None = None
+    ) -> Outcome:
+        """The cheapest kept set; ``short``: allow the budget to be missed, by as little as possible.
+
+        ``nodes``: of the search tree that are looked at, which no clock decides; 0: what the relaxation says, rounded.
+        """
         count = len(self._low)
         objective = np.zeros(count)
         whole = (sum(self._charge) or 1.0) / _STEP
@@ -257,7 +268,7 @@ class Model:
         high = np.array(self._high)
         high[self._over] = 1e3 if short else 0.0
         integral = np.zeros(count)
-        integral[list(self.keep.values())] = 1
+        integral[list(self.keep.values())] = 0 if nodes == 0 else 1
         if not self.keep:
             return Outcome(self.nodes.small, 0.0, 0)
         entries = [(i, k, c) for i, row in enumerate(self._rows) for k, c in row.items() if k != _ONE]
@@ -274,7 +285,11 @@ class Model:
             integrality=integral,
             bounds=Bounds(np.array(self._low), high),
             constraints=[LinearConstraint(matrix, least, np.full(len(least), np.inf))] if entries else [],
-            options={"time_limit": max(seconds, 0.1), "mip_rel_gap": tolerance},
+            options={
+                "time_limit": max(seconds, 0.1),
+                "mip_rel_gap": tolerance,
+                **({"node_limit": nodes} if nodes else {}),
+            },
         )
         bound = 0.0
         if found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):

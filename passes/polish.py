@@ -67,14 +67,14 @@ def polish(
                 best = trial
                 break
             live = {v for v, original in enumerate(start.version_of) if original in trial.at_peak}
-            room = _make_room(graph, recomputation, charge, kept - new, live, trial.device - budget)
+            room = make_room(graph, recomputation, charge, kept - new, live, trial.device - budget)
             if not room:
                 break
             kept -= room
     return best
 
 
-def _make_room(
+def make_room(
     graph: Graph,
     recomputation: Recomputation,
     charge: Sequence[Seconds],

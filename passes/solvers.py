@@ -3,10 +3,9 @@
 ``greedy``: fast on programs of any size. ``exact``: an integer programme around one turn, beside greedy, and how
 far the better of both may be from the least. ``chain``: the dynamic programme, for programs that are chains.
 
-``auto`` is greedy at every size, because more did not pay where it was tried. On dense chains, ResNets and GPT-2
-steps with up to 64 values to decide on (17 budgets, an H200's costs), a short run of the integer programme found a
-lower charge in two: by 1 and 2 % of a step, and with a predicted step that was 2 % longer. So equal programs get
-equal plans on every machine, whatever its clock.
+``auto`` is greedy at every size, and what is made of a small program is ``finished``: by the integer programme
+without its proof, where greedy's plan costs more than a hundredth of a step. No clock decides: equal programs get
+equal plans on every machine.
 """
 
 from __future__ import annotations
@@ -31,6 +30,12 @@ ALLOWANCE: Final[Seconds] = 60.0
 """Of ``exact``, for all plans of one program together: each takes half of what is left at most."""
 _PROVEN: Final = 1e-5
 """Relative gap that counts as none."""
+_SMALL: Final = 2000
+"""Ops of a program for which the programme takes no longer than XLA takes to compile it."""
+_DEAR: Final = 0.01
+_CLOSE: Final = 1.25
+"""Plans that cost less than this share of a step are good enough, and those that miss by more than this factor are
+left as they are."""
 
 
 def named(name: str) -> Prepare:
@@ -42,6 +47,22 @@ def named(name: str) -> Prepare:
     if name == "chain":
         return _chain()
     raise SolverError(f"unknown solver {name!r}: use {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}")
+
+
+def finished(name: str, problem: Problem, budget: Bytes, plan: Plan) -> Plan:
+    """``plan``, which the solver of that name made and which is to be compiled, or a better one for ``budget``.
+
+    Not for plans that are only compared: it may take as long as a compile.
+    """
+    whole, fits = sum(problem.costs.charge), plan.predicted.device <= budget
+    if name != "auto" or len(problem.graph.ops) > _SMALL or plan.offload_bytes > problem.state + problem.stacks:
+        return plan
+    if _price(problem, plan) <= _DEAR * whole if fits else plan.predicted.device > _CLOSE * budget:
+        return plan
+    from jaxtensile.passes.improve import improve
+
+    found = improve(problem, budget)
+    return plan if found is None else _cheaper(problem, budget, plan, found)
 
 
 def _exact() -> Prepare:
@@ -94,22 +115,28 @@ def _chain() -> Prepare:
     return prepare
 
 
+def _price(problem: Problem, plan: Plan) -> float:
+    return plan.program.again(problem.costs.charge) + plan.wait * problem.costs.per_second
+
+
+def _cheaper(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
+    """The cheaper of two that fit, else the smaller; ``plan`` where they are equal."""
+
+    def rank(p: Plan) -> tuple[bool, float]:
+        over = p.predicted.device > budget
+        return over, p.predicted.device if over else _price(problem, p)
+
+    return found if rank(found) < rank(plan) else plan
+
+
 def _better(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
     """The cheaper of two that fit, else the smaller; with what ``found`` has proven.
 
     A plan of several turns may be below the bound, which holds for plans around one: then nothing is proven.
     """
-
-    def price(p: Plan) -> float:
-        return p.program.again(problem.costs.charge) + p.wait * problem.costs.per_second
-
-    def rank(p: Plan) -> tuple[bool, float]:
-        over = p.predicted.device > budget
-        return over, p.predicted.device if over else price(p)
-
-    if rank(found) < rank(plan):
-        return found
-    if found.bound is None or plan.predicted.device > budget or price(plan) < found.bound:
-        return plan
-    gap = (price(plan) - found.bound) / price(plan) if price(plan) else 0.0
+    best = _cheaper(problem, budget, plan, found)
+    price = _price(problem, plan)
+    if best is found or found.bound is None or plan.predicted.device > budget or price < found.bound:
+        return best
+    gap = (price - found.bound) / price if price else 0.0
     return replace(plan, gap=gap if gap > _PROVEN else 0.0, bound=found.bound)

@@ -1,0 +1,103 @@
+"""Improve: plans of small programs that fit and are about as cheap as the least there are, by no clock."""
+
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from graphs import graphs, network
+from jaxtensile.device import profile
+from jaxtensile.passes import exact, greedy, improve, solvers
+from jaxtensile.passes.check import check
+from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.plan import Costs, Problem
+from oracles import every_schedule, least_charge, one_turn
+from test_exact import chains
+
+pytestmark = pytest.mark.without_jax
+
+DEVICE = profile("nvidia-h200")
+
+
+def problem_of(graph, share):
+    """Its budget: the arguments and a share of the temporaries."""
+    live = live_ranges(graph)
+    return Problem(graph=graph, costs=op_costs(graph, DEVICE), budget=live.device - int((1 - share) * live.temp))
+
+
+def price(problem, plan):
+    return plan.program.again(problem.costs.charge) / sum(problem.costs.charge)
+
+
+@given(chains(), st.floats(0.3, 1))
+@settings(max_examples=40, derandomize=True)
+def test_close_to_the_cheapest_of_all_schedules(chain, share):
+    graph, work = chain
+    costs = tuple(float(w) for w in work) + (1.0,) * (len(graph.ops) - len(work))
+    problem = replace(problem_of(graph, share), costs=Costs(seconds=costs, charge=costs))
+    mountain = one_turn(graph, problem.budget)
+    assume(mountain is not None and mountain.needed)
+    least = least_charge(every_schedule(graph, mountain, costs), problem.budget)
+    assume(least is not None)
+    found = improve.improve(problem, problem.budget)
+    assert found is not None and found.predicted.device <= problem.budget
+    check(graph, found.program)
+    assert price(problem, found) <= least / sum(costs) + 0.02
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("layers", [6, 12])
+def test_what_is_finished_fits_and_is_no_dearer(layers, share):
+    problem = problem_of(network(layers, gated=True)[0], share)
+    first = greedy.prepare(problem)(problem.budget)
+    found = solvers.finished("auto", problem, problem.budget, first)
+    check(problem.graph, found.program)
+    assert (found.predicted.device <= problem.budget) >= (first.predicted.device <= problem.budget)
+    if first.predicted.device <= problem.budget:
+        assert price(problem, found) <= price(problem, first)
+    best = exact.prepare(problem, 20.0)(problem.budget)
+    if best.predicted.device <= problem.budget:
+        assert price(problem, found) <= price(problem, best) + 0.02
+
+
+@given(graphs(most_ops=16))
+@settings(max_examples=40, derandomize=True)
+def test_every_answer_is_a_program_of_the_same_values(graph):
+    problem = problem_of(graph, 0.5)
+    found = improve.improve(problem, problem.budget)
+    if found is not None:
+        check(graph, found.program)
+        assert found.predicted == live_ranges(found.program.graph).use()
+
+
+def test_equal_programs_get_equal_plans_whatever_the_clock_says(monkeypatch):
+    problem = problem_of(network(8, gated=True)[0], 0.5)
+    first = improve.improve(problem, problem.budget)
+    real, now = time.monotonic, 0.0
+
+    def slow():
+        nonlocal now
+        now += 1000.0
+        return real() + now
+
+    monkeypatch.setattr(time, "monotonic", slow)
+    second = improve.improve(problem, problem.budget)
+    assert first is not None and second is not None
+    assert first.program.graph.ops == second.program.graph.ops
+
+
+def test_nothing_to_decide():
+    problem = problem_of(network(4, gated=False)[0], 0.5)
+    plain = live_ranges(problem.graph)
+    assert improve.improve(problem, plain.device) is None
+    assert improve.improve(problem, plain.device - plain.temp - 1) is None
+
+
+def test_plans_that_are_good_enough_and_those_of_other_solvers_are_left():
+    problem = problem_of(network(8, gated=True)[0], 0.5)
+    plan = greedy.prepare(problem)(problem.budget)
+    assert solvers.finished("greedy", problem, problem.budget, plan) is plan
+    assert solvers.finished("auto", problem, 1 << 50, greedy.prepare(problem)(1 << 50)).changes_nothing
