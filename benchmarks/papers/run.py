@@ -49,7 +49,7 @@ HALVINGS = 3
 """Steps of a search between the smallest of these shares without overhead and the next."""
 HOST = {"recompute": 0, "recompute + host": 64 << 30}
 """Host bytes that a plan may use, by what it may do."""
-TRIES = 3
+TRIES, PROBES = 3, 5
 LIMIT = 1200.0
 """Seconds for one plan."""
 
@@ -68,7 +68,7 @@ def sweep(name: str, target: str, host_budget: int) -> dict[str, Any]:
     import jax
 
     from jaxtensile.device import WEIGHTS, profile
-    from jaxtensile.passes import greedy
+    from jaxtensile.passes import solvers
     from jaxtensile.passes.cost import op_costs
     from jaxtensile.passes.liveness import live_ranges
     from jaxtensile.plan import Link, Problem
@@ -80,12 +80,13 @@ def sweep(name: str, target: str, host_budget: int) -> dict[str, Any]:
     graph = trace_jaxpr(made.jaxpr, tuple(bool(a.donated) for a in jax.tree.leaves(made.args_info))).graph
     live, costs = live_ranges(graph), op_costs(graph, device)
     link = Link(bandwidth=device.link_bandwidth * LINK_SHARE, latency=device.link_latency) if host_budget else None
-    solve = greedy.prepare(Problem(graph=graph, costs=costs, budget=0, link=link, host_budget=host_budget))
+    problem = Problem(graph=graph, costs=costs, budget=0, link=link, host_budget=host_budget)
+    solve = solvers.named("auto")(problem)
     step = sum(costs.seconds)
 
     def at(share: float) -> dict[str, Any]:
         budget = live.device - int((1 - share) * live.temp)
-        plan = solve(budget)
+        plan = solvers.finished("auto", problem, budget, solve(budget))
         row = {"share": share, "budget": budget, "predicted": plan.predicted.device, "eor": plan.overhead / step}
         return {**row, "fits": plan.predicted.device <= budget, "offload": plan.offload_bytes}
 
@@ -159,17 +160,24 @@ def at_authors(network: str, host: int, row: dict[str, Any], found: dict[str, An
 
 
 def free(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """The smallest budget found whose plan has no overhead: from the model's guess at it, upwards."""
+    """The smallest program found without overhead: bisection, from the model's guess at its budget."""
     plain, known = row["plain"]["device"], found["sweep"]
-    budget = free_budget([*known["rows"], *known["between"]], plain, known["predicted"])
-    for _ in range(TRIES):
-        if budget is None or budget >= plain:
+    # Without overhead there is always the plain program; the model's least is never free.
+    low = int(min(r["predicted"] for r in known["rows"]) * plain / known["predicted"])
+    high, smallest = plain, None
+    budget = free_budget([*known["rows"], *known["between"]], plain, known["predicted"]) or (low + high) // 2
+    for _ in range(PROBES):
+        if not low < budget < high:
             break
         point = isolated(MODULE, f"fit:{network}:{row['target']}:{host}:{budget}", limit=LIMIT)
-        if "crash" in point or is_free(point):
-            return point
-        budget = max(budget + int(0.05 * plain), 0 if point["fits"] else point["needs"])
-    return {"none": True}
+        if "crash" in point:
+            return smallest or point
+        if is_free(point):
+            high, smallest = min(budget, point["device"]), point
+        else:
+            low = budget
+        budget = (low + high) // 2
+    return smallest or {"none": True}
 
 
 def best(network: str, host: int, row: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
