@@ -80,8 +80,9 @@ def jit(
     ``chunk``: work on many rows (a batch, the logits of a loss) may be done for some of them at a time, where that is
     the cheapest way to fit, often at a fraction of the bytes and with nothing computed twice; sums over rows, gradients
     above all, are then sums of the parts' sums, added in float32 or more, and round differently.
-    ``solver``: ``"auto"``, fast at any size: ``"greedy"``, and for programs of a few layers an integer programme without
-    its proof; ``"exact"``, with it: that takes up to a minute and reports a gap; ``"chain"``, a dynamic programme for programs that are chains.
+    ``solver``: ``"auto"``, fast at any size: ``"greedy"``, and for programs of a few layers an integer programme
+    without its proof; ``"exact"``, with it, which takes up to a minute and reports a gap; ``"chain"``, a dynamic
+    programme for programs that are chains.
     ``objective``: ``"flops"``, no matrix product is computed twice where anything else can be, and then the predicted
     step is to be short; ``"time"``, the predicted step alone is to be short, whatever is computed twice for it.
     ``offload_state``: donated arguments that only the update needs (optimizer moments, master weights, averages; of

@@ -27,6 +27,9 @@ _TOLERANCE = 5e-3
 """Gap, as a share of a step, at which a programme counts as solved."""
 _ENOUGH = 0.01
 """Share of a step by which a schedule that fits may cost more than the programme's answer."""
+_TWICE, _LOOSE = 0.15, 0.03
+"""A plan dearer than this share of a step is compared with one that comes down around two turns: around the first to as
+much over the budget as the second share of the temporaries."""
 _TRAFFIC = 0.03
 """Share of an op's seconds beyond its charge that is charged as well: where many plans are as cheap, the programme
 takes long to tell them apart."""
@@ -42,8 +45,20 @@ def improve(problem: Problem, budget: Bytes) -> Plan | None:
         return None
     pairs = zip(problem.costs.charge, problem.costs.seconds, strict=True)
     guide = Costs(seconds=problem.costs.seconds, charge=tuple(c + _TRAFFIC * max(s - c, 0.0) for c, s in pairs))
-    for _ in range(MOUNTAINS):
-        search = search_around(replace(problem, costs=guide), here, budget, INF)
+    problem = replace(problem, costs=guide)
+    found = _down(problem, here, budget, budget)
+    if found.charge > _TWICE * sum(guide.charge) or found.device > budget:
+        # What is left over budget around the first turn may be cheaper around the next.
+        other = _down(problem, here, budget, budget + int(_LOOSE * here.live.temp))
+        if (other.device > budget, other.charge) < (found.device > budget, found.charge):
+            found = other
+    return answer(problem, found.program, found.live, "milp")
+
+
+def _down(problem: Problem, here: Trial, budget: Bytes, first: Bytes) -> Trial:
+    """Turn after turn to ``budget``, around the first one to ``first``; as low as that goes."""
+    for k in range(MOUNTAINS):
+        search = search_around(problem, here, budget if k else first, INF)
         if search is None:
             break
         _look(search)
@@ -53,7 +68,7 @@ def improve(problem: Problem, budget: Bytes) -> Plan | None:
         here = found
         if here.device <= budget:
             break
-    return answer(problem, here.program, here.live, "milp")
+    return here
 
 
 def _look(search: Search) -> None:
@@ -69,7 +84,7 @@ def _look(search: Search) -> None:
         if not fresh:
             break
     again = Recomputation(search.start.program.graph, search.mountain)
-    short, wide = False, 0
+    short, missed, wide = False, False, 0
     for _ in range(_SOLVED):
         wide += model.width
         if wide > _WIDEST:
@@ -85,11 +100,16 @@ def _look(search: Search) -> None:
         fitted = trial if trial.device <= search.budget else _fitted(search, again, trial)
         if fitted is not None and fitted.charge <= trial.charge + _ENOUGH * sum(search.charge):
             break
-        for step, over in search.violated(trial)[:_FRESH]:
-            if model.has(step):
-                # Doubled at least: what is missing may be little, and as little again for the next answer.
-                slack[step] = slack.get(step, 0) + max(over, slack.get(step, 0))
+        over = search.violated(trial)[:_FRESH]
+        fresh = [step for step, _ in over if not model.has(step)]
+        for step in fresh:
             model.look_at(step)
+        # What the model does not see of one step it may see of the next: set aside only once that was of no help.
+        for step, more in over if missed or not fresh else ():
+            if step not in fresh:
+                # Doubled at least: what is missing may be little, and as little again for the next answer.
+                slack[step] = slack.get(step, 0) + max(more, slack.get(step, 0))
+        missed = True
 
 
 def _fitted(search: Search, again: Recomputation, trial: Trial) -> Trial | None:

@@ -30,6 +30,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
+from jaxtensile.hushed import hushed
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.nodes import Nodes, Sometimes, forward_ends, others
 from jaxtensile.units import Bytes, Seconds
@@ -40,6 +41,8 @@ TOLERANCE = 1e-7
 _STEP = 1e3
 """What a step costs in the objective: HiGHS gives up what is better by less than ``_LEAST``, whatever gap is asked."""
 _LEAST = 1e-6
+
+_REPAIRED = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
 
 Row = dict[int, float]
 """A linear expression: coefficient by variable, the constant at ``_ONE``."""
@@ -280,17 +283,18 @@ class Model:
         matrix = cast(
             Any, csr_array(([c for *_, c in entries], ([e[0] for e in entries], [e[1] for e in entries])), shape)
         )
-        found = cast(Any, milp)(
-            objective,
-            integrality=integral,
-            bounds=Bounds(np.array(self._low), high),
-            constraints=[LinearConstraint(matrix, least, np.full(len(least), np.inf))] if entries else [],
-            options={
-                "time_limit": max(seconds, 0.1),
-                "mip_rel_gap": tolerance,
-                **({"node_limit": nodes} if nodes else {}),
-            },
-        )
+        with hushed(_REPAIRED):
+            found = cast(Any, milp)(
+                objective,
+                integrality=integral,
+                bounds=Bounds(np.array(self._low), high),
+                constraints=[LinearConstraint(matrix, least, np.full(len(least), np.inf))] if entries else [],
+                options={
+                    "time_limit": max(seconds, 0.1),
+                    "mip_rel_gap": tolerance,
+                    **({"node_limit": nodes} if nodes else {}),
+                },
+            )
         bound = 0.0
         if found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):
             least = float(found.mip_dual_bound)
