@@ -30,7 +30,7 @@ _ENOUGH = 0.01
 _TWICE, _LOOSE = 0.15, 0.03
 """A plan dearer than this share of a step is compared with one that comes down around two turns: around the first to as
 much over the budget as the second share of the temporaries."""
-_TRAFFIC = 0.03
+_TRAFFIC = 0.1
 """Share of an op's seconds beyond its charge that is charged as well: where many plans are as cheap, the programme
 takes long to tell them apart."""
 _WIDEST = 8000
