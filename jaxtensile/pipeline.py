@@ -24,7 +24,6 @@ from jaxtensile.merge import merged
 from jaxtensile.outcome import Made, cannot, report
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.lowerbound import Bound, lower_bound
 from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
@@ -33,15 +32,12 @@ from jaxtensile.recipe import Unlike, recipe_of, replay
 from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds, finished
-from jaxtensile.state import choose
-from jaxtensile.trace import Traced, trace_jaxpr
+from jaxtensile.subject import Subject, subject_of, with_state
+from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, undo
 from jaxtensile.units import TIB, Seconds
 from jaxtensile.variants import Variant, program_key
 
-SURELY_OVER = 1.25
-"""The plain program is compiled unless the model puts it over the budget by this factor."""
-SURELY_OVER_WITH_LOOPS = 2.0
 TIGHT = 2.0
 """Budgets below so many times the lower bound may be hopeless."""
 STEEPEST = 0.7
@@ -133,68 +129,24 @@ def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]
     return tuple(reversed(found))
 
 
-def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_Page, Undone | None, _Subject | None]:
+def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_Page, Undone | None, Subject | None]:
     """The page of a job, and the program without the user's checkpoints where it has some and may fit."""
     with clock("graph"):
         traced = merged(trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused))
-        job, notes = _with_state(job, traced)
-        program = _program(job, traced)
+        job, notes = with_state(job, traced)
+        program = subject_of(job, traced)
         undone = undo(program.traced) if job.undo and job.shards == 1 else None
-        lighter = _program(job, undone.traced) if undone is not None else None
+        lighter = subject_of(job, undone.traced) if undone is not None else None
     if lighter is not None and lighter.bound.nbytes > job.budget:
         undone = lighter = None
     return _Page(job, prepare, clock, baseline, program, notes), undone, lighter
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Subject:
-    """A traced program, what the model says of it as it is, and once its state is on the host."""
-
-    traced: Traced
-    plain: MemoryUse
-    predicted: MemoryUse
-    bound: Bound
-
-    def may_fit(self, job: Job) -> bool:
-        """Whether XLA is worth asking about it as it is."""
-        loops = any(op.bodies for op in self.traced.graph.ops)
-        return self.predicted.device <= (SURELY_OVER_WITH_LOOPS if loops else SURELY_OVER) * job.budget
-
-
-def _program(job: Job, traced: Traced) -> _Subject:
-    placed = ways.streamed(job, traced)
-    plain = live_ranges(traced.graph, together=True).use()
-    return _Subject(
-        traced=traced,
-        plain=plain,
-        predicted=plain if placed is traced else live_ranges(placed.graph, together=True).use(host=job.state_bytes),
-        bound=lower_bound(placed.graph, placed.consts, job.device.platform),
-    )
-
-
-def _with_state(job: Job, traced: Traced) -> tuple[Job, tuple[str, ...]]:
-    """The job with the arguments that may wait on the host between calls there, and what to say of the others."""
-    if job.place is None:
-        return job, ()
-    if job.shards > 1:
-        return job, ("offload_state: arguments that are sharded over several devices stay there",)
-    state, stay = choose(traced, op_costs(traced.graph, job.device).charge, job.names, job.state_budget)
-    notes: list[str] = []
-    if stay:
-        notes.append(
-            f"offload_state: {len(stay)} arguments ({stay[0]}, ...) stay on the device, because jax.jit would give "
-            "their buffers to other outputs than those that replace them: return the state in the arguments' order"
-        )
-    elif not state:
-        notes.append("offload_state: no donated argument of 1 MiB or more is needed by the update alone")
-    return job.with_state(state), tuple(notes)
 
 
 class _Page:
     """One job on its way down the page, and what has been compiled of it."""
 
     def __init__(
-        self, job: Job, prepare: Prepare, clock: Clock, baseline: bool, program: _Subject, notes: tuple[str, ...]
+        self, job: Job, prepare: Prepare, clock: Clock, baseline: bool, program: Subject, notes: tuple[str, ...]
     ) -> None:
         self.job, self.prepare, self.clock, self.baseline, self.program = job, prepare, clock, baseline, program
         self.notes = notes
@@ -239,7 +191,7 @@ class _Page:
             scale = self.program.predicted.device / max(plain.device, 1)
         return Rounds(self.attempts, scale)
 
-    def recalled(self, plans: PlanCache, undone: Undone | None, lighter: _Subject | None) -> Fitted | None:
+    def recalled(self, plans: PlanCache, undone: Undone | None, lighter: Subject | None) -> Fitted | None:
         """What an earlier process planned for the same question; None where there is none that fits here."""
         job, program = self.job, self.program
         with self.clock("recall"):
@@ -330,7 +282,7 @@ class _Page:
         placed = variant.traced
         return min(bound, lower_bound(placed.graph, placed.consts, self.job.device.platform), key=lambda b: b.nbytes)
 
-    def undone(self, undone: Undone, lighter: _Subject) -> Fitted | None:
+    def undone(self, undone: Undone, lighter: Subject) -> Fitted | None:
         """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
         job = self.job
         costs = self.costs()
@@ -359,7 +311,7 @@ class _Page:
         return self.unchanged() if best.evaluate is None else self.planned(best, lighter.bound, count)
 
     def renewed(
-        self, undone: Undone | None, lighter: _Subject | None, worth: Callable[[Variant, Plan], bool]
+        self, undone: Undone | None, lighter: Subject | None, worth: Callable[[Variant, Plan], bool]
     ) -> Fitted | None:
         """The cheapest of what is worth it and fits, with and without the user's checkpoints; None without such."""
         job, costs, program = self.job, self.costs(), self.program

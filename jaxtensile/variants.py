@@ -137,8 +137,9 @@ class Variant:
         return self.prepare(self.problem)
 
     def finished(self, plan: Plan, budget: Bytes) -> Plan:
-        """What the plan becomes before it is compiled."""
-        return finished(self.job.solver, self.problem, budget, plan)
+        """What the plan becomes before it is compiled; those of a solver that is not the job's own are left."""
+        own = self.prepare is named(self.job.solver)
+        return finished(self.job.solver, self.problem, budget, plan) if own else plan
 
 
 @dataclass(frozen=True, kw_only=True)

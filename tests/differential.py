@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-from jaxtensile import _compat, attempts, pipeline
+from jaxtensile import _compat, attempts, subject
 from jaxtensile.passes import greedy, loops, segments
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.lowerbound import lower_bound
@@ -43,8 +43,8 @@ def believed():
     nothing = MemoryUse(argument=0, output=0, temp=0, alias=0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attempts, "compile_program", lambda *args: replace(real(*args), memory=nothing))
-        patch.setattr(pipeline, "SURELY_OVER", 0.0)
-        patch.setattr(pipeline, "SURELY_OVER_WITH_LOOPS", 0.0)
+        patch.setattr(subject, "SURELY_OVER", 0.0)
+        patch.setattr(subject, "SURELY_OVER_WITH_LOOPS", 0.0)
         patch.setattr(segments, "_PRICES", 4)
         patch.setattr(loops, "_PRICES", 4)
         patch.setattr(greedy, "_MOUNTAINS", 4)

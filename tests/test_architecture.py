@@ -70,7 +70,8 @@ MAY_IMPORT = {
     "outcome": f"{EDGE} candidates undo request variants timeline report",
     "attempts": f"{EDGE} request variants outcome",
     "rounds": f"{EDGE} attempts candidates variants outcome",
-    "pipeline": f"""{EDGE} collecting rounds attempts candidates plan_cache recipe state merge undo request variants
+    "subject": f"{EDGE} request state variants",
+    "pipeline": f"""{EDGE} collecting subject rounds attempts candidates plan_cache recipe merge undo request variants
     outcome timeline report""",
     "placement": f"{VOCABULARY} target _compat",
     "location": "device target _compat",

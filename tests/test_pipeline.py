@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import attempts, pipeline, rounds
+from jaxtensile import attempts, rounds, subject
 from jaxtensile.device import profile
 from jaxtensile.passes.greedy import prepare as greedy
 from jaxtensile.passes.liveness import live_ranges
@@ -103,7 +103,7 @@ def test_what_fits_is_compiled_once_and_left_alone(monkeypatch):
 
 
 def test_what_surely_does_not_fit_is_not_compiled_as_it_is(monkeypatch):
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 1.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 1.0)
     compiler, steps = Compiler(monkeypatch), []
     report = fit(job(tight()), compiler.prepare, steps.append).report
     assert "compile plain" not in steps and not report.baseline.exact
@@ -113,8 +113,8 @@ def test_what_surely_does_not_fit_is_not_compiled_as_it_is(monkeypatch):
 
 def test_the_first_plan_that_holds_is_taken(monkeypatch):
     """Where it leaves little of the budget, or a plan that uses more saves little."""
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(rounds, "GAIN", 1.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(rounds, "UNSURE", 1.0)
     compiler, steps = Compiler(monkeypatch), []
     fitted = fit(job(tight()), compiler.prepare, steps.append)
     report = fitted.report
@@ -128,10 +128,10 @@ def test_the_first_plan_that_holds_is_taken(monkeypatch):
 
 def test_what_a_plan_leaves_of_the_budget_is_used_once(monkeypatch):
     """XLA needs less than the model says: the next plan has less work, and is taken if it holds."""
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(rounds, "GAIN", 1.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(rounds, "UNSURE", 1.0)
     careful = fit(job(tight()), Compiler(monkeypatch, -predicted().temp // 8).prepare).report
-    monkeypatch.setattr(rounds, "GAIN", 0.0)
+    monkeypatch.setattr(rounds, "UNSURE", 0.0)
     compiler = Compiler(monkeypatch, -predicted().temp // 8)
     report = fit(job(tight()), compiler.prepare).report
     assert (careful.rounds, report.rounds) == (1, 2) and careful.budget == report.budget
@@ -143,7 +143,7 @@ def test_what_a_plan_leaves_of_the_budget_is_used_once(monkeypatch):
 
 
 def test_what_xla_adds_is_taken_off_the_next_aim(monkeypatch):
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     add = predicted().temp // 12
     compiler = Compiler(monkeypatch, add)
     report = fit(job(tight(0.9)), compiler.prepare).report
@@ -168,7 +168,7 @@ class Uneven(Compiler):
 
 
 def test_between_a_miss_and_a_fit_with_bytes_to_spare_less_is_recomputed(monkeypatch):
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     found = {}
     for lifts in (0, 2):
         monkeypatch.setattr(rounds, "LIFTS", lifts)
@@ -181,7 +181,7 @@ def test_between_a_miss_and_a_fit_with_bytes_to_spare_less_is_recomputed(monkeyp
 
 
 def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     compiler = Compiler(monkeypatch, add=100 * predicted().temp)
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(tight()), compiler.prepare)
@@ -192,8 +192,8 @@ def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
 
 
 def test_below_what_can_be_reached_no_plan_is_compiled_twice(monkeypatch):
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(pipeline, "lower_bound", lambda *_: Bound(nbytes=0, ops=()))
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "lower_bound", lambda *_: Bound(nbytes=0, ops=()))
     compiler = Compiler(monkeypatch)
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(predicted().argument + 100), compiler.prepare)
@@ -203,9 +203,9 @@ def test_below_what_can_be_reached_no_plan_is_compiled_twice(monkeypatch):
 
 
 def test_far_below_what_can_be_reached_one_plan_is_compiled_and_nothing_for_the_report(monkeypatch):
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     budget = predicted().argument + 100
-    monkeypatch.setattr(pipeline, "lower_bound", lambda *_: Bound(nbytes=budget, ops=()))
+    monkeypatch.setattr(subject, "lower_bound", lambda *_: Bound(nbytes=budget, ops=()))
     compiler, steps = Compiler(monkeypatch), []
     with pytest.raises(jaxtensile.BudgetError, match="smallest reachable") as info:
         fit(job(budget), compiler.prepare, steps.append, baseline=True)
@@ -216,8 +216,8 @@ def test_far_below_what_can_be_reached_one_plan_is_compiled_and_nothing_for_the_
 
 def test_a_model_that_is_far_off_leaves_nothing_untried(monkeypatch):
     """By the model nothing comes near the budget; what is compiled does, and so what else there is is tried."""
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(pipeline, "lower_bound", lambda *_: Bound(nbytes=0, ops=()))
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "lower_bound", lambda *_: Bound(nbytes=0, ops=()))
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(predicted().argument + 100), Compiler(monkeypatch).prepare)
     least = info.value.needs
@@ -227,7 +227,7 @@ def test_a_model_that_is_far_off_leaves_nothing_untried(monkeypatch):
 
 
 def test_a_compiler_that_refuses_is_asked_for_less(monkeypatch):
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     compiler = Compiler(monkeypatch, refuse=1)
     report = fit(job(tight(0.9)), compiler.prepare).report
     assert report.fits and report.rounds <= 2
@@ -239,7 +239,7 @@ def test_a_compiler_that_refuses_is_asked_for_less(monkeypatch):
 
 def test_below_the_arguments_and_below_the_bound_nothing_is_compiled(monkeypatch):
     compiler = Compiler(monkeypatch)
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     for budget, words in ((1000, "the arguments alone"), (predicted().argument + 40, "no plan can need less")):
         with pytest.raises(jaxtensile.BudgetError, match=words) as info:
             fit(job(budget), compiler.prepare)
@@ -261,7 +261,7 @@ def test_a_plan_that_is_wrong_is_not_compiled(monkeypatch):
 
         return solve
 
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     with pytest.raises(Exception) as info:
         fit(job(tight()), lying)
     assert not isinstance(info.value, jaxtensile.BudgetError)
@@ -269,7 +269,7 @@ def test_a_plan_that_is_wrong_is_not_compiled(monkeypatch):
 
 
 def test_a_solver_that_does_nothing_is_no_plan(monkeypatch):
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
 
     def idle(problem):
         plan = greedy(problem)(1 << 60)
@@ -281,7 +281,7 @@ def test_a_solver_that_does_nothing_is_no_plan(monkeypatch):
 
 
 def test_the_same_job_has_the_same_plan(monkeypatch):
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     plans = [fit(job(tight())).report for _ in range(2)]
     assert plans[0].actions == plans[1].actions and plans[0].compiled == plans[1].compiled
 
@@ -377,7 +377,7 @@ def test_checkpoints_are_honoured_on_request(monkeypatch):
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
 def test_only_what_the_budget_needs_is_recomputed(monkeypatch, share):
     """Between the bytes of the program as written and those without checkpoints."""
-    monkeypatch.setattr(pipeline, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     (low, flops), (high, least) = predictions()
     assert low < high and least < flops
     compiler = Compiler(monkeypatch)

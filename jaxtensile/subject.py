@@ -1,0 +1,63 @@
+"""What is known of a job's program before anything is planned: as it is, and once its state is on the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxtensile import variants as ways
+from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.passes.lowerbound import Bound, lower_bound
+from jaxtensile.plan import MemoryUse
+from jaxtensile.request import Job
+from jaxtensile.state import choose
+from jaxtensile.trace import Traced
+
+SURELY_OVER = 1.25
+"""The plain program is compiled unless the model puts it over the budget by this factor."""
+SURELY_OVER_WITH_LOOPS = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A traced program, what the model says of it as it is, and once its state is on the host."""
+
+    traced: Traced
+    plain: MemoryUse
+    predicted: MemoryUse
+    bound: Bound
+
+    def may_fit(self, job: Job) -> bool:
+        """Whether XLA is worth asking about it as it is."""
+        loops = any(op.bodies for op in self.traced.graph.ops)
+        return self.predicted.device <= (SURELY_OVER_WITH_LOOPS if loops else SURELY_OVER) * job.budget
+
+
+def subject_of(job: Job, traced: Traced) -> Subject:
+    """The program of a job, measured by the model."""
+    placed = ways.streamed(job, traced)
+    plain = live_ranges(traced.graph, together=True).use()
+    return Subject(
+        traced=traced,
+        plain=plain,
+        predicted=plain if placed is traced else live_ranges(placed.graph, together=True).use(host=job.state_bytes),
+        bound=lower_bound(placed.graph, placed.consts, job.device.platform),
+    )
+
+
+def with_state(job: Job, traced: Traced) -> tuple[Job, tuple[str, ...]]:
+    """The job with the arguments that may wait on the host between calls there, and what to say of the others."""
+    if job.place is None:
+        return job, ()
+    if job.shards > 1:
+        return job, ("offload_state: arguments that are sharded over several devices stay there",)
+    state, stay = choose(traced, op_costs(traced.graph, job.device).charge, job.names, job.state_budget)
+    notes: list[str] = []
+    if stay:
+        notes.append(
+            f"offload_state: {len(stay)} arguments ({stay[0]}, ...) stay on the device, because jax.jit would give "
+            "their buffers to other outputs than those that replace them: return the state in the arguments' order"
+        )
+    elif not state:
+        notes.append("offload_state: no donated argument of 1 MiB or more is needed by the update alone")
+    return job.with_state(state), tuple(notes)
