@@ -33,83 +33,82 @@ much over the budget as the second share of the temporaries."""
 _TRAFFIC = 0.1
 """Share of an op's seconds beyond its charge that is charged as well: where many plans are as cheap, the programme
 takes long to tell them apart."""
-_WIDEST = 8000
-"""Variables of all programmes for one turn that are solved before no more is."""
+_WIDTH = 7
+"""Variables of all programmes together that are solved for one plan, per op: their time grows as that of a compile."""
 
 
 def improve(problem: Problem, budget: Bytes) -> Plan | None:
-    """A plan for ``budget``, the smallest found when none fits; None when there is nothing to decide."""
+    """A plan that fits ``budget``; None when none is found, or there is nothing to decide."""
     program = Program.unchanged(problem.graph)
     here = Trial(frozenset(), program, live_ranges(program.graph), 0.0)
     if here.device <= budget or budget < here.device - here.live.temp:
         return None
     pairs = zip(problem.costs.charge, problem.costs.seconds, strict=True)
     guide = Costs(seconds=problem.costs.seconds, charge=tuple(c + _TRAFFIC * max(s - c, 0.0) for c, s in pairs))
-    problem = replace(problem, costs=guide)
-    found = _down(problem, here, budget, budget)
-    if found.charge > _TWICE * sum(guide.charge) or found.device > budget:
+    looked = _Look(replace(problem, costs=guide), here, budget)
+    found = looked.down(budget)
+    if found is None or found.charge > _TWICE * sum(guide.charge):
         # What is left over budget around the first turn may be cheaper around the next.
-        other = _down(problem, here, budget, budget + int(_LOOSE * here.live.temp))
-        if (other.device > budget, other.charge) < (found.device > budget, found.charge):
-            found = other
-    return answer(problem, found.program, found.live, "milp")
+        other = looked.down(budget + int(_LOOSE * here.live.temp))
+        found = min((f for f in (found, other) if f is not None), key=lambda f: f.charge, default=None)
+    return answer(problem, found.program, found.live, "milp") if found is not None else None
 
 
-def _down(problem: Problem, here: Trial, budget: Bytes, first: Bytes) -> Trial:
-    """Turn after turn to ``budget``, around the first one to ``first``; as low as that goes."""
-    for k in range(MOUNTAINS):
-        search = search_around(problem, here, budget if k else first, INF)
-        if search is None:
-            break
-        _look(search)
-        found = search.best or search.lowest
-        if found is None or found.device >= here.device:
-            break
-        here = found
-        if here.device <= budget:
-            break
-    return here
+class _Look:
+    """Schedules of one problem, from ``start`` down to ``budget``; ``left``: variables that may still be solved for."""
 
+    def __init__(self, problem: Problem, start: Trial, budget: Bytes) -> None:
+        self.problem, self.start, self.budget = problem, start, budget
+        self.left = _WIDTH * len(problem.graph.ops)
 
-def _look(search: Search) -> None:
-    """Which steps count, by relaxations; then kept sets until the schedule of one fits."""
-    model, slack = search.model, search.model.slack
-    model.look_at(max(search.mountain.turn - 1, 0))
-    for _ in range(_RELAXED):
-        found = model.solve(nodes=0)
-        fresh = [] if found.kept is None else [s for s, _ in search.violated(search.measure(found.kept))]
-        fresh = [s for s in fresh if not model.has(s)]
-        for step in fresh[:_FRESH]:
-            model.look_at(step)
-        if not fresh:
-            break
-    again = Recomputation(search.start.program.graph, search.mountain)
-    short, missed, wide = False, False, 0
-    for _ in range(_SOLVED):
-        wide += model.width
-        if wide > _WIDEST:
-            break
-        found = model.solve(nodes=1, tolerance=_TOLERANCE, short=short)
-        if found.kept is None and found.bound == INF and not short:
-            # Not around this turn alone: as little as it can need, and what is left around the next.
-            short = True
-            found = model.solve(nodes=1, tolerance=_TOLERANCE, short=True)
-        if found.kept is None:
-            break
-        trial = search.measure(found.kept)
-        fitted = trial if trial.device <= search.budget else _fitted(search, again, trial)
-        if fitted is not None and fitted.charge <= trial.charge + _ENOUGH * sum(search.charge):
-            break
-        over = search.violated(trial)[:_FRESH]
-        fresh = [step for step, _ in over if not model.has(step)]
-        for step in fresh:
-            model.look_at(step)
-        # What the model does not see of one step it may see of the next: set aside only once that was of no help.
-        for step, more in over if missed or not fresh else ():
-            if step not in fresh:
-                # Doubled at least: what is missing may be little, and as little again for the next answer.
-                slack[step] = slack.get(step, 0) + max(more, slack.get(step, 0))
-        missed = True
+    def down(self, first: Bytes) -> Trial | None:
+        """Turn after turn to the budget, around the first one to ``first``; None where one does not get there."""
+        here, aim = self.start, first
+        for _ in range(MOUNTAINS):
+            search = search_around(self.problem, here, aim, INF)
+            if search is None:
+                break
+            self.around(search)
+            if search.best is None:
+                break
+            here, aim = search.best, self.budget
+            if here.device <= self.budget:
+                return here
+        return None
+
+    def around(self, search: Search) -> None:
+        """Which steps count, by relaxations; then kept sets until the schedule of one fits."""
+        model, slack = search.model, search.model.slack
+        model.look_at(max(search.mountain.turn - 1, 0))
+        for _ in range(_RELAXED):
+            found = model.solve(nodes=0)
+            fresh = [] if found.kept is None else [s for s, _ in search.violated(search.measure(found.kept))]
+            fresh = [s for s in fresh if not model.has(s)]
+            for step in fresh[:_FRESH]:
+                model.look_at(step)
+            if not fresh:
+                break
+        again = Recomputation(search.start.program.graph, search.mountain)
+        for k in range(_SOLVED):
+            self.left -= model.width
+            if self.left < 0:
+                break
+            found = model.solve(nodes=1, tolerance=_TOLERANCE)
+            if found.kept is None:
+                break
+            trial = search.measure(found.kept)
+            fitted = trial if trial.device <= search.budget else _fitted(search, again, trial)
+            if fitted is not None and fitted.charge <= trial.charge + _ENOUGH * sum(search.charge):
+                break
+            over = search.violated(trial)[:_FRESH]
+            fresh = [step for step, _ in over if not model.has(step)]
+            for step in fresh:
+                model.look_at(step)
+            # What the model does not see of one step it may see of the next: set aside only once that was of no help.
+            for step, more in over if k or not fresh else ():
+                if step not in fresh:
+                    # Doubled at least: what is missing may be little, and as little again for the next answer.
+                    slack[step] = slack.get(step, 0) + max(more, slack.get(step, 0))
 
 
 def _fitted(search: Search, again: Recomputation, trial: Trial) -> Trial | None:
