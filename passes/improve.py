@@ -33,7 +33,7 @@ much over the budget as the second share of the temporaries."""
 _TRAFFIC = 0.1
 """Share of an op's seconds beyond its charge that is charged as well: where many plans are as cheap, the programme
 takes long to tell them apart."""
-_WIDTH = 7
+_WIDTH = 9
 """Variables of all programmes together that are solved for one plan, per op: their time grows as that of a compile."""
 
 
