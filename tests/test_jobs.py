@@ -7,6 +7,8 @@ import job_programs as programs
 from jaxtensile.errors import BudgetError, ConfigError, CoordinatorError, RejectedError
 from job_training import ROOM, WAIT, Training, charged, ladder, plans, same
 
+pytestmark = pytest.mark.xdist_group("jobs")  # one process: what all of them need is made once
+
 __all__ = ["ladder", "plans"]
 
 

@@ -10,6 +10,8 @@ from jaxtensile.ladder import Ladder, persistent, together
 from jaxtensile.location import location
 from jaxtensile.plan_cache import PlanCache
 
+pytestmark = pytest.mark.xdist_group("ladder")  # one process: what all of them need is made once
+
 
 def request_of(rows=programs.ROWS, budget=None):
     args = (programs.start(), programs.X[:rows], programs.Y[:rows])

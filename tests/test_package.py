@@ -1,5 +1,7 @@
 """``import jaxtensile``: the names it promises, found on first use."""
 
+import os
+
 import pytest
 
 import jaxtensile
@@ -34,3 +36,11 @@ def test_a_submodule_does_not_hide_a_function():
     import jaxtensile.target
 
     assert jaxtensile.targets() == jaxtensile.device.targets()
+
+
+@pytest.mark.xdist_group("heeded")
+def test_what_is_to_be_made_once_is_made_by_one_worker(request):
+    """pytest 9.2 loses the groups of pytest-xdist 3.8 without a word: the suite then takes minutes more."""
+    if "PYTEST_XDIST_WORKER" not in os.environ or not request.config.getoption("loadgroup", False):
+        pytest.skip("tests are not distributed by groups here")
+    assert request.node.nodeid.endswith("@heeded"), "take the pytest that pyproject.toml names"

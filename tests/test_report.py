@@ -20,6 +20,8 @@ from jaxtensile.report_text import groups, short_type
 from jaxtensile.timeline import BARRIER, Sites, Stage, Timeline, Track
 from jaxtensile.units import GIB, MIB
 
+pytestmark = pytest.mark.xdist_group("report")  # one process: what all of them need is made once
+
 SITES = Sites(
     primitives=("mul", "dot_general", "tanh", "sub", "add"),
     sources=("/home/me/model.py:3:1 (layer)",) * 4 + ("<add>",),

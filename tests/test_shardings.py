@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("shardings")  # one process: what all of them need is made once
+
 PRELUDE = """
 import functools, sys
 import jax, jax.numpy as jnp, numpy as np, jaxtensile

@@ -12,6 +12,8 @@ import jaxtensile
 import job_programs as programs
 from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, same
 
+pytestmark = pytest.mark.xdist_group("stepping")  # one process: what all of them need is made once
+
 __all__ = ["ladder", "plans"]
 
 

@@ -20,6 +20,8 @@ from jaxtensile.runtime.leases import HOST
 from jaxtensile.suspension import Suspended
 from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, refused, same, until
 
+pytestmark = pytest.mark.xdist_group("suspend")  # one process: what all of them need is made once
+
 __all__ = ["ladder", "plans"]
 DATA = programs.X.nbytes + programs.Y.nbytes
 

@@ -2,11 +2,15 @@
 
 import weakref
 
+import pytest
+
 import jaxtensile
 import job_programs as programs
 from jaxtensile import stepping
 from jaxtensile.ladder import Ladder
 from job_training import ROOM, WAIT, Training, charged, ladder, plans, resize, same, until
+
+pytestmark = pytest.mark.xdist_group("tenancy")  # one process: what all of them need is made once
 
 __all__ = ["ladder", "plans"]
 

@@ -8,6 +8,8 @@ import job_programs as programs
 from jaxtensile.errors import CoordinatorError, RejectedError
 from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, refused, same, until
 
+pytestmark = pytest.mark.xdist_group("waiting")  # one process: what all of them need is made once
+
 __all__ = ["ladder", "plans"]
 
 
