@@ -69,10 +69,10 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
     from jaxtensile.device import profile
     from jaxtensile.passes.check import check
     from jaxtensile.passes.cost import op_costs
-    from jaxtensile.passes.greedy import prepare
     from jaxtensile.passes.liveness import live_ranges
     from jaxtensile.passes.loops import Ladder
     from jaxtensile.passes.lowerbound import lower_bound
+    from jaxtensile.passes.solvers import finished, named
     from jaxtensile.plan import Problem
     from jaxtensile.rewrite import rewrite
     from jaxtensile.trace import trace_jaxpr
@@ -92,7 +92,8 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
     with clock("loops"):
         Ladder(traced.graph, lambda body: op_costs(body, device).charge)
     with clock("solve"):
-        plan = prepare(Problem(graph=traced.graph, costs=costs, budget=budget))(budget)
+        problem = Problem(graph=traced.graph, costs=costs, budget=budget)
+        plan = finished("auto", problem, budget, named("auto")(problem)(budget))
     with clock("check"):
         check(traced.graph, plan.program)
     flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(workload.args)]
