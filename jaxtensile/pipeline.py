@@ -31,7 +31,7 @@ from jaxtensile.plan_cache import Entry, PlanCache, key_of
 from jaxtensile.recipe import Unlike, recipe_of, replay
 from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
-from jaxtensile.rounds import Rounds, finished
+from jaxtensile.rounds import Rounds
 from jaxtensile.subject import Subject, subject_of, with_state
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, undo
@@ -181,8 +181,7 @@ class _Page:
             return self.known[key].anew()
 
     def cheapest(self, candidates: Candidates) -> tuple[Variant, Plan]:
-        with self.clock("solve"):
-            return finished(candidates, self.job.budget)
+        return self.rounds().cheapest(candidates, self.job.budget)
 
     def rounds(self) -> Rounds:
         """Across shards the plain program says how many bytes in the model are one on a device."""

@@ -50,8 +50,10 @@ class Rounds:
         """Whether a plan is worth a compile."""
 
     def cheapest(self, candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
+        """The cheapest variant, and what its plan becomes before it is compiled."""
         with self.attempts.clock("solve"):
-            return finished(candidates, aim)
+            variant, plan = candidates.cheapest(aim)
+            return variant, variant.finished(plan, aim)
 
     def all(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
         """What comes closest to the budget, and how many plans were compiled.
@@ -290,12 +292,6 @@ class Rounds:
             else:
                 missed = made.plan.predicted.device, int(made.compiled.device * scale)
         return fits, count
-
-
-def finished(candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
-    """The cheapest variant, and what its plan becomes before it is compiled."""
-    variant, plan = candidates.cheapest(aim)
-    return variant, variant.finished(plan, aim)
 
 
 def _tried(variant: Variant, plan: Plan) -> set[str]:

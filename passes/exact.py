@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from jaxtensile.passes.answer import answer
-from jaxtensile.passes.emit import emit_with_clones, recomputed_ops
+from jaxtensile.passes.emit import Recomputation, emit_with_clones
 from jaxtensile.passes.liveness import Liveness, live_ranges
-from jaxtensile.passes.milp import TOLERANCE, Model
+from jaxtensile.passes.milp import INF, TOLERANCE, Model
 from jaxtensile.passes.nodes import Nodes
 from jaxtensile.passes.stages import Mountain, find_turn, mountain_at, waists
 from jaxtensile.plan import Plan, Problem, Program
@@ -62,16 +62,14 @@ class Trial:
     @cached_property
     def at_peak(self) -> frozenset[int]:
         """Values of the problem of which a version has a buffer where it needs most."""
-        live = self.live
-        peak = max(range(len(live.profile)), key=live.profile.__getitem__, default=-1)
-        return frozenset(self.program.version_of[r.value] for r in live.ranges if r.start <= peak < r.stop)
+        return frozenset(self.program.version_of[r.value] for r in self.live.at_peak()[1])
 
     @property
     def device(self) -> Bytes:
         return self.live.device
 
 
-@dataclass(slots=True)
+@dataclass
 class Search:
     """One mountain for one budget: the best schedules found and the least any can cost."""
 
@@ -86,6 +84,11 @@ class Search:
     best: Trial | None = None
     lowest: Trial | None = None
     known: dict[frozenset[int], Trial] = field(default_factory=dict[frozenset[int], Trial])
+
+    @cached_property
+    def again(self) -> Recomputation:
+        """What must run again for a kept set."""
+        return Recomputation(self.start.program.graph, self.mountain)
 
     @property
     def left(self) -> float:
@@ -121,12 +124,11 @@ class Search:
 
     def repaired(self) -> None:
         """Set bytes aside where schedules need more than the model sees, until one fits."""
-        slack = self.model.slack
         for _ in range(_REPAIRS):
             if self.left <= 0:
                 break
             found = self.model.solve(self.left)
-            short = found.kept is None and found.bound == float("inf")
+            short = found.kept is None and found.bound == INF
             if short:
                 found = self.model.solve(self.left, short=True)
             if found.kept is None:
@@ -137,10 +139,9 @@ class Search:
                 break
             for step, over in self.violated(trial)[:_NEW_ROWS]:
                 if self.model.has(step):
-                    # Doubled at least: what is missing may be little, and as little again for the next answer.
-                    slack[step] = slack.get(step, 0) + max(over, slack.get(step, 0))
+                    self.model.set_aside(step, over)
                 self.model.look_at(step)
-        slack.clear()
+        self.model.slack.clear()
 
     def closed(self) -> None:
         """Exclude the cheapest answers of the model one by one while they do not fit."""
@@ -149,7 +150,7 @@ class Search:
                 break
             found = self.model.solve(self.left)
             # What was excluded is known: the bound is the least of it and of the rest.
-            least = self.best.charge - self.start.charge if self.best else float("inf")
+            least = self.best.charge - self.start.charge if self.best else INF
             self.bound = max(self.bound, min(found.bound, least))
             if found.kept is None:
                 break
@@ -188,9 +189,8 @@ class Search:
     def measure(self, kept: frozenset[int]) -> Trial:
         trial = self.known.get(kept)
         if trial is None:
-            start, mountain = self.start, self.mountain
-            again = recomputed_ops(start.program.graph, mountain, kept)
-            program, _ = emit_with_clones(start.program, start.live.kernels, mountain, kept, again, self.cuts)
+            start, again = self.start, self.again.ops(kept)
+            program, _ = emit_with_clones(start.program, start.live.kernels, self.mountain, kept, again, self.cuts)
             charge = self.start.charge + sum(self.charge[o] for o in again)
             trial = self.known[kept] = Trial(kept, program, live_ranges(program.graph), charge)
             if trial.device <= self.budget and (self.best is None or trial.charge < self.best.charge):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxtensile.passes.answer import answer
-from jaxtensile.passes.emit import Recomputation
 from jaxtensile.passes.exact import MOUNTAINS, Search, Trial, search_around
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.milp import INF
@@ -78,7 +77,7 @@ class _Look:
 
     def around(self, search: Search) -> None:
         """Which steps count, by relaxations; then kept sets until the schedule of one fits."""
-        model, slack = search.model, search.model.slack
+        model = search.model
         model.look_at(max(search.mountain.turn - 1, 0))
         for _ in range(_RELAXED):
             found = model.solve(nodes=0)
@@ -88,7 +87,6 @@ class _Look:
                 model.look_at(step)
             if not fresh:
                 break
-        again = Recomputation(search.start.program.graph, search.mountain)
         for k in range(_SOLVED):
             self.left -= model.width
             if self.left < 0:
@@ -97,7 +95,7 @@ class _Look:
             if found.kept is None:
                 break
             trial = search.measure(found.kept)
-            fitted = trial if trial.device <= search.budget else _fitted(search, again, trial)
+            fitted = trial if trial.device <= search.budget else _fitted(search, trial)
             if fitted is not None and fitted.charge <= trial.charge + _ENOUGH * sum(search.charge):
                 break
             over = search.violated(trial)[:_FRESH]
@@ -107,16 +105,15 @@ class _Look:
             # What the model does not see of one step it may see of the next: set aside only once that was of no help.
             for step, more in over if k or not fresh else ():
                 if step not in fresh:
-                    # Doubled at least: what is missing may be little, and as little again for the next answer.
-                    slack[step] = slack.get(step, 0) + max(more, slack.get(step, 0))
+                    model.set_aside(step, more)
 
 
-def _fitted(search: Search, again: Recomputation, trial: Trial) -> Trial | None:
+def _fitted(search: Search, trial: Trial) -> Trial | None:
     """A schedule that fits, once what is cheap and live where ``trial`` needs most is dropped; None if that is vain."""
     start = search.start.program
     for _ in range(_DROPS):
-        there = {v for v, original in enumerate(start.version_of) if original in trial.at_peak}
-        room = make_room(start.graph, again, search.charge, trial.kept, there, trial.device - search.budget)
+        short = trial.device - search.budget
+        room = make_room(start, search.again, search.charge, trial.kept, trial.at_peak, short)
         if not room:
             break
         trial = search.measure(trial.kept - room)

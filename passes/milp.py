@@ -126,6 +126,11 @@ class Model:
         """Whether the bytes at ``step`` are looked at."""
         return step in self._memory
 
+    def set_aside(self, step: int, over: Bytes) -> None:
+        """The emitted schedule was over by so many bytes more than is seen at ``step``: less room there from now on."""
+        # Doubled at least: what is missing may be little, and as little again for the next answer.
+        self.slack[step] = self.slack.get(step, 0) + max(over, self.slack.get(step, 0))
+
     def look_at(self, step: int) -> None:
         """Let the bytes at ``step`` count."""
         if step in self._memory:
@@ -303,7 +308,7 @@ class Model:
                 least = min(least, found.fun - max(tolerance * found.fun, _LEAST))
             bound = max(least - _STEP, 0.0) * whole
         if found.x is None:
-            return Outcome(None, bound if found.status == 1 else float("inf"), 0)
+            return Outcome(None, bound if found.status == 1 else INF, 0)
         kept = frozenset(v for v, k in self.keep.items() if found.x[k] > 0.5)
         return Outcome(kept | self.nodes.small, bound, int(found.x[self._over] * self._unit))
 

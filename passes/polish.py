@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from jaxtensile.ir import Graph
 from jaxtensile.passes.emit import Recomputation
 from jaxtensile.passes.stages import Mountain
 from jaxtensile.plan import Program
@@ -66,8 +65,7 @@ def polish(
             if trial.device <= budget:
                 best = trial
                 break
-            live = {v for v, original in enumerate(start.version_of) if original in trial.at_peak}
-            room = make_room(graph, recomputation, charge, kept - new, live, trial.device - budget)
+            room = make_room(start, recomputation, charge, kept - new, trial.at_peak, trial.device - budget)
             if not room:
                 break
             kept -= room
@@ -75,21 +73,22 @@ def polish(
 
 
 def make_room(
-    graph: Graph,
+    start: Program,
     recomputation: Recomputation,
     charge: Sequence[Seconds],
     kept: frozenset[int],
-    live: set[int],
+    at_peak: frozenset[int],
     short: Bytes,
 ) -> set[int]:
-    """Kept values of at least ``short`` bytes that are cheapest to drop; empty when there are not so many."""
-    made = recomputation.made
+    """Kept values of at least ``short`` bytes, of those with a version ``at_peak``, that are cheapest to drop; empty
+    when there are not so many."""
+    graph, made = start.graph, recomputation.made
     again = recomputation.ops(kept)
 
     price = {
         v: sum(charge[o] for o in recomputation.beside(again, kept, v))
         for v in kept
-        if v in live and graph.values[v].nbytes and not graph.ops[made[v]].pinned
+        if start.version_of[v] in at_peak and graph.values[v].nbytes and not graph.ops[made[v]].pinned
     }
     size = {v: graph.values[v].nbytes for v in price}
     best: tuple[Seconds, set[int]] = (float("inf"), set())

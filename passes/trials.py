@@ -99,9 +99,7 @@ class Trial:
         """Values of the problem of which a version has a buffer where it needs most."""
         if self._at_peak is None:
             program, live = self.laid()
-            peak = max(range(len(live.profile)), key=live.profile.__getitem__, default=-1)
-            held = (r.value for r in live.ranges if r.start <= peak < r.stop)
-            self._at_peak = frozenset(program.version_of[v] for v in held)
+            self._at_peak = frozenset(program.version_of[r.value] for r in live.at_peak()[1])
         return self._at_peak
 
     def let_go(self) -> None:
