@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from operator import itemgetter
 from typing import Any, cast
 
 import numpy as np
@@ -49,54 +48,77 @@ _TOTAL = 2**30
 """Capacities are scaled to integers so that the whole flow stays below this (scipy's are 32-bit)."""
 
 
+class Network:
+    """What the cut problems of one mountain have in common: all edges, by tail and head.
+
+    From every value one edge leads to the op that makes it, and one past that op, for where it is not made again.
+    """
+
+    def __init__(self, graph: Graph, mountain: Mountain) -> None:
+        values, ops, always, cone = graph.values, graph.ops, mountain.always, mountain.cone
+        maker = {r: o for o in cone for r in ops[o].results}
+        op_node = {o: 2 + i for i, o in enumerate(cone)}
+        first = 2 + len(op_node)
+        value_node = {r: first + i for i, r in enumerate(maker)}
+        self.size = first + len(value_node)
+        self.reads = [(u, maker[u], o) for o in cone for u in ops[o].operands if u in maker]
+        """What the ops of the cone read of one another: value, its op, and the op that reads it."""
+        self.pinned = frozenset(r for r, o in maker.items() if ops[o].pinned)
+        self.made = [*maker]
+        own = [r for r in maker if r not in always]
+        self.values = np.array(own, np.int64)
+        self.value_nodes = np.array([value_node[r] for r in own], np.int64)
+        self.maker_nodes = np.array([op_node[maker[r]] for r in own], np.int64)
+        needed = set(mountain.needed)
+        self.needed_bytes = float(sum(values[v].nbytes for v in needed))
+        head = [value_node[r] for r in maker if r in needed]
+        rows = [0, len(head), len(head)]
+        charged: list[tuple[int, int]] = []
+        for o in cone:
+            if not ops[o].pinned:
+                charged.append((len(head), o))
+                reads = {value_node[u] for u in ops[o].operands if u in value_node and u not in always}
+                head += [1, *sorted(reads)]
+            rows.append(len(head))
+        at, charge = (np.array(c, np.int64) for c in (zip(*charged, strict=True) if charged else ((), ())))
+        self.charged, self.charging = at, charge
+        """The edges that cost what an op costs, and those ops; before ``past`` all others hold for ever."""
+        self.past = len(head)
+        for o in maker.values():
+            head += [1, op_node[o]]
+            rows.append(len(head))
+        self.head, self.rows = np.array(head, np.int32), np.array(rows, np.int32)
+        self.nbytes = np.array([0 if r in always else values[r].nbytes for r in maker], np.float64)
+
+
 class ResidualCut:
     """The cut problem of one mountain; ``keep(price)`` solves it, ``keeps(prices)`` for many. Built once.
 
     ``cuts``: steps across which nothing is recomputed: a value read beyond one (``crossing``) is
-    kept if it is available at all.
+    kept if it is available at all. ``network``: that of the mountain, where there is one already.
     """
 
-    def __init__(self, graph: Graph, mountain: Mountain, seconds: Sequence[float], cuts: Sequence[int]) -> None:
-        values, ops, always = graph.values, graph.ops, mountain.always
-        maker: dict[int, int] = {r: o for o in mountain.cone for r in ops[o].results}
-        op_node: dict[int, int] = {o: 2 + i for i, o in enumerate(mountain.cone)}
-        first = 2 + len(op_node)
-        value_node: dict[int, int] = {r: first + i for i, r in enumerate(maker)}
+    def __init__(
+        self,
+        graph: Graph,
+        mountain: Mountain,
+        seconds: Sequence[float],
+        cuts: Sequence[int],
+        network: Network | None = None,
+    ) -> None:
+        net = self._network = network or Network(graph, mountain)
         self.crossing: frozenset[int] = frozenset(
-            u
-            for o in mountain.cone
-            for u in ops[o].operands
-            if u in maker and bisect_right(cuts, maker[u]) != bisect_right(cuts, o)
+            u for u, p, o in net.reads if bisect_right(cuts, p) != bisect_right(cuts, o)
         )
-        stuck = {r for r, o in maker.items() if r in self.crossing or ops[o].pinned}
-        own = [r for r in maker if r not in always]
-        self._values = np.array(own, np.int64)
-        self._value_nodes = np.array([value_node[r] for r in own], np.int64)
-        self._maker_nodes = np.array([op_node[maker[r]] for r in own], np.int64)
-        self._held = np.array([r in stuck for r in own], bool)
-        needed = set(mountain.needed)
-        edges: list[tuple[int, int, float, int]] = []
-        for o in mountain.cone:
-            op, node = ops[o], op_node[o]
-            if not op.pinned:
-                edges.append((node, 1, seconds[o], 0))
-                for u in dict.fromkeys(op.operands):
-                    if u in value_node and u not in always:
-                        edges.append((node, value_node[u], -1.0, 0))
-            for r in op.results:
-                to = 1 if r in stuck or r in always else node
-                edges.append((value_node[r], to, 0.0, 0 if r in always else values[r].nbytes))
-                if r in needed:
-                    edges.append((0, value_node[r], -1.0, 0))
-        # Rows of the network: the edges by tail, then head.
-        edges.sort(key=itemgetter(0, 1))
-        self._head = np.array([e[1] for e in edges], np.int32)
-        self._fixed = np.array([e[2] for e in edges])  # seconds; -1: infinite
-        self._nbytes = np.array([e[3] for e in edges], np.float64)
-        self._size = 2 + len(op_node) + len(value_node)
-        out = np.bincount([e[0] for e in edges], minlength=self._size)
-        self._rows = np.concatenate(([0], np.cumsum(out))).astype(np.int32)
-        self._needed_bytes = float(sum(values[v].nbytes for v in needed))
+        stuck = self.crossing | net.pinned
+        self._held = np.array([r in stuck for r in net.values.tolist()], bool)
+        self._fixed = np.full(len(net.head), -1.0)  # seconds; -1: infinite
+        self._fixed[net.charged] = np.array(seconds, np.float64)[net.charging]
+        self._fixed[net.past :] = 0.0
+        self._nbytes = np.zeros(len(net.head))
+        through = np.array([r not in stuck for r in net.made], bool)
+        self._nbytes[net.past :: 2] = np.where(through, 0.0, net.nbytes)
+        self._nbytes[net.past + 1 :: 2] = np.where(through, net.nbytes, 0.0)
 
     def keeps(self, prices: Sequence[float]) -> list[frozenset[int]]:
         """What to keep at each of ascending prices.
@@ -122,15 +144,16 @@ class ResidualCut:
 
     def keep(self, price: float) -> frozenset[int]:
         """Values to keep when a byte costs ``price`` seconds."""
-        scale = _TOTAL / max(price * self._needed_bytes, 1e-30)
+        net = self._network
+        scale = _TOTAL / max(price * net.needed_bytes, 1e-30)
         costs = np.where(self._fixed < 0, np.inf, (self._fixed + price * self._nbytes) * scale)
         capacity = np.minimum(costs, _INFINITE).astype(np.int32)
         capacity[(capacity == 0) & (self._fixed > 0)] = 1
         # scipy's sparse types are unknown to type checkers.
-        network = cast(Any, csr_array((capacity, self._head, self._rows), shape=(self._size, self._size)))
+        network = cast(Any, csr_array((capacity, net.head, net.rows), shape=(net.size, net.size)))
         residual: Any = network - cast(Any, maximum_flow(network, 0, 1)).flow
         residual.eliminate_zeros()
-        reached = np.zeros(self._size, bool)
+        reached = np.zeros(net.size, bool)
         reached[breadth_first_order(residual, 0, return_predecessors=False)] = True
-        kept = reached[self._value_nodes] & (self._held | ~reached[self._maker_nodes])
-        return frozenset(self._values[kept].tolist())
+        kept = reached[net.value_nodes] & (self._held | ~reached[net.maker_nodes])
+        return frozenset(net.values[kept].tolist())

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxtensile.ir import Graph
 from jaxtensile.passes.emit import Recomputation
-from jaxtensile.passes.mincut import ResidualCut, price_ladder
+from jaxtensile.passes.mincut import Network, ResidualCut, price_ladder
 from jaxtensile.passes.stages import Mountain, waists
 
 _PRICES = 20
@@ -100,19 +100,47 @@ class Menu:
         self.cuts = tuple(narrow)
         self.again = Recomputation(graph, mountain)
         self._made = self.again.made
-        self._options: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
+        self._cuts: dict[tuple[int, int], tuple[ResidualCut, ResidualCut]] = {}
         self._least: dict[int, frozenset[int]] = {}
         self._prices = price_ladder(graph, mountain.cone, charge, _PRICES)
         # Matrix products that may not run again: what the knapsack needs to fill the last bytes with
         # small, cheap values, where a product would be the better bargain per byte only.
         self._sparing = [c + (1.0 if op.flops else 0.0) for c, op in zip(charge, graph.ops, strict=True)]
         self._dear = _DEAR * sum(charge)
+        self._network = Network(graph, mountain)
         count = len(self.cuts) + 1
         self.spans = [s for s in _SPANS if s < count] + [count]
         """Longest segments worth trying, in stages; the last is the whole climb."""
+
+    @cached_property
+    def _options(self) -> dict[tuple[int, int], dict[frozenset[int], _Option]]:
+        """All that a segment between two cuts may keep: once asked for, as some turns are for the least alone."""
+        found: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
         for span in self.spans:
-            for offset in range(0, span, max(span // _OFFSETS, 1)) if span < count else (0,):
-                self._segmentation(span, offset)
+            for offset in self._offsets(span):
+                self._segmentation(span, offset, found)
+        return found
+
+    def _offsets(self, span: int) -> Iterable[int]:
+        """The waists at which segmentations into so many stages start."""
+        return range(0, span, max(span // _OFFSETS, 1)) if span <= len(self.cuts) else (0,)
+
+    def _bounds(self, span: int, offset: int) -> list[int]:
+        """Every ``span``-th waist from ``offset`` on, and both ends."""
+        count = len(self.cuts) + 1
+        return sorted({0, *range(offset, count, span), count})
+
+    def _residual_cuts(self, span: int, offset: int) -> tuple[ResidualCut, ResidualCut]:
+        """The cut problems of one segmentation: by charge, and without products that run again."""
+        key = span, offset
+        if key not in self._cuts:
+            inner = [self.cuts[b - 1] for b in self._bounds(span, offset)[1:-1]]
+            cut, sparing = (
+                ResidualCut(self._graph, self.mountain, costs, inner, self._network)
+                for costs in (self._charge, self._sparing)
+            )
+            self._cuts[key] = cut, sparing
+        return self._cuts[key]
 
     @cached_property
     def _by_end(self) -> list[list[tuple[int, list[_Option]]]]:
@@ -122,17 +150,14 @@ class Menu:
             found[j].append((i, _undominated(list(options.values()))))
         return found
 
-    def _segmentation(self, span: int, offset: int) -> None:
+    def _segmentation(
+        self, span: int, offset: int, found: dict[tuple[int, int], dict[frozenset[int], _Option]]
+    ) -> None:
         """Options of the segments that begin at every ``span``-th waist from ``offset`` on."""
-        count = len(self.cuts) + 1
-        bounds = sorted({0, *range(offset, count, span), count})
+        bounds = self._bounds(span, offset)
         inner = [self.cuts[b - 1] for b in bounds[1:-1]]
-        cut = ResidualCut(self._graph, self.mountain, self._charge, inner)
-        sparing = ResidualCut(self._graph, self.mountain, self._sparing, inner)
+        cut, sparing = self._residual_cuts(span, offset)
         answers = list(dict.fromkeys((*sparing.keeps(self._prices[::3]), *cut.keeps(self._prices))))
-        least = min((self.completed(kept, inner) for kept in answers), key=self.size)
-        if span not in self._least or self.size(least) < self.size(self._least[span]):
-            self._least[span] = least
         crossing: dict[int, set[int]] = {}
         for u in cut.crossing:
             k = bisect_right(inner, self._made[u])
@@ -158,7 +183,7 @@ class Menu:
                 entry = self.size(entering)
                 ends = crossing.get(j, set())
                 option = _Option(frozenset(values), self.size(values), cost, entry, ends <= values)
-                known = self._options.setdefault((i, j), {})
+                known = found.setdefault((i, j), {})
                 if option.kept not in known or cost < known[option.kept].charge:
                     known[option.kept] = option
 
@@ -187,6 +212,12 @@ class Menu:
 
     def least(self, span: int) -> frozenset[int]:
         """The fewest bytes that can be kept with segments of ``span`` stages."""
+        if span not in self._least:
+            kept = list[frozenset[int]]()
+            for offset in self._offsets(span):
+                inner = [self.cuts[b - 1] for b in self._bounds(span, offset)[1:-1]]
+                kept += [self.completed(cut.keep(self._prices[-1]), inner) for cut in self._residual_cuts(span, offset)]
+            self._least[span] = min(kept, key=self.size)
         return self._least[span]
 
     def completed(self, kept: frozenset[int], inner: Sequence[int]) -> frozenset[int]:
