@@ -23,7 +23,7 @@ from jaxtensile.passes.cost import launches, op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
 from jaxtensile.passes.prompt import prompt
-from jaxtensile.passes.solvers import finished, named
+from jaxtensile.passes.solvers import Auto, finished, named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
 from jaxtensile.plan import Costs, Link, MemoryUse, Plan, Prepare, Problem
 from jaxtensile.request import Job
@@ -137,9 +137,8 @@ class Variant:
         return self.prepare(self.problem)
 
     def finished(self, plan: Plan, budget: Bytes) -> Plan:
-        """What the plan becomes before it is compiled; those of a solver that is not the job's own are left."""
-        own = self.prepare is named(self.job.solver)
-        return finished(self.job.solver, self.problem, budget, plan) if own else plan
+        """What the plan becomes before it is compiled; those of other solvers than the default one are left."""
+        return finished(self.problem, budget, plan) if isinstance(self.prepare, Auto) else plan
 
 
 @dataclass(frozen=True, kw_only=True)

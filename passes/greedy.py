@@ -16,8 +16,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property, lru_cache
+from math import inf
 
+from jaxtensile.ir import Graph
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.offload import offload
@@ -25,8 +27,8 @@ from jaxtensile.passes.polish import polish
 from jaxtensile.passes.segments import Choice, Needs
 from jaxtensile.passes.stages import find_turn
 from jaxtensile.passes.trials import Explored, Trial, Turn
-from jaxtensile.plan import Plan, Problem, Program
-from jaxtensile.units import Bytes
+from jaxtensile.plan import Plan, Prepare, Problem, Program
+from jaxtensile.units import Bytes, Seconds
 
 _MOUNTAINS = 12
 """Turns that are solved for one budget."""
@@ -36,7 +38,8 @@ _FIRST = (1, 1 / 4, 1 / 16)
 """Those of them that are tried first; then those beside the best, for as long as they are better."""
 _NOTICED = 0.01
 """Copies of a smaller share of all bytes that must leave change little of what is recomputed for the rest."""
-_REPAIRS = 8
+_REPAIRS, _VAIN = 8, 3
+"""Trials with segments of one length, and how many in a row may need no less than the program around the turn."""
 _STRIDE = 4
 _PEAK = 1 / 64
 """Share of the temporaries by which steps at the peak may be below it."""
@@ -50,6 +53,8 @@ _EASIER = (1 / 8, 1 / 4, 1 / 2)
 _HOPELESS = 1.1
 """A budget is not searched for where the least that was found without one, and for easier ones, is over it by this
 factor: searches for a budget end with some 3 % less at best."""
+_PROGRAMS = 4
+"""Programs of one job of which what was searched stays."""
 
 
 def solve(problem: Problem) -> Plan:
@@ -57,26 +62,62 @@ def solve(problem: Problem) -> Plan:
     return prepare(problem)(problem.budget)
 
 
-def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
-    """``solve`` for several budgets of one problem: what does not depend on the budget is done once."""
-    program = Program.unchanged(problem.graph)
-    live = live_ranges(program.graph)
-    lowest = unchanged = Trial(frozenset(), (program, live), 0.0)
-    explored = Explored(problem.costs.charge, unchanged)
-    # Which turn comes first depends on the budget, and an easier one may lead lower.
-    easier = [live.device - int((1 - share) * live.temp) for share in _EASIER]
+def prepare(problem: Problem, searches: Searches | None = None) -> Callable[[Bytes], Plan]:
+    """``solve`` for several budgets of one problem; ``searches``: those of its program, if there are any already."""
+    known = searches or Searches(problem.graph, problem.costs.charge)
+    lowest, live = known.unchanged, known.unchanged.live
 
-    @cache
-    def least() -> Trial:
+    def at(budget: Bytes) -> Plan:
+        nonlocal lowest
+        best = known.search(budget)
+        if problem.link is not None and problem.host_budget and live.device > budget:
+            best = _with_copies(problem, budget, best, known.search, live)
+        if best.device > budget:
+            best = min(best, known.least, key=lambda t: t.device)
+        # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
+        # the answer is the same whatever was asked before.
+        lowest = min(lowest, best, key=lambda t: t.device)
+        best = best if best.device <= budget or budget <= 0 else lowest
+        return answer(problem, best.program, best.live, "greedy", copies=best.copies, wait=best.wait)
+
+    return at
+
+
+def solver() -> Prepare:
+    """``prepare`` for all programs of one job: what recomputation alone comes to is asked once of equal programs,
+    which may differ in what may wait on the host."""
+    searches = lru_cache(maxsize=_PROGRAMS)(Searches)
+    return lambda problem: prepare(problem, searches(problem.graph, problem.costs.charge))
+
+
+class Searches:
+    """Plans of one program by recomputation alone: what does not depend on the budget is done once."""
+
+    def __init__(self, graph: Graph, charge: tuple[Seconds, ...]) -> None:
+        program = Program.unchanged(graph)
+        live = live_ranges(graph)
+        self.unchanged = Trial(frozenset(), (program, live), 0.0)
+        self._explored = Explored(charge, self.unchanged)
+        # Which turn comes first depends on the budget, and an easier one may lead lower.
+        self._easier = [live.device - int((1 - share) * live.temp) for share in _EASIER]
+        self._found: dict[Bytes, Trial] = {}
+
+    @cached_property
+    def least(self) -> Trial:
         """What has the fewest bytes of all that is found without a budget and for easier ones."""
-        return min((search(budget) for budget in (0, *easier)), key=lambda t: t.device)
+        return min((self.search(budget) for budget in (0, *self._easier)), key=lambda t: t.device)
 
-    @cache
-    def search(budget: Bytes) -> Trial:
+    def search(self, budget: Bytes) -> Trial:
         """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways.
 
         The least that there is, where the first mountain leaves far more than ``budget`` and so does the least.
         """
+        if budget not in self._found:
+            self._found[budget] = self._search(budget)
+        return self._found[budget]
+
+    def _search(self, budget: Bytes) -> Trial:
+        explored, unchanged = self._explored, self.unchanged
         left = _MOUNTAINS
 
         def around(here: Trial) -> list[Trial]:
@@ -98,28 +139,18 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
                 explored.let_go(trial)
             return best
 
-        if live.device <= budget:
+        if unchanged.device <= budget:
             return unchanged
         first = around(unchanged)
-        far = min((t.device for t in first), default=live.device) > _HOPELESS * budget
-        if far and budget not in (0, *easier) and least().device > _HOPELESS * budget:
-            return least()
+        if budget not in (0, *self._easier) and self._is_hopeless(first, budget):
+            return self.least
         return descend(unchanged, unchanged, first)
 
-    def at(budget: Bytes) -> Plan:
-        nonlocal lowest
-        best = search(budget)
-        if problem.link is not None and problem.host_budget and live.device > budget:
-            best = _with_copies(problem, budget, best, search, live)
-        if best.device > budget:
-            best = min(best, least(), key=lambda t: t.device)
-        # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
-        # the answer is the same whatever was asked before.
-        lowest = min(lowest, best, key=lambda t: t.device)
-        best = best if best.device <= budget or budget <= 0 else lowest
-        return answer(problem, best.program, best.live, "greedy", copies=best.copies, wait=best.wait)
-
-    return at
+    def _is_hopeless(self, first: list[Trial], budget: Bytes) -> bool:
+        """Whether nothing comes near ``budget``: what is quicker to know is asked first."""
+        far = int(_HOPELESS * budget)
+        nearest = min((t.device for t in first), default=self.unchanged.device)
+        return nearest > far and self.search(0).device > far and self.least.device > far
 
 
 def _with_copies(
@@ -204,6 +235,8 @@ class _Around:
     def __init__(self, budget: Bytes, turn: Turn) -> None:
         self.budget, self.turn, self.menu = budget, turn, turn.menu
         self.known: dict[frozenset[int], Trial] = {}
+        self.cheapest = inf
+        """Price of the cheapest that fits."""
         self.fixed = turn.start.device - turn.start.temp
         # What the turn needs beside the kept values; the rest of the budget is for keeping.
         first = self.measure(self.menu.least(self.menu.spans[0]))
@@ -216,31 +249,38 @@ class _Around:
 
     def measure(self, kept: frozenset[int]) -> Trial:
         trial = self.known[kept] = self.turn.measure(kept)
+        if trial.device <= self.budget:
+            self.cheapest = min(self.cheapest, trial.price)
         return trial
 
-    def choose(self, span: int, capacity: Bytes, needs: Needs) -> tuple[Choice, Trial] | None:
-        """The cheapest choice as far as is known, measured; what is measured is known from then on."""
+    def choose(self, span: int, capacity: Bytes, needs: Needs) -> Choice | None:
+        """The cheapest choice as far as is known; None where there is none, or none cheaper than what fits already."""
         choice = self.menu.choose(span, capacity, self.budget - self.fixed, needs)
-        if choice is None:
-            return None
+        return choice if choice is not None and self.turn.price(choice.kept) < self.cheapest else None
+
+    def tried(self, choice: Choice, needs: Needs) -> Trial:
+        """A choice, measured; what is measured is known from then on."""
         trial = self.measure(choice.kept)
         if trial.device > self.budget:
             needs.learn(self.menu, choice, trial.clones, trial.profile)
-        return choice, trial
+        return trial
 
     def with_span(self, span: int) -> _Fit | None:
         """Segments of at most ``span`` stages until a trial fits; the smallest is measured when none does."""
         capacity = self.budget - self.base
         last: frozenset[int] | None = None
-        less = 0
+        less = vain = 0
         needs = Needs()
         for _ in range(_REPAIRS):
-            found = self.choose(span, capacity, needs)
-            if found is None:
+            choice = self.choose(span, capacity, needs)
+            if choice is None:
                 break
-            choice, trial = found
+            trial = self.tried(choice, needs)
             if trial.device <= self.budget:
                 return _Fit(trial, span, capacity, needs)
+            vain = vain + 1 if trial.device >= self.turn.start.device else 0
+            if vain == _VAIN:
+                break
             climb, _ = next(iter(trial.clones), (len(trial.profile), -1))
             over = self.fixed + max(trial.profile[:climb]) - self.budget
             # At the turn only keeping less helps; what a segment needs when it is made again is known from now on.
@@ -250,7 +290,8 @@ class _Around:
             last = choice.kept
             if less:
                 capacity = min(capacity, self.menu.size(choice.kept)) - less
-        self.measure(self.menu.least(span))
+        if self.cheapest == inf:
+            self.measure(self.menu.least(span))
         return None
 
     def grow(self, fit: _Fit) -> None:
@@ -262,11 +303,12 @@ class _Around:
             if not trial.charge or room <= _LEFT * trial.temp:
                 return
             more = capacity + room if high is None else (capacity + high) // 2
-            found = self.choose(fit.span, more, fit.needs)
-            if found is None or found[1] is trial:
+            choice = self.choose(fit.span, more, fit.needs)
+            if choice is None:
                 return
-            if found[1].device <= self.budget:
-                capacity, trial = more, found[1]
+            grown = self.tried(choice, fit.needs)
+            if grown.device <= self.budget:
+                capacity, trial = more, grown
             else:
                 high = more
 

@@ -116,14 +116,23 @@ class Turn:
         self.start, self.menu, self.charge = start, menu, charge
         self._known: dict[frozenset[int], Trial] = {}
 
+    def price(self, kept: frozenset[int]) -> float:
+        """What it costs that exactly ``kept`` survives the turn."""
+        trial = self._known.get(kept)
+        return trial.price if trial is not None else self._charged(self.menu.again.ops(kept))
+
+    def _charged(self, again: set[int]) -> float:
+        return self.start.charge + sum(self.charge[o] for o in again)
+
     def measure(self, kept: frozenset[int]) -> Trial:
         """What is left when exactly ``kept`` survives the turn."""
         trial = self._known.get(kept)
         if trial is None:
             again = self.menu.again.ops(kept)
-            charge = self.start.charge + sum(self.charge[o] for o in again)
             laid, clones = self._lay(kept, again)
-            trial = Trial(kept, laid, charge, clones, again=lambda: self._lay(kept, self.menu.again.ops(kept))[0])
+            trial = Trial(
+                kept, laid, self._charged(again), clones, again=lambda: self._lay(kept, self.menu.again.ops(kept))[0]
+            )
             self._known[kept] = trial
         return trial
 

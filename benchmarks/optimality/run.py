@@ -181,7 +181,7 @@ def case(name: str, limit: float) -> list[dict[str, Any]]:
     greedily = {objective: solvers.named("greedy")(problem) for objective, problem in problems.items()}
 
     def auto(objective: str, budget: int) -> Plan:
-        return solvers.finished("auto", problems[objective], budget, greedily[objective](budget))
+        return solvers.finished(problems[objective], budget, greedily[objective](budget))
 
     def clones(plan: Plan, budget: int) -> list[int]:
         """The ops that run again, but for fused ones of the descent: the plain program has them in each reader too."""

@@ -86,7 +86,7 @@ def sweep(name: str, target: str, host_budget: int) -> dict[str, Any]:
 
     def at(share: float) -> dict[str, Any]:
         budget = live.device - int((1 - share) * live.temp)
-        plan = solvers.finished("auto", problem, budget, solve(budget))
+        plan = solvers.finished(problem, budget, solve(budget))
         row = {"share": share, "budget": budget, "predicted": plan.predicted.device, "eor": plan.overhead / step}
         return {**row, "fits": plan.predicted.device <= budget, "offload": plan.offload_bytes}
 
