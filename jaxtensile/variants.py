@@ -23,7 +23,7 @@ from jaxtensile.passes.cost import launches, op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
 from jaxtensile.passes.prompt import prompt
-from jaxtensile.passes.solvers import Auto, finished, named
+from jaxtensile.passes.solvers import finished, named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
 from jaxtensile.plan import Costs, Link, MemoryUse, Plan, Prepare, Problem
 from jaxtensile.request import Job
@@ -138,7 +138,7 @@ class Variant:
 
     def finished(self, plan: Plan, budget: Bytes) -> Plan:
         """What the plan becomes before it is compiled; those of other solvers than the default one are left."""
-        return finished(self.problem, budget, plan) if isinstance(self.prepare, Auto) else plan
+        return finished(self.prepare, self.problem, budget, plan)
 
 
 @dataclass(frozen=True, kw_only=True)

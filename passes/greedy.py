@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
-from math import inf
 
 from jaxtensile.ir import Graph
 from jaxtensile.passes.answer import answer
@@ -27,7 +26,7 @@ from jaxtensile.passes.polish import polish
 from jaxtensile.passes.segments import Choice, Needs
 from jaxtensile.passes.stages import find_turn
 from jaxtensile.passes.trials import Explored, Trial, Turn
-from jaxtensile.plan import Plan, Prepare, Problem, Program
+from jaxtensile.plan import Plan, Problem, Program
 from jaxtensile.units import Bytes, Seconds
 
 _MOUNTAINS = 12
@@ -83,11 +82,15 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Callable[[Byt
     return at
 
 
-def solver() -> Prepare:
+class Solver:
     """``prepare`` for all programs of one job: what recomputation alone comes to is asked once of equal programs,
     which may differ in what may wait on the host."""
-    searches = lru_cache(maxsize=_PROGRAMS)(Searches)
-    return lambda problem: prepare(problem, searches(problem.graph, problem.costs.charge))
+
+    def __init__(self) -> None:
+        self._searches = lru_cache(maxsize=_PROGRAMS)(Searches)
+
+    def __call__(self, problem: Problem) -> Callable[[Bytes], Plan]:
+        return prepare(problem, self._searches(problem.graph, problem.costs.charge))
 
 
 class Searches:
@@ -148,7 +151,7 @@ class Searches:
 
     def _is_hopeless(self, first: list[Trial], budget: Bytes) -> bool:
         """Whether nothing comes near ``budget``: what is quicker to know is asked first."""
-        far = int(_HOPELESS * budget)
+        far = _HOPELESS * budget
         nearest = min((t.device for t in first), default=self.unchanged.device)
         return nearest > far and self.search(0).device > far and self.least.device > far
 
@@ -235,28 +238,31 @@ class _Around:
     def __init__(self, budget: Bytes, turn: Turn) -> None:
         self.budget, self.turn, self.menu = budget, turn, turn.menu
         self.known: dict[frozenset[int], Trial] = {}
-        self.cheapest = inf
-        """Price of the cheapest that fits."""
         self.fixed = turn.start.device - turn.start.temp
         # What the turn needs beside the kept values; the rest of the budget is for keeping.
         first = self.measure(self.menu.least(self.menu.spans[0]))
         self.base = self.fixed + max(first.profile[: first.barrier], default=0) - self.menu.size(first.kept)
 
     @property
+    def fits(self) -> list[Trial]:
+        """What was measured and fits."""
+        return [t for t in self.known.values() if t.device <= self.budget]
+
+    @property
     def best(self) -> Trial:
         """The cheapest that fits."""
-        return min((t for t in self.known.values() if t.device <= self.budget), key=lambda t: t.price)
+        return min(self.fits, key=lambda t: t.price)
 
     def measure(self, kept: frozenset[int]) -> Trial:
         trial = self.known[kept] = self.turn.measure(kept)
-        if trial.device <= self.budget:
-            self.cheapest = min(self.cheapest, trial.price)
         return trial
 
     def choose(self, span: int, capacity: Bytes, needs: Needs) -> Choice | None:
         """The cheapest choice as far as is known; None where there is none, or none cheaper than what fits already."""
         choice = self.menu.choose(span, capacity, self.budget - self.fixed, needs)
-        return choice if choice is not None and self.turn.price(choice.kept) < self.cheapest else None
+        if choice is None or (self.fits and self.turn.price(choice.kept) >= self.best.price):
+            return None
+        return choice
 
     def tried(self, choice: Choice, needs: Needs) -> Trial:
         """A choice, measured; what is measured is known from then on."""
@@ -266,7 +272,7 @@ class _Around:
         return trial
 
     def with_span(self, span: int) -> _Fit | None:
-        """Segments of at most ``span`` stages until a trial fits; the smallest is measured when none does."""
+        """Segments of at most ``span`` stages until a trial fits; the smallest is measured where nothing fits."""
         capacity = self.budget - self.base
         last: frozenset[int] | None = None
         less = vain = 0
@@ -290,7 +296,7 @@ class _Around:
             last = choice.kept
             if less:
                 capacity = min(capacity, self.menu.size(choice.kept)) - less
-        if self.cheapest == inf:
+        if not self.fits:
             self.measure(self.menu.least(span))
         return None
 

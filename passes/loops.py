@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from jaxtensile.ir import Graph, Op, OpId, ValueId, consumers, producers
 from jaxtensile.passes.emit import recomputed_ops
-from jaxtensile.passes.mincut import ResidualCut, price_ladder
+from jaxtensile.passes.mincut import Network, ResidualCut, price_ladder
 from jaxtensile.passes.offload import SMALLEST
 from jaxtensile.passes.stages import Mountain
 from jaxtensile.plan import Link
@@ -119,7 +119,7 @@ class PairCut:
         self._graph = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
         self._made: dict[int, int] = {r: op.id for op in self._graph.ops for r in op.results}
         costs = [0.0] * self._shift + [c * trips for c in charge]
-        self._cut = ResidualCut(self._graph, self._mountain, costs, ()) if needed else None
+        self._cut = ResidualCut(Network(self._graph, self._mountain), costs, ()) if needed else None
         slices = set(xs)
         self._able: dict[int, Bytes] = {
             v.id: v.nbytes

@@ -95,18 +95,11 @@ class ResidualCut:
     """The cut problem of one mountain; ``keep(price)`` solves it, ``keeps(prices)`` for many. Built once.
 
     ``cuts``: steps across which nothing is recomputed: a value read beyond one (``crossing``) is
-    kept if it is available at all. ``network``: that of the mountain, where there is one already.
+    kept if it is available at all.
     """
 
-    def __init__(
-        self,
-        graph: Graph,
-        mountain: Mountain,
-        seconds: Sequence[float],
-        cuts: Sequence[int],
-        network: Network | None = None,
-    ) -> None:
-        net = self._network = network or Network(graph, mountain)
+    def __init__(self, network: Network, seconds: Sequence[float], cuts: Sequence[int]) -> None:
+        net = self._network = network
         self.crossing: frozenset[int] = frozenset(
             u for u, p, o in net.reads if bisect_right(cuts, p) != bisect_right(cuts, o)
         )

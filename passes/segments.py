@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -91,6 +92,16 @@ class Needs:
                 self._known.setdefault((i, j), {})[kept] = top - before[i]
 
 
+class _Segmentation(NamedTuple):
+    """The climb in segments between ``bounds``, cuts 0 (its foot) to the last (its end), at the steps ``inner``; and
+    its cut problems: by charge, and ``sparing`` products, which then do not run again."""
+
+    bounds: list[int]
+    inner: list[int]
+    cut: ResidualCut
+    sparing: ResidualCut
+
+
 class Menu:
     """All segments of one mountain with their options."""
 
@@ -100,7 +111,7 @@ class Menu:
         self.cuts = tuple(narrow)
         self.again = Recomputation(graph, mountain)
         self._made = self.again.made
-        self._cuts: dict[tuple[int, int], tuple[ResidualCut, ResidualCut]] = {}
+        self._segmented: dict[int, list[_Segmentation]] = {}
         self._least: dict[int, frozenset[int]] = {}
         self._prices = price_ladder(graph, mountain.cone, charge, _PRICES)
         # Matrix products that may not run again: what the knapsack needs to fill the last bytes with
@@ -116,31 +127,24 @@ class Menu:
     def _options(self) -> dict[tuple[int, int], dict[frozenset[int], _Option]]:
         """All that a segment between two cuts may keep: once asked for, as some turns are for the least alone."""
         found: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
-        for span in self.spans:
-            for offset in self._offsets(span):
-                self._segmentation(span, offset, found)
+        for segmentation in (s for span in self.spans for s in self._segmentations(span)):
+            for i, j, option in self._options_of(segmentation):
+                known = found.setdefault((i, j), {})
+                if option.kept not in known or option.charge < known[option.kept].charge:
+                    known[option.kept] = option
         return found
 
-    def _offsets(self, span: int) -> Iterable[int]:
-        """The waists at which segmentations into so many stages start."""
-        return range(0, span, max(span // _OFFSETS, 1)) if span <= len(self.cuts) else (0,)
-
-    def _bounds(self, span: int, offset: int) -> list[int]:
-        """Every ``span``-th waist from ``offset`` on, and both ends."""
-        count = len(self.cuts) + 1
-        return sorted({0, *range(offset, count, span), count})
-
-    def _residual_cuts(self, span: int, offset: int) -> tuple[ResidualCut, ResidualCut]:
-        """The cut problems of one segmentation: by charge, and without products that run again."""
-        key = span, offset
-        if key not in self._cuts:
-            inner = [self.cuts[b - 1] for b in self._bounds(span, offset)[1:-1]]
-            cut, sparing = (
-                ResidualCut(self._graph, self.mountain, costs, inner, self._network)
-                for costs in (self._charge, self._sparing)
-            )
-            self._cuts[key] = cut, sparing
-        return self._cuts[key]
+    def _segmentations(self, span: int) -> list[_Segmentation]:
+        """Into segments of ``span`` stages, from several waists on."""
+        if span not in self._segmented:
+            count = len(self.cuts) + 1
+            found = self._segmented[span] = list[_Segmentation]()
+            for offset in range(0, span, max(span // _OFFSETS, 1)) if span < count else (0,):
+                bounds = sorted({0, *range(offset, count, span), count})
+                inner = [self.cuts[b - 1] for b in bounds[1:-1]]
+                cut, sparing = (ResidualCut(self._network, c, inner) for c in (self._charge, self._sparing))
+                found.append(_Segmentation(bounds, inner, cut, sparing))
+        return self._segmented[span]
 
     @cached_property
     def _by_end(self) -> list[list[tuple[int, list[_Option]]]]:
@@ -150,13 +154,9 @@ class Menu:
             found[j].append((i, _undominated(list(options.values()))))
         return found
 
-    def _segmentation(
-        self, span: int, offset: int, found: dict[tuple[int, int], dict[frozenset[int], _Option]]
-    ) -> None:
-        """Options of the segments that begin at every ``span``-th waist from ``offset`` on."""
-        bounds = self._bounds(span, offset)
-        inner = [self.cuts[b - 1] for b in bounds[1:-1]]
-        cut, sparing = self._residual_cuts(span, offset)
+    def _options_of(self, segmentation: _Segmentation) -> Iterator[tuple[int, int, _Option]]:
+        """Options of its segments: first and last cut, and what is kept."""
+        bounds, inner, cut, sparing = segmentation
         answers = list(dict.fromkeys((*sparing.keeps(self._prices[::3]), *cut.keeps(self._prices))))
         crossing: dict[int, set[int]] = {}
         for u in cut.crossing:
@@ -182,10 +182,7 @@ class Menu:
             for i, j, values, cost, entering in zip(bounds, bounds[1:], held, charge, read, strict=False):
                 entry = self.size(entering)
                 ends = crossing.get(j, set())
-                option = _Option(frozenset(values), self.size(values), cost, entry, ends <= values)
-                known = found.setdefault((i, j), {})
-                if option.kept not in known or cost < known[option.kept].charge:
-                    known[option.kept] = option
+                yield i, j, _Option(frozenset(values), self.size(values), cost, entry, ends <= values)
 
     def _between(
         self, less: frozenset[int], more: frozenset[int], spared: set[int], inner: Sequence[int]
@@ -213,10 +210,11 @@ class Menu:
     def least(self, span: int) -> frozenset[int]:
         """The fewest bytes that can be kept with segments of ``span`` stages."""
         if span not in self._least:
-            kept = list[frozenset[int]]()
-            for offset in self._offsets(span):
-                inner = [self.cuts[b - 1] for b in self._bounds(span, offset)[1:-1]]
-                kept += [self.completed(cut.keep(self._prices[-1]), inner) for cut in self._residual_cuts(span, offset)]
+            kept = (
+                self.completed(cut.keep(self._prices[-1]), s.inner)
+                for s in self._segmentations(span)
+                for cut in (s.cut, s.sparing)
+            )
             self._least[span] = min(kept, key=self.size)
         return self._least[span]
 

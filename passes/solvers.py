@@ -39,9 +39,9 @@ left as they are."""
 
 
 def named(name: str) -> Prepare:
-    """The solver of that name, for one program; ``SolverError`` with the names when there is none."""
+    """The solver of that name, for the programs of one job; ``SolverError`` with the names when there is none."""
     if name in ("auto", "greedy"):
-        return Auto() if name == "auto" else greedy.solver()
+        return Auto() if name == "auto" else greedy.Solver()
     if name == "exact":
         return _exact()
     if name == "chain":
@@ -49,23 +49,18 @@ def named(name: str) -> Prepare:
     raise SolverError(f"unknown solver {name!r}: use {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}")
 
 
-class Auto:
-    """Greedy, and for small programs what becomes of its plans before they are compiled."""
-
-    def __init__(self) -> None:
-        self._prepare = greedy.solver()
-
-    def __call__(self, problem: Problem) -> Callable[[Bytes], Plan]:
-        return self._prepare(problem)
+class Auto(greedy.Solver):
+    """Greedy, whose plans of small programs are ``finished``."""
 
 
-def finished(problem: Problem, budget: Bytes, plan: Plan) -> Plan:
-    """``plan``, which greedy made and which is to be compiled, or a better one for ``budget``.
+def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Plan:
+    """``plan``, which that solver made and which is to be compiled, or a better one for ``budget``.
 
     Not for plans that are only compared: it may take as long as a compile.
     """
     whole, fits = sum(problem.costs.charge), plan.predicted.device <= budget
-    if len(problem.graph.ops) > _SMALL or plan.offload_bytes > problem.state + problem.stacks:
+    hosted = plan.offload_bytes > problem.state + problem.stacks
+    if not isinstance(solver, Auto) or len(problem.graph.ops) > _SMALL or hosted:
         return plan
     if _price(problem, plan) <= _DEAR * whole if fits else plan.predicted.device > _CLOSE * budget:
         return plan

@@ -53,7 +53,7 @@ def test_close_to_the_cheapest_of_all_schedules(chain, share):
 def test_what_is_finished_fits_and_is_no_dearer(layers, share):
     problem = problem_of(network(layers, gated=True)[0], share)
     first = greedy.prepare(problem)(problem.budget)
-    found = solvers.finished(problem, problem.budget, first)
+    found = solvers.finished(solvers.named("auto"), problem, problem.budget, first)
     check(problem.graph, found.program)
     assert (found.predicted.device <= problem.budget) >= (first.predicted.device <= problem.budget)
     if first.predicted.device <= problem.budget:
@@ -96,6 +96,9 @@ def test_nothing_to_decide():
     assert improve.improve(problem, plain.device - plain.temp - 1) is None
 
 
-def test_plans_that_are_good_enough_are_left():
+def test_plans_that_are_good_enough_and_those_of_other_solvers_are_left():
     problem = problem_of(network(8, gated=True)[0], 0.5)
-    assert solvers.finished(problem, 1 << 50, greedy.prepare(problem)(1 << 50)).changes_nothing
+    plan = greedy.prepare(problem)(problem.budget)
+    assert solvers.finished(solvers.named("greedy"), problem, problem.budget, plan) is plan
+    auto = solvers.named("auto")
+    assert solvers.finished(auto, problem, 1 << 50, greedy.prepare(problem)(1 << 50)).changes_nothing

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from graphs import Builder, graphs, train_steps
 from jaxtensile.passes.emit import recomputed_ops
-from jaxtensile.passes.mincut import ResidualCut, price_ladder
+from jaxtensile.passes.mincut import Network, ResidualCut, price_ladder
 from jaxtensile.passes.stages import Mountain, mountain_at
 from oracles import best_kept_set, cost_of
 
@@ -52,7 +52,7 @@ def problems(draw):
 @settings(max_examples=120)
 def test_the_kept_set_is_optimal(problem):
     graph, mountain, seconds, price, cuts = problem
-    cut = ResidualCut(graph, mountain, seconds, cuts)
+    cut = ResidualCut(Network(graph, mountain), seconds, cuts)
     kept = cut.keep(price)
     again = recomputed_ops(graph, mountain, kept)
     assert not any(graph.ops[o].pinned for o in again)
@@ -64,7 +64,7 @@ def test_the_kept_set_is_optimal(problem):
 @settings(max_examples=60)
 def test_nothing_is_recomputed_across_a_cut(problem):
     graph, mountain, seconds, price, cuts = problem
-    cut = ResidualCut(graph, mountain, seconds, cuts)
+    cut = ResidualCut(Network(graph, mountain), seconds, cuts)
     kept = cut.keep(price)
     made = {r: o for o in mountain.cone for r in graph.ops[o].results}
     for o in recomputed_ops(graph, mountain, kept):
@@ -81,7 +81,7 @@ def test_a_higher_price_keeps_no_more_bytes(graph, seed):
     assume(mountain.needed)
     random = np.random.default_rng(seed)
     seconds = [float(s) for s in random.uniform(0, 1e-3, len(graph.ops))]
-    cut = ResidualCut(graph, mountain, seconds, [])
+    cut = ResidualCut(Network(graph, mountain), seconds, [])
     sizes = [sum(graph.values[v].nbytes for v in cut.keep(p)) for p in np.geomspace(1e-12, 1e-3, 19)]
     assert sizes == sorted(sizes, reverse=True)
 
@@ -93,7 +93,10 @@ def test_many_prices_keep_what_each_does(graph, seed, count):
     assume(mountain.needed)
     random = np.random.default_rng(seed)
     seconds = [float(s) for s in random.uniform(0, 1e-3, len(graph.ops))]
-    cut, prices = ResidualCut(graph, mountain, seconds, []), [float(p) for p in np.geomspace(1e-9, 1e-3, count)]
+    cut, prices = (
+        ResidualCut(Network(graph, mountain), seconds, []),
+        [float(p) for p in np.geomspace(1e-9, 1e-3, count)],
+    )
     for kept, price in zip(cut.keeps(prices), prices, strict=True):
         cost, alone = (
             cost_of(graph, seconds, price, k, recomputed_ops(graph, mountain, k)) for k in (kept, cut.keep(price))
@@ -126,7 +129,7 @@ def chain():
 def test_a_chain_by_hand(price, kept):
     graph, mountain, (a, e, c), seconds = chain()
     names = {a: "a", e: "e", c: "c"}
-    chosen = ResidualCut(graph, mountain, seconds, []).keep(price)
+    chosen = ResidualCut(Network(graph, mountain), seconds, []).keep(price)
     assert "".join(sorted((names[v] for v in chosen), key="aec".index)) == kept
 
 
@@ -139,7 +142,7 @@ def test_what_comes_cheap_from_less_is_recomputed():
     graph = b.graph(b.op("neg", b.op("exp", b.op("add", wide, wide))))
     mountain = by_hand(graph, 2)
     assert mountain.needed == (wide,)
-    assert ResidualCut(graph, mountain, [50.0, 0.1, 0, 0, 0], []).keep(0.1) == {narrow}
+    assert ResidualCut(Network(graph, mountain), [50.0, 0.1, 0, 0, 0], []).keep(0.1) == {narrow}
 
 
 def test_effects_are_kept_at_any_price():
@@ -148,7 +151,7 @@ def test_effects_are_kept_at_any_price():
     noise = b.op("random_seed", x, pinned=True)
     y = b.op("broadcast_in_dim", noise, shape=(2, 64))
     graph = b.graph(b.op("neg", y))
-    cut = ResidualCut(graph, by_hand(graph, 2), [0.0, 1.0, 0.0], [])
+    cut = ResidualCut(Network(graph, by_hand(graph, 2)), [0.0, 1.0, 0.0], [])
     assert cut.keep(1e9) == {noise}
     assert cut.keep(1e-9) == {y}
 

@@ -8,7 +8,7 @@ from graphs import network
 from jaxtensile.device import profile
 from jaxtensile.passes import trials
 from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare, solver
+from jaxtensile.passes.greedy import Solver, prepare
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.stages import find_turn
 from jaxtensile.passes.trials import Explored, Trial
@@ -108,13 +108,10 @@ def test_a_hopeless_budget_takes_no_more_than_the_least_plan(laid):
     assert alone == least
 
 
-def test_programs_that_differ_in_the_host_alone_are_searched_once(laid):
-    problem = Problem(
-        graph=network(12, gated=True)[0], costs=op_costs(network(12, gated=True)[0], profile("nvidia-h200")), budget=0
-    )
-    again = replace(problem, graph=network(12, gated=True)[0])
-    assert again.graph is not problem.graph
-    prepare_one = solver()
-    budget = live_ranges(problem.graph).device // 2
-    plan, count = prepare_one(problem)(budget), len(laid)
-    assert count and prepare_one(again)(budget).program == plan.program and len(laid) == count
+def test_equal_programs_of_one_job_are_searched_once(laid):
+    graph, equal = (network(12, gated=True)[0] for _ in range(2))
+    assert graph is not equal
+    problem = Problem(graph=graph, costs=op_costs(graph, profile("nvidia-h200")), budget=0)
+    solver, budget = Solver(), live_ranges(graph).device // 2
+    plan, count = solver(problem)(budget), len(laid)
+    assert count and solver(replace(problem, graph=equal))(budget).program == plan.program and len(laid) == count

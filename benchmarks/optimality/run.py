@@ -178,10 +178,11 @@ def case(name: str, limit: float) -> list[dict[str, Any]]:
         objective: Problem(graph=graph, costs=Costs(seconds=costs.seconds, charge=figure), budget=0)
         for objective, figure in figures.items()
     }
-    greedily = {objective: solvers.named("greedy")(problem) for objective, problem in problems.items()}
+    solver = solvers.named("auto")
+    greedily = {objective: solver(problem) for objective, problem in problems.items()}
 
     def auto(objective: str, budget: int) -> Plan:
-        return solvers.finished(problems[objective], budget, greedily[objective](budget))
+        return solvers.finished(solver, problems[objective], budget, greedily[objective](budget))
 
     def clones(plan: Plan, budget: int) -> list[int]:
         """The ops that run again, but for fused ones of the descent: the plain program has them in each reader too."""

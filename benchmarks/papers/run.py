@@ -81,12 +81,13 @@ def sweep(name: str, target: str, host_budget: int) -> dict[str, Any]:
     live, costs = live_ranges(graph), op_costs(graph, device)
     link = Link(bandwidth=device.link_bandwidth * LINK_SHARE, latency=device.link_latency) if host_budget else None
     problem = Problem(graph=graph, costs=costs, budget=0, link=link, host_budget=host_budget)
-    solve = solvers.named("auto")(problem)
+    solver = solvers.named("auto")
+    solve = solver(problem)
     step = sum(costs.seconds)
 
     def at(share: float) -> dict[str, Any]:
         budget = live.device - int((1 - share) * live.temp)
-        plan = solvers.finished(problem, budget, solve(budget))
+        plan = solvers.finished(solver, problem, budget, solve(budget))
         row = {"share": share, "budget": budget, "predicted": plan.predicted.device, "eor": plan.overhead / step}
         return {**row, "fits": plan.predicted.device <= budget, "offload": plan.offload_bytes}
 

@@ -93,7 +93,8 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
         Ladder(traced.graph, lambda body: op_costs(body, device).charge)
     with clock("solve"):
         problem = Problem(graph=traced.graph, costs=costs, budget=budget)
-        plan = finished(problem, budget, named("auto")(problem)(budget))
+        solver = named("auto")
+        plan = finished(solver, problem, budget, solver(problem)(budget))
     with clock("check"):
         check(traced.graph, plan.program)
     flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(workload.args)]
