@@ -19,7 +19,8 @@ from jaxtensile.passes.ties import tied
 from jaxtensile.plan import Plan, Program
 from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
-from jaxtensile.variants import Variant
+from jaxtensile.units import Bytes
+from jaxtensile.variants import Variant, program_key
 
 Watch = Callable[[str], None]
 
@@ -69,6 +70,8 @@ class Attempts:
         # Compilers for CPUs and TPUs heed no barriers when they schedule.
         ties = (False, True) if job.device.platform == "cuda" else (False,)
         self._ways = [_Way(o, tie) for o in planned_options(job.device.platform, job.options) for tie in ties]
+        self.missed: dict[int, Bytes] = {}
+        """What planned programs need that do not fit, by their keys."""
         self._order = self._ways
         """For planned programs, those first that did best so far; of two that differ in ties, the better one alone."""
 
@@ -119,11 +122,14 @@ class Attempts:
             check(variant.problem.graph, plan.program)
         try:
             with self.clock("compile planned"):
-                return self._best_way(variant, plan, self._order[:1] if once else self._order)
+                made = self._best_way(variant, plan, self._order[:1] if once else self._order)
         except jax.errors.JaxRuntimeError:
             if plan.offload_bytes <= job.state_bytes:
                 raise
             return None
+        if not once and made.compiled.device > job.budget:
+            self.missed[program_key(variant, plan)] = made.compiled.device
+        return made
 
     def again(self, variant: Variant, plan: Plan, choice: int) -> Made | None:
         """What another process planned, ``choice`` as ``Made`` had it there; None where it is refused."""

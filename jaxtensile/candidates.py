@@ -299,7 +299,7 @@ class Candidates:
             if not known:
                 self.variants = _ordered([*self.variants, *more])
                 self._starts += more[-1:]
-            second = cheapest(more, budget)
+            second = cheapest(more, budget, least=best[1].predicted.device > budget)
             if second[1].predicted.device > budget:
                 if k not in self._parts:
                     self._parts[k] = self._ways.bodies(variant).anew()
@@ -369,17 +369,26 @@ def without_host(variants: list[Variant]) -> list[Variant]:
     return [replace(v, host=False, finer=cache(lambda v=v: without_host(v.finer()))) for v in variants if not v.aside]
 
 
-def cheapest(variants: list[Variant], budget: Bytes) -> tuple[Variant, Plan]:
-    """The cheapest variant and plan that fit; the smallest when none does. ``variants``: cheapest first.
+def cheapest(variants: list[Variant], budget: Bytes, *, least: bool = True) -> tuple[Variant, Plan]:
+    """The cheapest variant and plan that fit; the smallest when none does, unless that is not asked for (``least``).
+    ``variants``: cheapest first.
 
     Of those that recompute more and more in the same loops, the dearer ones are taken to need less. With stacks
     on the host they need not: the dearest stacks most, and what it cannot stack there stays on the device.
     """
+    # What each needs at least matters only where none fits.
+    found = _cheapest(variants, budget, False) if budget > 0 or not least else None
+    if found is not None and (not least or found[1].predicted.device <= budget):
+        return found
+    return _cheapest(variants, budget, True)
+
+
+def _cheapest(variants: list[Variant], budget: Bytes, least: bool) -> tuple[Variant, Plan]:
     best: tuple[Variant, Plan] | None = None
 
     @cache
     def solved(variant: Variant) -> Plan:
-        return variant.solve(max(budget, 0))
+        return variant.solve(max(budget, 0), least=least)
 
     def fits(variant: Variant) -> bool:
         return solved(variant).predicted.device <= budget

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from jaxtensile.ir import Graph, Op, OpId, ValueId
 from jaxtensile.units import Bytes, Flops, Seconds
@@ -185,5 +186,16 @@ class Plan:
 
 
 Solver = Callable[[Problem], Plan]
-Prepare = Callable[[Problem], Callable[[Bytes], Plan]]
+
+
+class Solve(Protocol):
+    """A plan of one problem for a budget.
+
+    Where it misses, the smallest there is; if that is not asked for (``least``), it need not be the smallest.
+    """
+
+    def __call__(self, budget: Bytes, /, *, least: bool = True) -> Plan: ...
+
+
+Prepare = Callable[[Problem], Solve]
 """A solver for several budgets: what does not depend on the budget is done once, then one plan per budget."""

@@ -240,6 +240,8 @@ class Rounds:
                     made, more = self.attempts.as_it_is(variant, plan), 1
                 elif missed is not None and program_key(missed.variant, missed.plan) == key:
                     made, more = missed, 0
+                elif missed is not None and self.attempts.missed.get(key, 0) > missed.compiled.device:
+                    continue
                 else:
                     made, more = self._planned(anew, variant, plan, 0)
                 rounds += more

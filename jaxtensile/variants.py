@@ -25,7 +25,7 @@ from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
 from jaxtensile.passes.prompt import prompt
 from jaxtensile.passes.solvers import finished, named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
-from jaxtensile.plan import Costs, Link, MemoryUse, Plan, Prepare, Problem
+from jaxtensile.plan import Costs, Link, MemoryUse, Plan, Prepare, Problem, Solve
 from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.sink import sink
@@ -132,7 +132,7 @@ class Variant:
         return live_ranges(self.traced.graph).use()
 
     @cached_property
-    def solve(self) -> Callable[[Bytes], Plan]:
+    def solve(self) -> Solve:
         """The solver's answer for a budget."""
         return self.prepare(self.problem)
 

@@ -26,11 +26,12 @@ from jaxtensile.passes.polish import polish
 from jaxtensile.passes.segments import Choice, Needs
 from jaxtensile.passes.stages import find_turn
 from jaxtensile.passes.trials import Explored, Trial, Turn
-from jaxtensile.plan import Plan, Problem, Program
+from jaxtensile.plan import Plan, Problem, Program, Solve
 from jaxtensile.units import Bytes, Seconds
 
-_MOUNTAINS = 12
-"""Turns that are solved for one budget."""
+_MOUNTAINS, _WORK = 12, 192
+"""For one budget: turns that are solved, and ops that are laid out for each op of the program, of which XLA compiles
+one meanwhile. Programs that recompute several times what they compute are as many times as long."""
 _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of what must leave the device that are given to copies; the rest is recomputed."""
 _FIRST = (1, 1 / 4, 1 / 16)
@@ -50,8 +51,8 @@ _LEFT = 0.01
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
 """When a budget is missed: shares of the plain program's temporaries that are aimed at instead."""
 _HOPELESS = 1.1
-"""A budget is not searched for where the least that was found without one, and for easier ones, is over it by this
-factor: searches for a budget end with some 3 % less at best."""
+"""A budget is not searched for where the least that was found without one is over it by this factor: searches for a
+budget end with some 7 % less at best."""
 _PROGRAMS = 4
 """Programs of one job of which what was searched stays."""
 
@@ -61,17 +62,17 @@ def solve(problem: Problem) -> Plan:
     return prepare(problem)(problem.budget)
 
 
-def prepare(problem: Problem, searches: Searches | None = None) -> Callable[[Bytes], Plan]:
+def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
     """``solve`` for several budgets of one problem; ``searches``: those of its program, if there are any already."""
     known = searches or Searches(problem.graph, problem.costs.charge)
     lowest, live = known.unchanged, known.unchanged.live
 
-    def at(budget: Bytes) -> Plan:
+    def at(budget: Bytes, /, *, least: bool = True) -> Plan:
         nonlocal lowest
         best = known.search(budget)
         if problem.link is not None and problem.host_budget and live.device > budget:
             best = _with_copies(problem, budget, best, known.search, live)
-        if best.device > budget:
+        if best.device > budget and least:
             best = min(best, known.least, key=lambda t: t.device)
         # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
         # the answer is the same whatever was asked before.
@@ -89,7 +90,7 @@ class Solver:
     def __init__(self) -> None:
         self._searches = lru_cache(maxsize=_PROGRAMS)(Searches)
 
-    def __call__(self, problem: Problem) -> Callable[[Bytes], Plan]:
+    def __call__(self, problem: Problem) -> Solve:
         return prepare(problem, self._searches(problem.graph, problem.costs.charge))
 
 
@@ -113,7 +114,7 @@ class Searches:
     def search(self, budget: Bytes) -> Trial:
         """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways.
 
-        The least that there is, where the first mountain leaves far more than ``budget`` and so does the least.
+        The least without a budget, where the first mountain leaves far more than ``budget`` and so does that.
         """
         if budget not in self._found:
             self._found[budget] = self._search(budget)
@@ -121,16 +122,20 @@ class Searches:
 
     def _search(self, budget: Bytes) -> Trial:
         explored, unchanged = self._explored, self.unchanged
-        left = _MOUNTAINS
+        left, work = _MOUNTAINS, _WORK * len(unchanged.profile)
+
+        def mountain(here: Trial, above: Bytes = 0) -> list[Trial]:
+            nonlocal left, work
+            trials, laid = _one_mountain(explored, budget, here, above)
+            work -= laid
+            left = left - 1 if work > 0 else 0
+            return trials
 
         def around(here: Trial) -> list[Trial]:
-            nonlocal left
-            left -= 1
-            trials = _one_mountain(explored, budget, here)
+            trials = mountain(here)
             if left and here is not unchanged and not any(t.device < here.device for t in trials):
                 # What waits longest does not make the peak: the turn there.
-                left -= 1
-                trials = _one_mountain(explored, budget, here, here.device - int(_PEAK * here.temp))
+                trials = mountain(here, here.device - int(_PEAK * here.temp))
             return trials
 
         def descend(here: Trial, best: Trial, trials: list[Trial]) -> Trial:
@@ -146,14 +151,14 @@ class Searches:
             return unchanged
         first = around(unchanged)
         if budget not in (0, *self._easier) and self._is_hopeless(first, budget):
-            return self.least
+            return self.search(0)
         return descend(unchanged, unchanged, first)
 
     def _is_hopeless(self, first: list[Trial], budget: Bytes) -> bool:
-        """Whether nothing comes near ``budget``: what is quicker to know is asked first."""
+        """Whether nothing comes near ``budget``."""
         far = _HOPELESS * budget
         nearest = min((t.device for t in first), default=self.unchanged.device)
-        return nearest > far and self.search(0).device > far and self.least.device > far
+        return nearest > far and self.search(0).device > far
 
 
 def _with_copies(
@@ -191,8 +196,9 @@ def _with_copies(
     return found if found.copies and _better(found, best, budget) else best
 
 
-def _one_mountain(explored: Explored, budget: Bytes, start: Trial, above: Bytes = 0) -> list[Trial]:
-    """The best plan around one turn of the program that ``start`` is, of steps that need more than ``above``.
+def _one_mountain(explored: Explored, budget: Bytes, start: Trial, above: Bytes) -> tuple[list[Trial], int]:
+    """The best plan around one turn of the program that ``start`` is, of steps that need more than ``above``, and how
+    many ops were laid out (also where that was remembered: it decides when a search ends).
 
     The lowest when none fits. Behind it the cheapest of those that another turn keeps from fitting, if
     there are such. Empty when nothing waits across the turn.
@@ -201,7 +207,7 @@ def _one_mountain(explored: Explored, budget: Bytes, start: Trial, above: Bytes 
     turn = find_turn(start.program.graph, start.live, max(level, 0))
     known = explored.around(start, turn) if turn is not None else None
     if known is None:
-        return []
+        return [], 0
     around = _Around(budget, known)
     menu, charge = known.menu, known.charge
     fits = [found for span in menu.spans if (found := around.with_span(span)) is not None]
@@ -219,7 +225,7 @@ def _one_mountain(explored: Explored, budget: Bytes, start: Trial, above: Bytes 
     for trial in trials:
         if trial not in found:
             explored.let_go(trial)
-    return found
+    return found, sum(len(trial.profile) for trial in trials)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ equal plans on every machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -19,7 +18,7 @@ from jaxtensile.errors import SolverError
 from jaxtensile.passes import greedy
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.plan import Plan, Prepare, Problem, Program
+from jaxtensile.plan import Plan, Prepare, Problem, Program, Solve
 from jaxtensile.units import Bytes, Seconds
 
 NAMES: Final = ("auto", "greedy", "exact", "chain")
@@ -73,15 +72,15 @@ def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Pl
 def _exact() -> Prepare:
     left = ALLOWANCE
 
-    def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
+    def prepare(problem: Problem) -> Solve:
         first = greedy.prepare(problem)
         live = live_ranges(problem.graph)
 
-        def at(budget: Bytes) -> Plan:
+        def at(budget: Bytes, /, *, least: bool = True) -> Plan:
             nonlocal left
             from jaxtensile.passes import exact
 
-            plan = first(budget)
+            plan = first(budget, least=least)
             if budget < live.device - live.temp:
                 return plan  # arguments and outputs alone are more
             started = time.monotonic()
@@ -97,12 +96,12 @@ def _exact() -> Prepare:
 def _chain() -> Prepare:
     some = False
 
-    def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
+    def prepare(problem: Problem) -> Solve:
         from jaxtensile.passes import chain
 
         solve = chain.prepare(problem)
 
-        def at(budget: Bytes) -> Plan:
+        def at(budget: Bytes, /, *, least: bool = True) -> Plan:
             nonlocal some
             try:
                 plan = solve(budget)

@@ -1,6 +1,10 @@
 """Work on many rows in parts: the same values, the same multiplications, as much less memory."""
 
 import functools
+import importlib
+import os
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +18,13 @@ from jaxtensile.rows import Row
 from jaxtensile.stretch import Seed, find_stretch, stretch_of, stretches
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+kernel_cache = importlib.import_module("benchmarks.machine").kernel_cache
+
 H200 = "nvidia-h200"
+KERNELS = kernel_cache(Path(os.environ["XDG_CACHE_HOME"]) / "kernels")
+"""A kernel is compiled once for all programs of this process."""
+deviceless = pytest.mark.xdist_group("chunk")  # in one process: the program as it is, and kernels, once
 BATCH, LENGTH, WIDTH, VOCABULARY = 12, 6, 8, 10
 KEYS = jax.random.split(jax.random.key(7), 8)
 
@@ -427,19 +437,24 @@ SIZES = {"embed": (16000, 256), "qkv": (256, 768), "out": (256, 256), "up": (256
 @functools.cache
 def plain():
     step, args = decoder()
-    return jaxtensile.estimate(step, *args, target=H200, donate_argnums=0, exact=True).device
+    return fitted(step, "100%", False).plan(*args).compiled.device
+
+
+def fitted(step, budget, chunk):
+    return jaxtensile.jit(step, budget=budget, chunk=chunk, target=H200, compiler_options=KERNELS, donate_argnums=0)
 
 
 def in_parts(share):
     """The decoder within a share of its bytes, and the report."""
     step, args = decoder()
-    planned = jaxtensile.jit(step, budget=int(share * plain()), chunk=True, target=H200, donate_argnums=0)
+    planned = fitted(step, int(share * plain()), True)
     report = planned.plan(*args)
     assert report.compiled.exact and report.compiled.device <= share * plain()
     return step, args, planned, report
 
 
 @pytest.mark.cuda_aot
+@deviceless
 def test_a_budget_is_met_without_computing_anything_twice():
     step, args, planned, report = in_parts(0.6)
     assert jaxpr_flops(planned.trace(*args).jaxpr) == pytest.approx(jaxpr_flops(jax.jit(step).trace(*args).jaxpr))
@@ -448,6 +463,7 @@ def test_a_budget_is_met_without_computing_anything_twice():
 
 
 @pytest.mark.cuda_aot
+@deviceless
 def test_more_parts_than_pay_are_not_made():
     """A fifth of the bytes: eight parts compute nothing twice and start so many kernels that a step takes 2.4 times as
     long again by the model; in four, with a third of the products made again, it is less."""
@@ -458,19 +474,21 @@ def test_more_parts_than_pay_are_not_made():
 
 
 @pytest.mark.cuda_aot
+@deviceless
 def test_few_parts_are_planned_inside_where_more_would_be_needed_otherwise():
     """In two parts it needs more than half; in four, with nothing made again, less than a third."""
     step, args = decoder()
     budget = plain() // 2
-    planned = jaxtensile.jit(step, budget=budget, chunk=True, target=H200, donate_argnums=0)
+    planned = fitted(step, budget, True)
     report = planned.plan(*args)
     assert "in 2 parts" in report.notes[0] and 0.9 * budget < report.compiled.device <= budget
 
 
 @pytest.mark.cuda_aot
+@deviceless
 def test_sums_stay_as_written_unless_asked():
     step, args = decoder()
-    report = jaxtensile.jit(step, budget=int(0.8 * plain()), target=H200, donate_argnums=0).plan(*args)
+    report = fitted(step, int(0.8 * plain()), False).plan(*args)
     assert report.fits and not any("parts" in note for note in report.notes)
 
 

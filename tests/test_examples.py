@@ -32,7 +32,7 @@ SIZE = r"([\d.]+(?:[KMGT]i)?B)"
 
 
 def on_the_line_of(newer):
-    """Those that start many processes run on one jax line each, on both with JAXTENSILE_SOAK=1."""
+    """Those that take longest run on one jax line each, on both with JAXTENSILE_SOAK=1."""
     elsewhere = newer != (_compat.JAX_VERSION >= (0, 11)) and not os.environ.get("JAXTENSILE_SOAK")
     return pytest.mark.skipif(elsewhere, reason="on the other jax line, or with JAXTENSILE_SOAK=1")
 
@@ -97,6 +97,7 @@ def test_demo_numbers_hold(tmp_path):
     assert "nvidia-nothing" in one(r"(?m)^No plan: (.*)$", printed)
 
 
+@on_the_line_of(newer=True)
 @pytest.mark.slow
 @pytest.mark.cuda_aot
 def test_demo_fits_gpt2_small_for_an_absent_gpu(tmp_path):
@@ -147,6 +148,7 @@ def test_inspect_plan_walks_a_report_that_adds_up(tmp_path):
     assert int(one(r"(?m)^rounds: (\d+);", printed)) >= 1
 
 
+@on_the_line_of(newer=False)
 def test_will_it_fit_answers_and_explains(tmp_path):
     printed = run(tmp_path, "will_it_fit.py", "--targets", "cpu,nvidia-nothing")
 

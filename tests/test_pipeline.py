@@ -72,8 +72,8 @@ class Compiler:
     def prepare(self, problem):
         solve = greedy(problem)
 
-        def solving(budget):
-            plan = solve(budget)
+        def solving(budget, **least):
+            plan = solve(budget, **least)
             self.solved.append((budget, plan))
             return plan
 
@@ -274,7 +274,7 @@ def test_a_solver_that_does_nothing_is_no_plan(monkeypatch):
     def idle(problem):
         plan = greedy(problem)(1 << 60)
         assert plan.changes_nothing
-        return lambda budget: plan
+        return lambda budget, **_: plan
 
     with pytest.raises(jaxtensile.BudgetError):
         fit(job(tight()), idle)

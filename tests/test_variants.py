@@ -84,7 +84,7 @@ def test_the_cheapest_that_fits_wins():
 def test_the_program_as_written_wins_where_nothing_else_fits():
     written, undone = both(job(unrolled))
     as_is = written.solve(1 << 40)
-    stuck = replace(undone, prepare=lambda problem: lambda budget: undone.solve(1 << 40))
+    stuck = replace(undone, prepare=lambda problem: lambda budget, **_: undone.solve(1 << 40))
     variant, plan = candidates.cheapest([stuck, written], as_is.predicted.device)
     assert variant is written and plan.changes_nothing
 
