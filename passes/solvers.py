@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from jaxtensile.errors import SolverError
+from jaxtensile.ir import Graph
 from jaxtensile.passes import greedy
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.liveness import live_ranges
@@ -51,6 +52,11 @@ def named(name: str) -> Prepare:
 class Auto(greedy.Solver):
     """Greedy, whose plans of small programs are ``finished``."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.vain: dict[Graph, Bytes] = {}
+        """Budgets for which nothing was found: nor is for lower ones."""
+
 
 def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Plan:
     """``plan``, which that solver made and which is to be compiled, or a better one for ``budget``.
@@ -65,8 +71,13 @@ def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Pl
         return plan
     from jaxtensile.passes.improve import improve
 
+    if budget <= solver.vain.get(problem.graph, -1):
+        return plan
     found = improve(problem, budget)
-    return plan if found is None else _cheaper(problem, budget, plan, found)
+    if found is None:
+        solver.vain[problem.graph] = budget
+        return plan
+    return _cheaper(problem, budget, plan, found)
 
 
 def _exact() -> Prepare:
