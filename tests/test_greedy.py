@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from graphs import Builder, graphs, network, train_steps
 from jaxtensile.device import profile
+from jaxtensile.passes import greedy
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare, solve
@@ -61,6 +62,20 @@ def test_the_smallest_plan_is_the_same_whatever_was_asked_before(graph, shares):
     for share in shares:
         asked(int(share * device))
     assert asked(0).program == prepare(problem)(0).program
+
+
+@given(train_steps(), st.floats(0, 1))
+@settings(max_examples=25)
+def test_what_misses_is_the_smallest_where_that_is_asked_for(graph, share):
+    budget = int(share * live_ranges(graph).device)
+    at = prepare(problem_of(graph, budget))
+    near = at(budget, least=False)
+    check_plan(graph, budget, near)
+    smallest = at(budget)
+    if near.predicted.device <= budget:
+        assert smallest == near
+    else:
+        assert smallest.predicted.device <= min(near.predicted.device, at(0).predicted.device)
 
 
 @given(graphs(), st.floats(0, 1.1))
@@ -144,3 +159,28 @@ def test_a_program_without_idle_bytes_is_left_alone():
     plan = solve(problem_of(graph, 0))
     assert plan.changes_nothing
     assert plan.predicted.device > 0
+
+
+def laid_out(monkeypatch, work):
+    """Ops that a search for the least of a deep network lays out, and its plan, where it may lay out ``work`` an op."""
+    (graph, *_), around, count = network(64, False), greedy._one_mountain, 0
+
+    def counted(*given):
+        nonlocal count
+        found, laid = around(*given)
+        count += laid
+        return found, laid
+
+    with monkeypatch.context() as patch:
+        patch.setattr(greedy, "_WORK", work)
+        patch.setattr(greedy, "_one_mountain", counted)
+        plan = prepare(problem_of(graph, 0))(0)
+    check_plan(graph, 0, plan)
+    return count / len(graph.ops), plan.predicted.device
+
+
+def test_a_search_ends_once_it_has_laid_out_enough(monkeypatch):
+    long, most = laid_out(monkeypatch, 1 << 20), laid_out(monkeypatch, 1)
+    assert long[0] > 2 * most[0], "as it is, several mountains are looked at"
+    assert laid_out(monkeypatch, greedy._WORK) == long, "of usual programs none ends early"
+    assert long[1] <= most[1]
