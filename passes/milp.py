@@ -297,8 +297,7 @@ class Model:
                 options={
                     "time_limit": max(seconds, 0.1),
                     "mip_rel_gap": tolerance,
-                    # Of one node presolve is a third of the time, and what is found without it is no worse.
-                    **({"node_limit": nodes, "presolve": False} if nodes else {}),
+                    **({"node_limit": nodes} if nodes else {}),
                 },
             )
         bound = 0.0

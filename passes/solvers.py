@@ -54,8 +54,8 @@ class Auto(greedy.Solver):
 
     def __init__(self) -> None:
         super().__init__()
-        self.vain: dict[Graph, Bytes] = {}
-        """Budgets for which nothing was found: nor is for lower ones."""
+        self.vain: dict[tuple[Graph, tuple[Seconds, ...]], Bytes] = {}
+        """Budgets for which nothing was found, by programs and what their ops are charged: nor is for lower ones."""
 
 
 def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Plan:
@@ -71,11 +71,11 @@ def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Pl
         return plan
     from jaxtensile.passes.improve import improve
 
-    if budget <= solver.vain.get(problem.graph, -1):
+    if budget <= solver.vain.get(key := (problem.graph, problem.costs.charge), -1):
         return plan
     found = improve(problem, budget)
     if found is None:
-        solver.vain[problem.graph] = budget
+        solver.vain[key] = budget
         return plan
     return _cheaper(problem, budget, plan, found)
 

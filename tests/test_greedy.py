@@ -78,6 +78,21 @@ def test_what_misses_is_the_smallest_where_that_is_asked_for(graph, share):
         assert smallest.predicted.device <= min(near.predicted.device, at(0).predicted.device)
 
 
+@given(train_steps(), st.floats(0.05, 1))
+@settings(max_examples=25)
+def test_where_a_plan_is_dear_or_misses_it_is_the_best_of_those_for_somewhat_less(graph, share):
+    budget, price = int(share * live_ranges(graph).device), op_costs(graph, DEVICE).charge
+    known = greedy.Searches(graph, price)
+    found, first = known.cheapest(budget, True), known.search(budget)
+    others = [known.search(max(budget - int(s * known.unchanged.temp), 0)) for s in greedy._LOWER]
+    if first.device <= budget and first.price <= greedy._DEAR * sum(price):
+        assert found is first
+    elif found.device > budget:
+        assert found.device == min(t.device for t in (first, *others))
+    else:
+        assert found.price <= min(t.price for t in (first, *others[:1]) if t.device <= budget)
+
+
 @given(graphs(), st.floats(0, 1.1))
 @settings(max_examples=30)
 def test_plans_of_any_graph(graph, share):

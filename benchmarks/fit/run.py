@@ -1,13 +1,13 @@
 """Fit every workload for an H200 that is not there, and say what XLA allocates.
 
-    python -m benchmarks.fit.run [policies] [least] [WORKLOAD ...]
+    python -m benchmarks.fit.run [policies] [tight] [WORKLOAD ...]
 
 ``policies``: GPT-2 small at the bytes that per-block ``jax.checkpoint`` reaches by hand, each policy
 compiled on the same step in the same run. ``suite``: every workload at 60 % of its plain bytes
-above its arguments. ``least``: the named workloads, or all, at the smallest budget they reach, where planning takes
-longest, beside the compiles of the same call. Every case runs in a fresh process; results go to
-``results-jax<version>.json`` and the table to ``results-jax<version>.md``. FLOPs are matrix and convolution
-FLOPs of the traced program; device bytes are XLA's argument + output + temp - alias.
+above its arguments. ``tight``: the named workloads, or all, at the bytes that the error names when they are given
+room for their arguments alone, planning beside the compiles of the same call. Every case runs in a fresh process;
+results go to ``results-jax<version>.json`` and the table to ``results-jax<version>.md``. FLOPs are matrix and
+convolution FLOPs of the traced program; device bytes are XLA's argument + output + temp - alias.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MODULE = "fit.run"
 TARGET = "nvidia-h200"
 SHARE = 0.6
 ASKED = 4
-"""Budgets that are asked for until one is met: far below the smallest, the answer is predicted."""
+"""Budgets that errors name and that are asked for until one is met."""
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 
 
@@ -133,14 +133,14 @@ def case(name: str) -> dict[str, Any]:
         return measure_policy(None if policy == "none" else policy)
     if name.startswith("gpt2@"):
         return fit(workloads.workload("gpt2_small"), int(name.removeprefix("gpt2@")))
-    workload = workloads.workload(name.removeprefix("least:"))
+    workload = workloads.workload(name.removeprefix("tight:"))
     base = plain(workload)
-    if name.startswith("least:"):
+    if name.startswith("tight:"):
         answer = fit(workload, base["argument"])
         for _ in range(ASKED):
             if not answer["fits"]:
                 answer = fit(workload, answer["needs"])
-        return {"workload": name.removeprefix("least:"), "plain": base, "fit": answer}
+        return {"workload": name.removeprefix("tight:"), "plain": base, "fit": answer}
     budget = int(base["argument"] + SHARE * (base["device"] - base["argument"]))
     return {"workload": name, "plain": base, "fit": fit(workload, budget)}
 
@@ -206,17 +206,18 @@ def table(result: dict[str, Any]) -> str:
             )
         else:
             lines.append(head + f"| **does not fit**, needs {f['needs'] / 1e6:,.0f}: {f['error']} | | | | | | |")
-    lines += [*_least(result.get("least", [])), "", line()]
+    lines += [*_tight(result.get("tight", [])), "", line()]
     return "\n".join(lines) + "\n"
 
 
-def _least(rows: list[dict[str, Any]]) -> list[str]:
-    """The smallest programs, and the seconds of the call that met their budgets."""
+def _tight(rows: list[dict[str, Any]]) -> list[str]:
+    """Small programs, and the seconds of the call that met their budgets."""
     lines = [
         "",
-        "## Every workload at the smallest budget that it reaches",
+        "## Every workload at the bytes that the error names when it is given room for its arguments alone",
         "",
-        "Seconds of that call: planning, and all its compiles together.",
+        "Far below what can be reached that is predicted, with a margin: less may be reached. Seconds of the call that "
+        "met it: planning, and all its compiles together.",
         "",
         "| workload | plain MB | compiled MB | FLOPs | step time (model) | plans compiled | planning s | compiling s |",
         "|---|---|---|---|---|---|---|---|",
@@ -236,7 +237,7 @@ def _least(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="workloads, 'policies' or 'least'; default: everything")
+    parser.add_argument("cases", nargs="*", help="workloads, 'policies' or 'tight'; default: everything")
     parser.add_argument("--print-only", action="store_true", help="leave the recorded results alone")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -246,31 +247,31 @@ def main() -> None:
     from benchmarks import workloads
     from benchmarks.machine import describe
 
-    every, asked = list(workloads.NAMES), options.cases or ["policies", "least", *workloads.NAMES]
+    every, asked = list(workloads.NAMES), options.cases or ["policies", "tight", *workloads.NAMES]
     named = [n for n in asked if n in every]
     machine = describe()
     path = HERE / f"results-jax{machine['jax']}.json"
     # A run of some cases renews those and keeps the others; nothing is lost when it is interrupted.
-    known: dict[str, Any] = {"policies": [], "suite": [], "least": []}
+    known: dict[str, Any] = {"policies": [], "suite": [], "tight": []}
     if path.exists() and not options.print_only:
         known = json.loads(path.read_text())
     rows = {row["workload"]: row for row in known["suite"]}
-    least = {row["workload"]: row for row in known.get("least", [])}
+    tight = {row["workload"]: row for row in known.get("tight", [])}
     result: dict[str, Any] = {"machine": machine, "target": TARGET, "share": SHARE, "policies": known["policies"]}
 
     def keep() -> None:
         result["suite"] = [rows[name] for name in every if name in rows]
-        result["least"] = [least[name] for name in every if name in least]
+        result["tight"] = [tight[name] for name in every if name in tight]
         if not options.print_only:
             save(path, result, table)
 
     if "policies" in asked:
         result["policies"] = policies()
         keep()
-    suite = named if not options.cases or "least" not in asked else []
+    suite = named if not options.cases or "tight" not in asked else []
     for kept, name, question in (
         *((rows, name, name) for name in suite),
-        *((least, name, f"least:{name}") for name in (named or every) if "least" in asked),
+        *((tight, name, f"tight:{name}") for name in (named or every) if "tight" in asked),
     ):
         kept[name] = {"workload": name, **isolated(MODULE, question), "date": machine["date"]}
         if "crash" in kept[name]:
