@@ -70,11 +70,17 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
     known = searches or Searches(problem.graph, problem.costs.charge)
     lowest, live = known.unchanged, known.unchanged.live
 
+    @lru_cache(maxsize=1)
+    def copied(budget: Bytes) -> Trial:
+        # Whoever is told that nothing fits asks once more for the least, which copies do not depend on.
+        return _with_copies(problem, budget, known.search, live)
+
     def at(budget: Bytes, /, *, least: bool = True) -> Plan:
         nonlocal lowest
         best = known.cheapest(budget, least)
         if problem.link is not None and problem.host_budget and live.device > budget:
-            best = _with_copies(problem, budget, best, known.search, live)
+            found = copied(budget)
+            best = found if found.copies and _better(found, best, budget) else best
         if best.device > budget and least:
             best = min(best, known.least, key=lambda t: t.device)
         # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
@@ -178,10 +184,8 @@ class Searches:
         return nearest > far and self.search(0).device > far
 
 
-def _with_copies(
-    problem: Problem, budget: Bytes, best: Trial, search: Callable[[Bytes], Trial], plain: Liveness
-) -> Trial:
-    """The better of ``best`` and of plans for larger budgets that copies to the host bring down to this one."""
+def _with_copies(problem: Problem, budget: Bytes, search: Callable[[Bytes], Trial], plain: Liveness) -> Trial:
+    """The best of plans for larger budgets that copies to the host bring down to this one."""
     link, over = problem.link, plain.device - budget
     assert link is not None
     most = min(problem.host_budget, over)
@@ -209,8 +213,7 @@ def _with_copies(
     for step in (-1, 1):
         while 0 <= k + step < len(shares) and rank(shares[k + step]) < rank(shares[k]):
             k += step
-    found = at(shares[k])
-    return found if found.copies and _better(found, best, budget) else best
+    return at(shares[k])
 
 
 def _one_mountain(explored: Explored, budget: Bytes, start: Trial, above: Bytes) -> tuple[list[Trial], int]:

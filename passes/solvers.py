@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import lru_cache
 from typing import Final
 
 from jaxtensile.errors import SolverError
@@ -87,16 +88,25 @@ def _exact() -> Prepare:
         first = greedy.prepare(problem)
         live = live_ranges(problem.graph)
 
-        def at(budget: Bytes, /, *, least: bool = True) -> Plan:
+        known: dict[Bytes, Plan] = {}
+        """Answers to those who did not ask for the least, and may yet."""
+
+        def exactly(budget: Bytes) -> Plan:
             nonlocal left
             from jaxtensile.passes import exact
 
-            plan = first(budget, least=least)
-            if budget < live.device - live.temp:
-                return plan  # arguments and outputs alone are more
             started = time.monotonic()
             found = exact.prepare(problem, left / 2)(budget)
             left = max(left - (time.monotonic() - started), 1.0)
+            return found
+
+        def at(budget: Bytes, /, *, least: bool = True) -> Plan:
+            plan = first(budget, least=least)
+            if budget < live.device - live.temp:
+                return plan  # arguments and outputs alone are more
+            found = known.pop(budget, None) or exactly(budget)
+            if not least:
+                known[budget] = found
             return _better(problem, budget, plan, found)
 
         return at
@@ -110,7 +120,7 @@ def _chain() -> Prepare:
     def prepare(problem: Problem) -> Solve:
         from jaxtensile.passes import chain
 
-        solve = chain.prepare(problem)
+        solve = lru_cache(maxsize=1)(chain.prepare(problem))
 
         def at(budget: Bytes, /, *, least: bool = True) -> Plan:
             nonlocal some
