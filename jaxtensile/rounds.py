@@ -166,9 +166,11 @@ class Rounds:
         if made is None or made.compiled.memory is None or made.compiled.device <= self.job.budget:
             return made, 1
         more = int(made.compiled.device * self.scale) - plan.predicted.device
-        if self.attempts.cancelled(made) or not candidates.hold(variant, more, aim):
+        with self.attempts.clock("solve"):
+            helps = not self.attempts.cancelled(made) and candidates.hold(variant, more, aim)
+            held = candidates.held((variant, plan), aim) if helps else None
+        if not helps:
             return made, 1
-        held = candidates.held((variant, plan), aim)
         second = self.attempts.planned(*held) if held is not None and self.worth(*held) else None
         if second is not None and not self.attempts.cancelled(second) and second.compiled.device < made.compiled.device:
             return second, 2
@@ -178,7 +180,11 @@ class Rounds:
     def _shallow(self, candidates: Candidates, aim: Bytes, charge: Seconds) -> tuple[Made | None, int]:
         """The smallest plan without deep changes, compiled where it costs no more and the model may be wrong of it, and
         how many were compiled."""
-        variant, plan = candidates.shallow()
+        with self.attempts.clock("solve"):
+            found = candidates.shallow(aim)
+        if found is None:
+            return None, 0
+        variant, plan = found
         as_it_is = plan.changes_nothing and variant.as_it_is
         if as_it_is or plan.predicted.device > DEEP * aim or ways.charge_of(variant, plan) > charge:
             return None, 0
@@ -229,7 +235,8 @@ class Rounds:
                 plans: list[tuple[Candidates, Variant, Plan]] = []
                 for anew in (candidates.anew(), *candidates.unprompted()):
                     plans.append((anew, *anew.cheapest(0)))
-                    plans += [(anew, *anew.shallow())] if plans[-1][1].deep else []
+                    shallow = anew.shallow() if plans[-1][1].deep else None
+                    plans += [(anew, *shallow)] if shallow is not None else []
             for anew, variant, plan in plans:
                 key = program_key(variant, plan)
                 if key in keys:

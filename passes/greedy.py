@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
+from math import inf
 
 from jaxtensile.ir import Graph
 from jaxtensile.passes.answer import answer
@@ -29,7 +30,7 @@ from jaxtensile.passes.trials import Explored, Trial, Turn
 from jaxtensile.plan import Plan, Problem, Program, Solve
 from jaxtensile.units import Bytes, Seconds
 
-_MOUNTAINS, _WORK = 12, 192
+_MOUNTAINS, _WORK = 12, 96
 """For one budget: turns that are solved, and ops that are laid out for each op of the program, of which XLA compiles
 one meanwhile. Programs that recompute several times what they compute are as many times as long."""
 _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
@@ -70,7 +71,7 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
     known = searches or Searches(problem.graph, problem.costs.charge)
     lowest, live = known.unchanged, known.unchanged.live
 
-    @lru_cache(maxsize=1)
+    @lru_cache(maxsize=2)
     def copied(budget: Bytes) -> Trial:
         # Whoever is told that nothing fits asks once more for the least, which copies do not depend on.
         return _with_copies(problem, budget, known.search, live)
@@ -113,7 +114,7 @@ class Searches:
         self._explored, self._whole = Explored(charge, self.unchanged), sum(charge)
         # Which turn comes first depends on the budget, and an easier one may lead lower.
         self._easier = [live.device - int((1 - share) * live.temp) for share in _EASIER]
-        self._found: dict[Bytes, Trial] = {}
+        self._found: dict[tuple[Bytes, Seconds], Trial] = {}
 
     @cached_property
     def least(self) -> Trial:
@@ -130,20 +131,25 @@ class Searches:
         for share in _LOWER if budget > 0 else ():
             if best.price <= _DEAR * self._whole if best.device <= budget else not least:
                 break
-            other = self.search(max(budget - int(share * self.unchanged.temp), 0))
+            lower = max(budget - int(share * self.unchanged.temp), 0)
+            other = self.search(lower, best.price if best.device <= budget else inf)
+            if best.device <= budget < other.device:
+                break  # still less leads no lower
             best = other if _better(other, best, budget) else best
         return best
 
-    def search(self, budget: Bytes) -> Trial:
+    def search(self, budget: Bytes, below: Seconds = inf) -> Trial:
         """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways.
 
         The least without a budget, where the first mountain leaves far more than ``budget`` and so does that.
+        ``below``: a price that is not worth paying; mountains only add to it.
         """
-        if budget not in self._found:
-            self._found[budget] = self._search(budget)
-        return self._found[budget]
+        for key in ((budget, inf), (budget, below)):
+            if key in self._found:
+                return self._found[key]
+        return self._found.setdefault((budget, below), self._search(budget, below))
 
-    def _search(self, budget: Bytes) -> Trial:
+    def _search(self, budget: Bytes, below: Seconds) -> Trial:
         explored, unchanged = self._explored, self.unchanged
         left, work = _MOUNTAINS, _WORK * len(unchanged.profile)
 
@@ -163,7 +169,8 @@ class Searches:
 
         def descend(here: Trial, best: Trial, trials: list[Trial]) -> Trial:
             for trial in trials:
-                if trial.device < here.device and (best.device > budget or trial.price < best.price):
+                worth = trial.price < (below if best.device > budget else best.price)
+                if trial.device < here.device and worth:
                     explored.keep(trial)
                     best = trial if _better(trial, best, budget) else best
                     best = descend(trial, best, around(trial)) if trial.device > budget and left else best
@@ -178,9 +185,9 @@ class Searches:
         return descend(unchanged, unchanged, first)
 
     def _is_hopeless(self, first: list[Trial], budget: Bytes) -> bool:
-        """Whether nothing comes near ``budget``."""
+        """Whether nothing comes near ``budget``, of what is known and of what is found without one."""
         far = _HOPELESS * budget
-        nearest = min((t.device for t in first), default=self.unchanged.device)
+        nearest = min((t.device for t in (*first, *self._found.values())), default=self.unchanged.device)
         return nearest > far and self.search(0).device > far
 
 

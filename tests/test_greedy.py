@@ -93,6 +93,32 @@ def test_where_a_plan_is_dear_or_misses_it_is_the_best_of_those_for_somewhat_les
         assert found.price <= min(t.price for t in (first, *others[:1]) if t.device <= budget)
 
 
+@given(train_steps(), st.floats(0.05, 0.9), st.floats(0, 1))
+@settings(max_examples=25)
+def test_a_search_with_a_price_ends_below_it_or_over_its_budget(graph, share, part):
+    budget, price = int(share * live_ranges(graph).device), op_costs(graph, DEVICE).charge
+    below = part * greedy.Searches(graph, price).search(budget).price
+    known = greedy.Searches(graph, price)
+    found = known.search(budget, below)
+    assert found.device > budget or found.price < below
+    whole = known.search(budget)
+    assert whole.price == greedy.Searches(graph, price).search(budget).price, "what was asked with a price is no answer"
+    assert known.search(budget, below) is whole, "what is known without a price is"
+
+
+def test_what_is_known_to_come_near_a_budget_is_not_looked_for_without_one(monkeypatch):
+    graph, *_ = network(64, False)
+    known, asked = greedy.Searches(graph, op_costs(graph, DEVICE).charge), list[int]()
+    search = known._search
+    monkeypatch.setattr(known, "_search", lambda budget, below: (asked.append(budget), search(budget, below))[1])
+    near = known.search(live_ranges(graph).device // 2)
+    asked.clear()
+    assert not known._is_hopeless([known.unchanged], near.device)
+    assert asked == []
+    assert known._is_hopeless([known.unchanged], 1)
+    assert asked == [0]
+
+
 @given(graphs(), st.floats(0, 1.1))
 @settings(max_examples=30)
 def test_plans_of_any_graph(graph, share):

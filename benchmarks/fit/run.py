@@ -1,11 +1,12 @@
 """Fit every workload for an H200 that is not there, and say what XLA allocates.
 
-    python -m benchmarks.fit.run [policies] [tight] [WORKLOAD ...]
+    python -m benchmarks.fit.run [policies] [tight] [host] [WORKLOAD ...]
 
 ``policies``: GPT-2 small at the bytes that per-block ``jax.checkpoint`` reaches by hand, each policy
 compiled on the same step in the same run. ``suite``: every workload at 60 % of its plain bytes
 above its arguments. ``tight``: the named workloads, or all, at the bytes that the error names when they are given
-room for their arguments alone, planning beside the compiles of the same call. Every case runs in a fresh process;
+room for their arguments alone, planning beside the compiles of the same call; ``host``: the same with the state and
+``HOST`` bytes of temporaries allowed on the host. Every case runs in a fresh process;
 results go to ``results-jax<version>.json`` and the table to ``results-jax<version>.md``. FLOPs are matrix and
 convolution FLOPs of the traced program; device bytes are XLA's argument + output + temp - alias.
 """
@@ -27,6 +28,10 @@ HERE = Path(__file__).parent
 MODULE = "fit.run"
 TARGET = "nvidia-h200"
 SHARE = 0.6
+HOST = 64 << 30
+"""Host bytes allowed in the ``host`` section: XLA's own cap on pinned memory."""
+TIGHT = {"tight": 0, "host": HOST}
+"""The sections of tight budgets and the host bytes that each allows."""
 ASKED = 4
 """Budgets that errors name and that are asked for until one is met."""
 POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
@@ -117,7 +122,7 @@ def fit(
         "overhead_ratio": report.overhead_ratio,
         "rounds": report.rounds,
         "stages": report.stages,
-        "planning_seconds": sum(report.seconds.values()) - compiling,
+        "planning_seconds": wall - compiling,
         "compile_seconds": compiling,
         "wall_seconds": wall,
         "notes": list(report.notes),
@@ -125,7 +130,7 @@ def fit(
 
 
 def case(name: str) -> dict[str, Any]:
-    """One case, in this process: ``policy:NAME``, ``gpt2@BYTES`` or a workload's name."""
+    """One case, in this process: ``policy:NAME``, ``gpt2@BYTES``, ``NAME`` or ``SECTION:NAME`` of ``TIGHT``."""
     from benchmarks import workloads
 
     if name.startswith("policy:"):
@@ -133,14 +138,16 @@ def case(name: str) -> dict[str, Any]:
         return measure_policy(None if policy == "none" else policy)
     if name.startswith("gpt2@"):
         return fit(workloads.workload("gpt2_small"), int(name.removeprefix("gpt2@")))
-    workload = workloads.workload(name.removeprefix("tight:"))
+    section, _, own = name.rpartition(":")
+    workload = workloads.workload(own)
     base = plain(workload)
-    if name.startswith("tight:"):
-        answer = fit(workload, base["argument"])
+    if section:
+        host = TIGHT[section]
+        answer = fit(workload, base["argument"], host_budget=host, offload_state=host > 0)
         for _ in range(ASKED):
             if not answer["fits"]:
-                answer = fit(workload, answer["needs"])
-        return {"workload": name.removeprefix("tight:"), "plain": base, "fit": answer}
+                answer = fit(workload, answer["needs"], host_budget=host, offload_state=host > 0)
+        return {"workload": own, "plain": base, "fit": answer}
     budget = int(base["argument"] + SHARE * (base["device"] - base["argument"]))
     return {"workload": name, "plain": base, "fit": fit(workload, budget)}
 
@@ -206,30 +213,36 @@ def table(result: dict[str, Any]) -> str:
             )
         else:
             lines.append(head + f"| **does not fit**, needs {f['needs'] / 1e6:,.0f}: {f['error']} | | | | | | |")
-    lines += [*_tight(result.get("tight", [])), "", line()]
+    for section, host in TIGHT.items():
+        lines += _tight(result.get(section, []), host)
+    lines += ["", line()]
     return "\n".join(lines) + "\n"
 
 
-def _tight(rows: list[dict[str, Any]]) -> list[str]:
+def _tight(rows: list[dict[str, Any]], host: int) -> list[str]:
     """Small programs, and the seconds of the call that met their budgets."""
+    more = f", with `host_budget` of {host >> 30} GiB and `offload_state=True`" if host else ""
+    columns = 9 if host else 8
     lines = [
         "",
-        "## Every workload at the bytes that the error names when it is given room for its arguments alone",
+        f"## Every workload at the bytes that the error names when it is given room for its arguments alone{more}",
         "",
         "Far below what can be reached that is predicted, with a margin: less may be reached. Seconds of the call that "
         "met it: planning, and all its compiles together.",
         "",
-        "| workload | plain MB | compiled MB | FLOPs | step time (model) | plans compiled | planning s | compiling s |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| workload | plain MB | compiled MB | {'host MB | ' if host else ''}FLOPs | step time (model) "
+        "| plans compiled | planning s | compiling s |",
+        "|---" * columns + "|",
     ]
     for row in rows:
         if "crash" in row or not row["fit"]["fits"]:
-            lines.append(f"| {row['workload']} | {'crashed' if 'crash' in row else 'not met'} | | | | | | |")
+            lines.append(f"| {row['workload']} | {'crashed' if 'crash' in row else 'not met'} {'| ' * (columns - 2)}|")
             continue
         p, f = row["plain"], row["fit"]
         lines.append(
             f"| {row['workload']} | {p['device'] / 1e6:,.0f} | {f['device'] / 1e6:,.0f} "
-            f"| {f['flops'] / p['flops'] if p['flops'] else 1.0:.4f} | +{f['overhead_ratio']:.1%} | {f['rounds']} "
+            + (f"| {f['host'] / 1e6:,.0f} " if host else "")
+            + f"| {f['flops'] / p['flops'] if p['flops'] else 1.0:.4f} | +{f['overhead_ratio']:.1%} | {f['rounds']} "
             f"| {f['planning_seconds']:.1f} | {f['compile_seconds']:.1f} |"
         )
     return lines if rows else []
@@ -237,7 +250,7 @@ def _tight(rows: list[dict[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", help="workloads, 'policies' or 'tight'; default: everything")
+    parser.add_argument("cases", nargs="*", help="workloads, 'policies', 'tight' or 'host'; default: everything")
     parser.add_argument("--print-only", action="store_true", help="leave the recorded results alone")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -247,31 +260,33 @@ def main() -> None:
     from benchmarks import workloads
     from benchmarks.machine import describe
 
-    every, asked = list(workloads.NAMES), options.cases or ["policies", "tight", *workloads.NAMES]
+    every, asked = list(workloads.NAMES), options.cases or ["policies", *TIGHT, *workloads.NAMES]
     named = [n for n in asked if n in every]
     machine = describe()
     path = HERE / f"results-jax{machine['jax']}.json"
     # A run of some cases renews those and keeps the others; nothing is lost when it is interrupted.
-    known: dict[str, Any] = {"policies": [], "suite": [], "tight": []}
+    known: dict[str, Any] = {"policies": [], "suite": []}
     if path.exists() and not options.print_only:
         known = json.loads(path.read_text())
     rows = {row["workload"]: row for row in known["suite"]}
-    tight = {row["workload"]: row for row in known.get("tight", [])}
+    tight = {section: {row["workload"]: row for row in known.get(section, [])} for section in TIGHT}
     result: dict[str, Any] = {"machine": machine, "target": TARGET, "share": SHARE, "policies": known["policies"]}
 
     def keep() -> None:
         result["suite"] = [rows[name] for name in every if name in rows]
-        result["tight"] = [tight[name] for name in every if name in tight]
+        for section, kept in tight.items():
+            result[section] = [kept[name] for name in every if name in kept]
         if not options.print_only:
             save(path, result, table)
 
     if "policies" in asked:
         result["policies"] = policies()
         keep()
-    suite = named if not options.cases or "tight" not in asked else []
+    sections = [section for section in TIGHT if section in asked]
+    suite = named if not options.cases or not sections else []
     for kept, name, question in (
         *((rows, name, name) for name in suite),
-        *((tight, name, f"tight:{name}") for name in (named or every) if "tight" in asked),
+        *((tight[s], name, f"{s}:{name}") for s in sections for name in (named or every)),
     ):
         kept[name] = {"workload": name, **isolated(MODULE, question), "date": machine["date"]}
         if "crash" in kept[name]:
