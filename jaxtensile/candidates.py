@@ -1,6 +1,6 @@
-"""Which way to rewrite a program has the cheapest plan?
+"""In which ways is a program rewritten, one after the other, until one has a plan that fits?
 
-All are compared by what they cost over the program as written. Work is done in parts where that is cheaper than doing
+Those that are there are compared (``cheapest``). Work is done in parts where that is cheaper than doing
 anything twice. Once nothing else fits, products are made slice
 by slice, branches joined with their gradients, loops nested, and the bodies of loops and branches planned as programs
 of their own.
@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import cache, cached_property
 
 from jaxtensile.bodies import Body, Key, bodies_of
+from jaxtensile.cheapest import cheapest, ordered, rank, without_host
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.check import check
 from jaxtensile.passes.in_order import in_order
@@ -198,7 +199,7 @@ class Candidates:
 
     def _begin(self, ways: _Ways) -> None:
         self._ways = ways
-        self.variants = _ordered([*ways.first, *self._others])
+        self.variants = ordered([*ways.first, *self._others])
         self._more = [*ways.more]
         self._starts: list[Variant] = []
         """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, joined branches,
@@ -250,8 +251,8 @@ class Candidates:
                 more = self._ways.loops(start)
                 self._starts += more[-1:] if start.nested or start.joined or start.inward else []
                 second = cheapest(more, budget)
-                if _rank(second, budget) < _rank(best, budget):
-                    self.variants = _ordered([*self.variants, *more])
+                if rank(second, budget) < rank(best, budget):
+                    self.variants = ordered([*self.variants, *more])
                     best = second
         if best[1].predicted.device > budget:
             if not self._bodies:
@@ -269,9 +270,9 @@ class Candidates:
         """``best``, or what becomes of a program whose bodies are planned, where that is better."""
         variant = bodies.fitted(budget)
         found = cheapest([variant], budget) if variant is not None else best
-        if variant is None or _rank(found, budget) >= _rank(best, budget):
+        if variant is None or rank(found, budget) >= rank(best, budget):
             return best
-        self.variants = _ordered([*self.variants, variant])
+        self.variants = ordered([*self.variants, variant])
         return found
 
     def _in_chunks(self, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
@@ -297,14 +298,14 @@ class Candidates:
             known = [v for v in self.variants if v.base is variant.base]
             more = known or self._ways.loops(variant)
             if not known:
-                self.variants = _ordered([*self.variants, *more])
+                self.variants = ordered([*self.variants, *more])
                 self._starts += more[-1:]
             second = cheapest(more, budget, least=best[1].predicted.device > budget)
             if second[1].predicted.device > budget:
                 if k not in self._parts:
                     self._parts[k] = self._ways.bodies(variant).anew()
                 second = self._fitted(self._parts[k], second, budget)
-            best = min(best, second, key=lambda found: _rank(found, budget))
+            best = min(best, second, key=lambda found: rank(found, budget))
         return best
 
     def readily(self, budget: Bytes) -> tuple[Variant, Plan]:
@@ -361,70 +362,3 @@ class Candidates:
 
 def _some(variant: Variant | None) -> list[Variant]:
     return [] if variant is None else [variant]
-
-
-def _ordered(variants: list[Variant]) -> list[Variant]:
-    return sorted(variants, key=lambda v: v.charge)
-
-
-def without_host(variants: list[Variant]) -> list[Variant]:
-    """The same variants, to be planned by recomputation alone; none that stacks in host memory."""
-    return [replace(v, host=False, finer=cache(lambda v=v: without_host(v.finer()))) for v in variants if not v.aside]
-
-
-def cheapest(variants: list[Variant], budget: Bytes, *, least: bool = True) -> tuple[Variant, Plan]:
-    """The cheapest variant and plan that fit; the smallest when none does, unless that is not asked for (``least``).
-    ``variants``: cheapest first.
-
-    Of those that recompute more and more in the same loops, the dearer ones are taken to need less. With stacks
-    on the host they need not: the dearest stacks most, and what it cannot stack there stays on the device.
-    """
-    # What each needs at least matters only where none fits.
-    found = _cheapest(variants, budget, False) if budget > 0 or not least else None
-    if found is not None and (not least or found[1].predicted.device <= budget):
-        return found
-    return _cheapest(variants, budget, True)
-
-
-def _cheapest(variants: list[Variant], budget: Bytes, least: bool) -> tuple[Variant, Plan]:
-    best: tuple[Variant, Plan] | None = None
-
-    @cache
-    def solved(variant: Variant) -> Plan:
-        return variant.solve(max(budget, 0), least=least)
-
-    def fits(variant: Variant) -> bool:
-        return solved(variant).predicted.device <= budget
-
-    def consider(variant: Variant) -> None:
-        nonlocal best
-        if best is not None and best[1].predicted.device <= budget and charge_of(*best) <= variant.charge:
-            return
-        found = variant, solved(variant)
-        if best is None or _rank(found, budget) < _rank(best, budget):
-            best = found
-
-    for similar in _chains(variants):
-        first = 0
-        if not similar[0].aside:
-            first = bisect_left(similar, True, key=fits) if fits(similar[-1]) else len(similar) - 1
-        for variant in similar[first:]:
-            consider(variant)
-    assert best is not None, "there is always the program as it is"
-    if best[1].predicted.device <= budget:
-        for variant in best[0].finer():
-            consider(variant)
-    return best
-
-
-def _chains(variants: list[Variant]) -> list[list[Variant]]:
-    """Variants that differ in their loops alone, with and without stacks on the host."""
-    chains: dict[tuple[int, bool, bool], list[Variant]] = {}
-    for variant in variants:
-        chains.setdefault((id(variant.base), variant.aside > 0, bool(variant.inside)), []).append(variant)
-    return list(chains.values())
-
-
-def _rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:
-    device = found[1].predicted.device
-    return (device > budget, device if device > budget else charge_of(*found))

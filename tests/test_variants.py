@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxtensile import candidates
 from jaxtensile import variants as ways
+from jaxtensile.candidates import Candidates
+from jaxtensile.cheapest import cheapest, without_host
 from jaxtensile.device import profile
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare
@@ -74,9 +75,9 @@ def test_the_cheapest_that_fits_wins():
     order = [undone, written]
     most, least = (v.solve(1 << 40).predicted.device for v in order)
     assert most > least
-    variant, plan = candidates.cheapest(order, most)
+    variant, plan = cheapest(order, most)
     assert variant is undone and plan.changes_nothing
-    variant, plan = candidates.cheapest(order, (most + least) // 2)
+    variant, plan = cheapest(order, (most + least) // 2)
     assert plan.predicted.device <= (most + least) // 2
     assert variant is undone and not plan.changes_nothing
 
@@ -85,7 +86,7 @@ def test_the_program_as_written_wins_where_nothing_else_fits():
     written, undone = both(job(unrolled))
     as_is = written.solve(1 << 40)
     stuck = replace(undone, prepare=lambda problem: lambda budget, **_: undone.solve(1 << 40))
-    variant, plan = candidates.cheapest([stuck, written], as_is.predicted.device)
+    variant, plan = cheapest([stuck, written], as_is.predicted.device)
     assert variant is written and plan.changes_nothing
 
 
@@ -119,7 +120,7 @@ def test_a_step_between_wins_where_it_fits():
     assert steps
     for step in steps:
         need = step.solve(0).predicted.device
-        variant, plan = candidates.cheapest(found, need)
+        variant, plan = cheapest(found, need)
         assert plan.predicted.device <= need and variant.charge <= step.charge
 
 
@@ -150,7 +151,7 @@ def test_of_stacks_on_the_host_the_cheapest_that_fits_is_found():
     needs = [v.solve(0).predicted.device for v in hosted]
     assert needs[-1] > min(needs)
     for need in needs:
-        variant, plan = candidates.cheapest(found, need)
+        variant, plan = cheapest(found, need)
         assert plan.predicted.device <= need
         assert variant.charge <= min(v.charge for v, n in zip(hosted, needs, strict=True) if n <= need)
 
@@ -179,7 +180,7 @@ def test_of_what_loops_keep_as_much_is_on_the_host_as_there_is_room_for(slices):
 def test_without_the_host_nothing_waits_there():
     work = job(unrolled, device=profile("nvidia-h200"), host_budget=1 << 30)
     written, _ = both(work)
-    (again,) = candidates.without_host([written])
+    (again,) = without_host([written])
     assert written.problem.link == work.link is not None and written.problem.host_budget == 1 << 30
     assert again.problem.link is None and again.problem.host_budget == 0 and again.charge == written.charge
 
@@ -207,7 +208,7 @@ def test_products_are_sliced_only_when_nothing_else_fits():
     traced = trace_jaxpr(work.jaxpr, work.donated)
     costs = op_costs(traced.graph, work.device)
     written = ways.written(work, traced, costs, prepare)
-    chosen = candidates.Candidates(written, costs)
+    chosen = Candidates(written, costs)
     plain, least = (written.solve(budget).predicted.device for budget in (1 << 40, 0))
     assert chosen.cheapest(plain)[0] is chosen.variants[0] and len(chosen.variants) == 1
     variant, plan = chosen.cheapest(least - 1)
