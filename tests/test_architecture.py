@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "loops": "units errors ir plan _compat trace passes",
     "hosted": "ir plan trace loops passes",
     "bodies": "_compat trace",
-    "rewrite": "units errors ir plan _compat trace",
+    "rewrite": "units errors ir plan _compat trace passes",
     "target": "errors device gpu_description hardware",
     "compile": "units errors ir plan device target _compat",
     "timeline": "units",

@@ -149,6 +149,42 @@ def test_a_max_pool_adds_to_zeros_of_its_own():
     assert zero.aval.shape == () and zero.aval.dtype == V.dtype
 
 
+def looked_up(table):
+    return jnp.tanh(table[jnp.array([1, 1, 3])]).sum()
+
+
+INTO = {
+    "a lookup": (jax.grad(looked_up), (V,), True),
+    "a lookup in half precision": (jax.grad(looked_up), (V.astype(jnp.bfloat16),), True),
+    "several lookups": (jax.grad(lambda t: looked_up(t) * looked_up(t[::-1])), (V,), True),
+    "a slice": (lambda x: lax.dynamic_update_slice(jnp.zeros(8), jnp.sin(x[:3]), (2,)), (V,), True),
+    "a scalar": (lambda x: jnp.full(8, 2.0, jnp.float32).at[3].add(jnp.sum(x)), (V,), True),
+    "integers": (lambda x: jnp.zeros(8, int).at[jnp.argmax(x)].max(jnp.argmin(x)), (V,), True),
+    "literals": (lambda x: jnp.zeros(8).at[3].set(1.0) * x, (V,), False),
+    "literals where it says": (lambda x: jnp.zeros(8).at[jnp.argmax(x)].set(1.0), (V,), True),
+    "what others read": (lambda x: (z := jnp.zeros(8), z.at[3].add(x[0])), (V,), False),
+    "an output": (lambda x: (z := lax.full((8,), 0.0)) + z.at[jnp.argmax(x)].set(x[1]), (V,), False),
+}
+
+
+@pytest.mark.parametrize("name", INTO)
+def test_what_is_written_into_a_constant_has_it_made_late(monkeypatch, name):
+    """XLA makes a constant when it likes, as nothing has to come before it."""
+    monkeypatch.setattr(rewriting, "_LARGE", 1)
+    fun, given, late = INTO[name]
+    program = traced(fun, *given)
+    evaluate = rewrite(program, Program.unchanged(program.graph), apart=True)
+    made = program_of(evaluate, *given)
+    constants = [e for e in equations(made) if e.primitive.name == "broadcast_in_dim" and e.outvars[0].aval.size == 8]
+    behind = [e for e in constants if not hasattr(e.invars[0], "val")]
+    assert bool(behind) == late
+    by = {v: e.primitive.name for e in equations(made) for v in e.outvars}
+    assert all(by[e.invars[0]] == "optimization_barrier" for e in behind)
+    want = [bits(x) for x in jax.tree.leaves(jax.jit(fun)(*given))]
+    got = [bits(x) for x in jax.jit(evaluate)(given)]
+    assert [(a.dtype, a.tolist()) for a in got] == [(a.dtype, a.tolist()) for a in want]
+
+
 def test_a_value_is_forgotten_after_its_last_use(monkeypatch):
     def fun(x):
         for _ in range(20):
