@@ -91,10 +91,8 @@ def _with_its_own_stacks(equation: Equation, operands: list[Any], op: Op, made: 
     stacks = avals[carries:]
     if not all(map(_is_plain, avals)) or sum(a.size * a.dtype.itemsize for a in stacks) < _LARGE:
         return None
-    given = iter(op.operands)
-    ages = [made[next(given)] if isinstance(a, int) else -1 for a in equation.operands]
-    latest = max(range(len(ages)), key=ages.__getitem__)
-    if ages[latest] < 0:
+    latest = _latest(equation, op, made)
+    if latest is None:
         return None
     body = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
     length, reverse = params["length"], params["reverse"]
@@ -118,6 +116,14 @@ def _with_its_own_stacks(equation: Equation, operands: list[Any], op: Op, made: 
     return [*last, *stacked]
 
 
+def _latest(equation: Equation, op: Op, made: Sequence[int]) -> int | None:
+    """Which of its operands was made last of what comes from arguments; None where none does."""
+    given = iter(op.operands)
+    ages = [made[next(given)] if isinstance(a, int) else -1 for a in equation.operands]
+    latest = max(range(len(ages)), key=ages.__getitem__)
+    return latest if ages[latest] >= 0 else None
+
+
 def _is_plain(aval: Any) -> bool:
     """Whether an array of numbers on the device, of a type that it keeps."""
     there = "host" in str(getattr(aval, "memory_space", "")).lower()
@@ -125,17 +131,20 @@ def _is_plain(aval: Any) -> bool:
 
 
 def _blank(graph: Graph, origin: Sequence[int]) -> dict[int, int]:
-    """By op that writes into a large constant of its own: the equation that makes the constant of literals."""
+    """By op that writes into a large constant of its own: the equation that broadcasts a literal to the constant.
+
+    Other ops of no operands may do something, or have several results.
+    """
     made = producers(graph)
     readers = Counter(v for op in graph.ops for v in op.operands) + Counter(graph.outputs)
     found: dict[int, int] = {}
     for op in graph.ops:
-        if op.primitive in IN_PLACE and origin[op.id] >= 0 and op.operands:
-            into = op.operands[0]
-            source = made[into]
-            alone = readers[into] == 1 and graph.values[into].nbytes >= _LARGE
-            if alone and source >= 0 and origin[source] >= 0 and not graph.ops[source].operands:
-                found[op.id] = origin[source]
+        if op.primitive not in IN_PLACE or made[into := op.operands[0]] < 0:
+            continue
+        source = graph.ops[made[into]]
+        constant = source.primitive == "broadcast_in_dim" and not source.operands
+        if constant and readers[into] == 1 and graph.values[into].nbytes >= _LARGE:
+            found[op.id] = origin[source.id]
     return found
 
 
@@ -148,15 +157,13 @@ def _with_late_zeros(
     A constant waits for nothing, and XLA makes it when it likes: beside copies to the host the zeros of an embedding's
     gradient, 94 MB, were there while the last attention was differentiated (BERT of three layers, H200, jax 0.10.2).
     """
-    given = iter(op.operands)
-    ages = [made[next(given)] if isinstance(a, int) else -1 for a in equation.operands]
-    latest = max(range(1, len(ages)), key=ages.__getitem__)
-    if ages[latest] < 0 or not _is_plain(jax.typeof(operands[latest])):
+    latest = _latest(equation, op, made)  # a constant is older than anything that is made of arguments
+    if latest is None or not _is_plain(jax.typeof(operands[latest])):
         return operands
     with _compat.equation_context(constant.eqn, constant.stack):
-        literals = [np.asarray(a.val, a.aval.dtype) for a in constant.operands]
-        tied, *late = lax.optimization_barrier((operands[latest], *literals))
-        into, *_ = bind(constant, late)
+        (literal,) = constant.operands
+        tied, late = lax.optimization_barrier((operands[latest], np.asarray(literal.val, literal.aval.dtype)))
+        (into,) = bind(constant, [late])
     return [into, *operands[1:latest], tied, *operands[latest + 1 :]]
 
 

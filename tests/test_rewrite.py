@@ -153,6 +153,12 @@ def looked_up(table):
     return jnp.tanh(table[jnp.array([1, 1, 3])]).sum()
 
 
+def pair():
+    """Two constants of no operands."""
+    kind = jax.ShapeDtypeStruct((8,), np.float32)
+    return jax.pure_callback(lambda: (np.zeros(8, np.float32), np.ones(8, np.float32)), (kind, kind))
+
+
 INTO = {
     "a lookup": (jax.grad(looked_up), (V,), True),
     "a lookup in half precision": (jax.grad(looked_up), (V.astype(jnp.bfloat16),), True),
@@ -163,6 +169,8 @@ INTO = {
     "literals": (lambda x: jnp.zeros(8).at[3].set(1.0) * x, (V,), False),
     "literals where it says": (lambda x: jnp.zeros(8).at[jnp.argmax(x)].set(1.0), (V,), True),
     "what others read": (lambda x: (z := jnp.zeros(8), z.at[3].add(x[0])), (V,), False),
+    "the second of two": (lambda x: pair()[1].at[jnp.argmax(x)].add(x[1]), (V,), False),
+    "what counts": (lambda x: jnp.arange(8.0).at[jnp.argmax(x)].add(x[1]), (V,), False),
     "an output": (lambda x: (z := lax.full((8,), 0.0)) + z.at[jnp.argmax(x)].set(x[1]), (V,), False),
 }
 
