@@ -324,16 +324,21 @@ class Candidates:
         """The same candidates, asked nothing yet."""
         return Candidates(self.written, self._costs, self._others, self._ways)
 
-    def shallow(self, budget: Bytes = 0) -> tuple[Variant, Plan] | None:
-        """The smallest plan of those that leave bodies and the depth of loops as they are; None where one of them is
-        within ``budget``, and dearer than the cheapest.
+    @property
+    def _shallow(self) -> list[Variant]:
+        return [v for v in self.variants if not v.deep]
+
+    def has_shallow(self, budget: Bytes) -> bool:
+        """Whether a plan that leaves bodies and the depth of loops as they are is within ``budget``."""
+        return cheapest(self._shallow, budget, least=False)[1].predicted.device <= budget
+
+    def shallow(self) -> tuple[Variant, Plan]:
+        """The smallest plan of those that leave bodies and the depth of loops as they are.
 
         The model knows such programs best: once it puts them over the budget, they may still be under it, and what
         is done to bodies for its sake may need more.
         """
-        plain = [v for v in self.variants if not v.deep]
-        if budget > 0 and cheapest(plain, budget, least=False)[1].predicted.device <= budget:
-            return None
+        plain = self._shallow
         return cheapest(plain, int(ABOUT * cheapest(plain, 0)[1].predicted.device))
 
     @property

@@ -181,10 +181,9 @@ class Rounds:
         """The smallest plan without deep changes, compiled where it costs no more and the model may be wrong of it, and
         how many were compiled."""
         with self.attempts.clock("solve"):
-            found = candidates.shallow(aim)
-        if found is None:
-            return None, 0
-        variant, plan = found
+            if candidates.has_shallow(aim):
+                return None, 0  # dearer than what was chosen, as it is among what that was compared with
+            variant, plan = candidates.shallow()
         as_it_is = plan.changes_nothing and variant.as_it_is
         if as_it_is or plan.predicted.device > DEEP * aim or ways.charge_of(variant, plan) > charge:
             return None, 0
@@ -235,8 +234,7 @@ class Rounds:
                 plans: list[tuple[Candidates, Variant, Plan]] = []
                 for anew in (candidates.anew(), *candidates.unprompted()):
                     plans.append((anew, *anew.cheapest(0)))
-                    shallow = anew.shallow() if plans[-1][1].deep else None
-                    plans += [(anew, *shallow)] if shallow is not None else []
+                    plans += [(anew, *anew.shallow())] if plans[-1][1].deep else []
             for anew, variant, plan in plans:
                 key = program_key(variant, plan)
                 if key in keys:

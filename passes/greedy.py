@@ -73,7 +73,8 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
 
     @lru_cache(maxsize=2)
     def copied(budget: Bytes) -> Trial:
-        # Whoever is told that nothing fits asks once more for the least, which copies do not depend on.
+        # Whoever is told that nothing fits asks once more for the least, which copies do not depend on. Which
+        # plans without deep changes fit is asked again after other budgets.
         return _with_copies(problem, budget, known.search, live)
 
     def at(budget: Bytes, /, *, least: bool = True) -> Plan:
@@ -129,11 +130,12 @@ class Searches:
         """
         best = self.search(budget)
         for share in _LOWER if budget > 0 else ():
-            if best.price <= _DEAR * self._whole if best.device <= budget else not least:
+            fits = best.device <= budget
+            if best.price <= _DEAR * self._whole if fits else not least:
                 break
             lower = max(budget - int(share * self.unchanged.temp), 0)
-            other = self.search(lower, best.price if best.device <= budget else inf)
-            if best.device <= budget < other.device:
+            other = self.search(lower, best.price if fits else inf)
+            if fits and other.device > budget:
                 break  # still less leads no lower
             best = other if _better(other, best, budget) else best
         return best

@@ -215,6 +215,6 @@ def test_products_are_sliced_only_when_nothing_else_fits():
     assert variant.sliced and plan.predicted.device < least
     assert variant in chosen.variants and chosen.cheapest(least - 1)[0] is variant
     smallest = chosen.shallow()
-    assert smallest is not None and smallest[1].predicted.device <= least
-    assert chosen.shallow(smallest[1].predicted.device) is None, "one that fits is among those that are compared"
-    assert chosen.shallow(smallest[1].predicted.device // 2) == smallest
+    assert smallest[1].predicted.device <= least
+    assert chosen.has_shallow(smallest[1].predicted.device), "one that fits is among those that are compared"
+    assert not chosen.has_shallow(smallest[1].predicted.device // 2) and chosen.shallow() == smallest

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fit.run import TARGET, fit, plain
+from benchmarks.fit.run import HOST, TARGET, fit, plain
 from benchmarks.isolate import isolated, save, streamed
 
 HERE = Path(__file__).parent
@@ -39,8 +39,6 @@ POLICIES = ("dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveab
 PEERS = (*POLICIES, *(f"xla_slop_{n}" for n in SLOPS))
 WAYS = ("", ":chunk")
 """What follows a question: as it is, and in parts."""
-HOST = 64 << 30
-"""Host bytes allowed for the smallest budget: XLA's own cap on pinned memory."""
 BELOW = {0: 0.9, HOST: 0.6}
 """Share of the best policy's bytes that is asked for first, by the host bytes allowed."""
 SMALLER, STEPS = 0.8, 5

@@ -23,14 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.fit.run import TARGET, fit, plain
+from benchmarks.fit.run import HOST, TARGET, fit, plain
 from benchmarks.isolate import command, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "loops.run"
 TPU = "tpu-v5e"
 LESS = 200_000_000
-HOST = 64 << 30
 STEPS = (1000, 4000, 16000, 64000)
 LONG: dict[str, tuple[str, dict[str, Any]]] = {"ode": ("steps", {}), "lstm": ("seq", {"loss_in_loop": True})}
 """The field of the config that holds the steps, and what else to set."""
