@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from jaxtensile.passes.ties import tied
 from jaxtensile.plan import Plan, Program
 from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
-from jaxtensile.units import Bytes
 from jaxtensile.variants import Variant, program_key
 
 Watch = Callable[[str], None]
@@ -70,10 +70,11 @@ class Attempts:
         # Compilers for CPUs and TPUs heed no barriers when they schedule.
         ties = (False, True) if job.device.platform == "cuda" else (False,)
         self._ways = [_Way(o, tie) for o in planned_options(job.device.platform, job.options) for tie in ties]
-        self.missed: dict[int, Bytes] = {}
-        """What planned programs need that do not fit, by their keys."""
-        self._order = self._ways
-        """For planned programs, those first that did best so far; of two that differ in ties, the better one alone."""
+        self._missed: dict[tuple[int, int], Made] = {}
+        """Planned programs that do not fit, by their keys and ways, without what runs them."""
+        self._learned: dict[bool, list[_Way]] = {}
+        """For planned programs with and without copies, those ways first that did best so far; of two that differ in
+        ties, the better one alone."""
 
     def own(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
         """The user's own function, compiled once."""
@@ -111,30 +112,30 @@ class Attempts:
         self._as_it_is[True] = self.own(meanwhile)
         return self._as_it_is[True]
 
-    def planned(self, variant: Variant, plan: Plan, *, once: bool = False) -> Made | None:
+    def planned(self, variant: Variant, plan: Plan, *, once: bool = False, learned: bool = True) -> Made | None:
         """The plan, checked and compiled in the first way that fits, else in the best; ``once``: in the first alone.
 
         Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. So is whether a
-        GPU's needs ties to. None for copies that XLA does not compile: some programs with them it refuses.
+        GPU's needs ties to. What was ``learned`` of the ways by other plans may be left aside. None for copies that
+        XLA does not compile: some programs with them it refuses.
         """
         job = self.job
         with self.clock("check"):
             check(variant.problem.graph, plan.program)
         try:
             with self.clock("compile planned"):
-                made = self._best_way(variant, plan, self._order[:1] if once else self._order)
+                made = self._best_way(variant, plan, once, learned)
         except jax.errors.JaxRuntimeError:
             if plan.offload_bytes <= job.state_bytes:
                 raise
             return None
-        if not once and made.compiled.device > job.budget:
-            self.missed[program_key(variant, plan)] = made.compiled.device
         return made
 
     def again(self, variant: Variant, plan: Plan, choice: int) -> Made | None:
         """What another process planned, ``choice`` as ``Made`` had it there; None where it is refused."""
         best = self._ways[choice]
-        self._order = [best, *(way for way in self._ways if way is not best)]
+        order = [best, *(way for way in self._ways if way is not best)]
+        self._learned = dict.fromkeys((False, True), order)
         try:
             if plan.changes_nothing and variant.as_it_is:
                 return self.unplanned(variant)
@@ -142,39 +143,55 @@ class Attempts:
         except jax.errors.JaxRuntimeError:
             return None
 
-    def _best_way(self, variant: Variant, plan: Plan, ways: Sequence[_Way]) -> Made:
+    def _best_way(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made:
+        # With copies, ties help in every program, and without them seldom where a plan does not miss.
+        copies = plan.offload_bytes > 0
+        ways = sorted(self._ways, key=lambda way: way.tied is not copies)
+        enough = any(way.tied for way in ways) and copies
+        order = self._learned.get(copies, ways) if learned and not once else ways
         job, cuda = self.job, self.job.device.platform == "cuda"
         args, kwargs = job.arguments()
 
         @cache
-        def evaluate_of(tie: bool) -> Evaluate:
-            program = tied(plan.program) if tie else plan.program
-            if tie and program is plan.program:
-                return evaluate_of(False)
-            if tie:
+        def program_of(tie: bool) -> Program:
+            return tied(plan.program) if tie else plan.program
+
+        @cache
+        def evaluate_of(program: Program) -> Evaluate:
+            if program is not plan.program:
                 check(variant.problem.graph, program)
             return rewrite(variant.traced, program, apart=cuda and job.shards == 1)
 
+        key = program_key(variant, plan)
         tried: list[tuple[_Way, Made]] = []
-        for way in ways:
-            evaluate = evaluate_of(way.tied)
-            if any(w.options is way.options and m.evaluate is evaluate for w, m in tried):
+        refused: Exception | None = None
+        for way in order[:1] if once else order:
+            if enough and tried and not way.tied:
+                break
+            choice, program = self._ways.index(way), program_of(way.tied)
+            if (key, choice) in self._missed:
+                tried.append((way, self._missed[key, choice]))
                 continue
+            if any(w.options is way.options and program_of(w.tied) is program for w, _ in tried):
+                continue
+            evaluate = evaluate_of(program)
             try:
                 compiled = compile_program(lambda o, e=evaluate: job.make(e, o), args, kwargs, way.options)
-            except jax.errors.JaxRuntimeError:
-                if not tried:
-                    raise
-                continue  # what was compiled another way is there
-            choice = self._ways.index(way)
+            except jax.errors.JaxRuntimeError as error:
+                refused = error
+                continue
             made = Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate, choice=choice)
             tried.append((way, made))
             if compiled.device <= job.budget:
                 break
+            self._missed[key, choice] = replace(made, compiled=replace(compiled, jitted=None))
+        if refused is not None and not tried:
+            raise refused
         tried.sort(key=lambda t: t[1].compiled.device)
         done = [way for way, _ in tried]
         differ = len({way.tied for way in done}) > 1
-        self._order = done[:1] if differ else [*done, *(way for way in self._order if way not in done)]
+        if not once:
+            self._learned[copies] = done[:1] if differ else [*done, *(way for way in order if way not in done)]
         return tried[0][1]
 
     def cancelled(self, made: Made) -> bool:

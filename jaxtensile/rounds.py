@@ -157,12 +157,14 @@ class Rounds:
             aim = target
         return best, rounds, tried
 
-    def _planned(self, candidates: Candidates, variant: Variant, plan: Plan, aim: Bytes) -> tuple[Made | None, int]:
+    def _planned(
+        self, candidates: Candidates, variant: Variant, plan: Plan, aim: Bytes, *, once: bool = False
+    ) -> tuple[Made | None, int]:
         """The plan compiled, where it misses with bodies in their order as well: the smaller, how many were compiled.
 
-        Where that is smaller, bodies are kept in order from then on.
+        Where that is smaller, bodies are kept in order from then on. ``once``: in one way.
         """
-        made = self.attempts.planned(variant, plan)
+        made = self.attempts.planned(variant, plan, once=once)
         if made is None or made.compiled.memory is None or made.compiled.device <= self.job.budget:
             return made, 1
         more = int(made.compiled.device * self.scale) - plan.predicted.device
@@ -171,7 +173,7 @@ class Rounds:
             held = candidates.held((variant, plan), aim) if helps else None
         if not helps:
             return made, 1
-        second = self.attempts.planned(*held) if held is not None and self.worth(*held) else None
+        second = self.attempts.planned(*held, once=once) if held is not None and self.worth(*held) else None
         if second is not None and not self.attempts.cancelled(second) and second.compiled.device < made.compiled.device:
             return second, 2
         candidates.release()
@@ -221,11 +223,12 @@ class Rounds:
     def smallest(self, candidates: Candidates, missed: Made | None) -> tuple[Made | None, int]:
         """The smallest plan of all, and how many were compiled; ``missed``: what came closest to the budget.
 
-        Which plans are compiled on the way to a budget depends on it, and so does how low they get; this one does
-        not. So a budget of its bytes is met, and lower ones that were met by luck are not promised.
+        Which plans are compiled on the way to a budget depends on it, and so does how low they get; those compiled
+        here, and in which ways, do not. So a budget of its bytes is met, and lower ones that were met by luck are not
+        promised.
         """
         job = self.job
-        best: Made | None = None
+        found: list[Made] = []
         rounds, keys = 0, set[int]()
         for host in (True, False) if job.host_budget else (False,):
             if not host:
@@ -240,30 +243,39 @@ class Rounds:
                 if key in keys:
                     continue
                 keys.add(key)
-                as_it_is = plan.changes_nothing and variant.as_it_is and variant.undone is None
-                if as_it_is:
+                if plan.changes_nothing and variant.as_it_is and variant.undone is None:
                     made, more = self.attempts.as_it_is(variant, plan), 1
-                elif missed is not None and program_key(missed.variant, missed.plan) == key:
-                    made, more = missed, 0
-                elif missed is not None and self.attempts.missed.get(key, 0) > missed.compiled.device:
-                    continue
                 else:
-                    made, more = self._planned(anew, variant, plan, 0)
+                    made, more = self._planned(anew, variant, plan, 0, once=True)
                 rounds += more
                 if made is None or self.attempts.cancelled(made):
                     continue
-                if best is None or made.compiled.device < best.compiled.device:
-                    best = made
                 if made.compiled.device <= job.budget:
-                    if missed is None or missed.compiled.memory is None:
-                        return made, rounds
-                    over = missed.plan.predicted.device, int(missed.compiled.device * self.scale)
-                    made, more = self.cheaper(candidates, made, over)
+                    made, more = self._with_what_is_left(candidates, made, missed)
                     return made, rounds + more
+                found.append(made)
+        # The best of them in the other ways too.
+        for once in sorted(found, key=lambda m: m.compiled.device):
+            if once.evaluate is None or once.compiled.device > CLOSE * min(m.compiled.device for m in found):
+                continue
+            made, rounds = self.attempts.planned(once.variant, once.plan, learned=False), rounds + 1
+            if made is None or self.attempts.cancelled(made):
+                continue
+            if made.compiled.device <= job.budget:
+                made, more = self._with_what_is_left(candidates, made, missed)
+                return made, rounds + more
+            found.append(made)
+        best = min(found, key=lambda m: m.compiled.device, default=None)
         plain = self.attempts.plain
         if best is not None and plain is not None and not job.state and plain.device <= best.compiled.device:
             best = replace(best, compiled=plain, evaluate=None)
         return best or missed, rounds
+
+    def _with_what_is_left(self, candidates: Candidates, fits: Made, missed: Made | None) -> tuple[Made, int]:
+        """What fits, or a plan between it and the one that missed that fits with less work; how many were compiled."""
+        if missed is None or missed.compiled.memory is None:
+            return fits, 0
+        return self.cheaper(candidates, fits, (missed.plan.predicted.device, int(missed.compiled.device * self.scale)))
 
     def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None) -> tuple[Made, int]:
         """A plan with less work between one that missed, of (predicted, compiled) bytes, and one that fits with bytes

@@ -115,7 +115,7 @@ class Searches:
         self._explored, self._whole = Explored(charge, self.unchanged), sum(charge)
         # Which turn comes first depends on the budget, and an easier one may lead lower.
         self._easier = [live.device - int((1 - share) * live.temp) for share in _EASIER]
-        self._found: dict[tuple[Bytes, Seconds], Trial] = {}
+        self._found: dict[tuple[Bytes, Seconds, bool], Trial] = {}
 
     @cached_property
     def least(self) -> Trial:
@@ -134,24 +134,23 @@ class Searches:
             if best.price <= _DEAR * self._whole if fits else not least:
                 break
             lower = max(budget - int(share * self.unchanged.temp), 0)
-            other = self.search(lower, best.price if fits else inf)
+            other = self.search(lower, best.price if fits else inf, best.device <= _HOPELESS * lower)
             if fits and other.device > budget:
                 break  # still less leads no lower
             best = other if _better(other, best, budget) else best
         return best
 
-    def search(self, budget: Bytes, below: Seconds = inf) -> Trial:
+    def search(self, budget: Bytes, below: Seconds = inf, hopeful: bool = False) -> Trial:
         """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways.
 
         The least without a budget, where the first mountain leaves far more than ``budget`` and so does that.
-        ``below``: a price that is not worth paying; mountains only add to it.
+        ``below``: a price that is not worth paying; mountains only add to it. ``hopeful``: something is known to come
+        near.
         """
-        for key in ((budget, inf), (budget, below)):
-            if key in self._found:
-                return self._found[key]
-        return self._found.setdefault((budget, below), self._search(budget, below))
+        key = budget, below, hopeful
+        return self._found[key] if key in self._found else self._found.setdefault(key, self._search(*key))
 
-    def _search(self, budget: Bytes, below: Seconds) -> Trial:
+    def _search(self, budget: Bytes, below: Seconds, hopeful: bool) -> Trial:
         explored, unchanged = self._explored, self.unchanged
         left, work = _MOUNTAINS, _WORK * len(unchanged.profile)
 
@@ -182,14 +181,14 @@ class Searches:
         if unchanged.device <= budget:
             return unchanged
         first = around(unchanged)
-        if budget not in (0, *self._easier) and self._is_hopeless(first, budget):
+        if not hopeful and budget not in (0, *self._easier) and self._is_hopeless(first, budget):
             return self.search(0)
         return descend(unchanged, unchanged, first)
 
     def _is_hopeless(self, first: list[Trial], budget: Bytes) -> bool:
-        """Whether nothing comes near ``budget``, of what is known and of what is found without one."""
+        """Whether nothing comes near ``budget``: neither the first mountain, nor what is found without one."""
         far = _HOPELESS * budget
-        nearest = min((t.device for t in (*first, *self._found.values())), default=self.unchanged.device)
+        nearest = min((t.device for t in first), default=self.unchanged.device)
         return nearest > far and self.search(0).device > far
 
 

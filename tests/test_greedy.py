@@ -103,20 +103,34 @@ def test_a_search_with_a_price_ends_below_it_or_over_its_budget(graph, share, pa
     assert found.device > budget or found.price < below
     whole = known.search(budget)
     assert whole.price == greedy.Searches(graph, price).search(budget).price, "what was asked with a price is no answer"
-    assert known.search(budget, below) is whole, "what is known without a price is"
 
 
-def test_what_is_known_to_come_near_a_budget_is_not_looked_for_without_one(monkeypatch):
+@given(graphs(), st.lists(st.floats(0, 1.1), min_size=2, max_size=3))
+@settings(max_examples=20)
+def test_what_is_found_does_not_depend_on_what_was_asked_before(graph, shares):
+    """Else a budget that an error names is met or not as it happens."""
+    price, whole = op_costs(graph, DEVICE).charge, live_ranges(graph).device
+    known = greedy.Searches(graph, price)
+    for budget in (*(int(share * whole) for share in shares), 0):
+        for least in (False, True):
+            found, alone = known.cheapest(budget, least), greedy.Searches(graph, price).cheapest(budget, least)
+            assert (found.device, found.price) == (alone.device, alone.price)
+
+
+def test_what_comes_near_a_budget_is_not_looked_for_without_one(monkeypatch):
     graph, *_ = network(64, False)
-    known, asked = greedy.Searches(graph, op_costs(graph, DEVICE).charge), list[int]()
+    known, asked = greedy.Searches(graph, op_costs(graph, DEVICE).charge), list[tuple[int, bool]]()
     search = known._search
-    monkeypatch.setattr(known, "_search", lambda budget, below: (asked.append(budget), search(budget, below))[1])
-    near = known.search(live_ranges(graph).device // 2)
+    monkeypatch.setattr(known, "_search", lambda b, p, hopeful: (asked.append((b, hopeful)), search(b, p, hopeful))[1])
+    known.search(1)
+    assert asked == [(1, False), (0, False)]
     asked.clear()
-    assert not known._is_hopeless([known.unchanged], near.device)
+    known.search(2, hopeful=True)
+    assert asked == [(2, True)]
+    near = known.search(0).device
+    asked.clear()
+    assert not known._is_hopeless([known.search(0)], near)
     assert asked == []
-    assert known._is_hopeless([known.unchanged], 1)
-    assert asked == [0]
 
 
 @given(graphs(), st.floats(0, 1.1))

@@ -72,6 +72,31 @@ def test_what_waits_by_itself_is_not_tied():
     assert tied(program) is program
 
 
+def sums(copied):
+    """A large gradient that a sum, and behind a barrier a product reads; something small may wait on the host."""
+    b = Builder()
+    x, w = b.input(4096, 64), b.input(64, 4096)
+    gradient = b.dot(x, w)
+    total = b.op("reduce_sum", gradient, shape=(4096,))
+    small = b.dot(gradient, x)
+    away = b.op("to_host", small, shape=(4096, 64)) if copied else small
+    held, other = b.op("optimization_barrier", gradient, small, results=[(4096, 4096), (4096, 64)])
+    return b.graph(total, away, b.dot(held, other)), total
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_sum_that_only_an_update_reads_comes_before_the_next_barrier_of_copies(copied):
+    graph, total = sums(copied)
+    before = Program.unchanged(graph)
+    program = tied(before)
+    check(graph, program)
+    added = barriers(before, program)
+    assert [total in (program.version_of[v] for v in tie.operands) for tie in added] == [True] * copied
+    if copied:
+        (old,) = (op for op in program.graph.ops if op.primitive == "optimization_barrier" and op.id > added[0].id)
+        assert set(old.operands) & set(added[0].results), "the barrier that was there waits for it"
+
+
 def convolutions():
     """A stem and a convolution; and the gradient of its filter, which reads no argument."""
     b = Builder()
