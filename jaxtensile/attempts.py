@@ -24,6 +24,9 @@ from jaxtensile.variants import Variant, program_key
 
 Watch = Callable[[str], None]
 
+NARROWLY = 1.02
+"""Plans with copies that miss the budget by no more than this are compiled without ties as well."""
+
 
 def nothing(_: str) -> None:
     """The default ``watch``."""
@@ -144,10 +147,9 @@ class Attempts:
             return None
 
     def _best_way(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made:
-        # With copies, ties help in every program, and without them seldom where a plan does not miss.
+        # With copies ties help, up to much more than the little that they cost; without them, where a plan misses.
         copies = plan.offload_bytes > 0
         ways = sorted(self._ways, key=lambda way: way.tied is not copies)
-        enough = any(way.tied for way in ways) and copies
         order = self._learned.get(copies, ways) if learned and not once else ways
         job, cuda = self.job, self.job.device.platform == "cuda"
         args, kwargs = job.arguments()
@@ -166,7 +168,7 @@ class Attempts:
         tried: list[tuple[_Way, Made]] = []
         refused: Exception | None = None
         for way in order[:1] if once else order:
-            if enough and tried and not way.tied:
+            if copies and not way.tied and any(w.tied and m.compiled.device > NARROWLY * job.budget for w, m in tried):
                 break
             choice, program = self._ways.index(way), program_of(way.tied)
             if (key, choice) in self._missed:
@@ -190,7 +192,7 @@ class Attempts:
         tried.sort(key=lambda t: t[1].compiled.device)
         done = [way for way, _ in tried]
         differ = len({way.tied for way in done}) > 1
-        if not once:
+        if not once and not (copies and differ):
             self._learned[copies] = done[:1] if differ else [*done, *(way for way in order if way not in done)]
         return tried[0][1]
 

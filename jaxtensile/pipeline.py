@@ -250,7 +250,7 @@ class _Page:
             rounds = self.rounds()
             start = self.written()
             lighter, others = self.lighter or start, [start] if self.lighter else []
-            if self.hopeless(first):
+            if first is not None and rounds.all_hopeless(candidates, first):
                 best, count = rounds.glance(self.candidates(lighter, others))
             if best is None or not rounds.hopeless(best.variant, best.compiled.device):
                 best, more = rounds.all(candidates, first)
@@ -262,10 +262,6 @@ class _Page:
             with self.clock("solve"):
                 raise cannot(job, candidates, bound, best)
         return self.unchanged() if best.evaluate is None else self.planned(best, bound, count)
-
-    def hopeless(self, first: tuple[Variant, Plan] | None) -> bool:
-        """Whether what is planned first is so far over the budget that nothing is."""
-        return first is not None and self.rounds().hopeless(first[0], first[1].predicted.device)
 
     def bound(self) -> Bound:
         """How few bytes the program needs at least: as it is, or below that in as many parts as there may be."""
@@ -304,7 +300,8 @@ class _Page:
                 if made.compiled.device <= job.budget:
                     return self.planned(made, lighter.bound, 0)
         candidates, first = ahead()
-        best, count = self.rounds().all(candidates, first) if not self.hopeless(first) else (None, 0)
+        rounds = self.rounds()
+        best, count = (None, 0) if rounds.all_hopeless(candidates, first) else rounds.all(candidates, first)
         if best is None or best.compiled.device > job.budget:
             return None
         return self.unchanged() if best.evaluate is None else self.planned(best, lighter.bound, count)

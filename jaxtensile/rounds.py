@@ -208,8 +208,8 @@ class Rounds:
         """
         best: Made | None = None
         count = 0
-        for anew in (candidates.anew(), *candidates.unprompted()):
-            variant, plan = self.cheapest(anew, 0)
+        plans = [self.cheapest(anew, 0) for host in self._hosts(candidates) for anew in (host, *host.unprompted())]
+        for variant, plan in sorted(plans, key=lambda found: found[1].predicted.device):
             if plan.changes_nothing and variant.as_it_is:
                 break
             made, count = self.attempts.planned(variant, plan, once=True), count + 1
@@ -219,6 +219,21 @@ class Rounds:
             if made.compiled.device <= CLOSE * plan.predicted.device:
                 break
         return best, count
+
+    def _hosts(self, candidates: Candidates) -> list[Candidates]:
+        """The same candidates, asked nothing yet, and those by recomputation alone where bytes may wait on the host."""
+        anew = [candidates.anew()]
+        if self.job.host_budget:
+            anew.append(candidates.anew())
+            anew[-1].forget_host()
+        return anew
+
+    def all_hopeless(self, candidates: Candidates, first: tuple[Variant, Plan]) -> bool:
+        """Whether what is planned first is so far over the budget that nothing is, and so is recomputation alone."""
+        if not self.hopeless(first[0], first[1].predicted.device):
+            return False
+        others = (self.cheapest(alone, self.job.budget) for alone in self._hosts(candidates)[1:])
+        return all(self.hopeless(variant, plan.predicted.device) for variant, plan in others)
 
     def smallest(self, candidates: Candidates, missed: Made | None) -> tuple[Made | None, int]:
         """The smallest plan of all, and how many were compiled; ``missed``: what came closest to the budget.
@@ -230,12 +245,10 @@ class Rounds:
         job = self.job
         found: list[Made] = []
         rounds, keys = 0, set[int]()
-        for host in (True, False) if job.host_budget else (False,):
-            if not host:
-                candidates.forget_host()
+        for host in self._hosts(candidates):
             with self.attempts.clock("solve"):
                 plans: list[tuple[Candidates, Variant, Plan]] = []
-                for anew in (candidates.anew(), *candidates.unprompted()):
+                for anew in (host, *host.unprompted()):
                     plans.append((anew, *anew.cheapest(0)))
                     plans += [(anew, *anew.shallow())] if plans[-1][1].deep else []
             for anew, variant, plan in plans:
@@ -251,7 +264,7 @@ class Rounds:
                 if made is None or self.attempts.cancelled(made):
                     continue
                 if made.compiled.device <= job.budget:
-                    made, more = self._with_what_is_left(candidates, made, missed)
+                    made, more = self._with_what_is_left(host, made, missed)
                     return made, rounds + more
                 found.append(made)
         # The best of them in the other ways too.

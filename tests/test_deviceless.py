@@ -265,6 +265,23 @@ def loop(length, unroll=1):
 
 
 @pytest.mark.cuda_aot
+def test_what_an_error_names_is_the_same_whatever_was_asked_and_is_met():
+    work = gpt(layers=2, batch=16)
+
+    def ask(budget):
+        options = {"host_budget": "1GiB", "target": H200, "compiler_options": KERNELS, **work.jit_options}
+        return jaxtensile.jit(work.fun, budget=budget, **options).plan(*work.args)
+
+    named = set[int]()
+    for budget in (130_000_000, 137_000_000):
+        with pytest.raises(jaxtensile.BudgetError) as info:
+            ask(budget)
+        named.add(info.value.needs)
+    (smallest,) = named
+    assert ask(smallest).compiled.device <= smallest
+
+
+@pytest.mark.cuda_aot
 def test_what_fits_without_the_host_fits_with_a_host_budget():
     """XLA unrolls a loop of two iterations, and then cancels the copies."""
     work = loop(2)
