@@ -24,8 +24,8 @@ from jaxtensile.variants import Variant, program_key
 
 Watch = Callable[[str], None]
 
-NARROWLY = 1.02
-"""Plans with copies that miss the budget by no more than this are compiled without ties as well."""
+NARROWLY = 1.05
+"""Plans with bytes on the host that miss the budget by no more than this are compiled without ties as well."""
 
 
 def nothing(_: str) -> None:
@@ -76,8 +76,8 @@ class Attempts:
         self._missed: dict[tuple[int, int], Made] = {}
         """Planned programs that do not fit, by their keys and ways, without what runs them."""
         self._learned: dict[bool, list[_Way]] = {}
-        """For planned programs with and without copies, those ways first that did best so far; of two that differ in
-        ties, the better one alone."""
+        """For planned programs with and without bytes on the host, those ways first that did best so far; of two that
+        differ in ties, the better one alone without, and what ties first with."""
 
     def own(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
         """The user's own function, compiled once."""
@@ -116,11 +116,13 @@ class Attempts:
         return self._as_it_is[True]
 
     def planned(self, variant: Variant, plan: Plan, *, once: bool = False, learned: bool = True) -> Made | None:
-        """The plan, checked and compiled in the first way that fits, else in the best; ``once``: in the first alone.
+        """The plan, checked and compiled in the first way that fits, else in the best; ``once``: in the first that
+        XLA compiles.
 
         Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. So is whether a
-        GPU's needs ties to. What was ``learned`` of the ways by other plans may be left aside. None for copies that
-        XLA does not compile: some programs with them it refuses.
+        GPU's needs ties to, except that where bytes wait on the host a plan far over the budget with ties is not
+        compiled without. ``learned``: both that and what other plans taught; else every way counts. None for copies
+        that XLA does not compile: some programs with them it refuses.
         """
         job = self.job
         with self.clock("check"):
@@ -137,8 +139,7 @@ class Attempts:
     def again(self, variant: Variant, plan: Plan, choice: int) -> Made | None:
         """What another process planned, ``choice`` as ``Made`` had it there; None where it is refused."""
         best = self._ways[choice]
-        order = [best, *(way for way in self._ways if way is not best)]
-        self._learned = dict.fromkeys((False, True), order)
+        self._learned[plan.offload_bytes > 0] = [best, *(way for way in self._ways if way is not best)]
         try:
             if plan.changes_nothing and variant.as_it_is:
                 return self.unplanned(variant)
@@ -147,7 +148,7 @@ class Attempts:
             return None
 
     def _best_way(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made:
-        # With copies ties help, up to much more than the little that they cost; without them, where a plan misses.
+        # With bytes on the host ties help up to much more than the little that they cost; without, where a plan misses.
         copies = plan.offload_bytes > 0
         ways = sorted(self._ways, key=lambda way: way.tied is not copies)
         order = self._learned.get(copies, ways) if learned and not once else ways
@@ -167,8 +168,10 @@ class Attempts:
         key = program_key(variant, plan)
         tried: list[tuple[_Way, Made]] = []
         refused: Exception | None = None
-        for way in order[:1] if once else order:
-            if copies and not way.tied and any(w.tied and m.compiled.device > NARROWLY * job.budget for w, m in tried):
+        for way in order:
+            if once and tried:
+                break
+            if learned and copies and not way.tied and any(w.tied and self._is_far(m) for w, m in tried):
                 break
             choice, program = self._ways.index(way), program_of(way.tied)
             if (key, choice) in self._missed:
@@ -192,9 +195,13 @@ class Attempts:
         tried.sort(key=lambda t: t[1].compiled.device)
         done = [way for way, _ in tried]
         differ = len({way.tied for way in done}) > 1
-        if not once and not (copies and differ):
+        if not once and not (copies and cuda):
             self._learned[copies] = done[:1] if differ else [*done, *(way for way in order if way not in done)]
         return tried[0][1]
+
+    def _is_far(self, made: Made) -> bool:
+        """Whether a program is over the budget by more than ties could cost it."""
+        return made.compiled.memory is not None and made.compiled.device > NARROWLY * self.job.budget
 
     def cancelled(self, made: Made) -> bool:
         """Whether the compiler dropped every copy of a plan with copies: what is left is no plan."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import inf
 
 from jaxtensile import variants as ways
 from jaxtensile.attempts import Attempts
@@ -202,7 +203,8 @@ class Rounds:
         return nbytes > (SURELY if sure else HOPELESS) * self.job.budget
 
     def glance(self, candidates: Candidates) -> tuple[Made | None, int]:
-        """The smallest plan, compiled in one way, for a budget that is hopeless: what the error names is then no guess.
+        """The smallest plan, compiled in one way, for a budget that is hopeless: what the error names is then no guess,
+        if somewhat more than what is found for a budget that is near.
 
         Others are compiled only where XLA adds much to the first.
         """
@@ -243,7 +245,7 @@ class Rounds:
         promised.
         """
         job = self.job
-        found: list[Made] = []
+        found: list[tuple[Made, Candidates]] = []
         rounds, keys = 0, set[int]()
         for host in self._hosts(candidates):
             with self.attempts.clock("solve"):
@@ -266,19 +268,20 @@ class Rounds:
                 if made.compiled.device <= job.budget:
                     made, more = self._with_what_is_left(host, made, missed)
                     return made, rounds + more
-                found.append(made)
-        # The best of them in the other ways too.
-        for once in sorted(found, key=lambda m: m.compiled.device):
-            if once.evaluate is None or once.compiled.device > CLOSE * min(m.compiled.device for m in found):
+                found.append((made, host))
+        # In the other ways too; ties make less of a difference than a plan, the CPU's schedulers may make more.
+        near = CLOSE if job.device.platform == "cuda" else inf
+        for once, host in sorted(found, key=_needs):
+            if once.evaluate is None or once.compiled.device > near * _needs(min(found, key=_needs)):
                 continue
             made, rounds = self.attempts.planned(once.variant, once.plan, learned=False), rounds + 1
             if made is None or self.attempts.cancelled(made):
                 continue
             if made.compiled.device <= job.budget:
-                made, more = self._with_what_is_left(candidates, made, missed)
+                made, more = self._with_what_is_left(host, made, missed)
                 return made, rounds + more
-            found.append(made)
-        best = min(found, key=lambda m: m.compiled.device, default=None)
+            found.append((made, host))
+        best = min(found, key=_needs)[0] if found else None
         plain = self.attempts.plain
         if best is not None and plain is not None and not job.state and plain.device <= best.compiled.device:
             best = replace(best, compiled=plain, evaluate=None)
@@ -324,6 +327,10 @@ class Rounds:
             else:
                 missed = made.plan.predicted.device, int(made.compiled.device * scale)
         return fits, count
+
+
+def _needs(found: tuple[Made, Candidates]) -> Bytes:
+    return found[0].compiled.device
 
 
 def _tried(variant: Variant, plan: Plan) -> set[str]:
