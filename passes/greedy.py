@@ -72,7 +72,7 @@ def solve(problem: Problem) -> Plan:
 def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
     """``solve`` for several budgets of one problem; ``searches``: those of its program, if there are any already."""
     known = searches or Searches(problem.graph, problem.costs.charge)
-    lowest, live = known.unchanged, known.unchanged.live
+    live = known.unchanged.live
 
     @lru_cache(maxsize=2)
     def copied(budget: Bytes) -> Trial:
@@ -80,18 +80,25 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
         # plans without deep changes fit is asked again after other budgets.
         return _with_copies(problem, budget, known.search, live)
 
-    def at(budget: Bytes, /, *, least: bool = True) -> Plan:
-        nonlocal lowest
+    def found(budget: Bytes, least: bool) -> Trial:
         best = known.cheapest(budget, least)
         if problem.link is not None and problem.host_budget and live.device > budget:
-            found = copied(budget)
-            best = found if found.copies and _better(found, best, budget) else best
+            moved = copied(budget)
+            best = moved if moved.copies and _better(moved, best, budget) else best
         if best.device > budget and least and not (best.copies and best.device < _FAR_BELOW * known.search(0).device):
             best = min(best, known.least, key=lambda t: t.device)
-        # Nor do lower budgets always lead lower: what was found for another one may be all there is. Without a budget
-        # the answer is the same whatever was asked before.
-        lowest = min(lowest, best, key=lambda t: t.device)
-        best = best if best.device <= budget or budget <= 0 else lowest
+        return best
+
+    @cache
+    def smallest() -> Trial:
+        return found(0, True)
+
+    def at(budget: Bytes, /, *, least: bool = True) -> Plan:
+        # Lower budgets do not always lead lower: what is found without one may be all there is. What was asked before
+        # plays no part, or what an error names would be met or not as it happens.
+        best = found(budget, least) if budget > 0 else smallest()
+        if best.device > budget > 0 and least:
+            best = min(best, smallest(), key=lambda t: t.device)
         return answer(problem, best.program, best.live, "greedy", copies=best.copies, wait=best.wait)
 
     return at
