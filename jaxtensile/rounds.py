@@ -6,7 +6,7 @@ a measured number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import inf
 
@@ -246,7 +246,27 @@ class Rounds:
         """
         job = self.job
         found: list[tuple[Made, Candidates]] = []
-        rounds, keys = 0, set[int]()
+        rounds = 0
+        for made, host, more in self._least(candidates, found):
+            rounds += more
+            if made is None or self.attempts.cancelled(made):
+                continue
+            if made.compiled.device <= job.budget:
+                made, more = self._with_what_is_left(host, made, missed)
+                return made, rounds + more
+            found.append((made, host))
+        best = min(found, key=_needs)[0] if found else None
+        plain = self.attempts.plain
+        if best is not None and plain is not None and not job.state and plain.device <= best.compiled.device:
+            best = replace(best, compiled=plain, evaluate=None)
+        return best or missed, rounds
+
+    def _least(
+        self, candidates: Candidates, found: list[tuple[Made, Candidates]]
+    ) -> Iterator[tuple[Made | None, Candidates, int]]:
+        """The smallest plans compiled in one way, and then those that are near the best of what was ``found`` of them
+        in the other ways too; what each was made from, and how many were compiled for it."""
+        keys = set[int]()
         for host in self._hosts(candidates):
             with self.attempts.clock("solve"):
                 plans: list[tuple[Candidates, Variant, Plan]] = []
@@ -262,30 +282,12 @@ class Rounds:
                     made, more = self.attempts.as_it_is(variant, plan), 1
                 else:
                     made, more = self._planned(anew, variant, plan, 0, once=True)
-                rounds += more
-                if made is None or self.attempts.cancelled(made):
-                    continue
-                if made.compiled.device <= job.budget:
-                    made, more = self._with_what_is_left(host, made, missed)
-                    return made, rounds + more
-                found.append((made, host))
-        # In the other ways too; ties make less of a difference than a plan, the CPU's schedulers may make more.
-        near = CLOSE if job.device.platform == "cuda" else inf
+                yield made, host, more
+        # Ties make less of a difference than a plan, the CPU's schedulers may make more.
+        near = CLOSE if self.job.device.platform == "cuda" else inf
         for once, host in sorted(found, key=_needs):
-            if once.evaluate is None or once.compiled.device > near * _needs(min(found, key=_needs)):
-                continue
-            made, rounds = self.attempts.planned(once.variant, once.plan, learned=False), rounds + 1
-            if made is None or self.attempts.cancelled(made):
-                continue
-            if made.compiled.device <= job.budget:
-                made, more = self._with_what_is_left(host, made, missed)
-                return made, rounds + more
-            found.append((made, host))
-        best = min(found, key=_needs)[0] if found else None
-        plain = self.attempts.plain
-        if best is not None and plain is not None and not job.state and plain.device <= best.compiled.device:
-            best = replace(best, compiled=plain, evaluate=None)
-        return best or missed, rounds
+            if once.evaluate is not None and once.compiled.device <= near * _needs(min(found, key=_needs)):
+                yield self.attempts.planned(once.variant, once.plan, learned=False), host, 1
 
     def _with_what_is_left(self, candidates: Candidates, fits: Made, missed: Made | None) -> tuple[Made, int]:
         """What fits, or a plan between it and the one that missed that fits with less work; how many were compiled."""
