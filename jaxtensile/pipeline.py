@@ -32,6 +32,7 @@ from jaxtensile.recipe import Unlike, recipe_of, replay
 from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
+from jaxtensile.smallest import Smallest
 from jaxtensile.subject import Subject, subject_of, with_state
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, undo
@@ -251,12 +252,12 @@ class _Page:
             start = self.written()
             lighter, others = self.lighter or start, [start] if self.lighter else []
             if first is not None and rounds.all_hopeless(candidates, first):
-                best, count = rounds.glance(self.candidates(lighter, others))
+                best, count = Smallest(rounds).glance(self.candidates(lighter, others))
             if best is None or not rounds.hopeless(best.variant, best.compiled.device):
                 best, more = rounds.all(candidates, first)
                 count += more
                 if best is None or best.compiled.device > job.budget:
-                    best, more = rounds.smallest(self.candidates(lighter, others), best)
+                    best, more = Smallest(rounds).found(self.candidates(lighter, others), best)
                     count += more
         if best is None or best.compiled.device > job.budget:
             with self.clock("solve"):

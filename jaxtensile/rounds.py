@@ -6,15 +6,14 @@ a measured number.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from math import inf
+from collections.abc import Callable
 
 from jaxtensile import variants as ways
 from jaxtensile.attempts import Attempts
 from jaxtensile.candidates import Candidates
 from jaxtensile.outcome import Made
 from jaxtensile.plan import Plan
+from jaxtensile.request import Job
 from jaxtensile.units import Bytes, Seconds
 from jaxtensile.variants import Variant, program_key
 
@@ -130,7 +129,7 @@ class Rounds:
                         return best, rounds, tried
             keys.add(key)
             tried |= _tried(variant, plan)
-            made, more = self._planned(candidates, variant, plan, aim)
+            made, more = self.planned(candidates, variant, plan, aim)
             rounds, beside = rounds + more, beside + more - 1
             if made is None:
                 break
@@ -158,7 +157,7 @@ class Rounds:
             aim = target
         return best, rounds, tried
 
-    def _planned(
+    def planned(
         self, candidates: Candidates, variant: Variant, plan: Plan, aim: Bytes, *, once: bool = False
     ) -> tuple[Made | None, int]:
         """The plan compiled, where it misses with bodies in their order as well: the smaller, how many were compiled.
@@ -190,7 +189,7 @@ class Rounds:
         as_it_is = plan.changes_nothing and variant.as_it_is
         if as_it_is or plan.predicted.device > DEEP * aim or ways.charge_of(variant, plan) > charge:
             return None, 0
-        made, count = self._planned(candidates, variant, plan, aim) if self.worth(variant, plan) else (None, 0)
+        made, count = self.planned(candidates, variant, plan, aim) if self.worth(variant, plan) else (None, 0)
         return (None, 0) if made is None or self.attempts.cancelled(made) else (made, count)
 
     def hopeless(self, variant: Variant, nbytes: Bytes) -> bool:
@@ -202,98 +201,12 @@ class Rounds:
         sure = variant.job.device.platform == "cuda" and not loops and variant.job.shards == 1
         return nbytes > (SURELY if sure else HOPELESS) * self.job.budget
 
-    def glance(self, candidates: Candidates) -> tuple[Made | None, int]:
-        """The smallest plan, compiled in one way, for a budget that is hopeless: what the error names is then no guess,
-        if somewhat more than what is found for a budget that is near.
-
-        Others are compiled only where XLA adds much to the first.
-        """
-        best: Made | None = None
-        count = 0
-        plans = [self.cheapest(anew, 0) for host in self._hosts(candidates) for anew in (host, *host.unprompted())]
-        for variant, plan in sorted(plans, key=lambda found: found[1].predicted.device):
-            if plan.changes_nothing and variant.as_it_is:
-                break
-            made, count = self.attempts.planned(variant, plan, once=True), count + 1
-            if made is None or made.compiled.memory is None or self.attempts.cancelled(made):
-                continue
-            best = made if best is None or made.compiled.device < best.compiled.device else best
-            if made.compiled.device <= CLOSE * plan.predicted.device:
-                break
-        return best, count
-
-    def _hosts(self, candidates: Candidates) -> list[Candidates]:
-        """The same candidates, asked nothing yet, and those by recomputation alone where bytes may wait on the host."""
-        anew = [candidates.anew()]
-        if self.job.host_budget:
-            anew.append(candidates.anew())
-            anew[-1].forget_host()
-        return anew
-
     def all_hopeless(self, candidates: Candidates, first: tuple[Variant, Plan]) -> bool:
         """Whether what is planned first is so far over the budget that nothing is, and so is recomputation alone."""
         if not self.hopeless(first[0], first[1].predicted.device):
             return False
-        others = (self.cheapest(alone, self.job.budget) for alone in self._hosts(candidates)[1:])
+        others = (self.cheapest(alone, self.job.budget) for alone in with_and_without_host(self.job, candidates)[1:])
         return all(self.hopeless(variant, plan.predicted.device) for variant, plan in others)
-
-    def smallest(self, candidates: Candidates, missed: Made | None) -> tuple[Made | None, int]:
-        """The smallest plan of all, and how many were compiled; ``missed``: what came closest to the budget.
-
-        Which plans are compiled on the way to a budget depends on it, and so does how low they get; those compiled
-        here, and in which ways, do not. So a budget of its bytes is met, and lower ones that were met by luck are not
-        promised.
-        """
-        job = self.job
-        found: list[tuple[Made, Candidates]] = []
-        rounds = 0
-        for made, host, more in self._least(candidates, found):
-            rounds += more
-            if made is None or self.attempts.cancelled(made):
-                continue
-            if made.compiled.device <= job.budget:
-                made, more = self._with_what_is_left(host, made, missed)
-                return made, rounds + more
-            found.append((made, host))
-        best = min(found, key=_needs)[0] if found else None
-        plain = self.attempts.plain
-        if best is not None and plain is not None and not job.state and plain.device <= best.compiled.device:
-            best = replace(best, compiled=plain, evaluate=None)
-        return best or missed, rounds
-
-    def _least(
-        self, candidates: Candidates, found: list[tuple[Made, Candidates]]
-    ) -> Iterator[tuple[Made | None, Candidates, int]]:
-        """The smallest plans compiled in one way, and then those that are near the best of what was ``found`` of them
-        in the other ways too; what each was made from, and how many were compiled for it."""
-        keys = set[int]()
-        for host in self._hosts(candidates):
-            with self.attempts.clock("solve"):
-                plans: list[tuple[Candidates, Variant, Plan]] = []
-                for anew in (host, *host.unprompted()):
-                    plans.append((anew, *anew.cheapest(0)))
-                    plans += [(anew, *anew.shallow())] if plans[-1][1].deep else []
-            for anew, variant, plan in plans:
-                key = program_key(variant, plan)
-                if key in keys:
-                    continue
-                keys.add(key)
-                if plan.changes_nothing and variant.as_it_is and variant.undone is None:
-                    made, more = self.attempts.as_it_is(variant, plan), 1
-                else:
-                    made, more = self._planned(anew, variant, plan, 0, once=True)
-                yield made, host, more
-        # Ties make less of a difference than a plan, the CPU's schedulers may make more.
-        near = CLOSE if self.job.device.platform == "cuda" else inf
-        for once, host in sorted(found, key=_needs):
-            if once.evaluate is not None and once.compiled.device <= near * _needs(min(found, key=_needs)):
-                yield self.attempts.planned(once.variant, once.plan, learned=False), host, 1
-
-    def _with_what_is_left(self, candidates: Candidates, fits: Made, missed: Made | None) -> tuple[Made, int]:
-        """What fits, or a plan between it and the one that missed that fits with less work; how many were compiled."""
-        if missed is None or missed.compiled.memory is None:
-            return fits, 0
-        return self.cheaper(candidates, fits, (missed.plan.predicted.device, int(missed.compiled.device * self.scale)))
 
     def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None) -> tuple[Made, int]:
         """A plan with less work between one that missed, of (predicted, compiled) bytes, and one that fits with bytes
@@ -320,7 +233,7 @@ class Rounds:
             same = plan.changes_nothing and variant.as_it_is
             if same or not less or plan.predicted.device > aim or not self.worth(variant, plan):
                 break
-            made, more = self._planned(candidates, variant, plan, aim)
+            made, more = self.planned(candidates, variant, plan, aim)
             count += more
             if made is None or made.compiled.memory is None or self.attempts.cancelled(made):
                 break
@@ -331,8 +244,13 @@ class Rounds:
         return fits, count
 
 
-def _needs(found: tuple[Made, Candidates]) -> Bytes:
-    return found[0].compiled.device
+def with_and_without_host(job: Job, candidates: Candidates) -> list[Candidates]:
+    """The same candidates, asked nothing yet, and those by recomputation alone where bytes may wait on the host."""
+    anew = [candidates.anew()]
+    if job.host_budget:
+        anew.append(candidates.anew())
+        anew[-1].forget_host()
+    return anew
 
 
 def _tried(variant: Variant, plan: Plan) -> set[str]:

@@ -70,10 +70,11 @@ MAY_IMPORT = {
     "plan_cache": "ir measured cachefiles request recipe _compat",
     "outcome": f"{EDGE} candidates undo request variants timeline report",
     "attempts": f"{EDGE} request variants outcome",
-    "rounds": f"{EDGE} attempts candidates variants outcome",
+    "rounds": f"{EDGE} attempts candidates request variants outcome",
+    "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
-    "pipeline": f"""{EDGE} collecting subject rounds attempts candidates plan_cache recipe merge undo request variants
-    outcome timeline report""",
+    "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
+    variants outcome timeline report""",
     "placement": f"{VOCABULARY} target _compat",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
