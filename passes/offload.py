@@ -10,7 +10,7 @@ the new highest step. What is not hidden is waited for, and the wait is the pric
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -67,29 +67,41 @@ class Channel:
     """One direction of the link: copies one at a time."""
 
     def __init__(self) -> None:
-        self.busy: list[tuple[Seconds, Seconds]] = []
+        self._starts: list[Seconds] = []
+        self._ends: list[Seconds] = []
+        """Of the stretches in which it is busy, one after another; copies that follow at once share one."""
 
     def earliest(self, ready: Seconds, length: Seconds) -> Seconds:
         """Start of the first free stretch of ``length`` from ``ready`` on."""
         start = ready
-        for a, b in self.busy:
-            if start + length <= a:
+        for k in range(bisect_right(self._ends, ready), len(self._ends)):
+            if start + length <= self._starts[k]:
                 break
-            start = max(start, b)
+            start = self._ends[k]
         return start
 
     def latest(self, due: Seconds, length: Seconds) -> Seconds:
         """Start of the last free stretch of ``length`` that ends by ``due``."""
         end = due
-        for a, b in reversed(self.busy):
-            if end - length >= b:
+        for k in range(bisect_left(self._starts, due) - 1, -1, -1):
+            if end - length >= self._ends[k]:
                 break
-            end = min(end, a)
+            end = self._starts[k]
         return end - length
 
     def take(self, start: Seconds, length: Seconds) -> None:
-        self.busy.append((start, start + length))
-        self.busy.sort()
+        """Be busy for ``length`` from ``start`` on, which is free."""
+        end = start + length
+        k = bisect_left(self._starts, start)
+        if k and self._ends[k - 1] >= start:
+            k -= 1
+            start, end = self._starts[k], max(end, self._ends[k])
+            del self._starts[k], self._ends[k]
+        if k < len(self._starts) and self._starts[k] <= end:
+            end = max(end, self._ends[k])
+            del self._starts[k], self._ends[k]
+        self._starts.insert(k, start)
+        self._ends.insert(k, end)
 
 
 def _choose(
@@ -139,19 +151,19 @@ def _tighten(
     copies: list[Copy], peak: int, anchors: Sequence[int], begins: Sequence[Seconds], profile: np.ndarray
 ) -> bool:
     """Take one buffer that is on its way at ``peak`` off the device there, and wait for it."""
-    best: tuple[Seconds, int, Copy] | None = None
+    i = bisect_left(anchors, peak + 1)
+    before, behind = anchors[i - 1] if i else -1, anchors[i] if i < len(anchors) else len(begins)
+    best: tuple[Seconds, int] | None = None
     for k, c in enumerate(copies):
         if c.begin <= peak < c.until:
-            begin = _at_or_after(anchors, peak + 1, peak + 1, c.until - 1)
-            if begin is not None and (best is None or begins[begin] - begins[c.begin] < best[0]):
-                best = begins[begin] - begins[c.begin], k, replace(c, begin=begin, hidden=False)
-        elif c.after < peak < c.done:
-            done = _at_or_before(anchors, peak, c.after + 1, peak)
-            if done is not None and (best is None or begins[c.done] - begins[done] < best[0]):
-                best = begins[c.done] - begins[done], k, replace(c, done=done, hidden=False)
+            if behind < c.until and (best is None or begins[behind] - begins[c.begin] < best[0]):
+                best = begins[behind] - begins[c.begin], k
+        elif c.after < before and peak < c.done and (best is None or begins[c.done] - begins[before] < best[0]):
+            best = begins[c.done] - begins[before], k
     if best is None:
         return False
-    _, k, new = best
+    k, c = best[1], copies[best[1]]
+    new = replace(c, begin=behind, hidden=False) if c.begin <= peak else replace(c, done=before, hidden=False)
     profile[new.done : copies[k].done] -= new.nbytes
     profile[copies[k].begin : new.begin] -= new.nbytes
     copies[k] = new

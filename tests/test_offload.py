@@ -209,3 +209,30 @@ def test_any_program_stays_the_same_program(graph, share, bandwidth):
         assert off.wait >= 0
         assert off.live.argument == live.argument and off.live.output == live.output
         assert insert(program, ()).graph == graph
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(1, 6)), max_size=12),
+    st.integers(0, 40),
+    st.integers(1, 8),
+)
+def test_a_channel_finds_the_nearest_free_time(copies, step, length):
+    """Beside a channel of which every tick is written down."""
+    channel, busy = module.Channel(), set()
+
+    def free(start, length):
+        return busy.isdisjoint(range(start, start + length))
+
+    def earliest(ready, length):
+        return next(t for t in range(ready, 1000) if free(t, length))
+
+    def latest(due, length):
+        return next(t for t in range(due - length, -1000, -1) if free(t, length))
+
+    for leaves, when, ticks in copies:
+        start = channel.earliest(when, ticks) if leaves else channel.latest(when, ticks)
+        assert start == (earliest if leaves else latest)(when, ticks)
+        channel.take(start, ticks)
+        busy.update(range(int(start), int(start) + ticks))
+    assert channel.earliest(step, length) == earliest(step, length)
+    assert channel.latest(step, length) == latest(step, length)
