@@ -22,8 +22,6 @@ from jaxtensile import _compat
 from jaxtensile.ir import Graph, Op, OpId, ValueId
 from jaxtensile.trace import Equation, Traced
 
-_PURE = frozenset({"random_seed", "random_wrap"})
-"""Never repeated by a plan, and yet no more than functions of their operands."""
 _RANDOM = ("random_", "rng_", "threefry")
 _APART = frozenset({"optimization_barrier"})
 """Written to keep equal values apart."""
@@ -102,7 +100,7 @@ def is_cheap(op: Op) -> bool:
 
 def _must_stay(traced: Traced, i: int) -> bool:
     eqn, op = traced.equations[i].eqn, traced.graph.ops[i]
-    return bool(eqn.effects) or op.primitive in _APART or (op.pinned and op.primitive not in _PURE)
+    return bool(eqn.effects) or op.primitive in _APART or op.pinned
 
 
 def _key(equation: Equation, number: dict[int, int]) -> Hashable | None:

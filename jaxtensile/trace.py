@@ -37,7 +37,7 @@ _CALLS = {
     "checkpoint": "jaxpr",
 }
 _FOREIGN = "pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning"
-_RANDOM = "rng_uniform random_seed random_wrap"
+_RANDOM = "rng_uniform"
 _COLLECTIVES = """shard_map xla_pmap pmap psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
     all_to_all reduce_scatter ragged_all_to_all"""
 _NEVER_CLONED = {

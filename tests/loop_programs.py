@@ -75,7 +75,19 @@ def chained(w, xs, h0):
     return (h**2).sum() + (d**2).sum()
 
 
-PROGRAMS = (rnn, reverse, two_loops, masked)
+def raw_keys(w, xs, h0):
+    """Noise from keys that are plain words among what the loop reads."""
+
+    def body(h, at):
+        x, key = at
+        keep = jax.random.bernoulli(key, 0.7, h.shape)
+        return jnp.where(keep, jnp.tanh(h @ w["in"][:8, :8] + x), 0.5 * h), None
+
+    h, _ = jax.lax.scan(body, h0, (xs, jax.random.split(jax.random.PRNGKey(3), len(xs))))
+    return (h**2).sum()
+
+
+PROGRAMS = (rnn, reverse, two_loops, masked, raw_keys)
 
 
 def arguments():
