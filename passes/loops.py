@@ -4,7 +4,7 @@ After differentiation a loop is two scans: a forward one that stacks residuals a
 backward one that reads them as ``xs`` at the same positions. A residual kept costs its bytes
 times the trip count; recomputed, it costs its ops once per iteration. Which to keep is the same
 minimum cut as between stages, on the forward body: loop constants are there for free, slices of
-arguments too, a carry must be stacked to be had, and everything stacked anyway is free.
+what outlives the loop too, a carry must be stacked to be had, and everything stacked anyway is free.
 
 What is kept may be stacked in host memory instead: its slice leaves at the end of a forward iteration
 and comes back at the beginning of the backward one.
@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 from jaxtensile.ir import Graph, Op, OpId, ValueId, consumers, producers
 from jaxtensile.passes.emit import recomputed_ops
+from jaxtensile.passes.fusion import VIEWS
 from jaxtensile.passes.mincut import Network, ResidualCut, price_ladder
 from jaxtensile.passes.offload import SMALLEST
 from jaxtensile.passes.stages import Mountain
@@ -105,9 +106,9 @@ class PairCut:
         # Stacks that something else keeps alive are free to read in the backward body.
         mine = {y for y, _ in pair.links}
         free = {v for y, v in enumerate(self._outs) if y not in mine and v is not None}
-        outer_inputs = set(graph.inputs)
+        there = _there(graph, pair.backward)
         costly: set[int] = {*body.inputs[consts : consts + carries]}
-        costly |= {v for v, outer in zip(xs, front.slots[consts + carries :], strict=True) if outer not in outer_inputs}
+        costly |= {v for v, outer in zip(xs, front.slots[consts + carries :], strict=True) if not there(outer)}
         given: set[int] = {v for v in body.inputs if v not in costly}
         wrapped, self._shift = _with_sources(body, costly)
         always = frozenset(given | free)
@@ -199,6 +200,22 @@ def repeated(front: Op) -> Graph:
     body = front.bodies[0]
     carried = body.output_slots[: front.carried[1]]
     return replace(body, outputs=tuple(v for v in carried if v is not None), output_slots=carried)
+
+
+def _there(graph: Graph, step: int) -> Callable[[int], bool]:
+    """Whether a value is there at ``step`` whatever happens: inputs, what is read then or later, and views of both."""
+    stays: set[int] = {*graph.inputs, *graph.outputs, *(v for op in graph.ops[step:] for v in op.operands)}
+    source: dict[int, int] = {
+        op.results[0]: op.operands[0] for op in graph.ops if op.primitive in VIEWS and op.operands
+    }
+
+    def seen(v: int) -> int:
+        while v in source:
+            v = source[v]
+        return v
+
+    whole = {seen(v) for v in stays}
+    return lambda v: seen(v) in whole
 
 
 def _with_sources(body: Graph, sources: set[int]) -> tuple[Graph, int]:

@@ -7,6 +7,7 @@ import pytest
 
 from jaxtensile.device import profile
 from jaxtensile.loops import rewrite_loops
+from jaxtensile.nest import nest_loops
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.loops import Ladder, PairCut, find_pairs
 from jaxtensile.plan import Link
@@ -220,6 +221,29 @@ def test_effects_are_left_alone():
 
     graph = trace_jaxpr(jax.jit(jax.grad(fun)).trace(jnp.ones(4), jnp.ones((5, 4))).jaxpr).graph
     assert find_pairs(graph) == ()
+
+
+def test_a_loop_whose_checkpointed_body_reads_what_lives_on_is_nested():
+    """Its slices are there for the backward loop anyway: only the carry is stacked, of outer iterations alone."""
+    w, xs, h0 = arguments()
+
+    def loss(w, xs, h0):
+        @jax.checkpoint
+        def body(h, x):
+            return jnp.tanh(h @ w["in"][:8, :8] + x), None
+
+        h, _ = jax.lax.scan(body, h0, xs * 2)
+        return (h**2).sum()
+
+    traced = jax.jit(jax.value_and_grad(loss)).trace(w, xs, h0)
+    flat = trace_jaxpr(traced.jaxpr)
+    forward = next(op for op in flat.graph.ops if op.primitive == "scan")
+    (made,) = (op for op in flat.graph.ops if forward.slots[-1] in op.results)
+    assert made.primitive == "mul", "no argument of the step"
+    (inner,) = ladder(flat.graph).nests(1)
+    nested = trace_jaxpr(nest_loops(flat, traced.jaxpr, inner))
+    deepest = ladder(nested.graph).rungs[-1]
+    assert [len(plan.dropped) for plan in deepest] == [1]
 
 
 def test_free_bytes_change_nothing():
