@@ -83,6 +83,19 @@ def test_fused_ops_cost_a_share_of_their_traffic_and_no_launch():
     assert inside("neg") < inside("tanh") < 4e6 / BANDWIDTH
 
 
+def test_drawing_again_is_charged_on_tpus_alone():
+    """More than a pass through memory there, next to nothing where the mask's draw fuses into its reader."""
+
+    def drawn(device):
+        b = Builder()
+        bits = b.op("random_bits", b.input(2, dtype="int32"), shape=(10**6,), dtype="int32")
+        return op_costs(b.graph(b.op("sqrt", bits)), device).charge[0]
+
+    tpu = profile("tpu-v5e")
+    assert drawn(tpu) > 4e6 / tpu.memory_bandwidth
+    assert drawn(DEVICE) < 0.01 * 4e6 / DEVICE.memory_bandwidth
+
+
 @pytest.mark.parametrize("primitive", ["reshape", "optimization_barrier"])
 def test_views_and_barriers_are_free(primitive):
     b = Builder()
