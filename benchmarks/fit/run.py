@@ -39,7 +39,7 @@ WHY_SLOW = (
     "end at the price of the best plan, that are not begun where others are known to lead lower, and free time of the "
     "link found by bisection (all four in; the last takes Llama's copies from 5.4 to 1.2 s); starts on a grid that the "
     "budgets of one call share (dropped: 2.6 times as quick for Mixer, plans of ResNet-50 and ViT 5 to 70 times as "
-    "dear), and no more trials around a turn once four need the same bytes (dropped: a quarter of Mixer's time, but 5 % "
+    "dear), and no more trials around a turn once four need the same bytes (dropped: a quarter of Mixer's time, 5 % "
     "over 23 budgets, one of whose plans becomes dearer)."
 )
 """Of programs that are planned for longer than they are compiled."""
