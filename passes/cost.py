@@ -11,7 +11,7 @@ import math
 
 from jaxtensile.device import DeviceProfile
 from jaxtensile.ir import Graph, Op
-from jaxtensile.passes.fusion import ELEMENTWISE, EXPENSIVE, IN_PLACE, MOVES, REDUCTIONS, VIEWS, WORK, fuse
+from jaxtensile.passes.fusion import DRAWS, ELEMENTWISE, EXPENSIVE, IN_PLACE, MOVES, REDUCTIONS, VIEWS, WORK, fuse
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Costs
 from jaxtensile.units import Seconds
 
@@ -21,10 +21,6 @@ COPY_SHARE = 0.85
 """Streaming kernels reach 4.3 of 4.8 TB/s on an H200 (measured)."""
 FUSED_SHARE = 0.04
 """Cost of recomputing a fused elementwise value, as a share of streaming it through memory."""
-DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
-"""Random numbers. XLA:TPU stores what it draws, and draws long before it needs: BERT's step at batch 128 whose dropout
-masks are drawn again has 28 arrays of 1.5 GiB of them at once (libtpu with jax 0.10.2). So they are charged like
-products there, and masks are kept."""
 
 KNOWN = (
     ELEMENTWISE
@@ -67,6 +63,9 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
             return 0.0, 0.0, 0.0
         written = sum(graph.values[r].nbytes for r in op.results)
         if op.primitive in DRAWS and device.platform == "tpu":
+            # XLA:TPU stores what it draws, long before it is read: BERT's step at batch 128 whose dropout masks are
+            # drawn again has 28 arrays of 1.5 GiB of it at once (libtpu with jax 0.10.2). Charged like products, masks
+            # are kept.
             drawn = sum(math.prod(graph.values[r].shape) for r in op.results)
             return device.kernel_launch, WORK[op.primitive] * drawn / bandwidth, written / bandwidth
         if not kernels.is_root[op.id]:

@@ -48,11 +48,13 @@ IN_PLACE = frozenset(
 )
 """Write into operand 0 when nobody reads it afterwards."""
 
+DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+"""Random numbers."""
 WORK = {
     **dict.fromkeys("exp exp2 log log1p logistic cbrt".split(), 1.0),
     "expm1": 6.0,
     **dict.fromkeys("tanh erf erfc erf_inv pow sin cos tan atan2 lgamma digamma".split(), 8.0),
-    **dict.fromkeys("threefry2x32 random_bits rng_bit_generator".split(), 32.0),
+    **dict.fromkeys(DRAWS, 32.0),
 }
 """Arithmetic of one element, in bytes of memory traffic that take as long; what is missing is free."""
 EXPENSIVE = frozenset(WORK)
