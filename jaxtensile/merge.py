@@ -99,8 +99,8 @@ def is_cheap(op: Op) -> bool:
 
 
 def _must_stay(traced: Traced, i: int) -> bool:
-    eqn, op = traced.equations[i].eqn, traced.graph.ops[i]
-    return bool(eqn.effects) or op.primitive in _APART or op.pinned
+    op = traced.graph.ops[i]
+    return op.pinned or op.primitive in _APART
 
 
 def _key(equation: Equation, number: dict[int, int]) -> Hashable | None:
