@@ -13,7 +13,6 @@ from jaxtensile.attempts import Attempts
 from jaxtensile.candidates import Candidates
 from jaxtensile.outcome import Made
 from jaxtensile.plan import Plan
-from jaxtensile.request import Job
 from jaxtensile.units import Bytes, Seconds
 from jaxtensile.variants import Variant, program_key
 
@@ -205,7 +204,7 @@ class Rounds:
         """Whether what is planned first is so far over the budget that nothing is, and so is recomputation alone."""
         if not self.hopeless(first[0], first[1].predicted.device):
             return False
-        others = (self.cheapest(alone, self.job.budget) for alone in with_and_without_host(self.job, candidates)[1:])
+        others = (self.cheapest(alone, self.job.budget) for alone in with_and_without_host(candidates)[1:])
         return all(self.hopeless(variant, plan.predicted.device) for variant, plan in others)
 
     def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None) -> tuple[Made, int]:
@@ -244,10 +243,10 @@ class Rounds:
         return fits, count
 
 
-def with_and_without_host(job: Job, candidates: Candidates) -> list[Candidates]:
+def with_and_without_host(candidates: Candidates) -> list[Candidates]:
     """The same candidates, asked nothing yet, and those by recomputation alone where bytes may wait on the host."""
     anew = [candidates.anew()]
-    if job.host_budget:
+    if candidates.written.job.host_budget:
         anew.append(candidates.anew())
         anew[-1].forget_host()
     return anew

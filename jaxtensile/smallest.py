@@ -30,7 +30,7 @@ class Smallest:
         count = 0
         plans = [
             self.rounds.cheapest(anew, 0)
-            for host in with_and_without_host(self.job, candidates)
+            for host in with_and_without_host(candidates)
             for anew in (host, *host.unprompted())
         ]
         for variant, plan in sorted(plans, key=lambda found: found[1].predicted.device):
@@ -74,7 +74,7 @@ class Smallest:
         """The smallest plans compiled in one way, and then those that are near the best of what was ``found`` of them
         in the other ways too; what each was made from, and how many were compiled for it."""
         keys = set[int]()
-        for host in with_and_without_host(self.job, candidates):
+        for host in with_and_without_host(candidates):
             with self.attempts.clock("solve"):
                 plans: list[tuple[Candidates, Variant, Plan]] = []
                 for anew in (host, *host.unprompted()):

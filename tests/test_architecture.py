@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "plan_cache": "ir measured cachefiles request recipe _compat",
     "outcome": f"{EDGE} candidates undo request variants timeline report",
     "attempts": f"{EDGE} request variants outcome",
-    "rounds": f"{EDGE} attempts candidates request variants outcome",
+    "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
     "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
