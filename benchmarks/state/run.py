@@ -68,15 +68,15 @@ def case(name: str) -> dict[str, Any]:
     workload = workloads.workload("gpt2_small")
     way, _, budget = name.partition("@")
     if way == "plain":
-        return {"way": way, **plain(workload)}
+        return plain(workload)
     if budget != "smallest":
-        return {"way": way, **fit(workload, int(budget), way == "with")}
-    asked = fit(workload, SMALLEST, way == "with")
-    found = fit(workload, int(asked["needs"] / (1 + MARGIN)), way == "with")
+        return fit(workload, int(budget), way == "with")
+    hopeless = fit(workload, SMALLEST, way == "with")
+    found = fit(workload, int(hopeless["needs"] / (1 + MARGIN)), way == "with")
     if not found["fits"]:
         # Now XLA was asked, and the error names the least that it has allocated.
         found = fit(workload, int(found["needs"]), way == "with")
-    return {"way": way, "smallest": True, **found}
+    return found
 
 
 def table(result: dict[str, Any]) -> str:
@@ -94,7 +94,7 @@ def table(result: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result["cases"]:
-        asked = "smallest" if row.get("smallest") else f"{row.get('budget', 0) / 1e6:,.1f}"
+        asked = row["asked"] if row["asked"] == "smallest" else f"{int(row['asked']) / 1e6:,.1f}"
         on = "yes" if row["way"] == "with" else "no"
         if not row.get("fits"):
             lines.append(f"| {asked} | {on} | **failed**, needs {row.get('needs', 0) / 1e6:,.1f} | | | | | | | | |")
@@ -119,12 +119,12 @@ def main() -> None:
     asked = options.budgets or every
     # A run of some budgets renews those and keeps the others; nothing is lost when it is interrupted.
     known: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cases": []}
-    rows = {(row["asked"], row["way"]): row for row in known["cases"] if row.get("asked") not in (None, *asked)}
-    result: dict[str, Any] = {"machine": machine, "target": TARGET, "plain": isolated(MODULE, "plain", "way")}
+    rows = {(row["asked"], row["way"]): row for row in known["cases"] if row["asked"] not in asked}
+    result: dict[str, Any] = {"machine": machine, "target": TARGET, "plain": isolated(MODULE, "plain", "case")}
     order = list(dict.fromkeys([*every, *(budget for budget, _ in rows), *asked]))
     for budget in asked:
         for way in ("without", "with"):
-            rows[budget, way] = {"asked": budget, **isolated(MODULE, f"{way}@{budget}", "way")}
+            rows[budget, way] = {"asked": budget, "way": way, **isolated(MODULE, f"{way}@{budget}", "case")}
             result["cases"] = sorted(rows.values(), key=lambda row: order.index(row["asked"]))
             save(path, result, table)
     print(table(result))
