@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxtensile.compile import Compiled, Options, compile_program, planned_options
+from jaxtensile.compile import Compiled, Options, compile_program, planned_options, within
 from jaxtensile.outcome import Evaluate, Made
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.check import check
@@ -55,10 +55,16 @@ class Clock:
 
 
 class _Way(NamedTuple):
-    """Compiler options, and whether the program is ``tied``."""
+    """Compiler options, whether the program is ``tied``, and whether the compiler is ``told`` what the plan needs."""
 
     options: Options
     tied: bool
+    told: bool
+
+    @property
+    def strict(self) -> bool:
+        """Whether the compiler has less of a choice than otherwise: in fewer bytes, as a rule, and at a price."""
+        return self.tied or self.told
 
 
 class Attempts:
@@ -72,7 +78,9 @@ class Attempts:
         """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
         # Compilers for CPUs and TPUs heed no barriers when they schedule.
         ties = (False, True) if job.device.platform == "cuda" else (False,)
-        self._ways = [_Way(o, tie) for o in planned_options(job.device.platform, job.options) for tie in ties]
+        told = (False, True) if job.device.platform == "tpu" and job.shards == 1 else (False,)
+        options = planned_options(job.device.platform, job.options)
+        self._ways = [_Way(o, tie, tell) for o in options for tie in ties for tell in told]
         self._missed: dict[tuple[int, int], Made] = {}
         """Planned programs that do not fit, by their keys and ways, without what runs them."""
         self._learned: dict[bool, list[_Way]] = {}
@@ -120,9 +128,9 @@ class Attempts:
         XLA compiles.
 
         Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. So is whether a
-        GPU's needs ties to, except that where bytes wait on the host a plan far over the budget with ties is not
-        compiled without. ``learned``: both that and what other plans taught; else every way counts. None for copies
-        that XLA does not compile: some programs with them it refuses.
+        GPU's needs ties to, and a TPU's to be told, except that where bytes wait on the host a plan far over the budget
+        with that is not compiled without. ``learned``: both that and what other plans taught; else every way counts.
+        None for copies that XLA does not compile: some programs with them it refuses.
         """
         job = self.job
         with self.clock("check"):
@@ -149,8 +157,9 @@ class Attempts:
 
     def _best_way(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made:
         # With bytes on the host ties help up to much more than the little that they cost; without, where a plan misses.
+        # So it is with telling a compiler that takes what room there is.
         copies = plan.offload_bytes > 0
-        ways = sorted(self._ways, key=lambda way: way.tied is not copies)
+        ways = sorted(self._ways, key=lambda way: way.strict is not copies)
         order = self._learned.get(copies, ways) if learned and not once else ways
         job, cuda = self.job, self.job.device.platform == "cuda"
         args, kwargs = job.arguments()
@@ -163,7 +172,8 @@ class Attempts:
         def evaluate_of(program: Program) -> Evaluate:
             if program is not plan.program:
                 check(variant.problem.graph, program)
-            return rewrite(variant.traced, program, apart=cuda and job.shards == 1)
+            stacked = job.device.platform == "tpu"
+            return rewrite(variant.traced, program, apart=cuda and job.shards == 1, stacked=stacked)
 
         key = program_key(variant, plan)
         tried: list[tuple[_Way, Made]] = []
@@ -171,17 +181,19 @@ class Attempts:
         for way in order:
             if once and tried:
                 break
-            if learned and copies and not way.tied and any(w.tied and self._is_far(m) for w, m in tried):
+            if learned and copies and not way.strict and any(w.strict and self._is_far(m) for w, m in tried):
                 break
             choice, program = self._ways.index(way), program_of(way.tied)
             if (key, choice) in self._missed:
                 tried.append((way, self._missed[key, choice]))
                 continue
-            if any(w.options is way.options and program_of(w.tied) is program for w, _ in tried):
+            if any((w.options, w.told) == (way.options, way.told) and program_of(w.tied) is program for w, _ in tried):
                 continue
             evaluate = evaluate_of(program)
+            spare = job.device.capacity - plan.predicted.device
+            options = within(way.options, spare) if way.told else way.options
             try:
-                compiled = compile_program(lambda o, e=evaluate: job.make(e, o), args, kwargs, way.options)
+                compiled = compile_program(lambda o, e=evaluate: job.make(e, o), args, kwargs, options)
             except jax.errors.JaxRuntimeError as error:
                 refused = error
                 continue
@@ -204,6 +216,9 @@ class Attempts:
         return made.compiled.memory is not None and made.compiled.device > NARROWLY * self.job.budget
 
     def cancelled(self, made: Made) -> bool:
-        """Whether the compiler dropped every copy of a plan with copies: what is left is no plan."""
+        """Whether the compiler dropped every copy of a plan with copies, or holds more on the host than is allowed:
+        what is left is no plan."""
         memory, there = made.compiled.memory, self.job.state_bytes
-        return made.plan.offload_bytes > there and memory is not None and memory.host <= there
+        if made.plan.offload_bytes <= there or memory is None:
+            return False
+        return not there < memory.host <= there + self.job.host_budget

@@ -20,6 +20,7 @@ from jaxtensile.units import Bytes, Seconds
 Options = Mapping[str, Any]
 """``compiler_options`` of ``jax.jit``."""
 
+RESERVED = "xla_tpu_user_reserved_hbm_bytes"
 _TILE_SIZES = "output tile sizes"
 _NO_BACKEND = "Unknown backend"
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CompileTimeHbmOom", "Ran out of memory")
@@ -108,6 +109,15 @@ def memory_of(executable: Any) -> MemoryUse:
         - int(m.host_alias_size_in_bytes),
         exact=True,
     )
+
+
+def within(options: Options, spare: Bytes) -> Options:
+    """``options`` for XLA:TPU, and that ``spare`` bytes of the chip's are in use by others.
+
+    It schedules for speed as long as there is room on the chip. Told of less, it spares bytes, by computing things
+    twice where it must; nothing is refused for it.
+    """
+    return options if RESERVED in options else {**options, RESERVED: max(spare, 0)}
 
 
 def planned_options(platform: str, user: Options) -> list[Options]:

@@ -21,8 +21,8 @@ Make = Callable[[Evaluate | None, Options], Any]
 Place = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
 """The arguments as the program is called with them that has these leaves on the host."""
 
-OFFLOADS = frozenset({"cuda"})
-"""Platforms whose compiler keeps to the places of copies in straight-line code."""
+OFFLOADS = frozenset({"cuda", "tpu"})
+"""Platforms whose compiler keeps to the places of copies in straight-line code, see ``rewrite``."""
 LOOPS_OFFLOAD = frozenset({"cuda", "tpu"})
 """Platforms on which what a loop stacks may wait on the host."""
 READS_BACKWARDS = (0, 12)

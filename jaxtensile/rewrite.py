@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
+from jaxtensile.host_stacks import HostStacks
 from jaxtensile.ir import Graph, Op, producers
 from jaxtensile.passes.fusion import IN_PLACE
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Program
@@ -29,9 +30,11 @@ _LARGE = 1 << 20
 """Bytes of stacks for which a loop gets zeros of its own, and of constants that are made late."""
 
 
-def rewrite(traced: Traced, program: Program, *, apart: bool = False) -> Callable[[Sequence[Any]], list[Any]]:
+def rewrite(
+    traced: Traced, program: Program, *, apart: bool = False, stacked: bool = False
+) -> Callable[[Sequence[Any]], list[Any]]:
     """Flat arguments → flat outputs, by the schedule of ``program``; ``apart``: each loop makes what it stacks
-    into, and what is written into a constant has it made late."""
+    into, and what is written into a constant has it made late; ``stacked``: copies to the host are ``HostStacks``."""
     graph, origin = program.graph, program.origin
     made = _made_from_arguments(graph)
     blank = _blank(graph, origin) if apart else {}
@@ -41,9 +44,12 @@ def rewrite(traced: Traced, program: Program, *, apart: bool = False) -> Callabl
     def evaluate(flat: Sequence[Any]) -> list[Any]:
         env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
         env.update(traced.consts)
+        stacks = HostStacks(graph) if stacked else None
         for op in graph.ops:
             results: Sequence[Any]
-            if op.primitive in _SPACE:
+            if stacks is not None and stacks.holds(op):
+                results = stacks.bind(op, [env[v] for v in op.operands])
+            elif op.primitive in _SPACE:
                 results = [jax.device_put(env[op.operands[0]], _SPACE[op.primitive])]
             elif origin[op.id] < 0:
                 results = lax.optimization_barrier(tuple(env[v] for v in op.operands))

@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "loops": "units errors ir plan _compat trace passes",
     "hosted": "ir plan trace loops passes",
     "bodies": "_compat trace",
-    "rewrite": "units errors ir plan _compat trace passes",
+    "host_stacks": "ir plan passes",
+    "rewrite": "units errors ir plan _compat host_stacks trace passes",
     "target": "errors device gpu_description hardware",
     "compile": "units errors ir plan device target _compat",
     "timeline": "units",
@@ -106,7 +107,7 @@ MAY_IMPORT = {
 }
 MAY_USE_JAX = set(
     """_compat trace merge undo split numbered made_rows stretch chunk sink join inward nest loops hosted
-    rewrite compile attempts target location placement feedback api filtered estimation calibration
+    host_stacks rewrite compile attempts target location placement feedback api filtered estimation calibration
     arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}

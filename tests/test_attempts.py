@@ -1,11 +1,13 @@
 """`attempts`: in which ways a plan is compiled, and which programs are not compiled again."""
 
+from dataclasses import replace
+
 import jax
 import pytest
 
 from jaxtensile import attempts
 from jaxtensile.attempts import Attempts, Clock, nothing
-from jaxtensile.compile import Compiled
+from jaxtensile.compile import RESERVED, Compiled, Options
 from jaxtensile.device import profile
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare
@@ -21,32 +23,39 @@ ARGS = chain_args(layers=8, width=2048, rows=1024)
 
 
 class Scripted:
-    """A compiler for a GPU that says what it is told to: bytes over the budget, or None to refuse."""
+    """A compiler for a device that says what it is told to: bytes over the budget, or None to refuse."""
 
     def __init__(self, monkeypatch, budget):
         self.budget, self.answers, self.asked = budget, list[float | None](), 0
+        self.options: list[Options] = []
+        self.host = 1 << 20
         monkeypatch.setattr(attempts, "compile_program", self)
 
     def __call__(self, make, args, kwargs, options, meanwhile=None):
         self.asked += 1
+        self.options.append(options)
         answer = self.answers.pop(0)
         if answer is None:
             raise jax.errors.JaxRuntimeError("INTERNAL: no")
-        use = MemoryUse(argument=0, output=0, temp=int(answer * self.budget), alias=0, host=1 << 20, exact=True)
+        use = MemoryUse(argument=0, output=0, temp=int(answer * self.budget), alias=0, host=self.host, exact=True)
         return Compiled(jitted=self.asked, memory=use, options=options, seconds=0.0)
+
+
+def half(device, host_budget, **more):
+    """A plan that spares half of the temporaries, what it is a plan of, and attempts for its bytes."""
+    traced = trace_jaxpr(jax.jit(step).trace(*ARGS).jaxpr)
+    asked = job(0, args=ARGS, device=device, host_budget=host_budget)
+    variant = written(asked, traced, op_costs(traced.graph, device), prepare)
+    plan = variant.solve(variant.plain.device - variant.plain.temp // 2)
+    again = job(plan.predicted.device, args=ARGS, device=device, host_budget=host_budget, **more)
+    return variant, plan, Attempts(again, Clock(nothing))
 
 
 @pytest.fixture(params=[0, GIB], ids=["recomputed", "copied"])
 def planned(request, monkeypatch):
     """A plan, without and with bytes on the host, that ties change; its attempts and their compiler."""
-    device = profile("nvidia-v100-16gb")
-    traced = trace_jaxpr(jax.jit(step).trace(*ARGS).jaxpr)
-    asked = job(0, args=ARGS, device=device, host_budget=request.param)
-    costs = op_costs(traced.graph, device)
-    variant = written(asked, traced, costs, prepare)
-    plan = variant.solve(variant.plain.device - variant.plain.temp // 2)
+    variant, plan, made = half(profile("nvidia-v100-16gb"), request.param)
     assert (plan.offload_bytes > 0) == (request.param > 0) and tied(plan.program) is not plan.program
-    made = Attempts(job(plan.predicted.device, args=ARGS, device=device, host_budget=request.param), Clock(nothing))
     compiler = Scripted(monkeypatch, plan.predicted.device)
 
     def ask(*answers, **how):
@@ -92,3 +101,24 @@ def test_copies_that_are_refused_in_every_way_are_no_plan_and_recomputation_that
     else:
         with pytest.raises(jax.errors.JaxRuntimeError):
             ask(None, None)
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["recomputed", "copied"])
+def test_a_compiler_for_tpus_is_told_what_a_plan_needs(fast, monkeypatch):
+    """Where bytes wait on the host at once, else where it takes too many."""
+    device = replace(profile("tpu-v5e"), link_bandwidth=1e13)
+    variant, plan, attempts = half(device, GIB if fast else 0)
+    assert (plan.offload_bytes > 0) == fast
+    compiler = Scripted(monkeypatch, plan.predicted.device)
+    compiler.answers = [0.9] if fast else [1.2, 0.9]
+    assert attempts.planned(variant, plan).compiled.device <= plan.predicted.device
+    told = device.capacity - plan.predicted.device
+    assert [options.get(RESERVED) for options in compiler.options] == ([told] if fast else [None, told])
+
+
+def test_more_on_the_host_than_is_allowed_is_no_plan(monkeypatch):
+    variant, plan, attempts = half(profile("nvidia-v100-16gb"), GIB)
+    compiler = Scripted(monkeypatch, plan.predicted.device)
+    for host, cancelled in ((0, True), (1, False), (GIB, False), (GIB + 1, True)):
+        compiler.answers, compiler.host = [0.9], host
+        assert attempts.cancelled(attempts.planned(variant, plan)) == cancelled

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtensile import compile as compiling
-from jaxtensile.compile import compile_program, memory_of, planned_options
+from jaxtensile.compile import RESERVED, compile_program, memory_of, planned_options, within
 from jaxtensile.units import MIB
 from programs import FAST
 
@@ -123,6 +123,12 @@ def test_other_errors_are_the_users():
 def test_accelerators_compile_planned_programs_as_plain_ones(platform):
     user = {"xla_gpu_autotune_level": 0}
     assert planned_options(platform, user) == [user]
+
+
+def test_what_the_user_reserves_of_a_chip_stays():
+    assert within({"other": 1}, 5) == {"other": 1, RESERVED: 5}
+    assert within({}, -5) == {RESERVED: 0}
+    assert within({RESERVED: 7}, 5) == {RESERVED: 7}
 
 
 @pytest.mark.parametrize("version", [(0, 10, 2), (0, 12, 0)])
