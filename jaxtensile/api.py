@@ -30,7 +30,7 @@ from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
-from jaxtensile.hosted import stacks_come_back
+from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.ladder import Ladder
 from jaxtensile.location import Location, as_for, location, profile_of
 from jaxtensile.measured import best_known
@@ -73,8 +73,7 @@ def jit(
     an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for the device's capacity
     less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
     that it fits at the least cost in time; values stay the same within the dtype's rounding.
-    ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs; on TPUs
-    what loops stack; none by default).
+    ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs and TPUs; none by default).
     ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
     for it; False honours them as written (those inside loops, and those that offload, always are).
     ``chunk``: work on many rows (a batch, the logits of a loss) may be done for some of them at a time, where that is
@@ -480,7 +479,10 @@ _TAKE_ARGUMENTS = frozenset({"plan", "lower", "trace", "eval_shape"})
 
 def _stacks_come_back(here: Any, device: DeviceProfile) -> bool:
     """Whether a device that is ``here`` reads stacks on the host right; taken for granted of one that is not."""
-    return here is None or stacks_come_back(here, load_index=loads_index(device))
+    if here is None:
+        return True
+    straight = device.platform != "tpu" or copies_come_back(here)
+    return straight and stacks_come_back(here, load_index=loads_index(device))
 
 
 def _same(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,6 +24,8 @@ from jaxtensile.ir import Graph, Op
 from jaxtensile.passes.schedule import BARRIER
 from jaxtensile.plan import TO_DEVICE, TO_HOST
 
+_LANES, _ROWS = 128, 32
+"""Multiples of the last and of other dimensions that are whole tiles for every type."""
 _Stack = tuple[tuple[int, ...], str, int]
 """Shape and type of the values in a stack, and how many there were of these before."""
 
@@ -75,24 +77,24 @@ class HostStacks:
 
     def _write(self, place: _Place, value: Any) -> None:
         space = jax.memory.Space.Host
+        row = value.reshape((1,) * max(3 - value.ndim, 1) + value.shape)  # of one dimension XLA:TPU writes no slices
         if place.stack not in self._written:
             # A slice of all that there is would be no slice to XLA.
             length = max(self._length[place.stack], 2)
-            self._written[place.stack] = jax.device_put(lax.empty((length, *value.shape), value.dtype), space)
-        row = jax.device_put(lax.expand_dims(value, (0,)), space)
-        at = np.int32(place.slot)
+            self._written[place.stack] = jax.device_put(lax.empty((length, *row.shape[1:]), value.dtype), space)
+        row, at = jax.device_put(row, space), np.int32(place.slot)
         self._written[place.stack] = lax.dynamic_update_slice_in_dim(self._written[place.stack], row, at, 0)
 
     def _read(self, v: int) -> Any:
         place = self._place[v]
         at = np.int32(place.slot) + self._late.get(v, np.int32(0))
         row = lax.dynamic_slice_in_dim(self._written[place.stack], at, 1, 0)
-        return lax.squeeze(jax.device_put(row, jax.memory.Space.Device), (0,))
+        return jax.device_put(row, jax.memory.Space.Device).reshape(place.stack[0])
 
     def _tie(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
         waits = [v in self._place for v in op.operands]
-        held = tuple(x for x, there in zip(operands, waits, strict=True) if not there)
-        *others, last = lax.optimization_barrier(held)
+        held = [x for x, there in zip(operands, waits, strict=True) if not there]
+        *others, last = held  # behind a real barrier nothing would fuse with it any more
         late = _zero(last)
         leaving: dict[_Stack, _Place] = {}
         for v, r, there in zip(op.operands, op.results, waits, strict=True):
@@ -108,13 +110,16 @@ class HostStacks:
         return [None if there else next(behind) for there in waits]
 
     def _corner(self, place: _Place, late: Any) -> Any:
-        """A few numbers of what was written last; at an index that XLA does not know, or it would read what they were
-        written from."""
+        """Some numbers of what was written last; at an index that XLA does not know, or it would read what they were
+        written from.
+
+        XLA:TPU slices one dimension beside the slot, and of that whole tiles: of the longest, so that it is little.
+        """
         stack = self._written[place.stack]
-        sizes = [1] * stack.ndim
-        for k, most in ((-1, 128), (-2, 16)):
-            if stack.ndim > -k:
-                sizes[k] = min(most, stack.shape[k])
+        sizes = [1, *stack.shape[1:]]
+        if stack.ndim > 1:
+            longest = max(range(1, stack.ndim), key=stack.shape.__getitem__)
+            sizes[longest] = min(_LANES if longest == stack.ndim - 1 else _ROWS, stack.shape[longest])
         at = (np.int32(place.slot) + late, *(np.int32(0),) * (stack.ndim - 1))
         return jax.device_put(lax.dynamic_slice(stack, at, sizes), jax.memory.Space.Device)
 

@@ -1,7 +1,8 @@
-"""Do stacks in host memory come back right? A small pair of loops, run on the very device, says so.
+"""Do stacks in host memory come back right? A small pair of loops, run on the very device, says so, and some layers.
 
 Compilers have read such stacks in the wrong order without an error (``jaxtensile.loops``), so what a loop
-stacks goes to the host on a device only after this has been tried there. Once per process and device.
+stacks goes to the host on a device only after this has been tried there, and so do the stacks of straight-line code
+(``jaxtensile.host_stacks``). Once per process and device.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.passes.loops import Ladder
-from jaxtensile.plan import Link
+from jaxtensile.passes.offload import offload
+from jaxtensile.plan import Link, Program
+from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import trace_jaxpr
 
 _SIDES, _TRIPS = (128, 512), 16
 """Slices of 64 KiB, the smallest that are stacked on the host, and of 1 MiB."""
+_LAYERS, _PLENTY = 8, 1 << 30
 
 
 def _gradient(x: Any, w: Any) -> Any:
@@ -70,3 +74,43 @@ def stacks_come_back(device: Any, *, load_index: bool) -> bool:
     near = [np.allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()) for a, b in zip(found, wanted, strict=True)]
     # A stack of each, at least.
     return all(near) and moved >= sum(_TRIPS * value.nbytes for value in wanted)
+
+
+def _layers(x: Any, w: Any) -> Any:
+    """The gradient of some layers whose residuals are 1 MiB each, the smallest that is copied."""
+
+    def loss(x: Any) -> Any:
+        for _ in range(_LAYERS):
+            x = jnp.tanh(jnp.matmul(x, w, precision="highest"))
+        return (x**2).sum()
+
+    return jax.grad(loss)(x)
+
+
+def with_hosted_copies(fun: Any, args: Any) -> tuple[Any, int]:
+    """``fun`` with as much as can be of its straight-line code in stacks in host memory; and how many bytes that is."""
+    traced = trace_jaxpr(jax.make_jaxpr(fun)(*args))
+    free = Link(bandwidth=1e15, latency=0.0)
+    away = offload(Program.unchanged(traced.graph), [1.0] * len(traced.graph.ops), free, 0, _PLENTY)
+    evaluate = rewrite(traced, away.program, stacked=True)
+    return (lambda *flat: evaluate(flat)), sum(copy.nbytes for copy in away.copies)
+
+
+@cache
+def copies_come_back(device: Any) -> bool:
+    """Whether straight-line code on ``device`` gets from stacks in host memory what it put there."""
+    random = np.random.default_rng(0)
+    side = _SIDES[-1]
+    x, w = (
+        jax.device_put(random.normal(0, sigma, size=(side, side)).astype(np.float32), SingleDeviceSharding(device))
+        for sigma in (1.0, side**-0.5)
+    )
+    try:
+        changed, moved = with_hosted_copies(_layers, (x, w))
+        wanted = jax.jit(_layers)(x, w)
+        (found,) = jax.jit(changed)(x, w)
+    except jax.errors.JaxRuntimeError:
+        return False
+    wanted, found = jax.device_get((wanted, found))
+    near = np.allclose(found, wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
+    return near and moved >= 2 * wanted.nbytes

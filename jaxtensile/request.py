@@ -44,8 +44,8 @@ class Job:
     less than they say; ``chunk``: whether work on many rows may be done in parts. ``place`` is set where donated
     arguments may wait on the host between calls, of at most ``state_budget`` bytes; ``state`` are those that do.
     ``names``: of the flat arguments.
-    ``stacks_come_back``: whether the device has been seen to read right what its loops stack in host memory;
-    asked before anything is stacked there.
+    ``stacks_come_back``: whether the device has been seen to read right what is stacked in host memory; asked before
+    anything is.
     """
 
     name: str
@@ -79,6 +79,8 @@ class Job:
         """The way to host memory, where copies take time and the compiler keeps to their places."""
         if self.shards > 1 or self.device.platform not in OFFLOADS or not (self.host_budget or self.state):
             return None
+        if self.device.platform == "tpu" and not self.stacks_come_back():
+            return None  # there copies are slices of stacks
         return self.way
 
     @property

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "_compat": "",
     "trace": "units errors ir _compat",
     "loops": "units errors ir plan _compat trace passes",
-    "hosted": "ir plan trace loops passes",
+    "hosted": "ir plan trace loops passes rewrite",
     "bodies": "_compat trace",
     "host_stacks": "ir plan passes",
     "rewrite": "units errors ir plan _compat host_stacks trace passes",
