@@ -251,6 +251,25 @@ def test_what_a_loop_stacks_waits_on_the_host(target):
         assert all(stride < 0 for stride in strides), "the backward loop reads the last slice first"
 
 
+@pytest.mark.tpu_aot
+def test_straight_line_code_waits_on_the_host_of_a_tpu():
+    """XLA keeps both ends of a copy."""
+
+    def loss(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return (x.astype(jnp.float32) ** 2).mean()
+
+    def train_step(weights, x):
+        return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights, x), strict=True)]
+
+    args = [jax.ShapeDtypeStruct((2048, 2048), jnp.bfloat16)] * 12, jax.ShapeDtypeStruct((32768, 2048), jnp.bfloat16)
+    step = jaxtensile.jit(train_step, budget="1.2GB", host_budget="1GiB", target=V5E, donate_argnums=0)
+    report = step.plan(*args)
+    assert report.compiled.exact and report.compiled.device <= report.budget
+    assert 1 << 30 >= report.compiled.host >= report.offload_bytes > 0
+
+
 def loop(length, unroll=1):
     def loss(w, x):
         def body(c, _):
