@@ -1,11 +1,12 @@
 """Copies to the host and back where the compiler places copies by itself: as slices of stacks in host memory.
 
-XLA:TPU heeds no barrier when it schedules, so that pairs of copies tied by barriers come back as soon as they have
-left. What it heeds is data. So values of one shape go into one stack, each written over the last version of it, one
-after another; and each is read at an index that is computed from what its barrier ties it to. The index is the same
-whatever that is, but only the program that runs knows.
+XLA:TPU heeds no barrier when it schedules: a pair of copies tied by barriers leaves just before it comes back. What it
+heeds is data. So values of one shape are written into one stack, one slot after the other, and come back as slices at
+an index that is computed from what the barrier ties them to; what a copy out has to be done before is multiplied by a
+1 that is computed from what is read of the stack. Neither depends on any value, but only the program that runs knows.
 
-Invariant: what is read is what was written; a stack is not written again after it was read, which would copy it.
+Invariant: what comes back is what was written; nothing is written into a stack any more once something came back from
+it, or XLA would copy it.
 """
 
 from __future__ import annotations
@@ -125,6 +126,12 @@ class HostStacks:
 
 
 def _zero(value: Any) -> Any:
-    """0, which XLA takes for a number that depends on ``value``: whether it is no number, and positive."""
-    first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(()).astype(jnp.float32)
+    """0, which XLA takes for a number that depends on ``value``: whether it is no number, and positive.
+
+    It is 0 for keys, whose numbers are nobody's.
+    """
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return np.int32(0)
+    first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())
+    first = (first.real if jnp.iscomplexobj(first) else first).astype(jnp.float32)
     return ((first != first) & (first > 0)).astype(jnp.int32)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtensile.host_stacks import HostStacks
+from jaxtensile.host_stacks import HostStacks, _zero
 from jaxtensile.passes import offload as offloading
 from jaxtensile.passes.check import check
 from jaxtensile.passes.liveness import live_ranges
@@ -215,3 +215,11 @@ def test_a_graph_without_copies_has_no_places():
     assert not any(stacks.holds(op) for op in traced.graph.ops)
     evaluate = rewrite(traced, Program.unchanged(traced.graph), stacked=True)
     assert "dynamic" not in str(jax.make_jaxpr(lambda x: evaluate([x]))(np.ones(3, np.float32)))
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", "bfloat16", "float8_e4m3fn", "int32", "uint8", "bool", "complex64", "key"]
+)
+def test_what_a_copy_waits_for_is_nothing_of_its_value(dtype):
+    x = jax.random.split(jax.random.key(0), 3) if dtype == "key" else jnp.array([1, 0, 1]).astype(dtype)
+    assert jax.jit(_zero)(x) == 0
