@@ -81,7 +81,7 @@ def _layers(x: Any, w: Any) -> Any:
 
     def loss(x: Any) -> Any:
         for _ in range(_LAYERS):
-            x = jnp.tanh(jnp.matmul(x, w, precision="highest"))
+            x = jnp.matmul(jnp.sin(jnp.matmul(x, w, precision="highest")), w, precision="highest")
         return (x**2).sum()
 
     return jax.grad(loss)(x)
