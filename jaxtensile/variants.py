@@ -15,6 +15,7 @@ from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
 from jaxtensile.chunk import in_chunks
 from jaxtensile.inward import find_moved, move_inward
+from jaxtensile.ir import Graph
 from jaxtensile.join import find_cond_pairs, join_conds
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.merge import rebuilt
@@ -335,7 +336,7 @@ def with_loops(start: Variant) -> list[Variant]:
 def looping(start: Variant) -> Callable[[Way], Variant]:
     """For a way to rewrite its loops: ``start`` rewritten that way."""
     graph, device = start.base.graph, start.job.device
-    costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device))
+    costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device, body=True))
     worth = cache(lambda: (start.known or op_costs(graph, device)).per_second)
 
     def at(way: Way) -> Variant:
@@ -374,10 +375,11 @@ def with_inside(start: Variant, found: Sequence[Inside]) -> Variant:
 
 
 def _ladder(start: Variant, link: Link | None) -> Ladder:
-    device = start.job.device
-    return Ladder(
-        start.base.graph, lambda body: op_costs(body, device).charge, link, lambda body: op_costs(body, device).seconds
-    )
+
+    def costs(body: Graph) -> Costs:
+        return op_costs(body, start.job.device, body=True)
+
+    return Ladder(start.base.graph, lambda body: costs(body).charge, link, lambda body: costs(body).seconds)
 
 
 def charge_of(variant: Variant, plan: Plan) -> Seconds:
@@ -393,7 +395,7 @@ def step_time(variant: Variant, plan: Plan, written: Seconds) -> StepTime:
     for loop in variant.loops:
         if loop.hosted:
             front = graph.ops[loop.pair.forward]
-            forward = sum(op_costs(front.bodies[0], job.device).seconds)
+            forward = sum(op_costs(front.bodies[0], job.device, body=True).seconds)
             per_trip = loop.aside // front.trip_count
             copies.append(LoopCopies(trips=front.trip_count, count=len(loop.hosted), nbytes=per_trip, forward=forward))
     problem = variant.problem

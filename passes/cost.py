@@ -38,10 +38,11 @@ KNOWN = (
 )
 
 
-def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
+def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Costs:
     """Seconds of each op of ``graph`` on ``device``, and what solvers are charged for running it again.
 
-    The charge is matrix time, and the rest at ``device.traffic_weight``; or the seconds themselves.
+    ``body``: of a loop, or a branch. The charge is matrix time, and the rest at ``device.traffic_weight``; or the
+    seconds themselves.
     """
     kernels = fuse(graph)
     bandwidth = device.reached("memory_bandwidth", COPY_SHARE)
@@ -50,7 +51,7 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
     def both(op: Op) -> tuple[float, float]:
         """Seconds and charge."""
         if op.bodies:
-            inner = [op_costs(body, device) for body in op.bodies]
+            inner = [op_costs(inside, device, body=True) for inside in op.bodies]
             seconds, charge = max((sum(c.seconds), sum(c.charge)) for c in inner)
             launch = device.kernel_launch
             return launch + seconds * op.trip_count, weight * launch + charge * op.trip_count
@@ -62,10 +63,10 @@ def op_costs(graph: Graph, device: DeviceProfile) -> Costs:
         if op.primitive in VIEWS or op.primitive in ("optimization_barrier", TO_HOST, TO_DEVICE):
             return 0.0, 0.0, 0.0
         written = sum(graph.values[r].nbytes for r in op.results)
-        if op.primitive in DRAWS and device.platform == "tpu":
+        if op.primitive in DRAWS and device.platform == "tpu" and not body:
             # XLA:TPU stores what it draws, long before it is read: BERT's step at batch 128 whose dropout masks are
             # drawn again has 28 arrays of 1.5 GiB of it at once (libtpu with jax 0.10.2). Charged like products, masks
-            # are kept.
+            # are kept. An iteration of a loop draws when it runs.
             drawn = sum(math.prod(graph.values[r].shape) for r in op.results)
             return device.kernel_launch, WORK[op.primitive] * drawn / bandwidth, written / bandwidth
         if not kernels.is_root[op.id]:
