@@ -129,8 +129,9 @@ class Attempts:
 
         Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. So is whether a
         GPU's needs ties to, and a TPU's to be told, except that where bytes wait on the host a plan far over the budget
-        with that is not compiled without. ``learned``: both that and what other plans taught; else every way counts.
-        None for copies that XLA does not compile: some programs with them it refuses.
+        with that is not compiled without, and that what does not fit a TPU at all is not tried again. ``learned``: both
+        that and what other plans taught; else every way counts. None for copies that XLA does not compile: some
+        programs with them it refuses.
         """
         job = self.job
         with self.clock("check"):
@@ -183,6 +184,8 @@ class Attempts:
                 break
             if learned and copies and not way.strict and any(w.strict and self._is_far(m) for w, m in tried):
                 break
+            if any(w.told is not way.told and m.compiled.memory is None for w, m in tried):
+                continue  # a compiler that runs out of memory has spared what it could, and another try takes minutes
             choice, program = self._ways.index(way), program_of(way.tied)
             if (key, choice) in self._missed:
                 tried.append((way, self._missed[key, choice]))

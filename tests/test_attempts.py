@@ -1,6 +1,7 @@
 """`attempts`: in which ways a plan is compiled, and which programs are not compiled again."""
 
 from dataclasses import replace
+from math import inf
 
 import jax
 import pytest
@@ -23,7 +24,8 @@ ARGS = chain_args(layers=8, width=2048, rows=1024)
 
 
 class Scripted:
-    """A compiler for a device that says what it is told to: bytes over the budget, or None to refuse."""
+    """A compiler for a device that says what it is told to: bytes over the budget, inf for more than there are, or None
+    to refuse."""
 
     def __init__(self, monkeypatch, budget):
         self.budget, self.answers, self.asked = budget, list[float | None](), 0
@@ -37,6 +39,8 @@ class Scripted:
         answer = self.answers.pop(0)
         if answer is None:
             raise jax.errors.JaxRuntimeError("INTERNAL: no")
+        if answer == inf:
+            return Compiled(jitted=self.asked, memory=None, options=options, seconds=0.0, refusal="no memory")
         use = MemoryUse(argument=0, output=0, temp=int(answer * self.budget), alias=0, host=self.host, exact=True)
         return Compiled(jitted=self.asked, memory=use, options=options, seconds=0.0)
 
@@ -114,6 +118,16 @@ def test_a_compiler_for_tpus_is_told_what_a_plan_needs(fast, monkeypatch):
     assert attempts.planned(variant, plan).compiled.device <= plan.predicted.device
     told = device.capacity - plan.predicted.device
     assert [options.get(RESERVED) for options in compiler.options] == ([told] if fast else [None, told])
+
+
+@pytest.mark.parametrize("fast", [False, True], ids=["recomputed", "copied"])
+def test_what_does_not_fit_a_tpu_at_all_is_compiled_once(fast, monkeypatch):
+    """XLA:TPU has spared what it could, told or not, and takes minutes."""
+    variant, plan, attempts = half(replace(profile("tpu-v5e"), link_bandwidth=1e13), GIB if fast else 0)
+    compiler = Scripted(monkeypatch, plan.predicted.device)
+    compiler.answers = [inf]
+    assert attempts.planned(variant, plan).compiled.memory is None
+    assert compiler.asked == 1
 
 
 def test_more_on_the_host_than_is_allowed_is_no_plan(monkeypatch):

@@ -48,7 +48,8 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"# Steps for a TPU v5e that is not here, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, {m['date']}",
         "",
-        "MB (10^6 bytes) of argument + output + temp - alias; FLOPs relative to the plain step.",
+        "MB (10^6 bytes) of argument + output + temp - alias; FLOPs of the traced program relative to the plain step: "
+        "what XLA:TPU computes again by itself is not among them.",
         "",
         f"Where no plan fits: with a `host_budget` of {HOST >> 30} GiB.",
         "",
