@@ -75,7 +75,8 @@ def table(result: dict[str, Any]) -> str:
             there = f"{ours['host'] / 1e6:,.0f}" + (f" (else {short})" if short else "")
             lines.append(head + f"| {ours['device'] / 1e6:,.0f} | {there} | {share:.4f} | {ours['rounds']} |")
         else:
-            also = f", {hosted['needs'] / 1e6:,.0f} with the host" if hosted is not None else ""
+            with_host = "not measured" if hosted is None else f"needs {hosted['needs'] / 1e6:,.0f}"
+            also = f", with the host: {with_host}"
             lines.append(head + f"| {short}{also} | | | |")
     return "\n".join(lines) + "\n"
 
