@@ -356,7 +356,7 @@ def body_alone(job: Job, body: Body, traced: Traced | None = None) -> tuple[Vari
     """A body of one of the job's loops or branches as a program of its own, and its costs; ``traced``: the body."""
     own = replace(job, jaxpr=body.closed, donated=body.donated, keep_unused=True, host_budget=0, place=None, state=())
     traced = body.traced() if traced is None else traced
-    costs = op_costs(traced.graph, job.device)
+    costs = op_costs(traced.graph, job.device, body=True)
     # The default solver: others may take a minute for each body, or want a program of one kind.
     return written(own, traced, costs, named("auto")), costs
 
