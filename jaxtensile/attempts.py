@@ -193,8 +193,9 @@ class Attempts:
             if any((w.options, w.told) == (way.options, way.told) and program_of(w.tied) is program for w, _ in tried):
                 continue
             evaluate = evaluate_of(program)
-            spare = job.device.capacity - plan.predicted.device
-            options = within(way.options, spare) if way.told else way.options
+            options = way.options
+            if way.told:
+                options = within(options, job.device.capacity - plan.predicted.device)
             try:
                 compiled = compile_program(lambda o, e=evaluate: job.make(e, o), args, kwargs, options)
             except jax.errors.JaxRuntimeError as error:
@@ -218,7 +219,7 @@ class Attempts:
         """Whether a program is over the budget by more than ties could cost it."""
         return made.compiled.memory is not None and made.compiled.device > NARROWLY * self.job.budget
 
-    def cancelled(self, made: Made) -> bool:
+    def misplaced(self, made: Made) -> bool:
         """Whether the compiler dropped every copy of a plan with copies, or holds more on the host than is allowed:
         what is left is no plan."""
         memory, there = made.compiled.memory, self.job.state_bytes

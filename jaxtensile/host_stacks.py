@@ -118,9 +118,8 @@ class HostStacks:
         """
         stack = self._written[place.stack]
         sizes = [1, *stack.shape[1:]]
-        if stack.ndim > 1:
-            longest = max(range(1, stack.ndim), key=stack.shape.__getitem__)
-            sizes[longest] = min(_LANES if longest == stack.ndim - 1 else _ROWS, stack.shape[longest])
+        longest = max(range(1, stack.ndim), key=stack.shape.__getitem__)
+        sizes[longest] = min(_LANES if longest == stack.ndim - 1 else _ROWS, stack.shape[longest])
         at = (np.int32(place.slot) + late, *(np.int32(0),) * (stack.ndim - 1))
         return jax.device_put(lax.dynamic_slice(stack, at, sizes), jax.memory.Space.Device)
 

@@ -210,7 +210,7 @@ class _Page:
                 self.plans = plans
                 return plans.pass_over(key, str(error))
         made = self.attempts.again(variant, plan, found.choice)
-        if made is None or self.attempts.cancelled(made) or made.compiled.device > job.budget:
+        if made is None or self.attempts.misplaced(made) or made.compiled.device > job.budget:
             self.plans = plans
             return None
         self.notes = (*self.notes, f"the plan of an earlier process, from {plans.folder}")

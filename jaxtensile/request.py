@@ -22,9 +22,7 @@ Place = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
 """The arguments as the program is called with them that has these leaves on the host."""
 
 OFFLOADS = frozenset({"cuda", "tpu"})
-"""Platforms whose compiler keeps to the places of copies in straight-line code, see ``rewrite``."""
-LOOPS_OFFLOAD = frozenset({"cuda", "tpu"})
-"""Platforms on which what a loop stacks may wait on the host."""
+"""Platforms on which values may wait on the host, in straight-line code (``rewrite``) and what loops stack."""
 READS_BACKWARDS = (0, 12)
 """From this jax on, XLA:GPU finds the slices of such stacks by itself, see ``jaxtensile.loops``."""
 LINK_SHARE = 0.8
@@ -91,7 +89,7 @@ class Job:
     @property
     def may_stack_on_host(self) -> bool:
         """Whether loops may stack in host memory if the device can read it there."""
-        return self.shards == 1 and self.host_budget > 0 and self.device.platform in LOOPS_OFFLOAD
+        return self.shards == 1 and self.host_budget > 0 and self.device.platform in OFFLOADS
 
     @property
     def load_index(self) -> bool:

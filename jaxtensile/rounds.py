@@ -139,7 +139,7 @@ class Rounds:
             loose = None
             if best is None or made.compiled.device < best.compiled.device:
                 best = made
-            if attempts.cancelled(made):
+            if attempts.misplaced(made):
                 best = None if best is made else best
                 break
             if made.compiled.device <= job.budget:
@@ -168,12 +168,12 @@ class Rounds:
             return made, 1
         more = int(made.compiled.device * self.scale) - plan.predicted.device
         with self.attempts.clock("solve"):
-            helps = not self.attempts.cancelled(made) and candidates.hold(variant, more, aim)
+            helps = not self.attempts.misplaced(made) and candidates.hold(variant, more, aim)
             held = candidates.held((variant, plan), aim) if helps else None
         if not helps:
             return made, 1
         second = self.attempts.planned(*held, once=once) if held is not None and self.worth(*held) else None
-        if second is not None and not self.attempts.cancelled(second) and second.compiled.device < made.compiled.device:
+        if second is not None and not self.attempts.misplaced(second) and second.compiled.device < made.compiled.device:
             return second, 2
         candidates.release()
         return made, 1 + (second is not None)
@@ -189,7 +189,7 @@ class Rounds:
         if as_it_is or plan.predicted.device > DEEP * aim or ways.charge_of(variant, plan) > charge:
             return None, 0
         made, count = self.planned(candidates, variant, plan, aim) if self.worth(variant, plan) else (None, 0)
-        return (None, 0) if made is None or self.attempts.cancelled(made) else (made, count)
+        return (None, 0) if made is None or self.attempts.misplaced(made) else (made, count)
 
     def hopeless(self, variant: Variant, nbytes: Bytes) -> bool:
         """Whether a program like ``variant`` that needs so many bytes is so far over the budget that nothing can help.
@@ -234,7 +234,7 @@ class Rounds:
                 break
             made, more = self.planned(candidates, variant, plan, aim)
             count += more
-            if made is None or made.compiled.memory is None or self.attempts.cancelled(made):
+            if made is None or made.compiled.memory is None or self.attempts.misplaced(made):
                 break
             if made.compiled.device <= job.budget:
                 fits = made

@@ -37,7 +37,7 @@ class Smallest:
             if plan.changes_nothing and variant.as_it_is:
                 break
             made, count = self.attempts.planned(variant, plan, once=True), count + 1
-            if made is None or made.compiled.memory is None or self.attempts.cancelled(made):
+            if made is None or made.compiled.memory is None or self.attempts.misplaced(made):
                 continue
             best = made if best is None or made.compiled.device < best.compiled.device else best
             if made.compiled.device <= CLOSE * plan.predicted.device:
@@ -56,7 +56,7 @@ class Smallest:
         rounds = 0
         for made, host, more in self._least(candidates, found):
             rounds += more
-            if made is None or self.attempts.cancelled(made):
+            if made is None or self.attempts.misplaced(made):
                 continue
             if made.compiled.device <= job.budget:
                 made, more = self._with_what_is_left(host, made, missed)

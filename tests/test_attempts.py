@@ -133,6 +133,6 @@ def test_what_does_not_fit_a_tpu_at_all_is_compiled_once(fast, monkeypatch):
 def test_more_on_the_host_than_is_allowed_is_no_plan(monkeypatch):
     variant, plan, attempts = half(profile("nvidia-v100-16gb"), GIB)
     compiler = Scripted(monkeypatch, plan.predicted.device)
-    for host, cancelled in ((0, True), (1, False), (GIB, False), (GIB + 1, True)):
+    for host, misplaced in ((0, True), (1, False), (GIB, False), (GIB + 1, True)):
         compiler.answers, compiler.host = [0.9], host
-        assert attempts.cancelled(attempts.planned(variant, plan)) == cancelled
+        assert attempts.misplaced(attempts.planned(variant, plan)) == misplaced

@@ -76,8 +76,7 @@ def table(result: dict[str, Any]) -> str:
             lines.append(head + f"| {ours['device'] / 1e6:,.0f} | {there} | {share:.4f} | {ours['rounds']} |")
         else:
             with_host = "not measured" if hosted is None else f"needs {hosted['needs'] / 1e6:,.0f}"
-            also = f", with the host: {with_host}"
-            lines.append(head + f"| {short}{also} | | | |")
+            lines.append(head + f"| {short}, with the host: {with_host} | | | |")
     return "\n".join(lines) + "\n"
 
 
