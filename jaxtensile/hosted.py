@@ -7,7 +7,8 @@ stacks goes to the host on a device only after this has been tried there, and so
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -55,25 +56,11 @@ def with_hosted_stacks(fun: Any, args: Any, *, load_index: bool) -> tuple[Any, i
 @cache
 def stacks_come_back(device: Any, *, load_index: bool) -> bool:
     """Whether a backward loop on ``device`` gets from host memory what its forward loop put there."""
-    random = np.random.default_rng(0)
     # Small, so that what one compiler rounds otherwise than another stays small over all iterations.
-    x, w = (
-        [
-            jax.device_put(random.uniform(-most, most, size=(n, n)).astype(np.float32), SingleDeviceSharding(device))
-            for n in _SIDES
-        ]
-        for most in (1.0, 0.5)
-    )
-    try:
-        changed, moved = with_hosted_stacks(_gradient, (x, w), load_index=load_index)
-        wanted = jax.jit(_gradient)(x, w)
-        found = jax.jit(changed)(*x, *w)
-    except jax.errors.JaxRuntimeError:
-        return False  # refused by the compiler, or no memory: nothing has been shown
-    wanted, found = jax.device_get((wanted, found))
-    near = [np.allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max()) for a, b in zip(found, wanted, strict=True)]
-    # A stack of each, at least.
-    return all(near) and moved >= sum(_TRIPS * value.nbytes for value in wanted)
+    random = np.random.default_rng(0)
+    args = tuple([_square(random, n, most) for n in _SIDES] for most in (1.0, 0.5))
+    moved = _moved_as_wanted(device, _gradient, args, partial(with_hosted_stacks, load_index=load_index), rtol=1e-4)
+    return moved >= sum(_TRIPS * x.nbytes for x in args[0])  # a stack of each, at least
 
 
 def _layers(x: Any, w: Any) -> Any:
@@ -99,18 +86,26 @@ def with_hosted_copies(fun: Any, args: Any) -> tuple[Any, int]:
 @cache
 def copies_come_back(device: Any) -> bool:
     """Whether straight-line code on ``device`` gets from stacks in host memory what it put there."""
-    random = np.random.default_rng(0)
-    side = _SIDES[-1]
-    x, w = (
-        jax.device_put(random.normal(0, sigma, size=(side, side)).astype(np.float32), SingleDeviceSharding(device))
-        for sigma in (1.0, side**-0.5)
-    )
+    random, side = np.random.default_rng(0), _SIDES[-1]
+    x, w = (_square(random, side, most) for most in (2.0, 2.0 * side**-0.5))
+    return _moved_as_wanted(device, _layers, (x, w), with_hosted_copies, rtol=1e-3) >= 2 * x.nbytes
+
+
+def _square(random: np.random.Generator, side: int, most: float) -> Any:
+    return random.uniform(-most, most, size=(side, side)).astype(np.float32)
+
+
+def _moved_as_wanted(
+    device: Any, fun: Any, args: Any, change: Callable[[Any, Any], tuple[Any, int]], *, rtol: float
+) -> int:
+    """Bytes that ``change`` takes to the host where what comes back is what ``fun`` makes; 0 where it is not, and
+    where nothing is shown: the compiler refuses, or there is no memory."""
     try:
-        changed, moved = with_hosted_copies(_layers, (x, w))
-        wanted = jax.jit(_layers)(x, w)
-        (found,) = jax.jit(changed)(x, w)
+        there = jax.device_put(args, SingleDeviceSharding(device))
+        changed, moved = change(fun, there)
+        wanted = jax.device_get(jax.tree.leaves(jax.jit(fun)(*there)))
+        found = jax.device_get(jax.jit(changed)(*jax.tree.leaves(there)))
     except jax.errors.JaxRuntimeError:
-        return False
-    wanted, found = jax.device_get((wanted, found))
-    near = np.allclose(found, wanted, rtol=1e-3, atol=1e-4 * np.abs(wanted).max())
-    return near and moved >= 2 * wanted.nbytes
+        return 0
+    near = (np.allclose(a, b, rtol=rtol, atol=rtol / 10 * np.abs(b).max()) for a, b in zip(found, wanted, strict=True))
+    return moved if all(near) else 0
