@@ -39,7 +39,7 @@ from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
-from jaxtensile.target import compiler_options, resolve
+from jaxtensile.target import compiler_options, is_absent, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 from jaxtensile.workload import name_of
 
@@ -87,7 +87,8 @@ def jit(
     ``offload_state``: donated arguments that only the update needs (optimizer moments, master weights, averages; of
     1 MiB or more) live in pinned host memory between calls, in at most ``host_budget`` bytes where one is given. The
     first call moves them there, their replacements are returned there, and each is on the device only while it is
-    updated. Arguments on the device are moved again. Not together with ``in_shardings`` and ``out_shardings``.
+    updated. Arguments on the device are moved again. For one GPU or TPU, and not together with ``in_shardings`` and
+    ``out_shardings``.
     ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
     ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
     Everything else goes to ``jax.jit``.
@@ -413,9 +414,7 @@ class Planned:
             state_budget=self._state_budget,
             names=_compat.argument_names(traced) if self._state_budget != 0 else (),
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
-            stacks_come_back=functools.partial(
-                _stacks_come_back, place.device if self._target is None else None, device
-            ),
+            stacks_come_back=functools.partial(_stacks_come_back, place.device, device),
         )
 
     # ---- making and measuring ----
@@ -477,12 +476,12 @@ class Bound:
 _TAKE_ARGUMENTS = frozenset({"plan", "lower", "trace", "eval_shape"})
 
 
-def _stacks_come_back(here: Any, device: DeviceProfile) -> bool:
-    """Whether a device that is ``here`` reads stacks on the host right; taken for granted of one that is not."""
-    if here is None:
+def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
+    """Whether ``device`` reads stacks on the host right; taken for granted where nothing can be run on it."""
+    if is_absent(device):
         return True
-    straight = device.platform != "tpu" or copies_come_back(here)
-    return straight and stacks_come_back(here, load_index=loads_index(device))
+    straight = known.platform != "tpu" or copies_come_back(device)
+    return straight and stacks_come_back(device, load_index=loads_index(known))
 
 
 def _same(fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -101,10 +101,13 @@ class Attempts:
         program = Program.unchanged(variant.traced.graph)
         evaluate = rewrite(variant.traced, program)
         args, kwargs = job.arguments()
+        plan, options = answer(variant.problem, program, live_ranges(program.graph), "none"), job.options
+        if job.state and job.device.platform == "tpu":
+            # What waits on the host comes in as early as there is room for it.
+            options = within(options, job.device.capacity - max(job.budget, plan.predicted.device))
         with self.clock("compile undone" if variant.undone is not None else "compile streamed"):
-            compiled = compile_program(lambda o: job.make(evaluate, o), args, kwargs, job.options, meanwhile)
+            compiled = compile_program(lambda o: job.make(evaluate, o), args, kwargs, options, meanwhile)
         self._as_it_is[variant.undone is not None] = compiled
-        plan = answer(variant.problem, program, live_ranges(program.graph), "none")
         return Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate)
 
     def as_it_is(self, variant: Variant, plan: Plan) -> Made:

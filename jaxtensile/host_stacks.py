@@ -50,8 +50,9 @@ class HostStacks:
         read = Counter[tuple[tuple[int, ...], str]]()
         """How many stacks of a kind are read by now, and not to be written again."""
         self._come_back = {op.operands[0] for op in graph.ops if op.primitive == TO_DEVICE}
+        held = _held(graph)
         for op in graph.ops:
-            if op.primitive == TO_HOST:
+            if op.primitive == TO_HOST and op.results[0] in held:
                 value = graph.values[op.results[0]]
                 stack = value.shape, value.dtype, read[value.shape, value.dtype]
                 self._place[op.results[0]] = _Place(stack, self._length[stack])
@@ -122,6 +123,17 @@ class HostStacks:
         sizes[longest] = min(_LANES if longest == stack.ndim - 1 else _ROWS, stack.shape[longest])
         at = (np.int32(place.slot) + late, *(np.int32(0),) * (stack.ndim - 1))
         return jax.device_put(lax.dynamic_slice(stack, at, sizes), jax.memory.Space.Device)
+
+
+def _held(graph: Graph) -> set[int]:
+    """Values in host memory that come back; what goes there to stay, as state does between steps, is in no stack."""
+    held = set[int]()
+    for op in reversed(graph.ops):
+        if op.primitive == TO_DEVICE:
+            held.add(op.operands[0])
+        elif op.primitive == BARRIER:
+            held.update(v for v, r in zip(op.operands, op.results, strict=True) if r in held)
+    return held
 
 
 def _zero(value: Any) -> Any:

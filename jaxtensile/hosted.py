@@ -1,8 +1,8 @@
-"""Do stacks in host memory come back right? A small pair of loops, run on the very device, says so, and some layers.
+"""Does what waits in host memory come back right? Small programs, run on the very device, say so.
 
-Compilers have read such stacks in the wrong order without an error (``jaxtensile.loops``), so what a loop
-stacks goes to the host on a device only after this has been tried there, and so do the stacks of straight-line code
-(``jaxtensile.host_stacks``). Once per process and device.
+Compilers have read stacks there in the wrong order without an error (``jaxtensile.loops``), so what a loop
+stacks goes to the host on a device only after this has been tried there; so do, on TPUs, the stacks of
+straight-line code (``jaxtensile.host_stacks``) and state between steps. Once per process and device.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from jaxtensile.passes.loops import Ladder
 from jaxtensile.passes.offload import offload
 from jaxtensile.plan import Link, Program
 from jaxtensile.rewrite import rewrite
+from jaxtensile.state import choose, on_host
+from jaxtensile.target import PINNED_HOST
 from jaxtensile.trace import trace_jaxpr
 
 _SIDES, _TRIPS = (128, 512), 16
 """Slices of 64 KiB, the smallest that are stacked on the host, and of 1 MiB."""
 _LAYERS, _PLENTY = 8, 1 << 30
+_LEAVES, _STEPS = 3, 3
 
 
 def _gradient(x: Any, w: Any) -> Any:
@@ -91,6 +94,58 @@ def copies_come_back(device: Any) -> bool:
     return _moved_as_wanted(device, _layers, (x, w), with_hosted_copies, rtol=1e-3) >= 2 * x.nbytes
 
 
+def _step(state: Any, x: Any) -> Any:
+    """A step that replaces weights and their moments, of 1 MiB each."""
+
+    def loss(weights: Any) -> Any:
+        h = x
+        for w in weights:
+            h = jnp.sin(jnp.matmul(h, w, precision="highest"))
+        return (h**2).mean()  # small steps, so that roundings stay small over all of them
+
+    weights, moments = state
+    grads = jax.grad(loss)(weights)
+    moments = [0.5 * m + g for m, g in zip(moments, grads, strict=True)]
+    return [w - 100 * m for w, m in zip(weights, moments, strict=True)], moments
+
+
+def with_hosted_state(fun: Any, args: Any) -> tuple[Any, tuple[int, ...]]:
+    """``fun``, which replaces its first argument, on flat arguments, with all of it that may be there in host memory
+    between calls; and the places of these arguments."""
+    closed = jax.make_jaxpr(fun)(*args)
+    count, donated = len(jax.tree.leaves(args)), len(jax.tree.leaves(args[0]))
+    traced = trace_jaxpr(closed, tuple(i < donated for i in range(count)))
+    seconds = [1.0] * len(traced.graph.ops)
+    leaves, _ = choose(traced, seconds, [""] * count, None)
+    placed = on_host(traced, leaves, seconds, Link(bandwidth=1e15, latency=0.0))
+    evaluate = rewrite(placed, Program.unchanged(placed.graph))
+    changed = jax.jit(lambda *flat: evaluate(flat), donate_argnums=tuple(range(donated)))
+    return changed, tuple(leaf.argument for leaf in leaves)
+
+
+@cache
+def state_comes_back(device: Any) -> bool:
+    """Whether steps on ``device`` get from host memory what those before them left there."""
+    random, side = np.random.default_rng(0), _SIDES[-1]
+    weights = [_square(random, side, 2.0 * side**-0.5) for _ in range(_LEAVES)]
+    state, x = (weights, [np.zeros_like(w) for w in weights]), _square(random, side, 1.0)
+    here, there = SingleDeviceSharding(device), SingleDeviceSharding(device, memory_kind=PINNED_HOST)
+    try:
+        x = jax.device_put(x, here)
+        wanted = jax.device_put(state, here)
+        changed, moved = with_hosted_state(_step, (state, x))
+        found = [jax.device_put(v, there if i in moved else here) for i, v in enumerate(jax.tree.leaves(state))]
+        plain = jax.jit(_step, donate_argnums=0)
+        for _ in range(_STEPS):
+            wanted, found = plain(wanted, x), changed(*found, x)
+            if moved != tuple(i for i, v in enumerate(found) if v.sharding.memory_kind == PINNED_HOST):
+                return False
+        wanted, found = jax.device_get((jax.tree.leaves(wanted), found))
+    except jax.errors.JaxRuntimeError:
+        return False
+    return len(moved) == _LEAVES and _near(found, wanted, rtol=1e-3)
+
+
 def _square(random: np.random.Generator, side: int, most: float) -> Any:
     return random.uniform(-most, most, size=(side, side)).astype(np.float32)
 
@@ -107,5 +162,9 @@ def _moved_as_wanted(
         found = jax.device_get(jax.jit(changed)(*jax.tree.leaves(there)))
     except jax.errors.JaxRuntimeError:
         return 0
-    near = (np.allclose(a, b, rtol=rtol, atol=rtol / 10 * np.abs(b).max()) for a, b in zip(found, wanted, strict=True))
-    return moved if all(near) else 0
+    return moved if _near(found, wanted, rtol) else 0
+
+
+def _near(found: Any, wanted: Any, rtol: float) -> bool:
+    pairs = zip(found, wanted, strict=True)
+    return all(np.allclose(a, b, rtol=rtol, atol=rtol / 10 * np.abs(b).max()) for a, b in pairs)

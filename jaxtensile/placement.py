@@ -17,8 +17,9 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxtensile import _compat
 from jaxtensile.errors import TargetError
+from jaxtensile.hosted import state_comes_back
 from jaxtensile.plan import Leaf
-from jaxtensile.target import host_sharding
+from jaxtensile.target import host_sharding, is_absent
 
 
 class Placement:
@@ -141,13 +142,13 @@ def _as_on_device(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _require_streams(device: Any) -> None:
-    """Before any planning: that arguments can wait on the host, and that it helps."""
-    if device.platform == "tpu":
-        raise TargetError(
-            f"offload_state=True is for GPUs, and {device} is a TPU: XLA schedules copies there by itself and brings "
-            "all state in at once, which needs more memory than keeping it; leave offload_state= out"
-        )
+    """Before any planning: that arguments can wait on the host, and, on a TPU that is here, that they come back."""
     host_sharding(device)
+    if device.platform == "tpu" and not is_absent(device) and not state_comes_back(device):
+        raise TargetError(
+            f"{device} did not give back what a small step left in its host memory (or had no room for that step), so "
+            "no state goes there: leave offload_state= out"
+        )
 
 
 def _to_device(x: Any) -> Any:

@@ -144,9 +144,14 @@ class _PinnedHost(SingleDeviceSharding):
         return PINNED_HOST
 
 
+def is_absent(device: Device) -> bool:
+    """Whether programs can be compiled for ``device`` and not be run."""
+    return "CompileOnly" in type(device.client).__name__
+
+
 def host_sharding(device: Device) -> SingleDeviceSharding:
     """Pinned host memory beside ``device``; ``TargetError`` where it has none."""
-    if device.platform == "gpu" and "CompileOnly" in type(device.client).__name__:
+    if device.platform == "gpu" and is_absent(device):
         return _PinnedHost(device)
     try:
         kinds = [m.kind for m in device.addressable_memories()]

@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "_compat": "",
     "trace": "units errors ir _compat",
     "loops": "units errors ir plan _compat trace passes",
-    "hosted": "ir plan trace loops passes rewrite",
+    "hosted": "ir plan trace loops passes rewrite state target",
     "bodies": "_compat trace",
     "host_stacks": "ir plan passes",
     "rewrite": "units errors ir plan _compat host_stacks trace passes",
@@ -76,7 +76,7 @@ MAY_IMPORT = {
     "subject": f"{EDGE} request state variants",
     "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
     variants outcome timeline report""",
-    "placement": f"{VOCABULARY} target _compat",
+    "placement": f"{VOCABULARY} target _compat hosted",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
     "api": f"{EDGE} plan_cache feedback hosted ladder request location placement report pipeline",

@@ -372,8 +372,8 @@ def test_a_step_for_a_v5e():
     assert report.target == V5E
 
 
-def adam():
-    """Twelve layers of 2048 x 2048 in f32, a batch of 8192, Adam: the moments are two thirds of the arguments."""
+def adam(layers=12, side=2048, batch=8192):
+    """Layers of f32, Adam: the moments are two thirds of the arguments."""
 
     def loss(weights, x):
         for w in weights:
@@ -387,8 +387,8 @@ def adam():
         w = [w - 0.01 * a / (jnp.sqrt(b) + 1e-6) for w, a, b in zip(state["w"], m, v, strict=True)]
         return {"w": w, "m": m, "v": v}, value
 
-    weights = [jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 12
-    args = {"w": weights, "m": weights, "v": weights}, jax.ShapeDtypeStruct((8192, 2048), jnp.float32)
+    weights = [jax.ShapeDtypeStruct((side, side), jnp.float32)] * layers
+    args = {"w": weights, "m": weights, "v": weights}, jax.ShapeDtypeStruct((batch, side), jnp.float32)
     return jaxtensile.Workload(fun=train_step, args=args, jit_options={"donate_argnums": 0}, name="adam")
 
 
@@ -426,3 +426,16 @@ def test_the_state_on_the_host_leaves_room_for_residuals():
     report = step.plan(*work.args)
     assert report.fits and report.recompute_flops < alone.recompute_flops
     assert report.wait > 0 and report.overhead >= report.wait
+
+
+@pytest.mark.tpu_aot
+def test_the_state_is_on_the_host_of_a_tpu():
+    work = adam(layers=6, side=1024, batch=1024)
+    moved = 12 * 4 * 1024 * 1024
+    arguments = moved * 3 // 2 + 4 * 1024 * 1024
+    # Less than all arguments: at no time is all state on the device.
+    step = jaxtensile.jit(work.fun, budget=int(0.6 * arguments), target=V5E, offload_state=True, **work.jit_options)
+    report = step._planned(work.args, {})[0].fitted.report
+    assert report.fits and report.recompute_flops == 0 and len(report.state) == 12
+    assert report.compiled.host == moved == report.offload_bytes
+    assert report.compiled.argument == report.predicted.argument == arguments - moved

@@ -6,15 +6,22 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtensile.hosted import copies_come_back, stacks_come_back, with_hosted_copies, with_hosted_stacks
+from jaxtensile.hosted import (
+    copies_come_back,
+    stacks_come_back,
+    state_comes_back,
+    with_hosted_copies,
+    with_hosted_stacks,
+    with_hosted_state,
+)
 
 
 @pytest.fixture(autouse=True)
 def forget():
-    for asked in (stacks_come_back, copies_come_back):
+    for asked in (stacks_come_back, copies_come_back, state_comes_back):
         asked.cache_clear()
     yield
-    for asked in (stacks_come_back, copies_come_back):
+    for asked in (stacks_come_back, copies_come_back, state_comes_back):
         asked.cache_clear()
 
 
@@ -80,3 +87,39 @@ def test_all_that_waits_in_straight_line_code_is_there():
     changed, moved = with_hosted_copies(jax.grad(loss), (x, w))
     assert moved >= 4 << 20
     np.testing.assert_allclose(jax.jit(changed)(x, w)[0], jax.grad(loss)(x, w), rtol=1e-4, atol=1e-4)
+
+
+def test_so_does_state():
+    assert state_comes_back(jax.devices()[0])
+
+
+def test_state_of_another_leaf_is_found_out(monkeypatch):
+    def swapped(fun, args):
+        changed, moved = with_hosted_state(fun, args)
+
+        def run(*flat):
+            *weights, first, second, third = changed(*flat)
+            return [*weights, second, first, third]
+
+        return run, moved
+
+    monkeypatch.setattr("jaxtensile.hosted.with_hosted_state", swapped)
+    assert not state_comes_back(jax.devices()[0])
+
+
+def test_state_that_does_not_stay_there_has_shown_nothing(monkeypatch):
+    def nowhere(fun, args):
+        changed, moved = with_hosted_state(fun, args)
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return (lambda *flat: jax.device_put(changed(*flat), here)), moved
+
+    monkeypatch.setattr("jaxtensile.hosted.with_hosted_state", nowhere)
+    assert not state_comes_back(jax.devices()[0])
+
+
+def test_a_device_without_room_for_state_has_shown_nothing(monkeypatch):
+    def refuse(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
+
+    monkeypatch.setattr("jaxtensile.hosted.with_hosted_state", refuse)
+    assert not state_comes_back(jax.devices()[0])

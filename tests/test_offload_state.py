@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import api, pipeline
+from jaxtensile import api, pipeline, placement
 from jaxtensile.feedback import SKIPPED, TIMED
 from programs import squeezed
 
@@ -233,7 +233,14 @@ def test_wrong_use_is_an_error_with_a_way_out():
         jaxtensile.jit(train_step, offload_state=True, in_shardings=None)
 
 
-@pytest.mark.tpu_aot
-def test_a_tpu_is_refused():
+def test_a_tpu_that_gives_back_something_else_is_refused(monkeypatch):
+    class Tpu:
+        platform, client = "tpu", None
+
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    monkeypatch.setattr(placement, "host_sharding", lambda _: sharding)
+    monkeypatch.setattr(placement, "state_comes_back", lambda _: False)
     with pytest.raises(jaxtensile.errors.TargetError, match="leave offload_state= out"):
-        jitted(target="tpu-v5e", budget=None).plan(init(), batch(0))
+        placement.Placement(None, active=True).job_place(Tpu(), (), {})
+    monkeypatch.setattr(placement, "state_comes_back", lambda _: True)
+    assert placement.Placement(None, active=True).job_place(Tpu(), (), {}) is not None
