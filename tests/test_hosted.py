@@ -1,5 +1,7 @@
 """A loop on the very device says whether stacks in host memory come back right."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,12 +43,20 @@ def test_a_stack_that_is_read_forwards_is_found_out(monkeypatch):
     assert not stacks_come_back(jax.devices()[0], load_index=True)
 
 
-def test_a_device_that_refuses_has_shown_nothing(monkeypatch):
+@pytest.mark.parametrize(
+    "change, asked",
+    [
+        ("with_hosted_stacks", functools.partial(stacks_come_back, load_index=False)),
+        ("with_hosted_copies", copies_come_back),
+        ("with_hosted_state", state_comes_back),
+    ],
+)
+def test_a_device_that_refuses_has_shown_nothing(monkeypatch, change, asked):
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
 
-    monkeypatch.setattr("jaxtensile.hosted.with_hosted_stacks", refuse)
-    assert not stacks_come_back(jax.devices()[0], load_index=False)
+    monkeypatch.setattr(f"jaxtensile.hosted.{change}", refuse)
+    assert not asked(jax.devices()[0])
 
 
 def test_everything_that_can_be_there_is():
@@ -66,14 +76,6 @@ def test_so_does_straight_line_code():
 def test_a_slice_of_another_slot_is_found_out(monkeypatch):
     right = lax.dynamic_slice_in_dim
     monkeypatch.setattr(lax, "dynamic_slice_in_dim", lambda s, i, *how: right(s, s.shape[0] - 1 - i, *how))
-    assert not copies_come_back(jax.devices()[0])
-
-
-def test_straight_line_code_that_is_refused_has_shown_nothing(monkeypatch):
-    def refuse(*_, **__):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
-
-    monkeypatch.setattr("jaxtensile.hosted.with_hosted_copies", refuse)
     assert not copies_come_back(jax.devices()[0])
 
 
@@ -114,12 +116,4 @@ def test_state_that_does_not_stay_there_has_shown_nothing(monkeypatch):
         return (lambda *flat: jax.device_put(changed(*flat), here)), moved
 
     monkeypatch.setattr("jaxtensile.hosted.with_hosted_state", nowhere)
-    assert not state_comes_back(jax.devices()[0])
-
-
-def test_a_device_without_room_for_state_has_shown_nothing(monkeypatch):
-    def refuse(*_, **__):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
-
-    monkeypatch.setattr("jaxtensile.hosted.with_hosted_state", refuse)
     assert not state_comes_back(jax.devices()[0])
