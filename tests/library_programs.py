@@ -5,7 +5,6 @@ bites; a step returns all that a user would read, gradients in the form of updat
 """
 
 import functools
-import os
 from itertools import pairwise
 
 import blackjax
@@ -26,6 +25,8 @@ from numpyro.contrib.control_flow import scan as numpyro_scan
 from numpyro.infer import SVI, Trace_ELBO, autoguide
 from optax import contrib
 
+from lines import SOAK
+
 PROGRAMS = {}
 """Name → maker of ``(step, args)``, share of the plain program's temporary bytes to ask for."""
 KEY = jax.random.key(0)
@@ -35,7 +36,7 @@ def program(make=None, *, share=0.75, soak=False):
     """Registers a maker; ``share``: what a plan reaches without a second search; ``soak``: only for ``make soak``."""
     if make is None:
         return functools.partial(program, share=share, soak=soak)
-    if not soak or os.environ.get("JAXTENSILE_SOAK"):
+    if not soak or SOAK:
         PROGRAMS[make.__name__] = make, share
     return make
 

@@ -15,14 +15,13 @@ coordinators that lack a rule, and jobs that lie. It finds, within a minute or s
 | a job that goes on with the larger plan after it said that it has shrunk | more held than there is |
 """
 
-import os
 import re
 
 import pytest
 
 from chaos import MIB, Chaos, Held
+from lines import SOAK, on_the_line_of
 
-SOAK = os.environ.get("JAXTENSILE_SOAK") == "1"
 SECONDS = 600.0 if SOAK else 35.0
 COUNTED = (
     "arrivals",
@@ -44,6 +43,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@on_the_line_of(newer=False)
 @pytest.mark.slow
 def test_whoever_is_killed_nothing_is_overcommitted_or_lost_and_all_losses_are_the_same(folder, record_property):
     chaos = Chaos(folder, seed=1).run(SECONDS)

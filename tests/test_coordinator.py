@@ -4,7 +4,6 @@
 """
 
 import dataclasses
-import os
 from random import Random
 
 import pytest
@@ -41,11 +40,12 @@ from jaxtensile.runtime.messages import (
     Revoke,
     Welcome,
 )
+from lines import SOAK
 
 pytestmark = pytest.mark.without_jax
 
 WALKS = 8
-EVENTS = 135_000 * (10 if os.environ.get("JAXTENSILE_SOAK") == "1" else 1)
+EVENTS = 135_000 * (10 if SOAK else 1)
 """Of each of the walks together: 10^6 in all, or 10^7."""
 
 

@@ -17,6 +17,7 @@ import pytest
 
 import jaxtensile
 from differential import QUICK, agree, believed, deleted, every, needs, same_bits, tell
+from lines import NEWER, SOAK, shared_out
 from programs import FAST, squeezed
 from random_programs import DENSE, LOOPS, SHAPES, Layer, Program, programs
 
@@ -61,7 +62,9 @@ def compare(program, seen):
 
 
 def run(strategy, examples, record_property):
-    seen = every(strategy, examples, compare)
+    """As many on either line, others with the same rules."""
+    examples = examples if SOAK else examples // 2
+    seen = every(strategy, examples, compare, number=int(NEWER))
     tell(seen, record_property)
     assert seen["programs"] >= examples // 2
     changed = seen["changed by a plan"]
@@ -81,7 +84,7 @@ def test_loops_branches_and_calls(record_property):
 
 
 def test_half_precision(record_property):
-    run(programs(DENSE, layers=(5, 10), dtypes=("bfloat16", "float16")), 6, record_property)
+    run(programs(DENSE, layers=(5, 10), dtypes=("bfloat16", "float16")), 12, record_property)
 
 
 @pytest.mark.parametrize("rules", [DENSE, SHAPES, LOOPS], ids=["dense", "shapes", "loops"])
@@ -96,7 +99,8 @@ def test_every_rule_is_used(rules, record_property):
 
 
 @pytest.mark.parametrize(
-    "layers", ["tanh dense_bias skip gelu dense tanh layer_norm sin_square", "attend gelu relu dropout gather"]
+    "layers",
+    shared_out(["tanh dense_bias skip gelu dense tanh layer_norm sin_square", "attend gelu relu dropout gather"]),
 )
 def test_taking_xla_at_its_word(layers):
     """The whole way: within 70 % of what XLA needs above the arguments, or refused."""

@@ -8,7 +8,6 @@ donation deletes are always the same.
 The planner is believed (``differential.believed``) but in the programs that go the whole way, with XLA's own number.
 """
 
-import os
 from collections import Counter
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 
 import jaxtensile
 from differential import QUICK, ROUNDINGS, agree, believed, deleted, difference, every, needs, same_bits, tell
+from lines import SOAK, shared_out
 from nested_programs import BLOCKS, CONTROL, KINDS, LEAVES, Node, Program, is_jax, programs
 
 CLOSE = 8
@@ -70,9 +70,8 @@ def compare(given, seen, *, stepwise=False):
     assert apart <= ROUNDINGS, f"values differ by {apart:.0f} units in the last place"
 
 
-SOAK = bool(os.environ.get("JAXTENSILE_SOAK"))
 CHUNK, FEW = (23, 10) if SOAK else (3, 2)
-"""Programs a test: more than five hundred in all for ``make soak``, a sixth of them without."""
+"""Programs a test: more than five hundred in all for ``make soak``, a sixth of them without, shared by the lines."""
 SMOOTH = tuple(n for n in LEAVES if n not in ("bfloat16", "dropout", "noise", "attend", "layer_norm"))
 """Leaves that leave the type of the activations alone and have small derivatives."""
 COSTLY = ("dropout", "noise", "attend")
@@ -92,7 +91,7 @@ def control(given):
     return frozenset(given[0].names & CONTROL.keys()), given[0].depth
 
 
-@pytest.mark.parametrize(("family", "number"), CASES, ids=[f"{f}-{k}" for f, k in CASES])
+@pytest.mark.parametrize(("family", "number"), shared_out(CASES), ids=[f"{f}-{k}" for f, k in shared_out(CASES)])
 def test_nested_programs(family, number, record_property):
     def one(given, seen):
         compare(given, seen, stepwise=seen["programs"] % 20 == 0)
@@ -110,7 +109,7 @@ def settled(seen, examples, record_property):
         assert seen["changed by a plan"] >= 0.6 * examples, "hardly anything was changed: nothing was tested"
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", shared_out(range(2)))
 def test_64_bits(number, record_property):
     """Where types may have 64 bits: integers and weak types are others there."""
     with jax.enable_x64(True):
@@ -127,7 +126,7 @@ def test_jaxs_own_rules_hold(record_property):
     settled(seen, FEW, record_property)
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", shared_out(range(4)))
 def test_taking_xla_at_its_word(number, record_property):
     """The whole way: XLA's own number is within the budget, or the budget that the error names is met."""
     strategy = st.tuples(programs(2, rows=256, leaves=SMOOTH), st.sampled_from((0.9, 0.7, 0.5)))

@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import os
 import re
 import runpy
 import signal
@@ -16,9 +15,9 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtensile import _compat
 from jaxtensile.runtime import config as configs
 from jaxtensile.units import parse_bytes
+from lines import on_the_line_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.append(str(EXAMPLES))
@@ -29,12 +28,6 @@ search = importlib.import_module("search")
 TINY = gpt.GPTConfig(layers=2, width=32, heads=2, context=16, vocab=64)
 TINY_DEMO = ["--layers", "4", "--width", "64", "--heads", "2", "--context", "64", "--batch", "16"]
 SIZE = r"([\d.]+(?:[KMGT]i)?B)"
-
-
-def on_the_line_of(newer):
-    """Those that take longest run on one jax line each, on both with JAXTENSILE_SOAK=1."""
-    elsewhere = newer != (_compat.JAX_VERSION >= (0, 11)) and not os.environ.get("JAXTENSILE_SOAK")
-    return pytest.mark.skipif(elsewhere, reason="on the other jax line, or with JAXTENSILE_SOAK=1")
 
 
 def run(tmp_path, name, *arguments):
@@ -75,6 +68,7 @@ def test_quickstart_does_what_its_comments_say(capsys):
     assert device_bytes(names["step"].lower(*arguments).compile()) <= 128 * 2**20
 
 
+@on_the_line_of(newer=False)
 def test_demo_numbers_hold(tmp_path):
     printed = run(tmp_path, "demo.py", "--steps", "6", "--target", "nvidia-nothing", *TINY_DEMO)
 
@@ -117,6 +111,7 @@ HEARING = [sys.executable, "-c", _LISTEN]
 """Before a command that is to hear Ctrl-C: where the tests run in the background they ignore it, and pass that on."""
 
 
+@on_the_line_of(newer=True)
 def test_demo_stops_cleanly_on_ctrl_c():
     with subprocess.Popen(
         [*HEARING, sys.executable, "-u", EXAMPLES / "demo.py", "--no-gpu-plan", "--steps", "100000", *TINY_DEMO],
@@ -133,6 +128,7 @@ def test_demo_stops_cleanly_on_ctrl_c():
     assert (demo.returncode, errors.strip()) == (130, "Stopped by Ctrl-C; nothing was written.")
 
 
+@on_the_line_of(newer=False)
 def test_inspect_plan_walks_a_report_that_adds_up(tmp_path):
     printed = run(tmp_path, "inspect_plan.py")
     device = {}

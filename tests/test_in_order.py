@@ -24,6 +24,7 @@ from jaxtensile.plan import Problem, Program
 from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+from lines import on_the_line_of
 from ordered import barriers, same_kernels
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -165,6 +166,7 @@ def test_bodies_in_their_order_have_the_same_bits(loss):
     assert kept
 
 
+@on_the_line_of(newer=False)
 @pytest.mark.xdist_group("deviceless")
 def test_a_policy_by_hand_is_met_below_its_bytes_with_its_flops():
     """XLA puts the gradients of all weights off to the end of the body, with everything that they are made of."""

@@ -7,7 +7,6 @@ and results, or, where nothing reaches that, for the least that the error says c
 changed is counted, and said at the end of the run.
 """
 
-import os
 import warnings
 from collections import Counter
 
@@ -17,8 +16,8 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import _compat
 from library_programs import PROGRAMS
+from lines import shared_out
 from programs import FAST
 
 TOLERANCE = 2e-4
@@ -33,10 +32,7 @@ def seen():
     return Counter()
 
 
-NAMES = list(PROGRAMS) if os.environ.get("JAXTENSILE_SOAK") else list(PROGRAMS)[_compat.JAX_VERSION >= (0, 11) :: 2]
-
-
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", shared_out(list(PROGRAMS)))
 def test_a_step_of_a_public_library_is_the_same_under_pressure(name, seen, record_property):
     make, share = PROGRAMS[name]
     step, args = make()

@@ -12,6 +12,7 @@ import jaxtensile
 from jaxtensile.plan import Program
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import trace_jaxpr
+from lines import on_the_line_of
 from programs import same
 
 H200 = "nvidia-h200"
@@ -128,6 +129,7 @@ def layers(count):
 
 
 @pytest.mark.cuda_aot
+@on_the_line_of(newer=False)
 def test_plans_get_below_what_checkpoints_reach():
     """XLA makes the stacks of all loops at once, also of those that run again."""
     step, args = layers(6)

@@ -19,6 +19,7 @@ from jaxtensile.plan import Problem, Program
 from jaxtensile.rewrite import rewrite
 from jaxtensile.target import compiler_options
 from jaxtensile.trace import trace_jaxpr
+from lines import on_the_line_of
 from ordered import barriers, same_kernels
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -122,6 +123,7 @@ def test_weights_are_transposed_no_sooner_than_a_convolution_reads_them():
 
 
 @pytest.mark.cuda_aot
+@on_the_line_of(newer=True)
 @pytest.mark.xdist_group("deviceless")
 def test_xla_puts_nothing_off_behind_the_gradient_of_the_scores(tmp_path):
     """A Llama whose plan needs 25 MB less with ties: the softmax that the gradient of the values reads."""
