@@ -29,8 +29,7 @@ bench: $(COMPILERS) ## the benchmarks
 	$(BIN)/python -m benchmarks $(ARGS)
 
 soak: $(COMPILERS) ## the long sweeps, hours: every peer of every workload, many budgets; goes on where it stopped
-	JAXTENSILE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_libraries.py tests/test_differential_loops.py \
-	  tests/test_coordinator.py tests/test_chaos.py
+	JAXTENSILE_SOAK=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 	$(BIN)/python -m benchmarks dominance promise $(ARGS)
 
 lint: $(DEV) ## ruff: rules and format
