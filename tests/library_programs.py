@@ -25,7 +25,7 @@ from numpyro.contrib.control_flow import scan as numpyro_scan
 from numpyro.infer import SVI, Trace_ELBO, autoguide
 from optax import contrib
 
-from lines import SOAK
+from jax_lines import SOAK
 
 PROGRAMS = {}
 """Name → maker of ``(step, args)``, share of the plain program's temporary bytes to ask for."""

@@ -20,7 +20,7 @@ import re
 import pytest
 
 from chaos import MIB, Chaos, Held
-from lines import SOAK, on_the_line_of
+from jax_lines import SOAK, on_the_line_of
 
 SECONDS = 600.0 if SOAK else 35.0
 COUNTED = (

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 
 import jaxtensile
+from jax_lines import on_the_line_of
 from jaxtensile.chunk import in_chunks
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.rows import Row
 from jaxtensile.stretch import Seed, find_stretch, stretch_of, stretches
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
-from lines import on_the_line_of
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 kernel_cache = importlib.import_module("benchmarks.machine").kernel_cache

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from coordinator_model import Violation, World, broken_walks
 from coordinator_talk import GPU, LADDER, Talk
+from jax_lines import SOAK
 from jaxtensile.runtime import journal
 from jaxtensile.runtime.events import (
     Close,
@@ -40,7 +41,6 @@ from jaxtensile.runtime.messages import (
     Revoke,
     Welcome,
 )
-from lines import SOAK
 
 pytestmark = pytest.mark.without_jax
 

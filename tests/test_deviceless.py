@@ -14,12 +14,12 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxtensile
+from jax_lines import on_the_line_of
 from jaxtensile import pipeline
 from jaxtensile.feedback import slowed
 from jaxtensile.location import location
 from jaxtensile.target import resolve
 from jaxtensile.trace import jaxpr_flops
-from lines import on_the_line_of
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 workloads = importlib.import_module("benchmarks.workloads")

@@ -17,7 +17,7 @@ import pytest
 
 import jaxtensile
 from differential import QUICK, agree, believed, deleted, every, needs, same_bits, tell
-from lines import NEWER, SOAK, shared_out
+from jax_lines import NEWER, SOAK, shared_out
 from programs import FAST, squeezed
 from random_programs import DENSE, LOOPS, SHAPES, Layer, Program, programs
 

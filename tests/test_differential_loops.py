@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import jaxtensile
 from differential import QUICK, ROUNDINGS, agree, believed, deleted, difference, every, needs, same_bits, tell
-from lines import SOAK, shared_out
+from jax_lines import SOAK, shared_out
 from nested_programs import BLOCKS, CONTROL, KINDS, LEAVES, Node, Program, is_jax, programs
 
 CLOSE = 8
@@ -83,7 +83,7 @@ FAMILIES = {
     "random": (1, programs(3, controls=("scan_keys", "fori", "cond", "vmap"), leaves=("dropout", "noise", "dense"))),
     "half": (1, programs(3, dtypes=("bfloat16", "float16"), leaves=SMOOTH)),
 }
-CASES = [(family, k) for family, (chunks, _) in FAMILIES.items() for k in range(chunks)]
+CASES = shared_out([(family, k) for family, (chunks, _) in FAMILIES.items() for k in range(chunks)])
 
 
 def control(given):
@@ -91,7 +91,7 @@ def control(given):
     return frozenset(given[0].names & CONTROL.keys()), given[0].depth
 
 
-@pytest.mark.parametrize(("family", "number"), shared_out(CASES), ids=[f"{f}-{k}" for f, k in shared_out(CASES)])
+@pytest.mark.parametrize(("family", "number"), CASES, ids=[f"{f}-{k}" for f, k in CASES])
 def test_nested_programs(family, number, record_property):
     def one(given, seen):
         compare(given, seen, stepwise=seen["programs"] % 20 == 0)

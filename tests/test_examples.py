@@ -15,9 +15,9 @@ import numpy as np
 import optax
 import pytest
 
+from jax_lines import on_the_line_of
 from jaxtensile.runtime import config as configs
 from jaxtensile.units import parse_bytes
-from lines import on_the_line_of
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 sys.path.append(str(EXAMPLES))

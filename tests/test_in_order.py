@@ -12,6 +12,7 @@ from hypothesis import given, settings
 import jaxtensile
 from differential import same_bits
 from graphs import Builder, graphs, train_steps
+from jax_lines import on_the_line_of
 from jaxtensile import variants as ways
 from jaxtensile.candidates import Candidates
 from jaxtensile.device import profile
@@ -24,7 +25,6 @@ from jaxtensile.plan import Problem, Program
 from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
-from lines import on_the_line_of
 from ordered import barriers, same_kernels
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 import jaxtensile
+from jax_lines import shared_out
 from library_programs import PROGRAMS
-from lines import shared_out
 from programs import FAST
 
 TOLERANCE = 2e-4

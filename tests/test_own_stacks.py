@@ -9,10 +9,10 @@ import pytest
 from jax import lax
 
 import jaxtensile
+from jax_lines import on_the_line_of
 from jaxtensile.plan import Program
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import trace_jaxpr
-from lines import on_the_line_of
 from programs import same
 
 H200 = "nvidia-h200"

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 
 from graphs import Builder, graphs, train_steps
+from jax_lines import on_the_line_of
 from jaxtensile.device import profile
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
@@ -19,7 +20,6 @@ from jaxtensile.plan import Problem, Program
 from jaxtensile.rewrite import rewrite
 from jaxtensile.target import compiler_options
 from jaxtensile.trace import trace_jaxpr
-from lines import on_the_line_of
 from ordered import barriers, same_kernels
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))

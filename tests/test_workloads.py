@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jax_lines import shared_out
 from jaxtensile.trace import jaxpr_flops
-from lines import shared_out
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not installed; appended, so a wheel wins
 workloads = importlib.import_module("benchmarks.workloads")
