@@ -43,7 +43,7 @@ from jaxtensile.report import Report
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
 from jaxtensile.target import compiler_options, is_absent, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
-from jaxtensile.workload import name_of
+from jaxtensile.workload import Transformed, name_of
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
@@ -223,7 +223,7 @@ class Asked:
         return repr(dataclasses.replace(self, target=None, job=None))
 
 
-class Planned:
+class Planned(Transformed):
     """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``.
 
     Invariant: all of its state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and with it every
@@ -303,6 +303,10 @@ class Planned:
         if entry.fitted.state:
             args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
         return entry.fitted.jitted.trace(*args, **kwargs)
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments."""
+        return self._plain, args
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as ``jax.jit`` gives them."""
@@ -469,7 +473,7 @@ class Planned:
         return (args, kwargs) if self._asked.target is None else as_for(self._asked.target, self._plain, args, kwargs)
 
 
-class Bound:
+class Bound(Transformed):
     """A planned method of one object: the object is the first argument of everything."""
 
     __slots__ = ("__func__", "__self__", "__weakref__")
@@ -484,6 +488,10 @@ class Bound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments, the object first."""
+        return self.__func__.as_written((self.__self__, *args))
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__func__, name)
