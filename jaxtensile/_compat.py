@@ -103,6 +103,7 @@ def source_line(eqn: Any) -> str:
 _CHECKPOINTS = _ad_checkpoint.__file__
 _HIGH_LEVEL = _hijax.__file__
 _JAX = os.path.dirname(_CHECKPOINTS) + os.sep
+_AGAIN = "rematted_computation"
 
 
 def is_checkpoint_barrier(eqn: Any) -> bool:
@@ -124,12 +125,13 @@ def is_checkpoint_barrier(eqn: Any) -> bool:
     return False
 
 
-def is_recomputation(eqn: Any) -> bool:
-    """Whether a call holds what a differentiated ``jax.checkpoint`` computes again: ``remat2``, or the expansion of what
-    replaces it (``jax_remat3``), which has a name stack of its own."""
-    return eqn.params.get("differentiated", False) or (
-        eqn.primitive.name == "eval_jaxpr" and "rematted_computation" in str(eqn.source_info.name_stack)
-    )
+def is_recomputation(eqn: Any, stack: Any = EMPTY_STACK) -> bool:
+    """Whether an equation, under the name stack of what it was inlined from, is of what a differentiated
+    ``jax.checkpoint`` computes again: JAX says so in a parameter of ``remat2``, and in the name stack of what replaces
+    it (``jax_remat3``)."""
+    if eqn.params.get("differentiated", False):
+        return True
+    return any(s.name == _AGAIN for names in (stack, eqn.source_info.name_stack) for s in names.stack)
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:

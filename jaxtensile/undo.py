@@ -58,7 +58,9 @@ def undo(traced: Traced) -> Undone | None:
 
 def _recomputes(equation: Equation) -> bool:
     """Whether the equation is of a differentiated checkpoint: its recomputation, and of ``remat2`` the rest of it."""
-    return any(map(_compat.is_recomputation, equation.callers))
+    if any(map(_compat.is_recomputation, equation.callers)):
+        return True
+    return equation.eqn is not None and _compat.is_recomputation(equation.eqn, equation.stack)
 
 
 def _uses_host(graph: Graph) -> bool:

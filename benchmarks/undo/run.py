@@ -60,9 +60,7 @@ def table(result: dict[str, Any]) -> str:
     for row in result["policies"]:
         share = row["flops"] / free["flops"]
         name = row["policy"] + (", `jax_remat3`" if row.get("remat3") else "")
-        lines.append(
-            f"| {name} | as written | {row['device'] / 1e6:,.1f} | {share:.4f} | | | | {row['seconds']:.1f} |"
-        )
+        lines.append(f"| {name} | as written | {row['device'] / 1e6:,.1f} | {share:.4f} | | | | {row['seconds']:.1f} |")
         for ours in row["ours"]:
             if not ours.get("fits"):
                 lines.append(f"| | {ours.get('budget', 0) / 1e6:,.1f} | **failed** | | | | | |")
