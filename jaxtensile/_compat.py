@@ -5,15 +5,18 @@ Invariant: nothing else in the project imports ``jax._src``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
+from jax._src import hijax as _hijax
 from jax._src import source_info_util as _source
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -30,6 +33,18 @@ EMPTY_STACK = _source.NameStack()
 def open_jaxpr(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """``(jaxpr, consts)`` of a ClosedJaxpr (0.10) or of the Jaxpr that replaced it (0.11+)."""
     return closed.jaxpr, tuple(closed.consts)
+
+
+def lowered(closed: Any) -> Any:
+    """The program in the primitives that are compiled: high-level ones (``jax.experimental.hijax``) expanded by JAX's
+    own rules, in loops and branches too.
+
+    The same program where there are none, and where an argument or a result has a type of its own.
+    """
+    jaxpr, _ = open_jaxpr(closed)
+    if not getattr(jaxpr, "is_high", False) or any(v.aval.is_high for v in (*jaxpr.invars, *jaxpr.outvars)):
+        return closed
+    return _partial_eval.lower_jaxpr2(closed)
 
 
 def without_dead_code(closed: Any) -> Any:
@@ -91,6 +106,40 @@ def source_line(eqn: Any) -> str:
     """``file.py:41 (function)`` of the user's code behind an equation, or the primitive's name."""
     text = _source.summarize(eqn.source_info)
     return text if text and text != "<unknown>" else f"<{eqn.primitive.name}>"
+
+
+_CHECKPOINTS = _ad_checkpoint.__file__
+_HIGH_LEVEL = _hijax.__file__
+_JAX = os.path.dirname(_CHECKPOINTS) + os.sep
+_AGAIN = "rematted_computation"
+
+
+def is_checkpoint_barrier(eqn: Any) -> bool:
+    """Whether ``jax.checkpoint`` bound this ``optimization_barrier``; False where nobody knows.
+
+    An equation has the stack of the call that made it. One of a backward pass has that of the call it differentiates:
+    of ``lax.optimization_barrier`` itself, or of the high-level primitive that a checkpointed function is. Who called
+    that is in JAX's own file for checkpoints, or it is somebody else's barrier.
+    """
+    traceback = eqn.source_info.traceback
+    frames = iter(traceback.frames if traceback is not None else ())
+    for frame in frames:
+        name = frame.function_name
+        if name == "optimization_barrier" or (frame.file_name == _HIGH_LEVEL and name.endswith("__call__")):
+            caller = next(frames, None)
+            return caller is not None and caller.file_name == _CHECKPOINTS
+        if not frame.file_name.startswith(_JAX):
+            return False
+    return False
+
+
+def is_recomputation(eqn: Any, stack: Any = EMPTY_STACK) -> bool:
+    """Whether an equation, under the name stack of what it was inlined from, is of what a differentiated
+    ``jax.checkpoint`` computes again: JAX says so in a parameter of ``remat2``, and in the name stack of what replaces
+    it (``jax_remat3``)."""
+    if eqn.params.get("differentiated", False):
+        return True
+    return any(s.name == _AGAIN for names in (stack, eqn.source_info.name_stack) for s in names.stack)
 
 
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
