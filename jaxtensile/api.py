@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -32,7 +33,7 @@ from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.ladder import Ladder
-from jaxtensile.location import Location, as_for, location, profile_of
+from jaxtensile.location import Location, as_for, is_nowhere, location, profile_of
 from jaxtensile.measured import best_known
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.placement import Placement
@@ -41,6 +42,7 @@ from jaxtensile.report import Report
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
 from jaxtensile.target import compiler_options, is_absent, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
+from jaxtensile.upperbound import AMPLE, all_values, recomputes
 from jaxtensile.workload import name_of
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
@@ -243,7 +245,7 @@ class Planned:
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
         self._placement = Placement(self._plain, active=state_budget != 0)
-        self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
+        self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, _weakly(self._chosen))
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
         self._job_of = job
         if job is not None:
@@ -262,7 +264,18 @@ class Planned:
         positional, named = self._made_of
         return type(self)(copy.deepcopy(self._fun, memo), *positional, **named)
 
+    def __getstate__(self) -> Any:
+        """What ``jax.jit``'s object tells of itself."""
+        return self._plain.__getstate__()
+
+    def __reduce__(self) -> Any:
+        """Pickled as what it is made of; plans and executables stay with this one."""
+        positional, named = self._made_of
+        return _again, (type(self), self._fun, positional, named)
+
     def __repr__(self) -> str:
+        if self._unasked:
+            return repr(self._plain)
         return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._budget!r}>"
 
     def plan(self, *args: Any, **kwargs: Any) -> Report:
@@ -278,7 +291,22 @@ class Planned:
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one."""
+        """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one.
+
+        Without a budget it is that of the plain program where that has ample room, where nothing says which device it
+        is for, and where no plan fits: such a program may be looked at, and lowered for another platform.
+        """
+        if self._unasked:
+            traced = self._plain.trace(*args, **kwargs)
+            if is_nowhere(traced, args, kwargs):
+                return traced
+            place = location(traced, args, kwargs, self._jit_options)
+            if place is None or self._has_ample_room(traced, place):
+                return traced
+            try:
+                return self._entry(traced, place, args, kwargs).fitted.jitted.trace(*args, **kwargs)
+            except BudgetError:
+                return traced
         entry, args, kwargs = self._planned(args, kwargs)
         if entry.fitted.state:
             args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
@@ -303,6 +331,17 @@ class Planned:
 
     # ---- from here on: once per signature ----
 
+    @property
+    def _unasked(self) -> bool:
+        """Whether nothing was asked of the program but that it fits the device that it runs on."""
+        return self._budget is None and self._target is None and self._job_of is None and self._state_budget == 0
+
+    def _has_ample_room(self, traced: Any, place: Location) -> bool:
+        """Whether a program fits without a question to XLA, and has no checkpoints that there may be room to undo."""
+        most = all_values(traced.jaxpr)
+        room = _budget_bytes(None, profile_of(place.device).capacity)
+        return most is not None and AMPLE * most <= room and not (self._undo and recomputes(traced.jaxpr))
+
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
         if _compat.under_trace() or _compat.jit_is_disabled():
@@ -310,8 +349,8 @@ class Planned:
         known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
         place = location(traced, known, named, self._jit_options)
-        if place is None:
-            return self._plain, args, kwargs, None  # its call raises JAX's own error
+        if place is None or (self._unasked and self._has_ample_room(traced, place)):
+            return self._plain, args, kwargs, None  # where there is no place, its call raises JAX's own error
         if self._target is not None and profile(self._target) != profile_of(place.device):
             raise TargetError(
                 f"target {self._target!r} is not here: the arguments of {name_of(self._fun)} are on {place.device}. "
@@ -336,6 +375,11 @@ class Planned:
         """The entry for a program that is not called, and the arguments as its compiler wants them."""
         args, kwargs = self._placement.as_on_device(*self._placed(args, kwargs))
         traced = self._plain.trace(*args, **kwargs)
+        if is_nowhere(traced, args, kwargs):
+            raise TargetError(
+                f"{name_of(self._fun)} is traced for a mesh without devices, and nothing can be compiled for one: give "
+                "it a mesh of devices, or leave budget= out"
+            )
         place = location(traced, args, kwargs, self._jit_options)
         if place is None:
             traced.lower()
@@ -473,6 +517,10 @@ class Bound:
         return hash((id(self.__func__), id(self.__self__)))
 
 
+def _again(kind: type[Planned], fun: Any, positional: Any, named: Any) -> Planned:
+    return kind(fun, *positional, **named)
+
+
 _TAKE_ARGUMENTS = frozenset({"plan", "lower", "trace", "eval_shape"})
 
 
@@ -482,6 +530,18 @@ def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
         return True
     straight = known.platform != "tpu" or copies_come_back(device)
     return straight and stacks_come_back(device, load_index=loads_index(known))
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object: what a jitted function closes over goes when the function does."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "whoever calls has the object"
+        return bound(*args)
+
+    return call
 
 
 def _same(fun: Callable[..., Any]) -> Callable[..., Any]:
