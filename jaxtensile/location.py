@@ -48,7 +48,7 @@ def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) ->
 
 
 def is_nowhere(traced: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a program is looked at for a mesh without devices: there is no device to ask for its size or its bytes."""
+    """Whether a program is looked at for a mesh without devices: no device can be asked for its bytes."""
     leaves = (x.sharding for x in jax.tree.leaves((args, kwargs)) if _is_committed(x))
     return any(map(_compat.is_abstract, (*leaves, *_compat.asked_shardings(traced))))
 
