@@ -318,7 +318,7 @@ class Planned:
             if is_nowhere(traced, args, kwargs):
                 return traced
             place = location(traced, args, kwargs, self._jit_options)
-            if place is None or self._has_ample_room(traced, place):
+            if place is None or self._runs_as_it_is(traced, place):
                 return traced
             try:
                 return self._entry(traced, place, args, kwargs).fitted.jitted.trace(*args, **kwargs)
@@ -354,11 +354,11 @@ class Planned:
         asked = self._asked
         return asked.budget is None and asked.target is None and asked.job is None and asked.state_budget == 0
 
-    def _has_ample_room(self, traced: Any, place: Location) -> bool:
-        """Whether a program fits without a question to XLA, and has no checkpoints that there may be room to undo."""
+    def _runs_as_it_is(self, traced: Any, place: Location) -> bool:
+        """Whether a program surely fits, or is of unknown size, and there are no checkpoints to undo where it does."""
         most = all_values(traced.jaxpr)
         room = _budget_bytes(None, profile_of(place.device).capacity)
-        return most is not None and AMPLE * most <= room and not (self._asked.undo and recomputes(traced.jaxpr))
+        return most is None or (AMPLE * most <= room and not (self._asked.undo and recomputes(traced.jaxpr)))
 
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
@@ -367,7 +367,7 @@ class Planned:
         known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
         place = location(traced, known, named, self._jit_options)
-        if place is None or (self._unasked and self._has_ample_room(traced, place)):
+        if place is None or (self._unasked and self._runs_as_it_is(traced, place)):
             return self._plain, args, kwargs, None  # where there is no place, its call raises JAX's own error
         if self._asked.target is not None and profile(self._asked.target) != profile_of(place.device):
             raise TargetError(
@@ -442,7 +442,8 @@ class Planned:
                 feedback = Feedback(
                     pipeline.fit(job, baseline=measure, plans=plan_cache()), job.device, self._dispatch._clear_cache
                 )
-                entry = entries[place.key] = _Entry(feedback, measure, place.device, watched=False)
+                measured = measure or not feedback.fitted.report.compiled.exact  # nothing can be measured of that
+                entry = entries[place.key] = _Entry(feedback, measured, place.device, watched=False)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)
             entry.feedback.change()
