@@ -45,7 +45,7 @@ from jaxtensile.request import Evaluate, Fitted, Job, loads_index
 from jaxtensile.target import compiler_options, is_absent, resolve
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 from jaxtensile.upperbound import AMPLE, all_values, recomputes
-from jaxtensile.workload import name_of
+from jaxtensile.workload import Transformed, name_of
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
@@ -225,7 +225,7 @@ class Asked:
         return repr(dataclasses.replace(self, target=None, job=None))
 
 
-class Planned:
+class Planned(Transformed):
     """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``.
 
     Invariant: all of its state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and with it every
@@ -301,7 +301,8 @@ class Planned:
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
         ``report.baseline`` is XLA's own number.
         """
-        return self._planned(args, kwargs, measure=True)[0].fitted.report
+        args, kwargs = self._seen(args, kwargs)
+        return self._planned(self._plain.trace(*args, **kwargs), args, kwargs, measure=True).fitted.report
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``lower`` of the planned program."""
@@ -313,21 +314,23 @@ class Planned:
         Without a budget it is that of the plain program where that has ample room, where nothing says which device it
         is for, and where no plan fits: such a program may be looked at, and lowered for another platform.
         """
-        if self._unasked:
-            traced = self._plain.trace(*args, **kwargs)
-            if is_nowhere(traced, args, kwargs):
-                return traced
-            place = location(traced, args, kwargs, self._jit_options)
-            if place is None or self._runs_as_it_is(traced, place):
-                return traced
-            try:
-                return self._entry(traced, place, args, kwargs).fitted.jitted.trace(*args, **kwargs)
-            except BudgetError:
-                return traced
-        entry, args, kwargs = self._planned(args, kwargs)
+        args, kwargs = self._seen(args, kwargs)
+        traced = self._plain.trace(*args, **kwargs)
+        if self._unasked and self._is_for_looking(traced, args, kwargs):
+            return traced
+        try:
+            entry = self._planned(traced, args, kwargs)
+        except BudgetError:
+            if self._asked.budget is not None or self._asked.job is not None:
+                raise
+            return traced
         if entry.fitted.state:
             args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
         return entry.fitted.jitted.trace(*args, **kwargs)
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments."""
+        return self._plain, args
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as ``jax.jit`` gives them."""
@@ -390,10 +393,21 @@ class Planned:
 
         return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, job, place.device)
 
-    def _planned(self, args: Any, kwargs: Any, *, measure: bool = False) -> tuple[_Entry, Any, Any]:
-        """The entry for a program that is not called, and the arguments as its compiler wants them."""
-        args, kwargs = self._placement.as_on_device(*self._placed(args, kwargs))
-        traced = self._plain.trace(*args, **kwargs)
+    def _is_for_looking(self, traced: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a program is traced as it is, where nothing was asked of it."""
+        if is_nowhere(traced, args, kwargs):
+            return True
+        place = location(traced, args, kwargs, self._jit_options)
+        return place is None or self._runs_as_it_is(traced, place)
+
+    def _seen(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a program that is not called, as its compiler wants them."""
+        if self._asked.target is not None:
+            args, kwargs = as_for(self._asked.target, self._plain, args, kwargs)
+        return self._placement.as_on_device(args, kwargs)
+
+    def _planned(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
+        """The entry of a program that is not called; its arguments as they are seen."""
         if is_nowhere(traced, args, kwargs):
             raise TargetError(
                 f"{name_of(self._fun)} is traced for a mesh without devices, and nothing can be compiled for one: give "
@@ -411,11 +425,11 @@ class Planned:
                 f"{self._asked.target!r}: give it an array argument"
             )
         if self._asked.job is None:
-            return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
+            return self._entry(traced, place, args, kwargs, measure=measure)
         ladder = self._ladder(traced, place, args, kwargs)
         budget = self._asked.job.bytes_for(ladder) if self._asked.job.budget else ladder.request.budget
         feedback = Feedback(ladder.fitted(budget), ladder.request.device, self._dispatch._clear_cache)
-        return _Entry(feedback, True, place.device, watched=False), args, kwargs
+        return _Entry(feedback, True, place.device, watched=False)
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
         """The plans that a job's steps of one signature have, once for every program and place."""
@@ -507,12 +521,8 @@ class Planned:
                 entry.feedback.tell(baseline=plain.memory)
         entry.measured = True
 
-    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as the target's compiler wants them; untouched without ``target``."""
-        return (args, kwargs) if self._asked.target is None else as_for(self._asked.target, self._plain, args, kwargs)
 
-
-class Bound:
+class Bound(Transformed):
     """A planned method of one object: the object is the first argument of everything."""
 
     __slots__ = ("__func__", "__self__", "__weakref__")
@@ -527,6 +537,10 @@ class Bound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments, the object first."""
+        return self.__func__.as_written((self.__self__, *args))
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__func__, name)

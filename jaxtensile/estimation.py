@@ -38,7 +38,7 @@ from jaxtensile.target import compiler_options
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.units import Bytes, Seconds
-from jaxtensile.workload import name_of
+from jaxtensile.workload import Transformed, name_of
 
 POINTER = 8
 """Bytes."""
@@ -173,7 +173,7 @@ def estimate_on(
     """
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
     started = time.perf_counter()
-    plain = _jitted(fun, options)
+    plain, args = _jitted(fun, args, options)
     traced = plain.trace(*args)
     seconds = {"trace": time.perf_counter() - started}
     name = name or name_of(fun)
@@ -305,11 +305,14 @@ class _Optioned:
         return SimpleNamespace(compile=functools.partial(lowered.compile, compiler_options=self._options))
 
 
-def _jitted(fun: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    plain = getattr(fun, "_plain", fun)  # of jaxtensile.jit: the function as it was written
+def _jitted(fun: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A ``jax.jit`` result of the function, as it was written, and its arguments."""
+    plain = fun
+    if isinstance(fun, Transformed):
+        plain, args = fun.as_written(args)
     if not options and hasattr(plain, "trace") and hasattr(plain, "lower"):
-        return plain
-    return jax.jit(plain, **options)
+        return plain, args
+    return jax.jit(plain, **options), args
 
 
 __all__ = ["Estimate", "Held", "estimate", "estimate_on", "program_of", "static_estimate"]

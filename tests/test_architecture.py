@@ -80,7 +80,7 @@ MAY_IMPORT = {
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
     "api": f"{EDGE} plan_cache feedback hosted ladder request location placement report pipeline",
-    "filtered": "_compat api report",
+    "filtered": "_compat api report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "arbitration": "units errors location runtime",
     "suspension": "units errors _compat target",
