@@ -150,6 +150,38 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
+class UnknownSizeError(Exception):
+    """An abstract value whose bytes are no number."""
+
+
+def arrays_of(aval: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Shape and bytes of an element of each array that an abstract value is made of; a token is made of none.
+
+    ``UnknownSizeError``: a dimension is symbolic, or the type does not say what it is made of.
+    """
+    if hasattr(aval, "inner_aval"):  # a reference
+        yield from arrays_of(aval.inner_aval)
+    elif isinstance(aval, _core.ShapedArray):
+        if not all(map(_core.is_constant_dim, aval.shape)):
+            raise UnknownSizeError
+        extended = isinstance(aval.dtype, _dtypes.ExtendedDType)
+        element = _core.physical_element_aval(aval.dtype) if extended else jax.ShapeDtypeStruct((), aval.dtype)
+        yield (*aval.shape, *element.shape), element.dtype.itemsize
+    else:
+        try:
+            parts = aval.lo_ty()
+        except (AttributeError, NotImplementedError):
+            raise UnknownSizeError from None
+        for part in parts:
+            if part is not aval:
+                yield from arrays_of(part)
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The open jaxprs among the parameters of an equation."""
+    return (open_jaxpr(body)[0] if hasattr(body, "consts") else body for body in _core.jaxprs_in_params(eqn.params))
+
+
 def is_tracer(x: Any) -> bool:
     return isinstance(x, _core.Tracer)
 
@@ -279,18 +311,28 @@ def donated_inputs(traced: Any) -> tuple[bool, ...]:
     return (*(False for _ in captured(traced)), *(bool(a.donated) for a in given))
 
 
+def is_abstract(place: Any) -> bool:
+    """Whether a sharding or a mesh has no devices."""
+    return isinstance(getattr(place, "mesh", place), jax.sharding.AbstractMesh)
+
+
+def asked_shardings(traced: Any) -> Iterator[Any]:
+    """What ``jax.jit`` was told of where a program runs: its shardings, and the mesh that is set, if there is one."""
+    params = traced._params
+    yield from (s for s in (*params["in_shardings"], *params["out_shardings"]) if isinstance(s, jax.sharding.Sharding))
+    mesh = params.get("ctx_mesh")
+    if mesh is not None and not mesh.empty:
+        yield mesh
+
+
 def device_sets(traced: Any) -> set[frozenset[Any]]:
     """The sets of devices that the program itself asks for: jit's shardings, the mesh, constraints."""
-    params = traced._params
-    found = {
-        frozenset(s.device_set)
-        for s in (*params["in_shardings"], *params["out_shardings"], *_constraints(traced.jaxpr))
-        if isinstance(s, jax.sharding.Sharding) and not isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh)
+    places = (*asked_shardings(traced), *_constraints(traced.jaxpr))
+    return {
+        frozenset(p.devices.flat if isinstance(p, jax.sharding.Mesh) else p.device_set)
+        for p in places
+        if isinstance(p, jax.sharding.Mesh | jax.sharding.Sharding) and not is_abstract(p)
     }
-    mesh = params.get("ctx_mesh")
-    if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty:
-        found.add(frozenset(mesh.devices.flat))
-    return found
 
 
 def _constraints(closed: Any) -> Iterator[Any]:
