@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
+from jaxtensile.hardware import host_memory
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.ladder import Ladder
 from jaxtensile.location import Location, as_for, location, profile_of
@@ -173,14 +173,9 @@ def _host_bytes(host_budget: int | str | None) -> Bytes:
     if host_budget is None or (isinstance(host_budget, int) and host_budget == 0):
         return 0
     try:
-        return _budget_bytes(host_budget, _host_memory())
+        return _budget_bytes(host_budget, host_memory())
     except BudgetError as error:
         raise BudgetError(f"host_{error}") from None
-
-
-def _host_memory() -> Bytes:
-    """Memory of this machine, of which a percentage is meant."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(slots=True)

@@ -1,10 +1,13 @@
-"""Which accelerators this machine has, asked of the kernel and the driver: no JAX, no plugin."""
+"""Which accelerators and how much memory this machine has, asked of the kernel and the driver: no JAX, no plugin."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -24,9 +27,51 @@ def has_tpu() -> bool:
     return any(p.read_text().strip() == _GOOGLE for p in Path("/sys/bus/pci/devices").glob("*/vendor"))
 
 
-def physical_memory() -> Bytes:
-    """Bytes of this machine's own memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def host_memory(root: Path = Path("/")) -> Bytes:
+    """Bytes of host memory that this process may use: the machine's, or less where a control group says so.
+
+    ``root``: the folder with ``proc`` and ``sys``.
+    """
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min((physical, *_group_limits(root)))
+
+
+def _group_limits(root: Path) -> Iterator[Bytes]:
+    """Limits of this process's memory control groups, versions 1 and 2, and of every group above them."""
+    with suppress(OSError, ValueError):
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        for line in (root / "proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            if not after.startswith("cgroup"):
+                continue
+            kind, _, options = after.split(" ", 2)
+            if kind == "cgroup2":
+                controller, file = "", "memory.max"
+            elif kind == "cgroup" and "memory" in options.split(","):
+                controller, file = "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            # What is mounted is the tree below ``top``: all of it, or in a container often this group alone.
+            top, mount = (_unescaped(path) for path in before.split(" ")[3:5])
+            place = root / mount.lstrip("/")
+            group = next((path for _, names, path in groups if controller in names.split(",")), top)
+            inside = Path(group).relative_to(top) if Path(group).is_relative_to(top) else Path()
+            for folder in (place / inside, *(place / inside).parents):
+                if folder.is_relative_to(place):
+                    yield from _limit(folder / file)
+
+
+def _limit(file: Path) -> Iterator[Bytes]:
+    """The number in a file of a control group; nothing where it has none (``max``), or does not exist."""
+    with suppress(OSError):
+        text = file.read_text().strip()
+        if text.isdecimal():
+            yield int(text)
+
+
+def _unescaped(path: str) -> str:
+    """A path of ``/proc/self/mountinfo``, where a blank is ``\\040``."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def device_memory() -> dict[str, Bytes]:
@@ -39,7 +84,7 @@ def device_memory() -> dict[str, Bytes]:
             return {f"cuda:{k}": int(line) * MIB for k, line in enumerate(said.split())}
         except (OSError, ValueError, subprocess.SubprocessError):
             pass  # a driver that does not answer has no devices to share
-    return {"cpu:0": physical_memory()}
+    return {"cpu:0": host_memory()}
 
 
 def spare_cuda_plugin_check() -> None:
