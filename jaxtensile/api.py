@@ -63,7 +63,6 @@ def jit(
     undo: bool = True,
     offload_state: bool = False,
     chunk: bool = False,
-    verify: bool = True,
     config: Any = None,
     **jax_jit_options: Any,
 ) -> Any:
@@ -130,7 +129,6 @@ def jit(
             undo=undo,
             chunk=chunk,
             offload_state=offload_state,
-            verify=verify,
             job=job,
             **jax_jit_options,
         )
