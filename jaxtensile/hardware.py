@@ -8,6 +8,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +16,15 @@ from jaxtensile.units import MIB, Bytes
 
 _GOOGLE: Final = "0x1ae0"
 _CUDA_CHECK: Final = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+WITHOUT_TPU: Final = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+"""Variables with which libtpu is silent where there is no TPU, and several processes may compile for one at once."""
 
 
 def has_nvidia_driver() -> bool:
@@ -87,12 +97,16 @@ def device_memory() -> dict[str, Bytes]:
     return {"cpu:0": host_memory()}
 
 
-def spare_cuda_plugin_check() -> None:
-    """Let JAX's CUDA plugin load for compiling where no driver is, instead of printing a traceback.
+def quiet_plugins() -> None:
+    """Keep JAX's CUDA and TPU plugins from raising alarms on a machine that has no such device.
 
-    The plugin looks for cuDNN and a driver at the first use of JAX and is out for the process
-    when they are missing. Must run before that; does nothing where a driver is, or where the
-    user has set the variable.
+    The CUDA plugin looks for cuDNN and a driver at the first use of JAX, prints a traceback when they are missing, and
+    is out for the process, for compiling too. libtpu asks where in a pod of TPUs it is, and prints that nobody
+    answered. Must run before the first use of JAX; does nothing where the device is, and changes no variable that is
+    set. JAX itself sets one of libtpu's (``TPU_SKIP_MDS_QUERY``) where it sees no TPU.
     """
     if not has_nvidia_driver():
         os.environ.setdefault(_CUDA_CHECK, "1")
+    if ("TPU_LIBRARY_PATH" in os.environ or find_spec("libtpu") is not None) and not has_tpu():
+        for name, value in WITHOUT_TPU.items():
+            os.environ.setdefault(name, value)

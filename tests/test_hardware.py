@@ -129,3 +129,34 @@ def test_nobody_else_asks_the_kernel():
     files = [*root.glob("*.py"), *root.glob("passes/*.py"), *root.glob("runtime/*.py")]
     words = ("SC_PHYS_PAGES", "memory.max", "limit_in_bytes", "/proc/meminfo")
     assert [p.name for p in files if any(word in p.read_text() for word in words)] == ["hardware.py"]
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """One without the variables that the import of the package has set."""
+    for name in ("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_LIBRARY_PATH", *hardware.WITHOUT_TPU):
+        monkeypatch.delenv(name, raising=False)
+    return os.environ
+
+
+@pytest.mark.parametrize("gpu", [False, True])
+@pytest.mark.parametrize("tpu", [False, True])
+@pytest.mark.parametrize("library", [False, True])
+def test_plugins_are_told_what_is_not_here(monkeypatch, environment, gpu, tpu, library):
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: gpu)
+    monkeypatch.setattr(hardware, "has_tpu", lambda: tpu)
+    monkeypatch.setattr(hardware, "find_spec", lambda name: object() if library else None)
+    before = dict(environment)
+    hardware.quiet_plugins()
+    cuda = {} if gpu else {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    assert environment == before | cuda | (hardware.WITHOUT_TPU if library and not tpu else {})
+
+
+def test_what_the_user_set_stays(monkeypatch, environment):
+    monkeypatch.setattr(hardware, "has_nvidia_driver", lambda: False)
+    monkeypatch.setattr(hardware, "has_tpu", lambda: False)
+    mine = dict.fromkeys(("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "TPU_LIBRARY_PATH", *hardware.WITHOUT_TPU), "mine")
+    for name, value in mine.items():
+        monkeypatch.setenv(name, value)
+    hardware.quiet_plugins()
+    assert {name: environment[name] for name in mine} == mine
