@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -39,7 +40,7 @@ from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
-from jaxtensile.target import compiler_options, is_absent, resolve
+from jaxtensile.target import compiler_options, is_absent, resolve, tracing_for
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 from jaxtensile.workload import name_of
 
@@ -264,7 +265,8 @@ class Planned:
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
         ``report.baseline`` is XLA's own number.
         """
-        return self._planned(args, kwargs, measure=True)[0].fitted.report
+        with self._tracing(args, kwargs):
+            return self._planned(args, kwargs, measure=True)[0].fitted.report
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``lower`` of the planned program."""
@@ -272,14 +274,16 @@ class Planned:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one."""
-        entry, args, kwargs = self._planned(args, kwargs)
-        if entry.fitted.state:
-            args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
-        return entry.fitted.jitted.trace(*args, **kwargs)
+        with self._tracing(args, kwargs):
+            entry, args, kwargs = self._planned(args, kwargs)
+            if entry.fitted.state:
+                args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
+            return entry.fitted.jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as ``jax.jit`` gives them."""
-        return self._plain.eval_shape(*args, **kwargs)
+        with self._tracing(args, kwargs):
+            return self._plain.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forget every plan and executable."""
@@ -435,6 +439,11 @@ class Planned:
             if plain.memory is not None:
                 entry.feedback.tell(baseline=plain.memory)
         entry.measured = True
+
+    def _tracing(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """What JAX is to be told while the function is traced for a device that is not here."""
+        named = () if self._target is None else (self._target,)
+        return tracing_for(*named, args=(args, kwargs))
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as the target's compiler wants them; untouched without ``target``."""

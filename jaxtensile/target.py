@@ -25,7 +25,7 @@ import importlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,11 +34,12 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxtensile import _compat
 from jaxtensile.device import profile
 from jaxtensile.errors import TargetError
-from jaxtensile.gpu_description import FACTS, OLDEST_CUDA13, target_config
+from jaxtensile.gpu_description import CUDNN, FACTS, OLDEST_CUDA13, target_config
 from jaxtensile.hardware import WITHOUT_TPU, has_tpu
 
 Device = Any
@@ -135,6 +136,23 @@ class _PinnedHost(SingleDeviceSharding):
 def is_absent(device: Device) -> bool:
     """Whether programs can be compiled for ``device`` and not be run."""
     return "CompileOnly" in type(device.client).__name__
+
+
+def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
+    """While a program is traced for targets by name, or for the absent GPUs that its ``args`` are on.
+
+    JAX then sees cuDNN and the least compute capability of them, in this thread. With neither: of the newest, for a
+    program that is only looked at, unless a GPU is here. Nothing is done for other targets.
+    """
+    placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    devices = {d for s in placed if isinstance(s, Sharding) for d in s.device_set}
+    kinds = {d.device_kind for d in devices if d.platform == "gpu" and is_absent(d)}
+    found = [gpu for name, gpu in FACTS.items() if name in targets or kinds.intersection(profile(name).kinds)]
+    if not targets and not devices and jax.default_backend() != "gpu":
+        found = [max(FACTS.values(), key=lambda gpu: gpu.compute_capability)]
+    if not found:
+        return nullcontext()
+    return _compat.as_on((CUDNN[0] * 10_000 + CUDNN[1] * 100, min(gpu.compute_capability for gpu in found)))
 
 
 def host_sharding(device: Device) -> SingleDeviceSharding:
