@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, wraps
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jax._src import dtypes as _dtypes
 from jax._src import hijax as _hijax
 from jax._src import source_info_util as _source
 from jax._src.array import ArrayImpl as _ArrayImpl
+from jax._src.cudnn import fused_attention_stablehlo as _attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import windowed_reductions as _windows
 
@@ -204,6 +207,55 @@ def configuration() -> Callable[[], bool]:
         return _config.trace_context() == here
 
     return enter
+
+
+# ---- cuDNN without a card -------------------------------------------------------------------------
+
+Card = tuple[int, tuple[int, int]]
+"""A version of cuDNN as JAX writes it (91000), and a compute capability."""
+_CARD: ContextVar[Card | None] = ContextVar("card", default=None)
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "check_cudnn_version": lambda card: card[0],
+    "check_compute_capability": lambda card, least: card[1] >= _capability(least),
+    "is_cuda_compute_capability_equal": lambda card, other: card[1] == _capability(other),
+}
+
+
+@contextmanager
+def as_on(card: Card) -> Iterator[None]:
+    """JAX's questions about cuDNN and the card, in this thread, answered as ``card`` would; elsewhere as ever.
+
+    It asks the machine it is on while it traces ``jax.nn.dot_product_attention(..., implementation="cudnn")``, and
+    refuses what that machine has not; for another machine's card only that one counts. What is traced keeps nothing
+    of the answers but that the program is allowed.
+    """
+    _ask_through()
+    token = _CARD.set(card)
+    try:
+        yield
+    finally:
+        _CARD.reset(token)
+
+
+@cache
+def _ask_through() -> None:
+    """Let JAX's functions that look for cuDNN and a card look at ``_CARD`` first."""
+
+    def through(asked: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(asked)
+        def ask(*args: Any) -> Any:
+            card = _CARD.get()
+            return asked(*args) if card is None else answer(card, *args)
+
+        return ask
+
+    for name, answer in _ANSWERS.items():
+        if hasattr(_attention, name):  # what a later jax does not ask needs no answer
+            setattr(_attention, name, through(getattr(_attention, name), answer))
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
 
 
 # ---- calls ----------------------------------------------------------------------------------------

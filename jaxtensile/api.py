@@ -15,10 +15,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import index
 from pickle import PicklingError
@@ -33,6 +33,7 @@ from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
+from jaxtensile.hardware import host_memory
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.ladder import Ladder
 from jaxtensile.location import Location, as_for, is_nowhere, location, profile_of
@@ -42,7 +43,7 @@ from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
-from jaxtensile.target import compiler_options, is_absent, resolve
+from jaxtensile.target import compiler_options, is_absent, resolve, tracing_for
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 from jaxtensile.upperbound import AMPLE, all_values, recomputes
 from jaxtensile.workload import Transformed, name_of
@@ -67,7 +68,6 @@ def jit(
     undo: bool = True,
     offload_state: bool = False,
     chunk: bool = False,
-    verify: bool = True,
     config: Any = None,
     **jax_jit_options: Any,
 ) -> Any:
@@ -134,7 +134,6 @@ def jit(
             undo=undo,
             chunk=chunk,
             offload_state=offload_state,
-            verify=verify,
             job=job,
             **jax_jit_options,
         )
@@ -177,14 +176,9 @@ def _host_bytes(host_budget: int | str | None) -> Bytes:
     if host_budget is None or (isinstance(host_budget, int) and host_budget == 0):
         return 0
     try:
-        return _budget_bytes(host_budget, _host_memory())
+        return _budget_bytes(host_budget, host_memory())
     except BudgetError as error:
         raise BudgetError(f"host_{error}") from None
-
-
-def _host_memory() -> Bytes:
-    """Memory of this machine, of which a percentage is meant."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(slots=True)
@@ -301,8 +295,9 @@ class Planned(Transformed):
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
         ``report.baseline`` is XLA's own number.
         """
-        args, kwargs = self._seen(args, kwargs)
-        return self._planned(self._plain.trace(*args, **kwargs), args, kwargs, measure=True).fitted.report
+        with self._tracing(args, kwargs):
+            args, kwargs = self._seen(args, kwargs)
+            return self._planned(self._plain.trace(*args, **kwargs), args, kwargs, measure=True).fitted.report
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``lower`` of the planned program."""
@@ -314,19 +309,8 @@ class Planned(Transformed):
         Without a budget it is that of the plain program where that has ample room, where nothing says which device it
         is for, and where no plan fits: such a program may be looked at, and lowered for another platform.
         """
-        args, kwargs = self._seen(args, kwargs)
-        traced = self._plain.trace(*args, **kwargs)
-        if self._unasked and self._is_for_looking(traced, args, kwargs):
-            return traced
-        try:
-            entry = self._planned(traced, args, kwargs)
-        except BudgetError:
-            if self._asked.budget is not None or self._asked.job is not None:
-                raise
-            return traced
-        if entry.fitted.state:
-            args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
-        return entry.fitted.jitted.trace(*args, **kwargs)
+        with self._tracing(args, kwargs):
+            return self._traced(*self._seen(args, kwargs))
 
     def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The ``jax.jit`` result of the function, and its arguments."""
@@ -334,7 +318,8 @@ class Planned(Transformed):
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as ``jax.jit`` gives them."""
-        return self._plain.eval_shape(*args, **kwargs)
+        with self._tracing(args, kwargs):
+            return self._plain.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forget every plan and executable."""
@@ -520,6 +505,26 @@ class Planned(Transformed):
             if plain.memory is not None:
                 entry.feedback.tell(baseline=plain.memory)
         entry.measured = True
+
+    def _traced(self, args: Any, kwargs: Any) -> Any:
+        """What ``trace`` gives for arguments as the compiler wants them."""
+        traced = self._plain.trace(*args, **kwargs)
+        if self._unasked and self._is_for_looking(traced, args, kwargs):
+            return traced
+        try:
+            entry = self._planned(traced, args, kwargs)
+        except BudgetError:
+            if self._asked.budget is not None or self._asked.job is not None:
+                raise
+            return traced
+        if entry.fitted.state:
+            args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
+        return entry.fitted.jitted.trace(*args, **kwargs)
+
+    def _tracing(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """What JAX is to be told while the function is traced for a device that is not here."""
+        named = () if self._asked.target is None else (self._asked.target,)
+        return tracing_for(*named, args=(args, kwargs))
 
 
 class Bound(Transformed):

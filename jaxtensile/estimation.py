@@ -34,7 +34,7 @@ from jaxtensile.passes.reorder import as_scheduled
 from jaxtensile.passes.widened import widened
 from jaxtensile.plan import MemoryUse
 from jaxtensile.process import Part, parts, total
-from jaxtensile.target import compiler_options
+from jaxtensile.target import compiler_options, tracing_for
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.units import Bytes, Seconds
@@ -174,7 +174,8 @@ def estimate_on(
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
     started = time.perf_counter()
     plain, args = _jitted(fun, args, options)
-    traced = plain.trace(*args)
+    with tracing_for(*targets, args=args):
+        traced = plain.trace(*args)
     seconds = {"trace": time.perf_counter() - started}
     name = name or name_of(fun)
     where = location(traced, args, {}, options)
@@ -284,7 +285,8 @@ def _exactly(
     """The same estimate with XLA's own figures."""
     options = compiler_options(target) if target is not None else {}
     placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
-    compiled = compile_program(functools.partial(_Optioned, plain), placed, {}, options)
+    with tracing_for(args=placed):
+        compiled = compile_program(functools.partial(_Optioned, plain), placed, {}, options)
     seconds = {**static.seconds, "XLA": compiled.seconds}
     use = compiled.memory
     found = replace(static, seconds=seconds, notes=(*static.notes, *compiled.notes), refusal=compiled.refusal)

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCABULARY = "units errors ir plan device"
-EDGE = (
-    f"{VOCABULARY} measured irtext workload hardware gpu_description target _compat trace loops rewrite compile passes"
-)
+VOCABULARY = "units errors hardware ir plan device"
+EDGE = f"{VOCABULARY} measured irtext workload gpu_description target _compat trace loops rewrite compile passes"
 MAY_IMPORT = {
     "units": "",
     "places": "",
@@ -27,7 +25,7 @@ MAY_IMPORT = {
     "hushed": "",
     "ir": "units",
     "irtext": "units errors ir",
-    "device": "units errors",
+    "device": "units errors hardware",
     "plan": "units ir",
     "measured": "units device cachefiles",
     "gpu_description": "units device",
@@ -40,7 +38,7 @@ MAY_IMPORT = {
     "bodies": "_compat trace",
     "host_stacks": "ir plan passes",
     "rewrite": "units errors ir plan _compat host_stacks trace passes",
-    "target": "errors device gpu_description hardware",
+    "target": "errors device gpu_description hardware _compat",
     "compile": "units errors ir plan device target _compat",
     "timeline": "units",
     "report_text": "units plan places",
@@ -82,7 +80,7 @@ MAY_IMPORT = {
     "api": f"{EDGE} plan_cache feedback hosted ladder request location placement report pipeline",
     "filtered": "_compat api report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
-    "arbitration": "units errors location runtime",
+    "arbitration": "units errors hardware location runtime",
     "suspension": "units errors _compat target",
     "tenancy": "units errors arbitration ladder request runtime",
     "waiting": "units errors arbitration ladder tenancy runtime",
@@ -95,7 +93,7 @@ MAY_IMPORT = {
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "interrupts": "",
-    "estimate_table": "units errors api estimation loading workload",
+    "estimate_table": "units errors api estimation loading target workload",
     "serving": "units errors hardware runtime",
     "watching": "units errors serving runtime",
     "xla_memory": "units",
