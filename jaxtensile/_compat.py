@@ -44,6 +44,11 @@ def stored_element(dtype: Any) -> Any:
     return _core.physical_element_aval(dtype)
 
 
+def function_source(closed: Any) -> str:
+    """The function that a jaxpr was traced from, and where it is; empty where JAX did not write it down."""
+    return str(getattr(getattr(open_jaxpr(closed)[0], "debug_info", None), "func_src_info", "") or "")
+
+
 def under_trace() -> bool:
     """Whether some transform is tracing right now (grad, vmap, an enclosing jit)."""
     return not _core.trace_state_clean()

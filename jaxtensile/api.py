@@ -29,11 +29,13 @@ from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, SolverError, TargetError
+from jaxtensile.faults import as_ours, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.ladder import Ladder
 from jaxtensile.location import Location, as_for, location, profile_of
 from jaxtensile.measured import best_known
+from jaxtensile.outcome import too_large
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
@@ -271,7 +273,8 @@ class Planned:
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
         ``report.baseline`` is XLA's own number.
         """
-        return self._planned(args, kwargs, measure=True)[0].fitted.report
+        with as_ours(f"planning {name_of(self._fun)}", "call it, and it runs as it was written where that fits"):
+            return self._planned(args, kwargs, measure=True)[0].fitted.report
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``lower`` of the planned program."""
@@ -279,7 +282,10 @@ class Planned:
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one."""
-        entry, args, kwargs = self._planned(args, kwargs)
+        found = unless_faulty(lambda: self._planned(args, kwargs), lambda _: None)
+        if found is None:
+            return self._plain.trace(*args, **kwargs)
+        entry, args, kwargs = found
         if entry.fitted.state:
             args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
         return entry.fitted.jitted.trace(*args, **kwargs)
@@ -309,6 +315,15 @@ class Planned:
             return self._plain, *self._placement.on_device(args, kwargs), None
         known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
+        return unless_faulty(
+            lambda: self._chosen_for(traced, known, named, args, kwargs),
+            lambda error: self._without_plan(error, args, kwargs),
+        )
+
+    def _chosen_for(
+        self, traced: Any, known: Any, named: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Any, Any, _compat.Run | None]:
+        """The same for a call that was traced, with arguments as the user's function sees them."""
         place = location(traced, known, named, self._jit_options)
         if place is None:
             return self._plain, args, kwargs, None  # its call raises JAX's own error
@@ -331,6 +346,16 @@ class Planned:
             return self._job(traced, place, *abstract)
 
         return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, job, place.device)
+
+    def _without_plan(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any, Any, None]:
+        """What ``_chosen`` is where not even the question can be put: the function as it was written, if it fits."""
+        args, kwargs = self._placement.on_device(args, kwargs)
+        plain = compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
+        bound = _budget_bytes(self._budget, TIB)
+        if plain.device > bound:
+            raise too_large(name_of(self._fun), error, plain, bound) from error
+        warn_unplanned(name_of(self._fun), error)
+        return self._plain, args, kwargs, None
 
     def _planned(self, args: Any, kwargs: Any, *, measure: bool = False) -> tuple[_Entry, Any, Any]:
         """The entry for a program that is not called, and the arguments as its compiler wants them."""
