@@ -20,6 +20,8 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
+from pickle import PicklingError
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -140,19 +142,19 @@ def jit(
         what = f"job={job!r}" if target is None else f"target={target!r}"
         raise TypeError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
     state = (host if host_budget is not None else None) if offload_state else 0
-    return Planned(
-        fun,
-        budget,
-        host,
-        target,
-        jax_jit_options,
+    asked = Asked(
+        budget=budget,
+        host_budget=host,
+        target=target,
         solver=solver,
         objective=objective,
-        undo=undo,
-        chunk=chunk,
+        undo=bool(undo),
+        chunk=bool(chunk),
         state_budget=state,
         job=job,
+        options=jax_jit_options,
     )
+    return Planned(fun, asked)
 
 
 def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
@@ -203,69 +205,87 @@ class _Entry:
         return self.feedback.fitted
 
 
-class Planned:
-    """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``."""
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a ``jaxtensile.jit`` was asked for. ``state_budget`` None: no bound; ``options``: those of ``jax.jit``."""
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        budget: int | str | None,
-        host_budget: Bytes,
-        target: str | None,
-        options: Mapping[str, Any],
-        *,
-        solver: str = "auto",
-        objective: str = "flops",
-        undo: bool = True,
-        chunk: bool = False,
-        state_budget: Bytes | None = 0,
-        job: Any = None,
-    ) -> None:
-        self._made_of = (
-            (budget, host_budget, target, options),
-            {
-                "solver": solver,
-                "objective": objective,
-                "undo": undo,
-                "chunk": chunk,
-                "state_budget": state_budget,
-                "job": job,
-            },
-        )
-        self._made_of_plain = (budget, host_budget, options, solver, objective, undo, chunk, state_budget)
-        self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
-        functools.update_wrapper(self, fun)
-        self._fun = fun
-        self._budget, self._host_budget, self._target = budget, host_budget, target
-        self._solver, self._undo, self._chunk = solver, bool(undo), bool(chunk)
-        self._weight = WEIGHTS[objective]
-        self._state_budget = state_budget  # None: no bound
+    budget: int | str | None
+    host_budget: Bytes
+    target: str | None
+    solver: str
+    objective: str
+    undo: bool
+    chunk: bool
+    state_budget: Bytes | None
+    job: Any
+    options: Mapping[str, Any]
+
+    def key(self) -> str:
+        """Equal where plans for the same program and place are."""
+        return repr(dataclasses.replace(self, target=None, job=None))
+
+
+class Planned:
+    """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``.
+
+    Invariant: all of its state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and with it every
+    transform of JAX's, copies it into other functions, and what was copied into ``fun`` comes here.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_asked",
+        "_compiler_options",
+        "_dispatch",
+        "_entries",
+        "_fun",
+        "_jit_options",
+        "_ladders",
+        "_lock",
+        "_placement",
+        "_plain",
+    )
+
+    def __init__(self, fun: Callable[..., Any], asked: Asked) -> None:
+        options = asked.options
+        self._plain = _compat.jit(fun, **options)  # first: it knows best what is wrong with them
+        _look_like(self, fun)
+        self._fun, self._asked = fun, asked
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
-        self._placement = Placement(self._plain, active=state_budget != 0)
+        self._placement = Placement(self._plain, active=asked.state_budget != 0)
         self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
-        self._job_of = job
-        if job is not None:
-            job.users(self._dispatch._clear_cache)
+        if asked.job is not None:
+            asked.job.users(self._dispatch._clear_cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._job_of is None or _compat.under_trace() or _compat.jit_is_disabled():
+        job = self._asked.job
+        if job is None or _compat.under_trace() or _compat.jit_is_disabled():
             return self._dispatch(*args, **kwargs)
-        return self._job_of.step(self._dispatch, args, kwargs)
+        return job.step(self._dispatch, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Bound(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
         """Another one of the same function, as of a ``jax.jit`` result: plans and executables stay with this one."""
-        positional, named = self._made_of
-        return type(self)(copy.deepcopy(self._fun, memo), *positional, **named)
+        return type(self)(copy.deepcopy(self._fun, memo), self._asked)
+
+    def __reduce__(self) -> tuple[type[Planned], tuple[Any, Asked]]:
+        """The function and what was asked, for whatever can pickle the function: it is planned where it is loaded."""
+        if self._asked.job is not None:
+            raise PicklingError(
+                f"{self!r} is a step of {self._asked.job!r}, which is of this process alone: pickle the function, and "
+                "make it a step of a job where it is loaded"
+            )
+        return type(self), (self._fun, self._asked)
 
     def __repr__(self) -> str:
-        return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._budget!r}>"
+        return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._asked.budget!r}>"
 
     def plan(self, *args: Any, **kwargs: Any) -> Report:
         """What was decided for these arguments and what XLA said; nothing is executed.
@@ -327,13 +347,14 @@ class Planned:
         place = location(traced, known, named, self._jit_options)
         if place is None:
             return self._plain, args, kwargs, None  # its call raises JAX's own error
-        if self._target is not None and profile(self._target) != profile_of(place.device):
+        if self._asked.target is not None and profile(self._asked.target) != profile_of(place.device):
             raise TargetError(
-                f"target {self._target!r} is not here: the arguments of {name_of(self._fun)} are on {place.device}. "
-                "Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= out to run here"
+                f"target {self._asked.target!r} is not here: the arguments of {name_of(self._fun)} are on "
+                f"{place.device}. Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= "
+                "out to run here"
             )
-        if self._job_of is not None:
-            fitted = self._job_of.plan(self._ladder(traced, place, known, named), place.devices)
+        if self._asked.job is not None:
+            fitted = self._asked.job.plan(self._ladder(traced, place, known, named), place.devices)
             return fitted.jitted, *self._placement.moved(place.device, fitted.state, args, kwargs), None
         entry = self._entry(traced, place, known, named)
         fitted = entry.fitted
@@ -367,15 +388,15 @@ class Planned:
             raise TargetError(
                 f"the arguments of {name_of(self._fun)} are on devices that do not go together: place them"
             )
-        if self._target is not None and place.device != resolve(self._target):
+        if self._asked.target is not None and place.device != resolve(self._asked.target):
             raise TargetError(
-                f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for {self._target!r}: "
-                "give it an array argument"
+                f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for "
+                f"{self._asked.target!r}: give it an array argument"
             )
-        if self._job_of is None:
+        if self._asked.job is None:
             return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
         ladder = self._ladder(traced, place, args, kwargs)
-        budget = self._job_of.bytes_for(ladder) if self._job_of.budget else ladder.request.budget
+        budget = self._asked.job.bytes_for(ladder) if self._asked.job.budget else ladder.request.budget
         feedback = Feedback(ladder.fitted(budget), ladder.request.device, self._dispatch._clear_cache)
         return _Entry(feedback, True, place.device, watched=False), args, kwargs
 
@@ -384,12 +405,12 @@ class Planned:
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
             if place.key not in known:
-                key = (id(traced.jaxpr), place.key, self._job_of.overhead, repr(self._made_of_plain))
+                key = (id(traced.jaxpr), place.key, self._asked.job.overhead, self._asked.key())
                 with _SHARING:
                     found = _SHARED.get(key)
                     if found is None or found.request.jaxpr is not traced.jaxpr:
                         abstract = self._placement.dynamic(lambda _, x, __: without_arrays(x), args, kwargs)
-                        found = Ladder(self._job(traced, place, *abstract), plan_cache(), most=self._job_of.overhead)
+                        found = Ladder(self._job(traced, place, *abstract), plan_cache(), most=self._asked.job.overhead)
                         _SHARED[key] = found
                 known[place.key] = found
             return known[place.key]
@@ -416,9 +437,9 @@ class Planned:
     def _job(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Job:
         # Compile-only devices too: a kind's rates are the same wherever it is.
         known = profile_of(place.device), place.device.device_kind
-        device = best_known(*known) if self._target is None else best_known(profile(self._target))
-        device = dataclasses.replace(device, traffic_weight=self._weight)
-        needed = compiler_options(self._target) if self._target is not None else {}
+        device = best_known(*known) if self._asked.target is None else best_known(profile(self._asked.target))
+        device = dataclasses.replace(device, traffic_weight=WEIGHTS[self._asked.objective])
+        needed = compiler_options(self._asked.target) if self._asked.target is not None else {}
         captured = _compat.captured(traced)
         return Job(
             name=name_of(self._fun),
@@ -426,18 +447,18 @@ class Planned:
             donated=_compat.donated_inputs(traced),
             args=args,
             kwargs=kwargs,
-            budget=_budget_bytes(self._budget, device.capacity),
+            budget=_budget_bytes(self._asked.budget, device.capacity),
             device=device,
             shards=place.count,
             make=functools.partial(self._make, traced.out_tree, captured),
             options={**needed, **self._compiler_options},
-            host_budget=self._host_budget,
-            undo=self._undo,
-            chunk=self._chunk,
-            solver=self._solver,
+            host_budget=self._asked.host_budget,
+            undo=self._asked.undo,
+            chunk=self._asked.chunk,
+            solver=self._asked.solver,
             place=self._placement.job_place(place.device, args, kwargs),
-            state_budget=self._state_budget,
-            names=_compat.argument_names(traced) if self._state_budget != 0 else (),
+            state_budget=self._asked.state_budget,
+            names=_compat.argument_names(traced) if self._asked.state_budget != 0 else (),
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
             stacks_come_back=functools.partial(_stacks_come_back, place.device, device),
         )
@@ -457,7 +478,7 @@ class Planned:
             flat = [x for x in jax.tree.leaves((args, kwargs)) if _compat.is_tracer(x)]
             return jax.tree.unflatten(out_tree, evaluate([*captured, *flat]))
 
-        return jax.jit(run, **self._jit_options, compiler_options=dict(options) or None)
+        return _compat.jit(run, **self._jit_options, compiler_options=dict(options) or None)
 
     def _measure(self, entry: _Entry, args: Any, kwargs: Any) -> None:
         """Put XLA's number for the plain program into the report of a planned one."""
@@ -470,7 +491,7 @@ class Planned:
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as the target's compiler wants them; untouched without ``target``."""
-        return (args, kwargs) if self._target is None else as_for(self._target, self._plain, args, kwargs)
+        return (args, kwargs) if self._asked.target is None else as_for(self._asked.target, self._plain, args, kwargs)
 
 
 class Bound:
@@ -480,6 +501,11 @@ class Bound:
 
     def __init__(self, planned: Planned, instance: Any) -> None:
         self.__func__, self.__self__ = planned, instance
+
+    @property
+    def __wrapped__(self) -> MethodType:
+        """The method as written: its signature is without the object, so that names of arguments find their places."""
+        return MethodType(self.__func__._fun, self.__self__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
@@ -507,6 +533,13 @@ def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
         return True
     straight = known.platform != "tpu" or copies_come_back(device)
     return straight and stacks_come_back(device, load_index=loads_index(known))
+
+
+def _look_like(planned: Planned, fun: Callable[..., Any]) -> None:
+    """Name, documentation, signature and attributes of ``fun``, but for those that would hide one of ``Planned``'s."""
+    own = {k: v for k, v in getattr(fun, "__dict__", {}).items() if not hasattr(Planned, k)}
+    vars(planned).update(own)  # before what a wrapper around another function may have copied from there
+    functools.update_wrapper(planned, fun, updated=())
 
 
 def _same(fun: Callable[..., Any]) -> Callable[..., Any]:
