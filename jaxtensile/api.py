@@ -30,8 +30,8 @@ import jax
 from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
-from jaxtensile.errors import BudgetError, SolverError, TargetError
-from jaxtensile.faults import as_ours, unless_faulty, warn_unplanned
+from jaxtensile.errors import BudgetError, InternalError, SolverError, TargetError
+from jaxtensile.faults import as_ours, told, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.ladder import Ladder
@@ -370,12 +370,16 @@ class Planned:
 
     def _without_plan(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any, Any, None]:
         """What ``_chosen`` is where not even the question can be put: the function as it was written, if it fits."""
+        name, job = name_of(self._fun), self._asked.job
+        if job is not None:
+            raise InternalError(f"planning {name} failed ({told(error)}), and steps of a job run by a plan") from error
         args, kwargs = self._placement.on_device(args, kwargs)
         plain = compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
-        bound = _budget_bytes(self._budget, TIB)
+        capacity = unless_faulty(lambda: profile_of(_compat.default_device()).capacity, lambda _: TIB)
+        bound = _budget_bytes(self._asked.budget, capacity)
         if plain.device > bound:
-            raise too_large(name_of(self._fun), error, plain, bound) from error
-        warn_unplanned(name_of(self._fun), error)
+            raise too_large(name, error, plain, bound) from error
+        warn_unplanned(name, error)
         return self._plain, args, kwargs, None
 
     def _planned(self, args: Any, kwargs: Any, *, measure: bool = False) -> tuple[_Entry, Any, Any]:

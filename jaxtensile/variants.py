@@ -56,6 +56,7 @@ LOOPS = "recomputation inside loops"
 BODIES = "the planning of loop and branch bodies"
 OFFLOAD = "offload to the host"
 STATE = "the state on the host"
+FINISHED = "the integer programme"
 REWRITES = (UNDONE, SUNK, PROMPT, SLICED, PARTS, JOINED, INWARD, NESTED, LOOPS, BODIES, OFFLOAD, STATE)
 
 
@@ -190,8 +191,8 @@ class Variant:
 
     def finished(self, plan: Plan, budget: Bytes) -> Plan:
         """What the plan becomes before it is compiled; those of other solvers than the default one are left."""
-        with self.job.faults.of(self.blamed):
-            return finished(self.prepare, self.problem, budget, plan)
+        better = lambda: finished(self.prepare, self.problem, budget, plan)  # noqa: E731
+        return self.job.faults.spared(FINISHED, better, lambda: plan)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jaxtensile import attempts, candidates, chunk, faults, merge, outcome, pipeline, plan_cache, subject, variants
+from jaxtensile import api, attempts, candidates, chunk, estimation, faults, pipeline, plan_cache, subject, variants
 from jaxtensile.errors import VerifyError
-from jaxtensile.passes import greedy, solvers
+from jaxtensile.passes import trials
 from programs import FAST, close
 
 N, BATCH = 16, 64
@@ -140,18 +140,85 @@ def test_a_rewrite_that_fails_is_left_out(program, rewrite, place, name, monkeyp
         planned(program, 1 if name != "undone" else budget, **options).plan(W, X)
 
 
-def without_children(monkeypatch, place, name):
-    """Fails for programs of ours only: the user's own is compiled as ever."""
-    real = getattr(place, name)
+STAGES = {
+    "trace": (pipeline, "trace_jaxpr"),
+    "liveness": (subject, "live_ranges"),
+    "costs": (pipeline, "op_costs"),
+    "candidates": (pipeline, "Candidates"),
+    "solver": (trials, "live_ranges"),
+    "check": (attempts, "check"),
+    "emit": (attempts, "rewrite"),
+    "options": (attempts, "planned_options"),
+    "place": (api, "location"),
+    "question": (api, "best_known"),
+}
+"""Without which there is no plan."""
+SPARED = {"recipe": (pipeline, "recipe_of"), "key": (pipeline, "key_of"), "report": (pipeline, "report")}
+"""Without which there is one all the same."""
 
-    def fails(make, *args):
-        if make(args[2]).__wrapped__.__code__.co_name == "run":
-            raise Planted("planted")
-        return real(make, *args)
 
-    monkeypatch.setattr(place, name, fails)
+@pytest.fixture
+def needs(program):
+    """What XLA allocates for the program as it was written."""
+    return planned(program, None).plan(W, X).compiled.device
 
 
-STAGES = [(pipeline, "trace_jaxpr"), (pipeline, "op_costs"), (subject, "live_ranges"), (pipeline, "Candidates")]
-STAGES += [(pipeline, "location"), (solvers, "live_ranges")][:0]
-PLANS = [(attempts, "rewrite"), (attempts, "check"), (attempts, "planned_options")]
+@pytest.mark.parametrize("stage", STAGES)
+def test_without_a_plan_the_program_runs_as_it_was_written(stage, program, needs, monkeypatch, in_use):
+    wanted = jax.jit(program, compiler_options=FAST)(W, X)
+    plant(monkeypatch, *STAGES[stage], VerifyError if stage == "check" else Planted)
+    with pytest.raises(jaxtensile.PlanningError) as caught:
+        planned(program, needs - 1)(W, X)
+    error = caught.value
+    assert isinstance(error, jaxtensile.BudgetError | jaxtensile.InternalError)
+    assert (error.needs, error.has) == (needs, needs - 1)
+    assert "planted" in str(error) and "report" in str(error) and program.__name__ in str(error)
+    found, messages = warned(planned(program, needs), W, X)
+    alike(found, wanted)
+    asked = stage not in ("costs", "solver", "check", "emit", "candidates")
+    assert len(messages) == asked  # it fits, and nothing else is asked
+    assert all("it runs as it was written" in message and "planted" in message for message in messages)
+    lowered, messages = warned(planned(program, needs).lower, W, X)
+    assert not messages and lowered.compile().memory_analysis().temp_size_in_bytes > 0
+    monkeypatch.setenv(faults.VARIABLE, "1")
+    with pytest.raises((Planted, VerifyError)):
+        planned(program, needs - 1)(W, X)
+
+
+@pytest.mark.parametrize("stage", SPARED)
+def test_a_plan_is_kept_where_something_beside_it_fails(stage, program, needs, monkeypatch, tmp_path, in_use):
+    wanted = jax.jit(program, compiler_options=FAST)(W, X)
+    monkeypatch.setenv(plan_cache.VARIABLE, str(tmp_path))
+    plant(monkeypatch, *SPARED[stage])
+    jitted = planned(program, needs - 1)
+    found, messages = warned(jitted, W, X)
+    (message,) = messages
+    assert "was left out of its plan" in message
+    alike(found, wanted)
+    report = jitted.plan(W, X)
+    assert report.compiled.device < needs
+    assert any("left out by a fault" in note for note in report.notes) and str(report)
+
+
+def test_errors_of_the_user_and_of_jax_pass(program, monkeypatch, in_use):
+    def mistaken(w, x):
+        raise KeyError("of the user")
+
+    with pytest.raises(KeyError, match="of the user"):
+        planned(mistaken, 1)(W, X)
+    with pytest.raises(jaxtensile.BudgetError) as caught:
+        planned(program, 1)(W, X)
+    assert not isinstance(caught.value, jaxtensile.InternalError)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_flag"):
+        jaxtensile.jit(program, budget="1GiB", compiler_options={"no_such_flag": True})(W, X)
+
+
+def test_estimates_that_fail_say_so(program, monkeypatch, in_use):
+    plant(monkeypatch, estimation, "heap")
+    with pytest.raises(jaxtensile.InternalError, match=r"estimating step.*planted.*report"):
+        jaxtensile.estimate(program, W, X)
+
+
+def test_the_tests_are_strict(program):
+    """Also those that start a process."""
+    assert faults.strict()
