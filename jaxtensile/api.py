@@ -15,9 +15,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import index
 from pickle import PicklingError
@@ -33,9 +34,10 @@ from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, InternalError, SolverError, TargetError
 from jaxtensile.faults import as_ours, told, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
+from jaxtensile.hardware import host_memory
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.ladder import Ladder
-from jaxtensile.location import Location, as_for, location, profile_of
+from jaxtensile.location import Location, as_for, is_nowhere, location, profile_of
 from jaxtensile.measured import best_known
 from jaxtensile.outcome import too_large
 from jaxtensile.passes.solvers import TO_THE_HOST, named
@@ -43,9 +45,10 @@ from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
-from jaxtensile.target import compiler_options, is_absent, resolve
+from jaxtensile.target import compiler_options, is_absent, resolve, tracing_for
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
-from jaxtensile.workload import name_of
+from jaxtensile.upperbound import AMPLE, all_values, recomputes
+from jaxtensile.workload import Transformed, name_of
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
@@ -67,7 +70,6 @@ def jit(
     undo: bool = True,
     offload_state: bool = False,
     chunk: bool = False,
-    verify: bool = True,
     config: Any = None,
     **jax_jit_options: Any,
 ) -> Any:
@@ -134,7 +136,6 @@ def jit(
             undo=undo,
             chunk=chunk,
             offload_state=offload_state,
-            verify=verify,
             job=job,
             **jax_jit_options,
         )
@@ -177,14 +178,9 @@ def _host_bytes(host_budget: int | str | None) -> Bytes:
     if host_budget is None or (isinstance(host_budget, int) and host_budget == 0):
         return 0
     try:
-        return _budget_bytes(host_budget, _host_memory())
+        return _budget_bytes(host_budget, host_memory())
     except BudgetError as error:
         raise BudgetError(f"host_{error}") from None
-
-
-def _host_memory() -> Bytes:
-    """Memory of this machine, of which a percentage is meant."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(slots=True)
@@ -225,7 +221,7 @@ class Asked:
         return repr(dataclasses.replace(self, target=None, job=None))
 
 
-class Planned:
+class Planned(Transformed):
     """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``.
 
     Invariant: all of its state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and with it every
@@ -257,7 +253,9 @@ class Planned:
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
         self._placement = Placement(self._plain, active=asked.state_budget != 0)
-        self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
+        self._dispatch: Any = _compat.dispatcher(
+            _same(self._placement.without_jit(fun)), options, _weakly(self._chosen)
+        )
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
         if asked.job is not None:
             asked.job.users(self._dispatch._clear_cache)
@@ -284,7 +282,13 @@ class Planned:
             )
         return type(self), (self._fun, self._asked)
 
+    def __getstate__(self) -> Any:
+        """What ``jax.jit``'s object tells of itself."""
+        return self._plain.__getstate__()
+
     def __repr__(self) -> str:
+        if self._unasked:
+            return repr(self._plain)
         return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._asked.budget!r}>"
 
     def plan(self, *args: Any, **kwargs: Any) -> Report:
@@ -293,26 +297,35 @@ class Planned:
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
         ``report.baseline`` is XLA's own number.
         """
-        with as_ours(f"planning {name_of(self._fun)}", "call it, and it runs as it was written where that fits"):
-            return self._planned(args, kwargs, measure=True)[0].fitted.report
+        with self._tracing(args, kwargs):
+            args, kwargs = self._seen(args, kwargs)
+            traced = self._plain.trace(*args, **kwargs)
+            return unless_faulty(
+                lambda: self._planned(traced, args, kwargs, measure=True).fitted.report,
+                lambda error: self._without_report(error, args, kwargs),
+            )
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``lower`` of the planned program."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one."""
-        found = unless_faulty(lambda: self._planned(args, kwargs), lambda _: None)
-        if found is None:
-            return self._plain.trace(*args, **kwargs)
-        entry, args, kwargs = found
-        if entry.fitted.state:
-            args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
-        return entry.fitted.jitted.trace(*args, **kwargs)
+        """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one.
+
+        Without a budget it is that of the plain program where that has ample room, where nothing says which device it
+        is for, and where no plan fits: such a program may be looked at, and lowered for another platform.
+        """
+        with self._tracing(args, kwargs):
+            return self._traced(*self._seen(args, kwargs))
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments."""
+        return self._plain, args
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as ``jax.jit`` gives them."""
-        return self._plain.eval_shape(*args, **kwargs)
+        with self._tracing(args, kwargs):
+            return self._plain.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forget every plan and executable."""
@@ -328,6 +341,18 @@ class Planned:
         return self._dispatch._cache_size()
 
     # ---- from here on: once per signature ----
+
+    @property
+    def _unasked(self) -> bool:
+        """Whether nothing was asked of the program but that it fits the device that it runs on."""
+        asked = self._asked
+        return asked.budget is None and asked.target is None and asked.job is None and asked.state_budget == 0
+
+    def _runs_as_it_is(self, traced: Any, place: Location) -> bool:
+        """Whether a program surely fits, or is of unknown size, and there are no checkpoints to undo where it does."""
+        most = all_values(traced.jaxpr)
+        room = _budget_bytes(None, profile_of(place.device).capacity)
+        return most is None or (AMPLE * most <= room and not (self._asked.undo and recomputes(traced.jaxpr)))
 
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
@@ -345,8 +370,8 @@ class Planned:
     ) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The same for a call that was traced, with arguments as the user's function sees them."""
         place = location(traced, known, named, self._jit_options)
-        if place is None:
-            return self._plain, args, kwargs, None  # its call raises JAX's own error
+        if place is None or (self._unasked and self._runs_as_it_is(traced, place)):
+            return self._plain, args, kwargs, None  # where there is no place, its call raises JAX's own error
         if self._asked.target is not None and profile(self._asked.target) != profile_of(place.device):
             raise TargetError(
                 f"target {self._asked.target!r} is not here: the arguments of {name_of(self._fun)} are on "
@@ -382,10 +407,32 @@ class Planned:
         warn_unplanned(name, error)
         return self._plain, args, kwargs, None
 
-    def _planned(self, args: Any, kwargs: Any, *, measure: bool = False) -> tuple[_Entry, Any, Any]:
-        """The entry for a program that is not called, and the arguments as its compiler wants them."""
-        args, kwargs = self._placement.as_on_device(*self._placed(args, kwargs))
-        traced = self._plain.trace(*args, **kwargs)
+    def _without_report(self, error: Exception, args: Any, kwargs: Any) -> Report:
+        """Raises what is wrong with the function itself; else that planning failed."""
+        compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
+        with as_ours(f"planning {name_of(self._fun)}", "call it, and it runs as it was written where that fits"):
+            raise error
+
+    def _is_for_looking(self, traced: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a program is traced as it is, where nothing was asked of it."""
+        if is_nowhere(traced, args, kwargs):
+            return True
+        place = location(traced, args, kwargs, self._jit_options)
+        return place is None or self._runs_as_it_is(traced, place)
+
+    def _seen(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a program that is not called, as its compiler wants them."""
+        if self._asked.target is not None:
+            args, kwargs = as_for(self._asked.target, self._plain, args, kwargs)
+        return self._placement.as_on_device(args, kwargs)
+
+    def _planned(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
+        """The entry of a program that is not called; its arguments as they are seen."""
+        if is_nowhere(traced, args, kwargs):
+            raise TargetError(
+                f"{name_of(self._fun)} is traced for a mesh without devices, and nothing can be compiled for one: give "
+                "it a mesh of devices, or leave budget= out"
+            )
         place = location(traced, args, kwargs, self._jit_options)
         if place is None:
             traced.lower()
@@ -398,11 +445,11 @@ class Planned:
                 f"{self._asked.target!r}: give it an array argument"
             )
         if self._asked.job is None:
-            return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
+            return self._entry(traced, place, args, kwargs, measure=measure)
         ladder = self._ladder(traced, place, args, kwargs)
         budget = self._asked.job.bytes_for(ladder) if self._asked.job.budget else ladder.request.budget
         feedback = Feedback(ladder.fitted(budget), ladder.request.device, self._dispatch._clear_cache)
-        return _Entry(feedback, True, place.device, watched=False), args, kwargs
+        return _Entry(feedback, True, place.device, watched=False)
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
         """The plans that a job's steps of one signature have, once for every program and place."""
@@ -429,7 +476,8 @@ class Planned:
                 feedback = Feedback(
                     pipeline.fit(job, baseline=measure, plans=plan_cache()), job.device, self._dispatch._clear_cache
                 )
-                entry = entries[place.key] = _Entry(feedback, measure, place.device, watched=False)
+                measured = measure or not feedback.fitted.report.compiled.exact  # nothing can be measured of that
+                entry = entries[place.key] = _Entry(feedback, measured, place.device, watched=False)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)
             entry.feedback.change()
@@ -493,12 +541,30 @@ class Planned:
                 entry.feedback.tell(baseline=plain.memory)
         entry.measured = True
 
-    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as the target's compiler wants them; untouched without ``target``."""
-        return (args, kwargs) if self._asked.target is None else as_for(self._asked.target, self._plain, args, kwargs)
+    def _traced(self, args: Any, kwargs: Any) -> Any:
+        """What ``trace`` gives for arguments as the compiler wants them."""
+        traced = self._plain.trace(*args, **kwargs)
+        if self._unasked and self._is_for_looking(traced, args, kwargs):
+            return traced
+        try:
+            entry = unless_faulty(lambda: self._planned(traced, args, kwargs), lambda _: None)
+        except BudgetError:
+            if self._asked.budget is not None or self._asked.job is not None:
+                raise
+            return traced
+        if entry is None:
+            return traced
+        if entry.fitted.state:
+            args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
+        return entry.fitted.jitted.trace(*args, **kwargs)
+
+    def _tracing(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """What JAX is to be told while the function is traced for a device that is not here."""
+        named = () if self._asked.target is None else (self._asked.target,)
+        return tracing_for(*named, args=(args, kwargs))
 
 
-class Bound:
+class Bound(Transformed):
     """A planned method of one object: the object is the first argument of everything."""
 
     __slots__ = ("__func__", "__self__", "__weakref__")
@@ -513,6 +579,10 @@ class Bound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments, the object first."""
+        return self.__func__.as_written((self.__self__, *args))
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__func__, name)
@@ -537,6 +607,18 @@ def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
         return True
     straight = known.platform != "tpu" or copies_come_back(device)
     return straight and stacks_come_back(device, load_index=loads_index(known))
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object: what a jitted function closes over goes when the function does."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "whoever calls has the object"
+        return bound(*args)
+
+    return call
 
 
 def _look_like(planned: Planned, fun: Callable[..., Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from jaxtensile.candidates import Candidates
 from jaxtensile.compile import Compiled, compile_program
@@ -86,6 +86,35 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     )
 
 
+def unplanned(
+    job: Job, notes: tuple[str, ...], use: MemoryUse | None = None, seconds: Mapping[str, Seconds] | None = None
+) -> Report:
+    """What is told of a program of which no more is known than ``use``, what XLA allocates for it; not even that
+    without."""
+    unknown = MemoryUse(argument=0, output=0, temp=0, alias=0) if use is None else use
+    return Report(
+        name=job.name,
+        target=job.device.name,
+        budget=job.budget,
+        baseline=unknown,
+        predicted=unknown,
+        compiled=unknown,
+        lower_bound=0,
+        actions=(),
+        decisions=(),
+        flops=0.0,
+        recompute_flops=0.0,
+        overhead=0.0,
+        overhead_ratio=0.0,
+        stages=0,
+        rounds=0,
+        unknown_primitives=(),
+        solver="none",
+        notes=notes,
+        seconds=seconds or {},
+    )
+
+
 def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, ...]:
     """What lives at the predicted peak, by the op and line that made it, largest first."""
     graph, origin = plan.program.graph, plan.program.origin
@@ -106,7 +135,7 @@ def without_plan(job: Job, error: Exception | None = None) -> Fitted:
     if plain.memory is None or plain.device > job.budget:
         raise too_large(job.name, error, plain, job.budget) from error
     notes = ("planning failed by a fault of jaxtensile: the program runs as it was written", *job.faults.notes())
-    found = replace(bare(job, plain, {"XLA": plain.seconds}), notes=(*plain.notes, *notes))
+    found = unplanned(job, (*plain.notes, *notes), plain.memory, {"XLA": plain.seconds})
     return Fitted(jitted=plain.jitted, evaluate=None, options=plain.options, report=found)
 
 
@@ -121,32 +150,6 @@ def too_large(name: str, error: Exception | None, plain: Compiled, budget: Bytes
         f"{more}. {REPORT}",
         needs=plain.device if known else None,
         has=budget,
-    )
-
-
-def bare(job: Job, compiled: Compiled, seconds: Mapping[str, Seconds]) -> Report:
-    """The report of a program of which nothing is known but XLA's figures."""
-    assert compiled.memory is not None
-    return Report(
-        name=job.name,
-        target=job.device.name,
-        budget=job.budget,
-        baseline=compiled.memory,
-        predicted=compiled.memory,
-        compiled=compiled.memory,
-        lower_bound=0,
-        actions=(),
-        decisions=(),
-        flops=0.0,
-        recompute_flops=0.0,
-        overhead=0.0,
-        overhead_ratio=0.0,
-        stages=0,
-        rounds=0,
-        unknown_primitives=(),
-        solver="none",
-        notes=compiled.notes,
-        seconds=seconds,
     )
 
 

@@ -22,7 +22,7 @@ from jaxtensile.collecting import seldom
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import VerifyError
 from jaxtensile.merge import merged
-from jaxtensile.outcome import Made, bare, cannot, report, without_plan
+from jaxtensile.outcome import Made, cannot, report, unplanned, without_plan
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.lowerbound import Bound
@@ -38,6 +38,7 @@ from jaxtensile.subject import Subject, bound_of, subject_of, with_state
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, undo
 from jaxtensile.units import TIB, Seconds
+from jaxtensile.upperbound import all_values
 from jaxtensile.variants import Variant, program_key
 
 MERGING, CACHE = "the merging of equal operations", "the plan cache"
@@ -68,6 +69,10 @@ def fit(
 
 
 def _fit(job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans: PlanCache | None) -> Fitted:
+    if all_values(job.jaxpr) is None:
+        note = "its sizes are symbolic: it is passed on as it is, and planned where they are numbers"
+        told = unplanned(job, (note,))
+        return Fitted(jitted=job.make(None, job.options), evaluate=None, options=job.options, report=told)
     page, undone, lighter = _opened(job, prepare or named(job.solver), Clock(watch), baseline)
     if plans is not None:
         fitted = job.faults.spared(CACHE, lambda: page.recalled(plans, undone, lighter), lambda: None)
@@ -404,7 +409,7 @@ class _Page:
         told = job.faults.spared(
             "the report",
             lambda: report(job, program.traced, made, program.plain, plain, compiled, bound, rounds, seconds),
-            lambda: bare(job, compiled, seconds),
+            lambda: unplanned(job, compiled.notes, compiled.memory, seconds),
         )
         return replace(told, notes=(*told.notes, *self.notes, *job.faults.notes()))
 

@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCABULARY = "units errors ir plan device"
-EDGE = (
-    f"{VOCABULARY} measured irtext workload hardware gpu_description target _compat trace loops rewrite compile passes"
-)
+VOCABULARY = "units errors hardware ir plan device"
+EDGE = f"{VOCABULARY} measured irtext workload gpu_description target _compat trace loops rewrite compile passes"
 MAY_IMPORT = {
     "units": "",
     "places": "",
@@ -28,7 +26,7 @@ MAY_IMPORT = {
     "faults": "errors",
     "ir": "units",
     "irtext": "units errors ir",
-    "device": "units errors",
+    "device": "units errors hardware",
     "plan": "units ir",
     "measured": "units device cachefiles",
     "gpu_description": "units device",
@@ -41,7 +39,7 @@ MAY_IMPORT = {
     "bodies": "_compat trace",
     "host_stacks": "ir plan passes",
     "rewrite": "units errors ir plan _compat host_stacks trace passes",
-    "target": "errors device gpu_description hardware",
+    "target": "errors device gpu_description hardware _compat",
     "compile": "units errors ir plan device target _compat",
     "timeline": "units",
     "report_text": "units plan places",
@@ -80,10 +78,10 @@ MAY_IMPORT = {
     "placement": f"{VOCABULARY} target _compat hosted",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
-    "api": f"{EDGE} faults plan_cache feedback hosted ladder request location outcome placement report pipeline",
-    "filtered": "_compat api report",
+    "api": f"{EDGE} faults plan_cache feedback hosted ladder request location outcome placement report pipeline upperbound",
+    "filtered": "_compat api report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
-    "arbitration": "units errors location runtime",
+    "arbitration": "units errors hardware location runtime",
     "suspension": "units errors _compat target",
     "tenancy": "units errors arbitration ladder request runtime",
     "waiting": "units errors arbitration ladder tenancy runtime",
@@ -96,7 +94,7 @@ MAY_IMPORT = {
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "interrupts": "",
-    "estimate_table": "units errors api estimation loading workload",
+    "estimate_table": "units errors api estimation loading target workload",
     "serving": "units errors hardware runtime",
     "watching": "units errors serving runtime",
     "xla_memory": "units",

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 import jaxtensile
+from jax_lines import shared_out
 from jaxtensile import api, attempts, candidates, chunk, estimation, faults, pipeline, plan_cache, subject, variants
 from jaxtensile.errors import VerifyError
 from jaxtensile.passes import trials
@@ -90,7 +91,7 @@ REWRITES = {
     "the lower bound": [(subject, "lower_bound")],
 }
 """Where a fault is one of which rewrite. Updates behind their gradients and copies to the host need other devices."""
-PLANTED = [(rewrite, *at) for rewrite, places in REWRITES.items() for at in places]
+PLANTED = shared_out([(rewrite, *at) for rewrite, places in REWRITES.items() for at in places])
 
 
 def alike(ours, theirs):
@@ -173,6 +174,9 @@ def test_without_a_plan_the_program_runs_as_it_was_written(stage, program, needs
     assert isinstance(error, jaxtensile.BudgetError | jaxtensile.InternalError)
     assert (error.needs, error.has) == (needs, needs - 1)
     assert "planted" in str(error) and "report" in str(error) and program.__name__ in str(error)
+    if stage in ("place", "question"):
+        with pytest.raises(jaxtensile.InternalError, match="planted"):
+            planned(program, needs).plan(W, X)
     found, messages = warned(planned(program, needs), W, X)
     alike(found, wanted)
     asked = stage not in ("costs", "solver", "check", "emit", "candidates")
@@ -204,13 +208,17 @@ def test_errors_of_the_user_and_of_jax_pass(program, monkeypatch, in_use):
     def mistaken(w, x):
         raise KeyError("of the user")
 
-    with pytest.raises(KeyError, match="of the user"):
-        planned(mistaken, 1)(W, X)
+    jitted = planned(mistaken, 1)
+    for ask in (jitted, jitted.plan, jitted.trace, jitted.lower):
+        with pytest.raises(KeyError, match="of the user"):
+            ask(W, X)
     with pytest.raises(jaxtensile.BudgetError) as caught:
         planned(program, 1)(W, X)
     assert not isinstance(caught.value, jaxtensile.InternalError)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_flag"):
-        jaxtensile.jit(program, budget="1GiB", compiler_options={"no_such_flag": True})(W, X)
+    jitted = jaxtensile.jit(program, budget="1GiB", compiler_options={"no_such_flag": True})
+    for ask in (jitted, jitted.plan):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_flag"):
+            ask(W, X)
 
 
 def test_estimates_that_fail_say_so(program, monkeypatch, in_use):

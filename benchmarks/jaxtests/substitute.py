@@ -1,12 +1,13 @@
 """Put ``jaxtensile.jit`` in the place of ``jax.jit`` for everybody but JAX and jaxtensile themselves.
 
-Whoever calls ``jax.jit``, ``jax._src.api.jit`` or ``pjit`` gets JAX's own where the caller's module belongs to JAX or to
-jaxtensile, and ours everywhere else: in test files, and in the helpers of JAX's that test files run their checks through.
+Whoever calls ``jax.jit``, ``jax._src.api.jit`` or ``pjit`` gets JAX's own where the caller's module belongs to JAX or
+to jaxtensile, and ours everywhere else: in test files, and in JAX's helpers that test files run their checks through.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 
 import jaxtensile
+from jaxtensile import api as api_of_ours
 from jaxtensile import attempts, pipeline, subject
 from jaxtensile.compile import compile_program
 from jaxtensile.errors import BudgetError
@@ -53,6 +55,8 @@ def install(mode: str) -> None:
     put(jax.jit, jaxtensile.jit, (jax, "jit"), (api, "jit"))
     if hasattr(pjit, "pjit"):
         put(pjit.pjit, _pjit, (pjit, "pjit"))
+    if mode != "one":
+        api_of_ours.AMPLE = math.inf  # no program has so much room that it is not planned
     pipeline.fit = _counted(_BUDGETS[mode](pipeline.fit))
 
 
