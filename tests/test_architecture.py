@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "placement": f"{VOCABULARY} target _compat hosted",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
-    "api": f"{EDGE} faults plan_cache feedback hosted ladder request location outcome placement report pipeline upperbound",
+    "api": f"{EDGE} faults plan_cache feedback hosted ladder request location outcome placement report pipeline",
     "filtered": "_compat api report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "arbitration": "units errors hardware location runtime",
