@@ -60,7 +60,8 @@ MAY_IMPORT = {
     "inward": "units ir _compat trace passes",
     "state": "units ir plan trace passes",
     "merge": "ir _compat trace",
-    "undo": "ir merge trace",
+    "undo": "ir _compat merge trace",
+    "upperbound": "units _compat",
     "request": f"{VOCABULARY} faults _compat passes compile report",
     "nest": "_compat trace",
     "variants": f"{EDGE} faults bodies chunk merge stretch nest sink join inward split state undo request _compat",
@@ -73,12 +74,13 @@ MAY_IMPORT = {
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
-    "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
+    "pipeline": f"""{EDGE} collecting upperbound subject rounds smallest attempts candidates plan_cache recipe merge undo request
     variants outcome timeline report""",
     "placement": f"{VOCABULARY} target _compat hosted",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
-    "api": f"{EDGE} faults plan_cache feedback hosted ladder request location outcome placement report pipeline",
+    "api": f"""{EDGE} faults plan_cache feedback hosted ladder request location outcome placement report upperbound
+    pipeline""",
     "filtered": "_compat api report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "arbitration": "units errors hardware location runtime",
