@@ -32,7 +32,7 @@ from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, InternalError, SolverError, TargetError
-from jaxtensile.faults import as_ours, told, unless_faulty, warn_unplanned
+from jaxtensile.faults import as_ours, is_of_the_user, told, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hardware import host_memory
 from jaxtensile.hosted import copies_come_back, stacks_come_back
@@ -552,6 +552,10 @@ class Planned(Transformed):
             if self._asked.budget is not None or self._asked.job is not None:
                 raise
             return traced
+        except Exception as error:
+            if not is_of_the_user(error):
+                raise
+            return traced  # what JAX cannot lower may still be looked at
         if entry is None:
             return traced
         if entry.fitted.state:

@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "recipe": f"{EDGE} bodies stretch variants",
     "plan_cache": "ir measured cachefiles request recipe _compat",
     "outcome": f"{EDGE} faults candidates undo request variants timeline report",
-    "attempts": f"{EDGE} request variants outcome",
+    "attempts": f"{EDGE} faults request variants outcome",
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
