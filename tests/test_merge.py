@@ -1,5 +1,7 @@
 """`merge`: what a program computes twice and XLA once, and that the values stay."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxtensile
+from jaxtensile import merge
 from jaxtensile.merge import merged
 from jaxtensile.plan import Program
 from jaxtensile.rewrite import rewrite
@@ -94,6 +97,42 @@ def test_what_has_effects_runs_as_often_as_before():
 
     once = merged(trace(fun, W, X))
     assert count(once) == 1 and count(once, "debug_callback") == 2
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (0.0, -0.0),
+        (1, True),
+        (1, 1.0),
+        (np.float32(1), np.float64(1)),
+        (np.array(0.0), np.array(-0.0)),
+        (np.array(1.0), np.array(1)),
+        ((1, 2), [1, 2]),
+        ({"a": 0.0}, {"a": -0.0}),
+        ((1, (0j,)), (1, (-0j,))),
+        (np.zeros(2), np.zeros(2)),
+        (jnp.zeros(2), jnp.zeros(2)),
+    ],
+    ids=repr,
+)
+def test_what_python_takes_for_equal_need_not_be_the_same_bits(a, b):
+    assert merge._exact(a) != merge._exact(b)
+    assert merge._exact(a) == merge._exact(a) and hash(merge._exact(a)) is not None
+
+
+@pytest.mark.parametrize("x", [float("nan"), np.array(2.5), np.float32(3), {"b": 1, "a": (2, [3.0])}, "text", None])
+def test_the_same_bits_are_the_same(x):
+    assert merge._exact(copy.deepcopy(x)) == merge._exact(x)
+
+
+def test_a_negative_zero_is_not_a_zero():
+    def fun(w, x):
+        return jnp.signbit((jnp.abs(x) * 0.0) @ jnp.abs(w[0])), jnp.signbit((jnp.abs(x) * -0.0) * jnp.abs(w[0]))
+
+    once = merged(trace(fun, W, X))
+    ours = rewrite(once, Program.unchanged(once.graph))(jax.tree.leaves((W, X)))
+    assert [bool(x.any()) for x in ours] == [bool(x.any()) for x in fun(W, X)] == [False, True]
 
 
 def test_checkpoints_stay_apart():
