@@ -1,12 +1,14 @@
 """Who gets which rung is what trying all of them finds, for each objective; large cases are within what is proved."""
 
 from itertools import product
+from math import inf
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtensile.runtime import knapsack
 from jaxtensile.runtime.knapsack import Row, cheapest
 from jaxtensile.runtime.knapsack_kinds import Item, cheapest_of
 from jaxtensile.runtime.leases import Charge
@@ -68,6 +70,38 @@ def test_a_large_knapsack_is_as_near_to_the_optimum_as_it_says(seed):
     assert best.cost <= near.cost <= best.cost / (1 - near.gap) * (1 + CLOSE) and near.gap <= WITHIN
     for found in (near, best):
         assert sum(c[i].size for c, i in zip(items, found.picks, strict=True)) <= room
+
+
+def by_bytes(items, room):
+    """The least cost by the textbook's programme: for every number of bytes the least cost of the classes so far."""
+    least = [0.0] * (room + 1)
+    for rows in items:
+        least = [min((least[b - r.size] + r.cost for r in rows if r.size <= b), default=inf) for b in range(room + 1)]
+    return least[room]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_of_many_jobs_is_the_optimum(seed):
+    """More jobs than all choices could be tried for: the relaxation, the exchange and the pruning all take part."""
+    items = [[Row(r.size // 10**8, r.cost, r.pick) for r in rows] for rows, _ in ladders(seed, 30, 8)]
+    low, high = (sum(edge(r.size for r in c) for c in items) for edge in (min, max))
+    room = low + (high - low) * (seed + 2) // 9
+    found = cheapest(items, room)
+    assert found is not None and found.gap == 0
+    assert found.cost == pytest.approx(by_bytes(items, room), abs=CLOSE)
+
+
+def test_a_search_looks_at_few_answers(monkeypatch):
+    """What bounds leave out: without them it is as right, and takes several times as long."""
+    made = []
+    label = knapsack._Label
+    monkeypatch.setattr(knapsack, "_Label", lambda *fields: made.append(1) or label(*fields))
+    for seed, most in enumerate((9000, 1500, 1500, 1000)):  # 8007, 1249, 1289 and 821 are made
+        items = [rows for rows, _ in ladders(seed, 60, 8)]
+        low, high = (sum(edge(r.size for r in c) for c in items) for edge in (min, max))
+        made.clear()
+        assert cheapest(items, int(low + (high - low) * Random(seed).uniform(0.1, 0.9)))
+        assert len(made) <= most
 
 
 def test_what_cannot_be_searched_whole_says_how_far_it_may_be_off(monkeypatch):
