@@ -1,5 +1,6 @@
 """Who gets which rung is what trying all of them finds, for each objective; large cases are within what is proved."""
 
+from dataclasses import replace
 from itertools import product
 from math import inf
 from random import Random
@@ -215,6 +216,22 @@ def test_steps_that_take_turns_need_only_the_largest_temp(claims, room):
         assert in_use(claims, shares, True) <= room
         best = min(merit(claims, s, "slowdown") for s in every)
         assert merit(claims, shares, "slowdown") == pytest.approx(best, abs=CLOSE)
+
+
+@settings(max_examples=100)
+@given(some_claims(most=4, priorities=(0,), temps=True), st.integers(5, 40), st.lists(st.integers(0, 30), min_size=12))
+def test_what_steps_hold_on_the_host_is_no_part_of_their_turns_on_the_device(claims, room, held):
+    """Nobody takes turns for the host: with room enough there, devices are divided as without it."""
+    beside = [
+        replace(
+            c,
+            resources=(*c.resources, "host"),
+            options=tuple(replace(o, needs=(*o.needs, Charge(0, held[3 * k + n]))) for n, o in enumerate(c.options)),
+        )
+        for k, c in enumerate(claims)
+    ]
+    alone = divide(claims, {"gpu": Room(room, gated=True)}, "slowdown")
+    assert divide(beside, {"gpu": Room(room, gated=True), "host": Room(400)}, "slowdown") == alone
 
 
 def test_taking_turns_lets_jobs_run_that_would_not_fit_at_once():
