@@ -308,6 +308,23 @@ def test_what_is_not_better_by_enough_is_not_ahead():
     assert not ahead(claims, {0: 1, 1: 0}, {0: 0, 1: 0}, "priority", 0.05)
 
 
+def test_each_objective_has_its_own_idea_of_ahead():
+    """The first job a little faster, or the second one much: who is heavier, or came first, or has less?"""
+    claims = [claim(0, [(2, 0, 1.1), (4, 0, 1.0)]), claim(1, [(2, 0, 1.5), (9, 0, 1.0)], weight=2.0)]
+    first, second = {0: 1, 1: 0}, {0: 0, 1: 1}
+    ahead_of = {o: (ahead(claims, first, second, o), ahead(claims, second, first, o)) for o in OBJECTIVES}
+    assert ahead_of == {
+        "slowdown": (False, True),
+        "fair": (False, True),
+        "priority": (False, True),
+        "fcfs": (True, False),
+    }
+    both = {0: 1, 1: 1}
+    assert all(
+        ahead(claims, both, one, o) and not ahead(claims, one, both, o) for one in (first, second) for o in OBJECTIVES
+    )
+
+
 def test_many_jobs_are_within_what_is_promised():
     claims = []
     for rows, k in ladders(3, 3 * EXACT, 8):
