@@ -161,7 +161,7 @@ def test_the_report_names_what_waits(step):
 
 def test_what_is_lowered_is_what_runs(step):
     lowered = step.lower(init(), batch(0))
-    assert "pinned_host" in lowered.as_text() or "host" in str(step.trace(init(), batch(0)).jaxpr)
+    assert "pinned_host" in lowered.as_text()
     kinds = [x.sharding.memory_kind for x in jax.tree.leaves(step(init(), batch(0))[0])]
     assert kinds.count("pinned_host") == 9
 
