@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source
 from jax._src.array import ArrayImpl as _ArrayImpl
@@ -276,3 +277,8 @@ def is_counted_threefry(eqn: Any) -> bool:
     key = eqn.invars[0].aval
     name = getattr(getattr(key.dtype, "_impl", None), "name", "")
     return not key.shape and name == "threefry2x32" and bool(getattr(eqn.ctx, "threefry_partitionable", False))
+
+
+def key_value_client() -> Any:
+    """What ``jax.distributed.initialize`` connected this process to; None where it was not called."""
+    return _distributed.global_state.client

@@ -25,7 +25,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
-from jaxtensile import _compat, pipeline
+from jaxtensile import _compat, processes
+from jaxtensile.agreement import Agreed
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, SolverError, TargetError
@@ -39,7 +40,7 @@ from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
-from jaxtensile.target import compiler_options, is_absent, resolve
+from jaxtensile.target import compiler_options, is_absent, resolve_all
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 from jaxtensile.workload import name_of
 
@@ -94,8 +95,9 @@ def jit(
     Everything else goes to ``jax.jit``.
 
     Raises ``BudgetError`` (``.needs``, ``.has``, ``.culprits``) when no plan fits, at the call that
-    needs the plan, ``TargetError`` for a target that cannot be compiled for, and ``SolverError`` for an unknown
-    solver or one that cannot plan this program.
+    needs the plan, ``TargetError`` for a target that cannot be compiled for, ``SolverError`` for an unknown
+    solver or one that cannot plan this program, and ``AgreementError``, in all processes of a program, where they
+    cannot run one plan.
     """
     if config is not None:
         raise NotImplementedError(
@@ -244,6 +246,7 @@ class Planned:
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
         self._placement = Placement(self._plain, active=state_budget != 0)
         self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
+        self._agreed: dict[str, Agreed] = {}
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
         self._job_of = job
         if job is not None:
@@ -269,7 +272,8 @@ class Planned:
         """What was decided for these arguments and what XLA said; nothing is executed.
 
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
-        ``report.baseline`` is XLA's own number.
+        ``report.baseline`` is XLA's own number. Where the devices belong to several processes, all of them have to
+        call it (or ``lower``, ``trace``, or the function itself): they agree on one plan, or raise one error.
         """
         return self._planned(args, kwargs, measure=True)[0].fitted.report
 
@@ -295,6 +299,7 @@ class Planned:
                 entry.feedback.give_up()
             self._entries.clear()
             self._ladders.clear()
+            self._agreed.clear()
             self._plain.clear_cache()
             self._dispatch._clear_cache()
 
@@ -337,12 +342,18 @@ class Planned:
         args, kwargs = self._placement.as_on_device(*self._placed(args, kwargs))
         traced = self._plain.trace(*args, **kwargs)
         place = location(traced, args, kwargs, self._jit_options)
+        if place is None and self._target is not None:
+            raise TargetError(
+                f"{name_of(self._fun)} names devices that are no {self._target!r}, in a mesh in force, a constraint or "
+                "in_shardings=: with target= shardings come from the arguments, jax.ShapeDtypeStruct(shape, dtype, "
+                "sharding=NamedSharding(mesh, spec)); leave others out, or leave target= out to plan for this machine"
+            )
         if place is None:
             traced.lower()
             raise TargetError(
                 f"the arguments of {name_of(self._fun)} are on devices that do not go together: place them"
             )
-        if self._target is not None and place.device != resolve(self._target):
+        if self._target is not None and place.device not in resolve_all(self._target, place.count):
             raise TargetError(
                 f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for {self._target!r}: "
                 "give it an array argument"
@@ -356,6 +367,7 @@ class Planned:
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
         """The plans that a job's steps of one signature have, once for every program and place."""
+        processes.refuse(place.devices, name_of(self._fun), "job=")
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
             if place.key not in known:
@@ -376,9 +388,8 @@ class Planned:
             entry = entries.get(place.key)
             if entry is None:
                 job = self._job(traced, place, args, kwargs)
-                feedback = Feedback(
-                    pipeline.fit(job, baseline=measure, plans=plan_cache()), job.device, self._dispatch._clear_cache
-                )
+                fitted = processes.fit(job, place.devices, budget=self._budget, known=self._agreed, baseline=measure)
+                feedback = Feedback(fitted, job.device, self._dispatch._clear_cache)
                 entry = entries[place.key] = _Entry(feedback, measure, place.device, watched=False)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)

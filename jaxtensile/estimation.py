@@ -183,13 +183,12 @@ def estimate_on(
     program = program_of(traced, bool(options.get("keep_unused", False)))
     if not targets:
         devices = [best_known(profile_of(where.device), where.device.device_kind)]
-    shards = 1 if targets else where.count
-    first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=shards)
+    first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=where.count)
     out: list[Estimate] = []
     for device, target in zip(devices, targets or (None,), strict=True):
         found = first
         if device is not devices[0]:
-            needed = parts(first.use, program.graph, device, shards)  # all of it that depends on the device
+            needed = parts(first.use, program.graph, device, where.count)  # all of it that depends on the device
             found = replace(first, target=device.name, capacity=device.capacity, parts=needed)
         if exact:
             tell(f"compiling for {device.name} ...")

@@ -76,10 +76,14 @@ MAY_IMPORT = {
     "subject": f"{EDGE} request state variants",
     "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
     variants outcome timeline report""",
+    "keystore": "units errors _compat",
+    "agreement": "units errors keystore",
+    "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore agreement
+    pipeline""",
     "placement": f"{VOCABULARY} target _compat hosted",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
-    "api": f"{EDGE} plan_cache feedback hosted ladder request location placement report pipeline",
+    "api": f"{EDGE} agreement processes plan_cache feedback hosted ladder request location placement report pipeline",
     "filtered": "_compat api report",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "arbitration": "units errors location runtime",
@@ -107,7 +111,7 @@ MAY_IMPORT = {
 }
 MAY_USE_JAX = set(
     """_compat trace merge undo split numbered made_rows stretch chunk sink join inward nest loops hosted
-    host_stacks rewrite compile attempts target location placement feedback api filtered estimation calibration
+    host_stacks rewrite compile attempts target location processes placement feedback api filtered estimation calibration
     arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
