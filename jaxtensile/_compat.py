@@ -212,6 +212,18 @@ _core.pytype_aval_mappings[HostShape] = _host_aval
 _dtypes.register_canonicalize_value_handler(HostShape, None)
 
 
+class OfType(jax.ShapeDtypeStruct):
+    """A ``ShapeDtypeStruct`` that JAX traces as one value of a jaxpr: with its sharding and memory space."""
+
+    def __init__(self, aval: Any) -> None:
+        super().__init__(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+        self.aval = aval
+
+
+_core.pytype_aval_mappings[OfType] = lambda x: x.aval
+_dtypes.register_canonicalize_value_handler(OfType, None)
+
+
 def captured(traced: Any) -> tuple[Any, ...]:
     """Arrays that a trace turned into leading arguments of its jaxpr (mutable ones it closes over)."""
     return tuple(getattr(traced, "_consts", ()))

@@ -11,7 +11,8 @@ another process puts an error there, unless there is a verdict already. So eithe
 
 Nobody waits for a fixed time for work. A process that takes part *beats*: it counts in the store while it lives, and
 it is missed when its count stands still for ``PATIENCE``. A process that has not come is missed after the same time.
-Rounds are counted by members and name. The keys of a round are deleted when all its members have read its verdict.
+Rounds are counted, by their members, whatever they are about: two functions that are called in another order meet in
+one round, and are told. The keys of a round are deleted when all its members have read its verdict.
 
 Invariant: ``agree`` returns in a member only after all members were found to hold the same digest.
 """
@@ -88,7 +89,7 @@ class Agreed:
     digest: str
 
 
-_ROUNDS: WeakKeyDictionary[Store, dict[tuple[tuple[int, ...], str], int]] = WeakKeyDictionary()
+_ROUNDS: WeakKeyDictionary[Store, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 _COUNTING: Final = threading.Lock()
 
 
@@ -107,7 +108,7 @@ def agree(
     first member alone; ``follow``: the answer → what it is here and its digest, called in every member. What either
     raises is raised everywhere: as it is where it is an error of ours, else as ``AgreementError``.
     """
-    here = _Round(store, _folder(store, tuple(members), name), me, tuple(members), name, _patience())
+    here = _Round(store, _folder(store, tuple(members)), me, tuple(members), name, _patience())
     try:
         with here.beating():
             return here.held(question, lead, follow)
@@ -115,12 +116,12 @@ def agree(
         here.leave()
 
 
-def _folder(store: Store, members: tuple[int, ...], name: str) -> str:
-    """Where the next round with these members about that name is held."""
+def _folder(store: Store, members: tuple[int, ...]) -> str:
+    """Where the next round of these members is held."""
     with _COUNTING:
         counts = _ROUNDS.setdefault(store, {})
-        number = counts[members, name] = counts.get((members, name), -1) + 1
-    return f"jaxtensile/{hashlib.sha256(repr((members, name)).encode()).hexdigest()[:16]}/{number}"
+        number = counts[members] = counts.get(members, -1) + 1
+    return f"jaxtensile/{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}/{number}"
 
 
 def _patience() -> Seconds:

@@ -405,15 +405,10 @@ def jaxpr_flops(jaxpr: Any) -> float:
 
 
 def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
-    """The closed jaxpr of ``evaluate`` on the arguments of ``closed``."""
+    """The closed jaxpr of ``evaluate`` on the arguments of ``closed``, of the very same types: shardings included."""
     jaxpr, _ = _compat.open_jaxpr(closed)
-    kinds = [_compat.HostShape if _space(v.aval) == "host" else jax.ShapeDtypeStruct for v in jaxpr.invars]
-    avals = [
-        kind(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        for kind, v in zip(kinds, jaxpr.invars, strict=True)
-    ]
     with _compat.as_wide_as(jaxpr.invars):
-        return jax.make_jaxpr(evaluate)(*avals)
+        return jax.make_jaxpr(evaluate)(*(_compat.OfType(v.aval) for v in jaxpr.invars))
 
 
 def exchanged(traced: Traced, closed: Any, new: Mapping[int, Callable[[Callable[[Any], Any]], Sequence[Any]]]) -> Any:
