@@ -49,6 +49,7 @@ _NAMED: Final = 4
 """Processes that an error names one by one."""
 
 T = TypeVar("T")
+Watch = Callable[[str], None]
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -99,14 +100,15 @@ def agree(
     members: Sequence[int],
     name: str,
     question: Question,
-    lead: Callable[[Sequence[bytes]], bytes],
-    follow: Callable[[bytes], tuple[T, str]],
+    lead: Callable[[Sequence[bytes], Watch], bytes],
+    follow: Callable[[bytes, Watch], tuple[T, str]],
 ) -> tuple[T, Agreed]:
     """What ``follow`` makes of the leader's answer, in all ``members`` (ascending), or the same error in all of them.
 
     ``name``: of what is decided; ``lead``: what is ``own`` to the members, in their order → the answer, called in the
     first member alone; ``follow``: the answer → what it is here and its digest, called in every member. What either
-    raises is raised everywhere: as it is where it is an error of ours, else as ``AgreementError``.
+    raises is raised everywhere: as it is where it is an error of ours, else as ``AgreementError``. They call what they
+    are given now and then, which raises once another process has failed.
     """
     here = _Round(store, _folder(store, tuple(members)), me, tuple(members), name, _patience())
     try:
@@ -145,15 +147,20 @@ class _Round:
     name: str
     patience: Seconds
     doing: str = "asks"
+    over: bool = False
+    """Whether the verdict is an error, as far as it is known here."""
 
     def held(
-        self, question: Question, lead: Callable[[Sequence[bytes]], bytes], follow: Callable[[bytes], tuple[T, str]]
+        self,
+        question: Question,
+        lead: Callable[[Sequence[bytes], Watch], bytes],
+        follow: Callable[[bytes, Watch], tuple[T, str]],
     ) -> tuple[T, Agreed]:
         """The round, from the question to the verdict."""
         try:
             answer = self.answered(question, lead)
             self.doing = "compiles"
-            made, digest = follow(answer)
+            made, digest = follow(answer, self.watch)
             self.put(f"digest/{self.me}", digest.encode())
             failure = self.checked(digest)
         except BaseException as error:
@@ -165,17 +172,17 @@ class _Round:
             raise failure.error()
         return made, Agreed(answer, digest)
 
-    def answered(self, question: Question, lead: Callable[[Sequence[bytes]], bytes]) -> bytes:
+    def answered(self, question: Question, lead: Callable[[Sequence[bytes], Watch], bytes]) -> bytes:
         """The leader's answer, once all are there and ask the same."""
         self.put(f"question/{self.me}", msgspec.msgpack.encode(question))
         if self.me != self.members[0]:
             self.doing = "waits for the plan"
-            return self.wait_for(self.members[0], "answer")
-        found = [self.wait_for(p, f"question/{p}") for p in self.members]
+            return self.wait_for("answer")
+        found = [self.wait_for(f"question/{p}") for p in self.members]
         questions = [msgspec.msgpack.decode(q, type=Question) for q in found]
         self.same_questions([q.same for q in questions])
         self.doing = "plans"
-        answer = lead([q.own for q in questions])
+        answer = lead([q.own for q in questions], self.watch)
         self.put("answer", answer)
         return answer
 
@@ -184,10 +191,10 @@ class _Round:
         try:
             if self.me != self.members[0]:
                 self.doing = "waits for the verdict"
-                told = self.wait_for(self.members[0], "verdict")
+                told = self.wait_for("verdict")
                 return msgspec.msgpack.decode(told, type=Verdict).failure
             for p in self.members:
-                theirs = self.wait_for(p, f"digest/{p}").decode()
+                theirs = self.wait_for(f"digest/{p}").decode()
                 if theirs != digest:
                     raise AgreementError(
                         f"process {p} would not run the same {self.name} as process {self.me}: their programs differ "
@@ -218,29 +225,63 @@ class _Round:
 
     # ---- waiting --------------------------------------------------------------------------------
 
-    def wait_for(self, process: int, key: str) -> bytes:
-        """What ``process`` puts there. ``_Over`` where the verdict is an error, ``AgreementError`` without a sign of
-        life."""
-        beat, since = None, time.monotonic()
+    def wait_for(self, key: str) -> bytes:
+        """What is put there. Raises ``_Over`` where the verdict is an error."""
         while True:
-            verdict = self.get("verdict")
-            if verdict is not None and msgspec.msgpack.decode(verdict, type=Verdict).failure is not None:
+            if self.failed():
                 raise _Over
             found = self.get(key, _LOOK)
             if found is not None:
                 return found
-            now = self.get(f"beat/{process}")
-            if now != beat:
-                beat, since = now, time.monotonic()
-            elif time.monotonic() - since > self.patience:
-                raise self.missed(process, beat)
 
-    def missed(self, process: int, beat: bytes | None) -> AgreementError:
-        if beat is not None:
-            doing = beat.decode().partition(" ")[2]
+    def failed(self) -> bool:
+        """Whether the verdict is an error."""
+        found = self.get("verdict")
+        self.over = found is not None and msgspec.msgpack.decode(found, type=Verdict).failure is not None
+        return self.over
+
+    def watch(self, _: str) -> None:
+        """Called during work: there is no use in it any more once the round is over."""
+        if self.over:
+            raise _Over
+
+    @contextmanager
+    def beating(self) -> Iterator[None]:
+        """Meanwhile give signs of life, and look for those of the others."""
+        stop = threading.Event()
+        thread = threading.Thread(target=self.beat, args=(stop,), name="jaxtensile-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+
+    def beat(self, stop: threading.Event) -> None:
+        """In a thread of its own. The leader looks for all, the others for the leader."""
+        leader = self.members[0]
+        others = [p for p in self.members if p != self.me] if self.me == leader else [leader]
+        heard = dict.fromkeys(others, (b"", time.monotonic()))
+        count = 0
+        while not stop.wait(_BEAT if count else 0) and not self.over:
+            count += 1
+            with suppress(AgreementError):  # who waits for the store says so
+                self.put(f"beat/{self.me}", f"{count} {self.doing}".encode())
+                beats = self.store.below(f"{self.folder}/beat")
+                for p in others:
+                    now = beats.get(str(p), b"")
+                    if now != heard[p][0]:
+                        heard[p] = now, time.monotonic()
+                silent = [p for p in others if time.monotonic() - heard[p][1] > self.patience]
+                if silent and not self.failed():
+                    error = self.missed(silent[0], heard[silent[0]][0])
+                    self.over = self.settled(Verdict(failure=self.failure_of(error))).failure is not None
+
+    def missed(self, process: int, beat: bytes) -> AgreementError:
+        if beat:
             return AgreementError(
-                f"process {process} {doing} in the call of {self.name}, and gives no sign of life for "
-                f"{self.patience:g} s: see its log for why it ended, and start all processes again; "
+                f"process {process} {beat.decode().partition(' ')[2]} in the call of {self.name}, and has given no "
+                f"sign of life for {self.patience:g} s: see its log for why it ended, and start all processes again; "
                 f"${VARIABLE} is how many seconds to wait"
             )
         absent = [p for p in self.members if self.get(f"question/{p}") is None]
@@ -249,26 +290,6 @@ class _Round:
             f"{self.patience:g} s: all processes have to make the same calls in the same order, .plan(), .lower() and "
             f".trace() too; if it has ended, see its log; ${VARIABLE} is how many seconds to wait"
         )
-
-    @contextmanager
-    def beating(self) -> Iterator[None]:
-        """Give signs of life meanwhile."""
-        stop = threading.Event()
-
-        def beat() -> None:
-            count = 0
-            while not stop.wait(_BEAT if count else 0):
-                with suppress(AgreementError):  # whoever waits for the store says so
-                    self.put(f"beat/{self.me}", f"{count} {self.doing}".encode())
-                count += 1
-
-        thread = threading.Thread(target=beat, name="jaxtensile-beat", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            stop.set()
-            thread.join()
 
     # ---- the end --------------------------------------------------------------------------------
 

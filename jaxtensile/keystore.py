@@ -51,6 +51,12 @@ class Store:
                     raise
                 return None
 
+    def below(self, folder: str) -> dict[str, bytes]:
+        """What is there, by the keys below ``folder``."""
+        with _answered():
+            found = self.client.key_value_dir_get_bytes(folder)
+        return {key.removeprefix(f"{folder}/"): value for key, value in found}
+
     def count(self, key: str) -> int:
         """How often this was called for that key, by all processes together."""
         with _answered():

@@ -22,6 +22,7 @@ import msgspec
 from jaxtensile import pipeline
 from jaxtensile._compat import JAX_VERSION
 from jaxtensile.agreement import Agreed, Question, agree
+from jaxtensile.attempts import Watch, nothing
 from jaxtensile.device import DeviceProfile
 from jaxtensile.errors import AgreementError
 from jaxtensile.keystore import store
@@ -80,7 +81,7 @@ def fit(
     here = _Here(job, members, baseline)
     if key in known:
         before = known[key]
-        fitted, digest = here.follow(before.answer)
+        fitted, digest = here.follow(before.answer, nothing)
         if digest != before.digest:
             raise AgreementError(
                 f"{job.name} has become another program than the one that was agreed on (digests {digest[:12]} and "
@@ -172,21 +173,21 @@ class _Here:
     baseline: bool
     made: Fitted | None = None
 
-    def lead(self, own: Sequence[bytes]) -> bytes:
+    def lead(self, own: Sequence[bytes], watch: Watch) -> bytes:
         """Plan for the smallest of the budgets: the same percentage is not the same everywhere."""
         job = replace(self.job, budget=min(msgspec.msgpack.decode(b, type=int) for b in own))
         kept = _Kept(plan_cache())
-        self.made = pipeline.fit(job, baseline=self.baseline, plans=kept)
+        self.made = pipeline.fit(job, watch=watch, baseline=self.baseline, plans=kept)
         entry = None if self.made.evaluate is None else kept.entry
         return msgspec.msgpack.encode(Answer(entry, job.device, job.budget))
 
-    def follow(self, answer: bytes) -> tuple[Fitted, str]:
+    def follow(self, answer: bytes, watch: Watch) -> tuple[Fitted, str]:
         """What the answer leads to here, compiled, and the digest of its text and options."""
         fitted, job = self.made, self.job
         if fitted is None:
             told = msgspec.msgpack.decode(answer, type=Answer)
             job = replace(job, budget=told.budget, device=told.device)
-            fitted = pipeline.follow(job, told.entry, baseline=self.baseline)
+            fitted = pipeline.follow(job, told.entry, watch, baseline=self.baseline)
         text = fitted.jitted.lower(*job.args, **job.kwargs).as_text()
         options = sorted((name, repr(value)) for name, value in fitted.options.items())
         digest = hashlib.sha256(text.encode() + repr(options).encode()).hexdigest()

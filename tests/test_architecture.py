@@ -79,7 +79,7 @@ MAY_IMPORT = {
     "keystore": "units errors _compat",
     "agreement": "units errors keystore",
     "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore agreement
-    pipeline""",
+    attempts pipeline""",
     "placement": f"{VOCABULARY} target _compat hosted",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
@@ -111,8 +111,8 @@ MAY_IMPORT = {
 }
 MAY_USE_JAX = set(
     """_compat trace merge undo split numbered made_rows stretch chunk sink join inward nest loops hosted
-    host_stacks rewrite compile attempts target location processes placement feedback api filtered estimation calibration
-    arbitration suspension stepping""".split()
+    host_stacks rewrite compile attempts target location processes placement feedback api filtered estimation
+    calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
