@@ -272,8 +272,10 @@ class _Round:
                     now = beats.get(str(p), b"")
                     if now != heard[p][0]:
                         heard[p] = now, time.monotonic()
+                if self.failed():
+                    return
                 silent = [p for p in others if time.monotonic() - heard[p][1] > self.patience]
-                if silent and not self.failed():
+                if silent:
                     error = self.missed(silent[0], heard[silent[0]][0])
                     self.over = self.settled(Verdict(failure=self.failure_of(error))).failure is not None
 
