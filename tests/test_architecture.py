@@ -78,10 +78,10 @@ MAY_IMPORT = {
     variants outcome timeline report""",
     "keystore": "units errors _compat",
     "agreement": "units errors keystore",
-    "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore agreement
-    attempts pipeline""",
+    "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore
+    agreement attempts pipeline""",
     "placement": f"{VOCABULARY} target _compat hosted",
-    "location": "device target _compat",
+    "location": "errors device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
     "api": f"{EDGE} agreement processes plan_cache feedback hosted ladder request location placement report pipeline",
     "filtered": "_compat api report",
