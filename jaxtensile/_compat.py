@@ -24,6 +24,8 @@ JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[
 
 Literal = _core.Literal
 ShapedArray = _core.ShapedArray
+ShardingTypeError = _core.ShardingTypeError
+"""Of types that hold shardings, on meshes with explicit axes: an operation is not defined for them."""
 
 EMPTY_STACK = _source.NameStack()
 

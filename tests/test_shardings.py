@@ -93,6 +93,31 @@ for kind in KINDS:
     assert [str(a) for a in again.out_avals] == [str(a) for a in closed.out_avals]
     assert ("@data" in str(again.in_avals)) == (kind is AxisType.Explicit)
 """,
+    "what explicit types do not allow is left out": """
+from jaxtensile import variants as ways
+from jaxtensile.device import profile
+from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.greedy import prepare
+from jaxtensile.request import Job
+from jaxtensile.trace import trace_jaxpr
+
+def in_slices(x, w):
+    y = jnp.einsum("ij,jk->ik", x, w, out_sharding=NamedSharding(mesh[AxisType.Explicit], P()))
+    return sum((part ** 2).sum() for part in jnp.split(y, [3, 7], axis=0))
+
+def made(spec):
+    sharding = NamedSharding(mesh[AxisType.Explicit], spec)
+    args = jax.device_put(jnp.ones((12, 8)), sharding), jnp.ones((8, 512))
+    jaxpr = jax.jit(in_slices).trace(*args).jaxpr
+    fields = dict(donated=(False, False), args=args, kwargs={}, budget=1, device=profile("nvidia-h200"), shards=4)
+    job = Job(name="f", jaxpr=jaxpr, make=None, options={}, **fields)
+    traced = trace_jaxpr(jaxpr, job.donated)
+    costs = op_costs(traced.graph, job.device)
+    return ways.sliced(ways.written(job, traced, costs, prepare), costs)
+
+assert made(P()) is not None  # rows in threes and fours
+assert made(P("data")) is None  # rows of two devices
+""",
     "a target of as many devices": """
 given = jax.tree.leaves(arguments(weights=P("model")))
 abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in given]
