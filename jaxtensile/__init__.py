@@ -14,12 +14,15 @@ from jaxtensile.errors import (
     BudgetError,
     ConfigError,
     CoordinatorError,
+    InternalError,
+    InternalErrorWarning,
     JaxtensileError,
+    PlanningError,
     SolverError,
     TargetError,
     VerifyError,
 )
-from jaxtensile.hardware import spare_cuda_plugin_check
+from jaxtensile.hardware import quiet_plugins
 
 if TYPE_CHECKING:
     from jaxtensile.api import jit
@@ -41,8 +44,11 @@ __all__ = [
     "CoordinatorError",
     "DeviceProfile",
     "Estimate",
+    "InternalError",
+    "InternalErrorWarning",
     "JaxtensileError",
     "MemoryUse",
+    "PlanningError",
     "Report",
     "SolverError",
     "TargetError",
@@ -83,5 +89,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# JAX reads the variable at its first use, which may be before anything of ours runs.
-spare_cuda_plugin_check()
+# JAX's plugins read variables at its first use, which may be before anything of ours runs.
+quiet_plugins()

@@ -32,7 +32,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from jaxtensile import errors
-from jaxtensile.errors import AgreementError, BudgetError, Culprit, JaxtensileError
+from jaxtensile.errors import AgreementError, BudgetError, Culprit, JaxtensileError, StoppedError
 from jaxtensile.keystore import Store
 from jaxtensile.units import Seconds
 
@@ -70,9 +70,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     def error(self) -> JaxtensileError:
         """The error itself."""
-        if self.kind == BudgetError.__name__:
-            return BudgetError(self.message, needs=self.needs, has=self.has, culprits=self.culprits)
-        return getattr(errors, self.kind)(self.message)
+        kind = getattr(errors, self.kind)
+        if issubclass(kind, BudgetError):
+            return kind(self.message, needs=self.needs, has=self.has, culprits=self.culprits)
+        return kind(self.message)
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -134,7 +135,7 @@ def _patience() -> Seconds:
         raise AgreementError(f"${VARIABLE}={given!r} is no number of seconds: leave it out for {PATIENCE:g}") from None
 
 
-class _Over(Exception):
+class _Over(StoppedError):
     """There is a verdict, and it is an error."""
 
 
@@ -302,15 +303,15 @@ class _Round:
 
     def failure_of(self, error: BaseException) -> Failure:
         """The error as all are to raise it."""
+        kind = type(error).__name__
         if isinstance(error, BudgetError):
             return Failure(
-                kind=BudgetError.__name__,
+                kind=kind,
                 message=str(error),
                 needs=error.needs,
                 has=error.has,
                 culprits=error.culprits,
             )
-        kind = type(error).__name__
         if isinstance(error, JaxtensileError) and getattr(errors, kind, None) is type(error):
             return Failure(kind=kind, message=str(error))
         lines = str(error).strip().splitlines()

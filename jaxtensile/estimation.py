@@ -22,6 +22,7 @@ from jaxtensile.compile import compile_program
 from jaxtensile.device import DeviceProfile, profile
 from jaxtensile.errors import TargetError
 from jaxtensile.estimate_text import as_dict, as_text
+from jaxtensile.faults import as_ours
 from jaxtensile.ir import Graph, producers
 from jaxtensile.location import as_for, location, profile_of
 from jaxtensile.measured import best_known
@@ -34,11 +35,11 @@ from jaxtensile.passes.reorder import as_scheduled
 from jaxtensile.passes.widened import widened
 from jaxtensile.plan import MemoryUse
 from jaxtensile.process import Part, parts, total
-from jaxtensile.target import compiler_options
+from jaxtensile.target import compiler_options, tracing_for
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.units import Bytes, Seconds
-from jaxtensile.workload import name_of
+from jaxtensile.workload import Transformed, name_of
 
 POINTER = 8
 """Bytes."""
@@ -173,17 +174,19 @@ def estimate_on(
     """
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
     started = time.perf_counter()
-    plain = _jitted(fun, options)
-    traced = plain.trace(*args)
+    plain, args = _jitted(fun, args, options)
+    with tracing_for(*targets, args=args):
+        traced = plain.trace(*args)
     seconds = {"trace": time.perf_counter() - started}
     name = name or name_of(fun)
     where = location(traced, args, {}, options)
     if where is None:
         raise TargetError(f"the arguments of {name} are on devices that do not go together: place them")
-    program = program_of(traced, bool(options.get("keep_unused", False)))
-    if not targets:
-        devices = [best_known(profile_of(where.device), where.device.device_kind)]
-    first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=where.count)
+    with as_ours(f"estimating {name}", "jax.jit(...).lower(...).compile().memory_analysis() asks XLA"):
+        program = program_of(traced, bool(options.get("keep_unused", False)))
+        if not targets:
+            devices = [best_known(profile_of(where.device), where.device.device_kind)]
+        first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=where.count)
     out: list[Estimate] = []
     for device, target in zip(devices, targets or (None,), strict=True):
         found = first
@@ -283,7 +286,8 @@ def _exactly(
     """The same estimate with XLA's own figures."""
     options = compiler_options(target) if target is not None else {}
     placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
-    compiled = compile_program(functools.partial(_Optioned, plain), placed, {}, options)
+    with tracing_for(args=placed):
+        compiled = compile_program(functools.partial(_Optioned, plain), placed, {}, options)
     seconds = {**static.seconds, "XLA": compiled.seconds}
     use = compiled.memory
     found = replace(static, seconds=seconds, notes=(*static.notes, *compiled.notes), refusal=compiled.refusal)
@@ -304,11 +308,14 @@ class _Optioned:
         return SimpleNamespace(compile=functools.partial(lowered.compile, compiler_options=self._options))
 
 
-def _jitted(fun: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    plain = getattr(fun, "_plain", fun)  # of jaxtensile.jit: the function as it was written
+def _jitted(fun: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A ``jax.jit`` result of the function, as it was written, and its arguments."""
+    plain = fun
+    if isinstance(fun, Transformed):
+        plain, args = fun.as_written(args)
     if not options and hasattr(plain, "trace") and hasattr(plain, "lower"):
-        return plain
-    return jax.jit(plain, **options)
+        return plain, args
+    return jax.jit(plain, **options), args
 
 
 __all__ = ["Estimate", "Held", "estimate", "estimate_on", "program_of", "static_estimate"]

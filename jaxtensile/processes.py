@@ -25,6 +25,7 @@ from jaxtensile.agreement import Agreed, Question, agree
 from jaxtensile.attempts import Watch, nothing
 from jaxtensile.device import DeviceProfile
 from jaxtensile.errors import AgreementError
+from jaxtensile.faults import told, unless_faulty
 from jaxtensile.keystore import store
 from jaxtensile.location import placements
 from jaxtensile.measured import jaxlib_version
@@ -109,7 +110,7 @@ def refuse(devices: Sequence[Any], name: str, what: str) -> None:
 
 
 def _question(job: Job, devices: Sequence[Any], budget: object) -> Question:
-    graph = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused).graph
+    program = unless_faulty(lambda: _told(job), told)
     where = placements(job.args, job.kwargs)
     same = {
         "the version of jaxtensile": package()[:12],
@@ -117,7 +118,7 @@ def _question(job: Job, devices: Sequence[Any], budget: object) -> Question:
         "the version of jaxlib": jaxlib_version(),
         **{f"${name}": _flags(os.environ.get(name, "")) for name in FLAGS},
         "the function": job.name,
-        "the traced program": f"one of {len(graph.ops)} operations ({fingerprint(graph)[:12]})",
+        "the traced program": program,
         "the device kind": job.device.name,
         "the devices": ", ".join(str(d.id) for d in devices),
         "where the arguments are": "; ".join(where),
@@ -132,6 +133,11 @@ def _question(job: Job, devices: Sequence[Any], budget: object) -> Question:
         "compiler_options": repr(sorted((name, repr(value)) for name, value in job.options.items())),
     }
     return Question(same, msgspec.msgpack.encode(job.budget))
+
+
+def _told(job: Job) -> str:
+    graph = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused).graph
+    return f"one of {len(graph.ops)} operations ({fingerprint(graph)[:12]})"
 
 
 def _flags(given: str) -> str:
@@ -185,9 +191,9 @@ class _Here:
         """What the answer leads to here, compiled, and the digest of its text and options."""
         fitted, job = self.made, self.job
         if fitted is None:
-            told = msgspec.msgpack.decode(answer, type=Answer)
-            job = replace(job, budget=told.budget, device=told.device)
-            fitted = pipeline.follow(job, told.entry, watch, baseline=self.baseline)
+            given = msgspec.msgpack.decode(answer, type=Answer)
+            job = replace(job, budget=given.budget, device=given.device)
+            fitted = pipeline.follow(job, given.entry, watch, baseline=self.baseline)
         text = fitted.jitted.lower(*job.args, **job.kwargs).as_text()
         options = sorted((name, repr(value)) for name, value in fitted.options.items())
         digest = hashlib.sha256(text.encode() + repr(options).encode()).hexdigest()

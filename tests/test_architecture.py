@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCABULARY = "units errors ir plan device"
-EDGE = (
-    f"{VOCABULARY} measured irtext workload hardware gpu_description target _compat trace loops rewrite compile passes"
-)
+VOCABULARY = "units errors hardware ir plan device"
+EDGE = f"{VOCABULARY} measured irtext workload gpu_description target _compat trace loops rewrite compile passes"
 MAY_IMPORT = {
     "units": "",
     "places": "",
@@ -25,9 +23,10 @@ MAY_IMPORT = {
     "cachefiles": "",
     "collecting": "",
     "hushed": "",
+    "faults": "errors",
     "ir": "units",
     "irtext": "units errors ir",
-    "device": "units errors",
+    "device": "units errors hardware",
     "plan": "units ir",
     "measured": "units device cachefiles",
     "gpu_description": "units device",
@@ -40,7 +39,7 @@ MAY_IMPORT = {
     "bodies": "_compat trace",
     "host_stacks": "ir plan passes",
     "rewrite": "units errors ir plan _compat host_stacks trace passes",
-    "target": "errors device gpu_description hardware",
+    "target": "errors device gpu_description hardware _compat",
     "compile": "units errors ir plan device target _compat",
     "timeline": "units",
     "report_text": "units plan places",
@@ -62,14 +61,14 @@ MAY_IMPORT = {
     "state": "units ir plan trace passes",
     "merge": "ir _compat trace",
     "undo": "ir merge trace",
-    "request": f"{VOCABULARY} _compat passes compile report",
+    "request": f"{VOCABULARY} faults _compat passes compile report",
     "nest": "_compat trace",
-    "variants": f"{EDGE} bodies chunk merge stretch nest sink join inward split state undo request _compat",
+    "variants": f"{EDGE} faults bodies chunk merge stretch nest sink join inward split state undo request _compat",
     "cheapest": f"{EDGE} variants",
     "candidates": f"{EDGE} bodies cheapest variants",
     "recipe": f"{EDGE} bodies stretch variants",
     "plan_cache": "ir measured cachefiles request recipe _compat",
-    "outcome": f"{EDGE} candidates undo request variants timeline report",
+    "outcome": f"{EDGE} faults candidates undo request variants timeline report",
     "attempts": f"{EDGE} request variants outcome",
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
@@ -79,14 +78,15 @@ MAY_IMPORT = {
     "keystore": "units errors _compat",
     "agreement": "units errors keystore",
     "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore
-    agreement attempts pipeline""",
+    faults agreement attempts pipeline""",
     "placement": f"{VOCABULARY} target _compat hosted",
     "location": "errors device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
-    "api": f"{EDGE} agreement processes plan_cache feedback hosted ladder request location placement report pipeline",
-    "filtered": "_compat api report",
+    "api": f"""{EDGE} agreement processes faults plan_cache feedback hosted ladder request location outcome placement
+    report""",
+    "filtered": "_compat api report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
-    "arbitration": "units errors location runtime",
+    "arbitration": "units errors hardware location runtime",
     "suspension": "units errors _compat target",
     "tenancy": "units errors arbitration ladder request runtime",
     "waiting": "units errors arbitration ladder tenancy runtime",
@@ -94,12 +94,12 @@ MAY_IMPORT = {
     "jobs": "units errors arbitration ladder request suspension tenancy stepping runtime",
     "process": f"{VOCABULARY} passes",
     "estimate_text": "units places report_text",
-    "estimation": f"""{VOCABULARY} workload _compat trace merge target measured compile location passes process
+    "estimation": f"""{VOCABULARY} faults workload _compat trace merge target measured compile location passes process
     estimate_text timeline""",
     "loading": "errors workload",
     "doctor": "units device measured hardware",
     "interrupts": "",
-    "estimate_table": "units errors api estimation loading workload",
+    "estimate_table": "units errors api estimation loading target workload",
     "serving": "units errors hardware runtime",
     "watching": "units errors serving runtime",
     "xla_memory": "units",
