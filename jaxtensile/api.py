@@ -444,8 +444,9 @@ class Planned(Transformed):
         if place is None and self._asked.target is not None:
             raise TargetError(
                 f"{name_of(self._fun)} names devices that are no {self._asked.target!r}, in a mesh in force, a "
-                "constraint or in_shardings=: with target= shardings come from the arguments, jax.ShapeDtypeStruct(shape, dtype, "
-                "sharding=NamedSharding(mesh, spec)); leave others out, or leave target= out to plan for this machine"
+                "constraint or in_shardings=: with target= shardings come from the arguments, as jax.ShapeDtypeStruct("
+                "shape, dtype, sharding=NamedSharding(mesh, spec)); leave others out, or leave target= out to plan for "
+                "this machine"
             )
         if place is None:
             traced.lower()
