@@ -180,7 +180,7 @@ def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
     program that is only looked at, unless a GPU is here. Nothing is done for other targets.
     """
     placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
-    devices = {d for s in placed if isinstance(s, Sharding) for d in s.device_set}
+    devices = {d for s in placed if isinstance(s, Sharding) and not _compat.is_abstract(s) for d in s.device_set}
     kinds = {d.device_kind for d in devices if d.platform == "gpu" and is_absent(d)}
     found = [gpu for name, gpu in FACTS.items() if name in targets or kinds.intersection(profile(name).kinds)]
     if not targets and not devices and jax.default_backend() != "gpu":
