@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jaxtensile.errors import (
+    AgreementError,
     BudgetError,
     ConfigError,
     CoordinatorError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgreementError",
     "BudgetError",
     "ConfigError",
     "CoordinatorError",

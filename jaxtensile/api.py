@@ -28,7 +28,8 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
-from jaxtensile import _compat, pipeline
+from jaxtensile import _compat, processes
+from jaxtensile.agreement import Agreed
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, InternalError, SolverError, TargetError
@@ -45,7 +46,7 @@ from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
-from jaxtensile.target import compiler_options, is_absent, resolve, tracing_for
+from jaxtensile.target import compiler_options, is_absent, resolve_all, tracing_for
 from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
 from jaxtensile.upperbound import AMPLE, all_values, recomputes
 from jaxtensile.workload import Transformed, name_of
@@ -100,8 +101,9 @@ def jit(
     Everything else goes to ``jax.jit``.
 
     Raises ``BudgetError`` (``.needs``, ``.has``, ``.culprits``) when no plan fits, at the call that
-    needs the plan, ``TargetError`` for a target that cannot be compiled for, and ``SolverError`` for an unknown
-    solver or one that cannot plan this program.
+    needs the plan, ``TargetError`` for a target that cannot be compiled for, ``SolverError`` for an unknown
+    solver or one that cannot plan this program, and ``AgreementError``, in all processes of a program, where they
+    cannot run one plan.
     """
     if config is not None:
         raise NotImplementedError(
@@ -231,6 +233,7 @@ class Planned(Transformed):
     __slots__ = (
         "__dict__",
         "__weakref__",
+        "_agreed",
         "_asked",
         "_compiler_options",
         "_dispatch",
@@ -252,6 +255,7 @@ class Planned(Transformed):
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
+        self._agreed: dict[str, Agreed] = {}
         self._placement = Placement(self._plain, active=asked.state_budget != 0)
         self._dispatch: Any = _compat.dispatcher(
             _same(self._placement.without_jit(fun)), options, _weakly(self._chosen)
@@ -295,7 +299,8 @@ class Planned(Transformed):
         """What was decided for these arguments and what XLA said; nothing is executed.
 
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
-        ``report.baseline`` is XLA's own number.
+        ``report.baseline`` is XLA's own number. Where the devices belong to several processes, all of them have to
+        call it (or ``lower``, ``trace``, or the function itself): they agree on one plan, or raise one error.
         """
         with self._tracing(args, kwargs):
             args, kwargs = self._seen(args, kwargs)
@@ -334,6 +339,7 @@ class Planned(Transformed):
                 entry.feedback.give_up()
             self._entries.clear()
             self._ladders.clear()
+            self._agreed.clear()
             self._plain.clear_cache()
             self._dispatch._clear_cache()
 
@@ -370,7 +376,8 @@ class Planned(Transformed):
     ) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The same for a call that was traced, with arguments as the user's function sees them."""
         place = location(traced, known, named, self._jit_options)
-        if place is None or (self._unasked and self._runs_as_it_is(traced, place)):
+        alone = place is not None and not processes.members_of(place.devices)  # the others might not say the same
+        if place is None or (alone and self._unasked and self._runs_as_it_is(traced, place)):
             return self._plain, args, kwargs, None  # where there is no place, its call raises JAX's own error
         if self._asked.target is not None and profile(self._asked.target) != profile_of(place.device):
             raise TargetError(
@@ -434,12 +441,19 @@ class Planned(Transformed):
                 "it a mesh of devices, or leave budget= out"
             )
         place = location(traced, args, kwargs, self._jit_options)
+        if place is None and self._asked.target is not None:
+            raise TargetError(
+                f"{name_of(self._fun)} names devices that are no {self._asked.target!r}, in a mesh in force, a "
+                "constraint or in_shardings=: with target= shardings come from the arguments, as jax.ShapeDtypeStruct("
+                "shape, dtype, sharding=NamedSharding(mesh, spec)); leave others out, or leave target= out to plan for "
+                "this machine"
+            )
         if place is None:
             traced.lower()
             raise TargetError(
                 f"the arguments of {name_of(self._fun)} are on devices that do not go together: place them"
             )
-        if self._asked.target is not None and place.device != resolve(self._asked.target):
+        if self._asked.target is not None and place.device not in resolve_all(self._asked.target, place.count):
             raise TargetError(
                 f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for "
                 f"{self._asked.target!r}: give it an array argument"
@@ -453,6 +467,7 @@ class Planned(Transformed):
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
         """The plans that a job's steps of one signature have, once for every program and place."""
+        processes.refuse(place.devices, name_of(self._fun), "job=")
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
             if place.key not in known:
@@ -473,10 +488,11 @@ class Planned(Transformed):
             entry = entries.get(place.key)
             if entry is None:
                 job = self._job(traced, place, args, kwargs)
-                feedback = Feedback(
-                    pipeline.fit(job, baseline=measure, plans=plan_cache()), job.device, self._dispatch._clear_cache
+                fitted = processes.fit(
+                    job, place.devices, budget=self._asked.budget, known=self._agreed, baseline=measure
                 )
-                measured = measure or not feedback.fitted.report.compiled.exact  # nothing can be measured of that
+                feedback = Feedback(fitted, job.device, self._dispatch._clear_cache)
+                measured = measure or not fitted.report.compiled.exact  # nothing can be measured of that
                 entry = entries[place.key] = _Entry(feedback, measured, place.device, watched=False)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)

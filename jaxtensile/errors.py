@@ -84,6 +84,13 @@ class VerifyError(JaxtensileError, RuntimeError):
     """The compiled program did not do what the plan promised."""
 
 
+class AgreementError(JaxtensileError, RuntimeError):
+    """The processes of one program cannot run one plan: they ask for different things, or one is missing or failed.
+
+    Every process that takes part raises it, with the same text, and none has run anything.
+    """
+
+
 class CoordinatorError(JaxtensileError, RuntimeError):
     """The coordinator refused, or could not be reached."""
 

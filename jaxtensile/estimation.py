@@ -182,17 +182,16 @@ def estimate_on(
     where = location(traced, args, {}, options)
     if where is None:
         raise TargetError(f"the arguments of {name} are on devices that do not go together: place them")
-    shards = 1 if targets else where.count
     with as_ours(f"estimating {name}", "jax.jit(...).lower(...).compile().memory_analysis() asks XLA"):
         program = program_of(traced, bool(options.get("keep_unused", False)))
         if not targets:
             devices = [best_known(profile_of(where.device), where.device.device_kind)]
-        first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=shards)
+        first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=where.count)
     out: list[Estimate] = []
     for device, target in zip(devices, targets or (None,), strict=True):
         found = first
         if device is not devices[0]:
-            needed = parts(first.use, program.graph, device, shards)  # all of it that depends on the device
+            needed = parts(first.use, program.graph, device, where.count)  # all of it that depends on the device
             found = replace(first, target=device.name, capacity=device.capacity, parts=needed)
         if exact:
             tell(f"compiling for {device.name} ...")

@@ -74,13 +74,17 @@ MAY_IMPORT = {
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
-    "pipeline": f"""{EDGE} collecting upperbound subject rounds smallest attempts candidates plan_cache recipe merge undo request
-    variants outcome timeline report""",
+    "pipeline": f"""{EDGE} collecting upperbound subject rounds smallest attempts candidates plan_cache recipe merge undo
+    request variants outcome timeline report""",
+    "keystore": "units errors _compat",
+    "agreement": "units errors keystore",
+    "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore
+    faults agreement attempts pipeline""",
     "placement": f"{VOCABULARY} target _compat hosted",
-    "location": "device target _compat",
+    "location": "errors device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
-    "api": f"""{EDGE} faults plan_cache feedback hosted ladder request location outcome placement report upperbound
-    pipeline""",
+    "api": f"""{EDGE} agreement processes faults plan_cache feedback hosted ladder request location outcome placement
+    report upperbound""",
     "filtered": "_compat api report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "arbitration": "units errors hardware location runtime",
@@ -108,8 +112,8 @@ MAY_IMPORT = {
 }
 MAY_USE_JAX = set(
     """_compat trace merge undo split numbered made_rows stretch chunk sink join inward nest loops hosted
-    host_stacks rewrite compile attempts target location placement feedback api filtered estimation calibration
-    arbitration suspension stepping""".split()
+    host_stacks rewrite compile attempts target location processes placement feedback api filtered estimation
+    calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
