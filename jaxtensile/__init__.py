@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxtensile.errors import (
     BudgetError,
     ConfigError,
+    ConfigWarning,
     CoordinatorError,
     JaxtensileError,
     SolverError,
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "ConfigError",
+    "ConfigWarning",
     "CoordinatorError",
     "DeviceProfile",
     "Estimate",

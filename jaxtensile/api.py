@@ -19,7 +19,6 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -28,26 +27,26 @@ import jax
 from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
-from jaxtensile.errors import BudgetError, SolverError, TargetError
+from jaxtensile.errors import SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import copies_come_back, stacks_come_back
+from jaxtensile.identity import identity_of, planned
 from jaxtensile.ladder import Ladder
-from jaxtensile.location import Location, as_for, location, profile_of
+from jaxtensile.location import Location, as_for, device_name, location, profile_of
 from jaxtensile.measured import best_known
+from jaxtensile.options import Asked, ConfigLike, Given, Unsaid, asked, budget_bytes, config_of, host_bytes, unsaid
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
-from jaxtensile.report import Report
+from jaxtensile.report import Report, Setting
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
 from jaxtensile.target import compiler_options, is_absent, resolve
-from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
+from jaxtensile.units import TIB, Bytes
 from jaxtensile.workload import name_of
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
 _SHARING = threading.Lock()
-_RESERVE = GIB
-"""Bytes of the device left to the process when no budget is given."""
 
 
 def jit(
@@ -59,19 +58,19 @@ def jit(
     target: str | None = None,
     job: Any = None,
     solver: str = "auto",
-    objective: str = "flops",
-    undo: bool = True,
-    offload_state: bool = False,
-    chunk: bool = False,
+    objective: str = unsaid("flops"),
+    undo: bool = unsaid(True),
+    offload_state: bool = unsaid(False),
+    chunk: bool = unsaid(False),
     verify: bool = True,
-    config: Any = None,
+    config: ConfigLike | None = None,
     **jax_jit_options: Any,
 ) -> Any:
     """``jax.jit(fun)`` whose compiled program fits ``budget`` device bytes.
 
     ``budget`` bounds argument + output + temp - alias bytes on one device as XLA allocates them:
-    an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for the device's capacity
-    less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
+    an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for what the config says, else the device's
+    capacity less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
     that it fits at the least cost in time; values stay the same within the dtype's rounding.
     ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs and TPUs; none by default).
     ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
@@ -91,29 +90,33 @@ def jit(
     ``out_shardings``.
     ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
     ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
+    ``config``: the path of a ``jaxtensile.toml`` or its tables as a dict; by default that of the job, else
+    ``$JAXTENSILE_CONFIG``, else the first one upward from the working directory. Its table ``[functions."train_step"]``
+    (or a pattern, or ``"train.py:train_step"``) gives ``budget``, ``host_budget``, ``objective``, ``undo``, ``chunk``
+    and ``offload_state`` where they are not given here, and ``[device]`` the bytes where no budget is. It is read when
+    the first call is planned, and again after ``clear_cache``.
     Everything else goes to ``jax.jit``.
 
     Raises ``BudgetError`` (``.needs``, ``.has``, ``.culprits``) when no plan fits, at the call that
     needs the plan, ``TargetError`` for a target that cannot be compiled for, and ``SolverError`` for an unknown
-    solver or one that cannot plan this program.
+    solver or one that cannot plan this program, and ``ConfigError`` for a config that cannot be meant.
     """
-    if config is not None:
-        raise NotImplementedError(
-            "jaxtensile.jit(config=...) is not available yet: leave it out; budget= and target= are"
-        )
     named(solver)
-    if objective not in WEIGHTS:
+    if not isinstance(objective, Unsaid) and objective not in WEIGHTS:
         raise ValueError(f"objective={objective!r} is not known: give one of {', '.join(map(repr, WEIGHTS))}")
     if target is not None and not isinstance(target, str):
         raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
-    placed = [name for name in ("in_shardings", "out_shardings") if offload_state and name in jax_jit_options]
-    if placed:
+    placed = [name for name in ("in_shardings", "out_shardings") if name in jax_jit_options]
+    if placed and offload_state:
         raise ValueError(
             f"offload_state=True places the arguments itself, {placed[0]}= is given too: leave one of them out"
         )
     # Bad values are an error where they are written; a percentage waits for its device.
-    _budget_bytes(budget, TIB if target is None else profile(target).capacity)
-    host = _host_bytes(host_budget)
+    if budget is not None:
+        budget_bytes(budget, TIB if target is None else profile(target).capacity)
+    if config is not None and not isinstance(config, str | os.PathLike):
+        config = config_of(config)
+    host = host_bytes(host_budget, TIB)
     if host and solver not in TO_THE_HOST:
         raise SolverError(
             f"solver={solver!r} plans by recomputation alone: leave host_budget={host_budget!r} out, "
@@ -132,55 +135,23 @@ def jit(
             offload_state=offload_state,
             verify=verify,
             job=job,
+            config=config,
             **jax_jit_options,
         )
     if job is not None and (target is not None or not hasattr(job, "step")):
         what = f"job={job!r}" if target is None else f"target={target!r}"
         raise TypeError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
-    state = (host if host_budget is not None else None) if offload_state else 0
-    return Planned(
-        fun,
-        budget,
-        host,
-        target,
-        jax_jit_options,
-        solver=solver,
+    given = Given(
+        budget=budget,
+        host_budget=host_budget,
         objective=objective,
         undo=undo,
         chunk=chunk,
-        state_budget=state,
-        job=job,
+        offload_state=offload_state,
+        recomputes_alone="" if solver in TO_THE_HOST else solver,
+        placed=next(iter(placed), ""),
     )
-
-
-def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
-    """The budget in bytes on a device of ``capacity`` bytes."""
-    if budget is None:
-        return max(capacity - _RESERVE, 0)
-    try:
-        size = parse_bytes(budget if isinstance(budget, bool | str | float) else index(budget), capacity=capacity)
-    except ValueError as error:
-        raise BudgetError(f"budget={budget!r}: {error}") from None
-    except TypeError:
-        raise BudgetError(f"budget={budget!r}: a size is bytes as an int, '12GiB', '12GB' or '80%'") from None
-    if size <= 0:
-        raise BudgetError(f"budget={budget!r} leaves no bytes at all: give at least the arguments' size", has=size)
-    return size
-
-
-def _host_bytes(host_budget: int | str | None) -> Bytes:
-    """Pinned host memory that a plan may use: none unless it is given."""
-    if host_budget is None or (isinstance(host_budget, int) and host_budget == 0):
-        return 0
-    try:
-        return _budget_bytes(host_budget, _host_memory())
-    except BudgetError as error:
-        raise BudgetError(f"host_{error}") from None
-
-
-def _host_memory() -> Bytes:
-    """Memory of this machine, of which a percentage is meant."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Planned(fun, given, target, jax_jit_options, solver=solver, job=job, config=config)
 
 
 @dataclass(slots=True)
@@ -207,42 +178,25 @@ class Planned:
     def __init__(
         self,
         fun: Callable[..., Any],
-        budget: int | str | None,
-        host_budget: Bytes,
+        given: Given,
         target: str | None,
         options: Mapping[str, Any],
         *,
         solver: str = "auto",
-        objective: str = "flops",
-        undo: bool = True,
-        chunk: bool = False,
-        state_budget: Bytes | None = 0,
         job: Any = None,
+        config: ConfigLike | None = None,
     ) -> None:
-        self._made_of = (
-            (budget, host_budget, target, options),
-            {
-                "solver": solver,
-                "objective": objective,
-                "undo": undo,
-                "chunk": chunk,
-                "state_budget": state_budget,
-                "job": job,
-            },
-        )
-        self._made_of_plain = (budget, host_budget, options, solver, objective, undo, chunk, state_budget)
+        self._made_of = (given, target, options), {"solver": solver, "job": job, "config": config}
         self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._budget, self._host_budget, self._target = budget, host_budget, target
-        self._solver, self._undo, self._chunk = solver, bool(undo), bool(chunk)
-        self._weight = WEIGHTS[objective]
-        self._state_budget = state_budget  # None: no bound
+        self._given, self._config, self._asked_for = given, config, None
+        self._target, self._solver = target, solver
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
-        self._placement = Placement(self._plain, active=state_budget != 0)
+        self._placement = Placement(self._plain, lambda: self._asked().offloads)
         self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
         self._job_of = job
@@ -263,7 +217,7 @@ class Planned:
         return type(self)(copy.deepcopy(self._fun, memo), *positional, **named)
 
     def __repr__(self) -> str:
-        return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._budget!r}>"
+        return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._given.budget!r}>"
 
     def plan(self, *args: Any, **kwargs: Any) -> Report:
         """What was decided for these arguments and what XLA said; nothing is executed.
@@ -295,6 +249,7 @@ class Planned:
                 entry.feedback.give_up()
             self._entries.clear()
             self._ladders.clear()
+            self._asked_for = None
             self._plain.clear_cache()
             self._dispatch._clear_cache()
 
@@ -302,6 +257,16 @@ class Planned:
         return self._dispatch._cache_size()
 
     # ---- from here on: once per signature ----
+
+    def _asked(self) -> Asked:
+        """What is asked for; the config is read where that was not done since the cache was cleared."""
+        with self._lock:
+            if self._asked_for is None:
+                given = self._config if self._config is not None or self._job_of is None else self._job_of.config
+                config, who = config_of(given), identity_of(self._fun)
+                planned(config, who)
+                self._asked_for = asked(self._given, config, who)
+            return self._asked_for
 
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
@@ -359,7 +324,7 @@ class Planned:
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
             if place.key not in known:
-                key = (id(traced.jaxpr), place.key, self._job_of.overhead, repr(self._made_of_plain))
+                key = (id(traced.jaxpr), place.key, self._job_of.overhead, *self._question(place))
                 with _SHARING:
                     found = _SHARED.get(key)
                     if found is None or found.request.jaxpr is not traced.jaxpr:
@@ -389,10 +354,9 @@ class Planned:
         return entry
 
     def _job(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Job:
-        # Compile-only devices too: a kind's rates are the same wherever it is.
-        known = profile_of(place.device), place.device.device_kind
-        device = best_known(*known) if self._target is None else best_known(profile(self._target))
-        device = dataclasses.replace(device, traffic_weight=self._weight)
+        device, wanted = self._device(place), self._asked()
+        budget, setting = self._budget(wanted, place, device)
+        device = dataclasses.replace(device, traffic_weight=WEIGHTS[wanted.objective])
         needed = compiler_options(self._target) if self._target is not None else {}
         captured = _compat.captured(traced)
         return Job(
@@ -401,21 +365,39 @@ class Planned:
             donated=_compat.donated_inputs(traced),
             args=args,
             kwargs=kwargs,
-            budget=_budget_bytes(self._budget, device.capacity),
+            budget=budget,
             device=device,
             shards=place.count,
             make=functools.partial(self._make, traced.out_tree, captured),
             options={**needed, **self._compiler_options},
-            host_budget=self._host_budget,
-            undo=self._undo,
-            chunk=self._chunk,
+            host_budget=wanted.host_budget,
+            undo=wanted.undo,
+            chunk=wanted.chunk,
             solver=self._solver,
             place=self._placement.job_place(place.device, args, kwargs),
-            state_budget=self._state_budget,
-            names=_compat.argument_names(traced) if self._state_budget != 0 else (),
+            state_budget=wanted.state_budget,
+            names=_compat.argument_names(traced) if wanted.offloads else (),
+            settings=(setting, *wanted.settings),
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
             stacks_come_back=functools.partial(_stacks_come_back, place.device, device),
         )
+
+    def _question(self, place: Location) -> tuple[Hashable, ...]:
+        """All that the plans of a program depend on beside it and its place."""
+        wanted = self._asked()
+        budget, _ = self._budget(wanted, place, self._device(place))
+        options = repr((self._made_of[0][-1], self._solver))
+        return options, budget, wanted.host_budget, wanted.state_budget, wanted.objective, wanted.undo, wanted.chunk
+
+    def _device(self, place: Location) -> DeviceProfile:
+        # Compile-only devices too: a kind's rates are the same wherever it is.
+        known = profile_of(place.device), place.device.device_kind
+        return best_known(*known) if self._target is None else best_known(profile(self._target))
+
+    def _budget(self, wanted: Asked, place: Location, device: DeviceProfile) -> tuple[Bytes, Setting]:
+        """Device bytes of a call; a job's are its lease, and this an upper bound of it."""
+        names = tuple(map(device_name, place.devices)) if self._target is None else (device.platform,)
+        return wanted.budget(names, device.capacity) if self._job_of is None else wanted.lease(names, device.capacity)
 
     # ---- making and measuring ----
 

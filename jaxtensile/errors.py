@@ -61,6 +61,10 @@ class ConfigError(JaxtensileError, ValueError):
     """A configuration file that says something impossible: file, key, value, what is allowed."""
 
 
+class ConfigWarning(UserWarning):
+    """A configuration file that says something of no use: a function's name that no function has."""
+
+
 class VerifyError(JaxtensileError, RuntimeError):
     """The compiled program did not do what the plan promised."""
 

@@ -22,10 +22,12 @@ from jaxtensile.compile import compile_program
 from jaxtensile.device import DeviceProfile, profile
 from jaxtensile.errors import TargetError
 from jaxtensile.estimate_text import as_dict, as_text
+from jaxtensile.identity import identity_of, planned
 from jaxtensile.ir import Graph, producers
-from jaxtensile.location import as_for, location, profile_of
+from jaxtensile.location import as_for, device_name, location, profile_of
 from jaxtensile.measured import best_known
 from jaxtensile.merge import merged
+from jaxtensile.options import Asked, ConfigLike, Given, asked, config_of
 from jaxtensile.passes.heap import heap
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.lodgers import without_lodgers
@@ -34,6 +36,7 @@ from jaxtensile.passes.reorder import as_scheduled
 from jaxtensile.passes.widened import widened
 from jaxtensile.plan import MemoryUse
 from jaxtensile.process import Part, parts, total
+from jaxtensile.report import Setting
 from jaxtensile.target import compiler_options
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
@@ -70,7 +73,8 @@ class Estimate:
     ``low``, ``high``: bounds of ``device`` that are believed in (equal where XLA said it); ``capacity``: of the target;
     ``parts``: what a process needs, each with how it was found, ``process`` their sum; ``held``: what is there at the
     peak, largest first (by the model in both modes); ``seconds``: wall time of each step; ``refusal``: why the target's
-    compiler gave no program.
+    compiler gave no program; ``budget``: device bytes that the config gives the function, None where it gives it none,
+    ``settings``: where that is from.
     """
 
     name: str
@@ -85,6 +89,9 @@ class Estimate:
     shards: int = 1
     notes: tuple[str, ...] = ()
     refusal: str = ""
+    budget: Bytes | None = None
+    settings: tuple[Setting, ...] = ()
+    asked: Asked = field(default=Asked(), repr=False)
     timeline: Timeline | None = field(default=None, repr=False)
 
     @property
@@ -128,10 +135,16 @@ class Estimate:
         return total(self.parts)
 
     def fits(self, target: str | None = None) -> bool:
-        """Whether the process fits a device: a name of ``jaxtensile.targets()``, this estimate's own without one."""
+        """Whether the process fits a device: a name of ``jaxtensile.targets()``, this estimate's own without one.
+
+        Where a config gives the function fewer bytes, it has to fit them too.
+        """
         if self.refusal:
             return False
-        return self.process <= (self.capacity if target is None else profile(target).capacity)
+        capacity, budget = self.capacity, self.budget
+        if target is not None:
+            capacity, budget, _ = _room(self.asked, profile(target))
+        return self.process <= capacity and (budget is None or self.device <= budget)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: every figure in bytes and seconds."""
@@ -142,19 +155,27 @@ class Estimate:
 
 
 def estimate(
-    fun: Callable[..., Any], /, *args: Any, target: str | None = None, exact: bool = False, **jax_jit_options: Any
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    target: str | None = None,
+    exact: bool = False,
+    config: ConfigLike | None = None,
+    **jax_jit_options: Any,
 ) -> Estimate:
     """Peak device bytes of ``fun(*args)`` before anything runs.
 
     ``fun``: any function, or a ``jax.jit`` result (whose own options then count); ``args``: arrays or
     ``jax.ShapeDtypeStruct``s; ``target``: a name of ``jaxtensile.targets()``, where the arguments are without one;
-    ``exact``: ask the target's own compiler (``False``: from the jaxpr alone); the rest are arguments of ``jax.jit``,
+    ``exact``: ask the target's own compiler (``False``: from the jaxpr alone); ``config``: a ``jaxtensile.toml`` or its
+    tables, by default the one that counts here, whose budget ``fits()`` heeds; the rest are arguments of ``jax.jit``,
     ``donate_argnums`` above all.
 
-    Raises ``TargetError`` for an unknown target, or one that cannot be compiled for with ``exact=True``.
+    Raises ``TargetError`` for an unknown target, or one that cannot be compiled for with ``exact=True``, and
+    ``ConfigError``.
     """
     targets = () if target is None else (target,)
-    return estimate_on(fun, args, jax_jit_options, targets=targets, exact=exact)[0]
+    return estimate_on(fun, args, jax_jit_options, targets=targets, exact=exact, config=config)[0]
 
 
 def estimate_on(
@@ -165,6 +186,7 @@ def estimate_on(
     targets: Sequence[str] = (),
     exact: bool = False,
     name: str = "",
+    config: ConfigLike | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Estimate, ...]:
     """One estimate per target, in their order, of a function that is traced once.
@@ -172,6 +194,7 @@ def estimate_on(
     Without targets one, for the device of the arguments. ``tell`` is told before each compile.
     """
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
+    wanted = asked_of(fun, config)
     started = time.perf_counter()
     plain = _jitted(fun, options)
     traced = plain.trace(*args)
@@ -184,6 +207,7 @@ def estimate_on(
     if not targets:
         devices = [best_known(profile_of(where.device), where.device.device_kind)]
     shards = 1 if targets else where.count
+    here = () if targets else tuple(map(device_name, where.devices))
     first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=shards)
     out: list[Estimate] = []
     for device, target in zip(devices, targets or (None,), strict=True):
@@ -194,8 +218,28 @@ def estimate_on(
         if exact:
             tell(f"compiling for {device.name} ...")
             found = _exactly(found, plain, args, program.graph, device, target)
-        out.append(found)
+        capacity, budget, setting = _room(wanted, device, here)
+        out.append(replace(found, capacity=capacity, budget=budget, settings=setting, asked=wanted))
     return tuple(out)
+
+
+def asked_of(fun: Callable[..., Any], config: ConfigLike | None) -> Asked:
+    """What the config says of a function. Raises ``ConfigError``."""
+    known, who = config_of(config), identity_of(fun)
+    planned(known, who)
+    return asked(Given(), known, who)
+
+
+def _room(
+    wanted: Asked, device: DeviceProfile, names: Sequence[str] = ()
+) -> tuple[Bytes, Bytes | None, tuple[Setting, ...]]:
+    """Bytes of a device, and those that a config leaves the function; ``names``: of the very devices, if known."""
+    names = names or (device.platform,)
+    capacity = wanted.capacity(names, device.capacity)
+    if not wanted.says_budget and wanted.limit(names, device.capacity) is None:
+        return capacity, None, ()
+    budget, setting = wanted.budget(names, device.capacity)
+    return capacity, budget, (setting,)
 
 
 def program_of(traced: Any, keep_unused: bool = False) -> Traced:
