@@ -112,8 +112,9 @@ def jit(
             f"offload_state=True places the arguments itself, {placed[0]}= is given too: leave one of them out"
         )
     # Bad values are an error where they are written; a percentage waits for its device.
+    capacity = TIB if target is None else profile(target).capacity
     if budget is not None:
-        budget_bytes(budget, TIB if target is None else profile(target).capacity)
+        budget_bytes(budget, capacity)
     if config is not None and not isinstance(config, str | os.PathLike):
         config = config_of(config)
     host = host_bytes(host_budget, TIB)

@@ -30,7 +30,7 @@ T = TypeVar("T")
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 RESERVE: Final = GIB
 """Bytes of the device left to the process where neither the code nor the config gives a budget."""
-CODE, DEFAULT = "code", "default"
+CODE, DEFAULT, JOB = "code", "default", "job"
 """Sources of settings that are in no file."""
 
 
@@ -138,7 +138,7 @@ class Asked:
         if self._from[0] == CODE:
             return self.budget(devices, capacity)
         size, _ = _default_budget(capacity)
-        return size, Setting("budget", format_bytes(size), "job")
+        return size, Setting("budget", f"up to {format_bytes(size)}", JOB)
 
 
 def asked(given: Given, config: Config, who: Identity) -> Asked:
