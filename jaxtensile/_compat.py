@@ -60,6 +60,14 @@ def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
     return frozenset(jitted._jit_info.static_argnums), frozenset(jitted._jit_info.static_argnames)
 
 
+def jit(fun: Callable[..., Any], **options: Any) -> Any:
+    """``jax.jit(fun, **options)`` whose methods are JAX's, also where ``fun`` has attributes of their names."""
+    made = jax.jit(fun, **options)
+    for name in [k for k in vars(made) if not k.startswith("_") and hasattr(type(made), k)]:
+        del vars(made)[name]
+    return made
+
+
 @contextmanager
 def equation_context(eqn: Any, stack: Any) -> Iterator[None]:
     """Bind as ``eqn`` was bound: its configuration, its source line, its name stack under ``stack``."""
@@ -164,7 +172,7 @@ def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choo
         outputs, _, *rest = jitted._cache_miss(*given, **named)
         return outputs, None, *rest
 
-    model: Any = jax.jit(fun, **options)
+    model = jit(fun, **options)
     try:
         state = model.__getstate__()
         if not (callable(state["cache_miss"]) and callable(model._cache_miss)):

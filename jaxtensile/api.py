@@ -17,8 +17,10 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from pickle import PicklingError
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -34,7 +36,17 @@ from jaxtensile.identity import identity_of, planned
 from jaxtensile.ladder import Ladder
 from jaxtensile.location import Location, as_for, device_name, location, profile_of
 from jaxtensile.measured import best_known
-from jaxtensile.options import Asked, ConfigLike, Given, Unsaid, asked, budget_bytes, config_of, host_bytes, unsaid
+from jaxtensile.options import (
+    Asked,
+    ConfigLike,
+    Resolved,
+    Unsaid,
+    budget_bytes,
+    config_of,
+    host_bytes,
+    resolved,
+    unsaid,
+)
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
@@ -142,17 +154,21 @@ def jit(
     if job is not None and (target is not None or not hasattr(job, "step")):
         what = f"job={job!r}" if target is None else f"target={target!r}"
         raise TypeError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
-    given = Given(
+    asked = Asked(
         budget=budget,
         host_budget=host_budget,
+        target=target,
+        solver=solver,
         objective=objective,
         undo=undo,
         chunk=chunk,
         offload_state=offload_state,
-        recomputes_alone="" if solver in TO_THE_HOST else solver,
-        placed=next(iter(placed), ""),
+        to_host=solver in TO_THE_HOST,
+        job=job,
+        config=config,
+        options=jax_jit_options,
     )
-    return Planned(fun, given, target, jax_jit_options, solver=solver, job=job, config=config)
+    return Planned(fun, asked)
 
 
 @dataclass(slots=True)
@@ -174,51 +190,68 @@ class _Entry:
 
 
 class Planned:
-    """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``."""
+    """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``.
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        given: Given,
-        target: str | None,
-        options: Mapping[str, Any],
-        *,
-        solver: str = "auto",
-        job: Any = None,
-        config: ConfigLike | None = None,
-    ) -> None:
-        self._made_of = (given, target, options), {"solver": solver, "job": job, "config": config}
-        self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
-        functools.update_wrapper(self, fun)
-        self._fun = fun
-        self._given, self._config, self._asked_for = given, config, None
-        self._target, self._solver = target, solver
+    Invariant: all of its state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and with it every
+    transform of JAX's, copies it into other functions, and what was copied into ``fun`` comes here.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_asked",
+        "_compiler_options",
+        "_dispatch",
+        "_entries",
+        "_found",
+        "_fun",
+        "_jit_options",
+        "_ladders",
+        "_lock",
+        "_placement",
+        "_plain",
+    )
+
+    def __init__(self, fun: Callable[..., Any], asked: Asked) -> None:
+        options = asked.options
+        self._plain = _compat.jit(fun, **options)  # first: it knows best what is wrong with them
+        _look_like(self, fun)
+        self._fun, self._asked = fun, asked
+        self._found: Resolved | None = None
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
-        self._placement = Placement(self._plain, lambda: self._asked().offloads)
+        self._placement = Placement(self._plain, lambda: self._resolved().offloads)
         self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
-        self._job_of = job
-        if job is not None:
-            job.users(self._dispatch._clear_cache)
+        if asked.job is not None:
+            asked.job.users(self._dispatch._clear_cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._job_of is None or _compat.under_trace() or _compat.jit_is_disabled():
+        job = self._asked.job
+        if job is None or _compat.under_trace() or _compat.jit_is_disabled():
             return self._dispatch(*args, **kwargs)
-        return self._job_of.step(self._dispatch, args, kwargs)
+        return job.step(self._dispatch, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Bound(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
         """Another one of the same function, as of a ``jax.jit`` result: plans and executables stay with this one."""
-        positional, named = self._made_of
-        return type(self)(copy.deepcopy(self._fun, memo), *positional, **named)
+        return type(self)(copy.deepcopy(self._fun, memo), self._asked)
+
+    def __reduce__(self) -> tuple[type[Planned], tuple[Any, Asked]]:
+        """The function and what was asked, for whatever can pickle the function: it is planned where it is loaded."""
+        if self._asked.job is not None:
+            raise PicklingError(
+                f"{self!r} is a step of {self._asked.job!r}, which is of this process alone: pickle the function, and "
+                "make it a step of a job where it is loaded"
+            )
+        return type(self), (self._fun, self._asked)
 
     def __repr__(self) -> str:
-        return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._given.budget!r}>"
+        return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._asked.budget!r}>"
 
     def plan(self, *args: Any, **kwargs: Any) -> Report:
         """What was decided for these arguments and what XLA said; nothing is executed.
@@ -250,7 +283,7 @@ class Planned:
                 entry.feedback.give_up()
             self._entries.clear()
             self._ladders.clear()
-            self._asked_for = None
+            self._found = None
             self._plain.clear_cache()
             self._dispatch._clear_cache()
 
@@ -259,15 +292,16 @@ class Planned:
 
     # ---- from here on: once per signature ----
 
-    def _asked(self) -> Asked:
+    def _resolved(self) -> Resolved:
         """What is asked for; the config is read where that was not done since the cache was cleared."""
         with self._lock:
-            if self._asked_for is None:
-                given = self._config if self._config is not None or self._job_of is None else self._job_of.config
-                config, who = config_of(given), identity_of(self._fun)
+            if self._found is None:
+                config, job = self._asked.config, self._asked.job
+                config = config_of(job.config if config is None and job is not None else config)
+                who = identity_of(self._fun)
                 planned(config, who)
-                self._asked_for = asked(self._given, config, who)
-            return self._asked_for
+                self._found = resolved(self._asked, config, who)
+            return self._found
 
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
@@ -278,13 +312,14 @@ class Planned:
         place = location(traced, known, named, self._jit_options)
         if place is None:
             return self._plain, args, kwargs, None  # its call raises JAX's own error
-        if self._target is not None and profile(self._target) != profile_of(place.device):
+        if self._asked.target is not None and profile(self._asked.target) != profile_of(place.device):
             raise TargetError(
-                f"target {self._target!r} is not here: the arguments of {name_of(self._fun)} are on {place.device}. "
-                "Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= out to run here"
+                f"target {self._asked.target!r} is not here: the arguments of {name_of(self._fun)} are on "
+                f"{place.device}. Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= "
+                "out to run here"
             )
-        if self._job_of is not None:
-            fitted = self._job_of.plan(self._ladder(traced, place, known, named), place.devices)
+        if self._asked.job is not None:
+            fitted = self._asked.job.plan(self._ladder(traced, place, known, named), place.devices)
             return fitted.jitted, *self._placement.moved(place.device, fitted.state, args, kwargs), None
         entry = self._entry(traced, place, known, named)
         fitted = entry.fitted
@@ -308,15 +343,15 @@ class Planned:
             raise TargetError(
                 f"the arguments of {name_of(self._fun)} are on devices that do not go together: place them"
             )
-        if self._target is not None and place.device != resolve(self._target):
+        if self._asked.target is not None and place.device != resolve(self._asked.target):
             raise TargetError(
-                f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for {self._target!r}: "
-                "give it an array argument"
+                f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for "
+                f"{self._asked.target!r}: give it an array argument"
             )
-        if self._job_of is None:
+        if self._asked.job is None:
             return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
         ladder = self._ladder(traced, place, args, kwargs)
-        budget = self._job_of.bytes_for(ladder) if self._job_of.budget else ladder.request.budget
+        budget = self._asked.job.bytes_for(ladder) if self._asked.job.budget else ladder.request.budget
         feedback = Feedback(ladder.fitted(budget), ladder.request.device, self._dispatch._clear_cache)
         return _Entry(feedback, True, place.device, watched=False), args, kwargs
 
@@ -325,12 +360,12 @@ class Planned:
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
             if place.key not in known:
-                key = (id(traced.jaxpr), place.key, self._job_of.overhead, *self._question(place))
+                key = (id(traced.jaxpr), place.key, self._asked.job.overhead, *self._question(place))
                 with _SHARING:
                     found = _SHARED.get(key)
                     if found is None or found.request.jaxpr is not traced.jaxpr:
                         abstract = self._placement.dynamic(lambda _, x, __: without_arrays(x), args, kwargs)
-                        found = Ladder(self._job(traced, place, *abstract), plan_cache(), most=self._job_of.overhead)
+                        found = Ladder(self._job(traced, place, *abstract), plan_cache(), most=self._asked.job.overhead)
                         _SHARED[key] = found
                 known[place.key] = found
             return known[place.key]
@@ -355,10 +390,10 @@ class Planned:
         return entry
 
     def _job(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Job:
-        device, wanted = self._device(place), self._asked()
+        device, wanted = self._device(place), self._resolved()
         budget, setting = self._budget(wanted, place, device)
         device = dataclasses.replace(device, traffic_weight=WEIGHTS[wanted.objective])
-        needed = compiler_options(self._target) if self._target is not None else {}
+        needed = compiler_options(self._asked.target) if self._asked.target is not None else {}
         captured = _compat.captured(traced)
         return Job(
             name=name_of(self._fun),
@@ -374,7 +409,7 @@ class Planned:
             host_budget=wanted.host_budget,
             undo=wanted.undo,
             chunk=wanted.chunk,
-            solver=self._solver,
+            solver=self._asked.solver,
             place=self._placement.job_place(place.device, args, kwargs),
             state_budget=wanted.state_budget,
             names=_compat.argument_names(traced) if wanted.offloads else (),
@@ -385,20 +420,20 @@ class Planned:
 
     def _question(self, place: Location) -> tuple[Hashable, ...]:
         """All that the plans of a program depend on beside it and its place."""
-        wanted = self._asked()
+        wanted = self._resolved()
         budget, _ = self._budget(wanted, place, self._device(place))
-        options = repr((self._made_of[0][-1], self._solver))
+        options = repr((self._asked.options, self._asked.solver))
         return options, budget, wanted.host_budget, wanted.state_budget, wanted.objective, wanted.undo, wanted.chunk
 
     def _device(self, place: Location) -> DeviceProfile:
         # Compile-only devices too: a kind's rates are the same wherever it is.
         known = profile_of(place.device), place.device.device_kind
-        return best_known(*known) if self._target is None else best_known(profile(self._target))
+        return best_known(*known) if self._asked.target is None else best_known(profile(self._asked.target))
 
-    def _budget(self, wanted: Asked, place: Location, device: DeviceProfile) -> tuple[Bytes, Setting]:
+    def _budget(self, wanted: Resolved, place: Location, device: DeviceProfile) -> tuple[Bytes, Setting]:
         """Device bytes of a call; a job's are its lease, and this an upper bound of it."""
-        names = tuple(map(device_name, place.devices)) if self._target is None else (device.platform,)
-        return wanted.budget(names, device.capacity) if self._job_of is None else wanted.lease(names, device.capacity)
+        names = tuple(map(device_name, place.devices)) if self._asked.target is None else (device.platform,)
+        return (wanted.budget if self._asked.job is None else wanted.lease)(names, device.capacity)
 
     # ---- making and measuring ----
 
@@ -415,7 +450,7 @@ class Planned:
             flat = [x for x in jax.tree.leaves((args, kwargs)) if _compat.is_tracer(x)]
             return jax.tree.unflatten(out_tree, evaluate([*captured, *flat]))
 
-        return jax.jit(run, **self._jit_options, compiler_options=dict(options) or None)
+        return _compat.jit(run, **self._jit_options, compiler_options=dict(options) or None)
 
     def _measure(self, entry: _Entry, args: Any, kwargs: Any) -> None:
         """Put XLA's number for the plain program into the report of a planned one."""
@@ -428,7 +463,7 @@ class Planned:
 
     def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments as the target's compiler wants them; untouched without ``target``."""
-        return (args, kwargs) if self._target is None else as_for(self._target, self._plain, args, kwargs)
+        return (args, kwargs) if self._asked.target is None else as_for(self._asked.target, self._plain, args, kwargs)
 
 
 class Bound:
@@ -438,6 +473,11 @@ class Bound:
 
     def __init__(self, planned: Planned, instance: Any) -> None:
         self.__func__, self.__self__ = planned, instance
+
+    @property
+    def __wrapped__(self) -> MethodType:
+        """The method as written: its signature is without the object, so that names of arguments find their places."""
+        return MethodType(self.__func__._fun, self.__self__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
@@ -465,6 +505,13 @@ def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
         return True
     straight = known.platform != "tpu" or copies_come_back(device)
     return straight and stacks_come_back(device, load_index=loads_index(known))
+
+
+def _look_like(planned: Planned, fun: Callable[..., Any]) -> None:
+    """Name, documentation, signature and attributes of ``fun``, but for those that would hide one of ``Planned``'s."""
+    own = {k: v for k, v in getattr(fun, "__dict__", {}).items() if not hasattr(Planned, k)}
+    vars(planned).update(own)  # before what a wrapper around another function may have copied from there
+    functools.update_wrapper(planned, fun, updated=())
 
 
 def _same(fun: Callable[..., Any]) -> Callable[..., Any]:

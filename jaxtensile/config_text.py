@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from jaxtensile.options import Given, asked, config_of
+from jaxtensile.options import Asked, config_of, resolved
 from jaxtensile.places import short_place
 from jaxtensile.runtime import config as configs
 from jaxtensile.runtime.config import Config
@@ -29,7 +29,7 @@ def told(config: Config) -> list[str]:
     wide = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     lines = [f"{key:<{wide[0]}}  {value:<{wide[1]}}  {place}" for key, value, place in rows]
     if config.functions:
-        others = ", ".join(f"{s.name} {s.value}" for s in asked(Given(), Config(), Identity(())).settings)
+        others = ", ".join(f"{s.name} {s.value}" for s in resolved(Asked(), Config(), Identity(())).settings)
         lines.append(f"by default: {others}; the budget is what [device] leaves")
     if config.jobs:
         lines.append(f"jobs: {', '.join(config.jobs)}")

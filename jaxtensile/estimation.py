@@ -27,7 +27,7 @@ from jaxtensile.ir import Graph, producers
 from jaxtensile.location import as_for, device_name, location, profile_of
 from jaxtensile.measured import best_known
 from jaxtensile.merge import merged
-from jaxtensile.options import Asked, ConfigLike, Given, asked, config_of
+from jaxtensile.options import Asked, ConfigLike, Resolved, config_of, resolved
 from jaxtensile.passes.heap import heap
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.lodgers import without_lodgers
@@ -91,7 +91,7 @@ class Estimate:
     refusal: str = ""
     budget: Bytes | None = None
     settings: tuple[Setting, ...] = ()
-    asked: Asked = field(default=Asked(), repr=False)
+    resolved: Resolved = field(default=Resolved(), repr=False)
     timeline: Timeline | None = field(default=None, repr=False)
 
     @property
@@ -143,7 +143,7 @@ class Estimate:
             return False
         capacity, budget = self.capacity, self.budget
         if target is not None:
-            capacity, budget, _ = _room(self.asked, profile(target))
+            capacity, budget, _ = _room(self.resolved, profile(target))
         return self.process <= capacity and (budget is None or self.device <= budget)
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def estimate_on(
     Without targets one, for the device of the arguments. ``tell`` is told before each compile.
     """
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
-    wanted = asked_of(fun, config)
+    wanted = _wanted(fun, config)
     started = time.perf_counter()
     plain = _jitted(fun, options)
     traced = plain.trace(*args)
@@ -219,19 +219,19 @@ def estimate_on(
             tell(f"compiling for {device.name} ...")
             found = _exactly(found, plain, args, program.graph, device, target)
         capacity, budget, setting = _room(wanted, device, here)
-        out.append(replace(found, capacity=capacity, budget=budget, settings=setting, asked=wanted))
+        out.append(replace(found, capacity=capacity, budget=budget, settings=setting, resolved=wanted))
     return tuple(out)
 
 
-def asked_of(fun: Callable[..., Any], config: ConfigLike | None) -> Asked:
+def _wanted(fun: Callable[..., Any], config: ConfigLike | None) -> Resolved:
     """What the config says of a function. Raises ``ConfigError``."""
     known, who = config_of(config), identity_of(fun)
     planned(known, who)
-    return asked(Given(), known, who)
+    return resolved(Asked(), known, who)
 
 
 def _room(
-    wanted: Asked, device: DeviceProfile, names: Sequence[str] = ()
+    wanted: Resolved, device: DeviceProfile, names: Sequence[str] = ()
 ) -> tuple[Bytes, Bytes | None, tuple[Setting, ...]]:
     """Bytes of a device, and those that a config leaves the function; ``names``: of the very devices, if known."""
     names = names or (device.platform,)

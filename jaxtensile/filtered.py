@@ -208,6 +208,8 @@ def _without_donation_warnings() -> Any:
 class Filtered:
     """The result of ``jaxtensile.filter_jit``: callable, and a tree of the arrays of its function."""
 
+    __slots__ = ("__dict__", "__weakref__", "_core")  # wrappers copy __dict__
+
     def __init__(self, fun: Callable[..., Any], core: _Core) -> None:
         self.__wrapped__, self._core = fun, core
         update_wrapper(self, fun, updated=())
@@ -290,6 +292,8 @@ class _Compiled(_Stage):
 @jax.tree_util.register_pytree_node_class
 class FilteredMethod:
     """A filtered method of one object: the object is the first argument of everything."""
+
+    __slots__ = ("__dict__", "__func__", "__self__", "__weakref__")  # wrappers copy __dict__
 
     def __init__(self, filtered: Filtered, instance: Any) -> None:
         self.__func__, self.__self__ = filtered, instance

@@ -27,6 +27,8 @@ from jaxtensile.runtime.tables import dotted
 from jaxtensile.units import GIB, Bytes, format_bytes, parse_bytes
 
 T = TypeVar("T")
+_Said = Mapping[str, tuple[Any, str]]
+"""What a config says of a function: by key the value, and the table that it is from."""
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 RESERVE: Final = GIB
 """Bytes of the device left to the process where neither the code nor the config gives a budget."""
@@ -55,11 +57,10 @@ def unsaid(value: T) -> T:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """What the code says; None, or ``Unsaid``, where it says nothing.
+class Asked:
+    """What the code asks of ``jaxtensile.jit``; None, or ``Unsaid``, where it says nothing.
 
-    ``solver`` and ``placed``, the first of ``in_shardings`` and ``out_shardings`` that is given, are for what cannot go
-    together.
+    ``to_host``: whether its solver may use host memory; ``options``: those of ``jax.jit``.
     """
 
     budget: int | str | None = None
@@ -68,12 +69,21 @@ class Given:
     undo: bool = unsaid(True)
     chunk: bool = unsaid(False)
     offload_state: bool = unsaid(False)
-    recomputes_alone: str = ""
-    placed: str = ""
+    target: str | None = None
+    solver: str = "auto"
+    to_host: bool = True
+    job: Any = None
+    config: ConfigLike | None = None
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def placed(self) -> str:
+        """An option of ``jax.jit`` that places arguments or results; empty where none is given."""
+        return next((name for name in ("in_shardings", "out_shardings") if name in self.options), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Resolved:
     """What counts for one function. ``state_budget``: bytes of arguments that may wait on the host between calls, None
     without a bound; ``settings``: all options but the budget, which waits for its device."""
 
@@ -135,78 +145,78 @@ class Asked:
 
     def lease(self, devices: Sequence[str], capacity: Bytes) -> tuple[Bytes, Setting]:
         """What a job's plans need at most: the budget of the code, else all that its coordinator might grant."""
-        if self._from[0] == CODE:
+        if self._budget is not None and self._from[0] == CODE:
             return self.budget(devices, capacity)
         size, _ = _default_budget(capacity)
         return size, Setting("budget", f"up to {format_bytes(size)}", JOB)
 
 
-def asked(given: Given, config: Config, who: Identity) -> Asked:
+def resolved(asked: Asked, config: Config, who: Identity) -> Resolved:
     """The options of one function. Raises ``ConfigError`` where those of the code and of the config do not go together,
     and ``BudgetError`` for a size in the code that cannot be read."""
     said = said_of(config.functions, who)
-    settings: dict[str, Setting] = {}
-    values: dict[str, Any] = {}
-    for name in ("objective", "undo", "chunk", "offload_state"):
-        value = getattr(given, name)
-        place = (CODE, "")
-        if isinstance(value, Unsaid):
-            value, *place = (said[name][0], *_place(config, said, name)) if name in said else (value.value, DEFAULT, "")
-        values[name] = value
-        settings[name] = Setting(name, str(value), *place)
-    host, settings["host_budget"] = _host(given, config, said)
-    budget = given.budget
-    whence = (CODE, "") if budget is not None else (DEFAULT, "")
+    chosen = {name: _chosen(name, asked, config, said) for name in ("objective", "undo", "chunk", "offload_state")}
+    values, settings = ({name: both[k] for name, both in chosen.items()} for k in (0, 1))
+    host, host_setting = _host(asked, config, said)
+    offload, why = bool(values["offload_state"]), settings["offload_state"]
+    if offload and asked.placed and why.source != CODE:
+        raise _cannot(said, why, f"{asked.placed}= is given in the code, and both place arguments", "false")
+    state = _host_said(config) if host_setting.source == DEFAULT else host
+    budget, whence = asked.budget, (CODE, "")
     if budget is None and "budget" in said:
         budget, whence = said["budget"][0], _place(config, said, "budget")
-    offload = bool(values["offload_state"])
-    if offload and given.placed and settings["offload_state"].source != CODE:
-        raise _cannot(
-            said, settings["offload_state"], f"{given.placed}= is given in the code, and both place arguments", "false"
-        )
-    bounded = settings["host_budget"].source != DEFAULT
-    state = (host if bounded else _host_said(config)) if offload else 0
-    return Asked(
+    return Resolved(
         objective=values["objective"],
         undo=bool(values["undo"]),
         chunk=bool(values["chunk"]),
         host_budget=host,
-        state_budget=state,
-        settings=tuple(settings.values()),
+        state_budget=state if offload else 0,
+        settings=(*settings.values(), host_setting),
         config=config,
         _budget=budget,
         _from=whence,
     )
 
 
-def _host(given: Given, config: Config, said: Mapping[str, tuple[Any, str]]) -> tuple[Bytes, Setting]:
-    """Pinned host memory that plans may use: none unless it is given."""
-    whole = config.capacities({}, physical_memory())[HOST].capacity
-    name = "host_budget"
-    if given.host_budget is not None:
-        size = host_bytes(given.host_budget, whole)
+def _chosen(name: str, asked: Asked, config: Config, said: _Said) -> tuple[Any, Setting]:
+    """An option that is no size: its value, and who says so."""
+    value, place = getattr(asked, name), (CODE, "")
+    if isinstance(value, Unsaid):
+        value, place = (said[name][0], _place(config, said, name)) if name in said else (value.value, (DEFAULT, ""))
+    return value, Setting(name, str(value), *place)
+
+
+def _host(asked: Asked, config: Config, said: _Said) -> tuple[Bytes, Setting]:
+    """Pinned host memory that plans may use: none unless somebody gives it."""
+    name, whole = "host_budget", _host_of(config)
+    if asked.host_budget is not None:
+        size = host_bytes(asked.host_budget, whole)
         return size, Setting(name, format_bytes(size), CODE)
     if name not in said:
         return 0, Setting(name, format_bytes(0), DEFAULT)
     size = parse_bytes(said[name][0], capacity=whole)
     setting = Setting(name, format_bytes(size), *_place(config, said, name))
-    if size and given.recomputes_alone:
-        raise _cannot(said, setting, f"solver={given.recomputes_alone!r} of the code plans by recomputation alone", "0")
+    if size and not asked.to_host:
+        raise _cannot(said, setting, f"solver={asked.solver!r} of the code plans by recomputation alone", "0")
     return size, setting
 
 
+def _host_of(config: Config) -> Bytes:
+    return config.capacities({}, physical_memory())[HOST].capacity
+
+
 def _host_said(config: Config) -> Bytes | None:
-    said = any(table.host is not None for table in config.devices.values())
-    return config.capacities({}, physical_memory())[HOST].capacity if said else None
+    """The ``host`` of ``[device]``; None where it has none."""
+    return _host_of(config) if any(table.host is not None for table in config.devices.values()) else None
 
 
-def _place(config: Config, said: Mapping[str, tuple[Any, str]], name: str) -> tuple[str, str]:
+def _place(config: Config, said: _Said, name: str) -> tuple[str, str]:
     """File and line, and the table."""
     path = ("functions", said[name][1])
     return config.places.get((*path, name), config.file), dotted(path)
 
 
-def _cannot(said: Mapping[str, tuple[Any, str]], setting: Setting, why: str, instead: str) -> ConfigError:
+def _cannot(said: _Said, setting: Setting, why: str, instead: str) -> ConfigError:
     where = f"{setting.source}: {setting.table}.{setting.name} = {said[setting.name][0]!r}"
     return ConfigError(f"{where}: {why}: leave one of them out, or write {setting.name} = {instead} for this function")
 

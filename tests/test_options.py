@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import jaxtensile
 from jaxtensile.errors import BudgetError, ConfigError
 from jaxtensile.hardware import physical_memory
-from jaxtensile.options import RESERVE, Given, Unsaid, asked, config_of
+from jaxtensile.options import RESERVE, Asked, Unsaid, config_of, resolved
 from jaxtensile.runtime.config import Config, from_tables, parse
 from jaxtensile.runtime.functions import KEYS, Identity
 from jaxtensile.units import GIB, MIB
@@ -61,7 +61,7 @@ def sources(found):
 @given(st.sets(st.sampled_from(KEYS)), st.sets(st.sampled_from(KEYS)))
 def test_the_code_wins_over_the_file_and_the_file_over_the_default(in_code, in_file):
     known = config(**{key: SAID[key] for key in in_file})
-    found = asked(Given(**{key: CODE[key] for key in in_code}), known, STEP)
+    found = resolved(Asked(**{key: CODE[key] for key in in_code}), known, STEP)
     values, where = outcome(found), sources(found)
     sizes = {"budget": 5 * GIB, "host_budget": 2 * GIB}
     for key in KEYS:
@@ -75,8 +75,8 @@ def test_the_code_wins_over_the_file_and_the_file_over_the_default(in_code, in_f
 
 def test_a_default_can_be_told_from_the_same_value_in_the_code():
     known = config(chunk=True, undo=False, objective="time")
-    assert asked(Given(), known, STEP).chunk
-    assert not asked(Given(chunk=False), known, STEP).chunk
+    assert resolved(Asked(), known, STEP).chunk
+    assert not resolved(Asked(chunk=False), known, STEP).chunk
     parameters = inspect.signature(jaxtensile.jit).parameters
     shown = {name: repr(p.default) for name, p in parameters.items() if name in KEYS}
     defaults = {"objective": "'flops'", "undo": "True", "chunk": "False", "offload_state": "False"}
@@ -111,48 +111,52 @@ def test_a_default_can_be_told_from_the_same_value_in_the_code():
     ],
 )
 def test_the_device_bounds_what_no_budget_was_given_for(device, name, bytes_, table):
-    size, setting = asked(Given(), config(device), STEP).budget([name], 80 * GIB)
+    size, setting = resolved(Asked(), config(device), STEP).budget([name], 80 * GIB)
     assert (size, setting.table, setting.source) == (bytes_, table, "config" if table else "default")
 
 
 def test_of_several_devices_the_smallest_counts():
     known = config({"cuda:0": {"capacity": "40GiB"}, "cuda:1": {"capacity": "30GiB"}})
-    found = asked(Given(budget="50%"), known, STEP)
-    assert asked(Given(), known, STEP).budget(["cuda:0", "cuda:1", "cuda:2"], 80 * GIB)[0] == 30 * GIB
+    found = resolved(Asked(budget="50%"), known, STEP)
+    assert resolved(Asked(), known, STEP).budget(["cuda:0", "cuda:1", "cuda:2"], 80 * GIB)[0] == 30 * GIB
     assert found.budget(["cuda:0", "cuda:1", "cuda:2"], 80 * GIB)[0] == 15 * GIB
 
 
 def test_percentages_are_of_the_configured_capacity():
     half = {"capacity": "40GiB"}
-    assert asked(Given(budget="50%"), config(half), STEP).budget(["cpu:0"], 80 * GIB)[0] == 20 * GIB
-    assert asked(Given(), config(half, budget="50%"), STEP).budget(["cpu:0"], 80 * GIB)[0] == 20 * GIB
-    assert asked(Given(), config(budget="50%"), STEP).budget(["cpu:0"], 80 * GIB)[0] == 40 * GIB
+    assert resolved(Asked(budget="50%"), config(half), STEP).budget(["cpu:0"], 80 * GIB)[0] == 20 * GIB
+    assert resolved(Asked(), config(half, budget="50%"), STEP).budget(["cpu:0"], 80 * GIB)[0] == 20 * GIB
+    assert resolved(Asked(), config(budget="50%"), STEP).budget(["cpu:0"], 80 * GIB)[0] == 40 * GIB
     host = {"host": GIB}
-    assert asked(Given(host_budget="50%"), config(host), STEP).host_budget == GIB // 2
-    assert asked(Given(), config(host, host_budget="50%"), STEP).host_budget == GIB // 2
-    assert asked(Given(), config(host_budget="50%"), STEP).host_budget == physical_memory() // 2
+    assert resolved(Asked(host_budget="50%"), config(host), STEP).host_budget == GIB // 2
+    assert resolved(Asked(), config(host, host_budget="50%"), STEP).host_budget == GIB // 2
+    assert resolved(Asked(), config(host_budget="50%"), STEP).host_budget == physical_memory() // 2
 
 
 def test_code_may_say_more_than_the_device_table():
-    assert asked(Given(budget="70GiB"), config({"capacity": "40GiB"}), STEP).budget(["cuda:0"], 80 * GIB)[0] == 70 * GIB
+    assert (
+        resolved(Asked(budget="70GiB"), config({"capacity": "40GiB"}), STEP).budget(["cuda:0"], 80 * GIB)[0] == 70 * GIB
+    )
 
 
 def test_state_waits_in_the_host_budget_else_in_what_the_config_has_of_the_host():
     state = {"offload_state": True}
-    assert asked(Given(), config(**state), STEP).state_budget is None
-    assert asked(Given(), config({"host": GIB}, **state), STEP).state_budget == GIB
-    assert asked(Given(), config({"host": GIB}, host_budget=MIB, **state), STEP).state_budget == MIB
-    assert asked(Given(host_budget=0), config({"host": GIB}, **state), STEP).state_budget == 0
-    assert asked(Given(host_budget=MIB, offload_state=True), config(), STEP).state_budget == MIB
-    assert asked(Given(), config({"host": GIB}), STEP).state_budget == 0
+    assert resolved(Asked(), config(**state), STEP).state_budget is None
+    assert resolved(Asked(), config({"host": GIB}, **state), STEP).state_budget == GIB
+    assert resolved(Asked(), config({"host": GIB}, host_budget=MIB, **state), STEP).state_budget == MIB
+    assert resolved(Asked(host_budget=0), config({"host": GIB}, **state), STEP).state_budget == 0
+    assert resolved(Asked(host_budget=MIB, offload_state=True), config(), STEP).state_budget == MIB
+    assert resolved(Asked(), config({"host": GIB}), STEP).state_budget == 0
 
 
 def test_a_job_has_its_lease_and_the_other_options():
     known = config({"capacity": "40GiB"}, budget="1GiB", chunk=True)
-    found = asked(Given(), known, STEP)
+    found = resolved(Asked(), known, STEP)
     size, setting = found.lease(["cuda:0"], 80 * GIB)
     assert (size, setting.source, found.chunk) == (80 * GIB - RESERVE, "job", True)
-    assert asked(Given(budget=GIB), known, STEP).lease(["cuda:0"], 80 * GIB)[0] == GIB
+    assert resolved(Asked(budget=GIB), known, STEP).lease(["cuda:0"], 80 * GIB)[0] == GIB
+    device = resolved(Asked(), config({"capacity": "40GiB"}), STEP).lease(["cuda:0"], 80 * GIB)
+    assert (device[0], device[1].source) == (80 * GIB - RESERVE, "job")
 
 
 # ---- what cannot be -------------------------------------------------------------------------------
@@ -177,7 +181,7 @@ def refused(call):
 
 def test_a_budget_of_the_file_above_what_it_leaves_of_this_device():
     known = parse('[device.cuda]\ncapacity = "8GiB"\n[functions.step]\nbudget = "9GiB"', "there.toml")
-    found = asked(Given(), known, STEP)
+    found = resolved(Asked(), known, STEP)
     assert found.budget(["cpu:0"], 80 * GIB)[0] == 9 * GIB
     said = refused(lambda: found.budget(["cuda:0"], 80 * GIB))
     assert said == (
@@ -188,27 +192,27 @@ def test_a_budget_of_the_file_above_what_it_leaves_of_this_device():
 def test_a_reserve_that_leaves_nothing_of_this_device():
     known = parse('[device]\nreserve = "8GiB"', "there.toml")
     assert "leaves nothing of the 8.00GiB of cpu:0" in refused(
-        lambda: asked(Given(), known, STEP).budget(["cpu:0"], 8 * GIB)
+        lambda: resolved(Asked(), known, STEP).budget(["cpu:0"], 8 * GIB)
     )
 
 
 def test_options_of_the_file_that_do_not_go_together_with_the_code():
     known = parse(FILE.replace("BUDGET", "2GiB"), "there.toml")
-    said = refused(lambda: asked(Given(recomputes_alone="chain"), known, STEP))
+    said = refused(lambda: resolved(Asked(solver="chain", to_host=False), known, STEP))
     assert said.startswith("there.toml:7: functions.step.host_budget = '1GiB': solver='chain' of the code")
-    said = refused(lambda: asked(Given(placed="in_shardings"), known, STEP))
+    said = refused(lambda: resolved(Asked(options={"in_shardings": None}), known, STEP))
     assert said.startswith("there.toml:8: functions.step.offload_state = True: in_shardings= is given in the code")
-    assert asked(Given(placed="in_shardings", offload_state=False), known, STEP).state_budget == 0
-    assert asked(Given(recomputes_alone="chain", host_budget=0), known, STEP).host_budget == 0
+    assert resolved(Asked(options={"in_shardings": None}, offload_state=False), known, STEP).state_budget == 0
+    assert resolved(Asked(solver="chain", to_host=False, host_budget=0), known, STEP).host_budget == 0
 
 
 @pytest.mark.parametrize("size", ["1XB", -1, True, 0, float("nan"), object()])
 def test_a_size_of_the_code_that_cannot_be(size):
     with pytest.raises(BudgetError, match=r"^budget="):
-        asked(Given(budget=size), Config(), STEP).budget(["cpu:0"], GIB)
+        resolved(Asked(budget=size), Config(), STEP).budget(["cpu:0"], GIB)
     if size != 0 or isinstance(size, bool):
         with pytest.raises(BudgetError, match=r"^host_budget="):
-            asked(Given(host_budget=size), Config(), STEP)
+            resolved(Asked(host_budget=size), Config(), STEP)
 
 
 # ---- which file -----------------------------------------------------------------------------------
