@@ -75,15 +75,15 @@ def _layers(fun: Any) -> Iterator[Any]:
 
 
 def _names(layer: Any) -> Iterator[str]:
+    """``step``, ``Trainer.step``, ``train.Trainer.step``, ...: its own name first."""
     name, long = getattr(layer, "__name__", None), getattr(layer, "__qualname__", None)
     if not isinstance(name, str) or name == "__call__":
         return
     yield name
-    long = long.replace("<locals>.", "") if isinstance(long, str) else name
-    yield long
     module = getattr(layer, "__module__", None)
-    if isinstance(module, str):
-        yield f"{module}.{long}"
+    parts = [part for part in (module, long) if isinstance(part, str)]
+    parts = ".".join(parts).replace("<locals>.", "").split(".")
+    yield from (".".join(parts[k:]) for k in reversed(range(len(parts))))
 
 
 # ---- names that nothing has -----------------------------------------------------------------------

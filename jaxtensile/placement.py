@@ -124,11 +124,9 @@ class Placement:
 
     def _donated(self, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with every donated leaf in host memory changed; the very same without such."""
-        if not self._active:
-            return args, kwargs
         numbers, names = _compat.donated_arguments(self._plain)
         inside = [x for i, x in enumerate(args) if i in numbers], {k: x for k, x in kwargs.items() if k in names}
-        if not any(map(_compat.in_host_memory, jax.tree.leaves(inside))):
+        if not any(map(_compat.in_host_memory, jax.tree.leaves(inside))) or not self._active:
             return args, kwargs
 
         def changed(x: Any) -> Any:

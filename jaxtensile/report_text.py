@@ -147,7 +147,8 @@ def told_settings(settings: Iterable[Setting]) -> list[str]:
         return []
     who = {"code": "given in the code", "job": "by the job's lease", "default": "by default"}
     others = {told: [f"{s.name} {s.value}" for s in all_ if s.source == source] for source, told in who.items()}
-    return [*lines, "; ".join(f"{', '.join(which)} {told}" for told, which in others.items() if which)]
+    rest = "; ".join(f"{', '.join(which)} {told}" for told, which in others.items() if which)
+    return [*lines, rest] if rest else lines
 
 
 def as_text(report: Report) -> str:

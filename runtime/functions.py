@@ -1,8 +1,8 @@
 """Which tables of ``[functions]`` hold for a function, and which one of them for each key?
 
-A table's name is that of a function: as it was defined (``train_step``), with its class (``Trainer.step``), or with its
-module as well (``project.train.Trainer.step``). It may have the wildcards ``*``, ``?`` and ``[abc]``, and a file in
-front of it (``train.py:step``, ``project/*.py:step``; the last parts of the path are enough).
+A table's name is that of a function, with its class and module or without (``step``, ``Trainer.step``,
+``project.train.Trainer.step``). It may have the wildcards ``*``, ``?`` and ``[abc]``, and a file in front of it
+(``train.py:step``, ``project/*.py:step``; the last parts of the path are enough).
 
 Where several hold, each key is taken from the nearest that has it. A name without wildcards is nearer than one with;
 then one with a file than one without; then the longer; of equal ones the first.
