@@ -142,7 +142,7 @@ def telling(workload: Workload) -> Iterator[None]:
         raise
     except Exception as error:
         try:
-            jit(workload.fun, **workload.jit_options).trace(*workload.args)
+            jit(workload.fun, config={}, **workload.jit_options).trace(*workload.args)
         except Exception as own:
             name = workload.name or name_of(workload.fun)
             raise WorkloadError(f"{name} cannot be traced: {described(own)}") from error
