@@ -19,7 +19,7 @@ from jaxtensile.errors import (
     TargetError,
     VerifyError,
 )
-from jaxtensile.hardware import spare_cuda_plugin_check
+from jaxtensile.hardware import quiet_plugins
 
 if TYPE_CHECKING:
     from jaxtensile.api import jit
@@ -83,5 +83,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-# JAX reads the variable at its first use, which may be before anything of ours runs.
-spare_cuda_plugin_check()
+# JAX's plugins read variables at its first use, which may be before anything of ours runs.
+quiet_plugins()

@@ -5,17 +5,23 @@ Invariant: nothing else in the project imports ``jax._src``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache, wraps
 from typing import Any
 
 import jax
 import numpy as np
+from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dtypes as _dtypes
+from jax._src import hijax as _hijax
 from jax._src import source_info_util as _source
 from jax._src.array import ArrayImpl as _ArrayImpl
+from jax._src.cudnn import fused_attention_stablehlo as _attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import windowed_reductions as _windows
 
@@ -30,6 +36,18 @@ EMPTY_STACK = _source.NameStack()
 def open_jaxpr(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     """``(jaxpr, consts)`` of a ClosedJaxpr (0.10) or of the Jaxpr that replaced it (0.11+)."""
     return closed.jaxpr, tuple(closed.consts)
+
+
+def lowered(closed: Any) -> Any:
+    """The program in the primitives that are compiled: high-level ones (``jax.experimental.hijax``) expanded by JAX's
+    own rules, in loops and branches too.
+
+    The same program where there are none, and where an argument or a result has a type of its own.
+    """
+    jaxpr, _ = open_jaxpr(closed)
+    if not getattr(jaxpr, "is_high", False) or any(v.aval.is_high for v in (*jaxpr.invars, *jaxpr.outvars)):
+        return closed
+    return _partial_eval.lower_jaxpr2(closed)
 
 
 def without_dead_code(closed: Any) -> Any:
@@ -93,12 +111,78 @@ def source_line(eqn: Any) -> str:
     return text if text and text != "<unknown>" else f"<{eqn.primitive.name}>"
 
 
+_CHECKPOINTS = _ad_checkpoint.__file__
+_HIGH_LEVEL = _hijax.__file__
+_JAX = os.path.dirname(_CHECKPOINTS) + os.sep
+_AGAIN = "rematted_computation"
+
+
+def is_checkpoint_barrier(eqn: Any) -> bool:
+    """Whether ``jax.checkpoint`` bound this ``optimization_barrier``; False where nobody knows.
+
+    An equation has the stack of the call that made it. One of a backward pass has that of the call it differentiates:
+    of ``lax.optimization_barrier`` itself, or of the high-level primitive that a checkpointed function is. Who called
+    that is in JAX's own file for checkpoints, or it is somebody else's barrier.
+    """
+    traceback = eqn.source_info.traceback
+    frames = iter(traceback.frames if traceback is not None else ())
+    for frame in frames:
+        name = frame.function_name
+        if name == "optimization_barrier" or (frame.file_name == _HIGH_LEVEL and name.endswith("__call__")):
+            caller = next(frames, None)
+            return caller is not None and caller.file_name == _CHECKPOINTS
+        if not frame.file_name.startswith(_JAX):
+            return False
+    return False
+
+
+def is_recomputation(eqn: Any, stack: Any = EMPTY_STACK) -> bool:
+    """Whether an equation, under the name stack of what it was inlined from, is of what a differentiated
+    ``jax.checkpoint`` computes again: JAX says so in a parameter of ``remat2``, and in the name stack of what replaces
+    it (``jax_remat3``)."""
+    if eqn.params.get("differentiated", False):
+        return True
+    return any(s.name == _AGAIN for names in (stack, eqn.source_info.name_stack) for s in names.stack)
+
+
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     """``(number of constants, number of carries)`` of a scan equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+class UnknownSizeError(Exception):
+    """An abstract value whose bytes are no number."""
+
+
+def arrays_of(aval: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Shape and bytes of an element of each array that an abstract value is made of; a token is made of none.
+
+    ``UnknownSizeError``: a dimension is symbolic, or the type does not say what it is made of.
+    """
+    if hasattr(aval, "inner_aval"):  # a reference
+        yield from arrays_of(aval.inner_aval)
+    elif isinstance(aval, _core.ShapedArray):
+        if not all(map(_core.is_constant_dim, aval.shape)):
+            raise UnknownSizeError
+        extended = isinstance(aval.dtype, _dtypes.ExtendedDType)
+        element = _core.physical_element_aval(aval.dtype) if extended else jax.ShapeDtypeStruct((), aval.dtype)
+        yield (*aval.shape, *element.shape), element.dtype.itemsize
+    else:
+        try:
+            parts = aval.lo_ty()
+        except (AttributeError, NotImplementedError):
+            raise UnknownSizeError from None
+        for part in parts:
+            if part is not aval:
+                yield from arrays_of(part)
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The open jaxprs among the parameters of an equation."""
+    return (open_jaxpr(body)[0] if hasattr(body, "consts") else body for body in _core.jaxprs_in_params(eqn.params))
 
 
 def is_tracer(x: Any) -> bool:
@@ -123,6 +207,55 @@ def configuration() -> Callable[[], bool]:
         return _config.trace_context() == here
 
     return enter
+
+
+# ---- cuDNN without a card -------------------------------------------------------------------------
+
+Card = tuple[int, tuple[int, int]]
+"""A version of cuDNN as JAX writes it (91000), and a compute capability."""
+_CARD: ContextVar[Card | None] = ContextVar("card", default=None)
+_ANSWERS: Mapping[str, Callable[..., Any]] = {
+    "check_cudnn_version": lambda card: card[0],
+    "check_compute_capability": lambda card, least: card[1] >= _capability(least),
+    "is_cuda_compute_capability_equal": lambda card, other: card[1] == _capability(other),
+}
+
+
+@contextmanager
+def as_on(card: Card) -> Iterator[None]:
+    """JAX's questions about cuDNN and the card, in this thread, answered as ``card`` would; elsewhere as ever.
+
+    It asks the machine it is on while it traces ``jax.nn.dot_product_attention(..., implementation="cudnn")``, and
+    refuses what that machine has not; for another machine's card only that one counts. What is traced keeps nothing
+    of the answers but that the program is allowed.
+    """
+    _ask_through()
+    token = _CARD.set(card)
+    try:
+        yield
+    finally:
+        _CARD.reset(token)
+
+
+@cache
+def _ask_through() -> None:
+    """Let JAX's functions that look for cuDNN and a card look at ``_CARD`` first."""
+
+    def through(asked: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(asked)
+        def ask(*args: Any) -> Any:
+            card = _CARD.get()
+            return asked(*args) if card is None else answer(card, *args)
+
+        return ask
+
+    for name, answer in _ANSWERS.items():
+        if hasattr(_attention, name):  # what a later jax does not ask needs no answer
+            setattr(_attention, name, through(getattr(_attention, name), answer))
+
+
+def _capability(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(".")))
 
 
 # ---- calls ----------------------------------------------------------------------------------------
@@ -230,18 +363,28 @@ def donated_inputs(traced: Any) -> tuple[bool, ...]:
     return (*(False for _ in captured(traced)), *(bool(a.donated) for a in given))
 
 
+def is_abstract(place: Any) -> bool:
+    """Whether a sharding or a mesh has no devices."""
+    return isinstance(getattr(place, "mesh", place), jax.sharding.AbstractMesh)
+
+
+def asked_shardings(traced: Any) -> Iterator[Any]:
+    """What ``jax.jit`` was told of where a program runs: its shardings, and the mesh that is set, if there is one."""
+    params = traced._params
+    yield from (s for s in (*params["in_shardings"], *params["out_shardings"]) if isinstance(s, jax.sharding.Sharding))
+    mesh = params.get("ctx_mesh")
+    if mesh is not None and not mesh.empty:
+        yield mesh
+
+
 def device_sets(traced: Any) -> set[frozenset[Any]]:
     """The sets of devices that the program itself asks for: jit's shardings, the mesh, constraints."""
-    params = traced._params
-    found = {
-        frozenset(s.device_set)
-        for s in (*params["in_shardings"], *params["out_shardings"], *_constraints(traced.jaxpr))
-        if isinstance(s, jax.sharding.Sharding) and not isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh)
+    places = (*asked_shardings(traced), *_constraints(traced.jaxpr))
+    return {
+        frozenset(p.devices.flat if isinstance(p, jax.sharding.Mesh) else p.device_set)
+        for p in places
+        if isinstance(p, jax.sharding.Mesh | jax.sharding.Sharding) and not is_abstract(p)
     }
-    mesh = params.get("ctx_mesh")
-    if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty:
-        found.add(frozenset(mesh.devices.flat))
-    return found
 
 
 def _constraints(closed: Any) -> Iterator[Any]:

@@ -17,7 +17,9 @@ import dataclasses
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pickle import PicklingError
 from types import MethodType
@@ -29,12 +31,12 @@ import jax
 from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
-from jaxtensile.errors import SolverError, TargetError
+from jaxtensile.errors import BudgetError, SolverError, TargetError
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.identity import identity_of, planned
 from jaxtensile.ladder import Ladder
-from jaxtensile.location import Location, as_for, device_name, location, profile_of
+from jaxtensile.location import Location, as_for, device_name, is_nowhere, location, profile_of
 from jaxtensile.measured import best_known
 from jaxtensile.options import (
     Asked,
@@ -52,9 +54,10 @@ from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report, Setting
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
-from jaxtensile.target import compiler_options, is_absent, resolve
+from jaxtensile.target import compiler_options, is_absent, resolve, tracing_for
 from jaxtensile.units import TIB, Bytes
-from jaxtensile.workload import name_of
+from jaxtensile.upperbound import AMPLE, all_values, recomputes
+from jaxtensile.workload import Transformed, name_of
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
@@ -74,7 +77,6 @@ def jit(
     undo: bool = unsaid(True),
     offload_state: bool = unsaid(False),
     chunk: bool = unsaid(False),
-    verify: bool = True,
     config: ConfigLike | None = None,
     **jax_jit_options: Any,
 ) -> Any:
@@ -146,7 +148,6 @@ def jit(
             undo=undo,
             chunk=chunk,
             offload_state=offload_state,
-            verify=verify,
             job=job,
             config=config,
             **jax_jit_options,
@@ -189,7 +190,7 @@ class _Entry:
         return self.feedback.fitted
 
 
-class Planned:
+class Planned(Transformed):
     """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``.
 
     Invariant: all of its state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and with it every
@@ -222,8 +223,10 @@ class Planned:
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
-        self._placement = Placement(self._plain, lambda: self._resolved().offloads)
-        self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
+        self._placement = Placement(self._plain, _weakly(self._offloads))
+        self._dispatch: Any = _compat.dispatcher(
+            _same(self._placement.without_jit(fun)), options, _weakly(self._chosen)
+        )
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
         if asked.job is not None:
             asked.job.users(self._dispatch._clear_cache)
@@ -250,7 +253,13 @@ class Planned:
             )
         return type(self), (self._fun, self._asked)
 
+    def __getstate__(self) -> Any:
+        """What ``jax.jit``'s object tells of itself."""
+        return self._plain.__getstate__()
+
     def __repr__(self) -> str:
+        if self._unasked:
+            return repr(self._plain)
         return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._asked.budget!r}>"
 
     def plan(self, *args: Any, **kwargs: Any) -> Report:
@@ -259,22 +268,31 @@ class Planned:
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
         ``report.baseline`` is XLA's own number.
         """
-        return self._planned(args, kwargs, measure=True)[0].fitted.report
+        with self._tracing(args, kwargs):
+            args, kwargs = self._seen(args, kwargs)
+            return self._planned(self._plain.trace(*args, **kwargs), args, kwargs, measure=True).fitted.report
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``lower`` of the planned program."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one."""
-        entry, args, kwargs = self._planned(args, kwargs)
-        if entry.fitted.state:
-            args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
-        return entry.fitted.jitted.trace(*args, **kwargs)
+        """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one.
+
+        Without a budget it is that of the plain program where that has ample room, where nothing says which device it
+        is for, and where no plan fits: such a program may be looked at, and lowered for another platform.
+        """
+        with self._tracing(args, kwargs):
+            return self._traced(*self._seen(args, kwargs))
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments."""
+        return self._plain, args
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as ``jax.jit`` gives them."""
-        return self._plain.eval_shape(*args, **kwargs)
+        with self._tracing(args, kwargs):
+            return self._plain.eval_shape(*args, **kwargs)
 
     def clear_cache(self) -> None:
         """Forget every plan and executable."""
@@ -303,6 +321,26 @@ class Planned:
                 self._found = resolved(self._asked, config, who)
             return self._found
 
+    def _offloads(self) -> bool:
+        """Whether arguments may wait on the host between calls."""
+        return self._resolved().offloads
+
+    @property
+    def _unasked(self) -> bool:
+        """Whether the code asks nothing of the program but that it fits the device that it runs on."""
+        asked = self._asked
+        return asked.budget is None and asked.target is None and asked.job is None and not asked.offload_state
+
+    def _runs_as_it_is(self, traced: Any, place: Location) -> bool:
+        """Whether nobody asks for anything, and a program surely fits, or is of unknown size, and there are no
+        checkpoints to undo where it does."""
+        wanted = self._resolved()
+        if not self._unasked or wanted.says_budget or wanted.offloads:
+            return False
+        most = all_values(traced.jaxpr)
+        room, _ = self._budget(wanted, place, profile_of(place.device))
+        return most is None or (AMPLE * most <= room and not (wanted.undo and recomputes(traced.jaxpr)))
+
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
         if _compat.under_trace() or _compat.jit_is_disabled():
@@ -310,8 +348,8 @@ class Planned:
         known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
         place = location(traced, known, named, self._jit_options)
-        if place is None:
-            return self._plain, args, kwargs, None  # its call raises JAX's own error
+        if place is None or self._runs_as_it_is(traced, place):
+            return self._plain, args, kwargs, None  # where there is no place, its call raises JAX's own error
         if self._asked.target is not None and profile(self._asked.target) != profile_of(place.device):
             raise TargetError(
                 f"target {self._asked.target!r} is not here: the arguments of {name_of(self._fun)} are on "
@@ -333,10 +371,26 @@ class Planned:
 
         return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, job, place.device)
 
-    def _planned(self, args: Any, kwargs: Any, *, measure: bool = False) -> tuple[_Entry, Any, Any]:
-        """The entry for a program that is not called, and the arguments as its compiler wants them."""
-        args, kwargs = self._placement.as_on_device(*self._placed(args, kwargs))
-        traced = self._plain.trace(*args, **kwargs)
+    def _is_for_looking(self, traced: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a program is traced as it is, where nothing was asked of it."""
+        if is_nowhere(traced, args, kwargs):
+            return True
+        place = location(traced, args, kwargs, self._jit_options)
+        return place is None or self._runs_as_it_is(traced, place)
+
+    def _seen(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a program that is not called, as its compiler wants them."""
+        if self._asked.target is not None:
+            args, kwargs = as_for(self._asked.target, self._plain, args, kwargs)
+        return self._placement.as_on_device(args, kwargs)
+
+    def _planned(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
+        """The entry of a program that is not called; its arguments as they are seen."""
+        if is_nowhere(traced, args, kwargs):
+            raise TargetError(
+                f"{name_of(self._fun)} is traced for a mesh without devices, and nothing can be compiled for one: give "
+                "it a mesh of devices, or leave budget= out"
+            )
         place = location(traced, args, kwargs, self._jit_options)
         if place is None:
             traced.lower()
@@ -349,11 +403,11 @@ class Planned:
                 f"{self._asked.target!r}: give it an array argument"
             )
         if self._asked.job is None:
-            return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
+            return self._entry(traced, place, args, kwargs, measure=measure)
         ladder = self._ladder(traced, place, args, kwargs)
         budget = self._asked.job.bytes_for(ladder) if self._asked.job.budget else ladder.request.budget
         feedback = Feedback(ladder.fitted(budget), ladder.request.device, self._dispatch._clear_cache)
-        return _Entry(feedback, True, place.device, watched=False), args, kwargs
+        return _Entry(feedback, True, place.device, watched=False)
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
         """The plans that a job's steps of one signature have, once for every program and place."""
@@ -380,7 +434,8 @@ class Planned:
                 feedback = Feedback(
                     pipeline.fit(job, baseline=measure, plans=plan_cache()), job.device, self._dispatch._clear_cache
                 )
-                entry = entries[place.key] = _Entry(feedback, measure, place.device, watched=False)
+                measured = measure or not feedback.fitted.report.compiled.exact  # nothing can be measured of that
+                entry = entries[place.key] = _Entry(feedback, measured, place.device, watched=False)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)
             entry.feedback.change()
@@ -461,12 +516,28 @@ class Planned:
                 entry.feedback.tell(baseline=plain.memory)
         entry.measured = True
 
-    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as the target's compiler wants them; untouched without ``target``."""
-        return (args, kwargs) if self._asked.target is None else as_for(self._asked.target, self._plain, args, kwargs)
+    def _traced(self, args: Any, kwargs: Any) -> Any:
+        """What ``trace`` gives for arguments as the compiler wants them."""
+        traced = self._plain.trace(*args, **kwargs)
+        if self._unasked and self._is_for_looking(traced, args, kwargs):
+            return traced
+        try:
+            entry = self._planned(traced, args, kwargs)
+        except BudgetError:
+            if self._resolved().says_budget or self._asked.job is not None:
+                raise
+            return traced
+        if entry.fitted.state:
+            args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
+        return entry.fitted.jitted.trace(*args, **kwargs)
+
+    def _tracing(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
+        """What JAX is to be told while the function is traced for a device that is not here."""
+        named = () if self._asked.target is None else (self._asked.target,)
+        return tracing_for(*named, args=(args, kwargs))
 
 
-class Bound:
+class Bound(Transformed):
     """A planned method of one object: the object is the first argument of everything."""
 
     __slots__ = ("__func__", "__self__", "__weakref__")
@@ -481,6 +552,10 @@ class Bound:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments, the object first."""
+        return self.__func__.as_written((self.__self__, *args))
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__func__, name)
@@ -505,6 +580,18 @@ def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
         return True
     straight = known.platform != "tpu" or copies_come_back(device)
     return straight and stacks_come_back(device, load_index=loads_index(known))
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object: what a jitted function closes over goes when the function does."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "whoever calls has the object"
+        return bound(*args)
+
+    return call
 
 
 def _look_like(planned: Planned, fun: Callable[..., Any]) -> None:

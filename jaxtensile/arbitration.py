@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from jaxtensile.errors import ConfigError
+from jaxtensile.hardware import host_memory
 from jaxtensile.location import device_name, profile_of
 from jaxtensile.runtime.client import Client, Link
 from jaxtensile.runtime.config import Config
@@ -84,7 +85,7 @@ def arbitration(job: str, config: Config) -> Arbitration:
 
 def _capacities(config: Config) -> dict[str, Capacity]:
     reported = {device_name(d): _bytes_of(d) for d in jax.local_devices()}
-    found = config.capacities(reported, _host_memory())
+    found = config.capacities(reported, host_memory())
     for name in reported:
         tables = [t for t in (config.devices.get(k) for k in (name, name.partition(":")[0], "")) if t is not None]
         if all(t.capacity is None and t.reserve is None for t in tables):
@@ -96,11 +97,7 @@ def _capacities(config: Config) -> dict[str, Capacity]:
 def _bytes_of(device: Any) -> Bytes:
     stats = device.memory_stats() or {}
     known = stats.get("bytes_limit") or profile_of(device).capacity
-    return min(known, _host_memory()) if device.platform == "cpu" else known
-
-
-def _host_memory() -> Bytes:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(known, host_memory()) if device.platform == "cpu" else known
 
 
 __all__ = ["Arbitration", "arbitration"]

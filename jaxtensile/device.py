@@ -13,13 +13,12 @@ capability 8.0 on, one bf16 pass on TPU.
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from jaxtensile.errors import TargetError
+from jaxtensile.hardware import host_memory
 from jaxtensile.units import GIB, MIB, Bytes, Seconds
 
 Platform = Literal["cuda", "tpu", "cpu"]
@@ -381,7 +380,7 @@ def _cpu() -> DeviceProfile:
         name="cpu",
         platform="cpu",
         kinds=("cpu",),
-        capacity=_host_memory(),
+        capacity=host_memory(),
         memory_bandwidth=20e9,
         matmul_flops_bf16=50e9,
         matmul_flops_f32=100e9,
@@ -391,13 +390,6 @@ def _cpu() -> DeviceProfile:
         kernel_launch=1e-6,
         sources={
             **dict.fromkeys(NUMBERS, "order of magnitude of two cores"),
-            "capacity": "this machine's memory, or the container's limit",
+            "capacity": "this machine's memory, or a control group's limit",
         },
     )
-
-
-def _host_memory() -> Bytes:
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else ""
-    return min(physical, int(text)) if text.isdigit() else physical

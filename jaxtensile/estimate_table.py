@@ -18,6 +18,7 @@ from jaxtensile.estimation import Estimate, estimate_on
 from jaxtensile.loading import Maker, WorkloadError, described
 from jaxtensile.options import config_of
 from jaxtensile.runtime.config import Config
+from jaxtensile.target import tracing_for
 from jaxtensile.units import Bytes, format_bytes
 from jaxtensile.workload import Workload, name_of
 
@@ -142,7 +143,8 @@ def telling(workload: Workload) -> Iterator[None]:
         raise
     except Exception as error:
         try:
-            jit(workload.fun, config={}, **workload.jit_options).trace(*workload.args)
+            with tracing_for(args=workload.args):
+                jit(workload.fun, config={}, **workload.jit_options).trace(*workload.args)
         except Exception as own:
             name = workload.name or name_of(workload.fun)
             raise WorkloadError(f"{name} cannot be traced: {described(own)}") from error

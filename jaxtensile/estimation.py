@@ -37,11 +37,11 @@ from jaxtensile.passes.widened import widened
 from jaxtensile.plan import MemoryUse
 from jaxtensile.process import Part, parts, total
 from jaxtensile.report import Setting
-from jaxtensile.target import compiler_options
+from jaxtensile.target import compiler_options, tracing_for
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.units import Bytes, Seconds
-from jaxtensile.workload import name_of
+from jaxtensile.workload import Transformed, name_of
 
 POINTER = 8
 """Bytes."""
@@ -196,8 +196,9 @@ def estimate_on(
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
     wanted = _wanted(fun, config)
     started = time.perf_counter()
-    plain = _jitted(fun, options)
-    traced = plain.trace(*args)
+    plain, args = _jitted(fun, args, options)
+    with tracing_for(*targets, args=args):
+        traced = plain.trace(*args)
     seconds = {"trace": time.perf_counter() - started}
     name = name or name_of(fun)
     where = location(traced, args, {}, options)
@@ -328,7 +329,8 @@ def _exactly(
     """The same estimate with XLA's own figures."""
     options = compiler_options(target) if target is not None else {}
     placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
-    compiled = compile_program(functools.partial(_Optioned, plain), placed, {}, options)
+    with tracing_for(args=placed):
+        compiled = compile_program(functools.partial(_Optioned, plain), placed, {}, options)
     seconds = {**static.seconds, "XLA": compiled.seconds}
     use = compiled.memory
     found = replace(static, seconds=seconds, notes=(*static.notes, *compiled.notes), refusal=compiled.refusal)
@@ -349,11 +351,14 @@ class _Optioned:
         return SimpleNamespace(compile=functools.partial(lowered.compile, compiler_options=self._options))
 
 
-def _jitted(fun: Callable[..., Any], options: Mapping[str, Any]) -> Any:
-    plain = getattr(fun, "_plain", fun)  # of jaxtensile.jit: the function as it was written
+def _jitted(fun: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A ``jax.jit`` result of the function, as it was written, and its arguments."""
+    plain = fun
+    if isinstance(fun, Transformed):
+        plain, args = fun.as_written(args)
     if not options and hasattr(plain, "trace") and hasattr(plain, "lower"):
-        return plain
-    return jax.jit(plain, **options)
+        return plain, args
+    return jax.jit(plain, **options), args
 
 
 __all__ = ["Estimate", "Held", "estimate", "estimate_on", "program_of", "static_estimate"]

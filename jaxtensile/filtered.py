@@ -23,6 +23,7 @@ from jaxtensile import _compat
 from jaxtensile.api import jit
 from jaxtensile.identity import stand_in
 from jaxtensile.report import Report
+from jaxtensile.workload import Transformed
 
 _DONATED = {
     "all": ("fun", "first", "rest"),
@@ -205,7 +206,7 @@ def _without_donation_warnings() -> Any:
 
 
 @jax.tree_util.register_pytree_node_class
-class Filtered:
+class Filtered(Transformed):
     """The result of ``jaxtensile.filter_jit``: callable, and a tree of the arrays of its function."""
 
     __slots__ = ("__dict__", "__weakref__", "_core")  # wrappers copy __dict__
@@ -251,6 +252,10 @@ class Filtered:
         """``jax.jit``'s ``trace`` of the planned program, whose arguments are the arrays."""
         return self._core.planned.trace(*self._split(args, kwargs))
 
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function of arrays and of what is none, and these arguments split so."""
+        return self._core.planned.as_written(self._split(args, {}))
+
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the arrays of the result, among what is no array."""
         out = self._core.planned.eval_shape(*self._split(args, kwargs))
@@ -290,7 +295,7 @@ class _Compiled(_Stage):
 
 
 @jax.tree_util.register_pytree_node_class
-class FilteredMethod:
+class FilteredMethod(Transformed):
     """A filtered method of one object: the object is the first argument of everything."""
 
     __slots__ = ("__dict__", "__func__", "__self__", "__weakref__")  # wrappers copy __dict__
@@ -311,6 +316,10 @@ class FilteredMethod:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function of arrays and of what is none, and these arguments split so."""
+        return self.__func__.as_written((self.__self__, *args))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__func__", "__self__"):  # not there yet while a copy is made

@@ -109,6 +109,8 @@ FACTS: Final = {
         shared=100 * KIB,
     ),
 }
+CUDNN: Final = (9, 10)
+"""Version of cuDNN beside every card."""
 OLDEST_CUDA13: Final = (7, 5)
 """Oldest compute capability that CUDA 13's ptxas accepts; older GPUs need CUDA 12's."""
 
@@ -142,7 +144,7 @@ gpu_device_info {{
   registers_per_block_limit: 65536
 }}
 platform_name: "CUDA"
-dnn_version_info {{ major: 9 minor: 10 }}
+dnn_version_info {{ major: {CUDNN[0]} minor: {CUDNN[1]} }}
 runtime_version {{ major: {toolkit[0]} minor: {toolkit[1]} }}
 device_description_str: "{device.kinds[0]}"
 """

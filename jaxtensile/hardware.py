@@ -1,10 +1,14 @@
-"""Which accelerators this machine has, asked of the kernel and the driver: no JAX, no plugin."""
+"""Which accelerators and how much memory this machine has, asked of the kernel and the driver: no JAX, no plugin."""
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +16,15 @@ from jaxtensile.units import MIB, Bytes
 
 _GOOGLE: Final = "0x1ae0"
 _CUDA_CHECK: Final = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+WITHOUT_TPU: Final = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+}
+"""Variables with which libtpu is silent where there is no TPU, and several processes may compile for one at once."""
 
 
 def has_nvidia_driver() -> bool:
@@ -24,9 +37,51 @@ def has_tpu() -> bool:
     return any(p.read_text().strip() == _GOOGLE for p in Path("/sys/bus/pci/devices").glob("*/vendor"))
 
 
-def physical_memory() -> Bytes:
-    """Bytes of this machine's own memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def host_memory(root: Path = Path("/")) -> Bytes:
+    """Bytes of host memory that this process may use: the machine's, or less where a control group says so.
+
+    ``root``: the folder with ``proc`` and ``sys``.
+    """
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min((physical, *_group_limits(root)))
+
+
+def _group_limits(root: Path) -> Iterator[Bytes]:
+    """Limits of this process's memory control groups, versions 1 and 2, and of every group above them."""
+    with suppress(OSError, ValueError):
+        groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+        for line in (root / "proc/self/mountinfo").read_text().splitlines():
+            before, _, after = line.partition(" - ")
+            if not after.startswith("cgroup"):
+                continue
+            kind, _, options = after.split(" ", 2)
+            if kind == "cgroup2":
+                controller, file = "", "memory.max"
+            elif kind == "cgroup" and "memory" in options.split(","):
+                controller, file = "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            # What is mounted is the tree below ``top``: all of it, or in a container often this group alone.
+            top, mount = (_unescaped(path) for path in before.split(" ")[3:5])
+            place = root / mount.lstrip("/")
+            group = next((path for _, names, path in groups if controller in names.split(",")), top)
+            inside = Path(group).relative_to(top) if Path(group).is_relative_to(top) else Path()
+            for folder in (place / inside, *(place / inside).parents):
+                if folder.is_relative_to(place):
+                    yield from _limit(folder / file)
+
+
+def _limit(file: Path) -> Iterator[Bytes]:
+    """The number in a file of a control group; nothing where it has none (``max``), or does not exist."""
+    with suppress(OSError):
+        text = file.read_text().strip()
+        if text.isdecimal():
+            yield int(text)
+
+
+def _unescaped(path: str) -> str:
+    """A path of ``/proc/self/mountinfo``, where a blank is ``\\040``."""
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def device_memory() -> dict[str, Bytes]:
@@ -39,15 +94,19 @@ def device_memory() -> dict[str, Bytes]:
             return {f"cuda:{k}": int(line) * MIB for k, line in enumerate(said.split())}
         except (OSError, ValueError, subprocess.SubprocessError):
             pass  # a driver that does not answer has no devices to share
-    return {"cpu:0": physical_memory()}
+    return {"cpu:0": host_memory()}
 
 
-def spare_cuda_plugin_check() -> None:
-    """Let JAX's CUDA plugin load for compiling where no driver is, instead of printing a traceback.
+def quiet_plugins() -> None:
+    """Keep JAX's CUDA and TPU plugins from raising alarms on a machine that has no such device.
 
-    The plugin looks for cuDNN and a driver at the first use of JAX and is out for the process
-    when they are missing. Must run before that; does nothing where a driver is, or where the
-    user has set the variable.
+    The CUDA plugin looks for cuDNN and a driver at the first use of JAX, prints a traceback when they are missing, and
+    is out for the process, for compiling too. libtpu asks where in a pod of TPUs it is, and prints that nobody
+    answered. Must run before the first use of JAX; does nothing where the device is, and changes no variable that is
+    set. JAX itself sets one of libtpu's (``TPU_SKIP_MDS_QUERY``) where it sees no TPU.
     """
     if not has_nvidia_driver():
         os.environ.setdefault(_CUDA_CHECK, "1")
+    if ("TPU_LIBRARY_PATH" in os.environ or find_spec("libtpu") is not None) and not has_tpu():
+        for name, value in WITHOUT_TPU.items():
+            os.environ.setdefault(name, value)

@@ -42,9 +42,15 @@ def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) ->
     device = min(devices, key=lambda d: d.id)
     where: Hashable = (device.client, device.device_kind)
     if len(devices) > 1:
-        where = (devices, *(str(x.sharding.devices_indices_map(x.shape)) for x in leaves))
+        where = (devices, *map(_spread, leaves))
     kinds = tuple(sorted({str(x.sharding.memory_kind) for x in leaves} - {"None", "device"}))
     return Location(device, len(devices), (where, kinds), tuple(sorted(devices, key=lambda d: d.id)))
+
+
+def is_nowhere(traced: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a program is looked at for a mesh without devices: no device can be asked for its bytes."""
+    leaves = (x.sharding for x in jax.tree.leaves((args, kwargs)) if _is_committed(x))
+    return any(map(_compat.is_abstract, (*leaves, *_compat.asked_shardings(traced))))
 
 
 def profile_of(device: Any) -> DeviceProfile:
@@ -80,9 +86,17 @@ def _is_committed(x: Any) -> bool:
     return isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.committed
 
 
+def _spread(x: Any) -> Hashable:
+    """How an array lies on its devices: equal where the same program serves."""
+    try:
+        return str(x.sharding.devices_indices_map(x.shape))
+    except NotImplementedError:  # partial sums: which device holds what says too little
+        return x.sharding
+
+
 def _default_device(options: Mapping[str, Any]) -> Any:
     backend = options.get("backend")
     return options.get("device") or (jax.local_devices(backend=backend)[0] if backend else _compat.default_device())
 
 
-__all__ = ["Location", "as_for", "device_name", "location", "profile_of"]
+__all__ = ["Location", "as_for", "device_name", "is_nowhere", "location", "profile_of"]

@@ -73,15 +73,15 @@ def best_known(device: DeviceProfile, device_kind: str | None = None) -> DeviceP
 # ---- the cache ------------------------------------------------------------------------------------
 
 _unwritten: dict[str, Measurement] = {}
-"""Measurements of this process that could not be written, by the file they were meant for."""
+"""Measurements of this process that could not be written, by the full kind of the device."""
 
 
 def load(device_kind: str) -> Measurement | None:
     """What was measured on devices of this kind with the installed jaxlib; None when nothing was."""
-    path = file_of(device_kind)
-    if str(path) in _unwritten:
-        return _unwritten[str(path)]
-    return None if path is None else _read(path, full_kind(device_kind))
+    kind, path = full_kind(device_kind), file_of(device_kind)
+    if kind in _unwritten:
+        return _unwritten[kind]
+    return None if path is None else _read(path, kind)
 
 
 def keep(found: Measurement, device_kind: str) -> Path | None:
@@ -98,9 +98,9 @@ def keep(found: Measurement, device_kind: str) -> Path | None:
         except OSError as error:
             problem = error
         else:
-            _unwritten.pop(str(path), None)
+            _unwritten.pop(full_kind(device_kind), None)
             return path
-    _unwritten[str(path)] = found
+    _unwritten[full_kind(device_kind)] = found
     warnings.warn(f"the measured profile holds for this process only: {problem}", RuntimeWarning, stacklevel=3)
     return None
 

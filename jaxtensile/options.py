@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from jaxtensile.errors import BudgetError, ConfigError
-from jaxtensile.hardware import physical_memory
+from jaxtensile.hardware import host_memory
 from jaxtensile.report import Setting
 from jaxtensile.runtime import config as configs
 from jaxtensile.runtime.config import EMPTY, Config
@@ -202,7 +202,7 @@ def _host(asked: Asked, config: Config, said: _Said) -> tuple[Bytes, Setting]:
 
 
 def _host_of(config: Config) -> Bytes:
-    return config.capacities({}, physical_memory())[HOST].capacity
+    return config.capacities({}, host_memory())[HOST].capacity
 
 
 def _host_said(config: Config) -> Bytes | None:

@@ -85,6 +85,32 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     )
 
 
+def unplanned(job: Job, why: str) -> Report:
+    """What is told of a program that runs as it is because it cannot be measured; ``why`` is its only note."""
+    unknown = MemoryUse(argument=0, output=0, temp=0, alias=0)
+    return Report(
+        name=job.name,
+        target=job.device.name,
+        budget=job.budget,
+        baseline=unknown,
+        predicted=unknown,
+        compiled=unknown,
+        lower_bound=0,
+        actions=(),
+        decisions=(),
+        flops=0.0,
+        recompute_flops=0.0,
+        overhead=0.0,
+        overhead_ratio=0.0,
+        stages=0,
+        rounds=0,
+        unknown_primitives=(),
+        solver="none",
+        notes=(why,),
+        seconds={},
+    )
+
+
 def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, ...]:
     """What lives at the predicted peak, by the op and line that made it, largest first."""
     graph, origin = plan.program.graph, plan.program.origin

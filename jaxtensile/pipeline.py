@@ -21,7 +21,7 @@ from jaxtensile.collecting import seldom
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import VerifyError
 from jaxtensile.merge import merged
-from jaxtensile.outcome import Made, cannot, report
+from jaxtensile.outcome import Made, cannot, report, unplanned
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.lowerbound import Bound, lower_bound
@@ -37,6 +37,7 @@ from jaxtensile.subject import Subject, subject_of, with_state
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, undo
 from jaxtensile.units import TIB, Seconds
+from jaxtensile.upperbound import all_values
 from jaxtensile.variants import Variant, program_key
 
 TIGHT = 2.0
@@ -56,6 +57,9 @@ def fit(
 ) -> Fitted:
     """Fit one job. ``prepare``: the solver, the job's own if None; ``baseline``: compile the plain program even
     when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too."""
+    if all_values(job.jaxpr) is None:
+        told = unplanned(job, "its sizes are symbolic: it is passed on as it is, and planned where they are numbers")
+        return Fitted(jitted=job.make(None, job.options), evaluate=None, options=job.options, report=told)
     page, undone, lighter = _opened(job, prepare or named(job.solver), Clock(watch), baseline)
     if plans is not None:
         fitted = page.recalled(plans, undone, lighter)

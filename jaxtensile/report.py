@@ -105,8 +105,8 @@ class Report:
 
     @property
     def fits(self) -> bool:
-        """Whether XLA's allocation is within the budget."""
-        return self.compiled.device <= self.budget
+        """Whether XLA's allocation is within the budget; False where XLA cannot tell it."""
+        return self.compiled.exact and self.compiled.device <= self.budget
 
     @property
     def unchanged(self) -> bool:

@@ -74,6 +74,8 @@ def verdict(report: Report) -> str:
     """The outcome in one line."""
     r = report
     head = f"{r.name} on {r.target}"
+    if not r.compiled.exact:
+        return f"{head} is not planned: {r.notes[0] if r.notes else 'XLA does not say how many bytes it needs'}"
     if not r.fits:
         return f"{head} DOES NOT FIT its budget of {format_bytes(r.budget)}: {format_bytes(r.compiled.device)}"
     if r.unchanged:

@@ -12,7 +12,7 @@ import socket
 from pathlib import Path
 
 from jaxtensile.errors import CoordinatorError
-from jaxtensile.hardware import device_memory, physical_memory
+from jaxtensile.hardware import device_memory, host_memory
 from jaxtensile.runtime.config import EMPTY, Config, find, read
 from jaxtensile.runtime.leases import HOST
 from jaxtensile.runtime.ledger import Capacity
@@ -47,7 +47,7 @@ def reported(config: Config) -> dict[str, Bytes]:
 def capacities(config: Config) -> dict[str, Capacity]:
     """What there is to grant here. Of a device that the config does not mention a part is left to what no plan counts:
     contexts, libraries, other processes. Raises ``ConfigError``."""
-    found = config.capacities(reported(config), physical_memory())
+    found = config.capacities(reported(config), host_memory())
     for name, capacity in found.items():
         said = [t for k in (name, name.partition(":")[0], "") if (t := config.devices.get(k)) is not None]
         if name != HOST and all(t.capacity is None and t.reserve is None for t in said):

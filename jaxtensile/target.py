@@ -1,8 +1,8 @@
 """The compile-only device of a target name: the target's own compiler, without the hardware.
 
 Invariant: resolving a target leaves the process as it was. ``jax.devices()`` is what it would
-have been, nothing is printed, and the environment variables that libtpu needs are set only
-while its topology is built. (A CUDA target is tried on a small program, which starts JAX's
+have been, nothing is printed, and environment variables that libtpu needs otherwise than the user
+set them are so only while its topology is built. (A CUDA target is tried on a small program, which starts JAX's
 usual backends.)
 
 What was found on jax 0.10.2 and 0.12.0.1 (none of it needs a driver):
@@ -13,10 +13,10 @@ What was found on jax 0.10.2 and 0.12.0.1 (none of it needs a driver):
   (wheel nvidia-cuda-nvcc-cu12) does it, through the compiler option ``xla_gpu_cuda_data_dir``.
   Compiling for 7.5 instead is no substitute: an f16 step came out 25 % too small.
 - The CUDA plugin looks for cuDNN and the driver once, at the first use of JAX, and if that
-  fails it is out for the process: ``hardware.spare_cuda_plugin_check`` and the second try here.
+  fails it is out for the process: ``hardware.quiet_plugins`` and the second try here.
 - libtpu takes ``v5e:1x1``, ``v5p:1x1x1``, ``v6e:1x1``. It refuses a second process on the
   machine (a lock file) unless ``ALLOW_MULTIPLE_LIBTPU_LOAD`` is set, and complains on stderr
-  when JAX loads it on a machine with no TPU; loaded here first, it stays silent.
+  when JAX loads it on a machine with no TPU: ``hardware.quiet_plugins`` again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import importlib
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,12 +34,13 @@ from typing import Any, Final
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding, SingleDeviceSharding
 
+from jaxtensile import _compat
 from jaxtensile.device import profile
 from jaxtensile.errors import TargetError
-from jaxtensile.gpu_description import FACTS, OLDEST_CUDA13, target_config
-from jaxtensile.hardware import has_tpu
+from jaxtensile.gpu_description import CUDNN, FACTS, OLDEST_CUDA13, target_config
+from jaxtensile.hardware import WITHOUT_TPU, has_tpu
 
 Device = Any
 """``jax.Device``, which is no class to a type checker."""
@@ -49,14 +50,6 @@ PINNED_HOST: Final = "pinned_host"
 
 _CUDA_PLUGINS: Final = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _TPU_TOPOLOGIES: Final = {"tpu-v5e": "v5e:1x1", "tpu-v5p": "v5p:1x1x1", "tpu-v6e": "v6e:1x1"}
-_TPU_ENVIRONMENT: Final = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_ACCELERATOR_TYPE": "v5litepod-1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "TPU_WORKER_ID": "0",
-    "TPU_LOG_DIR": "disabled",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
-}
 _LOCK: Final = threading.RLock()
 
 
@@ -99,10 +92,6 @@ def _cuda_device(name: str) -> Device:
     if plugin is None:
         raise TargetError(f"target {name!r} needs JAX's CUDA plugin, which is not installed. {_install('cuda-aot')}")
     options = compiler_options(name)
-    if _wheel_folder("libtpu") is not None and not _platforms_chosen():
-        # JAX will load libtpu with its first backend whatever the target is; see the docstring.
-        with suppress(Exception):
-            _tpu_topology("v5e:1x1")
     try:
         device = _cuda_topology(target_config(name), plugin)
         _compile_something(device, options)
@@ -149,6 +138,23 @@ def is_absent(device: Device) -> bool:
     return "CompileOnly" in type(device.client).__name__
 
 
+def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
+    """While a program is traced for targets by name, or for the absent GPUs that its ``args`` are on.
+
+    JAX then sees cuDNN and the least compute capability of them, in this thread. With neither: of the newest, for a
+    program that is only looked at, unless a GPU is here. Nothing is done for other targets.
+    """
+    placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    devices = {d for s in placed if isinstance(s, Sharding) for d in s.device_set}
+    kinds = {d.device_kind for d in devices if d.platform == "gpu" and is_absent(d)}
+    found = [gpu for name, gpu in FACTS.items() if name in targets or kinds.intersection(profile(name).kinds)]
+    if not targets and not devices and jax.default_backend() != "gpu":
+        found = [max(FACTS.values(), key=lambda gpu: gpu.compute_capability)]
+    if not found:
+        return nullcontext()
+    return _compat.as_on((CUDNN[0] * 10_000 + CUDNN[1] * 100, min(gpu.compute_capability for gpu in found)))
+
+
 def host_sharding(device: Device) -> SingleDeviceSharding:
     """Pinned host memory beside ``device``; ``TargetError`` where it has none."""
     if device.platform == "gpu" and is_absent(device):
@@ -184,7 +190,7 @@ def _tpu_device(name: str) -> Device:
 
 
 def _tpu_topology(topology: str) -> Device:
-    with _environment({} if has_tpu() else _TPU_ENVIRONMENT):
+    with _environment({} if has_tpu() else WITHOUT_TPU):
         return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
 
 
@@ -200,10 +206,6 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(key, None)
             else:
                 os.environ[key] = value
-
-
-def _platforms_chosen() -> bool:
-    return bool(jax.config.jax_platforms)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _wheel_folder(module: str) -> Path | None:

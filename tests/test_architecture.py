@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCABULARY = "units errors ir plan device"
-EDGE = (
-    f"{VOCABULARY} measured irtext workload hardware gpu_description target _compat trace loops rewrite compile passes"
-)
+VOCABULARY = "units errors hardware ir plan device"
+EDGE = f"{VOCABULARY} measured irtext workload gpu_description target _compat trace loops rewrite compile passes"
 MAY_IMPORT = {
     "units": "",
     "places": "",
@@ -27,7 +25,7 @@ MAY_IMPORT = {
     "hushed": "",
     "ir": "units",
     "irtext": "units errors ir",
-    "device": "units errors",
+    "device": "units errors hardware",
     "plan": "units ir",
     "measured": "units device cachefiles",
     "gpu_description": "units device",
@@ -40,7 +38,7 @@ MAY_IMPORT = {
     "bodies": "_compat trace",
     "host_stacks": "ir plan passes",
     "rewrite": "units errors ir plan _compat host_stacks trace passes",
-    "target": "errors device gpu_description hardware",
+    "target": "errors device gpu_description hardware _compat",
     "compile": "units errors ir plan device target _compat",
     "timeline": "units",
     "report_text": "units plan places",
@@ -81,12 +79,12 @@ MAY_IMPORT = {
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
     "api": f"""{EDGE} plan_cache feedback hosted ladder request location placement report pipeline
     options identity""",
-    "filtered": "_compat api identity report",
+    "filtered": "_compat api identity report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "options": "units errors hardware report runtime",
     "identity": "errors runtime",
     "config_text": "units places options runtime",
-    "arbitration": "units errors location runtime",
+    "arbitration": "units errors hardware location runtime",
     "suspension": "units errors _compat target",
     "tenancy": "units errors arbitration ladder request runtime",
     "waiting": "units errors location ladder tenancy runtime",
@@ -99,7 +97,7 @@ MAY_IMPORT = {
     "loading": "errors workload",
     "doctor": "units errors device measured hardware config_text",
     "interrupts": "",
-    "estimate_table": "units errors api estimation loading options runtime workload",
+    "estimate_table": "units errors api estimation loading options runtime target workload",
     "serving": "units errors hardware runtime",
     "watching": "units errors serving runtime",
     "xla_memory": "units",

@@ -188,6 +188,18 @@ def test_a_process_without_a_home(monkeypatch):
     assert load(H200) == found()
 
 
+def test_without_a_home_kinds_are_kept_apart(monkeypatch):
+    monkeypatch.setattr(measured, "cache_folder", lambda: None)
+    h100 = "NVIDIA H100 80GB HBM3"
+    with pytest.warns(RuntimeWarning, match="no home folder"):
+        keep(found(), H200)
+    assert load(h100) is None and not best_known(profile("nvidia-h100-80gb")).measured
+    other = found(h100, memory_bandwidth=2.9e12)
+    with pytest.warns(RuntimeWarning, match="no home folder"):
+        keep(other, h100)
+    assert (load(H200), load(h100)) == (found(), other)
+
+
 def test_tables_have_units_and_sources():
     device = applied(profile("nvidia-h200"), found(), H200)
     lines = measured.table(device, profile("nvidia-h200"))

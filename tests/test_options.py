@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import jaxtensile
 from jaxtensile.errors import BudgetError, ConfigError
-from jaxtensile.hardware import physical_memory
+from jaxtensile.hardware import host_memory
 from jaxtensile.options import RESERVE, Asked, Unsaid, config_of, resolved
 from jaxtensile.runtime.config import Config, from_tables, parse
 from jaxtensile.runtime.functions import KEYS, Identity
@@ -130,7 +130,7 @@ def test_percentages_are_of_the_configured_capacity():
     host = {"host": GIB}
     assert resolved(Asked(host_budget="50%"), config(host), STEP).host_budget == GIB // 2
     assert resolved(Asked(), config(host, host_budget="50%"), STEP).host_budget == GIB // 2
-    assert resolved(Asked(), config(host_budget="50%"), STEP).host_budget == physical_memory() // 2
+    assert resolved(Asked(), config(host_budget="50%"), STEP).host_budget == host_memory() // 2
 
 
 def test_code_may_say_more_than_the_device_table():

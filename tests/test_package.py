@@ -1,6 +1,9 @@
 """``import jaxtensile``: the names it promises, found on first use."""
 
+import ast
+import inspect
 import os
+import textwrap
 
 import pytest
 
@@ -36,6 +39,22 @@ def test_a_submodule_does_not_hide_a_function():
     import jaxtensile.target
 
     assert jaxtensile.targets() == jaxtensile.device.targets()
+
+
+@pytest.mark.parametrize("name", [n for n in jaxtensile.__all__ if n.islower()])
+def test_every_argument_does_something(name):
+    """What is taken is read; to be handed on to the function itself, as its decorator form does, is not enough."""
+    fun = getattr(jaxtensile, name)
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(fun)))).body
+    recursive = {
+        id(keyword.value)
+        for call in ast.walk(node)
+        if isinstance(call, ast.Call) and any(isinstance(a, ast.Name) and a.id == name for a in (call.func, *call.args))
+        for keyword in call.keywords
+        if isinstance(keyword.value, ast.Name) and keyword.arg == keyword.value.id
+    }
+    read = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and id(n) not in recursive}
+    assert inspect.signature(fun).parameters.keys() <= read
 
 
 @pytest.mark.xdist_group("heeded")

@@ -101,6 +101,21 @@ except jaxtensile.BudgetError as error:
 else:
     raise AssertionError("it fits")
 """,
+    "partial sums come in and go out": """
+ways = [P(None, None, unreduced={name}) for name in ("data", "model")]
+x = np.arange(16.0, dtype="f").reshape(8, 2)
+for budget in (None, "1GiB"):
+    ours = jaxtensile.jit(lambda x: jax.sharding.reshard(x + x, P(None, None)), budget=budget)
+    with jax.set_mesh(mesh[AxisType.Explicit]):
+        for name, way in zip(("data", "model"), ways):
+            rows, columns = jax.device_put(x, P(None, name)), jax.device_put(x.T, P(name, None))
+            make = jaxtensile.jit(functools.partial(jnp.einsum, "xy,yz->xz", out_sharding=way), budget=budget)
+            sums = make(rows, columns)
+            assert sums.sharding.spec.unreduced == {name}
+            np.testing.assert_allclose(ours(sums), 2 * x @ x.T, rtol=1e-6)
+            np.testing.assert_allclose(ours(sums), 2 * x @ x.T, rtol=1e-6)
+    assert ours._cache_size() == 2
+""",
 }
 
 

@@ -1,0 +1,136 @@
+"""Put ``jaxtensile.jit`` in the place of ``jax.jit`` for everybody but JAX and jaxtensile themselves.
+
+Whoever calls ``jax.jit``, ``jax._src.api.jit`` or ``pjit`` gets JAX's own where the caller's module belongs to JAX or
+to jaxtensile, and ours everywhere else: in test files, and in JAX's helpers that test files run their checks through.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+import jaxtensile
+from jaxtensile import api as api_of_ours
+from jaxtensile import pipeline
+from jaxtensile.compile import compile_program
+from jaxtensile.errors import BudgetError
+from jaxtensile.request import Fitted, Job
+
+MODES = ("one", "tight", "half")
+"""No budget; the smallest reachable one for every call; half of the temporaries, with ``chunk=True``."""
+_INSIDE = ("jax", "jaxlib", "jaxtensile")
+_HELPERS = ("jax._src.test_util", "jax._src.internal_test_util", "jax.test_util", "jax._src.public_test_util")
+_SMALLEST = 1
+"""Bytes nobody can plan for: the refusal tells what can be reached."""
+
+
+@dataclass
+class Counts:
+    """How many programs there were, how many of them run as another one, and how many budgets were refused at first."""
+
+    programs: int = 0
+    planned: int = 0
+    refused: int = 0
+
+
+COUNTS = Counts()
+
+
+def install(mode: str) -> None:
+    """Ours for everybody outside, in ``mode``; for the rest of this process."""
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is not known: there are {', '.join(MODES)}")
+    from jax._src import api, pjit
+
+    put(jax.jit, jaxtensile.jit, (jax, "jit"), (api, "jit"))
+    if hasattr(pjit, "pjit"):
+        put(pjit.pjit, _pjit, (pjit, "pjit"))
+    if mode != "one":
+        api_of_ours.AMPLE = math.inf  # no program has so much room that it is not planned
+    pipeline.fit = _counted(_BUDGETS[mode](pipeline.fit))
+
+
+def put(theirs: Callable[..., Any], ours: Callable[..., Any], *places: tuple[Any, str]) -> None:
+    """``ours`` in ``places`` and in JAX's test helpers, for callers outside."""
+
+    @functools.wraps(theirs)
+    def either(*args: Any, **kwargs: Any) -> Any:
+        return (theirs if _is_inside(sys._getframe(1)) else ours)(*args, **kwargs)
+
+    for place, name in places:
+        setattr(place, name, either)
+    import jax._src.test_util  # noqa: F401, holds names of its own
+
+    for module in [m for name, m in sys.modules.items() if name.startswith(_HELPERS)]:
+        for name, value in list(vars(module).items()):
+            if value is theirs:
+                setattr(module, name, either)
+
+
+def _is_inside(frame: Any) -> bool:
+    module = frame.f_globals.get("__name__") or ""
+    return module.partition(".")[0] in _INSIDE and not module.startswith(_HELPERS)
+
+
+def _pjit(fun: Any, *shardings: Any, **options: Any) -> Any:
+    """``pjit``'s positional shardings as ``jax.jit`` names them."""
+    return jaxtensile.jit(fun, **dict(zip(("in_shardings", "out_shardings"), shardings, strict=False)), **options)
+
+
+# ---- the three modes: what a job's budget is ----
+
+Fit = Callable[..., Fitted]
+
+
+def _as_asked(fit: Fit) -> Fit:
+    return fit
+
+
+def _smallest(fit: Fit) -> Fit:
+    def tight(job: Job, *args: Any, **kwargs: Any) -> Fitted:
+        return _reachable(fit, replace(job, budget=_SMALLEST), *args, **kwargs)
+
+    return tight
+
+
+def _half(fit: Fit) -> Fit:
+    def half(job: Job, *args: Any, **kwargs: Any) -> Fitted:
+        make = functools.partial(job.make, None)
+        memory = compile_program(make, *job.arguments(), job.options).memory
+        if memory is None:
+            return fit(job, *args, **kwargs)
+        budget = max(memory.device - memory.temp // 2, 1)
+        return _reachable(fit, replace(job, budget=budget, chunk=True), *args, **kwargs)
+
+    return half
+
+
+def _reachable(fit: Fit, job: Job, *args: Any, **kwargs: Any) -> Fitted:
+    """``job`` in its budget, or in what it needs at least."""
+    try:
+        return fit(job, *args, **kwargs)
+    except BudgetError as error:
+        COUNTS.refused += 1
+        if not error.needs:
+            raise
+        return fit(replace(job, budget=error.needs), *args, **kwargs)
+
+
+def _counted(fit: Fit) -> Fit:
+    @functools.wraps(fit)
+    def counted(*args: Any, **kwargs: Any) -> Fitted:
+        COUNTS.programs += 1
+        fitted = fit(*args, **kwargs)
+        COUNTS.planned += fitted.evaluate is not None
+        return fitted
+
+    return counted
+
+
+_BUDGETS: dict[str, Callable[[Fit], Fit]] = {"one": _as_asked, "tight": _smallest, "half": _half}
