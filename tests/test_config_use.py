@@ -92,14 +92,14 @@ def test_budget():
 
 def test_host_budget(asked):
     write('[functions.train_step]\nhost_budget = "64MiB"\n')
-    jaxtensile.jit(train_step)(state(), X)
+    jaxtensile.jit(train_step).plan(state(), X)
     assert asked[-1].host_budget == 64 * MIB
 
 
 @pytest.mark.parametrize("objective", list(WEIGHTS))
 def test_objective(asked, objective):
     write(f'[functions.train_step]\nobjective = "{objective}"\n')
-    jaxtensile.jit(train_step)(state(), X)
+    jaxtensile.jit(train_step).plan(state(), X)
     assert asked[-1].device.traffic_weight == WEIGHTS[objective]
 
 
@@ -164,6 +164,17 @@ def test_without_a_file_all_is_as_it_was(asked):
     assert report.budget == asked[-1].device.capacity - RESERVE
     assert {s.source for s in report.settings} == {"default"}
     assert "by default" not in str(report)
+
+
+def test_a_call_that_the_code_asks_nothing_of_is_planned_where_the_file_does(asked):
+    jaxtensile.jit(train_step)(state(), X)
+    assert not asked  # it has ample room
+    write('[device]\ncapacity = "3MiB"\n')
+    with pytest.raises(jaxtensile.BudgetError, match=r"budget 3\.00MiB is below"):
+        jaxtensile.jit(train_step)(state(), X)
+    write('[functions.train_step]\nbudget = "1GiB"\n')
+    jaxtensile.jit(train_step)(state(), X)
+    assert [job.budget for job in asked] == [3 * MIB, GIB]
 
 
 def test_a_decorator_and_a_method_are_named_by_where_they_are(asked):
