@@ -7,16 +7,17 @@ value, and what is allowed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 from typing import Any, Final, TypeVar
 
-from msgspec import UnsetType, ValidationError, convert, structs
+from msgspec import Struct, UnsetType, ValidationError, convert
 
 from jaxtensile.errors import ConfigError
 from jaxtensile.units import Bytes, Seconds, parse_bytes, parse_seconds
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Struct)
 Amount = int | float | str
 Path = tuple[str, ...]
 """The keys that lead to a value, from the top."""
@@ -45,6 +46,8 @@ class Tables:
 
     def __init__(self, file: str, text: str) -> None:
         self._file, self._lines = file, text.splitlines()
+        self._headers: dict[Path, int] | None = None
+        self._keys: dict[Path, int] = {}
 
     # Tables.
 
@@ -63,9 +66,9 @@ class Tables:
                 where = f" in [{dotted(path)}]" if path else ""
                 raise ConfigError(f"{self.place((*path, key))}: unknown key {key!r}{where}: {hint}")
 
-    def struct(self, kind: type[T], table: dict[str, Any], path: Path) -> T:
+    def struct(self, kind: type[S], table: dict[str, Any], path: Path) -> S:
         """A table as a ``msgspec.Struct``, whose fields are the keys that it may have."""
-        self.known(table, tuple(f.name for f in structs.fields(kind)), path)  # pyright: ignore[reportArgumentType]
+        self.known(table, kind.__struct_fields__, path)
         try:
             return convert(table, kind)
         except ValidationError as wrong:
@@ -105,19 +108,12 @@ class Tables:
 
     def place(self, path: Path) -> str:
         """The file, and the line of a key where its table and it are written as usual."""
-        here: Path = ()
-        for number, line in enumerate(self._lines, 1):
-            if header := re.match(rf"\s*\[\s*({_KEY})\s*\]", line):
-                found = here = _words(header[1])
-            elif key := re.match(rf"\s*({_KEY})\s*=", line):
-                found = (*here, *_words(key[1]))
-                if found == path[: len(found)]:  # a table may be written in one line
-                    return f"{self._file}:{number}"
-            else:
-                continue
-            if found == path:
-                return f"{self._file}:{number}"
-        return self._file
+        if self._headers is None:
+            self._headers, self._keys = _numbered(self._lines)
+        # A table may be written in one line, behind its own key; that of its header is not where its keys are.
+        above = (self._keys.get(path[:k]) for k in range(len(path), 0, -1))
+        found = self._headers.get(path) or next(filter(None, above), None)
+        return self._file if found is None else f"{self._file}:{found}"
 
 
 def dotted(path: Path) -> str:
@@ -129,6 +125,20 @@ def did_you_mean(given: str, known: tuple[str, ...], otherwise: str) -> str:
     """The nearest known name as a question; ``otherwise`` where none is near."""
     close = get_close_matches(given, known, 1)
     return f"did you mean {close[0]!r}?" if close else otherwise
+
+
+def _numbered(lines: Sequence[str]) -> tuple[dict[Path, int], dict[Path, int]]:
+    """The first line of each table's header, and that of each key."""
+    headers: dict[Path, int] = {}
+    keys: dict[Path, int] = {}
+    here: Path = ()
+    for number, line in enumerate(lines, 1):
+        if header := re.match(rf"\s*\[\s*({_KEY})\s*\]", line):
+            here = _words(header[1])
+            headers.setdefault(here, number)
+        elif key := re.match(rf"\s*({_KEY})\s*=", line):
+            keys.setdefault((*here, *_words(key[1])), number)
+    return headers, keys
 
 
 def _words(key: str) -> Path:
