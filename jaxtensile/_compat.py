@@ -57,6 +57,16 @@ def without_dead_code(closed: Any) -> Any:
     return new if hasattr(new, "consts") else type(closed)(new, consts)
 
 
+def stored_element(dtype: Any) -> Any:
+    """The abstract array that one element of an extended dtype is stored as."""
+    return _core.physical_element_aval(dtype)
+
+
+def function_source(closed: Any) -> str:
+    """The function that a jaxpr was traced from, and where it is; empty where JAX did not write it down."""
+    return str(getattr(getattr(open_jaxpr(closed)[0], "debug_info", None), "func_src_info", "") or "")
+
+
 def under_trace() -> bool:
     """Whether some transform is tracing right now (grad, vmap, an enclosing jit)."""
     return not _core.trace_state_clean()
@@ -350,6 +360,21 @@ def _host_aval(x: HostShape) -> Any:
 
 _core.pytype_aval_mappings[HostShape] = _host_aval
 _dtypes.register_canonicalize_value_handler(HostShape, None)
+
+
+class OfType:
+    """Stands for an argument of an abstract value's very type: JAX traces it as that, be it a reference."""
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+def _given(x: OfType) -> Any:
+    return x.aval
+
+
+_core.pytype_aval_mappings[OfType] = _given
+_dtypes.register_canonicalize_value_handler(OfType, None)
 
 
 def captured(traced: Any) -> tuple[Any, ...]:

@@ -31,7 +31,8 @@ import jax
 from jaxtensile import _compat, pipeline
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
-from jaxtensile.errors import BudgetError, SolverError, TargetError
+from jaxtensile.errors import BudgetError, InternalError, SolverError, TargetError
+from jaxtensile.faults import as_ours, told, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.identity import identity_of, planned
@@ -49,6 +50,7 @@ from jaxtensile.options import (
     resolved,
     unsaid,
 )
+from jaxtensile.outcome import too_large
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
@@ -270,7 +272,11 @@ class Planned(Transformed):
         """
         with self._tracing(args, kwargs):
             args, kwargs = self._seen(args, kwargs)
-            return self._planned(self._plain.trace(*args, **kwargs), args, kwargs, measure=True).fitted.report
+            traced = self._plain.trace(*args, **kwargs)
+            return unless_faulty(
+                lambda: self._planned(traced, args, kwargs, measure=True).fitted.report,
+                lambda error: self._without_report(error, args, kwargs),
+            )
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``lower`` of the planned program."""
@@ -347,6 +353,15 @@ class Planned(Transformed):
             return self._plain, *self._placement.on_device(args, kwargs), None
         known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
+        return unless_faulty(
+            lambda: self._chosen_for(traced, known, named, args, kwargs),
+            lambda error: self._without_plan(error, args, kwargs),
+        )
+
+    def _chosen_for(
+        self, traced: Any, known: Any, named: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Any, Any, _compat.Run | None]:
+        """The same for a call that was traced, with arguments as the user's function sees them."""
         place = location(traced, known, named, self._jit_options)
         if place is None or self._runs_as_it_is(traced, place):
             return self._plain, args, kwargs, None  # where there is no place, its call raises JAX's own error
@@ -370,6 +385,29 @@ class Planned(Transformed):
             return self._job(traced, place, *abstract)
 
         return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, job, place.device)
+
+    def _without_plan(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any, Any, None]:
+        """What ``_chosen`` is where not even the question can be put: the function as it was written, if it fits."""
+        name, job = name_of(self._fun), self._asked.job
+        if job is not None:
+            raise InternalError(f"planning {name} failed ({told(error)}), and steps of a job run by a plan") from error
+        args, kwargs = self._placement.on_device(args, kwargs)
+        plain = compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
+        device, budget = _compat.default_device(), self._asked.budget
+        bound = unless_faulty(
+            lambda: self._resolved().budget((device_name(device),), profile_of(device).capacity)[0],
+            lambda _: TIB if budget is None else budget_bytes(budget, TIB),
+        )
+        if plain.device > bound:
+            raise too_large(name, error, plain, bound) from error
+        warn_unplanned(name, error)
+        return self._plain, args, kwargs, None
+
+    def _without_report(self, error: Exception, args: Any, kwargs: Any) -> Report:
+        """Raises what is wrong with the function itself; else that planning failed."""
+        compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
+        with as_ours(f"planning {name_of(self._fun)}", "call it, and it runs as it was written where that fits"):
+            raise error
 
     def _is_for_looking(self, traced: Any, args: Any, kwargs: Any) -> bool:
         """Whether a program is traced as it is, where nothing was asked of it."""
@@ -522,10 +560,12 @@ class Planned(Transformed):
         if self._unasked and self._is_for_looking(traced, args, kwargs):
             return traced
         try:
-            entry = self._planned(traced, args, kwargs)
+            entry = unless_faulty(lambda: self._planned(traced, args, kwargs), lambda _: None)
         except BudgetError:
             if self._resolved().says_budget or self._asked.job is not None:
                 raise
+            return traced
+        if entry is None:
             return traced
         if entry.fitted.state:
             args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)

@@ -97,6 +97,10 @@ class Attempts:
 
     def unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
         """The program with its state on the host, or without checkpoints, and with nothing else changed."""
+        with self.job.faults.of(variant.blamed):
+            return self._unplanned(variant, meanwhile)
+
+    def _unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None) -> Made:
         job = self.job
         program = Program.unchanged(variant.traced.graph)
         evaluate = rewrite(variant.traced, program)
@@ -136,17 +140,19 @@ class Attempts:
         that and what other plans taught; else every way counts. None for copies that XLA does not compile: some
         programs with them it refuses.
         """
-        job = self.job
+        with self.job.faults.of(variant.blamed):
+            return self._planned(variant, plan, once, learned)
+
+    def _planned(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made | None:
         with self.clock("check"):
             check(variant.problem.graph, plan.program)
         try:
             with self.clock("compile planned"):
-                made = self._best_way(variant, plan, once, learned)
+                return self._best_way(variant, plan, once, learned)
         except jax.errors.JaxRuntimeError:
-            if plan.offload_bytes <= job.state_bytes:
+            if plan.offload_bytes <= self.job.state_bytes:
                 raise
             return None
-        return made
 
     def again(self, variant: Variant, plan: Plan, choice: int) -> Made | None:
         """What another process planned, ``choice`` as ``Made`` had it there; None where it is refused."""

@@ -22,6 +22,7 @@ from jaxtensile.compile import compile_program
 from jaxtensile.device import DeviceProfile, profile
 from jaxtensile.errors import TargetError
 from jaxtensile.estimate_text import as_dict, as_text
+from jaxtensile.faults import as_ours
 from jaxtensile.identity import identity_of, planned
 from jaxtensile.ir import Graph, producers
 from jaxtensile.location import as_for, device_name, location, profile_of
@@ -204,12 +205,13 @@ def estimate_on(
     where = location(traced, args, {}, options)
     if where is None:
         raise TargetError(f"the arguments of {name} are on devices that do not go together: place them")
-    program = program_of(traced, bool(options.get("keep_unused", False)))
-    if not targets:
-        devices = [best_known(profile_of(where.device), where.device.device_kind)]
     shards = 1 if targets else where.count
     here = () if targets else tuple(map(device_name, where.devices))
-    first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=shards)
+    with as_ours(f"estimating {name}", "jax.jit(...).lower(...).compile().memory_analysis() asks XLA"):
+        program = program_of(traced, bool(options.get("keep_unused", False)))
+        if not targets:
+            devices = [best_known(profile_of(where.device), where.device.device_kind)]
+        first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=shards)
     out: list[Estimate] = []
     for device, target in zip(devices, targets or (None,), strict=True):
         found = first

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from jaxtensile.errors import ConfigWarning
+from jaxtensile.errors import ConfigError, ConfigWarning
 from jaxtensile.runtime.config import Config
 from jaxtensile.runtime.functions import Identity, is_pattern, nearest_first
 from jaxtensile.runtime.tables import dotted
@@ -145,7 +145,10 @@ def tell() -> None:
 def _warn(place: str, text: str) -> None:
     file, _, line = place.rpartition(":")
     here = (file, int(line)) if line.isdigit() else (place, 0)
-    warnings.warn_explicit(text, ConfigWarning, *here)
+    try:
+        warnings.warn_explicit(text, ConfigWarning, *here)
+    except ConfigWarning:  # where warnings are to be errors, it is one of the config's
+        raise ConfigError(f"{place}: {text}") from None
 
 
 atexit.register(tell)

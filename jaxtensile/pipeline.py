@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
+from jaxtensile import _compat
 from jaxtensile import variants as ways
 from jaxtensile.attempts import Attempts, Clock, Watch, nothing
 from jaxtensile.candidates import Candidates
@@ -21,10 +22,10 @@ from jaxtensile.collecting import seldom
 from jaxtensile.compile import Compiled
 from jaxtensile.errors import VerifyError
 from jaxtensile.merge import merged
-from jaxtensile.outcome import Made, cannot, report, unplanned
+from jaxtensile.outcome import Made, cannot, report, unplanned, without_plan
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.lowerbound import Bound, lower_bound
+from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
 from jaxtensile.plan_cache import Entry, PlanCache, key_of
@@ -33,13 +34,14 @@ from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
 from jaxtensile.smallest import Smallest
-from jaxtensile.subject import Subject, subject_of, with_state
+from jaxtensile.subject import Subject, bound_of, subject_of, with_state
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, undo
 from jaxtensile.units import TIB, Seconds
 from jaxtensile.upperbound import all_values
 from jaxtensile.variants import Variant, program_key
 
+MERGING, CACHE = "the merging of equal operations", "the plan cache"
 TIGHT = 2.0
 """Budgets below so many times the lower bound may be hopeless."""
 STEEPEST = 0.7
@@ -56,17 +58,29 @@ def fit(
     plans: PlanCache | None = None,
 ) -> Fitted:
     """Fit one job. ``prepare``: the solver, the job's own if None; ``baseline``: compile the plain program even
-    when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too."""
+    when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too.
+
+    What fails by a fault of ours is left out; where all does, it is the program as written, or ``PlanningError``.
+    """
+    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
+        return job.faults.without(
+            lambda: _fit(job, prepare, watch, baseline, plans), lambda error: without_plan(job, error)
+        )
+
+
+def _fit(job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans: PlanCache | None) -> Fitted:
     if all_values(job.jaxpr) is None:
-        told = unplanned(job, "its sizes are symbolic: it is passed on as it is, and planned where they are numbers")
+        note = "its sizes are symbolic: it is passed on as it is, and planned where they are numbers"
+        told = unplanned(job, (note,))
         return Fitted(jitted=job.make(None, job.options), evaluate=None, options=job.options, report=told)
     page, undone, lighter = _opened(job, prepare or named(job.solver), Clock(watch), baseline)
     if plans is not None:
-        fitted = page.recalled(plans, undone, lighter)
+        fitted = job.faults.spared(CACHE, lambda: page.recalled(plans, undone, lighter), lambda: None)
         if fitted is not None:
             return fitted
     if undone is not None and lighter is not None:
-        fitted = page.undone(undone, lighter)
+        with job.faults.of(ways.UNDONE):
+            fitted = page.undone(undone, lighter)
         if fitted is not None:
             return fitted
     return page.as_written()
@@ -79,6 +93,11 @@ def renew(job: Job, at_most: Seconds, unlike: int, watch: Watch = nothing) -> Fi
     Better: of another key than ``unlike`` and with a step of at most ``at_most`` predicted seconds. What is not
     does not get compiled, and the user's function is not run.
     """
+    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
+        return job.faults.without(lambda: _renew(job, at_most, unlike, watch), _raised)
+
+
+def _renew(job: Job, at_most: Seconds, unlike: int, watch: Watch) -> Fitted | None:
     page, undone, lighter = _opened(job, named(job.solver), Clock(watch), False)
     as_it_is = rewrite(page.program.traced, Program.unchanged(page.program.traced.graph))
     make = job.make
@@ -106,8 +125,23 @@ def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]
     """Up to ``count`` plans, the largest of them the program with nothing recomputed; nothing is compiled.
 
     Ascending in bytes, each shorter than those below it. The job's budget plays no part, and nothing is tried that is
-    only worth its time once nothing else fits: smaller plans may be found by ``fit``.
+    only worth its time once nothing else fits: smaller plans may be found by ``fit``. Where all planning fails by a
+    fault of ours, it is the program as written, compiled.
     """
+    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
+        return job.faults.without(lambda: _sketches(job, count, watch), lambda _: (_as_compiled(job),))
+
+
+def _as_compiled(job: Job) -> Sketch:
+    use = without_plan(replace(job, budget=TIB)).report.compiled
+    return Sketch(use=use, seconds=0.0)
+
+
+def _raised(error: Exception) -> NoReturn:
+    raise error
+
+
+def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
     page, undone, lighter = _opened(replace(job, budget=TIB), named(job.solver), Clock(watch), False)
     start = written = page.written()
     if undone is not None:
@@ -137,10 +171,14 @@ def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]
 def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_Page, Undone | None, Subject | None]:
     """The page of a job, and the program without the user's checkpoints where it has some and may fit."""
     with clock("graph"):
-        traced = merged(trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused))
-        job, notes = with_state(job, traced)
+        faults, flat = job.faults, trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
+        traced = faults.spared(MERGING, lambda: merged(flat), lambda: flat)
+        host = replace(job, host_budget=0 if ways.OFFLOAD in faults else job.host_budget)
+        there = replace(host, place=None), ()
+        job, notes = faults.spared(ways.STATE, lambda: with_state(host, traced), lambda: there)
         program = subject_of(job, traced)
-        undone = undo(program.traced) if job.undo and job.shards == 1 else None
+        wanted = job.undo and job.shards == 1
+        undone = faults.spared(ways.UNDONE, lambda: undo(traced) if wanted else None, lambda: None)
         lighter = subject_of(job, undone.traced) if undone is not None else None
     if lighter is not None and lighter.bound.nbytes > job.budget:
         undone = lighter = None
@@ -279,8 +317,7 @@ class _Page:
 
     def less(self, bound: Bound, variant: Variant) -> Bound:
         """The bound, or that of a program in parts, which may be lower."""
-        placed = variant.traced
-        return min(bound, lower_bound(placed.graph, placed.consts, self.job.device.platform), key=lambda b: b.nbytes)
+        return min(bound, bound_of(self.job, variant.traced), key=lambda b: b.nbytes)
 
     def undone(self, undone: Undone, lighter: Subject) -> Fitted | None:
         """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
@@ -341,16 +378,10 @@ class _Page:
         compiled = made.compiled
         if made.variant.chunked is not None:
             bound = self.less(bound, made.variant)
-        if self.plans is not None:
+        if self.plans is not None and not self.job.faults.left_out:
+            plans = self.plans
             with self.clock("keep"):
-                self.plans.keep(
-                    Entry(
-                        key=key_of(self.job, self.program.traced.graph),
-                        name=self.job.name,
-                        choice=made.choice,
-                        recipe=recipe_of(made.variant, made.plan),
-                    )
-                )
+                self.job.faults.spared(CACHE, lambda: plans.keep(self.entry(made)), lambda: None)
         told = self.report(made, compiled, bound, rounds)
         state = frozenset(leaf.argument for leaf in self.job.state)
         return Fitted(
@@ -363,20 +394,24 @@ class _Page:
             key=program_key(made.variant, made.plan),
         )
 
-    def report(self, made: Made | None, compiled: Compiled, bound: Bound, rounds: int) -> Any:
-        program = self.program
-        told = report(
-            self.job,
-            program.traced,
-            made,
-            program.plain,
-            self.attempts.plain,
-            compiled,
-            bound,
-            rounds,
-            self.clock.seconds,
+    def entry(self, made: Made) -> Entry:
+        """A plan as later processes find it."""
+        return Entry(
+            key=key_of(self.job, self.program.traced.graph),
+            name=self.job.name,
+            choice=made.choice,
+            recipe=recipe_of(made.variant, made.plan),
         )
-        return replace(told, notes=(*told.notes, *self.notes))
+
+    def report(self, made: Made | None, compiled: Compiled, bound: Bound, rounds: int) -> Any:
+        job, program, plain = self.job, self.program, self.attempts.plain
+        seconds = self.clock.seconds
+        told = job.faults.spared(
+            "the report",
+            lambda: report(job, program.traced, made, program.plain, plain, compiled, bound, rounds, seconds),
+            lambda: unplanned(job, compiled.notes, compiled.memory, seconds),
+        )
+        return replace(told, notes=(*told.notes, *self.notes, *job.faults.notes()))
 
 
 __all__ = ["Evaluate", "Fitted", "Job", "Sketch", "fit", "renew", "sketches"]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtensile._compat import JAX_VERSION
 from jaxtensile.compile import Options
 from jaxtensile.device import DeviceProfile
+from jaxtensile.faults import Faults
 from jaxtensile.passes.steptime import StepTime
 from jaxtensile.plan import Leaf, Link
 from jaxtensile.report import Report, Setting
@@ -43,7 +44,7 @@ class Job:
     arguments may wait on the host between calls, of at most ``state_budget`` bytes; ``state`` are those that do.
     ``names``: of the flat arguments; ``settings``: where its options are from.
     ``stacks_come_back``: whether the device has been seen to read right what is stacked in host memory; asked before
-    anything is.
+    anything is. ``faults``: what of the planner failed for it, and is left out.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Job:
     names: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
     stacks_come_back: Callable[[], bool] = lambda: True
+    faults: Faults = field(default_factory=Faults, compare=False, repr=False)
 
     @property
     def way(self) -> Link:

@@ -38,6 +38,8 @@ _CALLS = {
 }
 _FOREIGN = """pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning
     call_hi_primitive"""
+REFERENCE_BARRIER = "reference_barrier"
+"""What a Graph calls an ``optimization_barrier`` of JAX that holds references."""
 _RANDOM = "rng_uniform"
 _COLLECTIVES = """shard_map xla_pmap pmap psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
     all_to_all reduce_scatter ragged_all_to_all"""
@@ -136,6 +138,10 @@ class _Flattener:
             self.equations.append(Equation(eqn, stack, tuple(operands), results, callers))
         return [read(a) for a in jaxpr.outvars]
 
+    def is_array(self, atom: Any) -> bool:
+        """Whether it is a value, and no literal, that barriers hand on."""
+        return isinstance(atom, int) and type(self.avals[atom]) is _compat.ShapedArray
+
     def remat_barrier(self, eqn: Any, operands: list[Any], stack: Any) -> list[Any]:
         """The barrier JAX's own lowering puts in front of a differentiated ``remat``."""
         if not eqn.params.get("differentiated", False):
@@ -147,7 +153,7 @@ class _Flattener:
     def barrier(self, operands: list[Any], stack: Any, flags: Sequence[bool] | None = None) -> list[Any]:
         """What ``operands`` are behind a barrier over those that ``flags`` says; literals are no part of it."""
         flags = (True,) * len(operands) if flags is None else flags
-        chosen = [i for i, (f, o) in enumerate(zip(flags, operands, strict=True)) if f and isinstance(o, int)]
+        chosen = [i for i, (f, o) in enumerate(zip(flags, operands, strict=True)) if f and self.is_array(o)]
         behind = list(operands)
         if chosen:
             inputs = tuple(operands[i] for i in chosen)
@@ -252,13 +258,14 @@ def _space(aval: Any) -> str:
 
 
 def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array on the device: sub-byte types are packed, keys count their words, tokens nothing."""
+    """Bytes of an array on the device: sub-byte types are packed, tokens are nothing, and extended types (keys, say)
+    count as what they are stored in."""
     if dtype is None:
         return 0
     count = math.prod(shape)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return count * math.prod(key_data.shape) * key_data.dtype.itemsize
+        element = _compat.stored_element(dtype)
+        return count * _nbytes(element.shape, element.dtype)
     bits = _bits(np.dtype(dtype))
     return (count * bits + 7) // 8
 
@@ -273,15 +280,23 @@ def _bits(dtype: Any) -> int:
     return dtype.itemsize * 8
 
 
+def is_barrier(eqn: Any) -> bool:
+    """Whether an equation (None: an inserted one) hands each operand on as a result of its own, and does nothing else.
+
+    With references among the operands JAX's barrier is an effect on them, and they have no results.
+    """
+    return eqn is None or (eqn.primitive.name == "optimization_barrier" and not eqn.effects)
+
+
 def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
     operands = tuple(ValueId(v) for v in equation.operands if isinstance(v, int))
     results = tuple(ValueId(v) for v in equation.results)
     slots = tuple(ValueId(v) if isinstance(v, int) else -1 for v in equation.operands)
-    if equation.eqn is None or equation.eqn.primitive.name == "optimization_barrier":
+    if is_barrier(equation.eqn):
         positions = slots if len(slots) > len(operands) else ()  # of a literal the result is a buffer of its own
         return Op(id=OpId(i), primitive="optimization_barrier", operands=operands, results=results, slots=positions)
     eqn = equation.eqn
-    name = eqn.primitive.name
+    name = eqn.primitive.name if eqn.primitive.name != "optimization_barrier" else REFERENCE_BARRIER
     bodies, trips = _bodies(eqn)
     inner = tuple(trace_jaxpr(b).graph for b in bodies)
     return Op(
@@ -430,15 +445,10 @@ def jaxpr_flops(jaxpr: Any) -> float:
 
 
 def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
-    """The closed jaxpr of ``evaluate`` on the arguments of ``closed``."""
+    """The closed jaxpr of ``evaluate`` on arguments of the very types of those of ``closed``, references too."""
     jaxpr, _ = _compat.open_jaxpr(closed)
-    kinds = [_compat.HostShape if _space(v.aval) == "host" else jax.ShapeDtypeStruct for v in jaxpr.invars]
-    avals = [
-        kind(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        for kind, v in zip(kinds, jaxpr.invars, strict=True)
-    ]
     with _compat.as_wide_as(jaxpr.invars):
-        return jax.make_jaxpr(evaluate)(*avals)
+        return jax.make_jaxpr(evaluate)(*(_compat.OfType(v.aval) for v in jaxpr.invars))
 
 
 def exchanged(traced: Traced, closed: Any, new: Mapping[int, Callable[[Callable[[Any], Any]], Sequence[Any]]]) -> Any:

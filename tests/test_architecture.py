@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "cachefiles": "",
     "collecting": "",
     "hushed": "",
+    "faults": "errors",
     "ir": "units",
     "irtext": "units errors ir",
     "device": "units errors hardware",
@@ -59,26 +60,27 @@ MAY_IMPORT = {
     "inward": "units ir _compat trace passes",
     "state": "units ir plan trace passes",
     "merge": "ir _compat trace",
-    "undo": "ir merge trace",
-    "request": f"{VOCABULARY} _compat passes compile report",
+    "undo": "ir _compat merge trace",
+    "upperbound": "units _compat",
+    "request": f"{VOCABULARY} faults _compat passes compile report",
     "nest": "_compat trace",
-    "variants": f"{EDGE} bodies chunk merge stretch nest sink join inward split state undo request _compat",
+    "variants": f"{EDGE} faults bodies chunk merge stretch nest sink join inward split state undo request _compat",
     "cheapest": f"{EDGE} variants",
     "candidates": f"{EDGE} bodies cheapest variants",
     "recipe": f"{EDGE} bodies stretch variants",
     "plan_cache": "ir measured cachefiles request recipe _compat",
-    "outcome": f"{EDGE} candidates undo request variants timeline report",
+    "outcome": f"{EDGE} faults candidates undo request variants timeline report",
     "attempts": f"{EDGE} request variants outcome",
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
     "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
-    variants outcome timeline report""",
+    upperbound variants outcome timeline report""",
     "placement": f"{VOCABULARY} target _compat hosted",
     "location": "device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
-    "api": f"""{EDGE} plan_cache feedback hosted ladder request location placement report pipeline
-    options identity""",
+    "api": f"""{EDGE} faults plan_cache feedback hosted ladder request location outcome placement report pipeline
+    upperbound options identity""",
     "filtered": "_compat api identity report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "options": "units errors hardware report runtime",
@@ -92,7 +94,7 @@ MAY_IMPORT = {
     "jobs": "units errors options arbitration ladder request suspension tenancy stepping runtime",
     "process": f"{VOCABULARY} passes",
     "estimate_text": "units places report_text",
-    "estimation": f"""{VOCABULARY} workload _compat trace merge target measured compile location passes process
+    "estimation": f"""{VOCABULARY} faults workload _compat trace merge target measured compile location passes process
     estimate_text timeline report options identity""",
     "loading": "errors workload",
     "doctor": "units errors device measured hardware config_text",
@@ -108,7 +110,7 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo split numbered made_rows stretch chunk sink join inward nest loops hosted
+    """_compat trace merge undo upperbound split numbered made_rows stretch chunk sink join inward nest loops hosted
     host_stacks rewrite compile attempts target location placement feedback api filtered estimation calibration
     arbitration suspension stepping""".split()
 )

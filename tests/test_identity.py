@@ -11,7 +11,7 @@ import pytest
 
 import jaxtensile
 from jaxtensile import identity
-from jaxtensile.errors import ConfigWarning
+from jaxtensile.errors import ConfigError, ConfigWarning
 from jaxtensile.identity import identity_of, planned, stand_in, tell
 from jaxtensile.runtime.config import parse
 
@@ -143,6 +143,12 @@ def test_what_nothing_is_near_to_is_told_at_the_end(fresh):
     told = warned(tell)
     assert [line for _, line, _ in told] == [2, 4]
     assert all("the nearest of 1 is 'step'" in text for _, _, text in told)
+
+
+def test_where_warnings_are_errors_it_is_one_of_the_config(fresh):
+    with warnings.catch_warnings(), pytest.raises(ConfigError, match=r"toml:2: \[functions\.stepp\] names no function"):
+        warnings.simplefilter("error")
+        planned(config("stepp"), identity_of(step))
 
 
 def test_nothing_is_told_where_nothing_was_planned(fresh):

@@ -5,7 +5,8 @@
 ``JAX_TESTS``: the folder ``tests`` of a checkout of JAX, of the version that is installed or the nearest to it; nothing
 of it is copied here. Every file (``api_test``, ``examples/...``; by default a list of about fifty) runs in a process of
 its own with ``jax.jit`` and once in each mode: ``one``, no budget; ``tight``, the smallest reachable budget for every
-call; ``half``, half of the temporaries, with ``chunk=True``. What a file gave is kept in ``--keep`` line by line, so
+call; ``half``, half of the temporaries, with ``chunk=True``; ``forced``, the smallest plan by the model for every call,
+whatever XLA allocates for it. What a file gave is kept in ``--keep`` line by line, so
 that a run goes on where it stopped; ``--again`` forgets ours of the chosen modes and files first. What was compared
 goes to ``results-jax<version>.json`` and ``.md`` beside this file, for the files that ran, beside those known before.
 
@@ -30,7 +31,7 @@ from benchmarks.jaxtests.worker import read
 
 HERE: Final = Path(__file__).parent
 ROOT: Final = HERE.parent.parent
-MODES: Final = ("one", "tight", "half")
+MODES: Final = ("one", "tight", "half", "forced")
 FILES: Final = """
     api aot pjit shard_map export lax_control_flow custom_api custom_linear_solve custom_root batching core memories
     layout pickle checkify jaxpr_effects python_callback debugging_primitives debug_nans mutable_array state
@@ -46,6 +47,7 @@ ENVIRONMENT: Final = {
     "JAX_SKIP_SLOW_TESTS": "1",
     "JAX_NUM_GENERATED_CASES": "10",
     "JAXTENSILE_PLAN_CACHE": "off",
+    "JAXTENSILE_STRICT": "1",
     "TF_CPP_MIN_LOG_LEVEL": "2",
 }
 _MANY: Final = ("pmap", "multi_device", "shard_map", "lax_control_flow")
