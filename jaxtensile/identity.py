@@ -13,7 +13,7 @@ import inspect
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
@@ -99,7 +99,8 @@ class _File:
     planned: dict[str, None] = field(default_factory=dict[str, None])
 
 
-_files: dict[str, _File] = {}
+_files: dict[Hashable, _File] = {}
+"""By the file's name; of tables that were in no file, with the names in them."""
 
 
 def planned(config: Config, who: Identity) -> None:
@@ -107,10 +108,9 @@ def planned(config: Config, who: Identity) -> None:
     if not config.functions or not who.names:
         return
     with _lock:
-        known = _files.setdefault(config.file, _File())
-        for name in config.functions:
-            keys = (("functions", name, key) for key in config.functions[name].said())
-            known.places[name] = next((config.places[key] for key in keys if key in config.places), config.file)
+        written = any(place != config.file for place in config.places.values())
+        known = _files.setdefault(config.file if written else (config.file, *config.functions), _File())
+        known.places = {name: _place(config, name) for name in config.functions}  # a file may have been mended
         mine = nearest_first(config.functions, who)
         known.done.update(mine)
         known.planned[who.names[0]] = None
@@ -123,6 +123,12 @@ def planned(config: Config, who: Identity) -> None:
         places = dict(known.places)
     for name in near:
         _warn(places[name], f"[{dotted(('functions', name))}] names no function so far: did you mean {who.names[0]!r}?")
+
+
+def _place(config: Config, name: str) -> str:
+    """Where the first key of a table is."""
+    keys = (("functions", name, key) for key in config.functions[name].said())
+    return next((config.places[key] for key in keys if key in config.places), config.file)
 
 
 def tell() -> None:

@@ -13,7 +13,7 @@ import jaxtensile
 from jaxtensile import identity
 from jaxtensile.errors import ConfigError, ConfigWarning
 from jaxtensile.identity import identity_of, planned, stand_in, tell
-from jaxtensile.runtime.config import parse
+from jaxtensile.runtime.config import from_tables, parse
 
 HERE = str(Path(__file__).resolve())
 
@@ -149,6 +149,21 @@ def test_where_warnings_are_errors_it_is_one_of_the_config(fresh):
     with warnings.catch_warnings(), pytest.raises(ConfigError, match=r"toml:2: \[functions\.stepp\] names no function"):
         warnings.simplefilter("error")
         planned(config("stepp"), identity_of(step))
+
+
+def test_a_name_that_was_mended_is_no_more_told_of(fresh):
+    assert warned(lambda: planned(config("*_later"), identity_of(step))) == []
+    assert warned(lambda: planned(config("step"), identity_of(step))) == []
+    assert warned(tell) == []
+
+
+def test_tables_of_the_code_are_files_of_their_own(fresh):
+    for name in ("first", "second"):
+        planned(from_tables({"functions": {name: {"budget": 1}}}), identity_of(step))
+    assert [(where, text.split()[0]) for where, _, text in warned(tell)] == [
+        ("config", "[functions.first]"),
+        ("config", "[functions.second]"),
+    ]
 
 
 def test_nothing_is_told_where_nothing_was_planned(fresh):
