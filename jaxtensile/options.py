@@ -161,7 +161,7 @@ def resolved(asked: Asked, config: Config, who: Identity) -> Resolved:
     offload, why = bool(values["offload_state"]), settings["offload_state"]
     if offload and asked.placed and why.source != CODE:
         raise _cannot(said, why, f"{asked.placed}= is given in the code, and both place arguments", "false")
-    state = _host_said(config) if host_setting.source == DEFAULT else host
+    state = _host_said(config) if offload and host_setting.source == DEFAULT else host
     budget, whence = asked.budget, (CODE, "")
     if budget is None and "budget" in said:
         budget, whence = said["budget"][0], _place(config, said, "budget")
@@ -188,13 +188,13 @@ def _chosen(name: str, asked: Asked, config: Config, said: _Said) -> tuple[Any, 
 
 def _host(asked: Asked, config: Config, said: _Said) -> tuple[Bytes, Setting]:
     """Pinned host memory that plans may use: none unless somebody gives it."""
-    name, whole = "host_budget", _host_of(config)
+    name = "host_budget"
     if asked.host_budget is not None:
-        size = host_bytes(asked.host_budget, whole)
+        size = host_bytes(asked.host_budget, _host_of(config))
         return size, Setting(name, format_bytes(size), CODE)
     if name not in said:
         return 0, Setting(name, format_bytes(0), DEFAULT)
-    size = parse_bytes(said[name][0], capacity=whole)
+    size = parse_bytes(said[name][0], capacity=_host_of(config))
     setting = Setting(name, format_bytes(size), *_place(config, said, name))
     if size and not asked.to_host:
         raise _cannot(said, setting, f"solver={asked.solver!r} of the code plans by recomputation alone", "0")
