@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jax_lines import on_the_line_of
 from jaxtensile.chunk import in_chunks
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.rows import Row
@@ -455,7 +454,6 @@ def in_parts(share):
 
 
 @pytest.mark.cuda_aot
-@on_the_line_of(newer=False)
 @deviceless
 def test_a_budget_is_met_without_computing_anything_twice():
     step, args, planned, report = in_parts(0.6)
@@ -465,7 +463,6 @@ def test_a_budget_is_met_without_computing_anything_twice():
 
 
 @pytest.mark.cuda_aot
-@on_the_line_of(newer=False)
 @deviceless
 def test_more_parts_than_pay_are_not_made():
     """A fifth of the bytes: eight parts compute nothing twice and start so many kernels that a step takes 2.4 times as
@@ -477,7 +474,6 @@ def test_more_parts_than_pay_are_not_made():
 
 
 @pytest.mark.cuda_aot
-@on_the_line_of(newer=True)
 @deviceless
 def test_few_parts_are_planned_inside_where_more_would_be_needed_otherwise():
     """In two parts it needs more than half; in four, with nothing made again, less than a third."""
@@ -489,7 +485,6 @@ def test_few_parts_are_planned_inside_where_more_would_be_needed_otherwise():
 
 
 @pytest.mark.cuda_aot
-@on_the_line_of(newer=True)
 @deviceless
 def test_sums_stay_as_written_unless_asked():
     step, args = decoder()
