@@ -1,9 +1,13 @@
-"""What XLA has compiled is compiled once: for all processes of a test run, and for later runs on the same machine.
+"""XLA's part of the tests, made short: a program is compiled once, and for this CPU without LLVM's optimizations.
 
-Programs for this CPU go through JAX's own persistent cache, of which the key covers program, options and XLA; kernels
-for GPUs that are not here through XLA's. Both are kept in ``~/.cache/jaxtensile-tests``, in a folder for these versions
-and this very CPU. An entry is written under another name and then renamed, and carries its digest: one that is damaged
-is not there. ``JAXTENSILE_TESTS_CACHE=off`` does without, another folder is used instead.
+XLA has divided memory and ordered a program before LLVM sees it, and compiles for a CPU in half the time where LLVM
+does only what it must. What tests start as processes of their own is compiled as users compile.
+
+What was compiled is there for all processes of a test run, and for later runs on the same machine: programs for this
+CPU through JAX's own persistent cache, of which the key covers program, options and XLA, kernels for absent GPUs
+through XLA's. Both are kept in ``~/.cache/jaxtensile-tests``, in a folder for these versions and this very CPU. An
+entry is written under another name and then renamed, and carries its digest: one that is damaged is not there.
+``JAXTENSILE_TESTS_CACHE=off`` does without; a path there is another folder.
 """
 
 from __future__ import annotations
@@ -80,10 +84,29 @@ def _machine() -> tuple[object, ...]:
     return FORMAT, platform.platform(), platform.python_version(), versions, cpu
 
 
-def share_programs(kept: Folder, kernels: Path) -> None:
-    """From now on JAX looks in ``kept`` before it compiles for this CPU, and XLA in ``kernels`` for absent GPUs."""
+def quicken(kept: Folder | None, kernels: Path) -> None:
+    """From now on JAX in this process compiles quickly, looks in ``kept`` before, and XLA in ``kernels`` for GPUs."""
+    from jax._src import compiler
+
+    options = compiler.get_compile_options
+
+    def get_compile_options(*args, backend=None, **kwargs):
+        made = options(*args, backend=backend, **kwargs)
+        debug = made.executable_build_options.debug_options
+        if backend is not None and backend.platform == "cpu":
+            debug.xla_backend_optimization_level = 0
+        elif kept is not None and "CompileOnly" in type(backend).__name__:
+            debug.xla_gpu_kernel_cache_file = str(kernels)
+        return made
+
+    compiler.get_compile_options = get_compile_options
+    if kept is not None:
+        _share_programs(kept)
+
+
+def _share_programs(kept: Folder) -> None:
     import jax
-    from jax._src import compilation_cache, compiler
+    from jax._src import compilation_cache
 
     class Programs(compilation_cache.CacheInterface):
         _path = kept.path
@@ -94,20 +117,9 @@ def share_programs(kept: Folder, kernels: Path) -> None:
         def put(self, key: str, value: bytes) -> None:
             kept.put(key, value)
 
-    cached, options = compilation_cache.is_cache_used, compiler.get_compile_options
-
-    def is_cache_used(backend) -> bool:
-        return backend.platform == "cpu" and cached(backend)
-
-    def get_compile_options(*args, backend=None, **kwargs):
-        made = options(*args, backend=backend, **kwargs)
-        if backend is not None and "CompileOnly" in type(backend).__name__ and jax.__version_info__ >= (0, 11):
-            made.executable_build_options.debug_options.xla_gpu_kernel_cache_file = str(kernels)
-        return made
-
+    cached = compilation_cache.is_cache_used
     compilation_cache.get_file_cache = lambda path: (Programs(), path)
-    compilation_cache.is_cache_used = is_cache_used
-    compiler.get_compile_options = get_compile_options
+    compilation_cache.is_cache_used = lambda backend: backend.platform == "cpu" and cached(backend)
     jax.config.update("jax_compilation_cache_dir", str(kept.path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
@@ -121,14 +133,14 @@ class Kernels:
 
     NAME = "kernels"
 
-    def __init__(self, kept: Folder, file: Path) -> None:
+    def __init__(self, kept: Folder | None, file: Path) -> None:
         self.kept, self.file = kept, file
-        self.began = kept.get(self.NAME) or b""
+        self.began = (kept.get(self.NAME) if kept is not None else None) or b""
         if self.began:
             file.write_bytes(self.began)
 
     def keep(self) -> None:
-        if not self.file.exists() or (now := self.file.read_bytes()) == self.began:
+        if self.kept is None or not self.file.exists() or (now := self.file.read_bytes()) == self.began:
             return
         added = now.removeprefix(self.began)
         with suppress(OSError), self.kept.locked():

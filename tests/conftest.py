@@ -50,10 +50,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    if COMPILED is None or getattr(session.config.option, "dist", "no") != "no":
+    if getattr(session.config.option, "dist", "no") != "no":
         return  # in the workers, not in the process that hands them their tests
     kernels = compiled_once.Kernels(COMPILED, Path(os.environ["XDG_CACHE_HOME"], "kernels"))
-    compiled_once.share_programs(COMPILED, kernels.file)
+    compiled_once.quicken(COMPILED, kernels.file)
     session.config.add_cleanup(kernels.keep)
 
 
