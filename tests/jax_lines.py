@@ -15,8 +15,8 @@ import pytest
 SOAK = bool(os.environ.get("JAXTENSILE_SOAK"))
 ALL = {
     "JAX's own interface: jits, stages, transformations, what a jaxpr holds and how one is made": """
-        api bodies chunk emit filter_jit host_stacks hosted inward join loops merge nest numbered parity rewrite
-        rows sink split state streaming trace undo variants""",
+        api bodies emit filter_jit host_stacks hosted inward join loops merge nest numbered parity rewrite rows sink
+        split state streaming trace undo variants""",
     "what XLA allocates, in which order, for whom, and how it is asked": """
         compile heap in_order lodgers lowered outcome own_stacks pipeline prologue prompt shardings sums target ties
         widened""",
@@ -25,7 +25,7 @@ ALL = {
 }
 EVERY_FOURTH = {
     "programs one like the other: of any fault that is JAX's, several show": """
-        differential differential_loops libraries workloads""",
+        chunk differential differential_loops libraries workloads""",
     "the front door, entered through the API that is tested as a whole": """
         bad_input calibration cli estimation feedback offload_state report solvers""",
 }
