@@ -184,6 +184,17 @@ def test_a_loop_writes_its_carry_over_no_constant(carries):
     assert profile == [B, B if carries else 2 * B, B]
 
 
+def test_what_dies_makes_room_for_one_result():
+    """Two results of a branch, and one operand that ends there: the other result is a buffer of its own."""
+    body, b = Builder(), Builder()
+    body.input(N)
+    bodies = (body.graph(body.input(N), body.input(N)),)
+    a = b.op("cumsum", b.input(N))
+    one, two = b.op("cond", a, results=[(N,), (N,)], bodies=bodies, slots=(a,))
+    profile = live_ranges(b.graph(b.op("dot_general", one, two, shape=(1,)))).profile
+    assert profile == [B, 2 * B, 2 * B]
+
+
 def test_branches_need_the_larger_of_them():
     def branch(count):
         b = Builder()
