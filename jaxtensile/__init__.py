@@ -10,10 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jaxtensile.errors import (
+    AgreementError,
     BudgetError,
     ConfigError,
+    ConfigWarning,
     CoordinatorError,
+    InternalError,
+    InternalErrorWarning,
     JaxtensileError,
+    PlanningError,
     SolverError,
     TargetError,
     VerifyError,
@@ -34,13 +39,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgreementError",
     "BudgetError",
     "ConfigError",
+    "ConfigWarning",
     "CoordinatorError",
     "DeviceProfile",
     "Estimate",
+    "InternalError",
+    "InternalErrorWarning",
     "JaxtensileError",
     "MemoryUse",
+    "PlanningError",
     "Report",
     "SolverError",
     "TargetError",

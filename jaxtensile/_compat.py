@@ -5,6 +5,7 @@ Invariant: nothing else in the project imports ``jax._src``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -13,9 +14,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
+from jax._src import hijax as _hijax
 from jax._src import source_info_util as _source
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.cudnn import fused_attention_stablehlo as _attention
@@ -26,6 +30,8 @@ JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[
 
 Literal = _core.Literal
 ShapedArray = _core.ShapedArray
+ShardingTypeError = _core.ShardingTypeError
+"""Of types that hold shardings, on meshes with explicit axes: an operation is not defined for them."""
 
 EMPTY_STACK = _source.NameStack()
 
@@ -35,11 +41,33 @@ def open_jaxpr(closed: Any) -> tuple[Any, tuple[Any, ...]]:
     return closed.jaxpr, tuple(closed.consts)
 
 
+def lowered(closed: Any) -> Any:
+    """The program in the primitives that are compiled: high-level ones (``jax.experimental.hijax``) expanded by JAX's
+    own rules, in loops and branches too.
+
+    The same program where there are none, and where an argument or a result has a type of its own.
+    """
+    jaxpr, _ = open_jaxpr(closed)
+    if not getattr(jaxpr, "is_high", False) or any(v.aval.is_high for v in (*jaxpr.invars, *jaxpr.outvars)):
+        return closed
+    return _partial_eval.lower_jaxpr2(closed)
+
+
 def without_dead_code(closed: Any) -> Any:
     """The same program without what nothing reads, inside loops too; its arguments and constants stay."""
     jaxpr, consts = open_jaxpr(closed)
     new, _ = _partial_eval.dce_jaxpr(jaxpr, True, instantiate=True)
     return new if hasattr(new, "consts") else type(closed)(new, consts)
+
+
+def stored_element(dtype: Any) -> Any:
+    """The abstract array that one element of an extended dtype is stored as."""
+    return _core.physical_element_aval(dtype)
+
+
+def function_source(closed: Any) -> str:
+    """The function that a jaxpr was traced from, and where it is; empty where JAX did not write it down."""
+    return str(getattr(getattr(open_jaxpr(closed)[0], "debug_info", None), "func_src_info", "") or "")
 
 
 def under_trace() -> bool:
@@ -61,6 +89,14 @@ def default_device() -> Any:
 def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
     """Positions and names of the static arguments of a ``jax.jit`` result, as JAX resolved them."""
     return frozenset(jitted._jit_info.static_argnums), frozenset(jitted._jit_info.static_argnames)
+
+
+def jit(fun: Callable[..., Any], **options: Any) -> Any:
+    """``jax.jit(fun, **options)`` whose methods are JAX's, also where ``fun`` has attributes of their names."""
+    made = jax.jit(fun, **options)
+    for name in [k for k in vars(made) if not k.startswith("_") and hasattr(type(made), k)]:
+        del vars(made)[name]
+    return made
 
 
 @contextmanager
@@ -88,12 +124,78 @@ def source_line(eqn: Any) -> str:
     return text if text and text != "<unknown>" else f"<{eqn.primitive.name}>"
 
 
+_CHECKPOINTS = _ad_checkpoint.__file__
+_HIGH_LEVEL = _hijax.__file__
+_JAX = os.path.dirname(_CHECKPOINTS) + os.sep
+_AGAIN = "rematted_computation"
+
+
+def is_checkpoint_barrier(eqn: Any) -> bool:
+    """Whether ``jax.checkpoint`` bound this ``optimization_barrier``; False where nobody knows.
+
+    An equation has the stack of the call that made it. One of a backward pass has that of the call it differentiates:
+    of ``lax.optimization_barrier`` itself, or of the high-level primitive that a checkpointed function is. Who called
+    that is in JAX's own file for checkpoints, or it is somebody else's barrier.
+    """
+    traceback = eqn.source_info.traceback
+    frames = iter(traceback.frames if traceback is not None else ())
+    for frame in frames:
+        name = frame.function_name
+        if name == "optimization_barrier" or (frame.file_name == _HIGH_LEVEL and name.endswith("__call__")):
+            caller = next(frames, None)
+            return caller is not None and caller.file_name == _CHECKPOINTS
+        if not frame.file_name.startswith(_JAX):
+            return False
+    return False
+
+
+def is_recomputation(eqn: Any, stack: Any = EMPTY_STACK) -> bool:
+    """Whether an equation, under the name stack of what it was inlined from, is of what a differentiated
+    ``jax.checkpoint`` computes again: JAX says so in a parameter of ``remat2``, and in the name stack of what replaces
+    it (``jax_remat3``)."""
+    if eqn.params.get("differentiated", False):
+        return True
+    return any(s.name == _AGAIN for names in (stack, eqn.source_info.name_stack) for s in names.stack)
+
+
 def scan_split(params: dict[str, Any]) -> tuple[int, int]:
     """``(number of constants, number of carries)`` of a scan equation."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     consts, carry, _ = params["ft_in"].unpack()
     return len(consts), len(carry)
+
+
+class UnknownSizeError(Exception):
+    """An abstract value whose bytes are no number."""
+
+
+def arrays_of(aval: Any) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Shape and bytes of an element of each array that an abstract value is made of; a token is made of none.
+
+    ``UnknownSizeError``: a dimension is symbolic, or the type does not say what it is made of.
+    """
+    if hasattr(aval, "inner_aval"):  # a reference
+        yield from arrays_of(aval.inner_aval)
+    elif isinstance(aval, _core.ShapedArray):
+        if not all(map(_core.is_constant_dim, aval.shape)):
+            raise UnknownSizeError
+        extended = isinstance(aval.dtype, _dtypes.ExtendedDType)
+        element = _core.physical_element_aval(aval.dtype) if extended else jax.ShapeDtypeStruct((), aval.dtype)
+        yield (*aval.shape, *element.shape), element.dtype.itemsize
+    else:
+        try:
+            parts = aval.lo_ty()
+        except (AttributeError, NotImplementedError):
+            raise UnknownSizeError from None
+        for part in parts:
+            if part is not aval:
+                yield from arrays_of(part)
+
+
+def bodies(eqn: Any) -> Iterator[Any]:
+    """The open jaxprs among the parameters of an equation."""
+    return (open_jaxpr(body)[0] if hasattr(body, "consts") else body for body in _core.jaxprs_in_params(eqn.params))
 
 
 def is_tracer(x: Any) -> bool:
@@ -216,7 +318,7 @@ def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choo
         outputs, _, *rest = jitted._cache_miss(*given, **named)
         return outputs, None, *rest
 
-    model: Any = jax.jit(fun, **options)
+    model = jit(fun, **options)
     try:
         state = model.__getstate__()
         if not (callable(state["cache_miss"]) and callable(model._cache_miss)):
@@ -263,6 +365,21 @@ _core.pytype_aval_mappings[HostShape] = _host_aval
 _dtypes.register_canonicalize_value_handler(HostShape, None)
 
 
+class OfType:
+    """Stands for an argument of an abstract value's very type: JAX traces it as that, be it a reference."""
+
+    def __init__(self, aval: Any) -> None:
+        self.aval = aval
+
+
+def _given(x: OfType) -> Any:
+    return x.aval
+
+
+_core.pytype_aval_mappings[OfType] = _given
+_dtypes.register_canonicalize_value_handler(OfType, None)
+
+
 def captured(traced: Any) -> tuple[Any, ...]:
     """Arrays that a trace turned into leading arguments of its jaxpr (mutable ones it closes over)."""
     return tuple(getattr(traced, "_consts", ()))
@@ -274,18 +391,28 @@ def donated_inputs(traced: Any) -> tuple[bool, ...]:
     return (*(False for _ in captured(traced)), *(bool(a.donated) for a in given))
 
 
+def is_abstract(place: Any) -> bool:
+    """Whether a sharding or a mesh has no devices."""
+    return isinstance(getattr(place, "mesh", place), jax.sharding.AbstractMesh)
+
+
+def asked_shardings(traced: Any) -> Iterator[Any]:
+    """What ``jax.jit`` was told of where a program runs: its shardings, and the mesh that is set, if there is one."""
+    params = traced._params
+    yield from (s for s in (*params["in_shardings"], *params["out_shardings"]) if isinstance(s, jax.sharding.Sharding))
+    mesh = params.get("ctx_mesh")
+    if mesh is not None and not mesh.empty:
+        yield mesh
+
+
 def device_sets(traced: Any) -> set[frozenset[Any]]:
     """The sets of devices that the program itself asks for: jit's shardings, the mesh, constraints."""
-    params = traced._params
-    found = {
-        frozenset(s.device_set)
-        for s in (*params["in_shardings"], *params["out_shardings"], *_constraints(traced.jaxpr))
-        if isinstance(s, jax.sharding.Sharding) and not isinstance(getattr(s, "mesh", None), jax.sharding.AbstractMesh)
+    places = (*asked_shardings(traced), *_constraints(traced.jaxpr))
+    return {
+        frozenset(p.devices.flat if isinstance(p, jax.sharding.Mesh) else p.device_set)
+        for p in places
+        if isinstance(p, jax.sharding.Mesh | jax.sharding.Sharding) and not is_abstract(p)
     }
-    mesh = params.get("ctx_mesh")
-    if isinstance(mesh, jax.sharding.Mesh) and not mesh.empty:
-        found.add(frozenset(mesh.devices.flat))
-    return found
 
 
 def _constraints(closed: Any) -> Iterator[Any]:
@@ -328,3 +455,8 @@ def is_counted_threefry(eqn: Any) -> bool:
     key = eqn.invars[0].aval
     name = getattr(getattr(key.dtype, "_impl", None), "name", "")
     return not key.shape and name == "threefry2x32" and bool(getattr(eqn.ctx, "threefry_partitionable", False))
+
+
+def key_value_client() -> Any:
+    """What ``jax.distributed.initialize`` connected this process to; None where it was not called."""
+    return _distributed.global_state.client

@@ -15,40 +15,56 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from operator import index
+from pickle import PicklingError
+from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
-from jaxtensile import _compat, pipeline
+from jaxtensile import _compat, processes
+from jaxtensile.agreement import Agreed
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
-from jaxtensile.errors import BudgetError, SolverError, TargetError
+from jaxtensile.errors import BudgetError, InternalError, SolverError, TargetError
+from jaxtensile.faults import as_ours, is_of_the_user, told, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
-from jaxtensile.hardware import host_memory
 from jaxtensile.hosted import copies_come_back, stacks_come_back
+from jaxtensile.identity import identity_of, planned
 from jaxtensile.ladder import Ladder
-from jaxtensile.location import Location, as_for, location, profile_of
+from jaxtensile.location import Location, as_for, device_name, is_nowhere, location, profile_of
 from jaxtensile.measured import best_known
+from jaxtensile.options import (
+    Asked,
+    ConfigLike,
+    Resolved,
+    Unsaid,
+    budget_bytes,
+    config_of,
+    host_bytes,
+    resolved,
+    unsaid,
+)
+from jaxtensile.outcome import too_large
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
-from jaxtensile.report import Report
+from jaxtensile.report import Report, Setting
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
-from jaxtensile.target import compiler_options, is_absent, resolve, tracing_for
-from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
-from jaxtensile.workload import name_of
+from jaxtensile.target import compiler_options, is_absent, resolve_all, tracing_for
+from jaxtensile.units import TIB, Bytes
+from jaxtensile.upperbound import AMPLE, all_values, recomputes
+from jaxtensile.workload import Transformed, name_of
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
 _SHARING = threading.Lock()
-_RESERVE = GIB
-"""Bytes of the device left to the process when no budget is given."""
 
 
 def jit(
@@ -60,18 +76,18 @@ def jit(
     target: str | None = None,
     job: Any = None,
     solver: str = "auto",
-    objective: str = "flops",
-    undo: bool = True,
-    offload_state: bool = False,
-    chunk: bool = False,
-    config: Any = None,
+    objective: str = unsaid("flops"),
+    undo: bool = unsaid(True),
+    offload_state: bool = unsaid(False),
+    chunk: bool = unsaid(False),
+    config: ConfigLike | None = None,
     **jax_jit_options: Any,
 ) -> Any:
     """``jax.jit(fun)`` whose compiled program fits ``budget`` device bytes.
 
     ``budget`` bounds argument + output + temp - alias bytes on one device as XLA allocates them:
-    an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for the device's capacity
-    less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
+    an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for what the config says, else the device's
+    capacity less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
     that it fits at the least cost in time; values stay the same within the dtype's rounding.
     ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs and TPUs; none by default).
     ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
@@ -91,29 +107,35 @@ def jit(
     ``out_shardings``.
     ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
     ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
+    ``config``: the path of a ``jaxtensile.toml`` or its tables as a dict; by default that of the job, else
+    ``$JAXTENSILE_CONFIG``, else the first one upward from the working directory. Its table ``[functions."train_step"]``
+    (or a pattern, or ``"train.py:train_step"``) gives ``budget``, ``host_budget``, ``objective``, ``undo``, ``chunk``
+    and ``offload_state`` where they are not given here, and ``[device]`` the bytes where no budget is. It is read when
+    the first call is planned, and again after ``clear_cache``.
     Everything else goes to ``jax.jit``.
 
     Raises ``BudgetError`` (``.needs``, ``.has``, ``.culprits``) when no plan fits, at the call that
-    needs the plan, ``TargetError`` for a target that cannot be compiled for, and ``SolverError`` for an unknown
-    solver or one that cannot plan this program.
+    needs the plan, ``TargetError`` for a target that cannot be compiled for, ``SolverError`` for an unknown
+    solver or one that cannot plan this program, ``ConfigError`` for a config that cannot be meant, and
+    ``AgreementError``, in all processes of a program, where they cannot run one plan.
     """
-    if config is not None:
-        raise NotImplementedError(
-            "jaxtensile.jit(config=...) is not available yet: leave it out; budget= and target= are"
-        )
     named(solver)
-    if objective not in WEIGHTS:
+    if not isinstance(objective, Unsaid) and objective not in WEIGHTS:
         raise ValueError(f"objective={objective!r} is not known: give one of {', '.join(map(repr, WEIGHTS))}")
     if target is not None and not isinstance(target, str):
         raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
-    placed = [name for name in ("in_shardings", "out_shardings") if offload_state and name in jax_jit_options]
-    if placed:
+    placed = [name for name in ("in_shardings", "out_shardings") if name in jax_jit_options]
+    if placed and offload_state:
         raise ValueError(
             f"offload_state=True places the arguments itself, {placed[0]}= is given too: leave one of them out"
         )
     # Bad values are an error where they are written; a percentage waits for its device.
-    _budget_bytes(budget, TIB if target is None else profile(target).capacity)
-    host = _host_bytes(host_budget)
+    capacity = TIB if target is None else profile(target).capacity
+    if budget is not None:
+        budget_bytes(budget, capacity)
+    if config is not None and not isinstance(config, str | os.PathLike):
+        config = config_of(config)
+    host = host_bytes(host_budget, TIB)
     if host and solver not in TO_THE_HOST:
         raise SolverError(
             f"solver={solver!r} plans by recomputation alone: leave host_budget={host_budget!r} out, "
@@ -131,50 +153,27 @@ def jit(
             chunk=chunk,
             offload_state=offload_state,
             job=job,
+            config=config,
             **jax_jit_options,
         )
     if job is not None and (target is not None or not hasattr(job, "step")):
         what = f"job={job!r}" if target is None else f"target={target!r}"
         raise TypeError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
-    state = (host if host_budget is not None else None) if offload_state else 0
-    return Planned(
-        fun,
-        budget,
-        host,
-        target,
-        jax_jit_options,
+    asked = Asked(
+        budget=budget,
+        host_budget=host_budget,
+        target=target,
         solver=solver,
         objective=objective,
         undo=undo,
         chunk=chunk,
-        state_budget=state,
+        offload_state=offload_state,
+        to_host=solver in TO_THE_HOST,
         job=job,
+        config=config,
+        options=jax_jit_options,
     )
-
-
-def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
-    """The budget in bytes on a device of ``capacity`` bytes."""
-    if budget is None:
-        return max(capacity - _RESERVE, 0)
-    try:
-        size = parse_bytes(budget if isinstance(budget, bool | str | float) else index(budget), capacity=capacity)
-    except ValueError as error:
-        raise BudgetError(f"budget={budget!r}: {error}") from None
-    except TypeError:
-        raise BudgetError(f"budget={budget!r}: a size is bytes as an int, '12GiB', '12GB' or '80%'") from None
-    if size <= 0:
-        raise BudgetError(f"budget={budget!r} leaves no bytes at all: give at least the arguments' size", has=size)
-    return size
-
-
-def _host_bytes(host_budget: int | str | None) -> Bytes:
-    """Pinned host memory that a plan may use: none unless it is given."""
-    if host_budget is None or (isinstance(host_budget, int) and host_budget == 0):
-        return 0
-    try:
-        return _budget_bytes(host_budget, host_memory())
-    except BudgetError as error:
-        raise BudgetError(f"host_{error}") from None
+    return Planned(fun, asked)
 
 
 @dataclass(slots=True)
@@ -195,90 +194,111 @@ class _Entry:
         return self.feedback.fitted
 
 
-class Planned:
-    """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``."""
+class Planned(Transformed):
+    """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``.
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        budget: int | str | None,
-        host_budget: Bytes,
-        target: str | None,
-        options: Mapping[str, Any],
-        *,
-        solver: str = "auto",
-        objective: str = "flops",
-        undo: bool = True,
-        chunk: bool = False,
-        state_budget: Bytes | None = 0,
-        job: Any = None,
-    ) -> None:
-        self._made_of = (
-            (budget, host_budget, target, options),
-            {
-                "solver": solver,
-                "objective": objective,
-                "undo": undo,
-                "chunk": chunk,
-                "state_budget": state_budget,
-                "job": job,
-            },
-        )
-        self._made_of_plain = (budget, host_budget, options, solver, objective, undo, chunk, state_budget)
-        self._plain: Any = jax.jit(fun, **options)  # first: it knows best what is wrong with them
-        functools.update_wrapper(self, fun)
-        self._fun = fun
-        self._budget, self._host_budget, self._target = budget, host_budget, target
-        self._solver, self._undo, self._chunk = solver, bool(undo), bool(chunk)
-        self._weight = WEIGHTS[objective]
-        self._state_budget = state_budget  # None: no bound
+    Invariant: all of its state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and with it every
+    transform of JAX's, copies it into other functions, and what was copied into ``fun`` comes here.
+    """
+
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_agreed",
+        "_asked",
+        "_compiler_options",
+        "_dispatch",
+        "_entries",
+        "_found",
+        "_fun",
+        "_jit_options",
+        "_ladders",
+        "_lock",
+        "_placement",
+        "_plain",
+    )
+
+    def __init__(self, fun: Callable[..., Any], asked: Asked) -> None:
+        options = asked.options
+        self._plain = _compat.jit(fun, **options)  # first: it knows best what is wrong with them
+        _look_like(self, fun)
+        self._fun, self._asked = fun, asked
+        self._found: Resolved | None = None
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
-        self._placement = Placement(self._plain, active=state_budget != 0)
-        self._dispatch: Any = _compat.dispatcher(_same(self._placement.without_jit(fun)), options, self._chosen)
+        self._agreed: dict[str, Agreed] = {}
+        self._placement = Placement(self._plain, _weakly(self._offloads))
+        self._dispatch: Any = _compat.dispatcher(
+            _same(self._placement.without_jit(fun)), options, _weakly(self._chosen)
+        )
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
-        self._job_of = job
-        if job is not None:
-            job.users(self._dispatch._clear_cache)
+        if asked.job is not None:
+            asked.job.users(self._dispatch._clear_cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._job_of is None or _compat.under_trace() or _compat.jit_is_disabled():
+        job = self._asked.job
+        if job is None or _compat.under_trace() or _compat.jit_is_disabled():
             return self._dispatch(*args, **kwargs)
-        return self._job_of.step(self._dispatch, args, kwargs)
+        return job.step(self._dispatch, args, kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else Bound(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
         """Another one of the same function, as of a ``jax.jit`` result: plans and executables stay with this one."""
-        positional, named = self._made_of
-        return type(self)(copy.deepcopy(self._fun, memo), *positional, **named)
+        return type(self)(copy.deepcopy(self._fun, memo), self._asked)
+
+    def __reduce__(self) -> tuple[type[Planned], tuple[Any, Asked]]:
+        """The function and what was asked, for whatever can pickle the function: it is planned where it is loaded."""
+        if self._asked.job is not None:
+            raise PicklingError(
+                f"{self!r} is a step of {self._asked.job!r}, which is of this process alone: pickle the function, and "
+                "make it a step of a job where it is loaded"
+            )
+        return type(self), (self._fun, self._asked)
+
+    def __getstate__(self) -> Any:
+        """What ``jax.jit``'s object tells of itself."""
+        return self._plain.__getstate__()
 
     def __repr__(self) -> str:
-        return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._budget!r}>"
+        if self._unasked:
+            return repr(self._plain)
+        return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._asked.budget!r}>"
 
     def plan(self, *args: Any, **kwargs: Any) -> Report:
         """What was decided for these arguments and what XLA said; nothing is executed.
 
         ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
-        ``report.baseline`` is XLA's own number.
+        ``report.baseline`` is XLA's own number. Where the devices belong to several processes, all of them have to
+        call it (or ``lower``, ``trace``, or the function itself): they agree on one plan, or raise one error.
         """
         with self._tracing(args, kwargs):
-            return self._planned(args, kwargs, measure=True)[0].fitted.report
+            args, kwargs = self._seen(args, kwargs)
+            traced = self._plain.trace(*args, **kwargs)
+            return unless_faulty(
+                lambda: self._planned(traced, args, kwargs, measure=True).fitted.report,
+                lambda error: self._without_report(error, args, kwargs),
+            )
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``lower`` of the planned program."""
         return self.trace(*args, **kwargs).lower()
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
-        """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one."""
+        """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one.
+
+        Without a budget it is that of the plain program where that has ample room, where nothing says which device it
+        is for, and where no plan fits: such a program may be looked at, and lowered for another platform.
+        """
         with self._tracing(args, kwargs):
-            entry, args, kwargs = self._planned(args, kwargs)
-            if entry.fitted.state:
-                args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
-            return entry.fitted.jitted.trace(*args, **kwargs)
+            return self._traced(*self._seen(args, kwargs))
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments."""
+        return self._plain, args
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the result, as ``jax.jit`` gives them."""
@@ -292,6 +312,8 @@ class Planned:
                 entry.feedback.give_up()
             self._entries.clear()
             self._ladders.clear()
+            self._agreed.clear()
+            self._found = None
             self._plain.clear_cache()
             self._dispatch._clear_cache()
 
@@ -300,22 +322,64 @@ class Planned:
 
     # ---- from here on: once per signature ----
 
+    def _resolved(self) -> Resolved:
+        """What is asked for; the config is read where that was not done since the cache was cleared."""
+        with self._lock:
+            if self._found is None:
+                config, job = self._asked.config, self._asked.job
+                config = config_of(job.config if config is None and job is not None else config)
+                who = identity_of(self._fun)
+                planned(config, who)
+                self._found = resolved(self._asked, config, who)
+            return self._found
+
+    def _offloads(self) -> bool:
+        """Whether arguments may wait on the host between calls."""
+        return self._resolved().offloads
+
+    @property
+    def _unasked(self) -> bool:
+        """Whether the code asks nothing of the program but that it fits the device that it runs on."""
+        asked = self._asked
+        return asked.budget is None and asked.target is None and asked.job is None and not asked.offload_state
+
+    def _runs_as_it_is(self, traced: Any, place: Location) -> bool:
+        """Whether nobody asks for anything, and a program surely fits, or is of unknown size, and there are no
+        checkpoints to undo where it does."""
+        wanted = self._resolved()
+        if not self._unasked or wanted.says_budget or wanted.offloads:
+            return False
+        most = all_values(traced.jaxpr)
+        room, _ = self._budget(wanted, place, profile_of(place.device))
+        return most is None or (AMPLE * most <= room and not (wanted.undo and recomputes(traced.jaxpr)))
+
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
         if _compat.under_trace() or _compat.jit_is_disabled():
             return self._plain, *self._placement.on_device(args, kwargs), None
         known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
+        return unless_faulty(
+            lambda: self._chosen_for(traced, known, named, args, kwargs),
+            lambda error: self._without_plan(error, args, kwargs),
+        )
+
+    def _chosen_for(
+        self, traced: Any, known: Any, named: Any, args: Any, kwargs: Any
+    ) -> tuple[Any, Any, Any, _compat.Run | None]:
+        """The same for a call that was traced, with arguments as the user's function sees them."""
         place = location(traced, known, named, self._jit_options)
-        if place is None:
-            return self._plain, args, kwargs, None  # its call raises JAX's own error
-        if self._target is not None and profile(self._target) != profile_of(place.device):
+        alone = place is not None and not processes.members_of(place.devices)  # the others might not say the same
+        if place is None or (alone and self._runs_as_it_is(traced, place)):
+            return self._plain, args, kwargs, None  # where there is no place, its call raises JAX's own error
+        if self._asked.target is not None and profile(self._asked.target) != profile_of(place.device):
             raise TargetError(
-                f"target {self._target!r} is not here: the arguments of {name_of(self._fun)} are on {place.device}. "
-                "Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= out to run here"
+                f"target {self._asked.target!r} is not here: the arguments of {name_of(self._fun)} are on "
+                f"{place.device}. Use .plan(...) or .lower(...).compile() to plan and compile for it, or leave target= "
+                "out to run here"
             )
-        if self._job_of is not None:
-            fitted = self._job_of.plan(self._ladder(traced, place, known, named), place.devices)
+        if self._asked.job is not None:
+            fitted = self._asked.job.plan(self._ladder(traced, place, known, named), place.devices)
             return fitted.jitted, *self._placement.moved(place.device, fitted.state, args, kwargs), None
         entry = self._entry(traced, place, known, named)
         fitted = entry.fitted
@@ -329,39 +393,86 @@ class Planned:
 
         return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, job, place.device)
 
-    def _planned(self, args: Any, kwargs: Any, *, measure: bool = False) -> tuple[_Entry, Any, Any]:
-        """The entry for a program that is not called, and the arguments as its compiler wants them."""
-        args, kwargs = self._placement.as_on_device(*self._placed(args, kwargs))
-        traced = self._plain.trace(*args, **kwargs)
+    def _without_plan(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any, Any, None]:
+        """What ``_chosen`` is where not even the question can be put: the function as it was written, if it fits."""
+        name, job = name_of(self._fun), self._asked.job
+        if job is not None:
+            raise InternalError(f"planning {name} failed ({told(error)}), and steps of a job run by a plan") from error
+        args, kwargs = self._placement.on_device(args, kwargs)
+        plain = compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
+        device, budget = _compat.default_device(), self._asked.budget
+        bound = unless_faulty(
+            lambda: self._resolved().budget((device_name(device),), profile_of(device).capacity)[0],
+            lambda _: TIB if budget is None else budget_bytes(budget, TIB),
+        )
+        if plain.device > bound:
+            raise too_large(name, error, plain, bound) from error
+        warn_unplanned(name, error)
+        return self._plain, args, kwargs, None
+
+    def _without_report(self, error: Exception, args: Any, kwargs: Any) -> Report:
+        """Raises what is wrong with the function itself; else that planning failed."""
+        compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
+        with as_ours(f"planning {name_of(self._fun)}", "call it, and it runs as it was written where that fits"):
+            raise error
+
+    def _is_for_looking(self, traced: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a program is traced as it is, where nothing was asked of it."""
+        if is_nowhere(traced, args, kwargs):
+            return True
         place = location(traced, args, kwargs, self._jit_options)
+        return place is None or self._runs_as_it_is(traced, place)
+
+    def _seen(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments of a program that is not called, as its compiler wants them."""
+        if self._asked.target is not None:
+            args, kwargs = as_for(self._asked.target, self._plain, args, kwargs)
+        return self._placement.as_on_device(args, kwargs)
+
+    def _planned(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
+        """The entry of a program that is not called; its arguments as they are seen."""
+        if is_nowhere(traced, args, kwargs):
+            raise TargetError(
+                f"{name_of(self._fun)} is traced for a mesh without devices, and nothing can be compiled for one: give "
+                "it a mesh of devices, or leave budget= out"
+            )
+        place = location(traced, args, kwargs, self._jit_options)
+        if place is None and self._asked.target is not None:
+            raise TargetError(
+                f"{name_of(self._fun)} names devices that are no {self._asked.target!r}, in a mesh in force, a "
+                "constraint or in_shardings=: with target= shardings come from the arguments, as jax.ShapeDtypeStruct("
+                "shape, dtype, sharding=NamedSharding(mesh, spec)); leave others out, or leave target= out to plan for "
+                "this machine"
+            )
         if place is None:
             traced.lower()
             raise TargetError(
                 f"the arguments of {name_of(self._fun)} are on devices that do not go together: place them"
             )
-        if self._target is not None and place.device != resolve(self._target):
+        if self._asked.target is not None and place.device not in resolve_all(self._asked.target, place.count):
             raise TargetError(
-                f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for {self._target!r}: "
-                "give it an array argument"
+                f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for "
+                f"{self._asked.target!r}: give it an array argument"
             )
-        if self._job_of is None:
-            return self._entry(traced, place, args, kwargs, measure=measure), args, kwargs
+        if self._asked.job is None:
+            return self._entry(traced, place, args, kwargs, measure=measure)
         ladder = self._ladder(traced, place, args, kwargs)
-        budget = self._job_of.bytes_for(ladder) if self._job_of.budget else ladder.request.budget
+        budget = self._asked.job.bytes_for(ladder) if self._asked.job.budget else ladder.request.budget
         feedback = Feedback(ladder.fitted(budget), ladder.request.device, self._dispatch._clear_cache)
-        return _Entry(feedback, True, place.device, watched=False), args, kwargs
+        return _Entry(feedback, True, place.device, watched=False)
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
         """The plans that a job's steps of one signature have, once for every program and place."""
+        processes.refuse(place.devices, name_of(self._fun), "job=")
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
             if place.key not in known:
-                key = (id(traced.jaxpr), place.key, self._job_of.overhead, repr(self._made_of_plain))
+                key = (id(traced.jaxpr), place.key, self._asked.job.overhead, *self._question(place))
                 with _SHARING:
                     found = _SHARED.get(key)
                     if found is None or found.request.jaxpr is not traced.jaxpr:
                         abstract = self._placement.dynamic(lambda _, x, __: without_arrays(x), args, kwargs)
-                        found = Ladder(self._job(traced, place, *abstract), plan_cache(), most=self._job_of.overhead)
+                        found = Ladder(self._job(traced, place, *abstract), plan_cache(), most=self._asked.job.overhead)
                         _SHARED[key] = found
                 known[place.key] = found
             return known[place.key]
@@ -373,10 +484,12 @@ class Planned:
             entry = entries.get(place.key)
             if entry is None:
                 job = self._job(traced, place, args, kwargs)
-                feedback = Feedback(
-                    pipeline.fit(job, baseline=measure, plans=plan_cache()), job.device, self._dispatch._clear_cache
+                fitted = processes.fit(
+                    job, place.devices, budget=self._resolved().as_written, known=self._agreed, baseline=measure
                 )
-                entry = entries[place.key] = _Entry(feedback, measure, place.device, watched=False)
+                feedback = Feedback(fitted, job.device, self._dispatch._clear_cache)
+                measured = measure or not fitted.report.compiled.exact  # nothing can be measured of that
+                entry = entries[place.key] = _Entry(feedback, measured, place.device, watched=False)
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)
             entry.feedback.change()
@@ -386,11 +499,10 @@ class Planned:
         return entry
 
     def _job(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Job:
-        # Compile-only devices too: a kind's rates are the same wherever it is.
-        known = profile_of(place.device), place.device.device_kind
-        device = best_known(*known) if self._target is None else best_known(profile(self._target))
-        device = dataclasses.replace(device, traffic_weight=self._weight)
-        needed = compiler_options(self._target) if self._target is not None else {}
+        device, wanted = self._device(place), self._resolved()
+        budget, setting = self._budget(wanted, place, device)
+        device = dataclasses.replace(device, traffic_weight=WEIGHTS[wanted.objective])
+        needed = compiler_options(self._asked.target) if self._asked.target is not None else {}
         captured = _compat.captured(traced)
         return Job(
             name=name_of(self._fun),
@@ -398,21 +510,39 @@ class Planned:
             donated=_compat.donated_inputs(traced),
             args=args,
             kwargs=kwargs,
-            budget=_budget_bytes(self._budget, device.capacity),
+            budget=budget,
             device=device,
             shards=place.count,
             make=functools.partial(self._make, traced.out_tree, captured),
             options={**needed, **self._compiler_options},
-            host_budget=self._host_budget,
-            undo=self._undo,
-            chunk=self._chunk,
-            solver=self._solver,
+            host_budget=wanted.host_budget,
+            undo=wanted.undo,
+            chunk=wanted.chunk,
+            solver=self._asked.solver,
             place=self._placement.job_place(place.device, args, kwargs),
-            state_budget=self._state_budget,
-            names=_compat.argument_names(traced) if self._state_budget != 0 else (),
+            state_budget=wanted.state_budget,
+            names=_compat.argument_names(traced) if wanted.offloads else (),
+            settings=(setting, *wanted.settings),
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
             stacks_come_back=functools.partial(_stacks_come_back, place.device, device),
         )
+
+    def _question(self, place: Location) -> tuple[Hashable, ...]:
+        """All that the plans of a program depend on beside it and its place."""
+        wanted = self._resolved()
+        budget, _ = self._budget(wanted, place, self._device(place))
+        options = repr((self._asked.options, self._asked.solver))
+        return options, budget, wanted.host_budget, wanted.state_budget, wanted.objective, wanted.undo, wanted.chunk
+
+    def _device(self, place: Location) -> DeviceProfile:
+        # Compile-only devices too: a kind's rates are the same wherever it is.
+        known = profile_of(place.device), place.device.device_kind
+        return best_known(*known) if self._asked.target is None else best_known(profile(self._asked.target))
+
+    def _budget(self, wanted: Resolved, place: Location, device: DeviceProfile) -> tuple[Bytes, Setting]:
+        """Device bytes of a call; a job's are its lease, and this an upper bound of it."""
+        names = tuple(map(device_name, place.devices)) if self._asked.target is None else (device.platform,)
+        return (wanted.budget if self._asked.job is None else wanted.lease)(names, device.capacity)
 
     # ---- making and measuring ----
 
@@ -429,7 +559,7 @@ class Planned:
             flat = [x for x in jax.tree.leaves((args, kwargs)) if _compat.is_tracer(x)]
             return jax.tree.unflatten(out_tree, evaluate([*captured, *flat]))
 
-        return jax.jit(run, **self._jit_options, compiler_options=dict(options) or None)
+        return _compat.jit(run, **self._jit_options, compiler_options=dict(options) or None)
 
     def _measure(self, entry: _Entry, args: Any, kwargs: Any) -> None:
         """Put XLA's number for the plain program into the report of a planned one."""
@@ -440,17 +570,34 @@ class Planned:
                 entry.feedback.tell(baseline=plain.memory)
         entry.measured = True
 
+    def _traced(self, args: Any, kwargs: Any) -> Any:
+        """What ``trace`` gives for arguments as the compiler wants them."""
+        traced = self._plain.trace(*args, **kwargs)
+        if self._unasked and self._is_for_looking(traced, args, kwargs):
+            return traced
+        try:
+            entry = unless_faulty(lambda: self._planned(traced, args, kwargs), lambda _: None)
+        except BudgetError:
+            if self._resolved().says_budget or self._asked.job is not None:
+                raise
+            return traced
+        except Exception as error:
+            if not is_of_the_user(error):
+                raise
+            return traced  # what JAX cannot lower may still be looked at
+        if entry is None:
+            return traced
+        if entry.fitted.state:
+            args, kwargs = self._placement.abstract(entry.device, entry.fitted.state, args, kwargs)
+        return entry.fitted.jitted.trace(*args, **kwargs)
+
     def _tracing(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
         """What JAX is to be told while the function is traced for a device that is not here."""
-        named = () if self._target is None else (self._target,)
+        named = () if self._asked.target is None else (self._asked.target,)
         return tracing_for(*named, args=(args, kwargs))
 
-    def _placed(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as the target's compiler wants them; untouched without ``target``."""
-        return (args, kwargs) if self._target is None else as_for(self._target, self._plain, args, kwargs)
 
-
-class Bound:
+class Bound(Transformed):
     """A planned method of one object: the object is the first argument of everything."""
 
     __slots__ = ("__func__", "__self__", "__weakref__")
@@ -458,8 +605,17 @@ class Bound:
     def __init__(self, planned: Planned, instance: Any) -> None:
         self.__func__, self.__self__ = planned, instance
 
+    @property
+    def __wrapped__(self) -> MethodType:
+        """The method as written: its signature is without the object, so that names of arguments find their places."""
+        return MethodType(self.__func__._fun, self.__self__)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function, and its arguments, the object first."""
+        return self.__func__.as_written((self.__self__, *args))
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.__func__, name)
@@ -484,6 +640,25 @@ def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
         return True
     straight = known.platform != "tpu" or copies_come_back(device)
     return straight and stacks_come_back(device, load_index=loads_index(known))
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A bound method that does not keep its object: what a jitted function closes over goes when the function does."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        bound = reference()
+        assert bound is not None, "whoever calls has the object"
+        return bound(*args)
+
+    return call
+
+
+def _look_like(planned: Planned, fun: Callable[..., Any]) -> None:
+    """Name, documentation, signature and attributes of ``fun``, but for those that would hide one of ``Planned``'s."""
+    own = {k: v for k, v in getattr(fun, "__dict__", {}).items() if not hasattr(Planned, k)}
+    vars(planned).update(own)  # before what a wrapper around another function may have copied from there
+    functools.update_wrapper(planned, fun, updated=())
 
 
 def _same(fun: Callable[..., Any]) -> Callable[..., Any]:

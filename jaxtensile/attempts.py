@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxtensile import faults
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options, within
 from jaxtensile.outcome import Evaluate, Made
 from jaxtensile.passes.answer import answer
@@ -91,12 +92,16 @@ class Attempts:
         """The user's own function, compiled once."""
         if self.plain is None:
             job = self.job
-            with self.clock("compile plain"):
-                self.plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, meanwhile)
+            with self.clock("compile plain"), faults.of_the_user(meanwhile) as ahead:
+                self.plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, ahead)
         return self.plain
 
     def unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
         """The program with its state on the host, or without checkpoints, and with nothing else changed."""
+        with self.job.faults.of(variant.blamed):
+            return self._unplanned(variant, meanwhile)
+
+    def _unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None) -> Made:
         job = self.job
         program = Program.unchanged(variant.traced.graph)
         evaluate = rewrite(variant.traced, program)
@@ -136,22 +141,26 @@ class Attempts:
         that and what other plans taught; else every way counts. None for copies that XLA does not compile: some
         programs with them it refuses.
         """
-        job = self.job
+        with self.job.faults.of(variant.blamed):
+            return self._planned(variant, plan, once, learned)
+
+    def _planned(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made | None:
         with self.clock("check"):
             check(variant.problem.graph, plan.program)
         try:
             with self.clock("compile planned"):
-                made = self._best_way(variant, plan, once, learned)
+                return self._best_way(variant, plan, once, learned)
         except jax.errors.JaxRuntimeError:
-            if plan.offload_bytes <= job.state_bytes:
+            if plan.offload_bytes <= self.job.state_bytes:
                 raise
             return None
-        return made
 
-    def again(self, variant: Variant, plan: Plan, choice: int) -> Made | None:
-        """What another process planned, ``choice`` as ``Made`` had it there; None where it is refused."""
+    def again(self, variant: Variant, plan: Plan, choice: int, *, only: bool = False) -> Made | None:
+        """What another process planned, ``choice`` as ``Made`` had it there, and ``only`` so; None where it is
+        refused."""
         best = self._ways[choice]
-        self._learned[plan.offload_bytes > 0] = [best, *(way for way in self._ways if way is not best)]
+        others = () if only else (way for way in self._ways if way is not best)
+        self._learned[plan.offload_bytes > 0] = [best, *others]
         try:
             if plan.changes_nothing and variant.as_it_is:
                 return self.unplanned(variant)

@@ -9,7 +9,7 @@ of their own.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
@@ -24,6 +24,7 @@ from jaxtensile.plan import Costs, MemoryUse, Plan, Program
 from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
 from jaxtensile.variants import (
+    BODIES,
     LARGE,
     Chunks,
     Inside,
@@ -48,20 +49,25 @@ ABOUT = 1.02
 """Where nothing fits, plans within this factor of the smallest are as good."""
 
 
+def _large_bodies(start: Variant, temp: Bytes) -> Iterator[tuple[Key, Body, Traced, MemoryUse]]:
+    """Those bodies of ``start``, of so many temporary bytes, that are worth planning, and what each needs."""
+    for op in start.looped.graph.ops:
+        for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not op.pinned else ()):
+            inner = body.traced()
+            use = live_ranges(inner.graph).use()
+            if use.temp >= max(LARGE * temp, 1):
+                yield (op.id, k), body, inner, use
+
+
 class _Bodies:
     """The bodies of ``start`` that need much memory of their own, and plans for them."""
 
     def __init__(self, start: Variant) -> None:
         self.start = start
-        self.live = live = live_ranges(start.looped.graph)
-        smallest = LARGE * live.temp
-        self.large: list[tuple[Key, Body, Traced, MemoryUse]] = []
-        for op in start.looped.graph.ops if start.job.shards == 1 else ():
-            for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not op.pinned else ()):
-                inner = body.traced()
-                use = live_ranges(inner.graph).use()
-                if use.temp >= max(smallest, 1):
-                    self.large.append(((op.id, k), body, inner, use))
+        with start.job.faults.of(start.blamed):
+            self.live = live = live_ranges(start.looped.graph)
+        alone = start.job.shards == 1
+        self.large = start.job.faults.spared(BODIES, lambda: [*_large_bodies(start, live.temp)] if alone else [], list)
         self._unasked = cache(self._of)
         self._candidates = self._anew()
 
@@ -89,6 +95,9 @@ class _Bodies:
     def fitted(self, budget: Bytes) -> Variant | None:
         """``start`` with its large bodies planned for what ``budget`` leaves them where they run, or as far as that
         goes; None where all have what they need."""
+        return self.start.job.faults.spared(BODIES, lambda: self._fitted(budget), lambda: None)
+
+    def _fitted(self, budget: Bytes) -> Variant | None:
         start, found = self.start, list[Inside]()
         for i, (key, body, _, use) in enumerate(self.large):
             over = self._over(key, budget)
@@ -110,6 +119,9 @@ class _Bodies:
     @cached_property
     def held(self) -> Variant | None:
         """``start`` with its large bodies, and those in them, kept in their order; None where they are."""
+        return self.start.job.faults.spared(BODIES, self._in_order, lambda: None)
+
+    def _in_order(self) -> Variant | None:
         planned = {i.key: i for i in self.start.inside}
         found = {key: self._held(key, body, inner, planned.get(key)) for key, body, inner, _ in self.large}
         held = {key: i for key, i in found.items() if i is not None}

@@ -61,8 +61,38 @@ class ConfigError(JaxtensileError, ValueError):
     """A configuration file that says something impossible: file, key, value, what is allowed."""
 
 
+class ConfigWarning(UserWarning):
+    """A configuration file that says something of no use: a function's name that no function has."""
+
+
+class InternalError(JaxtensileError, RuntimeError):
+    """A fault of jaxtensile itself, which could not be worked around; its cause is what went wrong."""
+
+
+class PlanningError(InternalError, BudgetError):
+    """Planning failed by a fault of jaxtensile itself, and the program as it was written does not fit the budget.
+
+    ``needs``: what that takes; None where its compiler had no figure.
+    """
+
+
+class InternalErrorWarning(RuntimeWarning):
+    """A part of jaxtensile failed and was left out: results are right, bytes or time may be more than they need be."""
+
+
+class StoppedError(Exception):
+    """No error: nobody waits for this plan any more."""
+
+
 class VerifyError(JaxtensileError, RuntimeError):
     """The compiled program did not do what the plan promised."""
+
+
+class AgreementError(JaxtensileError, RuntimeError):
+    """The processes of one program cannot run one plan: they ask for different things, or one is missing or failed.
+
+    Every process that takes part raises it, with the same text, and none has run anything.
+    """
 
 
 class CoordinatorError(JaxtensileError, RuntimeError):

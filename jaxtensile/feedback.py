@@ -28,6 +28,7 @@ import jax
 from jaxtensile import _compat, pipeline
 from jaxtensile.calibration import link_bandwidth
 from jaxtensile.device import DeviceProfile
+from jaxtensile.errors import StoppedError
 from jaxtensile.request import OFFLOADS, Fitted, Job
 from jaxtensile.units import Seconds, format_seconds
 
@@ -55,10 +56,6 @@ class _Search:
     note: str = ""
     done: bool = False
     given_up: bool = False
-
-
-class _Stopped(Exception):
-    """Nobody waits for this renewal any more."""
 
 
 class Feedback:
@@ -234,11 +231,11 @@ def _renew(search: _Search, task: _Task) -> None:
     def watch(_: str) -> None:
         # The main thread is no longer alive once the interpreter waits for the others to end.
         if search.given_up or not threading.main_thread().is_alive():
-            raise _Stopped
+            raise StoppedError
 
     try:
         search.note = _find(search, task, watch)
-    except _Stopped:
+    except StoppedError:
         pass
     except Exception as error:
         search.found, search.note = None, f"{task.off}; the plan stays: its renewal failed: {_told(error)}"

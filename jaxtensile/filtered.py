@@ -21,7 +21,9 @@ import jax
 
 from jaxtensile import _compat
 from jaxtensile.api import jit
+from jaxtensile.identity import stand_in
 from jaxtensile.report import Report
+from jaxtensile.workload import Transformed
 
 _DONATED = {
     "all": ("fun", "first", "rest"),
@@ -39,7 +41,7 @@ def filter_jit(fun: Callable[..., Any] | None = None, /, *, donate: str = "none"
     Arrays in arguments and in ``fun`` itself (a module, a method of one) are traced, everything else is static; so are
     Python numbers. ``donate`` is equinox's: ``"all"``, ``"all-except-first"``, ``"warn"``, ``"warn-except-first"`` or
     ``"none"``. All other options are those of ``jaxtensile.jit``: ``budget``, ``host_budget``, ``target``, ``solver``,
-    ``objective``, ``chunk``.
+    ``objective``, ``undo``, ``chunk``, ``config``.
     The result has ``plan``, ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` too. Needs equinox.
     """
     if donate not in _DONATED:
@@ -150,6 +152,7 @@ class _Core:
 
         run.__name__ = name
         run.__qualname__ = getattr(fun, "__qualname__", name)
+        stand_in(run, fun)
         self.planned = jit(run, donate_argnums=0, static_argnums=2, **options)
 
     def split(self, tree: Any) -> tuple[list[Any], _Static]:
@@ -203,8 +206,10 @@ def _without_donation_warnings() -> Any:
 
 
 @jax.tree_util.register_pytree_node_class
-class Filtered:
+class Filtered(Transformed):
     """The result of ``jaxtensile.filter_jit``: callable, and a tree of the arrays of its function."""
+
+    __slots__ = ("__dict__", "__weakref__", "_core")  # wrappers copy __dict__
 
     def __init__(self, fun: Callable[..., Any], core: _Core) -> None:
         self.__wrapped__, self._core = fun, core
@@ -247,6 +252,10 @@ class Filtered:
         """``jax.jit``'s ``trace`` of the planned program, whose arguments are the arrays."""
         return self._core.planned.trace(*self._split(args, kwargs))
 
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function of arrays and of what is none, and these arguments split so."""
+        return self._core.planned.as_written(self._split(args, {}))
+
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
         """Shapes and dtypes of the arrays of the result, among what is no array."""
         out = self._core.planned.eval_shape(*self._split(args, kwargs))
@@ -286,8 +295,10 @@ class _Compiled(_Stage):
 
 
 @jax.tree_util.register_pytree_node_class
-class FilteredMethod:
+class FilteredMethod(Transformed):
     """A filtered method of one object: the object is the first argument of everything."""
+
+    __slots__ = ("__dict__", "__func__", "__self__", "__weakref__")  # wrappers copy __dict__
 
     def __init__(self, filtered: Filtered, instance: Any) -> None:
         self.__func__, self.__self__ = filtered, instance
@@ -305,6 +316,10 @@ class FilteredMethod:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)
+
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """The ``jax.jit`` result of the function of arrays and of what is none, and these arguments split so."""
+        return self.__func__.as_written((self.__self__, *args))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("__func__", "__self__"):  # not there yet while a copy is made

@@ -40,9 +40,11 @@ def find_moved(graph: Graph, least: Bytes) -> dict[int, Moved]:
         if loop.primitive != "scan" or loop.pinned or loop.trip_count < 2:
             continue
 
-        def there(v: int, loop: int = loop.id) -> bool:
+        slices = set(loop.slots[sum(loop.carried) :])
+
+        def there(v: int, loop: int = loop.id, slices: set[int] = slices) -> bool:
             """Whether it is there while the loop runs in any case, if under another name."""
-            while not (made[v] < 0 or v in final or read_by[v][-1] > loop):
+            while not (made[v] < 0 or v in final or v in slices or read_by[v][-1] > loop):
                 op = graph.ops[made[v]]
                 if op.primitive not in VIEWS or not op.operands:
                     return False
@@ -96,7 +98,9 @@ def _loop(traced: Traced, o: int, moved: Moved, read: Callable[[Any], Any]) -> l
     body = trace_jaxpr(params["jaxpr"])
     inside = {v for i in moved.ops for v in traced.equations[i].results}
     given = [read(v) for v in moved.given]
-    operands = [None if isinstance(a, int) and a in inside else read(a) for a in equation.operands]
+    # The loop may begin with what it is no longer given as a constant.
+    fixed = [None if isinstance(a, int) and a in inside else read(a) for a in equation.operands[:consts]]
+    varying = [read(a) for a in equation.operands[consts:]]
 
     # Each right in front of what first reads it: what is read early need not be there with what is read late.
     wanted = {
@@ -112,7 +116,7 @@ def _loop(traced: Traced, o: int, moved: Moved, read: Callable[[Any], Any]) -> l
         k = min(range(len(changing)), key=lambda i: changing[i].size, default=0)
         here, changing[k : k + 1] = lax.optimization_barrier((given, changing[k : k + 1]))
         outside: dict[int, Any] = dict(zip(moved.given, here, strict=True))
-        env: dict[int, Any] = dict(zip(body.arguments, [*operands[:consts], *changing], strict=True))
+        env: dict[int, Any] = dict(zip(body.arguments, [*fixed, *changing], strict=True))
         env.update(body.consts)
         for i, first in enumerate(order):
             _run(traced, first, outside)
@@ -122,9 +126,13 @@ def _loop(traced: Traced, o: int, moved: Moved, read: Callable[[Any], Any]) -> l
         return out[:carries], out[carries:]
 
     with _compat.equation_context(equation.eqn, equation.stack):
-        start, xs = operands[consts : consts + carries], operands[consts + carries :]
         carry, ys = lax.scan(
-            step, start, xs, length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+            step,
+            varying[:carries],
+            varying[carries:],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
         )
     return [*carry, *ys]
 

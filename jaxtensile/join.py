@@ -93,4 +93,4 @@ def _joined(traced: Traced, o: int, pairs: list[CondPair], read: Callable[[Any],
 
 
 def _closed(fun: Callable[..., Any], avals: list[Any]) -> Any:
-    return jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in avals))
+    return jax.make_jaxpr(fun)(*map(_compat.OfType, avals))

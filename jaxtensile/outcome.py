@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtensile.candidates import Candidates
-from jaxtensile.compile import Compiled
-from jaxtensile.errors import BudgetError, Culprit
+from jaxtensile.compile import Compiled, compile_program
+from jaxtensile.errors import BudgetError, Culprit, PlanningError
+from jaxtensile.faults import REPORT, told
 from jaxtensile.ir import producers
 from jaxtensile.passes.cost import op_costs, unknown_primitives
 from jaxtensile.passes.liveness import live_ranges
@@ -20,11 +21,11 @@ from jaxtensile.passes.loops import LoopPlan, find_pairs
 from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
 from jaxtensile.report import Decision, Report
-from jaxtensile.request import Evaluate, Job
+from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, why_pinned
 from jaxtensile.undo import Undone
-from jaxtensile.units import MIB, Seconds, format_bytes
+from jaxtensile.units import MIB, Bytes, Seconds, format_bytes
 from jaxtensile.variants import Variant, step_time
 
 NAMED = 4
@@ -85,6 +86,35 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     )
 
 
+def unplanned(
+    job: Job, notes: tuple[str, ...], use: MemoryUse | None = None, seconds: Mapping[str, Seconds] | None = None
+) -> Report:
+    """What is told of a program of which no more is known than ``use``, what XLA allocates for it; not even that
+    without."""
+    unknown = MemoryUse(argument=0, output=0, temp=0, alias=0) if use is None else use
+    return Report(
+        name=job.name,
+        target=job.device.name,
+        budget=job.budget,
+        baseline=unknown,
+        predicted=unknown,
+        compiled=unknown,
+        lower_bound=0,
+        actions=(),
+        decisions=(),
+        flops=0.0,
+        recompute_flops=0.0,
+        overhead=0.0,
+        overhead_ratio=0.0,
+        stages=0,
+        rounds=0,
+        unknown_primitives=(),
+        solver="none",
+        notes=notes,
+        seconds=seconds or {},
+    )
+
+
 def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, ...]:
     """What lives at the predicted peak, by the op and line that made it, largest first."""
     graph, origin = plan.program.graph, plan.program.origin
@@ -96,6 +126,31 @@ def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, 
             source = variant.traced.source(origin[op]) if origin[op] >= 0 else "a barrier"
             held[graph.ops[op].primitive, source] += nbytes
     return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in held.most_common(most))
+
+
+def without_plan(job: Job, error: Exception | None = None) -> Fitted:
+    """The program as it was written, for a job whose planning failed by ``error``; ``PlanningError`` where it does not
+    fit."""
+    plain = compile_program(lambda options: job.make(None, options), job.args, job.kwargs, job.options)
+    if plain.memory is None or plain.device > job.budget:
+        raise too_large(job.name, error, plain, job.budget) from error
+    notes = ("planning failed by a fault of jaxtensile: the program runs as it was written", *job.faults.notes())
+    found = unplanned(job, (*plain.notes, *notes), plain.memory, {"XLA": plain.seconds})
+    return Fitted(jitted=plain.jitted, evaluate=None, options=plain.options, report=found)
+
+
+def too_large(name: str, error: Exception | None, plain: Compiled, budget: Bytes) -> PlanningError:
+    """Of function ``name``, whose planning failed by ``error`` and that does not fit as it was written."""
+    known = plain.memory is not None
+    why = told(error) if error is not None else "no plan"
+    takes = f"takes {format_bytes(plain.device)}" if known else f"does not compile ({plain.refusal})"
+    more = f"raise the budget to {format_bytes(plain.device)}" if known else "shrink the batch"
+    return PlanningError(
+        f"planning {name} failed ({why}), and as it was written it {takes}, of a budget of {format_bytes(budget)}: "
+        f"{more}. {REPORT}",
+        needs=plain.device if known else None,
+        has=budget,
+    )
 
 
 def report(
@@ -132,6 +187,7 @@ def report(
         "flops": traced.graph.flops,
         "rounds": rounds,
         "unknown_primitives": unknown_primitives(traced.graph),
+        "settings": job.settings,
         "seconds": seconds,
     }
     if made is None:

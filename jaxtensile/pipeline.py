@@ -12,33 +12,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, NoReturn
 
+from jaxtensile import _compat
 from jaxtensile import variants as ways
 from jaxtensile.attempts import Attempts, Clock, Watch, nothing
 from jaxtensile.candidates import Candidates
 from jaxtensile.collecting import seldom
 from jaxtensile.compile import Compiled
-from jaxtensile.errors import VerifyError
+from jaxtensile.errors import BudgetError, VerifyError
 from jaxtensile.merge import merged
-from jaxtensile.outcome import Made, cannot, report
+from jaxtensile.outcome import Made, cannot, report, unplanned, without_plan
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.lowerbound import Bound, lower_bound
+from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
-from jaxtensile.plan_cache import Entry, PlanCache, key_of
-from jaxtensile.recipe import Unlike, recipe_of, replay
+from jaxtensile.plan_cache import Entry, Plans, key_of
+from jaxtensile.recipe import Recipe, Unlike, recipe_of, replay
 from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
 from jaxtensile.smallest import Smallest
-from jaxtensile.subject import Subject, subject_of, with_state
+from jaxtensile.subject import Subject, bound_of, subject_of, with_state
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, undo
-from jaxtensile.units import TIB, Seconds
+from jaxtensile.units import TIB, Seconds, format_bytes
+from jaxtensile.upperbound import all_values
 from jaxtensile.variants import Variant, program_key
 
+MERGING, CACHE = "the merging of equal operations", "the plan cache"
 TIGHT = 2.0
 """Budgets below so many times the lower bound may be hopeless."""
 STEEPEST = 0.7
@@ -52,20 +55,54 @@ def fit(
     watch: Watch = nothing,
     *,
     baseline: bool = False,
-    plans: PlanCache | None = None,
+    plans: Plans | None = None,
 ) -> Fitted:
     """Fit one job. ``prepare``: the solver, the job's own if None; ``baseline``: compile the plain program even
-    when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too."""
+    when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too.
+
+    What fails by a fault of ours is left out; where all does, it is the program as written, or ``PlanningError``.
+    """
+    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
+        return job.faults.without(
+            lambda: _fit(job, prepare, watch, baseline, plans), lambda error: without_plan(job, error)
+        )
+
+
+def _fit(job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans: Plans | None) -> Fitted:
+    if all_values(job.jaxpr) is None:
+        note = "its sizes are symbolic: it is passed on as it is, and planned where they are numbers"
+        told = unplanned(job, (note,))
+        return Fitted(jitted=job.make(None, job.options), evaluate=None, options=job.options, report=told)
     page, undone, lighter = _opened(job, prepare or named(job.solver), Clock(watch), baseline)
     if plans is not None:
-        fitted = page.recalled(plans, undone, lighter)
+        fitted = job.faults.spared(CACHE, lambda: page.recalled(plans, undone, lighter), lambda: None)
         if fitted is not None:
             return fitted
     if undone is not None and lighter is not None:
-        fitted = page.undone(undone, lighter)
+        with job.faults.of(ways.UNDONE):
+            fitted = page.undone(undone, lighter)
         if fitted is not None:
             return fitted
     return page.as_written()
+
+
+@seldom()
+def follow(job: Job, entry: Entry | None, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
+    """What another process has planned for the same job: ``entry``, or None for the user's function as it is.
+
+    Nothing is decided here: it is that program under those options, compiled, or an error: ``Unlike`` and
+    ``VerifyError`` where it does not go with this job, ``BudgetError`` where it is larger here.
+    """
+    page, undone, lighter = _opened(job, named(job.solver), Clock(watch), baseline)
+    if entry is None:
+        page.within(page.attempts.own())
+        return page.unchanged()
+    variant, plan, program = page.replayed(entry.recipe, undone, lighter)
+    made = page.attempts.again(variant, plan, entry.choice, only=True)
+    if made is None:
+        raise VerifyError(f"XLA refuses to compile the plan of {job.name} here")
+    page.within(made.compiled)
+    return page.planned(made, program.bound, 1)
 
 
 @seldom()
@@ -75,6 +112,11 @@ def renew(job: Job, at_most: Seconds, unlike: int, watch: Watch = nothing) -> Fi
     Better: of another key than ``unlike`` and with a step of at most ``at_most`` predicted seconds. What is not
     does not get compiled, and the user's function is not run.
     """
+    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
+        return job.faults.without(lambda: _renew(job, at_most, unlike, watch), _raised)
+
+
+def _renew(job: Job, at_most: Seconds, unlike: int, watch: Watch) -> Fitted | None:
     page, undone, lighter = _opened(job, named(job.solver), Clock(watch), False)
     as_it_is = rewrite(page.program.traced, Program.unchanged(page.program.traced.graph))
     make = job.make
@@ -102,8 +144,23 @@ def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]
     """Up to ``count`` plans, the largest of them the program with nothing recomputed; nothing is compiled.
 
     Ascending in bytes, each shorter than those below it. The job's budget plays no part, and nothing is tried that is
-    only worth its time once nothing else fits: smaller plans may be found by ``fit``.
+    only worth its time once nothing else fits: smaller plans may be found by ``fit``. Where all planning fails by a
+    fault of ours, it is the program as written, compiled.
     """
+    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
+        return job.faults.without(lambda: _sketches(job, count, watch), lambda _: (_as_compiled(job),))
+
+
+def _as_compiled(job: Job) -> Sketch:
+    use = without_plan(replace(job, budget=TIB)).report.compiled
+    return Sketch(use=use, seconds=0.0)
+
+
+def _raised(error: Exception) -> NoReturn:
+    raise error
+
+
+def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
     page, undone, lighter = _opened(replace(job, budget=TIB), named(job.solver), Clock(watch), False)
     start = written = page.written()
     if undone is not None:
@@ -133,10 +190,15 @@ def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]
 def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_Page, Undone | None, Subject | None]:
     """The page of a job, and the program without the user's checkpoints where it has some and may fit."""
     with clock("graph"):
-        traced = merged(trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused))
-        job, notes = with_state(job, traced)
+        live = _compat.without_dead_code(job.jaxpr)  # as jax.jit compiles it
+        faults, flat = job.faults, trace_jaxpr(live, job.donated, keep_unused=job.keep_unused)
+        traced = faults.spared(MERGING, lambda: merged(flat), lambda: flat)
+        host = replace(job, host_budget=0 if ways.OFFLOAD in faults else job.host_budget)
+        there = replace(host, place=None), ()
+        job, notes = faults.spared(ways.STATE, lambda: with_state(host, traced), lambda: there)
         program = subject_of(job, traced)
-        undone = undo(program.traced) if job.undo and job.shards == 1 else None
+        wanted = job.undo and job.shards == 1
+        undone = faults.spared(ways.UNDONE, lambda: undo(traced) if wanted else None, lambda: None)
         lighter = subject_of(job, undone.traced) if undone is not None else None
     if lighter is not None and lighter.bound.nbytes > job.budget:
         undone = lighter = None
@@ -155,7 +217,7 @@ class _Page:
         self.known_costs: Costs | None = None
         self.known_written: Variant | None = None
         self.known: dict[tuple[Variant, ...], Candidates] = {}
-        self.plans: PlanCache | None = None
+        self.plans: Plans | None = None
         """Where a plan is to be kept for later processes."""
         self.lighter: Variant | None = None
         """The program without the user's checkpoints, where that was tried."""
@@ -191,21 +253,17 @@ class _Page:
             scale = self.program.predicted.device / max(plain.device, 1)
         return Rounds(self.attempts, scale)
 
-    def recalled(self, plans: PlanCache, undone: Undone | None, lighter: Subject | None) -> Fitted | None:
+    def recalled(self, plans: Plans, undone: Undone | None, lighter: Subject | None) -> Fitted | None:
         """What an earlier process planned for the same question; None where there is none that fits here."""
-        job, program = self.job, self.program
+        job = self.job
         with self.clock("recall"):
-            key = key_of(job, program.traced.graph)
+            key = key_of(job, self.program.traced.graph)
             found = plans.find(key)
             if found is None:
                 self.plans = plans
                 return None
-            start = self.written()
-            if found.recipe.undone and undone is not None and lighter is not None:
-                start, program = ways.undone(job, undone, self.costs(), self.prepare), lighter
             try:
-                variant, plan = replay(found.recipe, start, self.costs())
-                check(variant.problem.graph, plan.program)
+                variant, plan, program = self.replayed(found.recipe, undone, lighter)
             except (Unlike, VerifyError) as error:
                 self.plans = plans
                 return plans.pass_over(key, str(error))
@@ -215,6 +273,30 @@ class _Page:
             return None
         self.notes = (*self.notes, f"the plan of an earlier process, from {plans.folder}")
         return self.planned(made, program.bound, 1)
+
+    def replayed(self, recipe: Recipe, undone: Undone | None, lighter: Subject | None) -> tuple[Variant, Plan, Subject]:
+        """The variant and the checked plan of a recipe, and the program that it starts from.
+
+        Raises ``Unlike`` or ``VerifyError`` where the recipe does not go with this job.
+        """
+        start, program = self.written(), self.program
+        if recipe.undone and undone is not None and lighter is not None:
+            start, program = ways.undone(self.job, undone, self.costs(), self.prepare), lighter
+        variant, plan = replay(recipe, start, self.costs())
+        check(variant.problem.graph, plan.program)
+        return variant, plan, program
+
+    def within(self, compiled: Compiled) -> None:
+        """``BudgetError`` for what was found to fit elsewhere and does not here."""
+        needs, budget = compiled.device, self.job.budget
+        if compiled.memory is None or needs > budget:
+            raise BudgetError(
+                f"the program that was agreed on for {self.job.name} needs {format_bytes(needs)} here, of "
+                f"{format_bytes(budget)}: {compiled.refusal or 'this process compiles it differently'}; "
+                "raise the budget, or give all processes the same devices and versions",
+                needs=needs,
+                has=budget,
+            )
 
     def as_written(self) -> Fitted:
         """The program as the user wrote it, as it is or planned; ``BudgetError`` when it cannot fit."""
@@ -275,8 +357,7 @@ class _Page:
 
     def less(self, bound: Bound, variant: Variant) -> Bound:
         """The bound, or that of a program in parts, which may be lower."""
-        placed = variant.traced
-        return min(bound, lower_bound(placed.graph, placed.consts, self.job.device.platform), key=lambda b: b.nbytes)
+        return min(bound, bound_of(self.job, variant.traced), key=lambda b: b.nbytes)
 
     def undone(self, undone: Undone, lighter: Subject) -> Fitted | None:
         """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
@@ -337,16 +418,10 @@ class _Page:
         compiled = made.compiled
         if made.variant.chunked is not None:
             bound = self.less(bound, made.variant)
-        if self.plans is not None:
+        if self.plans is not None and not self.job.faults.left_out:
+            plans = self.plans
             with self.clock("keep"):
-                self.plans.keep(
-                    Entry(
-                        key=key_of(self.job, self.program.traced.graph),
-                        name=self.job.name,
-                        choice=made.choice,
-                        recipe=recipe_of(made.variant, made.plan),
-                    )
-                )
+                self.job.faults.spared(CACHE, lambda: plans.keep(self.entry(made)), lambda: None)
         told = self.report(made, compiled, bound, rounds)
         state = frozenset(leaf.argument for leaf in self.job.state)
         return Fitted(
@@ -359,20 +434,24 @@ class _Page:
             key=program_key(made.variant, made.plan),
         )
 
-    def report(self, made: Made | None, compiled: Compiled, bound: Bound, rounds: int) -> Any:
-        program = self.program
-        told = report(
-            self.job,
-            program.traced,
-            made,
-            program.plain,
-            self.attempts.plain,
-            compiled,
-            bound,
-            rounds,
-            self.clock.seconds,
+    def entry(self, made: Made) -> Entry:
+        """A plan as later processes find it."""
+        return Entry(
+            key=key_of(self.job, self.program.traced.graph),
+            name=self.job.name,
+            choice=made.choice,
+            recipe=recipe_of(made.variant, made.plan),
         )
-        return replace(told, notes=(*told.notes, *self.notes))
+
+    def report(self, made: Made | None, compiled: Compiled, bound: Bound, rounds: int) -> Any:
+        job, program, plain = self.job, self.program, self.attempts.plain
+        seconds = self.clock.seconds
+        told = job.faults.spared(
+            "the report",
+            lambda: report(job, program.traced, made, program.plain, plain, compiled, bound, rounds, seconds),
+            lambda: unplanned(job, compiled.notes, compiled.memory, seconds),
+        )
+        return replace(told, notes=(*told.notes, *self.notes, *job.faults.notes()))
 
 
-__all__ = ["Evaluate", "Fitted", "Job", "Sketch", "fit", "renew", "sketches"]
+__all__ = ["Evaluate", "Fitted", "Job", "Sketch", "fit", "follow", "renew", "sketches"]

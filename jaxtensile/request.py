@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtensile._compat import JAX_VERSION
 from jaxtensile.compile import Options
 from jaxtensile.device import DeviceProfile
+from jaxtensile.faults import Faults
 from jaxtensile.passes.steptime import StepTime
 from jaxtensile.plan import Leaf, Link
-from jaxtensile.report import Report
+from jaxtensile.report import Report, Setting
 from jaxtensile.units import Bytes
 
 Evaluate = Callable[[list[Any]], list[Any]]
@@ -41,9 +42,9 @@ class Job:
     ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute
     less than they say; ``chunk``: whether work on many rows may be done in parts. ``place`` is set where donated
     arguments may wait on the host between calls, of at most ``state_budget`` bytes; ``state`` are those that do.
-    ``names``: of the flat arguments.
+    ``names``: of the flat arguments; ``settings``: where its options are from.
     ``stacks_come_back``: whether the device has been seen to read right what is stacked in host memory; asked before
-    anything is.
+    anything is. ``faults``: what of the planner failed for it, and is left out.
     """
 
     name: str
@@ -65,7 +66,9 @@ class Job:
     state_budget: Bytes | None = None
     state: tuple[Leaf, ...] = ()
     names: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
     stacks_come_back: Callable[[], bool] = lambda: True
+    faults: Faults = field(default_factory=Faults, compare=False, repr=False)
 
     @property
     def way(self) -> Link:

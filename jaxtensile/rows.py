@@ -88,7 +88,7 @@ class Section:
 
 def passing(eqn: Any, given: Sequence[Row | None], rows: int) -> Passing | None:
     """How ``eqn`` passes on ``rows`` rows that it is ``given`` of some operands; None where it does not."""
-    if eqn is None or eqn.primitive.name == "optimization_barrier":
+    if eqn is None or (eqn.primitive.name == "optimization_barrier" and not eqn.effects):
         return Passing(tuple(given), tuple(given))
     if _placed(eqn) or eqn.effects:
         return None

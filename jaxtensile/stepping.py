@@ -18,12 +18,12 @@ from typing import Any
 import jax
 
 from jaxtensile import _compat
-from jaxtensile.errors import BudgetError, CoordinatorError
+from jaxtensile.errors import BudgetError, CoordinatorError, StoppedError
 from jaxtensile.ladder import Ladder
 from jaxtensile.request import Fitted
 from jaxtensile.runtime.gate import GateError
 from jaxtensile.suspension import Suspended
-from jaxtensile.tenancy import StoppedError, Tenancy
+from jaxtensile.tenancy import Tenancy
 from jaxtensile.units import Seconds
 from jaxtensile.waiting import Waiting
 

@@ -41,7 +41,16 @@ def subject_of(job: Job, traced: Traced) -> Subject:
         traced=traced,
         plain=plain,
         predicted=plain if placed is traced else live_ranges(placed.graph, together=True).use(host=job.state_bytes),
-        bound=lower_bound(placed.graph, placed.consts, job.device.platform),
+        bound=bound_of(job, placed),
+    )
+
+
+def bound_of(job: Job, traced: Traced) -> Bound:
+    """How few bytes the program needs at least; nothing is known where that fails."""
+    return job.faults.spared(
+        "the lower bound",
+        lambda: lower_bound(traced.graph, traced.consts, job.device.platform),
+        lambda: Bound(0, ()),
     )
 
 

@@ -15,7 +15,7 @@ from typing import Final
 from msgspec import structs
 
 from jaxtensile.arbitration import Arbitration
-from jaxtensile.errors import BudgetError, CoordinatorError
+from jaxtensile.errors import BudgetError, CoordinatorError, StoppedError
 from jaxtensile.ladder import Ladder, together
 from jaxtensile.request import Fitted
 from jaxtensile.runtime.client import Client
@@ -25,10 +25,6 @@ from jaxtensile.units import Bytes
 
 _OFF: Final = 1.3
 """Measured steps that change the ladder's seconds by more than this factor are told."""
-
-
-class StoppedError(Exception):
-    """Nobody waits for this compile any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

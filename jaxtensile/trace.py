@@ -1,9 +1,9 @@
 """What does a function compute: JAX function → flat equations and their Graph.
 
 Nested calls that mean nothing to XLA (``jit`` without shardings, custom rules off the
-differentiated path, remat) are inlined; loops and branches stay ops with bodies. The
-user's own ``jax.checkpoint`` becomes its equations behind an ``optimization_barrier``,
-as JAX itself lowers it.
+differentiated path, remat) are inlined, high-level primitives are expanded; loops and branches stay ops
+with bodies. The user's own ``jax.checkpoint`` becomes its equations behind an
+``optimization_barrier``, as JAX itself lowers it.
 
 Invariant: ``graph.ops[i]`` describes ``equations[i]``; value ids are shared by both.
 """
@@ -29,14 +29,17 @@ _CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "core_call": "call_jaxpr",
-    "eval_jaxpr": "jaxpr",
+    "eval_jaxpr": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
 }
-_FOREIGN = "pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning"
+_FOREIGN = """pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning
+    call_hi_primitive"""
+REFERENCE_BARRIER = "reference_barrier"
+"""What a Graph calls an ``optimization_barrier`` of JAX that holds references."""
 _RANDOM = "rng_uniform"
 _COLLECTIVES = """shard_map xla_pmap pmap psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
     all_to_all reduce_scatter ragged_all_to_all"""
@@ -121,6 +124,9 @@ class _Flattener:
 
         for eqn in jaxpr.eqns:
             operands = [read(a) for a in eqn.invars]
+            if _is_barrier_of_checkpoint(eqn):
+                env.update(zip(eqn.outvars, self.barrier(operands, stack), strict=True))
+                continue
             body = _inlinable(eqn)
             if body is not None:
                 inner = stack + eqn.source_info.name_stack
@@ -132,30 +138,54 @@ class _Flattener:
             self.equations.append(Equation(eqn, stack, tuple(operands), results, callers))
         return [read(a) for a in jaxpr.outvars]
 
+    def is_array(self, atom: Any) -> bool:
+        """Whether it is a value, and no literal, that barriers hand on."""
+        return isinstance(atom, int) and type(self.avals[atom]) is _compat.ShapedArray
+
     def remat_barrier(self, eqn: Any, operands: list[Any], stack: Any) -> list[Any]:
         """The barrier JAX's own lowering puts in front of a differentiated ``remat``."""
         if not eqn.params.get("differentiated", False):
             return operands
         prevent = eqn.params.get("prevent_cse", True)
         flags = prevent if isinstance(prevent, tuple) else (prevent,) * len(operands)
-        chosen = [i for i, (f, o) in enumerate(zip(flags, operands, strict=True)) if f and isinstance(o, int)]
+        return self.barrier(operands, stack, flags)
+
+    def barrier(self, operands: list[Any], stack: Any, flags: Sequence[bool] | None = None) -> list[Any]:
+        """What ``operands`` are behind a barrier over those that ``flags`` says; literals are no part of it."""
+        flags = (True,) * len(operands) if flags is None else flags
+        chosen = [i for i, (f, o) in enumerate(zip(flags, operands, strict=True)) if f and self.is_array(o)]
+        behind = list(operands)
         if chosen:
             inputs = tuple(operands[i] for i in chosen)
             results = tuple(self.new(self.avals[v]) for v in inputs)
             self.equations.append(Equation(None, stack, inputs, results))
             for i, r in zip(chosen, results, strict=True):
-                operands[i] = r
-        return operands
+                behind[i] = r
+        return behind
+
+
+def _is_barrier_of_checkpoint(eqn: Any) -> bool:
+    """Whether it is the barrier in front of what a checkpoint computes again, over arrays alone."""
+    plain = eqn.primitive.name == "optimization_barrier" and not eqn.effects
+    return plain and all(type(v.aval) is _compat.ShapedArray for v in eqn.invars) and _compat.is_checkpoint_barrier(eqn)
+
+
+def _called(eqn: Any) -> Any | None:
+    """What a call calls, as a closed jaxpr; None for anything else."""
+    name, params = eqn.primitive.name, eqn.params
+    body = params.get(_CALLS[name]) if name in _CALLS else None
+    if body is None and name == "eval_jaxpr":
+        body = params.get("jaxpr")  # as on 0.10
+    if body is None or hasattr(body, "consts"):
+        return body
+    return jax.extend.core.ClosedJaxpr(body, ())  # an open jaxpr: remat2 on 0.10
 
 
 def _inlinable(eqn: Any) -> Any | None:
     name, params = eqn.primitive.name, eqn.params
-    key = _CALLS.get(name)
-    body = params.get(key) if key else None
+    body = _called(eqn)
     if body is None:
         return None
-    if not hasattr(body, "consts"):  # an open jaxpr: remat2 on 0.10
-        body = jax.extend.core.ClosedJaxpr(body, ())
     if name in ("jit", "pjit"):
         plain = all(_is_unspecified(s) for s in (*params["in_shardings"], *params["out_shardings"]))
         layouts = any(x is not None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ())))
@@ -177,6 +207,7 @@ def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: boo
 
     ``keep_unused=False``: arguments that nothing reads are no inputs, as ``jax.jit`` drops them.
     """
+    closed = _compat.lowered(closed)
     jaxpr, _ = _compat.open_jaxpr(closed)
     flat = _Flattener()
     args = [flat.new(v.aval) for v in jaxpr.invars]
@@ -227,13 +258,14 @@ def _space(aval: Any) -> str:
 
 
 def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array on the device: sub-byte types are packed, keys count their words, tokens nothing."""
+    """Bytes of an array on the device: sub-byte types are packed, tokens are nothing, and extended types (keys, say)
+    count as what they are stored in."""
     if dtype is None:
         return 0
     count = math.prod(shape)
     if jnp.issubdtype(dtype, jax.dtypes.extended):
-        key_data = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
-        return count * math.prod(key_data.shape) * key_data.dtype.itemsize
+        element = _compat.stored_element(dtype)
+        return count * _nbytes(element.shape, element.dtype)
     bits = _bits(np.dtype(dtype))
     return (count * bits + 7) // 8
 
@@ -248,15 +280,23 @@ def _bits(dtype: Any) -> int:
     return dtype.itemsize * 8
 
 
+def is_barrier(eqn: Any) -> bool:
+    """Whether an equation (None: an inserted one) hands each operand on as a result of its own, and does nothing else.
+
+    With references among the operands JAX's barrier is an effect on them, and they have no results.
+    """
+    return eqn is None or (eqn.primitive.name == "optimization_barrier" and not eqn.effects)
+
+
 def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
     operands = tuple(ValueId(v) for v in equation.operands if isinstance(v, int))
     results = tuple(ValueId(v) for v in equation.results)
     slots = tuple(ValueId(v) if isinstance(v, int) else -1 for v in equation.operands)
-    if equation.eqn is None or equation.eqn.primitive.name == "optimization_barrier":
+    if is_barrier(equation.eqn):
         positions = slots if len(slots) > len(operands) else ()  # of a literal the result is a buffer of its own
         return Op(id=OpId(i), primitive="optimization_barrier", operands=operands, results=results, slots=positions)
     eqn = equation.eqn
-    name = eqn.primitive.name
+    name = eqn.primitive.name if eqn.primitive.name != "optimization_barrier" else REFERENCE_BARRIER
     bodies, trips = _bodies(eqn)
     inner = tuple(trace_jaxpr(b).graph for b in bodies)
     return Op(
@@ -387,9 +427,8 @@ def equation_flops(eqn: Any) -> float:
         taps = math.prod(rhs) // max(rhs[numbers.rhs_spec[0]], 1)
         return 2.0 * math.prod(eqn.outvars[0].aval.shape) * taps / _dilation(params)
     bodies, trips = _bodies(eqn)
-    inner = [jaxpr_flops(b) for b in bodies] or [0.0]
-    if not bodies and name in _CALLS and params.get(_CALLS[name]) is not None:
-        inner = [jaxpr_flops(params[_CALLS[name]])]
+    called = _called(eqn) if not bodies else None
+    inner = [jaxpr_flops(b) for b in (bodies if called is None else (called,))] or [0.0]
     return max(inner) * trips
 
 
@@ -400,20 +439,16 @@ def _dilation(params: dict[str, Any]) -> float:
 
 def jaxpr_flops(jaxpr: Any) -> float:
     """Matrix and convolution FLOPs of a (closed) jaxpr: the figure all benchmarks quote."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    if hasattr(jaxpr, "consts"):
+        jaxpr, _ = _compat.open_jaxpr(_compat.lowered(jaxpr))
     return sum(equation_flops(e) for e in jaxpr.eqns)
 
 
 def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
-    """The closed jaxpr of ``evaluate`` on the arguments of ``closed``."""
+    """The closed jaxpr of ``evaluate`` on arguments of the very types of those of ``closed``, references too."""
     jaxpr, _ = _compat.open_jaxpr(closed)
-    kinds = [_compat.HostShape if _space(v.aval) == "host" else jax.ShapeDtypeStruct for v in jaxpr.invars]
-    avals = [
-        kind(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type)
-        for kind, v in zip(kinds, jaxpr.invars, strict=True)
-    ]
     with _compat.as_wide_as(jaxpr.invars):
-        return jax.make_jaxpr(evaluate)(*avals)
+        return jax.make_jaxpr(evaluate)(*(_compat.OfType(v.aval) for v in jaxpr.invars))
 
 
 def exchanged(traced: Traced, closed: Any, new: Mapping[int, Callable[[Callable[[Any], Any]], Sequence[Any]]]) -> Any:

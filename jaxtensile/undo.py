@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxtensile import _compat
 from jaxtensile.ir import Graph, ValueId
 from jaxtensile.merge import Equal, rebuilt, values
 from jaxtensile.trace import Equation, Traced
@@ -47,18 +48,19 @@ def undo(traced: Traced) -> Undone | None:
         elif first == i:
             stays.append(i)
         elif again[i]:
-            merged.update(traced.equations[first].results)
+            merged.update(traced.equations[i].results)
     if not merged:
         return None
-    read = {equal.now(v) for i in stays if again[i] for v in values(traced.equations[i])}
-    read |= {equal.now(v) for v in traced.outputs if isinstance(v, int) and v in equal.same}
+    read = {v for i in stays for v in values(traced.equations[i])} | {v for v in traced.outputs if isinstance(v, int)}
     made, number = rebuilt(traced, equal.same, stays)
-    return Undone(made, tuple(number[equal.now(v)] for v in sorted(merged & read)), barriers)
+    return Undone(made, tuple(sorted({number[equal.now(v)] for v in merged & read})), barriers)
 
 
 def _recomputes(equation: Equation) -> bool:
-    """Whether the equation is of a differentiated checkpoint: its recomputation, or backward of it."""
-    return any(call.params.get("differentiated", False) for call in equation.callers)
+    """Whether the equation is of a differentiated checkpoint: its recomputation, and of ``remat2`` the rest of it."""
+    if any(map(_compat.is_recomputation, equation.callers)):
+        return True
+    return equation.eqn is not None and _compat.is_recomputation(equation.eqn, equation.stack)
 
 
 def _uses_host(graph: Graph) -> bool:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import TypeVar
 
 from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
 from jaxtensile.chunk import in_chunks
+from jaxtensile.faults import leaves_out
 from jaxtensile.inward import find_moved, move_inward
 from jaxtensile.ir import Graph
 from jaxtensile.join import find_cond_pairs, join_conds
@@ -37,10 +39,31 @@ from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone
 from jaxtensile.units import Bytes, Seconds
 
+T = TypeVar("T")
 LARGE = 1 / 16
 """From this share of the temporaries on products are worth slicing, loops nesting and bodies planning."""
 MOST_PARTS = 256
 """Work is done in so many parts at most."""
+
+# What rewrites are called where one of them is left out.
+UNDONE = "the undoing of jax.checkpoint"
+SUNK = "the sinking of operations into loops"
+PROMPT = "updates right behind their gradients"
+SLICED = "products made slice by slice"
+PARTS = "work on the batch in parts"
+JOINED = "the joining of branches with their gradients"
+INWARD = "the making of loop constants inside loops"
+NESTED = "the nesting of loops"
+LOOPS = "recomputation inside loops"
+BODIES = "the planning of loop and branch bodies"
+OFFLOAD = "offload to the host"
+STATE = "the state on the host"
+FINISHED = "the integer programme"
+REWRITES = (UNDONE, SUNK, PROMPT, SLICED, PARTS, JOINED, INWARD, NESTED, LOOPS, BODIES, OFFLOAD, STATE)
+
+
+def _none(_: Variant) -> None:
+    """Of a rewrite that is left out."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,6 +104,26 @@ class Variant:
         return sum(plan.aside for plan in self.loops)
 
     @property
+    def blamed(self) -> str:
+        """The rewrite that is left out where something of it fails: the last one that made it; empty without any."""
+        job = self.job
+        made = (
+            (BODIES, self.inside),
+            (NESTED, self.nested),
+            (INWARD, self.inward),
+            (JOINED, self.joined),
+            (SLICED, self.sliced),
+            (PARTS, self.chunked),
+            (LOOPS, self.loops),
+            (PROMPT, self.prompt),
+            (SUNK, self.sunk),
+            (UNDONE, self.undone),
+            (OFFLOAD, self.host and job.host_budget),
+            (STATE, job.state),
+        )
+        return next((name for name, used in made if used), "")
+
+    @property
     def as_it_is(self) -> bool:
         """Whether nothing of it is rewritten but the user's checkpoints: the order of its ops is the compiler's."""
         changed = self.sunk or self.sliced or self.chunked or self.joined or self.inward
@@ -96,19 +139,21 @@ class Variant:
         """The program with its loops rewritten."""
         if not self.loops:
             return self.base
-        changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
-        # What outer loops no longer stack the loops in their bodies need not stack either.
-        changed = _compat.without_dead_code(changed)
-        return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
+        with self.job.faults.of(LOOPS):
+            changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
+            # What outer loops no longer stack the loops in their bodies need not stack either.
+            changed = _compat.without_dead_code(changed)
+            return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
 
     @cached_property
     def traced(self) -> Traced:
         """The program that is planned."""
         traced = self.looped
         if self.inside:
-            new = {i.key: rewrite(i.variant.traced, i.plan.program) for i in self.inside}
-            changed = with_bodies(traced, self.job.jaxpr, new)
-            traced = trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
+            with self.job.faults.of(BODIES):
+                new = {i.key: rewrite(i.variant.traced, i.plan.program) for i in self.inside}
+                changed = with_bodies(traced, self.job.jaxpr, new)
+                traced = trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
         return streamed(self.job, traced)
 
     @cached_property
@@ -130,16 +175,26 @@ class Variant:
     @cached_property
     def plain(self) -> MemoryUse:
         """What it needs with nothing planned."""
-        return live_ranges(self.traced.graph).use()
+        with self.job.faults.of(self.blamed):
+            return live_ranges(self.traced.graph).use()
 
     @cached_property
     def solve(self) -> Solve:
         """The solver's answer for a budget."""
-        return self.prepare(self.problem)
+        faults, blamed = self.job.faults, self.blamed
+        with faults.of(blamed):
+            solve = self.prepare(self.problem)
+
+        def at(budget: Bytes, /, *, least: bool = True) -> Plan:
+            with faults.of(blamed):
+                return solve(budget, least=least)
+
+        return at
 
     def finished(self, plan: Plan, budget: Bytes) -> Plan:
         """What the plan becomes before it is compiled; those of other solvers than the default one are left."""
-        return finished(self.prepare, self.problem, budget, plan)
+        better = lambda: finished(self.prepare, self.problem, budget, plan)  # noqa: E731
+        return self.job.faults.spared(FINISHED, better, lambda: plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +223,8 @@ def streamed(job: Job, traced: Traced) -> Traced:
     """``traced`` with the job's state on the host."""
     if not job.state:
         return traced
-    return on_host(traced, job.state, op_costs(traced.graph, job.device).seconds, job.way)
+    with job.faults.of(STATE):
+        return on_host(traced, job.state, op_costs(traced.graph, job.device).seconds, job.way)
 
 
 def written(job: Job, traced: Traced, costs: Costs, prepare: Prepare) -> Variant:
@@ -186,6 +242,7 @@ def _large(start: Variant) -> Bytes:
     return max(int(LARGE * live_ranges(start.base.graph).temp), 1)
 
 
+@leaves_out(PROMPT, _none)
 def prompted(start: Variant, costs: Costs) -> Variant | None:
     """``start`` with each update behind its own gradient; None where no large gradient waits for others, where the
     updates wait for state from the host, and for compilers that do not keep to the order that barriers give."""
@@ -196,14 +253,22 @@ def prompted(start: Variant, costs: Costs) -> Variant | None:
     return _priced(replace(start, base=rebuilt(start.base, {}, order)[0], prompt=True), costs)
 
 
+@leaves_out(SLICED, _none)
 def sliced(start: Variant, costs: Costs) -> Variant | None:
     """``start`` with large products made in the slices in which they are read; None when there are none."""
     chosen = sliced_products(start.base, _large(start))
     if not chosen:
         return None
-    jaxpr = split_products(start.base, start.job.jaxpr, chosen)
+    jaxpr = _if_types_allow(lambda: split_products(start.base, start.job.jaxpr, chosen))
+    if jaxpr is None:
+        return None
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, sliced=len(chosen)), costs)
+
+
+@leaves_out(PARTS, _none)
+def _stretch(start: Variant) -> Stretch | None:
+    return find_stretch(start.base, _large(start))
 
 
 class Chunks:
@@ -217,7 +282,7 @@ class Chunks:
     @cached_property
     def stretch(self) -> Stretch | None:
         """What is done in parts."""
-        return find_stretch(self.start.base, _large(self.start))
+        return _stretch(self.start)
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
@@ -240,9 +305,11 @@ def with_chunks(start: Variant, costs: Costs, seed: Seed, parts: int) -> Variant
     return None if own is None else _in_parts(start, costs, own, parts)
 
 
+@leaves_out(PARTS, _none)
 def _in_parts(start: Variant, costs: Costs, own: Stretch, parts: int) -> Variant | None:
     job = start.job
-    jaxpr = in_chunks(start.base, job.jaxpr, own, parts, mixed=job.device.platform != "cpu")
+    mixed = job.device.platform != "cpu"
+    jaxpr = _if_types_allow(lambda: in_chunks(start.base, job.jaxpr, own, parts, mixed=mixed))
     if jaxpr is None:
         return None
     base = trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused)
@@ -253,38 +320,48 @@ def _in_parts(start: Variant, costs: Costs, own: Stretch, parts: int) -> Variant
     return replace(made, charge=made.charge + idle * costs.per_second)
 
 
+@leaves_out(SUNK, _none)
 def sunk(start: Variant, costs: Costs) -> Variant | None:
     """``start`` with what lies between stacks and loops in those loops; None where nothing does."""
-    jaxpr = sink(start.base, start.job.jaxpr)
+    jaxpr = _if_types_allow(lambda: sink(start.base, start.job.jaxpr))
     if jaxpr is None:
         return None
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, sunk=True), costs)
 
 
+@leaves_out(JOINED, _none)
 def joined(start: Variant, costs: Costs) -> Variant | None:
     """``start`` with branches that hand much on to their gradients computed there again; None when none do."""
     pairs = find_cond_pairs(start.base.graph, _large(start))
     if not pairs:
         return None
-    jaxpr = join_conds(start.base, start.job.jaxpr, pairs)
+    jaxpr = _if_types_allow(lambda: join_conds(start.base, start.job.jaxpr, pairs))
+    if jaxpr is None:
+        return None
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, joined=len(pairs)), costs)
 
 
+@leaves_out(INWARD, _none)
 def inward(start: Variant, costs: Costs) -> Variant | None:
     """``start`` with loops that make themselves what was made for them; None when there are none."""
     moved = find_moved(start.base.graph, _large(start) // 4)
     if not moved:
         return None
-    jaxpr = move_inward(start.base, start.job.jaxpr, moved)
+    jaxpr = _if_types_allow(lambda: move_inward(start.base, start.job.jaxpr, moved))
+    if jaxpr is None:
+        return None
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, inward=len(moved)), costs)
 
 
+@leaves_out(NESTED, lambda _: [])
 def nested(start: Variant, costs: Costs) -> list[Variant]:
     """``start`` with the loops that stack large values as loops of loops."""
-    return [with_nests(start, costs, inner) for inner in _ladder(start, None).nests(_large(start))]
+    ways = _ladder(start, None).nests(_large(start))
+    made = (_if_types_allow(lambda inner=inner: with_nests(start, costs, inner)) for inner in ways)
+    return [variant for variant in made if variant is not None]
 
 
 def with_nests(start: Variant, costs: Costs, inner: Mapping[int, int]) -> Variant:
@@ -294,6 +371,14 @@ def with_nests(start: Variant, costs: Costs, inner: Mapping[int, int]) -> Varian
     return _priced(replace(start, base=base, nested=tuple(sorted(inner.items()))), costs)
 
 
+def _if_types_allow(change: Callable[[], T]) -> T | None:
+    """What it makes; None on meshes with explicit axes, where it takes an operation that their types do not allow."""
+    try:
+        return change()
+    except _compat.ShardingTypeError:
+        return None
+
+
 def _priced(start: Variant, costs: Costs) -> Variant:
     """``start`` with what it costs over a program of ``costs``."""
     own = op_costs(start.base.graph, start.job.device)
@@ -301,20 +386,22 @@ def _priced(start: Variant, costs: Costs) -> Variant:
     return replace(start, known=own, charge=charge, seconds=seconds)
 
 
+@leaves_out(LOOPS, lambda start: [start])
 def with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
     graph = start.base.graph
     # Asked only where there are loops: the device may have to be tried for the answer. What it says is of plain loops.
     link = start.job.loop_link if start.host and not start.nested and find_pairs(graph) else None
-    ladder = _ladder(start, link)
+    ladder, faults = _ladder(start, link), start.job.faults
     room = start.job.host_budget
     at = looping(start)
 
     def between(more: Way, less: Way) -> Callable[[], list[Variant]]:
-        return cache(lambda: [at(way) for way in ladder.between(more, less)])
+        return cache(lambda: faults.spared(LOOPS, lambda: [at(way) for way in ladder.between(more, less)], list))
 
     def less_away(rung: Way) -> Callable[[], list[Variant]]:
-        return cache(lambda: [v for v in map(at, ladder.aways(rung)) if v.aside <= room])
+        found = cache(lambda: [v for v in map(at, ladder.aways(rung)) if v.aside <= room])
+        return lambda: faults.spared(LOOPS, found, list)
 
     def all_away(rung: Way) -> Variant:
         """With all that it keeps on the host, or with what there is room for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,16 @@ class Workload:
     args: tuple[Any, ...]
     jit_options: Mapping[str, Any] = field(default_factory=lambda: {})
     name: str = ""
+
+
+class Transformed(ABC):
+    """A function that this package made of a user's. It is told by its type: attributes are copied by wrappers."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """A ``jax.jit`` result of the user's function, and what it is to be called with for a call with ``args``."""
 
 
 def name_of(fun: Any) -> str:

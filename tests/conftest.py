@@ -14,6 +14,9 @@ from hypothesis import settings
 # Before anything imports JAX: tests are about this machine's CPU and about compile-only devices.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
+# What fails in the planner is raised; in use it is left out (tests/test_faults.py).
+os.environ["JAXTENSILE_STRICT"] = "1"
+
 # No test reads or writes the user's own cache; plans are made with published rates unless a test measures.
 os.environ["JAXTENSILE_PLAN_CACHE"] = "off"  # every plan of a test is made by it
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtensile-tests-")

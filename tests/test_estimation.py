@@ -151,3 +151,33 @@ def test_what_is_cheap_is_computed_again_on_a_cpu():
         for flag in (False, True)
     )
     assert static.temp == pytest.approx(exact.temp, rel=0.2)
+
+
+class Squared:
+    def step(self, x):
+        return jnp.sum(x * x)
+
+
+jax.tree_util.register_static(Squared)
+
+
+def planned_method(jit):
+    class Planned(Squared):
+        step = jit(Squared.step)
+
+    jax.tree_util.register_static(Planned)
+    return Planned().step
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_of_any_planned_function_what_it_would_be_as_written(exact):
+    """Methods and filtered functions too; a gradient of a planned function is no planned function."""
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    tight = functools.partial(jaxtensile.jit, budget=1), functools.partial(jaxtensile.filter_jit, budget=1)
+    expected = jaxtensile.estimate(Squared().step, x, exact=exact, target="cpu")
+    for jit in tight:
+        for fun in (jit(Squared().step), planned_method(jit)):
+            assert jaxtensile.estimate(fun, x, exact=exact, target="cpu").use == expected.use
+    gradient = jaxtensile.estimate(jax.grad(Squared().step), x, exact=exact)
+    assert jaxtensile.estimate(jax.grad(jaxtensile.jit(Squared().step)), x, exact=exact).use == gradient.use
+    assert gradient.use != expected.use

@@ -128,3 +128,23 @@ def test_a_linearised_network_fits(cached, tmp_path, monkeypatch):
         assert any("loops make in every iteration" in note for note in report.notes)
     same_bits(step.trace(wide, x).jaxpr, plain.trace(wide, x).jaxpr, [*wide, x])
     agree(step(wide, x), plain(wide, x), "float32")
+
+
+@pytest.mark.parametrize("where", ["carry", "slices", "both"])
+def test_a_loop_may_be_given_a_value_twice(where):
+    """As a constant, which it then makes itself, and as what it begins with or takes slices of."""
+
+    def program(weights, x):
+        made = jnp.tanh(x.T @ x)
+        later = made @ made
+        carry, slices = (jnp.zeros_like(made) if where == "slices" else made), (None if where == "carry" else made)
+
+        def iteration(carry, row):
+            return jnp.sin(carry @ later + made) + (0.0 if row is None else row), carry.sum()
+
+        return lax.scan(iteration, carry, slices, length=WIDTH)
+
+    closed, traced = opened(program, WEIGHTS, X)
+    moved = find_moved(traced.graph, 1)
+    assert moved
+    same_bits(move_inward(traced, closed, moved), closed, jax.tree.leaves((WEIGHTS, X)))

@@ -241,6 +241,6 @@ def test_a_tpu_that_gives_back_something_else_is_refused(monkeypatch):
     monkeypatch.setattr(placement, "host_sharding", lambda _: sharding)
     monkeypatch.setattr(placement, "state_comes_back", lambda _: False)
     with pytest.raises(jaxtensile.errors.TargetError, match="leave offload_state= out"):
-        placement.Placement(None, active=True).job_place(Tpu(), (), {})
+        placement.Placement(None, active=lambda: True).job_place(Tpu(), (), {})
     monkeypatch.setattr(placement, "state_comes_back", lambda _: True)
-    assert placement.Placement(None, active=True).job_place(Tpu(), (), {}) is not None
+    assert placement.Placement(None, active=lambda: True).job_place(Tpu(), (), {}) is not None

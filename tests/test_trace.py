@@ -283,6 +283,14 @@ def test_bytes_of_keys(impl, words):
     assert traced.graph.values[0].nbytes == 10 * words * 4
 
 
+def test_bytes_of_other_extended_types():
+    """They count as what they are stored in."""
+    both = jax.experimental.primal_tangent_dtype(jnp.int8, jnp.bfloat16)
+    numbers = jax.ShapeDtypeStruct((10,), jnp.int8)
+    traced = trace(lambda x: lax.convert_element_type(lax.convert_element_type(x, both), jnp.int8), numbers)
+    assert [value.nbytes for value in traced.graph.values if "PrimalTangent" in value.dtype] == [10]
+
+
 def test_empty_arrays_and_scalars():
     traced = trace(lambda x, y: (x, y), F32((0, 7)), F32(()))
     assert [v.nbytes for v in traced.graph.values] == [0, 4]

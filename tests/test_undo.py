@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxtensile
+from jax_lines import CHECKPOINTS, checkpoints_are
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.plan import Program
 from jaxtensile.rewrite import rewrite
@@ -21,6 +22,17 @@ from programs import FAST, bits
 P = jax.checkpoint_policies
 X = jax.random.normal(jax.random.key(0), (16, 16)) / 4
 W = jax.random.normal(jax.random.key(1), (4, 16, 16)) / 4
+
+
+@pytest.fixture(autouse=True, params=CHECKPOINTS)
+def kind(request):
+    """Everything holds for both kinds of checkpoints that JAX has."""
+    with checkpoints_are(request.param):
+        yield request.param
+
+
+newest = pytest.mark.parametrize("kind", CHECKPOINTS[-1:], indirect=True)
+"""Of what is compiled each line of JAX tests its latest kind."""
 
 
 def layer(w, x, key):
@@ -94,7 +106,8 @@ def test_ids_are_positions_and_ends_are_the_same():
 
 def test_kept_is_what_waits_for_the_backward_pass():
     """Of each layer's values those that its gradient reads; what only leads to them is not among them."""
-    undone = undo(trace(jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x * 2.0)))(x).sum()), X))
+    loss = lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x * 2.0)))(x).sum()  # noqa: E731
+    undone = undo(trace(jax.value_and_grad(loss), X))
     assert undone is not None
     made = {r: op.primitive for op in undone.traced.graph.ops for r in op.results}
     assert all(undone.traced.graph.values[v].shape == X.shape for v in undone.kept)
@@ -163,7 +176,7 @@ def twice(make):
     def loss(x):
         return jax.checkpoint(lambda x: jnp.sin(make(jnp.cos(x))))(x).sum()
 
-    traced = trace(jax.grad(loss), X)
+    traced = trace(jax.value_and_grad(loss), X)
     undone = undo(traced)
     assert undone is not None
     assert names(undone.traced).count("cos") < names(traced).count("cos")
@@ -192,11 +205,45 @@ def test_barriers_that_the_user_wrote_stay():
     assert names(after).count("optimization_barrier") == written >= 2
 
 
+@jax.custom_vjp
+def kept_apart(x):
+    return jnp.sin(x)
+
+
+kept_apart.defvjp(
+    lambda x: (jnp.sin(x), jnp.cos(x)), lambda c, g: (lax.optimization_barrier(g) * lax.optimization_barrier(c),)
+)
+BARRIER = lax.optimization_barrier
+
+
+@pytest.mark.parametrize(
+    ("fun", "written", "inserted"),
+    [
+        (lambda x: jnp.sin(jax.checkpoint(lambda x: jnp.sin(jnp.cos(x)))(x)), 0, 1),
+        (lambda x: jax.checkpoint(lambda x: jnp.sin(BARRIER(jnp.cos(x))))(x), 3, 1),  # forward, again, backward
+        (lambda x: BARRIER(jax.checkpoint(lambda x: jnp.sin(jnp.cos(x)))(BARRIER(x))), 4, 1),
+        (lambda x: jax.checkpoint(BARRIER)(jnp.sin(x)), 2, 1),
+        (lambda x: jax.checkpoint(lambda x: jnp.sin(jax.checkpoint(BARRIER)(jnp.cos(x))))(x), 3, 2),
+        (lambda x: jax.checkpoint(lambda x: jnp.sin(kept_apart(jnp.cos(x))))(x), 2, 1),
+        (lambda x: jax.checkpoint(kept_apart)(jnp.cos(x)), 2, 1),
+        (lambda x: jnp.sin(jax.checkpoint(lambda x: jnp.sin(BARRIER(jnp.cos(x))), prevent_cse=False)(x)), 3, 0),
+    ],
+    ids="none|inside|around|alone|alone inside|in a rule|a rule alone|not prevented".split("|"),
+)
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: lambda x: jax.vmap(f)(x[None])], ids=["grad", "vmap"])
+def test_whose_barrier_it_is(transform, fun, written, inserted):
+    """Those that the user wrote are told from those of checkpoints, however either came to be differentiated."""
+    equations = trace(transform(jax.value_and_grad(lambda x: fun(x).sum())), X).equations
+    barriers = [e for e in equations if e.eqn is None or e.eqn.primitive.name == "optimization_barrier"]
+    assert sum(e.eqn is None for e in barriers) == inserted
+    assert len(barriers) - inserted == written
+
+
 def with_checkpoint(fun):
     """``fun``'s ops next to a checkpoint that makes the program one to be undone."""
 
     def both(x):
-        return fun(x), jax.grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum())(x)
+        return fun(x), jax.value_and_grad(lambda x: jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(x).sum())(x)
 
     undone = undo(trace(both, X))
     assert undone is not None
@@ -284,6 +331,7 @@ LEFT_ALONE = ("in a loop", "loop inside")
 """Their recomputation is a loop, which is no loop of the forward pass: it stacks residuals."""
 
 
+@newest
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_same_bits_op_by_op(name):
     traced = trace(gradient(LAYERS[name]), W, X)
@@ -306,6 +354,7 @@ def close(ours, theirs, dtype=jnp.float32):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * max(np.abs(b).max(), 1.0))
 
 
+@newest
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_call_computes_what_jit_computes(name):
     """Undone, as written, and by ``jax.jit``."""
@@ -322,6 +371,7 @@ def test_a_call_computes_what_jit_computes(name):
     assert kept.plan(W, X).unchanged
 
 
+@newest
 def test_in_double_precision():
     with jax.enable_x64(True):
         x, w = jnp.asarray(np.asarray(X), jnp.float64), jnp.asarray(np.asarray(W), jnp.float64)
@@ -331,6 +381,7 @@ def test_in_double_precision():
         assert step.plan(w, x).undone
 
 
+@newest
 def test_donated_arguments():
     def update(w, x):
         _, (dw, _) = gradient(jax.checkpoint(layer))(w, x)
@@ -345,6 +396,7 @@ def test_donated_arguments():
     assert report.undone and report.compiled.alias == report.baseline.alias == W.nbytes
 
 
+@newest
 def test_flops_are_those_without_checkpoints():
     """What runs has no more matrix work than the function without its annotation."""
     step = jaxtensile.jit(gradient(jax.checkpoint(layer)), budget="1GiB", compiler_options=FAST)

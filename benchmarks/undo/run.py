@@ -3,13 +3,14 @@
     python -m benchmarks.undo.run [POLICY ...]
 
 For each policy the step as written, and what ``jaxtensile.jit`` makes of it at budgets between its
-bytes and the bytes of the step without checkpoints. Every case runs in a fresh process; results go to
-``results-jax<version>.json`` and the table to ``results-jax<version>.md``. FLOPs are matrix FLOPs of the
-traced program; device bytes are XLA's argument + output + temp - alias.
+bytes and the bytes of the step without checkpoints; where JAX has ``jax_remat3``, with it as well. Every case
+runs in a fresh process; results go to ``results-jax<version>.json`` and the table to ``results-jax<version>.md``.
+FLOPs are matrix FLOPs of the traced program; device bytes are XLA's argument + output + temp - alias.
 """
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,13 @@ def case(name: str) -> dict[str, Any]:
     return {"policy": policy, **(fit(workload, int(budget)) if budget else plain(workload))}
 
 
-def rows(policy: str, free: dict[str, Any]) -> dict[str, Any]:
+def rows(policy: str, free: dict[str, Any], remat3: bool) -> dict[str, Any]:
     """The policy as written, and our programs at every share."""
-    written = isolated(MODULE, policy, "policy")
+    environment = {"JAX_REMAT3": str(int(remat3))}
+    written = isolated(MODULE, policy, "policy", environment=environment)
     budgets = [written["device"] + round(s * (free["device"] - written["device"])) for s in SHARES]
-    return {**written, "ours": [isolated(MODULE, f"{policy}@{budget}", "policy") for budget in budgets]}
+    ours = [isolated(MODULE, f"{policy}@{budget}", "policy", environment=environment) for budget in budgets]
+    return {**written, "remat3": remat3, "ours": ours}
 
 
 def table(result: dict[str, Any]) -> str:
@@ -56,9 +59,8 @@ def table(result: dict[str, Any]) -> str:
     ]
     for row in result["policies"]:
         share = row["flops"] / free["flops"]
-        lines.append(
-            f"| {row['policy']} | as written | {row['device'] / 1e6:,.1f} | {share:.4f} | | | | {row['seconds']:.1f} |"
-        )
+        name = row["policy"] + (", `jax_remat3`" if row.get("remat3") else "")
+        lines.append(f"| {name} | as written | {row['device'] / 1e6:,.1f} | {share:.4f} | | | | {row['seconds']:.1f} |")
         for ours in row["ours"]:
             if not ours.get("fits"):
                 lines.append(f"| | {ours.get('budget', 0) / 1e6:,.1f} | **failed** | | | | | |")
@@ -75,6 +77,8 @@ def main() -> None:
     parser = command(__doc__, case)
     parser.add_argument("policies", nargs="*", help=f"of jax.checkpoint_policies; default: {', '.join(POLICIES)}")
     options = parser.parse_args()
+    import jax
+
     from benchmarks.machine import describe
 
     machine = describe()
@@ -86,8 +90,9 @@ def main() -> None:
         "free": isolated(MODULE, "none", "policy"),
     }
     result["policies"] = []
-    for policy in options.policies or POLICIES:
-        result["policies"].append(rows(policy, result["free"]))
+    settings = (False, True) if hasattr(jax.config, "jax_remat3") else (False,)
+    for policy, remat3 in product(options.policies or POLICIES, settings):
+        result["policies"].append(rows(policy, result["free"], remat3))
         # Nothing is lost when it is interrupted.
         save(path, result, table)
     print(table(result))

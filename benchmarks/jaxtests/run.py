@@ -1,0 +1,220 @@
+"""JAX's own tests, with ``jax.jit`` replaced by ``jaxtensile.jit``: which of them does only ours fail?
+
+    JAX_TESTS=FOLDER python -m benchmarks.jaxtests.run [--mode MODE ...] [FILE ...]
+
+``JAX_TESTS``: the folder ``tests`` of a checkout of JAX, of the version that is installed or the nearest to it; nothing
+of it is copied here. Every file (``api``; by default a list of about seventy) runs in a process of its own, once in
+each mode, and what does not pass there runs with ``jax.jit`` as well: ``one``, no budget; ``tight``, the smallest
+reachable budget for every call; ``half``, half of the temporaries, with ``chunk=True``; ``forced``, the smallest plan
+by the model for every call, whatever XLA allocates for it. What a file gave is kept in ``--keep`` line by line, so that
+a run goes on where it stopped; ``--again`` forgets ours of the chosen modes and files first. What was compared goes
+to ``results-jax<version>.json`` and ``.md`` beside this file, for the files that ran, beside those known before.
+
+"Only ours": the test passes with ``jax.jit`` and does not with ours. XLA's optimizations are off on both sides, which
+is several times faster and changes nothing that is asked here. "Programs": signatures that reached the planner;
+"planned": those of them that ran as another program than the user's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.jaxtests.worker import read
+
+HERE: Final = Path(__file__).parent
+ROOT: Final = HERE.parent.parent
+MODES: Final = ("one", "tight", "half", "forced")
+FILES: Final = """
+    api aot pjit shard_map export lax_control_flow custom_api custom_linear_solve custom_root batching core memories
+    layout pickle checkify jaxpr_effects python_callback debugging_primitives debug_nans mutable_array state
+    multi_device multibackend nn ode random random_lax random_impl array lax lax_autodiff lax_vmap lax_vmap_op linalg
+    fft scipy_fft image dtypes x64_context key_reuse stax optimizers lax_scipy lax_scipy_special_functions
+    scipy_ndimage scipy_optimize scipy_signal scipy_stats lax_scipy_sparse sparse sparsify sparse_bcoo_bcsr pmap hijax
+    jet xla_metadata name_stack jax_jit lax_numpy_reducers lax_numpy_operators lax_numpy_indexing error_check eigh svd
+    generated_fun stateful_rng svd polynomial host_callback for_loop
+""".split()
+"""Test files by the part of their names before ``_test``; those that a version of JAX does not have are left out."""
+ENVIRONMENT: Final = {
+    "JAX_PLATFORMS": "cpu",
+    "JAX_SKIP_SLOW_TESTS": "1",
+    "JAX_NUM_GENERATED_CASES": "10",
+    "JAXTENSILE_PLAN_CACHE": "off",
+    "JAXTENSILE_STRICT": "1",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+}
+_MANY: Final = ("pmap", "multi_device", "shard_map", "lax_control_flow")
+"""Files whose multi-device tests are skipped unless there are some devices."""
+_TEST_LIMIT: Final = 300.0
+"""Seconds a test may take before its process is ended."""
+_DEATHS: Final = 50
+"""Processes of one file that may die before the rest of it is given up."""
+
+
+def run(
+    tests: Path, name: str, mode: str, log: Path, limit: float, only: Sequence[str] | None = None
+) -> list[dict[str, Any]]:
+    """The outcomes of one file in one mode, of ``only`` some of its tests; those of an earlier run included."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    file = tests / f"{name}_test.py"
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": str(ROOT)}
+    if name in _MANY:
+        environment["XLA_FLAGS"] += " --xla_force_host_platform_device_count=8"
+    command = [sys.executable, "-m", "benchmarks.jaxtests.worker", mode, str(file), str(log), str(limit)]
+    if only is not None:
+        chosen = log.with_suffix(".only")
+        chosen.write_text("\n".join(only))
+        command.append(str(chosen))
+    for _ in range(_DEATHS):
+        rows = read(log)
+        ended = {row["id"]: row for row in rows if "outcome" in row}
+        if rows and "finished" in rows[-1] if only is None else ended.keys() >= set(only):
+            break
+        with log.with_suffix(".out").open("w") as told:
+            status = subprocess.run(command, cwd=tests.parent, env=environment, stdout=told, stderr=told).returncode
+        rows = read(log)[len(rows) :]
+        if rows and "finished" in rows[-1]:
+            break
+        with log.open("a") as out:
+            out.write(_death(rows, status, log.with_suffix(".out").read_text(errors="replace")))
+    found = {row["id"]: row for row in read(log) if "outcome" in row}
+    return [row for name, row in found.items() if only is None or name in only]
+
+
+def _death(rows: Sequence[dict[str, Any]], status: int, told: str) -> str:
+    """What to write into the log of a process that did not come to its end; one that never began is given up."""
+    begun = [row["begin"] for row in rows if "begin" in row]
+    ended = {row["id"] for row in rows if "outcome" in row}
+    last = begun[-1] if begun and begun[-1] not in ended else f"(process {status})"
+    outcome = "late" if "Timeout (" in told else "died"
+    row = {"id": last, "outcome": outcome, "error": f"status {status}", "where": told[-3000:]}
+    return json.dumps(row) + "\n" + ("" if begun else json.dumps({"finished": status}) + "\n")
+
+
+def compared(name: str, ours: Iterable[dict[str, Any]], plain: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """One row of the table: what a file gave in one mode; ``plain``: what ``jax.jit`` gave of the tests not passed."""
+    mine = {row["id"]: row for row in ours}
+    theirs = {row["id"]: row["outcome"] for row in plain}
+    left = [row for row in mine.values() if row["outcome"] != "passed"]
+    only = [row for row in left if theirs.get(row["id"]) in ("passed", None)]
+    return {
+        "file": name,
+        "tests": len(mine),
+        "passed": len(mine) - len(left),
+        "skipped": sum(theirs.get(row["id"]) == "skipped" for row in left),
+        "failed_with_both": sum(theirs.get(row["id"]) not in ("passed", "skipped", None) for row in left),
+        "only_ours": [{"id": r["id"], "outcome": r["outcome"], "error": _line(r.get("error", ""))} for r in only],
+        "wrong_values": [row["id"] for row in only if row.get("values")],
+        **{key: sum(row.get(key, 0) for row in mine.values()) for key in ("programs", "planned", "refused")},
+        "seconds": round(sum(row.get("seconds", 0) for row in mine.values())),
+    }
+
+
+def _line(error: str) -> str:
+    lines = [line.strip() for line in error.splitlines() if line.strip()]
+    return (lines[0] if lines else "")[:300]
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    m = result["machine"]
+    lines = [
+        f"# JAX's tests, jax {m['jax']}, Python {m['python']}, {m['cpus']} cores, CPU, {m['date']}",
+        "",
+        f"Tests of JAX {result['tests']}, {m['environment']}. "
+        "Only ours: passes with `jax.jit`, does not with `jaxtensile.jit`.",
+    ]
+    for mode, rows in result["modes"].items():
+        keys = ("tests", "passed", "skipped", "failed_with_both", "programs", "planned", "refused", "seconds")
+        total = {key: sum(row[key] for row in rows) for key in keys}
+        only, wrong = (sum(len(row[key]) for row in rows) for key in ("only_ours", "wrong_values"))
+        lines += [
+            "",
+            f"## Mode {mode}",
+            "",
+            "| file | tests | passed | skipped | failed with both | only ours | of them wrong values "
+            "| programs | planned | refused at first | s |",
+            "|---|" + "---|" * 10,
+        ]
+        for row in [*rows, {**total, "file": "all", "only_ours": [0] * only, "wrong_values": [0] * wrong}]:
+            cells = [row["file"], *(row[key] for key in keys[:4]), len(row["only_ours"]), len(row["wrong_values"])]
+            lines.append("| " + " | ".join(map(str, [*cells, *(row[key] for key in keys[4:])])) + " |")
+        failing = [(row["file"], test) for row in rows for test in row["only_ours"]]
+        if failing:
+            lines += ["", "Only ours:", ""]
+            lines += [f"- `{file}` `{test['id']}` ({test['outcome']}): {test['error']}" for file, test in failing]
+    return "\n".join(lines) + "\n"
+
+
+def describe() -> dict[str, Any]:
+    from benchmarks.machine import describe
+
+    return {**describe(), "environment": " ".join(f"{k}={v}" for k, v in ENVIRONMENT.items())}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="test files without _test.py; default: a long list")
+    parser.add_argument("--mode", choices=MODES, action="append", help="default: all")
+    parser.add_argument("--limit", type=float, default=_TEST_LIMIT, help="seconds a test may take")
+    parser.add_argument("--keep", type=Path, default=Path(tempfile.gettempdir()) / "jaxtensile-jaxtests")
+    parser.add_argument("--again", action="store_true", help="run ours again, whatever is known")
+    parser.add_argument("--out", type=Path, default=HERE, help="folder of the results")
+    options = parser.parse_args(argv)
+    if "JAX_TESTS" not in os.environ:
+        parser.error("JAX_TESTS is not set: give the folder 'tests' of a checkout of JAX")
+    tests = Path(os.environ["JAX_TESTS"]).resolve()
+    machine = describe()
+    path: Path = options.out / f"results-jax{machine['jax']}.json"
+    keep: Path = options.keep / f"jax{machine['jax']}"
+    missing = [f for f in options.files if not (tests / f"{f}_test.py").exists()]
+    if missing:
+        parser.error(f"no {missing[0]}_test.py in {tests}")
+    count = 0
+    for name in options.files or dict.fromkeys(FILES):
+        if not (tests / f"{name}_test.py").exists():
+            continue
+        for mode in options.mode or MODES:
+            log = keep / mode / f"{name}.jsonl"
+            if options.again:
+                log.unlink(missing_ok=True)
+            ours = run(tests, name, mode, log, options.limit)
+            left = [row["id"] for row in ours if row["outcome"] != "passed" and not row["id"].startswith("(")]
+            plain = run(tests, name, "plain", keep / "plain" / f"{name}.jsonl", options.limit, left)
+            row = compared(name, ours, plain)
+            count += len(row["only_ours"])
+            print(json.dumps({"mode": mode, **{k: v for k, v in row.items() if k != "only_ours"}}))
+            for test in row["only_ours"]:
+                print(f"  only ours: {test['id']} ({test['outcome']}): {test['error']}", flush=True)
+            _save(path, machine, tests, mode, row)
+    return int(count > 0)
+
+
+def _save(path: Path, machine: dict[str, Any], tests: Path, mode: str, row: dict[str, Any]) -> None:
+    """The result with one more row, in place of an earlier one of the same file and mode."""
+    known = json.loads(path.read_text()) if path.exists() else {"modes": {}}
+    rows = {r["file"]: r for r in known["modes"].get(mode, [])} | {row["file"]: row}
+    modes = {**known["modes"], mode: [rows[file] for file in sorted(rows)]}
+    result = {"machine": machine, "tests": _version(tests), "modes": {m: modes[m] for m in MODES if m in modes}}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table(result))
+
+
+def _version(tests: Path) -> str:
+    """The version of the checkout, where it says so."""
+    file = tests.parent / "jax" / "version.py"
+    found = [line for line in file.read_text().splitlines() if line.startswith("_version")] if file.exists() else []
+    return found[0].partition("=")[2].strip(' "') if found else tests.parent.name
+
+
+if __name__ == "__main__":
+    sys.exit(main())

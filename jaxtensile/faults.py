@@ -1,0 +1,253 @@
+"""What becomes of a plan when code of ours fails: what failed is left out, and the program runs.
+
+A rewrite that fails is left out, with one warning for each function; where planning fails altogether the program runs
+as it was written, if that fits. Errors that speak to the user (``JaxtensileError``) are no faults and pass. A plan that
+the checker refuses is one: it was made here.
+
+Under ``$JAXTENSILE_STRICT=1``, as in the tests, every fault is raised as it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
+
+from jaxtensile.errors import InternalError, InternalErrorWarning, JaxtensileError, StoppedError, VerifyError
+
+VARIABLE: Final = "JAXTENSILE_STRICT"
+_OFF: Final = frozenset({"", "0", "off", "false", "no"})
+PLANNING: Final = "planning"
+_AS_WRITTEN: Final = "it runs as it was written"
+REPORT: Final = (
+    f"This is a bug in jaxtensile: please report it with what ${VARIABLE}=1 raises in its place, and a program that "
+    "shows it."
+)
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+
+class _HasJob(Protocol):
+    @property
+    def job(self) -> Any: ...
+
+
+S = TypeVar("S", bound=_HasJob)
+
+
+class Failed(Exception):
+    """A fault in one rewrite, on its way to where the plan is begun again without it."""
+
+    def __init__(self, rewrite: str, error: Exception) -> None:
+        super().__init__(f"{rewrite}: {error!r}")
+        self.rewrite, self.error = rewrite, error
+
+
+def strict() -> bool:
+    """Whether faults are raised."""
+    return os.environ.get(VARIABLE, "").strip().lower() not in _OFF
+
+
+def passes(error: BaseException) -> bool:
+    """Whether an error is no fault of ours: it speaks to the user, or is Ctrl-C under another name."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        if isinstance(cause, KeyboardInterrupt):
+            return True
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    speaks = isinstance(error, JaxtensileError) and not isinstance(error, VerifyError)
+    return speaks or isinstance(error, StoppedError) or is_of_the_user(error)
+
+
+_MARK: Final = "_jaxtensile_of_the_user"
+
+
+@contextmanager
+def of_the_user(meanwhile: Callable[[], object] | None = None) -> Iterator[Callable[[], object] | None]:
+    """What fails in here is the user's own program, as written; but for what fails in ``meanwhile``, which is given
+    back to be called."""
+    ours: list[BaseException] = []
+
+    def called() -> object:
+        assert meanwhile is not None
+        try:
+            return meanwhile()
+        except BaseException as error:
+            ours.append(error)
+            raise
+
+    try:
+        yield None if meanwhile is None else called
+    except Exception as error:
+        if not any(error is other for other in ours):
+            setattr(error, _MARK, True)
+        raise
+
+
+def is_of_the_user(error: BaseException) -> bool:
+    """Whether it is what JAX says of the program as the user wrote it."""
+    return bool(getattr(error, _MARK, False))
+
+
+class Faults:
+    """What failed of one job's planning, and is left out of it from then on. Shared by the jobs of its bodies."""
+
+    def __init__(self) -> None:
+        self.left_out: dict[str, str] = {}
+        """What, and why in a line: an error would keep alive what its frames hold."""
+        self._told: set[str] = set()
+
+    def __contains__(self, rewrite: object) -> bool:
+        return rewrite in self.left_out
+
+    @contextmanager
+    def of(self, rewrite: str) -> Iterator[None]:
+        """Faults in here are those of ``rewrite``; without a name those of all planning."""
+        try:
+            yield
+        except Exception as error:
+            if not rewrite or strict() or passes(error) or isinstance(error, Failed):
+                raise
+            raise Failed(rewrite, error) from error
+
+    def spared(self, rewrite: str, make: Callable[[], T], otherwise: Callable[[], T]) -> T:
+        """``make()``; ``otherwise()`` where that fails or has failed."""
+        if rewrite in self:
+            return otherwise()
+        try:
+            return make()
+        except Exception as error:
+            self._note(error, rewrite)
+        return otherwise()
+
+    def without(self, plan: Callable[[], T], otherwise: Callable[[Exception], T]) -> T:
+        """``plan()``, begun again without each rewrite that fails; ``otherwise(error)`` where all of it does."""
+        while True:
+            try:
+                return plan()
+            except Failed as failed:
+                if failed.rewrite in self:  # it is left out, and fails all the same
+                    error = failed.error
+                    break
+                self._note(failed, failed.rewrite)
+            except Exception as fault:
+                if strict() or passes(fault):
+                    raise
+                error = fault
+                break
+        self.left_out[PLANNING] = told(error)
+        return otherwise(error)
+
+    def _note(self, error: Exception, rewrite: str) -> None:
+        if isinstance(error, Failed):
+            error, rewrite = error.error, error.rewrite
+        elif strict() or passes(error):
+            raise error
+        self.left_out.setdefault(rewrite, told(error))
+
+    def notes(self) -> tuple[str, ...]:
+        """For the report: what was left out, and why."""
+        return tuple(f"left out by a fault of jaxtensile: {what} ({why})" for what, why in self.left_out.items())
+
+    @contextmanager
+    def telling(self, name: str, where: str) -> Iterator[None]:
+        """In the end, warn of what was left out of function ``name``, at ``where``."""
+        try:
+            yield
+        except InternalError:
+            raise  # it says it all
+        except JaxtensileError:
+            self.tell(name, where)
+            raise
+        self.tell(name, where)
+
+    def tell(self, name: str, where: str) -> None:
+        """One warning for each rewrite that was left out of function ``name``, at ``where``, the first time.
+
+        Where all planning failed, that alone is told.
+        """
+        left_out = self.left_out
+        for rewrite in [PLANNING] if PLANNING in self else [*left_out]:
+            so = _AS_WRITTEN if rewrite == PLANNING else f"{rewrite} was left out of its plan"
+            if rewrite not in self._told:
+                self._told.add(rewrite)
+                _warn(rewrite, name, where, left_out[rewrite], so)
+
+
+def leaves_out(
+    rewrite: str, otherwise: Callable[[S], T]
+) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+    """A rewrite of what is its first argument, of a job; where it fails it is ``otherwise`` of that."""
+
+    def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+        @wraps(function)
+        def guarded(start: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            faults: Faults = start.job.faults
+            return faults.spared(rewrite, lambda: function(start, *args, **kwargs), lambda: otherwise(start))
+
+        return guarded
+
+    return decorate
+
+
+def unless_faulty(make: Callable[[], T], otherwise: Callable[[Exception], T]) -> T:
+    """``make()``; ``otherwise(error)`` where that fails by a fault."""
+    try:
+        return make()
+    except Exception as fault:
+        if strict() or passes(fault):
+            raise
+        error = fault
+    return otherwise(error)
+
+
+@contextmanager
+def as_ours(what: str, instead: str) -> Iterator[None]:
+    """A fault in here becomes an ``InternalError``: ``what`` failed, and what to do ``instead``."""
+    try:
+        yield
+    except Exception as error:
+        if strict() or passes(error):
+            raise
+        raise InternalError(f"{what} failed ({told(error)}): {instead}. {REPORT}") from error
+
+
+def told(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+
+
+_KNOWN: set[tuple[str, str, str]] = set()
+_LOCK = threading.Lock()
+
+
+def warn_unplanned(name: str, error: Exception) -> None:
+    """One warning that function ``name`` runs without a plan."""
+    _warn(PLANNING, name, "", told(error), _AS_WRITTEN)
+
+
+def _warn(rewrite: str, name: str, where: str, why: str, so: str) -> None:
+    """Ask for a report, once for each rewrite and function."""
+    with _LOCK:
+        if (rewrite, name, where) in _KNOWN:
+            return
+        _KNOWN.add((rewrite, name, where))
+    text = f"{name}: {so}, because it failed ({why}). {REPORT}"
+    warnings.warn(text, InternalErrorWarning, stacklevel=_outside())
+
+
+def _outside() -> int:
+    """How far up the first frame is that is not ours."""
+    frame, level = sys._getframe(2), 2
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jaxtensile":
+        frame, level = frame.f_back, level + 1
+    return level
