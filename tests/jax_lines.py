@@ -15,8 +15,8 @@ import pytest
 SOAK = bool(os.environ.get("JAXTENSILE_SOAK"))
 ALL = {
     "JAX's own interface: jits, stages, transformations, what a jaxpr holds and how one is made": """
-        api as_jax_jit bodies emit filter_jit host_stacks hosted inward join loops merge nest numbered parity references rewrite rows sink
-        split state streaming trace undo variants""",
+        api as_jax_jit bodies emit filter_jit host_stacks hosted inward join loops merge nest numbered parity
+        references rewrite rows sink split state streaming trace undo variants""",
     "what XLA allocates, in which order, for whom, and how it is asked": """
         compile heap in_order lodgers lowered outcome own_stacks pipeline prologue prompt shardings sums ties
         widened""",
