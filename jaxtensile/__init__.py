@@ -10,8 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from jaxtensile.errors import (
+    AgreementError,
     BudgetError,
     ConfigError,
+    ConfigWarning,
     CoordinatorError,
     InternalError,
     InternalErrorWarning,
@@ -37,8 +39,10 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgreementError",
     "BudgetError",
     "ConfigError",
+    "ConfigWarning",
     "CoordinatorError",
     "DeviceProfile",
     "Estimate",

@@ -17,6 +17,7 @@ import numpy as np
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import hijax as _hijax
 from jax._src import source_info_util as _source
@@ -29,6 +30,8 @@ JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[
 
 Literal = _core.Literal
 ShapedArray = _core.ShapedArray
+ShardingTypeError = _core.ShardingTypeError
+"""Of types that hold shardings, on meshes with explicit axes: an operation is not defined for them."""
 
 EMPTY_STACK = _source.NameStack()
 
@@ -452,3 +455,8 @@ def is_counted_threefry(eqn: Any) -> bool:
     key = eqn.invars[0].aval
     name = getattr(getattr(key.dtype, "_impl", None), "name", "")
     return not key.shape and name == "threefry2x32" and bool(getattr(eqn.ctx, "threefry_partitionable", False))
+
+
+def key_value_client() -> Any:
+    """What ``jax.distributed.initialize`` connected this process to; None where it was not called."""
+    return _distributed.global_state.client

@@ -155,10 +155,12 @@ class Attempts:
                 raise
             return None
 
-    def again(self, variant: Variant, plan: Plan, choice: int) -> Made | None:
-        """What another process planned, ``choice`` as ``Made`` had it there; None where it is refused."""
+    def again(self, variant: Variant, plan: Plan, choice: int, *, only: bool = False) -> Made | None:
+        """What another process planned, ``choice`` as ``Made`` had it there, and ``only`` so; None where it is
+        refused."""
         best = self._ways[choice]
-        self._learned[plan.offload_bytes > 0] = [best, *(way for way in self._ways if way is not best)]
+        others = () if only else (way for way in self._ways if way is not best)
+        self._learned[plan.offload_bytes > 0] = [best, *others]
         try:
             if plan.changes_nothing and variant.as_it_is:
                 return self.unplanned(variant)

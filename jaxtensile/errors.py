@@ -61,6 +61,10 @@ class ConfigError(JaxtensileError, ValueError):
     """A configuration file that says something impossible: file, key, value, what is allowed."""
 
 
+class ConfigWarning(UserWarning):
+    """A configuration file that says something of no use: a function's name that no function has."""
+
+
 class InternalError(JaxtensileError, RuntimeError):
     """A fault of jaxtensile itself, which could not be worked around; its cause is what went wrong."""
 
@@ -82,6 +86,13 @@ class StoppedError(Exception):
 
 class VerifyError(JaxtensileError, RuntimeError):
     """The compiled program did not do what the plan promised."""
+
+
+class AgreementError(JaxtensileError, RuntimeError):
+    """The processes of one program cannot run one plan: they ask for different things, or one is missing or failed.
+
+    Every process that takes part raises it, with the same text, and none has run anything.
+    """
 
 
 class CoordinatorError(JaxtensileError, RuntimeError):

@@ -5,16 +5,18 @@ Invariant: nothing here moves or copies an array.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import SingleDeviceSharding
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from jaxtensile import _compat
 from jaxtensile.device import DeviceProfile, profile_for_kind
-from jaxtensile.target import resolve
+from jaxtensile.errors import TargetError
+from jaxtensile.target import PINNED_HOST, resolve_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,11 @@ def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) ->
     return Location(device, len(devices), (where, kinds), tuple(sorted(devices, key=lambda d: d.id)))
 
 
+def placements(args: Any, kwargs: Any) -> list[str]:
+    """Where each argument has been put, in words that are the same in every process; empty where nobody has."""
+    return [str(x.sharding) if _is_committed(x) else "" for x in jax.tree.leaves((args, kwargs))]
+
+
 def is_nowhere(traced: Any, args: Any, kwargs: Any) -> bool:
     """Whether a program is looked at for a mesh without devices: no device can be asked for its bytes."""
     leaves = (x.sharding for x in jax.tree.leaves((args, kwargs)) if _is_committed(x))
@@ -58,12 +65,24 @@ def profile_of(device: Any) -> DeviceProfile:
     return profile_for_kind(device.device_kind, device.platform)
 
 
+def device_name(device: Any) -> str:
+    """How configs and coordinators name a device: ``cuda:0``."""
+    return f"{profile_of(device).platform}:{device.id}"
+
+
 def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of ``plain``, a ``jax.jit`` result, as the compiler of ``target`` wants them: abstract, placed."""
-    sharding = SingleDeviceSharding(resolve(target))
+    """The arguments of ``plain``, a ``jax.jit`` result, as the compiler of ``target`` wants them: abstract, placed.
+
+    Arguments with ``NamedSharding``s over several devices have the same ones over as many devices of the target.
+    Raises ``TargetError`` for arguments sharded in other ways.
+    """
+    given = {d: None for x in jax.tree.leaves((args, kwargs)) for d in _mesh_devices(x)}
+    devices = resolve_all(target, max(len(given), 1))
+    there = dict(zip(sorted(given, key=_order), devices, strict=bool(given))) if given else {}
     numbers, names = _compat.static_arguments(plain)
 
     def abstract(x: Any) -> Any:
+        sharding = _sharding_there(x, there) if there else SingleDeviceSharding(devices[0])
         if not isinstance(x, jax.ShapeDtypeStruct):
             if not (hasattr(x, "shape") and hasattr(x, "dtype")):
                 return x  # Python scalars go where the arrays are; anything else is JAX's to refuse
@@ -72,6 +91,40 @@ def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     placed = (x if i in numbers else jax.tree.map(abstract, x) for i, x in enumerate(args))
     return tuple(placed), {k: x if k in names else jax.tree.map(abstract, x) for k, x in kwargs.items()}
+
+
+def _mesh_devices(x: Any) -> Sequence[Any]:
+    """The devices of a sharded argument in their order, numbers for those of an abstract mesh; none for any other."""
+    sharding = getattr(x, "sharding", None) if _is_committed(x) else None
+    if isinstance(sharding, NamedSharding) and sharding.memory_kind != PINNED_HOST:
+        mesh = sharding.mesh
+        found = list(range(mesh.size)) if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
+    elif sharding is None or len(sharding.device_set) == 1:
+        return ()
+    else:
+        raise TargetError(
+            f"an argument of shape {x.shape} is sharded by {sharding}, which cannot be carried over to the devices of "
+            "a target: give it a NamedSharding in device memory"
+        )
+    return found if len(found) > 1 else ()
+
+
+def _order(device: Any) -> int:
+    return device if isinstance(device, int) else device.id
+
+
+def _sharding_there(x: Any, there: Mapping[Any, Any]) -> NamedSharding | None:
+    """The sharding of an argument over the devices of the target; None where it says nothing."""
+    if not _is_committed(x):
+        return None
+    if not _mesh_devices(x):
+        raise TargetError(
+            f"an argument of shape {x.shape} is on one device and others are sharded over {len(there)}, so that they "
+            "do not go together: give it a NamedSharding of their mesh, or none"
+        )
+    mesh, spec = x.sharding.mesh, x.sharding.spec
+    placed = np.array([there[d] for d in _mesh_devices(x)]).reshape(mesh.axis_sizes)
+    return NamedSharding(Mesh(placed, mesh.axis_names, axis_types=mesh.axis_types), spec)
 
 
 def _is_committed(x: Any) -> bool:
@@ -94,4 +147,4 @@ def _default_device(options: Mapping[str, Any]) -> Any:
     return options.get("device") or (jax.local_devices(backend=backend)[0] if backend else _compat.default_device())
 
 
-__all__ = ["Location", "as_for", "is_nowhere", "location", "profile_of"]
+__all__ = ["Location", "as_for", "device_name", "is_nowhere", "location", "placements", "profile_of"]

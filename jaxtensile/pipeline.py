@@ -20,7 +20,7 @@ from jaxtensile.attempts import Attempts, Clock, Watch, nothing
 from jaxtensile.candidates import Candidates
 from jaxtensile.collecting import seldom
 from jaxtensile.compile import Compiled
-from jaxtensile.errors import VerifyError
+from jaxtensile.errors import BudgetError, VerifyError
 from jaxtensile.merge import merged
 from jaxtensile.outcome import Made, cannot, report, unplanned, without_plan
 from jaxtensile.passes.check import check
@@ -28,8 +28,8 @@ from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
-from jaxtensile.plan_cache import Entry, PlanCache, key_of
-from jaxtensile.recipe import Unlike, recipe_of, replay
+from jaxtensile.plan_cache import Entry, Plans, key_of
+from jaxtensile.recipe import Recipe, Unlike, recipe_of, replay
 from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
@@ -37,7 +37,7 @@ from jaxtensile.smallest import Smallest
 from jaxtensile.subject import Subject, bound_of, subject_of, with_state
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, undo
-from jaxtensile.units import TIB, Seconds
+from jaxtensile.units import TIB, Seconds, format_bytes
 from jaxtensile.upperbound import all_values
 from jaxtensile.variants import Variant, program_key
 
@@ -55,7 +55,7 @@ def fit(
     watch: Watch = nothing,
     *,
     baseline: bool = False,
-    plans: PlanCache | None = None,
+    plans: Plans | None = None,
 ) -> Fitted:
     """Fit one job. ``prepare``: the solver, the job's own if None; ``baseline``: compile the plain program even
     when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too.
@@ -68,7 +68,7 @@ def fit(
         )
 
 
-def _fit(job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans: PlanCache | None) -> Fitted:
+def _fit(job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans: Plans | None) -> Fitted:
     if all_values(job.jaxpr) is None:
         note = "its sizes are symbolic: it is passed on as it is, and planned where they are numbers"
         told = unplanned(job, (note,))
@@ -84,6 +84,25 @@ def _fit(job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans:
         if fitted is not None:
             return fitted
     return page.as_written()
+
+
+@seldom()
+def follow(job: Job, entry: Entry | None, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
+    """What another process has planned for the same job: ``entry``, or None for the user's function as it is.
+
+    Nothing is decided here: it is that program under those options, compiled, or an error: ``Unlike`` and
+    ``VerifyError`` where it does not go with this job, ``BudgetError`` where it is larger here.
+    """
+    page, undone, lighter = _opened(job, named(job.solver), Clock(watch), baseline)
+    if entry is None:
+        page.within(page.attempts.own())
+        return page.unchanged()
+    variant, plan, program = page.replayed(entry.recipe, undone, lighter)
+    made = page.attempts.again(variant, plan, entry.choice, only=True)
+    if made is None:
+        raise VerifyError(f"XLA refuses to compile the plan of {job.name} here")
+    page.within(made.compiled)
+    return page.planned(made, program.bound, 1)
 
 
 @seldom()
@@ -197,7 +216,7 @@ class _Page:
         self.known_costs: Costs | None = None
         self.known_written: Variant | None = None
         self.known: dict[tuple[Variant, ...], Candidates] = {}
-        self.plans: PlanCache | None = None
+        self.plans: Plans | None = None
         """Where a plan is to be kept for later processes."""
         self.lighter: Variant | None = None
         """The program without the user's checkpoints, where that was tried."""
@@ -233,21 +252,17 @@ class _Page:
             scale = self.program.predicted.device / max(plain.device, 1)
         return Rounds(self.attempts, scale)
 
-    def recalled(self, plans: PlanCache, undone: Undone | None, lighter: Subject | None) -> Fitted | None:
+    def recalled(self, plans: Plans, undone: Undone | None, lighter: Subject | None) -> Fitted | None:
         """What an earlier process planned for the same question; None where there is none that fits here."""
-        job, program = self.job, self.program
+        job = self.job
         with self.clock("recall"):
-            key = key_of(job, program.traced.graph)
+            key = key_of(job, self.program.traced.graph)
             found = plans.find(key)
             if found is None:
                 self.plans = plans
                 return None
-            start = self.written()
-            if found.recipe.undone and undone is not None and lighter is not None:
-                start, program = ways.undone(job, undone, self.costs(), self.prepare), lighter
             try:
-                variant, plan = replay(found.recipe, start, self.costs())
-                check(variant.problem.graph, plan.program)
+                variant, plan, program = self.replayed(found.recipe, undone, lighter)
             except (Unlike, VerifyError) as error:
                 self.plans = plans
                 return plans.pass_over(key, str(error))
@@ -257,6 +272,30 @@ class _Page:
             return None
         self.notes = (*self.notes, f"the plan of an earlier process, from {plans.folder}")
         return self.planned(made, program.bound, 1)
+
+    def replayed(self, recipe: Recipe, undone: Undone | None, lighter: Subject | None) -> tuple[Variant, Plan, Subject]:
+        """The variant and the checked plan of a recipe, and the program that it starts from.
+
+        Raises ``Unlike`` or ``VerifyError`` where the recipe does not go with this job.
+        """
+        start, program = self.written(), self.program
+        if recipe.undone and undone is not None and lighter is not None:
+            start, program = ways.undone(self.job, undone, self.costs(), self.prepare), lighter
+        variant, plan = replay(recipe, start, self.costs())
+        check(variant.problem.graph, plan.program)
+        return variant, plan, program
+
+    def within(self, compiled: Compiled) -> None:
+        """``BudgetError`` for what was found to fit elsewhere and does not here."""
+        needs, budget = compiled.device, self.job.budget
+        if compiled.memory is None or needs > budget:
+            raise BudgetError(
+                f"the program that was agreed on for {self.job.name} needs {format_bytes(needs)} here, of "
+                f"{format_bytes(budget)}: {compiled.refusal or 'this process compiles it differently'}; "
+                "raise the budget, or give all processes the same devices and versions",
+                needs=needs,
+                has=budget,
+            )
 
     def as_written(self) -> Fitted:
         """The program as the user wrote it, as it is or planned; ``BudgetError`` when it cannot fit."""
@@ -414,4 +453,4 @@ class _Page:
         return replace(told, notes=(*told.notes, *self.notes, *job.faults.notes()))
 
 
-__all__ = ["Evaluate", "Fitted", "Job", "Sketch", "fit", "renew", "sketches"]
+__all__ = ["Evaluate", "Fitted", "Job", "Sketch", "fit", "follow", "renew", "sketches"]

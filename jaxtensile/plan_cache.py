@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -33,7 +33,7 @@ FORMAT: Final = 1
 MOST: Final = 1000
 """Plans that are kept; beyond them those go that were not used for the longest time."""
 _OFF: Final = frozenset({"0", "off", "none", "false", "no"})
-_FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Of the environment; they change what the compiler makes of a plan."""
 _DIGEST: Final = 32
 
@@ -45,6 +45,16 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     choice: int
     recipe: Recipe
+
+
+class Plans(Protocol):
+    """Where plans are found and kept."""
+
+    @property
+    def folder(self) -> Path: ...
+    def find(self, key: str) -> Entry | None: ...
+    def keep(self, entry: Entry) -> None: ...
+    def pass_over(self, key: str, problem: str) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -116,10 +126,10 @@ def key_of(job: Job, graph: Graph) -> str:
     where = shardings((job.args, dict(job.kwargs))) if job.shards > 1 else []
     question = (
         FORMAT,
-        _package(),
+        package(),
         JAX_VERSION,
         jaxlib_version(),
-        [os.environ.get(name, "") for name in _FLAGS],
+        [os.environ.get(name, "") for name in FLAGS],
         fingerprint(graph),
         job.budget,
         job.host_budget,
@@ -137,7 +147,7 @@ def key_of(job: Job, graph: Graph) -> str:
 
 
 @cache
-def _package() -> str:
+def package() -> str:
     """The planner itself: another one makes other plans."""
     found = hashlib.sha256()
     home = Path(__file__).parent

@@ -24,7 +24,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -49,7 +49,8 @@ PINNED_HOST: Final = "pinned_host"
 """Memory kind of host memory that a device reads and writes by itself."""
 
 _CUDA_PLUGINS: Final = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
-_TPU_TOPOLOGIES: Final = {"tpu-v5e": "v5e:1x1", "tpu-v5p": "v5p:1x1x1", "tpu-v6e": "v6e:1x1"}
+_TPU_TOPOLOGIES: Final = {"tpu-v5e": ("v5e", 2), "tpu-v5p": ("v5p", 3), "tpu-v6e": ("v6e", 2)}
+"""Generation, and in how many directions its chips are wired."""
 _LOCK: Final = threading.RLock()
 
 
@@ -76,6 +77,38 @@ def compiler_options(name: str) -> Mapping[str, str]:
     return {"xla_gpu_cuda_data_dir": str(root)}
 
 
+def resolve_all(name: str, count: int) -> tuple[Device, ...]:
+    """``count`` devices to compile one program for; the same objects every time.
+
+    Raises ``TargetError`` as ``resolve``, and where no more than fewer of them go together.
+    """
+    if count == 1:
+        return (resolve(name),)
+    with _LOCK:
+        return _resolve_all(name, count)
+
+
+@cache
+def _resolve_all(name: str, count: int) -> tuple[Device, ...]:
+    resolve(name)  # says what is missing
+    try:
+        match profile(name).platform:
+            case "cpu":
+                found = jax.local_devices(backend="cpu")
+            case "tpu":
+                found = _tpu_topology(_grid(name, count))
+            case "cuda":
+                found = _cuda_topology(target_config(name), count=count)
+    except Exception as error:
+        raise TargetError(f"{count} devices of target {name!r} cannot be compiled for: {_reason(error)}") from error
+    if len(found) < count:
+        raise TargetError(
+            f"the arguments are sharded over {count} devices, and target {name!r} has {len(found)} here: set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX is first used"
+        )
+    return tuple(sorted(found, key=lambda d: d.id)[:count])
+
+
 @cache
 def _resolve(name: str) -> Device:
     match profile(name).platform:
@@ -93,7 +126,7 @@ def _cuda_device(name: str) -> Device:
         raise TargetError(f"target {name!r} needs JAX's CUDA plugin, which is not installed. {_install('cuda-aot')}")
     options = compiler_options(name)
     try:
-        device = _cuda_topology(target_config(name), plugin)
+        (device,) = _cuda_topology(target_config(name), plugin)
         _compile_something(device, options)
     except Exception as error:
         raise TargetError(
@@ -103,12 +136,14 @@ def _cuda_device(name: str) -> Device:
     return device
 
 
-def _cuda_topology(config: str, plugin: str) -> Device:
-    def build() -> Device:
+def _cuda_topology(config: str, plugin: str = "", count: int = 1) -> Sequence[Device]:
+    """``count`` GPUs of one host; ``plugin``: whose it is, before the first time."""
+
+    def build() -> Sequence[Device]:
         described = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology="1x1x1", target_config=config
+            platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=config
         )
-        return described.devices[0]
+        return described.devices
 
     try:
         return build()
@@ -145,7 +180,7 @@ def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
     program that is only looked at, unless a GPU is here. Nothing is done for other targets.
     """
     placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
-    devices = {d for s in placed if isinstance(s, Sharding) for d in s.device_set}
+    devices = {d for s in placed if isinstance(s, Sharding) and not _compat.is_abstract(s) for d in s.device_set}
     kinds = {d.device_kind for d in devices if d.platform == "gpu" and is_absent(d)}
     found = [gpu for name, gpu in FACTS.items() if name in targets or kinds.intersection(profile(name).kinds)]
     if not targets and not devices and jax.default_backend() != "gpu":
@@ -181,7 +216,7 @@ def _tpu_device(name: str) -> Device:
     if _wheel_folder("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
         raise TargetError(f"target {name!r} needs libtpu, which is not installed. {_install('tpu-aot')}")
     try:
-        return _tpu_topology(_TPU_TOPOLOGIES[name])
+        return _tpu_topology(_grid(name, 1))[0]
     except Exception as error:
         raise TargetError(
             f"target {name!r} cannot be compiled for: {_reason(error)}. "
@@ -189,9 +224,20 @@ def _tpu_device(name: str) -> Device:
         ) from error
 
 
-def _tpu_topology(topology: str) -> Device:
+def _tpu_topology(topology: str) -> Sequence[Device]:
     with _environment({} if has_tpu() else WITHOUT_TPU):
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices[0]
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def _grid(name: str, count: int) -> str:
+    """The topology of so many chips that is nearest to a square or a cube: ``v5e:2x4``."""
+    generation, directions = _TPU_TOPOLOGIES[name]
+    sides: list[int] = []
+    for left in range(directions, 0, -1):
+        fit = [n for n in range(1, count + 1) if count % n == 0 and n**left <= count]
+        sides.append(fit[-1])
+        count //= fit[-1]
+    return f"{generation}:{'x'.join(map(str, sides))}"
 
 
 @contextmanager

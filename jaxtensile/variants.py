@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
+from typing import TypeVar
 
 from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
@@ -38,6 +39,7 @@ from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone
 from jaxtensile.units import Bytes, Seconds
 
+T = TypeVar("T")
 LARGE = 1 / 16
 """From this share of the temporaries on products are worth slicing, loops nesting and bodies planning."""
 MOST_PARTS = 256
@@ -257,7 +259,9 @@ def sliced(start: Variant, costs: Costs) -> Variant | None:
     chosen = sliced_products(start.base, _large(start))
     if not chosen:
         return None
-    jaxpr = split_products(start.base, start.job.jaxpr, chosen)
+    jaxpr = _if_types_allow(lambda: split_products(start.base, start.job.jaxpr, chosen))
+    if jaxpr is None:
+        return None
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, sliced=len(chosen)), costs)
 
@@ -304,7 +308,8 @@ def with_chunks(start: Variant, costs: Costs, seed: Seed, parts: int) -> Variant
 @leaves_out(PARTS, _none)
 def _in_parts(start: Variant, costs: Costs, own: Stretch, parts: int) -> Variant | None:
     job = start.job
-    jaxpr = in_chunks(start.base, job.jaxpr, own, parts, mixed=job.device.platform != "cpu")
+    mixed = job.device.platform != "cpu"
+    jaxpr = _if_types_allow(lambda: in_chunks(start.base, job.jaxpr, own, parts, mixed=mixed))
     if jaxpr is None:
         return None
     base = trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused)
@@ -318,7 +323,7 @@ def _in_parts(start: Variant, costs: Costs, own: Stretch, parts: int) -> Variant
 @leaves_out(SUNK, _none)
 def sunk(start: Variant, costs: Costs) -> Variant | None:
     """``start`` with what lies between stacks and loops in those loops; None where nothing does."""
-    jaxpr = sink(start.base, start.job.jaxpr)
+    jaxpr = _if_types_allow(lambda: sink(start.base, start.job.jaxpr))
     if jaxpr is None:
         return None
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
@@ -331,7 +336,9 @@ def joined(start: Variant, costs: Costs) -> Variant | None:
     pairs = find_cond_pairs(start.base.graph, _large(start))
     if not pairs:
         return None
-    jaxpr = join_conds(start.base, start.job.jaxpr, pairs)
+    jaxpr = _if_types_allow(lambda: join_conds(start.base, start.job.jaxpr, pairs))
+    if jaxpr is None:
+        return None
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, joined=len(pairs)), costs)
 
@@ -342,7 +349,9 @@ def inward(start: Variant, costs: Costs) -> Variant | None:
     moved = find_moved(start.base.graph, _large(start) // 4)
     if not moved:
         return None
-    jaxpr = move_inward(start.base, start.job.jaxpr, moved)
+    jaxpr = _if_types_allow(lambda: move_inward(start.base, start.job.jaxpr, moved))
+    if jaxpr is None:
+        return None
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, inward=len(moved)), costs)
 
@@ -350,7 +359,9 @@ def inward(start: Variant, costs: Costs) -> Variant | None:
 @leaves_out(NESTED, lambda _: [])
 def nested(start: Variant, costs: Costs) -> list[Variant]:
     """``start`` with the loops that stack large values as loops of loops."""
-    return [with_nests(start, costs, inner) for inner in _ladder(start, None).nests(_large(start))]
+    ways = _ladder(start, None).nests(_large(start))
+    made = (_if_types_allow(lambda inner=inner: with_nests(start, costs, inner)) for inner in ways)
+    return [variant for variant in made if variant is not None]
 
 
 def with_nests(start: Variant, costs: Costs, inner: Mapping[int, int]) -> Variant:
@@ -358,6 +369,14 @@ def with_nests(start: Variant, costs: Costs, inner: Mapping[int, int]) -> Varian
     jaxpr = nest_loops(start.base, start.job.jaxpr, inner)
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
     return _priced(replace(start, base=base, nested=tuple(sorted(inner.items()))), costs)
+
+
+def _if_types_allow(change: Callable[[], T]) -> T | None:
+    """What it makes; None on meshes with explicit axes, where it takes an operation that their types do not allow."""
+    try:
+        return change()
+    except _compat.ShardingTypeError:
+        return None
 
 
 def _priced(start: Variant, costs: Costs) -> Variant:

@@ -63,6 +63,72 @@ CASES = {
     "weights and rows divided": 'planned(trained(forward), 0.65, lambda: arguments(weights=P("model")))',
     "explicit axes": "planned(trained(forward), 0.65, lambda: arguments(AxisType.Explicit))",
     "a loop over layers": 'planned(trained(looped), 0.65, lambda: arguments(weights=P("model")))',
+    "a loop over layers, explicit axes": """
+def by_hand(ws, x):
+    return jax.lax.scan(lambda x, w: (jax.lax.cond(w[0, 0] > 0, layer, layer, x, w), None), x, jnp.stack(ws))[0]
+
+planned(trained(looped), 0.65, lambda: arguments(AxisType.Explicit))
+planned(trained(by_hand), 0.75, lambda: arguments(AxisType.Explicit))
+""",
+    "branches, explicit axes": """
+def branched(ws, x):
+    for w in ws:
+        x = jax.lax.cond(x.sum() > 0, layer, lambda x, w: jnp.cos(x @ w) * x, x, w)
+    return x
+
+planned(trained(branched), 0.8, lambda: arguments(AxisType.Explicit))
+""",
+    "what is made again has the types that it had": """
+from jax.extend.core import jaxpr_as_fun
+from jaxtensile.trace import retrace
+
+def mixed(ws, x):
+    y = jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (layer(s[0], ws[0]), s[1] + 1), (x, 0))[0]
+    return looped(ws, y) + jax.lax.cond(y.sum() > 0, lambda y: y @ ws[0], lambda y: y, y), jnp.sum(y, 0)
+
+for kind in KINDS:
+    closed = jax.jit(mixed).trace(*arguments(kind)).jaxpr
+    again = retrace(jaxpr_as_fun(closed), closed)
+    assert [str(a) for a in again.in_avals] == [str(a) for a in closed.in_avals]
+    assert [str(a) for a in again.out_avals] == [str(a) for a in closed.out_avals]
+    assert ("@data" in str(again.in_avals)) == (kind is AxisType.Explicit)
+""",
+    "what explicit types do not allow is left out": """
+from jaxtensile import variants as ways
+from jaxtensile.device import profile
+from jaxtensile.passes.cost import op_costs
+from jaxtensile.passes.greedy import prepare
+from jaxtensile.request import Job
+from jaxtensile.trace import trace_jaxpr
+
+def in_slices(x, w):
+    y = jnp.einsum("ij,jk->ik", x, w, out_sharding=NamedSharding(mesh[AxisType.Explicit], P()))
+    return sum((part ** 2).sum() for part in jnp.split(y, [3, 7], axis=0))
+
+def made(spec):
+    sharding = NamedSharding(mesh[AxisType.Explicit], spec)
+    args = jax.device_put(jnp.ones((12, 8)), sharding), jnp.ones((8, 512))
+    jaxpr = jax.jit(in_slices).trace(*args).jaxpr
+    fields = dict(donated=(False, False), args=args, kwargs={}, budget=1, device=profile("nvidia-h200"), shards=4)
+    job = Job(name="f", jaxpr=jaxpr, make=None, options={}, **fields)
+    traced = trace_jaxpr(jaxpr, job.donated)
+    costs = op_costs(traced.graph, job.device)
+    return ways.sliced(ways.written(job, traced, costs, prepare), costs)
+
+assert made(P()) is not None  # rows in threes and fours
+assert made(P("data")) is None  # rows of two devices
+""",
+    "a target of as many devices": """
+given = jax.tree.leaves(arguments(weights=P("model")))
+abstract = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in given]
+step = lambda ws, x: trained(forward)(ws, x)
+ws, x = abstract[:-1], abstract[-1]
+mine = (LAYERS * WIDTH * WIDTH // 2 + ROWS * WIDTH // 2) * 4
+report = jaxtensile.jit(step, budget="1GiB", target="cpu").plan(ws, x)
+assert report.compiled.argument == mine and any("4 devices" in note for note in report.notes), report
+assert jaxtensile.estimate(step, ws, x, target="cpu").shards == 4
+assert jaxtensile.estimate(step, ws, x, target="cpu", exact=True).argument == mine
+""",
     "an op that says how it is divided": """
 @custom_partitioning
 def ripple(x):

@@ -5,13 +5,15 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxtensile
 from jaxtensile import hardware, target
 from jaxtensile.device import profile, profile_for_kind, targets
-from jaxtensile.target import compiler_options, resolve
+from jaxtensile.target import compiler_options, resolve, resolve_all
 from jaxtensile.units import MIB
 
 CUDA = [n for n in targets() if profile(n).platform == "cuda"]
@@ -98,6 +100,65 @@ def test_a_volta_is_compiled_for_itself():
     volta = compile_for("nvidia-v100-16gb", jnp.bfloat16).memory_analysis().temp_size_in_bytes
     ampere = compile_for("nvidia-a100-40gb", jnp.bfloat16).memory_analysis().temp_size_in_bytes
     assert volta > ampere
+
+
+def sharded_step(mesh):
+    """A step, arguments that are sharded over four devices, and what one device has of them."""
+    w = jax.ShapeDtypeStruct((256, 256), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+    x = jax.ShapeDtypeStruct((1024, 256), jnp.float32, sharding=NamedSharding(mesh, P("x")))
+
+    def step(w, x, scale):
+        return jax.value_and_grad(lambda w: jnp.tanh(jnp.tanh(x @ w) @ w).mean() * scale)(w)
+
+    return step, (w, x, np.float32(2)), (256 + 1024) * 256 * 4 // 4
+
+
+@pytest.mark.cuda_aot
+def test_arguments_keep_their_shardings_on_a_target():
+    """Of the target itself, of another one, and of no device at all."""
+    four = resolve_all("nvidia-h200", 4)
+    assert len(set(four)) == 4 and resolve_all("nvidia-h200", 4) == four
+    assert resolve_all("nvidia-h200", 1) == (resolve("nvidia-h200"),)
+    for mesh in (Mesh(np.array(four), ("x",)), AbstractMesh((4,), ("x",))):
+        step, args, mine = sharded_step(mesh)
+        for name in ("nvidia-h200", "nvidia-a100-40gb"):
+            report = jaxtensile.jit(step, target=name, budget="1GiB").plan(*args)
+            assert mine <= report.compiled.argument <= mine + 256, name
+            assert any("4 devices" in note for note in report.notes)
+    step, args, mine = sharded_step(Mesh(np.array(four), ("x",)))
+    estimate = jaxtensile.estimate(step, *args, target="nvidia-a100-40gb", exact=True)
+    assert mine <= estimate.argument <= mine + 256 and estimate.shards == 4
+
+
+@pytest.mark.cuda_aot
+def test_shardings_that_no_target_can_keep():
+    four = resolve_all("nvidia-h200", 4)
+    mesh = Mesh(np.array(four), ("x",))
+    step, (w, x, scale), _ = sharded_step(mesh)
+    ours = jaxtensile.jit(step, target="nvidia-a100-40gb", budget="1GiB")
+    here = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(four[0]))
+    with pytest.raises(jaxtensile.TargetError, match="is on one device and others are sharded over 4"):
+        ours.plan(w, here, scale)
+    constrained = jaxtensile.jit(
+        lambda w, x: step(jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P())), x, 1),
+        target="nvidia-a100-40gb",
+        budget="1GiB",
+    )
+    with pytest.raises(jaxtensile.TargetError, match="in a mesh in force, a constraint or in_shardings="):
+        constrained.plan(w, x)
+
+
+@pytest.mark.tpu_aot
+@pytest.mark.parametrize(("name", "count"), [("tpu-v5e", 8), ("tpu-v5p", 8), ("tpu-v6e", 2)])
+def test_several_chips_of_a_tpu(name, count):
+    found = resolve_all(name, count)
+    assert len(set(found)) == count and {d.device_kind for d in found} == {resolve(name).device_kind}
+
+
+def test_more_cpu_devices_than_there_are():
+    count = 2 * len(jax.local_devices(backend="cpu"))
+    with pytest.raises(jaxtensile.TargetError, match=f"xla_force_host_platform_device_count={count}"):
+        resolve_all("cpu", count)
 
 
 def test_the_cpu_is_a_real_device():
