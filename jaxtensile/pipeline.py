@@ -417,7 +417,7 @@ class _Page:
         compiled = made.compiled
         if made.variant.chunked is not None:
             bound = self.less(bound, made.variant)
-        if self.plans is not None and not self.job.faults.left_out:
+        if self.plans is not None:
             plans = self.plans
             with self.clock("keep"):
                 self.job.faults.spared(CACHE, lambda: plans.keep(self.entry(made)), lambda: None)
