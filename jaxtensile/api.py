@@ -33,7 +33,7 @@ from jaxtensile.agreement import Agreed
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, InternalError, SolverError, TargetError
-from jaxtensile.faults import as_ours, is_of_the_user, told, unless_faulty, warn_unplanned
+from jaxtensile.faults import REPORT, as_ours, is_of_the_user, told, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.identity import identity_of, planned
@@ -395,9 +395,11 @@ class Planned(Transformed):
 
     def _without_plan(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any, Any, None]:
         """What ``_chosen`` is where not even the question can be put: the function as it was written, if it fits."""
-        name, job = name_of(self._fun), self._asked.job
-        if job is not None:
-            raise InternalError(f"planning {name} failed ({told(error)}), and steps of a job run by a plan") from error
+        name = name_of(self._fun)
+        shared = any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves((args, kwargs)))
+        if shared or self._asked.job is not None:
+            why = "other processes may have planned it" if shared else "steps of a job run by a plan"
+            raise InternalError(f"planning {name} failed ({told(error)}), and {why}. {REPORT}") from error
         args, kwargs = self._placement.on_device(args, kwargs)
         plain = compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
         device, budget = _compat.default_device(), self._asked.budget

@@ -86,6 +86,7 @@ REWRITES = {
     variants.NESTED: [(variants, "nest_loops")],
     variants.LOOPS: [(variants, "rewrite_loops"), (variants, "looping")],
     variants.BODIES: [(variants, "with_bodies"), (candidates, "bodies_of"), (candidates, "body_alone")],
+    variants.STATE: [(pipeline, "with_state")],
     pipeline.MERGING: [(pipeline, "merged")],
     "the lower bound": [(subject, "lower_bound")],
 }
@@ -121,7 +122,7 @@ IDS = [f"{place.__name__.rpartition('.')[2]}.{name}" for _, place, name in PLANT
 )
 def test_a_rewrite_that_fails_is_left_out(program, rewrite, place, name, monkeypatch, in_use):
     wanted = jax.jit(program, compiler_options=FAST)(W, X)
-    options = {"chunk": rewrite == variants.PARTS}
+    options = {"chunk": rewrite == variants.PARTS, "offload_state": rewrite == variants.STATE}
     plant(monkeypatch, place, name)
     found, messages = warned(planned(program, 1, **options).plan, W, X)
     for _ in range(3):
