@@ -97,7 +97,8 @@ def jit(
     updated. Arguments on the device are moved again. For one GPU or TPU, and not together with ``in_shardings`` and
     ``out_shardings``.
     ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
-    ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
+    ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here, or for as many of them
+    as the arguments' ``NamedSharding``s are over.
     Everything else goes to ``jax.jit``.
 
     Raises ``BudgetError`` (``.needs``, ``.has``, ``.culprits``) when no plan fits, at the call that
