@@ -34,6 +34,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "estimate-speed": (["estimate.speed"], ["estimate.speed", "--quick"]),
     "pack": (["pack.run"], ["pack.run", "--quick"]),
     "pack-programs": (["pack.programs"], ["pack.programs", "lstm", "dlrm"]),
+    "mutation": (["mutation.run"], ["mutation.run", "--print-only", "--sample", "3", "runtime/leases"]),
     "coordinator-policy": (["coordinator.policy"], ["coordinator.policy", "--quick"]),
     "coordinator-daemon": (["coordinator.daemon"], ["coordinator.daemon", "--quick"]),
     "coordinator-batch": (["coordinator.batch"], None),

@@ -15,12 +15,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from operator import index
 from pickle import PicklingError
 from types import MethodType
 from typing import Any
@@ -33,29 +33,38 @@ from jaxtensile.agreement import Agreed
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import BudgetError, InternalError, SolverError, TargetError
-from jaxtensile.faults import as_ours, told, unless_faulty, warn_unplanned
+from jaxtensile.faults import as_ours, is_of_the_user, told, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
-from jaxtensile.hardware import host_memory
 from jaxtensile.hosted import copies_come_back, stacks_come_back
+from jaxtensile.identity import identity_of, planned
 from jaxtensile.ladder import Ladder
-from jaxtensile.location import Location, as_for, is_nowhere, location, profile_of
+from jaxtensile.location import Location, as_for, device_name, is_nowhere, location, profile_of
 from jaxtensile.measured import best_known
+from jaxtensile.options import (
+    Asked,
+    ConfigLike,
+    Resolved,
+    Unsaid,
+    budget_bytes,
+    config_of,
+    host_bytes,
+    resolved,
+    unsaid,
+)
 from jaxtensile.outcome import too_large
 from jaxtensile.passes.solvers import TO_THE_HOST, named
 from jaxtensile.placement import Placement
 from jaxtensile.plan_cache import plan_cache
-from jaxtensile.report import Report
+from jaxtensile.report import Report, Setting
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
 from jaxtensile.target import compiler_options, is_absent, resolve_all, tracing_for
-from jaxtensile.units import GIB, TIB, Bytes, parse_bytes
+from jaxtensile.units import TIB, Bytes
 from jaxtensile.upperbound import AMPLE, all_values, recomputes
 from jaxtensile.workload import Transformed, name_of
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
 _SHARING = threading.Lock()
-_RESERVE = GIB
-"""Bytes of the device left to the process when no budget is given."""
 
 
 def jit(
@@ -67,18 +76,18 @@ def jit(
     target: str | None = None,
     job: Any = None,
     solver: str = "auto",
-    objective: str = "flops",
-    undo: bool = True,
-    offload_state: bool = False,
-    chunk: bool = False,
-    config: Any = None,
+    objective: str = unsaid("flops"),
+    undo: bool = unsaid(True),
+    offload_state: bool = unsaid(False),
+    chunk: bool = unsaid(False),
+    config: ConfigLike | None = None,
     **jax_jit_options: Any,
 ) -> Any:
     """``jax.jit(fun)`` whose compiled program fits ``budget`` device bytes.
 
     ``budget`` bounds argument + output + temp - alias bytes on one device as XLA allocates them:
-    an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for the device's capacity
-    less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
+    an int, ``"12GiB"``, ``"12GB"``, ``"80%"`` of the device, or None for what the config says, else the device's
+    capacity less 1 GiB. A program that fits as it is runs unchanged. Otherwise residuals are recomputed so
     that it fits at the least cost in time; values stay the same within the dtype's rounding.
     ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs and TPUs; none by default).
     ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
@@ -99,30 +108,35 @@ def jit(
     ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
     ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here, or for as many of them
     as the arguments' ``NamedSharding``s are over.
+    ``config``: the path of a ``jaxtensile.toml`` or its tables as a dict; by default that of the job, else
+    ``$JAXTENSILE_CONFIG``, else the first one upward from the working directory. Its table ``[functions."train_step"]``
+    (or a pattern, or ``"train.py:train_step"``) gives ``budget``, ``host_budget``, ``objective``, ``undo``, ``chunk``
+    and ``offload_state`` where they are not given here, and ``[device]`` the bytes where no budget is. It is read when
+    the first call is planned, and again after ``clear_cache``.
     Everything else goes to ``jax.jit``.
 
     Raises ``BudgetError`` (``.needs``, ``.has``, ``.culprits``) when no plan fits, at the call that
     needs the plan, ``TargetError`` for a target that cannot be compiled for, ``SolverError`` for an unknown
-    solver or one that cannot plan this program, and ``AgreementError``, in all processes of a program, where they
-    cannot run one plan.
+    solver or one that cannot plan this program, ``ConfigError`` for a config that cannot be meant, and
+    ``AgreementError``, in all processes of a program, where they cannot run one plan.
     """
-    if config is not None:
-        raise NotImplementedError(
-            "jaxtensile.jit(config=...) is not available yet: leave it out; budget= and target= are"
-        )
     named(solver)
-    if objective not in WEIGHTS:
+    if not isinstance(objective, Unsaid) and objective not in WEIGHTS:
         raise ValueError(f"objective={objective!r} is not known: give one of {', '.join(map(repr, WEIGHTS))}")
     if target is not None and not isinstance(target, str):
         raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
-    placed = [name for name in ("in_shardings", "out_shardings") if offload_state and name in jax_jit_options]
-    if placed:
+    placed = [name for name in ("in_shardings", "out_shardings") if name in jax_jit_options]
+    if placed and offload_state:
         raise ValueError(
             f"offload_state=True places the arguments itself, {placed[0]}= is given too: leave one of them out"
         )
     # Bad values are an error where they are written; a percentage waits for its device.
-    _budget_bytes(budget, TIB if target is None else profile(target).capacity)
-    host = _host_bytes(host_budget)
+    capacity = TIB if target is None else profile(target).capacity
+    if budget is not None:
+        budget_bytes(budget, capacity)
+    if config is not None and not isinstance(config, str | os.PathLike):
+        config = config_of(config)
+    host = host_bytes(host_budget, TIB)
     if host and solver not in TO_THE_HOST:
         raise SolverError(
             f"solver={solver!r} plans by recomputation alone: leave host_budget={host_budget!r} out, "
@@ -140,50 +154,27 @@ def jit(
             chunk=chunk,
             offload_state=offload_state,
             job=job,
+            config=config,
             **jax_jit_options,
         )
     if job is not None and (target is not None or not hasattr(job, "step")):
         what = f"job={job!r}" if target is None else f"target={target!r}"
         raise TypeError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
-    state = (host if host_budget is not None else None) if offload_state else 0
     asked = Asked(
         budget=budget,
-        host_budget=host,
+        host_budget=host_budget,
         target=target,
         solver=solver,
         objective=objective,
-        undo=bool(undo),
-        chunk=bool(chunk),
-        state_budget=state,
+        undo=undo,
+        chunk=chunk,
+        offload_state=offload_state,
+        to_host=solver in TO_THE_HOST,
         job=job,
+        config=config,
         options=jax_jit_options,
     )
     return Planned(fun, asked)
-
-
-def _budget_bytes(budget: int | str | None, capacity: Bytes) -> Bytes:
-    """The budget in bytes on a device of ``capacity`` bytes."""
-    if budget is None:
-        return max(capacity - _RESERVE, 0)
-    try:
-        size = parse_bytes(budget if isinstance(budget, bool | str | float) else index(budget), capacity=capacity)
-    except ValueError as error:
-        raise BudgetError(f"budget={budget!r}: {error}") from None
-    except TypeError:
-        raise BudgetError(f"budget={budget!r}: a size is bytes as an int, '12GiB', '12GB' or '80%'") from None
-    if size <= 0:
-        raise BudgetError(f"budget={budget!r} leaves no bytes at all: give at least the arguments' size", has=size)
-    return size
-
-
-def _host_bytes(host_budget: int | str | None) -> Bytes:
-    """Pinned host memory that a plan may use: none unless it is given."""
-    if host_budget is None or (isinstance(host_budget, int) and host_budget == 0):
-        return 0
-    try:
-        return _budget_bytes(host_budget, host_memory())
-    except BudgetError as error:
-        raise BudgetError(f"host_{error}") from None
 
 
 @dataclass(slots=True)
@@ -204,26 +195,6 @@ class _Entry:
         return self.feedback.fitted
 
 
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a ``jaxtensile.jit`` was asked for. ``state_budget`` None: no bound; ``options``: those of ``jax.jit``."""
-
-    budget: int | str | None
-    host_budget: Bytes
-    target: str | None
-    solver: str
-    objective: str
-    undo: bool
-    chunk: bool
-    state_budget: Bytes | None
-    job: Any
-    options: Mapping[str, Any]
-
-    def key(self) -> str:
-        """Equal where plans for the same program and place are."""
-        return repr(dataclasses.replace(self, target=None, job=None))
-
-
 class Planned(Transformed):
     """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``.
 
@@ -239,6 +210,7 @@ class Planned(Transformed):
         "_compiler_options",
         "_dispatch",
         "_entries",
+        "_found",
         "_fun",
         "_jit_options",
         "_ladders",
@@ -252,12 +224,13 @@ class Planned(Transformed):
         self._plain = _compat.jit(fun, **options)  # first: it knows best what is wrong with them
         _look_like(self, fun)
         self._fun, self._asked = fun, asked
+        self._found: Resolved | None = None
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
         self._agreed: dict[str, Agreed] = {}
-        self._placement = Placement(self._plain, active=asked.state_budget != 0)
+        self._placement = Placement(self._plain, _weakly(self._offloads))
         self._dispatch: Any = _compat.dispatcher(
             _same(self._placement.without_jit(fun)), options, _weakly(self._chosen)
         )
@@ -341,6 +314,7 @@ class Planned(Transformed):
             self._entries.clear()
             self._ladders.clear()
             self._agreed.clear()
+            self._found = None
             self._plain.clear_cache()
             self._dispatch._clear_cache()
 
@@ -349,17 +323,36 @@ class Planned(Transformed):
 
     # ---- from here on: once per signature ----
 
+    def _resolved(self) -> Resolved:
+        """What is asked for; the config is read where that was not done since the cache was cleared."""
+        with self._lock:
+            if self._found is None:
+                config, job = self._asked.config, self._asked.job
+                config = config_of(job.config if config is None and job is not None else config)
+                who = identity_of(self._fun)
+                planned(config, who)
+                self._found = resolved(self._asked, config, who)
+            return self._found
+
+    def _offloads(self) -> bool:
+        """Whether arguments may wait on the host between calls."""
+        return self._resolved().offloads
+
     @property
     def _unasked(self) -> bool:
-        """Whether nothing was asked of the program but that it fits the device that it runs on."""
+        """Whether the code asks nothing of the program but that it fits the device that it runs on."""
         asked = self._asked
-        return asked.budget is None and asked.target is None and asked.job is None and asked.state_budget == 0
+        return asked.budget is None and asked.target is None and asked.job is None and not asked.offload_state
 
     def _runs_as_it_is(self, traced: Any, place: Location) -> bool:
-        """Whether a program surely fits, or is of unknown size, and there are no checkpoints to undo where it does."""
+        """Whether nobody asks for anything, and a program surely fits, or is of unknown size, and there are no
+        checkpoints to undo where it does."""
+        wanted = self._resolved()
+        if not self._unasked or wanted.says_budget or wanted.offloads:
+            return False
         most = all_values(traced.jaxpr)
-        room = _budget_bytes(None, profile_of(place.device).capacity)
-        return most is None or (AMPLE * most <= room and not (self._asked.undo and recomputes(traced.jaxpr)))
+        room, _ = self._budget(wanted, place, profile_of(place.device))
+        return most is None or (AMPLE * most <= room and not (wanted.undo and recomputes(traced.jaxpr)))
 
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
@@ -378,7 +371,7 @@ class Planned(Transformed):
         """The same for a call that was traced, with arguments as the user's function sees them."""
         place = location(traced, known, named, self._jit_options)
         alone = place is not None and not processes.members_of(place.devices)  # the others might not say the same
-        if place is None or (alone and self._unasked and self._runs_as_it_is(traced, place)):
+        if place is None or (alone and self._runs_as_it_is(traced, place)):
             return self._plain, args, kwargs, None  # where there is no place, its call raises JAX's own error
         if self._asked.target is not None and profile(self._asked.target) != profile_of(place.device):
             raise TargetError(
@@ -408,8 +401,11 @@ class Planned(Transformed):
             raise InternalError(f"planning {name} failed ({told(error)}), and steps of a job run by a plan") from error
         args, kwargs = self._placement.on_device(args, kwargs)
         plain = compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
-        capacity = unless_faulty(lambda: profile_of(_compat.default_device()).capacity, lambda _: TIB)
-        bound = _budget_bytes(self._asked.budget, capacity)
+        device, budget = _compat.default_device(), self._asked.budget
+        bound = unless_faulty(
+            lambda: self._resolved().budget((device_name(device),), profile_of(device).capacity)[0],
+            lambda _: TIB if budget is None else budget_bytes(budget, TIB),
+        )
         if plain.device > bound:
             raise too_large(name, error, plain, bound) from error
         warn_unplanned(name, error)
@@ -472,7 +468,7 @@ class Planned(Transformed):
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
             if place.key not in known:
-                key = (id(traced.jaxpr), place.key, self._asked.job.overhead, self._asked.key())
+                key = (id(traced.jaxpr), place.key, self._asked.job.overhead, *self._question(place))
                 with _SHARING:
                     found = _SHARED.get(key)
                     if found is None or found.request.jaxpr is not traced.jaxpr:
@@ -490,7 +486,7 @@ class Planned(Transformed):
             if entry is None:
                 job = self._job(traced, place, args, kwargs)
                 fitted = processes.fit(
-                    job, place.devices, budget=self._asked.budget, known=self._agreed, baseline=measure
+                    job, place.devices, budget=self._resolved().as_written, known=self._agreed, baseline=measure
                 )
                 feedback = Feedback(fitted, job.device, self._dispatch._clear_cache)
                 measured = measure or not fitted.report.compiled.exact  # nothing can be measured of that
@@ -504,10 +500,9 @@ class Planned(Transformed):
         return entry
 
     def _job(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Job:
-        # Compile-only devices too: a kind's rates are the same wherever it is.
-        known = profile_of(place.device), place.device.device_kind
-        device = best_known(*known) if self._asked.target is None else best_known(profile(self._asked.target))
-        device = dataclasses.replace(device, traffic_weight=WEIGHTS[self._asked.objective])
+        device, wanted = self._device(place), self._resolved()
+        budget, setting = self._budget(wanted, place, device)
+        device = dataclasses.replace(device, traffic_weight=WEIGHTS[wanted.objective])
         needed = compiler_options(self._asked.target) if self._asked.target is not None else {}
         captured = _compat.captured(traced)
         return Job(
@@ -516,21 +511,39 @@ class Planned(Transformed):
             donated=_compat.donated_inputs(traced),
             args=args,
             kwargs=kwargs,
-            budget=_budget_bytes(self._asked.budget, device.capacity),
+            budget=budget,
             device=device,
             shards=place.count,
             make=functools.partial(self._make, traced.out_tree, captured),
             options={**needed, **self._compiler_options},
-            host_budget=self._asked.host_budget,
-            undo=self._asked.undo,
-            chunk=self._asked.chunk,
+            host_budget=wanted.host_budget,
+            undo=wanted.undo,
+            chunk=wanted.chunk,
             solver=self._asked.solver,
             place=self._placement.job_place(place.device, args, kwargs),
-            state_budget=self._asked.state_budget,
-            names=_compat.argument_names(traced) if self._asked.state_budget != 0 else (),
+            state_budget=wanted.state_budget,
+            names=_compat.argument_names(traced) if wanted.offloads else (),
+            settings=(setting, *wanted.settings),
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
             stacks_come_back=functools.partial(_stacks_come_back, place.device, device),
         )
+
+    def _question(self, place: Location) -> tuple[Hashable, ...]:
+        """All that the plans of a program depend on beside it and its place."""
+        wanted = self._resolved()
+        budget, _ = self._budget(wanted, place, self._device(place))
+        options = repr((self._asked.options, self._asked.solver))
+        return options, budget, wanted.host_budget, wanted.state_budget, wanted.objective, wanted.undo, wanted.chunk
+
+    def _device(self, place: Location) -> DeviceProfile:
+        # Compile-only devices too: a kind's rates are the same wherever it is.
+        known = profile_of(place.device), place.device.device_kind
+        return best_known(*known) if self._asked.target is None else best_known(profile(self._asked.target))
+
+    def _budget(self, wanted: Resolved, place: Location, device: DeviceProfile) -> tuple[Bytes, Setting]:
+        """Device bytes of a call; a job's are its lease, and this an upper bound of it."""
+        names = tuple(map(device_name, place.devices)) if self._asked.target is None else (device.platform,)
+        return (wanted.budget if self._asked.job is None else wanted.lease)(names, device.capacity)
 
     # ---- making and measuring ----
 
@@ -566,9 +579,13 @@ class Planned(Transformed):
         try:
             entry = unless_faulty(lambda: self._planned(traced, args, kwargs), lambda _: None)
         except BudgetError:
-            if self._asked.budget is not None or self._asked.job is not None:
+            if self._resolved().says_budget or self._asked.job is not None:
                 raise
             return traced
+        except Exception as error:
+            if not is_of_the_user(error):
+                raise
+            return traced  # what JAX cannot lower may still be looked at
         if entry is None:
             return traced
         if entry.fitted.state:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ import jax
 
 from jaxtensile.errors import ConfigError
 from jaxtensile.hardware import host_memory
-from jaxtensile.location import profile_of
-from jaxtensile.runtime import config as configs
+from jaxtensile.location import device_name, profile_of
 from jaxtensile.runtime.client import Client, Link
 from jaxtensile.runtime.config import Config
 from jaxtensile.runtime.events import Settings
@@ -56,21 +55,10 @@ class Arbitration:
             _jobs.discard(self.name)
 
 
-def config_of(given: Config | Mapping[str, Any] | str | os.PathLike[str] | None) -> Config:
-    """What ``config=`` means: a file, its tables, or None for the ``jaxtensile.toml`` found upward from here."""
-    if isinstance(given, Config):
-        return given
-    if isinstance(given, Mapping):
-        return configs.from_tables(dict(given))
-    if given is not None and not isinstance(given, str | os.PathLike):
-        raise ConfigError(f"config={given!r}: give the path of a file, its tables as a dict, or None")
-    path = configs.find(Path.cwd(), None if given is None else os.fspath(given), os.environ)
-    return Config() if path is None else configs.read(path)
-
-
 def arbitration(job: str, config: Config) -> Arbitration:
     """Who arbitrates a job, whose name is its own until ``end``. Raises ``ConfigError``."""
     global _local
+    config = config.of_jobs
     socket = os.environ.get(VARIABLE) or config.socket
     with _lock:
         if job in _jobs:
@@ -95,11 +83,6 @@ def arbitration(job: str, config: Config) -> Arbitration:
     return found
 
 
-def device_name(device: Any) -> str:
-    """How configs and coordinators name a device: ``cuda:0``."""
-    return f"{profile_of(device).platform}:{device.id}"
-
-
 def _capacities(config: Config) -> dict[str, Capacity]:
     reported = {device_name(d): _bytes_of(d) for d in jax.local_devices()}
     found = config.capacities(reported, host_memory())
@@ -117,4 +100,4 @@ def _bytes_of(device: Any) -> Bytes:
     return min(known, host_memory()) if device.platform == "cpu" else known
 
 
-__all__ = ["Arbitration", "arbitration", "config_of", "device_name"]
+__all__ = ["Arbitration", "arbitration"]

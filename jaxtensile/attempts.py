@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 
+from jaxtensile import faults
 from jaxtensile.compile import Compiled, Options, compile_program, planned_options, within
 from jaxtensile.outcome import Evaluate, Made
 from jaxtensile.passes.answer import answer
@@ -91,8 +92,8 @@ class Attempts:
         """The user's own function, compiled once."""
         if self.plain is None:
             job = self.job
-            with self.clock("compile plain"):
-                self.plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, meanwhile)
+            with self.clock("compile plain"), faults.of_the_user(meanwhile) as ahead:
+                self.plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, ahead)
         return self.plain
 
     def unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:

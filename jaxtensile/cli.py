@@ -1,4 +1,4 @@
-"""``jaxtensile estimate | plan | calibrate | doctor | serve | status | top | run``: the command line.
+"""``jaxtensile estimate | plan | calibrate | config | doctor | serve | status | top | run``: the command line.
 
 Exit codes: 0 done, 1 does not fit or a job failed, 2 anything else. JAX is imported by a command that needs
 it, never for help or for a wrong argument.
@@ -12,13 +12,18 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtensile.device import WEIGHTS
 from jaxtensile.errors import BudgetError, JaxtensileError
 from jaxtensile.interrupts import Interrupts
 
+if TYPE_CHECKING:
+    from jaxtensile.runtime.config import Config
+
 DONE, DOES_NOT_FIT, WRONG_USE = 0, 1, 2
 _INTERRUPTED = 130
+_CONFIG = "the config; default: $JAXTENSILE_CONFIG, or the jaxtensile.toml found upward from here"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,11 +73,11 @@ def _parser() -> argparse.ArgumentParser:
 
     plan = commands.add_parser("plan", help="fit a program into a budget and say what was decided")
     plan.add_argument("workload", metavar="FILE:FUNCTION", help="a function that returns a jaxtensile.Workload")
-    plan.add_argument("--budget", required=True, help="bytes, 12GiB, 12GB, or 80%% of the device")
+    plan.add_argument("--budget", help="bytes, 12GiB, 12GB, or 80%% of the device; default: the config's")
     plan.add_argument("--target", help="compile for this device (see doctor); default: this machine's")
     plan.add_argument("--solver", default="auto", help="auto (default), greedy, exact or chain")
     plan.add_argument(
-        "--objective", default="flops", choices=tuple(WEIGHTS), help="what to spare first; flops (default): products"
+        "--objective", choices=tuple(WEIGHTS), help="what to spare first; default: the config's, or flops: products"
     )
     plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON")
     plan.add_argument("--html", metavar="F", type=Path, help="also write it to F as a page with a memory chart")
@@ -86,15 +91,19 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_coordination(commands)
 
-    doctor = commands.add_parser("doctor", help="versions, extras and targets, and what is missing")
+    config = commands.add_parser("config", help="check the config, and say what it says to plans")
+    config.set_defaults(command=_config)
+    doctor = commands.add_parser("doctor", help="versions, extras and targets, the config, and what is missing")
     doctor.set_defaults(command=_doctor)
+    for reads_it in (estimate, plan, config, doctor):
+        reads_it.add_argument("--config", metavar="F", help=_CONFIG)
     return parser
 
 
 def _add_coordination(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """What several jobs on one device need."""
     place = argparse.ArgumentParser(add_help=False)
-    place.add_argument("--config", metavar="F", help="the config; default: the jaxtensile.toml found upward from here")
+    place.add_argument("--config", metavar="F", help=_CONFIG)
     place.add_argument("--socket", metavar="P", help="the coordinator's socket; default: the config's, or your own")
 
     serve = commands.add_parser("serve", parents=[place], help="the coordinator: share devices between jobs")
@@ -129,19 +138,21 @@ def _estimate(options: argparse.Namespace) -> int:
         return _complain(f"--tolerance {options.tolerance:g}: give the percentage that bytes may grow by, 0 or more")
     for target in options.target:
         profile(target)  # an unknown name is told before the work, not after
+    config = _config_of(options)
     maker = load_maker(options.workload)
 
     from jaxtensile.estimate_table import compare, read_baseline, tabulate
+    from jaxtensile.identity import tell as tell_names
 
     baseline = read_baseline(options.baseline) if options.baseline is not None else None
 
     def tell(what: str) -> None:
         print(what, file=sys.stderr, flush=True)
 
-    table = tabulate(
-        maker, tuple(dict.fromkeys(options.target)), exact=options.exact, largest=not options.no_batch, tell=tell
-    )
+    targets = tuple(dict.fromkeys(options.target))
+    table = tabulate(maker, targets, exact=options.exact, largest=not options.no_batch, tell=tell, config=config)
     print(table)
+    tell_names()
     grown = compare(table, baseline) if baseline is not None else []
     if options.json is not None:
         options.json.write_text(json.dumps(table.to_dict(), indent=1) + "\n")
@@ -161,16 +172,20 @@ def _plan(options: argparse.Namespace) -> int:
             return _complain(problem)
     if options.target is not None:
         profile(options.target)  # an unknown name is told before the work, not after
+    config = _config_of(options)
     workload = load_workload(options.workload)
 
     from jaxtensile.api import jit
     from jaxtensile.estimate_table import telling
+    from jaxtensile.identity import tell
 
     with telling(workload):
-        asked = {name: getattr(options, name) for name in ("budget", "target", "solver", "objective")}
-        step = jit(workload.fun, **asked, **workload.jit_options)
+        given = {name: getattr(options, name) for name in ("budget", "target", "solver", "objective")}
+        asked = {name: value for name, value in given.items() if value is not None}
+        step = jit(workload.fun, config=config, **asked, **workload.jit_options)
         report = step.plan(*workload.args)
     print(report)
+    tell()
     for write, path in zip((report.to_json, report.to_html, report.to_perfetto), files, strict=True):
         if path is not None:
             write(path)
@@ -185,10 +200,24 @@ def _calibrate(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _config(options: argparse.Namespace) -> int:
+    from jaxtensile.config_text import checked
+
+    print(*checked(options.config), sep="\n")
+    return DONE
+
+
+def _config_of(options: argparse.Namespace) -> Config:
+    """The config that counts; an error in it is told before the work, not after."""
+    from jaxtensile.options import config_of
+
+    return config_of(options.config)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from jaxtensile.doctor import diagnose
 
-    print(diagnose())
+    print(diagnose(options.config))
     return DONE
 
 

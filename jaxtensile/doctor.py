@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
+from jaxtensile.config_text import checked
 from jaxtensile.device import profile, targets
+from jaxtensile.errors import ConfigError
 from jaxtensile.hardware import has_nvidia_driver, has_tpu
 from jaxtensile.measured import best_known, table
 from jaxtensile.units import format_bytes
@@ -47,7 +49,8 @@ _LIMIT_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Versions by distribution (None: not installed), and for each target '' or why it does not compile."""
+    """Versions by distribution (None: not installed), for each target '' or why it does not compile, and what the
+    config says, or is wrong with it, line by line."""
 
     python: str
     nvidia_driver: bool
@@ -55,6 +58,7 @@ class Diagnosis:
     core: dict[str, str | None]
     extras: dict[str, dict[str, str | None]]
     targets: dict[str, str]
+    config: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         accelerators = [name for name, here in (("NVIDIA driver", self.nvidia_driver), ("TPU", self.tpu)) if here]
@@ -67,6 +71,7 @@ class Diagnosis:
             if missing:
                 state = f'missing {", ".join(missing)}: pip install "jaxtensile[{extra}]"'
             lines.append(f"  {extra:<12} {state}")
+        lines += ["", "Config", *(f"  {line}" for line in self.config)]
         lines += ["", "Targets"]
         for name, problem in self.targets.items():
             device = best_known(profile(name))
@@ -80,8 +85,9 @@ class Diagnosis:
         return "\n".join(lines)
 
 
-def diagnose() -> Diagnosis:
-    """Look at this Python's packages, this machine's accelerators, and try every target once."""
+def diagnose(config: str | None = None) -> Diagnosis:
+    """Look at this Python's packages, this machine's accelerators and config (the one that counts here, or this file),
+    and try every target once."""
     return Diagnosis(
         python=platform.python_version(),
         nvidia_driver=has_nvidia_driver(),
@@ -89,7 +95,15 @@ def diagnose() -> Diagnosis:
         core={name: _version(name) for name in _CORE},
         extras={extra: {name: _version(name) for name in members} for extra, members in _EXTRAS.items()},
         targets=_try_targets(targets()),
+        config=_config(config),
     )
+
+
+def _config(option: str | None) -> tuple[str, ...]:
+    try:
+        return tuple(checked(option))
+    except ConfigError as error:
+        return (str(error),)
 
 
 def _version(distribution: str) -> str | None:

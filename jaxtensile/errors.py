@@ -61,6 +61,10 @@ class ConfigError(JaxtensileError, ValueError):
     """A configuration file that says something impossible: file, key, value, what is allowed."""
 
 
+class ConfigWarning(UserWarning):
+    """A configuration file that says something of no use: a function's name that no function has."""
+
+
 class InternalError(JaxtensileError, RuntimeError):
     """A fault of jaxtensile itself, which could not be worked around; its cause is what went wrong."""
 

@@ -16,6 +16,8 @@ from jaxtensile.api import jit
 from jaxtensile.errors import JaxtensileError
 from jaxtensile.estimation import Estimate, estimate_on
 from jaxtensile.loading import Maker, WorkloadError, described
+from jaxtensile.options import config_of
+from jaxtensile.runtime.config import Config
 from jaxtensile.target import tracing_for
 from jaxtensile.units import Bytes, format_bytes
 from jaxtensile.workload import Workload, name_of
@@ -56,22 +58,25 @@ class Table:
         }
 
 
-def tabulate(maker: Maker, targets: Sequence[str], *, exact: bool, largest: bool, tell: Tell) -> Table:
+def tabulate(
+    maker: Maker, targets: Sequence[str], *, exact: bool, largest: bool, tell: Tell, config: Config | None = None
+) -> Table:
     """Estimate on every target (where the arguments are without one); ``tell`` hears of work that takes long."""
     tell(f"estimating {maker.function} ...")
+    config = config_of(config)
     workload = maker()
-    first = _on(workload, targets, exact, tell)
+    first = _on(workload, targets, exact, tell, config)
     if not (largest and maker.batch):
         return Table(first)
-    search = _Search(maker, targets, tell)
+    search = _Search(maker, targets, tell, config)
     return Table(first, {name: search.largest(name) for name in first})
 
 
 class _Search:
     """Static estimates by batch size, each made once for all targets."""
 
-    def __init__(self, maker: Maker, targets: Sequence[str], tell: Tell) -> None:
-        self._maker, self._targets, self._tell = maker, targets, tell
+    def __init__(self, maker: Maker, targets: Sequence[str], tell: Tell, config: Config) -> None:
+        self._maker, self._targets, self._tell, self._config = maker, targets, tell, config
         self._known: dict[int, Mapping[str, Estimate] | None] = {}
 
     def largest(self, target: str) -> int:
@@ -113,7 +118,7 @@ class _Search:
         if batch not in self._known:
             self._tell(f"{self._maker.batch} {batch} ...")
             try:
-                self._known[batch] = _on(self._maker(batch), self._targets, False, self._tell)
+                self._known[batch] = _on(self._maker(batch), self._targets, False, self._tell, self._config)
             except WorkloadError:
                 if batch == _FIRST[-1] and not any(self._known.values()):
                     raise
@@ -139,17 +144,19 @@ def telling(workload: Workload) -> Iterator[None]:
     except Exception as error:
         try:
             with tracing_for(args=workload.args):
-                jit(workload.fun, **workload.jit_options).trace(*workload.args)
+                jit(workload.fun, config={}, **workload.jit_options).trace(*workload.args)
         except Exception as own:
             name = workload.name or name_of(workload.fun)
             raise WorkloadError(f"{name} cannot be traced: {described(own)}") from error
         raise
 
 
-def _on(workload: Workload, targets: Sequence[str], exact: bool, tell: Tell) -> Mapping[str, Estimate]:
+def _on(workload: Workload, targets: Sequence[str], exact: bool, tell: Tell, config: Config) -> Mapping[str, Estimate]:
     fun, args, options = workload.fun, workload.args, workload.jit_options
     with telling(workload):
-        found = estimate_on(fun, args, options, targets=targets, exact=exact, name=workload.name, tell=tell)
+        found = estimate_on(
+            fun, args, options, targets=targets, exact=exact, name=workload.name, config=config, tell=tell
+        )
     return {e.target: e for e in found}
 
 

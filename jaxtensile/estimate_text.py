@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jaxtensile.places import short_place
-from jaxtensile.report_text import short_type
+from jaxtensile.report_text import short_type, told_settings
 from jaxtensile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def as_text(estimate: Estimate) -> str:
         rest = e.held[_ROWS:]
         if rest:
             lines.append(f"  {format_bytes(sum(h.nbytes for h in rest)):>12} in {len(rest)} more groups")
+    lines += [f"  {line}" for line in told_settings(e.settings)]
     lines += [f"  note: {note}" for note in e.notes]
     lines.append("  " + ", ".join(f"{step} {format_seconds(s)}" for step, s in e.seconds.items()))
     return "\n".join(lines)
@@ -67,6 +68,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
         "high": e.high,
         "process": e.process,
         "fits": e.fits(),
+        "budget": e.budget,
         "refusal": e.refusal,
         "shards": e.shards,
         "parts": [{"name": p.name, "bytes": p.nbytes, "how": p.how} for p in e.parts],

@@ -23,10 +23,12 @@ from jaxtensile.device import DeviceProfile, profile
 from jaxtensile.errors import TargetError
 from jaxtensile.estimate_text import as_dict, as_text
 from jaxtensile.faults import as_ours
+from jaxtensile.identity import identity_of, planned
 from jaxtensile.ir import Graph, producers
-from jaxtensile.location import as_for, location, profile_of
+from jaxtensile.location import as_for, device_name, location, profile_of
 from jaxtensile.measured import best_known
 from jaxtensile.merge import merged
+from jaxtensile.options import Asked, ConfigLike, Resolved, config_of, resolved
 from jaxtensile.passes.heap import heap
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.lodgers import without_lodgers
@@ -35,6 +37,7 @@ from jaxtensile.passes.reorder import as_scheduled
 from jaxtensile.passes.widened import widened
 from jaxtensile.plan import MemoryUse
 from jaxtensile.process import Part, parts, total
+from jaxtensile.report import Setting
 from jaxtensile.target import compiler_options, tracing_for
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
@@ -71,7 +74,8 @@ class Estimate:
     ``low``, ``high``: bounds of ``device`` that are believed in (equal where XLA said it); ``capacity``: of the target;
     ``parts``: what a process needs, each with how it was found, ``process`` their sum; ``held``: what is there at the
     peak, largest first (by the model in both modes); ``seconds``: wall time of each step; ``refusal``: why the target's
-    compiler gave no program.
+    compiler gave no program; ``budget``: device bytes that the config gives the function, None where it gives it none,
+    ``settings``: where that is from.
     """
 
     name: str
@@ -86,6 +90,9 @@ class Estimate:
     shards: int = 1
     notes: tuple[str, ...] = ()
     refusal: str = ""
+    budget: Bytes | None = None
+    settings: tuple[Setting, ...] = ()
+    resolved: Resolved = field(default=Resolved(), repr=False)
     timeline: Timeline | None = field(default=None, repr=False)
 
     @property
@@ -129,10 +136,16 @@ class Estimate:
         return total(self.parts)
 
     def fits(self, target: str | None = None) -> bool:
-        """Whether the process fits a device: a name of ``jaxtensile.targets()``, this estimate's own without one."""
+        """Whether the process fits a device: a name of ``jaxtensile.targets()``, this estimate's own without one.
+
+        Where a config gives the function fewer bytes, it has to fit them too.
+        """
         if self.refusal:
             return False
-        return self.process <= (self.capacity if target is None else profile(target).capacity)
+        capacity, budget = self.capacity, self.budget
+        if target is not None:
+            capacity, budget, _ = _room(self.resolved, profile(target))
+        return self.process <= capacity and (budget is None or self.device <= budget)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: every figure in bytes and seconds."""
@@ -143,19 +156,27 @@ class Estimate:
 
 
 def estimate(
-    fun: Callable[..., Any], /, *args: Any, target: str | None = None, exact: bool = False, **jax_jit_options: Any
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    target: str | None = None,
+    exact: bool = False,
+    config: ConfigLike | None = None,
+    **jax_jit_options: Any,
 ) -> Estimate:
     """Peak device bytes of ``fun(*args)`` before anything runs.
 
     ``fun``: any function, or a ``jax.jit`` result (whose own options then count); ``args``: arrays or
     ``jax.ShapeDtypeStruct``s; ``target``: a name of ``jaxtensile.targets()``, where the arguments are without one;
-    ``exact``: ask the target's own compiler (``False``: from the jaxpr alone); the rest are arguments of ``jax.jit``,
+    ``exact``: ask the target's own compiler (``False``: from the jaxpr alone); ``config``: a ``jaxtensile.toml`` or its
+    tables, by default the one that counts here, whose budget ``fits()`` heeds; the rest are arguments of ``jax.jit``,
     ``donate_argnums`` above all.
 
-    Raises ``TargetError`` for an unknown target, or one that cannot be compiled for with ``exact=True``.
+    Raises ``TargetError`` for an unknown target, or one that cannot be compiled for with ``exact=True``, and
+    ``ConfigError``.
     """
     targets = () if target is None else (target,)
-    return estimate_on(fun, args, jax_jit_options, targets=targets, exact=exact)[0]
+    return estimate_on(fun, args, jax_jit_options, targets=targets, exact=exact, config=config)[0]
 
 
 def estimate_on(
@@ -166,6 +187,7 @@ def estimate_on(
     targets: Sequence[str] = (),
     exact: bool = False,
     name: str = "",
+    config: ConfigLike | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Estimate, ...]:
     """One estimate per target, in their order, of a function that is traced once.
@@ -173,6 +195,7 @@ def estimate_on(
     Without targets one, for the device of the arguments. ``tell`` is told before each compile.
     """
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
+    wanted = _wanted(fun, config)
     started = time.perf_counter()
     plain, args = _jitted(fun, args, options)
     with tracing_for(*targets, args=args):
@@ -182,6 +205,7 @@ def estimate_on(
     where = location(traced, args, {}, options)
     if where is None:
         raise TargetError(f"the arguments of {name} are on devices that do not go together: place them")
+    here = () if targets else tuple(map(device_name, where.devices))
     with as_ours(f"estimating {name}", "jax.jit(...).lower(...).compile().memory_analysis() asks XLA"):
         program = program_of(traced, bool(options.get("keep_unused", False)))
         if not targets:
@@ -196,8 +220,28 @@ def estimate_on(
         if exact:
             tell(f"compiling for {device.name} ...")
             found = _exactly(found, plain, args, program.graph, device, target)
-        out.append(found)
+        capacity, budget, setting = _room(wanted, device, here)
+        out.append(replace(found, capacity=capacity, budget=budget, settings=setting, resolved=wanted))
     return tuple(out)
+
+
+def _wanted(fun: Callable[..., Any], config: ConfigLike | None) -> Resolved:
+    """What the config says of a function. Raises ``ConfigError``."""
+    known, who = config_of(config), identity_of(fun)
+    planned(known, who)
+    return resolved(Asked(), known, who)
+
+
+def _room(
+    wanted: Resolved, device: DeviceProfile, names: Sequence[str] = ()
+) -> tuple[Bytes, Bytes | None, tuple[Setting, ...]]:
+    """Bytes of a device, and those that a config leaves the function; ``names``: of the very devices, if known."""
+    names = names or (device.platform,)
+    capacity = wanted.capacity(names, device.capacity)
+    if not wanted.says_budget and wanted.limit(names, device.capacity) is None:
+        return capacity, None, ()
+    budget, setting = wanted.budget(names, device.capacity)
+    return capacity, budget, (setting,)
 
 
 def program_of(traced: Any, keep_unused: bool = False) -> Traced:

@@ -64,7 +64,37 @@ def passes(error: BaseException) -> bool:
         seen.append(cause)
         cause = cause.__cause__ or cause.__context__
     speaks = isinstance(error, JaxtensileError) and not isinstance(error, VerifyError)
-    return speaks or isinstance(error, StoppedError)
+    return speaks or isinstance(error, StoppedError) or is_of_the_user(error)
+
+
+_MARK: Final = "_jaxtensile_of_the_user"
+
+
+@contextmanager
+def of_the_user(meanwhile: Callable[[], object] | None = None) -> Iterator[Callable[[], object] | None]:
+    """What fails in here is the user's own program, as written; but for what fails in ``meanwhile``, which is given
+    back to be called."""
+    ours: list[BaseException] = []
+
+    def called() -> object:
+        assert meanwhile is not None
+        try:
+            return meanwhile()
+        except BaseException as error:
+            ours.append(error)
+            raise
+
+    try:
+        yield None if meanwhile is None else called
+    except Exception as error:
+        if not any(error is other for other in ours):
+            setattr(error, _MARK, True)
+        raise
+
+
+def is_of_the_user(error: BaseException) -> bool:
+    """Whether it is what JAX says of the program as the user wrote it."""
+    return bool(getattr(error, _MARK, False))
 
 
 class Faults:

@@ -21,6 +21,7 @@ import jax
 
 from jaxtensile import _compat
 from jaxtensile.api import jit
+from jaxtensile.identity import stand_in
 from jaxtensile.report import Report
 from jaxtensile.workload import Transformed
 
@@ -40,7 +41,7 @@ def filter_jit(fun: Callable[..., Any] | None = None, /, *, donate: str = "none"
     Arrays in arguments and in ``fun`` itself (a module, a method of one) are traced, everything else is static; so are
     Python numbers. ``donate`` is equinox's: ``"all"``, ``"all-except-first"``, ``"warn"``, ``"warn-except-first"`` or
     ``"none"``. All other options are those of ``jaxtensile.jit``: ``budget``, ``host_budget``, ``target``, ``solver``,
-    ``objective``, ``chunk``.
+    ``objective``, ``undo``, ``chunk``, ``config``.
     The result has ``plan``, ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` too. Needs equinox.
     """
     if donate not in _DONATED:
@@ -151,6 +152,7 @@ class _Core:
 
         run.__name__ = name
         run.__qualname__ = getattr(fun, "__qualname__", name)
+        stand_in(run, fun)
         self.planned = jit(run, donate_argnums=0, static_argnums=2, **options)
 
     def split(self, tree: Any) -> tuple[list[Any], _Static]:

@@ -20,10 +20,12 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from jaxtensile.arbitration import Arbitration, arbitration, config_of
+from jaxtensile.arbitration import arbitration
 from jaxtensile.errors import BudgetError, ConfigError, CoordinatorError
 from jaxtensile.ladder import Ladder
+from jaxtensile.options import config_of
 from jaxtensile.request import Fitted
+from jaxtensile.runtime.config import Config
 from jaxtensile.runtime.messages import MOST_BYTES, Rung
 from jaxtensile.runtime.place import JOB_VARIABLE
 from jaxtensile.stepping import Stepping
@@ -35,17 +37,17 @@ from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
 class Job:
     """One job. A context manager; give it to ``jaxtensile.jit(job=...)``. Made by ``jaxtensile.job``."""
 
-    def __init__(self, terms: Terms, arbitrated: Callable[[], Arbitration]) -> None:
+    def __init__(self, terms: Terms, config: Config) -> None:
         self.name, self.least, self.want = terms.name, terms.least, terms.want
         self.priority, self.weight = terms.priority, terms.weight
-        self._arbitrated = arbitrated
+        self._config = config
         self._tenancy = Tenancy(terms)
         self._steps = Stepping(self._tenancy)
 
     def __enter__(self) -> Job:
         if self._tenancy.by is not None or self._tenancy.over:
             raise CoordinatorError(f"job {self.name!r} was entered before: make another one")
-        self._tenancy.by = self._arbitrated()
+        self._tenancy.by = arbitration(self.name, self._config)
         return self
 
     def __exit__(
@@ -183,6 +185,11 @@ class Job:
         """By which factor a step may be slower at most; None: by any."""
         return self._tenancy.terms.overhead
 
+    @property
+    def config(self) -> Config:
+        """What holds for its steps too, where they have no other."""
+        return self._config
+
     def bytes_for(self, ladder: Ladder) -> Bytes:
         """What a plan of a step may need now."""
         return self._tenancy.bytes_for(ladder)
@@ -229,7 +236,7 @@ def job(
         devices=None if devices is None else _names(devices),
         overhead=said.max_overhead if said else None,
     )
-    return Job(terms, lambda: arbitration(name, known))
+    return Job(terms, known)
 
 
 def _class(given: int) -> int:

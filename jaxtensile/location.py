@@ -65,6 +65,11 @@ def profile_of(device: Any) -> DeviceProfile:
     return profile_for_kind(device.device_kind, device.platform)
 
 
+def device_name(device: Any) -> str:
+    """How configs and coordinators name a device: ``cuda:0``."""
+    return f"{profile_of(device).platform}:{device.id}"
+
+
 def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """The arguments of ``plain``, a ``jax.jit`` result, as the compiler of ``target`` wants them: abstract, placed.
 
@@ -142,4 +147,4 @@ def _default_device(options: Mapping[str, Any]) -> Any:
     return options.get("device") or (jax.local_devices(backend=backend)[0] if backend else _compat.default_device())
 
 
-__all__ = ["Location", "as_for", "is_nowhere", "location", "placements", "profile_of"]
+__all__ = ["Location", "as_for", "device_name", "is_nowhere", "location", "placements", "profile_of"]

@@ -187,6 +187,7 @@ def report(
         "flops": traced.graph.flops,
         "rounds": rounds,
         "unknown_primitives": unknown_primitives(traced.graph),
+        "settings": job.settings,
         "seconds": seconds,
     }
     if made is None:

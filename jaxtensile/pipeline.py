@@ -190,7 +190,8 @@ def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
 def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_Page, Undone | None, Subject | None]:
     """The page of a job, and the program without the user's checkpoints where it has some and may fit."""
     with clock("graph"):
-        faults, flat = job.faults, trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
+        live = _compat.without_dead_code(job.jaxpr)  # as jax.jit compiles it
+        faults, flat = job.faults, trace_jaxpr(live, job.donated, keep_unused=job.keep_unused)
         traced = faults.spared(MERGING, lambda: merged(flat), lambda: flat)
         host = replace(job, host_budget=0 if ways.OFFLOAD in faults else job.host_budget)
         there = replace(host, place=None), ()

@@ -23,14 +23,23 @@ from jaxtensile.target import host_sharding, is_absent
 
 
 class Placement:
-    """The places of the arguments of ``plain``, a ``jax.jit`` result; ``active``: some may be on the host."""
+    """The places of the arguments of ``plain``, a ``jax.jit`` result.
 
-    def __init__(self, plain: Any, active: bool) -> None:
-        self._plain, self._active = plain, active
+    ``active``: whether some may be on the host, asked when that matters; once they may, they are looked for ever after.
+    """
+
+    def __init__(self, plain: Any, active: Callable[[], bool]) -> None:
+        self._plain, self._ask, self._was = plain, active, False
+
+    @property
+    def _active(self) -> bool:
+        now = self._ask()
+        self._was = self._was or now
+        return self._was
 
     def job_place(self, device: Any, args: Any, kwargs: Any) -> Any:
         """What ``Job.place`` is: the arguments with some leaves on the host; None where none may be there."""
-        if not self._active:
+        if not self._ask():
             return None
         _require_streams(device)
 
@@ -41,8 +50,6 @@ class Placement:
 
     def without_jit(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """What runs under ``jax.disable_jit``: the function on arrays that are all on the device."""
-        if not self._active:
-            return fun
 
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -117,11 +124,9 @@ class Placement:
 
     def _donated(self, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments with every donated leaf in host memory changed; the very same without such."""
-        if not self._active:
-            return args, kwargs
         numbers, names = _compat.donated_arguments(self._plain)
         inside = [x for i, x in enumerate(args) if i in numbers], {k: x for k, x in kwargs.items() if k in names}
-        if not any(map(_compat.in_host_memory, jax.tree.leaves(inside))):
+        if not any(map(_compat.in_host_memory, jax.tree.leaves(inside))) or not self._active:
             return args, kwargs
 
         def changed(x: Any) -> Any:

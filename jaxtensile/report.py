@@ -38,6 +38,19 @@ class Decision:
     stored: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One option of a function, its value as text, and who says so.
+
+    ``source``: ``"code"``, ``"default"``, ``"job"`` (its lease), or file and line of the config, whose ``table`` it is.
+    """
+
+    name: str
+    value: str
+    source: str
+    table: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """The outcome of one plan. Bytes are device bytes, times predicted seconds unless said otherwise.
@@ -54,6 +67,7 @@ class Report:
     ``rewritten``: its loops, branches or large products are made in another way;
     ``step``: predicted seconds of a step of what runs, ``measured``: median seconds of a few of its first calls (None
     until there were enough, and where it runs unchanged), ``renewed``: how often those led to another plan.
+    ``settings``: the options that it was planned by, and where each is from.
     ``flops`` are those of the program as written, so ``recompute_flops`` and ``overhead`` are negative
     where a checkpoint recomputed more than the budget needs.
     """
@@ -87,6 +101,7 @@ class Report:
     step: Seconds = 0.0
     measured: Seconds | None = None
     renewed: int = 0
+    settings: tuple[Setting, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -158,6 +173,9 @@ class Report:
             "solver": self.solver,
             "gap": self.gap,
             "notes": list(self.notes),
+            "settings": [
+                {"name": s.name, "value": s.value, "source": s.source, "table": s.table} for s in self.settings
+            ],
             "seconds": dict(self.seconds),
             "actions": [
                 {

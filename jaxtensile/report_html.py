@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING
 
 from jaxtensile.chart import Line, memory_chart
 from jaxtensile.plan import MemoryUse
-from jaxtensile.report_text import Group, accounts, dropped, groups, kept, offloaded, passing, price, slower, verdict
+from jaxtensile.report_text import (
+    Group,
+    accounts,
+    dropped,
+    groups,
+    kept,
+    offloaded,
+    passing,
+    price,
+    slower,
+    told_settings,
+    verdict,
+)
 from jaxtensile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -207,7 +219,7 @@ def _time(r: Report) -> list[str]:
 
 
 def _notes(r: Report) -> list[str]:
-    said = [f"Note: {note}" for note in r.notes]
+    said = [*told_settings(r.settings), *(f"Note: {note}" for note in r.notes)]
     if r.unknown_primitives:
         said.append(f"Without a cost rule of their own: {', '.join(r.unknown_primitives)}")
     return [f"<p>{escape(text)}</p>" for text in said]

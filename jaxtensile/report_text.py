@@ -15,7 +15,7 @@ from jaxtensile.plan import MemoryUse
 from jaxtensile.units import Bytes, format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from jaxtensile.report import Decision, Report
+    from jaxtensile.report import Decision, Report, Setting
 
 _ROWS = 5
 """Groups shown of the kept and of the dropped values; what is left shares one line."""
@@ -141,6 +141,18 @@ def spent(report: Report) -> str:
     return text
 
 
+def told_settings(settings: Iterable[Setting]) -> list[str]:
+    """Where options are from: a line for each that a config gives, one for all others; none where no config does."""
+    all_ = list(settings)
+    lines = [f"{s.name} {s.value} from {short_place(s.source)} [{s.table}]" for s in all_ if s.table]
+    if not lines:
+        return []
+    who = {"code": "given in the code", "job": "by the job's lease", "default": "by default"}
+    others = {told: [f"{s.name} {s.value}" for s in all_ if s.source == source] for source, told in who.items()}
+    rest = "; ".join(f"{', '.join(which)} {told}" for told, which in others.items() if which)
+    return [*lines, rest] if rest else lines
+
+
 def as_text(report: Report) -> str:
     """What ``print(report)`` shows: at most about 25 lines."""
     r = report
@@ -166,6 +178,7 @@ def as_text(report: Report) -> str:
     lines.append(f"  no plan by recomputation can need less than {format_bytes(r.lower_bound)}")
     if r.unknown_primitives:
         lines.append(f"  without a cost rule of their own: {', '.join(r.unknown_primitives)}")
+    lines.extend(f"  {line}" for line in told_settings(r.settings))
     lines.extend(f"  note: {note}" for note in r.notes)
     lines.append(f"  {spent(r)}")
     return "\n".join(lines)

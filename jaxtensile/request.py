@@ -12,7 +12,7 @@ from jaxtensile.device import DeviceProfile
 from jaxtensile.faults import Faults
 from jaxtensile.passes.steptime import StepTime
 from jaxtensile.plan import Leaf, Link
-from jaxtensile.report import Report
+from jaxtensile.report import Report, Setting
 from jaxtensile.units import Bytes
 
 Evaluate = Callable[[list[Any]], list[Any]]
@@ -42,7 +42,7 @@ class Job:
     ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute
     less than they say; ``chunk``: whether work on many rows may be done in parts. ``place`` is set where donated
     arguments may wait on the host between calls, of at most ``state_budget`` bytes; ``state`` are those that do.
-    ``names``: of the flat arguments.
+    ``names``: of the flat arguments; ``settings``: where its options are from.
     ``stacks_come_back``: whether the device has been seen to read right what is stacked in host memory; asked before
     anything is. ``faults``: what of the planner failed for it, and is left out.
     """
@@ -66,6 +66,7 @@ class Job:
     state_budget: Bytes | None = None
     state: tuple[Leaf, ...] = ()
     names: tuple[str, ...] = ()
+    settings: tuple[Setting, ...] = ()
     stacks_come_back: Callable[[], bool] = lambda: True
     faults: Faults = field(default_factory=Faults, compare=False, repr=False)
 

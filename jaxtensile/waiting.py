@@ -18,9 +18,9 @@ from typing import Any
 
 from msgspec import structs
 
-from jaxtensile.arbitration import device_name
 from jaxtensile.errors import BudgetError, CoordinatorError, NotAdmittedError, RejectedError, UnreachableError
 from jaxtensile.ladder import Ladder
+from jaxtensile.location import device_name
 from jaxtensile.runtime.client import PATIENCE, Client
 from jaxtensile.runtime.messages import Rung
 from jaxtensile.tenancy import Tenancy

@@ -9,22 +9,23 @@ A device's table is the one of its name (``[device."cuda:0"]``), else that of it
 
 from __future__ import annotations
 
-import re
+import os
 import time
 import tomllib
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
-from msgspec import UNSET, Struct, UnsetType, ValidationError, convert, structs
+from msgspec import UNSET, Struct, UnsetType, structs
 
 from jaxtensile.errors import ConfigError
 from jaxtensile.runtime.events import MAX_CLIENTS, Settings
+from jaxtensile.runtime.functions import FunctionConfig, function_tables
 from jaxtensile.runtime.leases import HOST
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.policy import Objective
-from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes, parse_seconds
+from jaxtensile.runtime.tables import Amount, Tables, dotted
+from jaxtensile.units import Bytes, Seconds, format_bytes
 
 NAME: Final = "jaxtensile.toml"
 VARIABLE: Final = "JAXTENSILE_CONFIG"
@@ -33,31 +34,28 @@ LONGEST_SOCKET: Final = 107
 EMPTY: Final = 0.2
 """Seconds in which an empty file may get its words: it may just be written."""
 
-T = TypeVar("T")
-_Amount = int | float | str
-
 
 class _Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    capacity: _Amount | UnsetType = UNSET
-    reserve: _Amount | UnsetType = UNSET
-    host: _Amount | UnsetType = UNSET
+    capacity: Amount | UnsetType = UNSET
+    reserve: Amount | UnsetType = UNSET
+    host: Amount | UnsetType = UNSET
 
 
 class _Coordinator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     socket: str | None = None
     policy: Objective = "slowdown"
-    lease_ttl: _Amount = 10.0
-    min_hold: _Amount = 30.0
+    lease_ttl: Amount = 10.0
+    min_hold: Amount = 30.0
     min_gain: float = 0.05
-    revoke_deadline: _Amount = 60.0
+    revoke_deadline: Amount = 60.0
     on_overdue: Literal["wait", "terminate"] = "wait"
     max_clients: int = MAX_CLIENTS
 
 
 class _Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     command: tuple[str, ...] = ()
-    least: _Amount = 0
-    want: _Amount | UnsetType = UNSET
+    least: Amount = 0
+    want: Amount | UnsetType = UNSET
     priority: int = 0
     weight: float = 1.0
     max_overhead: float | UnsetType = UNSET
@@ -91,6 +89,15 @@ class Config(Struct, frozen=True, kw_only=True):
     settings: Settings = Settings()
     socket: str | None = None
     jobs: dict[str, JobConfig] = {}
+    functions: dict[str, FunctionConfig] = {}
+    """By name or pattern, see ``runtime.functions``."""
+    places: dict[tuple[str, ...], str] = {}
+    """File and line of the keys of ``[device]`` and ``[functions]``, by the keys that lead there."""
+
+    @property
+    def of_jobs(self) -> Config:
+        """What it says to jobs alone."""
+        return structs.replace(self, functions={}, places={})
 
     def capacities(self, reported: Mapping[str, Bytes], host: Bytes) -> dict[str, Capacity]:
         """What there is to grant: of each device that reports its bytes, and of the ``host`` memory that may be pinned.
@@ -102,8 +109,14 @@ class Config(Struct, frozen=True, kw_only=True):
         found[HOST] = Capacity(capacity=min(max(said), host) if said else host)
         return found
 
+    def place_of(self, name: str, keys: Sequence[str]) -> tuple[str, str] | None:
+        """Where the first of ``keys`` that the file has for a device is written, and in which table."""
+        tables = [("device", table) if table else ("device",) for table in _tables_of(name)]
+        paths = [(*table, key) for key in keys for table in tables]
+        return next(((self.places[path], dotted(path[:-1])) for path in paths if path in self.places), None)
+
     def _capacity(self, name: str, reported: Bytes) -> Capacity:
-        tables = [self.devices[k] for k in (name, name.partition(":")[0], "") if k in self.devices]
+        tables = [self.devices[k] for k in _tables_of(name) if k in self.devices]
         capacity = next((t.capacity for t in tables if t.capacity is not None), reported)
         reserve = next((t.reserve for t in tables if t.reserve is not None), 0)
         if reserve >= min(capacity, reported):
@@ -114,12 +127,19 @@ class Config(Struct, frozen=True, kw_only=True):
         return Capacity(capacity=min(capacity, reported), reserve=reserve)
 
 
-def find(start: Path, option: str | None, environment: Mapping[str, str]) -> Path | None:
-    """The file that counts: ``option``, else ``$JAXTENSILE_CONFIG``, else the first one from ``start`` upward."""
+def _tables_of(name: str) -> tuple[str, str, str]:
+    """The tables that may speak of a device, nearest first."""
+    return name, name.partition(":")[0], ""
+
+
+def find(start: Path | None, option: str | None, environment: Mapping[str, str]) -> Path | None:
+    """The file that counts: ``option``, else ``$JAXTENSILE_CONFIG``, else the first one from ``start`` upward; folders
+    that cannot be looked into have none."""
     for given in (option, environment.get(VARIABLE)):
         if given:
             return Path(given)
-    return next((path for folder in (start, *start.parents) if (path := folder / NAME).is_file()), None)
+    folders = () if start is None else (start, *start.parents)
+    return next((path for folder in folders if os.path.isfile(path := folder / NAME)), None)
 
 
 def read(path: Path, wait: Seconds = 0.0) -> Config:
@@ -147,31 +167,54 @@ def parse(text: str, file: str = NAME) -> Config:
 
 def from_tables(tables: dict[str, Any], file: str = "config") -> Config:
     """What tables say that were never a file. Raises ``ConfigError``; ``file`` is what they are called there."""
+    if strange := [key for key in _keys(tables) if not isinstance(key, str)]:
+        raise ConfigError(f"{file}: the key {strange[0]!r} is no text: write it in quotes")
     return _Reader(file, "").config(tables)
+
+
+def _keys(tables: dict[Any, Any]) -> Iterator[Any]:
+    for key, below in tables.items():
+        yield key
+        if isinstance(below, dict):
+            yield from _keys(below)  # pyright: ignore[reportUnknownArgumentType]
 
 
 class _Reader:
     """One file: its tables become a ``Config``, or an error that says where."""
 
     def __init__(self, file: str, text: str) -> None:
-        self._file, self._lines = file, text.splitlines()
+        self._file, self._in = file, Tables(file, text)
 
     def config(self, tables: dict[str, Any]) -> Config:
-        self._known(tables, ("device", "coordinator", "jobs"), ())
-        devices = self._devices(self._table(tables, "device", ()))
+        self._in.known(tables, ("device", "coordinator", "jobs", "functions"), ())
+        devices = self._devices(self._in.table(tables, "device", ()))
         most = max((d.capacity - (d.reserve or 0) for d in devices.values() if d.capacity is not None), default=None)
         everywhere = devices.get("", DeviceConfig()).capacity
-        coordinator = self._struct(_Coordinator, self._table(tables, "coordinator", ()), ("coordinator",))
-        jobs = self._table(tables, "jobs", ())
+        coordinator = self._in.struct(_Coordinator, self._in.table(tables, "coordinator", ()), ("coordinator",))
+        jobs = self._in.table(tables, "jobs", ())
+        functions = self._in.table(tables, "functions", ())
+        host = max((d.host for d in devices.values() if d.host is not None), default=None)
         return Config(
             file=self._file,
             devices=devices,
             settings=self._settings(coordinator),
             socket=self._socket(coordinator.socket),
-            jobs={name: self._job(self._table(jobs, name, ("jobs",)), name, everywhere, most) for name in jobs},
+            jobs={name: self._job(self._in.table(jobs, name, ("jobs",)), name, everywhere, most) for name in jobs},
+            functions=function_tables(self._in, functions, everywhere, most if everywhere is not None else None, host),
+            places=self._places(tables),
         )
 
-    # Tables.
+    def _places(self, tables: dict[str, Any]) -> dict[tuple[str, ...], str]:
+        """Where each key of the tables that plans are made by is written."""
+        paths = [("device", key) for key, below in tables.get("device", {}).items() if not isinstance(below, dict)]
+        paths += [
+            (top, name, key)
+            for top in ("device", "functions")
+            for name, below in tables.get(top, {}).items()
+            if isinstance(below, dict)
+            for key in below
+        ]
+        return {path: self._in.place(path) for path in paths}
 
     def _devices(self, table: dict[str, Any]) -> dict[str, DeviceConfig]:
         own = {key: value for key, value in table.items() if not isinstance(value, dict)}
@@ -179,34 +222,34 @@ class _Reader:
         for name, below in table.items():
             if isinstance(below, dict):
                 devices[name] = self._device(
-                    self._table(table, name, ("device",)), ("device", name), devices[""].capacity
+                    self._in.table(table, name, ("device",)), ("device", name), devices[""].capacity
                 )
         return devices
 
     def _device(self, table: dict[str, Any], path: tuple[str, ...], above: Bytes | None) -> DeviceConfig:
-        raw = self._struct(_Device, table, path)
-        capacity = self._bytes(raw.capacity, (*path, "capacity"), above)
+        raw = self._in.struct(_Device, table, path)
+        capacity = self._in.bytes(raw.capacity, (*path, "capacity"), above)
         known = capacity if capacity is not None else above
-        reserve = self._bytes(raw.reserve, (*path, "reserve"), known)
-        host = self._bytes(raw.host, (*path, "host"), None)
+        reserve = self._in.bytes(raw.reserve, (*path, "reserve"), known)
+        host = self._in.bytes(raw.host, (*path, "host"), None)
         if capacity == 0:
-            raise self._error((*path, "capacity"), raw.capacity, "a size above 0")
+            raise self._in.error((*path, "capacity"), raw.capacity, "a size above 0")
         if reserve is not None and known is not None and reserve >= known:
-            raise self._error((*path, "reserve"), raw.reserve, f"less than the capacity of {format_bytes(known)}")
+            raise self._in.error((*path, "reserve"), raw.reserve, f"less than the capacity of {format_bytes(known)}")
         return DeviceConfig(capacity=capacity, reserve=reserve, host=host)
 
     def _settings(self, raw: _Coordinator) -> Settings:
         path = ("coordinator",)
         if not 0 <= raw.min_gain < 1:
-            raise self._error((*path, "min_gain"), raw.min_gain, "a share from 0 to below 1")
+            raise self._in.error((*path, "min_gain"), raw.min_gain, "a share from 0 to below 1")
         if raw.max_clients < 1:
-            raise self._error((*path, "max_clients"), raw.max_clients, "at least 1")
+            raise self._in.error((*path, "max_clients"), raw.max_clients, "at least 1")
         return Settings(
             policy=raw.policy,
-            lease_ttl=self._seconds(raw.lease_ttl, (*path, "lease_ttl"), positive=True),
-            min_hold=self._seconds(raw.min_hold, (*path, "min_hold"), positive=False),
+            lease_ttl=self._in.seconds(raw.lease_ttl, (*path, "lease_ttl"), positive=True),
+            min_hold=self._in.seconds(raw.min_hold, (*path, "min_hold"), positive=False),
             min_gain=raw.min_gain,
-            revoke_deadline=self._seconds(raw.revoke_deadline, (*path, "revoke_deadline"), positive=True),
+            revoke_deadline=self._in.seconds(raw.revoke_deadline, (*path, "revoke_deadline"), positive=True),
             on_overdue=raw.on_overdue,
             max_clients=raw.max_clients,
         )
@@ -215,24 +258,24 @@ class _Reader:
         length = len((socket or "").encode())
         if length > LONGEST_SOCKET:
             bound = f"a path of {LONGEST_SOCKET} bytes at most: this one has {length}"
-            raise self._error(("coordinator", "socket"), socket, bound)
+            raise self._in.error(("coordinator", "socket"), socket, bound)
         if socket is not None and not socket.startswith("/"):
-            raise self._error(("coordinator", "socket"), socket, "an absolute path")
+            raise self._in.error(("coordinator", "socket"), socket, "an absolute path")
         return socket
 
     def _job(self, table: dict[str, Any], name: str, everywhere: Bytes | None, most: Bytes | None) -> JobConfig:
         path = ("jobs", name)
-        raw = self._struct(_Job, table, path)
-        least = self._bytes(raw.least, (*path, "least"), everywhere) or 0
-        want = self._bytes(raw.want, (*path, "want"), everywhere)
+        raw = self._in.struct(_Job, table, path)
+        least = self._in.bytes(raw.least, (*path, "least"), everywhere) or 0
+        want = self._in.bytes(raw.want, (*path, "want"), everywhere)
         if want is not None and least > want:
-            raise self._error((*path, "least"), raw.least, f"at most what it wants, {format_bytes(want)}")
+            raise self._in.error((*path, "least"), raw.least, f"at most what it wants, {format_bytes(want)}")
         if most is not None and least > most:
-            raise self._error((*path, "least"), raw.least, f"at most {format_bytes(most)}, capacity less reserve")
+            raise self._in.error((*path, "least"), raw.least, f"at most {format_bytes(most)}, capacity less reserve")
         if not 0 < raw.weight < float("inf"):
-            raise self._error((*path, "weight"), raw.weight, "a number above 0")
+            raise self._in.error((*path, "weight"), raw.weight, "a number above 0")
         if raw.max_overhead is not UNSET and not raw.max_overhead >= 1:
-            raise self._error((*path, "max_overhead"), raw.max_overhead, "a factor of at least 1")
+            raise self._in.error((*path, "max_overhead"), raw.max_overhead, "a factor of at least 1")
         return JobConfig(
             command=raw.command,
             least=least,
@@ -241,89 +284,3 @@ class _Reader:
             weight=raw.weight,
             max_overhead=None if raw.max_overhead is UNSET else raw.max_overhead,
         )
-
-    # Values.
-
-    def _table(self, table: dict[str, Any], key: str, path: tuple[str, ...]) -> dict[str, Any]:
-        found = table.get(key, {})
-        if not isinstance(found, dict):
-            raise self._error((*path, key), found, "a table")
-        return found  # pyright: ignore[reportUnknownVariableType]
-
-    def _known(self, table: dict[str, Any], allowed: tuple[str, ...], path: tuple[str, ...]) -> None:
-        for key in table:
-            if key not in allowed:
-                close = get_close_matches(key, allowed, 1)
-                hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(allowed)}"
-                where = f" in [{_dotted(path)}]" if path else ""
-                raise ConfigError(f"{self._place((*path, key))}: unknown key {key!r}{where}: {hint}")
-
-    def _struct(self, kind: type[T], table: dict[str, Any], path: tuple[str, ...]) -> T:
-        allowed = tuple(f.name for f in structs.fields(kind))  # pyright: ignore[reportArgumentType]
-        self._known(table, allowed, path)
-        try:
-            return convert(table, kind)
-        except ValidationError as wrong:
-            reason, _, place = str(wrong).partition(" - at ")
-            key = re.match(r"`\$\.(\w+)", place)
-            at = (*path, key[1]) if key else path
-            said = table.get(key[1]) if key else table
-            raise self._error(at, said, _allowed(key[1] if key else "", reason)) from None
-
-    def _bytes(self, value: _Amount | UnsetType, path: tuple[str, ...], capacity: Bytes | None) -> Bytes | None:
-        if isinstance(value, UnsetType):
-            return None
-        return self._parsed(lambda: parse_bytes(value, capacity=capacity), path)
-
-    def _seconds(self, value: _Amount, path: tuple[str, ...], *, positive: bool) -> Seconds:
-        seconds = self._parsed(lambda: parse_seconds(value), path)
-        if positive and not seconds:
-            raise self._error(path, value, "a time above 0")
-        return seconds
-
-    def _parsed(self, parser: Callable[[], T], path: tuple[str, ...]) -> T:
-        try:
-            return parser()
-        except (ValueError, OverflowError) as wrong:
-            raise ConfigError(f"{self._place(path)}: {_dotted(path)}: {wrong}") from None
-
-    def _error(self, path: tuple[str, ...], value: object, allowed: str) -> ConfigError:
-        return ConfigError(f"{self._place(path)}: {_dotted(path)} = {value!r}: must be {allowed}")
-
-    def _place(self, path: tuple[str, ...]) -> str:
-        """The file, and the line of a key where its table and it are written as usual."""
-        *table, key = path
-        here: list[str] = []
-        for number, line in enumerate(self._lines, 1):
-            if header := re.match(r"\s*\[([^\[\]]+)\]", line):
-                here = [a or b for a, b in re.findall(r'"([^"]*)"|([\w-]+)', header[1])]
-                if here == list(path):
-                    return f"{self._file}:{number}"
-            elif here == table and re.match(rf'\s*"?{re.escape(key)}"?\s*=', line):
-                return f"{self._file}:{number}"
-        return self._file
-
-
-def _dotted(path: tuple[str, ...]) -> str:
-    return ".".join(part if re.fullmatch(r"[\w-]+", part) else f'"{part}"' for part in path)
-
-
-def _allowed(key: str, reason: str) -> str:
-    choices = {"policy": "slowdown, fair, priority or fcfs", "on_overdue": "wait or terminate"}
-    types = {
-        "command": "a list of texts",
-        "socket": "a text",
-        "max_clients": "a whole number",
-        "priority": "a whole number",
-    }
-    amounts = {"capacity", "reserve", "host", "least", "want"}
-    times = {"lease_ttl", "min_hold", "revoke_deadline"}
-    if key in choices:
-        return choices[key]
-    if key in types:
-        return types[key]
-    if key in amounts:
-        return "a size: bytes, '12GiB' or '80%'"
-    if key in times:
-        return "a time: seconds, '500ms', '10s' or '5m'"
-    return "a number" if "float" in reason else reason

@@ -60,7 +60,8 @@ MAY_IMPORT = {
     "inward": "units ir _compat trace passes",
     "state": "units ir plan trace passes",
     "merge": "ir _compat trace",
-    "undo": "ir merge trace",
+    "undo": "ir _compat merge trace",
+    "upperbound": "units _compat",
     "request": f"{VOCABULARY} faults _compat passes compile report",
     "nest": "_compat trace",
     "variants": f"{EDGE} faults bodies chunk merge stretch nest sink join inward split state undo request _compat",
@@ -69,12 +70,12 @@ MAY_IMPORT = {
     "recipe": f"{EDGE} bodies stretch variants",
     "plan_cache": "ir measured cachefiles request recipe _compat",
     "outcome": f"{EDGE} faults candidates undo request variants timeline report",
-    "attempts": f"{EDGE} request variants outcome",
+    "attempts": f"{EDGE} faults request variants outcome",
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
-    "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
-    variants outcome timeline report""",
+    "pipeline": f"""{EDGE} collecting upperbound subject rounds smallest attempts candidates plan_cache recipe merge undo
+    request variants outcome timeline report""",
     "keystore": "units errors _compat",
     "agreement": "units errors keystore",
     "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore
@@ -83,34 +84,37 @@ MAY_IMPORT = {
     "location": "errors device target _compat",
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
     "api": f"""{EDGE} agreement processes faults plan_cache feedback hosted ladder request location outcome placement
-    report""",
-    "filtered": "_compat api report workload",
+    report upperbound options identity""",
+    "filtered": "_compat api identity report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
+    "options": "units errors hardware report runtime",
+    "identity": "errors runtime",
+    "config_text": "units places options runtime",
     "arbitration": "units errors hardware location runtime",
     "suspension": "units errors _compat target",
     "tenancy": "units errors arbitration ladder request runtime",
-    "waiting": "units errors arbitration ladder tenancy runtime",
+    "waiting": "units errors location ladder tenancy runtime",
     "stepping": "units errors _compat ladder request suspension tenancy waiting runtime",
-    "jobs": "units errors arbitration ladder request suspension tenancy stepping runtime",
+    "jobs": "units errors options arbitration ladder request suspension tenancy stepping runtime",
     "process": f"{VOCABULARY} passes",
     "estimate_text": "units places report_text",
     "estimation": f"""{VOCABULARY} faults workload _compat trace merge target measured compile location passes process
-    estimate_text timeline""",
+    estimate_text timeline report options identity""",
     "loading": "errors workload",
-    "doctor": "units device measured hardware",
+    "doctor": "units errors device measured hardware config_text",
     "interrupts": "",
-    "estimate_table": "units errors api estimation loading target workload",
+    "estimate_table": "units errors api estimation loading options runtime target workload",
     "serving": "units errors hardware runtime",
     "watching": "units errors serving runtime",
     "xla_memory": "units",
     "running": "units errors serving watching xla_memory runtime",
     "cli": f"""{VOCABULARY} api estimate_table calibration runtime report workload loading doctor interrupts serving
-    watching running""",
+    watching running options identity config_text""",
     "__init__": "errors hardware api filtered jobs estimation calibration device plan report workload",
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo split numbered made_rows stretch chunk sink join inward nest loops hosted
+    """_compat trace merge undo upperbound split numbered made_rows stretch chunk sink join inward nest loops hosted
     host_stacks rewrite compile attempts target location processes placement feedback api filtered estimation
     calibration arbitration suspension stepping""".split()
 )

@@ -249,7 +249,8 @@ def test_a_program_without_arrays_has_no_target(fun, args):
         ({"host_budget": "much"}, jaxtensile.BudgetError),
         ({"host_budget": -1}, jaxtensile.BudgetError),
         ({"job": "bert"}, TypeError),
-        ({"config": "jaxtensile.toml"}, NotImplementedError),
+        ({"config": 5}, jaxtensile.ConfigError),
+        ({"config": {"functions": {"step": {"bugdet": 1}}}}, jaxtensile.ConfigError),
     ],
 )
 def test_options_that_are_not_there(option, error):

@@ -1,5 +1,6 @@
 """The benchmarks' own arithmetic, and that the runner names what it runs."""
 
+import json
 import math
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from benchmarks.__main__ import RUNS  # noqa: E402
 from benchmarks.dominance import run as dominance  # noqa: E402
 from benchmarks.hlo import hlo_flops  # noqa: E402
 from benchmarks.isolate import streamed  # noqa: E402
+from benchmarks.mutation.mutants import mutants  # noqa: E402
 from benchmarks.optimality import run as optimality  # noqa: E402
 from benchmarks.papers import run as papers  # noqa: E402
 from benchmarks.planning import run as planning  # noqa: E402
@@ -236,3 +238,80 @@ def test_the_quick_subset_is_understood(name):
         [sys.executable, "-m", f"benchmarks.{module}", "--help"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert all(a in told.stdout for a in arguments if a.startswith("--"))
+
+
+FAULTY = """
+def within(x, limit, names):
+    \"\"\"Whether x < limit: words are left alone.\"\"\"
+    if x < limit and "a" not in names:
+        names.append(f"{x + 1}")
+        return max(x - 1, 0)
+    raise ValueError(x + 2)
+"""
+
+
+def test_faults_are_small_and_always_the_same():
+    text = FAULTY.encode()
+    found = mutants(text)
+    lines = FAULTY.splitlines()
+    changed = {m.applied(text).decode() for m in found}
+    assert len(changed) == len(found) and FAULTY not in changed
+    for new in changed:
+        compile(new, "faulty", "exec")
+        different = [i for i, (a, b) in enumerate(zip(lines, new.splitlines(), strict=True)) if a != b]
+        assert len(different) == 1 and different[0] > 2, "one line of code, no words"
+    assert {(m.old, m.new) for m in found} >= {
+        ("<", "<="),
+        ("and", "or"),
+        ("not in", "in"),
+        ("max", "min"),
+        ("-", "+"),
+        ("0", "1"),
+        ('names.append(f"{x + 1}")', "pass"),
+        ("raise ValueError(x + 2)", "pass"),
+    }
+    moved = mutants(b"# moved\n\n" + text)
+    assert [m.key for m in moved] == [m.key for m in found], "a line more does not try everything again"
+
+
+SMALL = {
+    "jaxtensile/__init__.py": "",
+    "jaxtensile/small.py": """
+def seen(x):
+    return x + 1
+
+def unseen(x):
+    if x > 0:
+        x -= 1
+    return x
+""",
+    "tests/test_small.py": """
+from jaxtensile.small import seen, unseen
+
+def test_it():
+    assert seen(1) == 2 and unseen(3) is not None
+""",
+}
+TRIED = """
+import json, sys
+from pathlib import Path
+from benchmarks.mutation import run
+run.ROOT = Path(sys.argv[1])
+print(json.dumps(run.tried(run.ROOT, "jaxtensile/small", 100, {})))
+"""
+
+
+def test_what_survives_is_what_no_test_sees(tmp_path):
+    for name, text in SMALL.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", TRIED, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    row = json.loads(done.stdout.splitlines()[-1])
+    survivors = {(s["function"], s["old"], s["new"]) for s in row["survivors"]}
+    assert ("unseen", ">", ">=") in survivors and ("unseen", "x > 0", "((x > 0) and False)") in survivors
+    assert {function for function, *_ in survivors} == {"unseen"}
+    assert row["tried"] == row["possible"] == len(survivors) + len(row["killed"])
+    for name, text in SMALL.items():
+        assert (tmp_path / name).read_text() == text, "nothing is left of a fault"

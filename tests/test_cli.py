@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, and no traceback for a user's mistake."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -107,7 +108,7 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"jaxtensile {jaxtensile.__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [[], ["fly"], ["plan"], ["plan", "f.py:g"], ["plan", "f.py:g", "--budget"]])
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["plan"], ["plan", "f.py:g", "--budget"]])
 def test_wrong_arguments_exit_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as done:
         cli.main(arguments)
@@ -228,12 +229,67 @@ def test_plan_says_when_it_does_not_fit(file, capsys):
     assert "budget" in said.lower()
 
 
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A config file that counts, for the workload ``small``."""
+    monkeypatch.setenv("JAXTENSILE_CONFIG", str(tmp_path / "jaxtensile.toml"))
+
+    def write(text):
+        (tmp_path / "jaxtensile.toml").write_text(text)
+        return tmp_path / "jaxtensile.toml"
+
+    return write
+
+
+def test_plan_takes_budget_and_objective_from_the_config(file, capsys, config):
+    config('[functions."*"]\nbudget = "2GiB"\nobjective = "time"\n')
+    assert cli.main(["plan", f"{file}:small", "--target", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert "budget 2.00GiB from" in out and 'jaxtensile.toml:2 [functions."*"]' in out
+    assert "objective time from" in out
+    assert cli.main(["plan", f"{file}:small", "--target", "cpu", "--budget", "1GiB", "--objective", "flops"]) == 0
+    assert "its budget of 1.00GiB" in capsys.readouterr().out
+
+
+def test_plan_and_estimate_heed_the_config_that_is_given(file, capsys, tmp_path):
+    other = tmp_path / "other.toml"
+    other.write_text('[device]\ncapacity = "1KiB"\n')
+    assert cli.main(["plan", f"{file}:small", "--target", "cpu", "--config", str(other)]) == 1
+    assert "budget 1.00KiB is below" in capsys.readouterr().err
+    assert cli.main(["estimate", f"{file}:small", "--no-batch", "--config", str(other)]) == 1
+    assert "budget 1.00KiB from" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["plan", "estimate", "config"])
+def test_an_error_in_the_config_is_told_before_the_work(capsys, config, command):
+    config("[functions.f]\nbugdet = 1\n")
+    workload = [] if command == "config" else ["nowhere.py:f"]
+    assert "jaxtensile.toml:2: unknown key 'bugdet'" in mistake(capsys, command, *workload)
+
+
+def test_config_shows_each_value_with_its_line(capsys, config):
+    file = config('[device]\ncapacity = "2GiB"\n[functions."*.f"]\nchunk = true\n[jobs.bert]\n')
+    assert cli.main(["config"]) == 0
+    first, *rows, default, jobs = capsys.readouterr().out.splitlines()
+    assert first == f"{file} ($JAXTENSILE_CONFIG)"
+    assert [row.split()[:2] for row in rows] == [["device.capacity", "2.00GiB"], ['functions."*.f".chunk', "True"]]
+    assert [row.rpartition(":")[2] for row in rows] == ["2", "4"]
+    assert "undo True" in default and jobs == "jobs: bert"
+
+
+def test_config_says_that_there_is_none(capsys, monkeypatch, tmp_path):
+    monkeypatch.delenv("JAXTENSILE_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config"]) == 0
+    assert "no jaxtensile.toml here or above" in capsys.readouterr().out
+
+
 def test_a_budget_that_is_no_size_is_wrong_use(file, capsys):
     assert "parsecs" in mistake(capsys, "plan", f"{file}:small", "--budget", "12 parsecs")
 
 
 def test_an_unexpected_failure_is_not_taken_for_does_not_fit(file, capsys, monkeypatch):
-    def fail(**_):
+    def fail(*_):
         raise RuntimeError("a defect")
 
     monkeypatch.setattr(doctor, "diagnose", fail)
@@ -241,9 +297,11 @@ def test_an_unexpected_failure_is_not_taken_for_does_not_fit(file, capsys, monke
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_doctor_reports_every_target_and_extra(capsys):
+def test_doctor_reports_every_target_and_extra_and_the_config(capsys, config):
+    config('[functions."f"]\nbudget = "2GiB"\n')
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
+    assert re.search(r"\nConfig\n.*\n  functions\.f\.budget  2GiB  .*jaxtensile\.toml:2\n", out)
     assert f"jaxtensile   {jaxtensile.__version__}" in out
     for word in (*targets(), "cuda-aot", "tpu-aot", "ray", "plot", "test", "dev"):
         assert f"\n  {word} " in out, word
@@ -269,7 +327,9 @@ os.abort()
 def test_doctor_names_the_extra_of_what_is_missing(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None)
     monkeypatch.setattr(doctor, "_try_targets", lambda names: dict.fromkeys(names, "no"))
+    monkeypatch.setenv("JAXTENSILE_CONFIG", "nowhere.toml")
     text = str(doctor.diagnose())
+    assert "\n  nowhere.toml: cannot be read" in text
     for extra in ("cuda-aot", "tpu-aot", "ray", "plot", "test", "dev"):
         assert f'pip install "jaxtensile[{extra}]"' in text
     assert "jaxlib       not installed" in text

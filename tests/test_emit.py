@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from graphs import Builder, graphs, train_steps
 from jaxtensile.passes.check import check
-from jaxtensile.passes.emit import emit, recomputed_ops
+from jaxtensile.passes.emit import Recomputation, emit, recomputed_ops
 from jaxtensile.passes.fusion import fuse
 from jaxtensile.passes.stages import mountain_at, waists
 from jaxtensile.plan import Program
@@ -118,6 +118,16 @@ def test_recomputed_ops_are_the_least_that_suffice(decision):
     graph, mountain, kept, _ = decision
     made = {r: o for o in mountain.cone for r in graph.ops[o].results}
     assert recomputed_ops(graph, mountain, kept) == recomputed_by_hand(graph, mountain, made, kept)
+
+
+@given(decisions(train_steps()))
+@settings(max_examples=60)
+def test_what_runs_again_beside_them_when_one_more_is_dropped(decision):
+    graph, mountain, kept, _ = decision
+    found = Recomputation(graph, mountain)
+    for v in kept & set(mountain.needed):
+        again = found.ops(kept)
+        assert found.beside(again, kept, v) == found.ops(kept - {v}) - again
 
 
 @given(decisions(graphs()))

@@ -128,6 +128,23 @@ def test_demo_stops_cleanly_on_ctrl_c():
     assert (demo.returncode, errors.strip()) == (130, "Stopped by Ctrl-C; nothing was written.")
 
 
+@on_the_line_of(newer=True)
+def test_budgets_are_those_of_the_file(tmp_path):
+    printed = run(tmp_path, "budgets.py")
+    rows = re.findall(rf"(?m)^(\w+): {SIZE} as it is, {SIZE} within its budget of {SIZE}$", printed)
+    assert [(name, budget) for name, *_, budget in rows] == [
+        ("train_step", "32.00MiB"),
+        ("train_step_in_parts", "16.00MiB"),
+        ("evaluate", "48.00MiB"),
+    ]
+    assert all(parse_bytes(planned) <= parse_bytes(budget) for _, _, planned, budget in rows)
+    lines = (EXAMPLES / "budgets.toml").read_text().splitlines()
+    told = re.findall(r"(?m)^  (\w+) \S+ from examples/budgets.toml:(\d+) \[.*\]$", printed)
+    assert [name for name, _ in told] == ["budget", "undo", "budget", "chunk", "budget"]
+    assert [lines[int(line) - 1].split()[0] for _, line in told] == ["budget", "undo", "budget", "chunk", "capacity"]
+    assert printed.endswith("train_step with budget='64MiB' in the code: 64.00MiB\n")
+
+
 @on_the_line_of(newer=False)
 def test_inspect_plan_walks_a_report_that_adds_up(tmp_path):
     printed = run(tmp_path, "inspect_plan.py")

@@ -221,6 +221,23 @@ def test_errors_of_the_user_and_of_jax_pass(program, monkeypatch, in_use):
             ask(W, X)
 
 
+@pytest.mark.parametrize("strict", ["0", "1"])
+def test_a_program_that_jax_cannot_lower_may_be_looked_at(strict, monkeypatch):
+    """And says what ``jax.jit`` says when it is lowered, planned or called."""
+    monkeypatch.setenv(faults.VARIABLE, strict)
+    sine = jax.custom_vjp(jnp.sin)
+    sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+    linear = jax.linearize(sine, 1.0)[1]
+    with pytest.raises(TypeError, match="forward-mode") as wanted:
+        jax.jit(linear).lower(1.0)
+    jitted = planned(linear, "1MiB")
+    assert str(jitted.trace(1.0).jaxpr) == str(jax.jit(linear).trace(1.0).jaxpr)
+    for ask in (jitted, jitted.plan, jitted.lower):
+        with pytest.raises(TypeError) as found:
+            ask(1.0)
+        assert str(found.value) == str(wanted.value)
+
+
 def test_estimates_that_fail_say_so(program, monkeypatch, in_use):
     plant(monkeypatch, estimation, "heap")
     with pytest.raises(jaxtensile.InternalError, match=r"estimating step.*planted.*report"):

@@ -1,5 +1,7 @@
 """`merge`: what a program computes twice and XLA once, and that the values stay."""
 
+import copy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax import lax
 
 import jaxtensile
+from jaxtensile import merge
 from jaxtensile.merge import merged
 from jaxtensile.plan import Program
 from jaxtensile.rewrite import rewrite
@@ -76,8 +79,9 @@ def test_the_values_stay(fun):
         lambda w, x: (x @ w[0], lax.optimization_barrier(x) @ w[0]),
         lambda w, x: (lax.dot(x, w[0], precision="highest"), lax.dot(x, w[0])),
         lambda w, x: (x @ w[0], (x.astype(jnp.bfloat16) @ w[0].astype(jnp.bfloat16))),
+        lambda w, x: ((x * 0.0) @ w[0], (x * -0.0) @ w[0]),
     ],
-    ids=["no copies", "other operands", "only cheap ones", "barrier", "precision", "dtype"],
+    ids=["no copies", "other operands", "only cheap ones", "barrier", "precision", "dtype", "the sign of a zero"],
 )
 def test_what_is_not_twice_stays_as_it_is(fun):
     traced = trace(fun, W, X)
@@ -94,6 +98,33 @@ def test_what_has_effects_runs_as_often_as_before():
 
     once = merged(trace(fun, W, X))
     assert count(once) == 1 and count(once, "debug_callback") == 2
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (0.0, -0.0),
+        (1, True),
+        (1, 1.0),
+        (np.float32(1), np.float64(1)),
+        (np.array(0.0), np.array(-0.0)),
+        (np.array(1.0), np.array(1)),
+        ((1, 2), [1, 2]),
+        ({"a": 0.0}, {"a": -0.0}),
+        ((1, (0j,)), (1, (-0j,))),
+        (np.zeros(2), np.zeros(2)),
+        (jnp.zeros(2), jnp.zeros(2)),
+    ],
+    ids=repr,
+)
+def test_what_python_takes_for_equal_need_not_be_the_same_bits(a, b):
+    assert merge._exact(a) != merge._exact(b)
+    assert merge._exact(a) == merge._exact(a) and hash(merge._exact(a)) is not None
+
+
+@pytest.mark.parametrize("x", [float("nan"), np.array(2.5), np.float32(3), {"b": 1, "a": (2, [3.0])}, "text", None])
+def test_the_same_bits_are_the_same(x):
+    assert merge._exact(copy.deepcopy(x)) == merge._exact(x)
 
 
 def test_checkpoints_stay_apart():

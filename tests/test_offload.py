@@ -204,9 +204,11 @@ def test_any_program_stays_the_same_program(graph, share, bandwidth):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SMALLEST", 1)
         patch.setattr(insertion, "_SOME", 1)
-        off = offload(program, seconds_of(program), Link(bandwidth, 1e-6), int(share * live.device), GIB)
+        link = Link(bandwidth, 1e-6)
+        off = offload(program, seconds_of(program), link, int(share * live.device), GIB)
         check(graph, off.program)
-        assert off.wait >= 0
+        busy = 2 * sum(link.latency + c.nbytes / link.bandwidth for c in off.copies)
+        assert 0 <= off.wait <= 1.000001 * busy, "who waits does so for a copy, out or back"
         assert off.live.argument == live.argument and off.live.output == live.output
         assert insert(program, ()).graph == graph
 

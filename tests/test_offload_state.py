@@ -161,7 +161,7 @@ def test_the_report_names_what_waits(step):
 
 def test_what_is_lowered_is_what_runs(step):
     lowered = step.lower(init(), batch(0))
-    assert "pinned_host" in lowered.as_text() or "host" in str(step.trace(init(), batch(0)).jaxpr)
+    assert "pinned_host" in lowered.as_text()
     kinds = [x.sharding.memory_kind for x in jax.tree.leaves(step(init(), batch(0))[0])]
     assert kinds.count("pinned_host") == 9
 
@@ -241,6 +241,6 @@ def test_a_tpu_that_gives_back_something_else_is_refused(monkeypatch):
     monkeypatch.setattr(placement, "host_sharding", lambda _: sharding)
     monkeypatch.setattr(placement, "state_comes_back", lambda _: False)
     with pytest.raises(jaxtensile.errors.TargetError, match="leave offload_state= out"):
-        placement.Placement(None, active=True).job_place(Tpu(), (), {})
+        placement.Placement(None, active=lambda: True).job_place(Tpu(), (), {})
     monkeypatch.setattr(placement, "state_comes_back", lambda _: True)
-    assert placement.Placement(None, active=True).job_place(Tpu(), (), {}) is not None
+    assert placement.Placement(None, active=lambda: True).job_place(Tpu(), (), {}) is not None

@@ -1,12 +1,15 @@
 """Who gets which rung is what trying all of them finds, for each objective; large cases are within what is proved."""
 
+from dataclasses import replace
 from itertools import product
+from math import inf
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtensile.runtime import knapsack
 from jaxtensile.runtime.knapsack import Row, cheapest
 from jaxtensile.runtime.knapsack_kinds import Item, cheapest_of
 from jaxtensile.runtime.leases import Charge
@@ -68,6 +71,38 @@ def test_a_large_knapsack_is_as_near_to_the_optimum_as_it_says(seed):
     assert best.cost <= near.cost <= best.cost / (1 - near.gap) * (1 + CLOSE) and near.gap <= WITHIN
     for found in (near, best):
         assert sum(c[i].size for c, i in zip(items, found.picks, strict=True)) <= room
+
+
+def by_bytes(items, room):
+    """The least cost by the textbook's programme: for every number of bytes the least cost of the classes so far."""
+    least = [0.0] * (room + 1)
+    for rows in items:
+        least = [min((least[b - r.size] + r.cost for r in rows if r.size <= b), default=inf) for b in range(room + 1)]
+    return least[room]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_best_of_many_jobs_is_the_optimum(seed):
+    """More jobs than all choices could be tried for: the relaxation, the exchange and the pruning all take part."""
+    items = [[Row(r.size // 10**8, r.cost, r.pick) for r in rows] for rows, _ in ladders(seed, 30, 8)]
+    low, high = (sum(edge(r.size for r in c) for c in items) for edge in (min, max))
+    room = low + (high - low) * (seed + 2) // 9
+    found = cheapest(items, room)
+    assert found is not None and found.gap == 0
+    assert found.cost == pytest.approx(by_bytes(items, room), abs=CLOSE)
+
+
+def test_a_search_looks_at_few_answers(monkeypatch):
+    """What bounds leave out: without them it is as right, and takes several times as long."""
+    made = []
+    label = knapsack._Label
+    monkeypatch.setattr(knapsack, "_Label", lambda *fields: made.append(1) or label(*fields))
+    for seed, most in enumerate((9000, 1500, 1500, 1000)):  # 8007, 1249, 1289 and 821 are made
+        items = [rows for rows, _ in ladders(seed, 60, 8)]
+        low, high = (sum(edge(r.size for r in c) for c in items) for edge in (min, max))
+        made.clear()
+        assert cheapest(items, int(low + (high - low) * Random(seed).uniform(0.1, 0.9)))
+        assert len(made) <= most
 
 
 def test_what_cannot_be_searched_whole_says_how_far_it_may_be_off(monkeypatch):
@@ -183,6 +218,22 @@ def test_steps_that_take_turns_need_only_the_largest_temp(claims, room):
         assert merit(claims, shares, "slowdown") == pytest.approx(best, abs=CLOSE)
 
 
+@settings(max_examples=100)
+@given(some_claims(most=4, priorities=(0,), temps=True), st.integers(5, 40), st.lists(st.integers(0, 30), min_size=12))
+def test_what_steps_hold_on_the_host_is_no_part_of_their_turns_on_the_device(claims, room, held):
+    """Nobody takes turns for the host: with room enough there, devices are divided as without it."""
+    beside = [
+        replace(
+            c,
+            resources=(*c.resources, "host"),
+            options=tuple(replace(o, needs=(*o.needs, Charge(0, held[3 * k + n]))) for n, o in enumerate(c.options)),
+        )
+        for k, c in enumerate(claims)
+    ]
+    alone = divide(claims, {"gpu": Room(room, gated=True)}, "slowdown")
+    assert divide(beside, {"gpu": Room(room, gated=True), "host": Room(400)}, "slowdown") == alone
+
+
 def test_taking_turns_lets_jobs_run_that_would_not_fit_at_once():
     claims = [claim(k, [(2, 6, 1.5), (3, 8, 1.0)]) for k in range(3)]
     assert divide(claims, {"gpu": Room(14)}, "slowdown") is None
@@ -255,6 +306,23 @@ def test_what_is_not_better_by_enough_is_not_ahead():
     assert not ahead(claims, new, old, "slowdown", 0.5) and not ahead(claims, old, old, "slowdown")
     assert ahead(claims, {0: 1, 1: 1}, old, "fcfs", 0.05)
     assert not ahead(claims, {0: 1, 1: 0}, {0: 0, 1: 0}, "priority", 0.05)
+
+
+def test_each_objective_has_its_own_idea_of_ahead():
+    """The first job a little faster, or the second one much: who is heavier, or came first, or has less?"""
+    claims = [claim(0, [(2, 0, 1.1), (4, 0, 1.0)]), claim(1, [(2, 0, 1.5), (9, 0, 1.0)], weight=2.0)]
+    first, second = {0: 1, 1: 0}, {0: 0, 1: 1}
+    ahead_of = {o: (ahead(claims, first, second, o), ahead(claims, second, first, o)) for o in OBJECTIVES}
+    assert ahead_of == {
+        "slowdown": (False, True),
+        "fair": (False, True),
+        "priority": (False, True),
+        "fcfs": (True, False),
+    }
+    both = {0: 1, 1: 1}
+    assert all(
+        ahead(claims, both, one, o) and not ahead(claims, one, both, o) for one in (first, second) for o in OBJECTIVES
+    )
 
 
 def test_many_jobs_are_within_what_is_promised():

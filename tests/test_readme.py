@@ -13,6 +13,7 @@ import pytest
 import jaxtensile
 from jaxtensile import cli
 from jaxtensile.runtime import config as configs
+from jaxtensile.runtime.functions import KEYS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCKS = re.findall(r"(?ms)^( *)```(\w*)\n(.*?)^\1```$", README.read_text())
@@ -55,12 +56,14 @@ def test_its_python_runs(block, monkeypatch, tmp_path):
 
 
 def test_its_config_has_every_key():
-    (text,) = (text for _, language, text in BLOCKS if language == "toml")
-    tables = tomllib.loads(text)
+    budgets, tables = (tomllib.loads(text) for _, language, text in BLOCKS if language == "toml")
+    configs.from_tables(budgets)
     configs.from_tables(tables)
     (job,) = tables["jobs"].values()
     for table, struct in ((tables["device"], "_Device"), (tables["coordinator"], "_Coordinator"), (job, "_Job")):
         assert set(table) == set(getattr(configs, struct).__struct_fields__)
+    assert set(budgets["device"]) == set(configs._Device.__struct_fields__)
+    assert {key for table in budgets["functions"].values() for key in table} == set(KEYS)
     defaults = configs.from_tables({"coordinator": {"socket": tables["coordinator"]["socket"]}})
     assert configs.from_tables({"coordinator": tables["coordinator"]}).settings == defaults.settings
 
@@ -76,7 +79,17 @@ def commands():
 
 def test_its_commands_exist():
     found = list(commands())
-    assert {words[0] for words in found} >= {"estimate", "plan", "serve", "status", "top", "run", "doctor", "calibrate"}
+    assert {words[0] for words in found} >= {
+        "estimate",
+        "plan",
+        "serve",
+        "status",
+        "top",
+        "run",
+        "config",
+        "doctor",
+        "calibrate",
+    }
     for words in found:
         if len(words) > 1:
             cli._parser().parse_args(words)

@@ -221,5 +221,5 @@ def test_constants_are_the_same_objects():
 
 def test_the_wrong_number_of_arguments_is_an_error():
     program = traced(lambda x: x + 1, V)
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="longer than"):
         rewrite(program, Program.unchanged(program.graph))([V, V])

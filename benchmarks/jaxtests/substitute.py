@@ -1,7 +1,8 @@
 """Put ``jaxtensile.jit`` in the place of ``jax.jit`` for everybody but JAX and jaxtensile themselves.
 
-Whoever calls ``jax.jit``, ``jax._src.api.jit`` or ``pjit`` gets JAX's own where the caller's module belongs to JAX or
-to jaxtensile, and ours everywhere else: in test files, and in JAX's helpers that test files run their checks through.
+Whoever calls ``jax.jit`` or ``jax._src.api.jit`` gets JAX's own where the caller's module belongs to JAX or to
+jaxtensile, and ours everywhere else: in test files, and in JAX's helpers that test files run their checks through.
+``pjit``, which takes its mesh from another context, stays JAX's.
 """
 
 from __future__ import annotations
@@ -50,11 +51,9 @@ def install(mode: str) -> None:
     """Ours for everybody outside, in ``mode``; for the rest of this process."""
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not known: there are {', '.join(MODES)}")
-    from jax._src import api, pjit
+    from jax._src import api
 
     put(jax.jit, jaxtensile.jit, (jax, "jit"), (api, "jit"))
-    if hasattr(pjit, "pjit"):
-        put(pjit.pjit, _pjit, (pjit, "pjit"))
     if mode != "one":
         api_of_ours.AMPLE = math.inf  # no program has so much room that it is not planned
     pipeline.fit = _counted(_BUDGETS[mode](pipeline.fit))
@@ -80,11 +79,6 @@ def put(theirs: Callable[..., Any], ours: Callable[..., Any], *places: tuple[Any
 def _is_inside(frame: Any) -> bool:
     module = frame.f_globals.get("__name__") or ""
     return module.partition(".")[0] in _INSIDE and not module.startswith(_HELPERS)
-
-
-def _pjit(fun: Any, *shardings: Any, **options: Any) -> Any:
-    """``pjit``'s positional shardings as ``jax.jit`` names them."""
-    return jaxtensile.jit(fun, **dict(zip(("in_shardings", "out_shardings"), shardings, strict=False)), **options)
 
 
 # ---- the three modes: what a job's budget is ----

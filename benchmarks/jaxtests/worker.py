@@ -1,9 +1,10 @@
 """One test file in this process, each outcome a line of JSON as soon as it is known.
 
-    python -m benchmarks.jaxtests.worker MODE FILE LOG SECONDS
+    python -m benchmarks.jaxtests.worker MODE FILE LOG SECONDS [ONLY]
 
 ``MODE``: ``plain`` leaves ``jax.jit`` alone, the others are those of ``substitute``. Tests that ``LOG`` knows are not
-run again; one that takes longer than ``SECONDS`` ends the process, and the last line says which it was.
+run again; ``ONLY``: a file with the names of those to run, all by default. A test that takes longer than ``SECONDS``
+ends the process, and the last line says which it was.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ _TOLD = 1500
 class Recorder:
     """A pytest plugin that writes down what became of each test."""
 
-    def __init__(self, log: Path, limit: float) -> None:
+    def __init__(self, log: Path, limit: float, only: Path | None = None) -> None:
         self.known = {row["id"] for row in read(log) if "outcome" in row}
+        self.only = set(only.read_text().splitlines()) if only else None
         self.out = log.open("a")
         self.limit = limit
         self.row: dict[str, Any] = {}
@@ -38,7 +40,9 @@ class Recorder:
         self.out.flush()
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        items[:] = [item for item in items if _name(item.nodeid) not in self.known]
+        names = {item: _name(item.nodeid) for item in items}
+        asked = set(names.values()) if self.only is None else self.only
+        items[:] = [item for item in items if names[item] in asked - self.known]
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.row = {"id": _name(nodeid), "outcome": "passed", "counts": _counts(), "began": time.perf_counter()}
@@ -87,13 +91,14 @@ def _counts() -> dict[str, int]:
     return dataclasses.asdict(substitute.COUNTS) if substitute else {}
 
 
-def main(mode: str, file: str, log: str, limit: str, *arguments: str) -> int:
+def main(mode: str, file: str, log: str, limit: str, only: str = "") -> int:
     if mode != "plain":
         from benchmarks.jaxtests.substitute import install
 
         install(mode)
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist", "--tb=short", *arguments]
-    status = pytest.main([file, *options], plugins=[Recorder(Path(log), float(limit))])
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist", "--tb=short"]
+    recorder = Recorder(Path(log), float(limit), Path(only) if only else None)
+    status = pytest.main([file, *options], plugins=[recorder])
     return 0 if status in (0, 1, 5) else int(status)
 
 
