@@ -106,7 +106,8 @@ def jit(
     updated. Arguments on the device are moved again. For one GPU or TPU, and not together with ``in_shardings`` and
     ``out_shardings``.
     ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
-    ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
+    ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here, or for as many of them
+    as the arguments' ``NamedSharding``s are over.
     ``config``: the path of a ``jaxtensile.toml`` or its tables as a dict; by default that of the job, else
     ``$JAXTENSILE_CONFIG``, else the first one upward from the working directory. Its table ``[functions."train_step"]``
     (or a pattern, or ``"train.py:train_step"``) gives ``budget``, ``host_budget``, ``objective``, ``undo``, ``chunk``
