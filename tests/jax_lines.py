@@ -18,14 +18,14 @@ ALL = {
         api bodies emit filter_jit host_stacks hosted inward join loops merge nest numbered parity rewrite rows sink
         split state streaming trace undo variants""",
     "what XLA allocates, in which order, for whom, and how it is asked": """
-        compile heap in_order lodgers lowered outcome own_stacks pipeline prologue prompt shardings sums target ties
+        compile heap in_order lodgers lowered outcome own_stacks pipeline prologue prompt shardings sums ties
         widened""",
     "what outlives a process, and may meet another JAX in the next": "plan_cache recipe",
     "what a user sees first": "package readme",
 }
 EVERY_FOURTH = {
     "programs one like the other: of any fault that is JAX's, several show": """
-        chunk differential differential_loops libraries workloads""",
+        chunk differential differential_loops libraries target workloads""",
     "the front door, entered through the API that is tested as a whole": """
         bad_input calibration cli estimation feedback offload_state report solvers""",
 }
