@@ -18,8 +18,7 @@ ALL = {
         api as_jax_jit bodies emit filter_jit host_stacks hosted inward join loops merge nest numbered parity
         references rewrite rows sink split state streaming trace undo variants""",
     "what XLA allocates, in which order, for whom, and how it is asked": """
-        compile heap in_order lodgers lowered outcome own_stacks pipeline prologue prompt shardings sums ties
-        widened""",
+        compile heap lodgers lowered outcome own_stacks pipeline prologue prompt shardings sums ties widened""",
     "what outlives a process, and may meet another JAX in the next": "plan_cache recipe",
     "what a user sees first": "package readme",
 }
@@ -34,8 +33,9 @@ SOME = {
     "test_deviceless": """
         test_what_fits_an_h200_is_left_alone[mlp] test_a_step_fits_a_smaller_budget[mlp-0.6]
         test_values_wait_on_the_host_instead test_what_a_loop_stacks_waits_on_the_host[nvidia-h200]""",
+    "test_in_order": "test_bodies_in_their_order_have_the_same_bits[runge_kutta]",
 }
-"""Compiles of many seconds: one of each kind."""
+"""Of files whose other tests compile for many seconds, or have no JAX."""
 
 
 def _files(table: Mapping[str, str]) -> set[str]:

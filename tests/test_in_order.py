@@ -165,6 +165,7 @@ def test_bodies_in_their_order_have_the_same_bits(loss):
     assert kept
 
 
+@pytest.mark.cuda_aot
 @pytest.mark.xdist_group("deviceless")
 def test_a_policy_by_hand_is_met_below_its_bytes_with_its_flops():
     """XLA puts the gradients of all weights off to the end of the body, with everything that they are made of."""
