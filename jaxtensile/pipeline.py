@@ -136,7 +136,8 @@ def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_
         traced = merged(trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused))
         job, notes = with_state(job, traced)
         program = subject_of(job, traced)
-        undone = undo(program.traced) if job.undo and job.shards == 1 else None
+        straight = job.undo and job.shards == 1
+        undone = undo(program.traced, job.jaxpr, keep_unused=job.keep_unused) if straight else None
         lighter = subject_of(job, undone.traced) if undone is not None else None
     if lighter is not None and lighter.bound.nbytes > job.budget:
         undone = lighter = None
