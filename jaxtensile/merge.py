@@ -11,7 +11,7 @@ mutable state runs as often as before, and nothing is merged across a barrier.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +68,7 @@ class Equal:
                     self.same[r], self.number[r] = self.now(v), self.numbered(v)
                 yield i, -1
                 continue
-            key = None if _must_stay(self.traced, i) else _key(equation, self.number)
+            key = key_of(self.traced, i, self.number)
             first = i if key is None else known.setdefault(key, i)
             self.number.update(zip(equation.results, equations[first].results, strict=True))
             if key is not None and is_cheap(ops[i]) and constant.issuperset(map(self.now, values(equation))):
@@ -98,13 +98,14 @@ def is_cheap(op: Op) -> bool:
     return not (op.flops or op.bodies or op.primitive.startswith(_RANDOM))
 
 
-def _must_stay(traced: Traced, i: int) -> bool:
-    op = traced.graph.ops[i]
-    return op.pinned or op.primitive in _APART
+def key_of(traced: Traced, i: int, number: Mapping[int, Hashable]) -> Hashable | None:
+    """What equation ``i`` shares with those that compute the same bits; None for one that is equal to no other.
 
-
-def _key(equation: Equation, number: dict[int, int]) -> Hashable | None:
-    """What two equations share when they compute the same bits; None for one that cannot be compared."""
+    ``number``: what stands for values that are equal to others.
+    """
+    equation, op = traced.equations[i], traced.graph.ops[i]
+    if op.pinned or op.primitive in _APART:
+        return None
     eqn = equation.eqn
     avals = tuple(v.aval for v in eqn.outvars)
     if not all(type(a) is _compat.ShapedArray for a in (*avals, *(v.aval for v in eqn.invars))):
@@ -176,4 +177,4 @@ def rebuilt(traced: Traced, same: dict[int, int], stays: Sequence[int]) -> tuple
     return made, number
 
 
-__all__ = ["Equal", "is_cheap", "merged", "rebuilt", "values"]
+__all__ = ["Equal", "is_cheap", "key_of", "merged", "rebuilt", "values"]
