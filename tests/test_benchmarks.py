@@ -18,12 +18,11 @@ from jaxtensile.trace import jaxpr_flops
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
-from benchmarks.mutation.mutants import mutants  # noqa: E402
-
 from benchmarks.__main__ import RUNS  # noqa: E402
 from benchmarks.dominance import run as dominance  # noqa: E402
 from benchmarks.hlo import hlo_flops  # noqa: E402
 from benchmarks.isolate import streamed  # noqa: E402
+from benchmarks.mutation.mutants import mutants  # noqa: E402
 from benchmarks.optimality import run as optimality  # noqa: E402
 from benchmarks.papers import run as papers  # noqa: E402
 from benchmarks.planning import run as planning  # noqa: E402
