@@ -90,6 +90,7 @@ def main() -> None:
 
     import benchmarks.mutation.session  # noqa: F401
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     recorded = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {"modules": {}}
     with tempfile.TemporaryDirectory(prefix="mutation-") as folder:
         tree = Path(folder) / "tree"
@@ -239,6 +240,7 @@ def in_a_fork(tree: Path, work: Callable[[], int], limit: float) -> tuple[int | 
         status = 99
         try:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.chdir(tree)
             out = os.open(said, os.O_CREAT | os.O_WRONLY)
             os.dup2(out, 1)
@@ -261,12 +263,16 @@ def in_a_fork(tree: Path, work: Callable[[], int], limit: float) -> tuple[int | 
 def waited(pid: int, limit: float) -> int | None:
     """The exit status of a child; None, and its whole session killed, after ``limit`` seconds."""
     until = time.monotonic() + limit
-    while time.monotonic() < until:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.05)
-    os.killpg(pid, signal.SIGKILL)
+    try:
+        while time.monotonic() < until:
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.05)
+        os.killpg(pid, signal.SIGKILL)
+    except BaseException:  # it is a session of its own, which an interrupt does not reach
+        os.killpg(pid, signal.SIGKILL)
+        raise
     os.waitpid(pid, 0)
     return None
 
