@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxtensile
-from jax_lines import CHECKPOINTS, checkpoints_are
+from checkpoints import CHECKPOINTS, checkpoints_are
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.plan import Program
 from jaxtensile.rewrite import rewrite
