@@ -61,7 +61,8 @@ MAY_IMPORT = {
     "inward": "units ir _compat trace passes",
     "state": "units ir plan trace passes",
     "merge": "ir _compat trace",
-    "undo": "ir merge trace",
+    "undo_loops": "_compat merge passes trace",
+    "undo": "ir _compat merge trace undo_loops",
     "request": f"{VOCABULARY} _compat passes compile report",
     "nest": "_compat trace",
     "variants": f"{EDGE} bodies chunk merge stretch nest sink join inward split state undo request _compat",
@@ -106,7 +107,7 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo split numbered made_rows stretch chunk sink join inward nest loops hosted
+    """_compat trace merge undo undo_loops split numbered made_rows stretch chunk sink join inward nest loops hosted
     host_stacks rewrite compile attempts target location placement feedback api filtered estimation calibration
     arbitration suspension stepping""".split()
 )
