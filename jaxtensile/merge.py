@@ -110,15 +110,18 @@ def key_of(traced: Traced, i: int, number: Mapping[int, Hashable]) -> Hashable |
     avals = tuple(v.aval for v in eqn.outvars)
     if not all(type(a) is _compat.ShapedArray for a in (*avals, *(v.aval for v in eqn.invars))):
         return None  # references and tokens stand for state
-    operands = tuple(
-        number.get(a, a) if isinstance(a, int) else (_compat.Literal, a.aval, _exact(a.val)) for a in equation.operands
-    )
+    operands = tuple(number.get(a, a) if isinstance(a, int) else literal_key(a) for a in equation.operands)
     key = (eqn.primitive, eqn.ctx, operands, _exact(eqn.params), avals)
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def literal_key(literal: Any) -> Hashable:
+    """What stands for a literal in keys."""
+    return (_compat.Literal, literal.aval, _exact(literal.val))
 
 
 def _exact(x: Any) -> Hashable:
@@ -177,4 +180,4 @@ def rebuilt(traced: Traced, same: dict[int, int], stays: Sequence[int]) -> tuple
     return made, number
 
 
-__all__ = ["Equal", "is_cheap", "key_of", "merged", "rebuilt", "values"]
+__all__ = ["Equal", "is_cheap", "key_of", "literal_key", "merged", "rebuilt", "values"]

@@ -84,7 +84,9 @@ def _looped(before: Undone, closed: Any, keep_unused: bool) -> Undone | None:
         ops = zip(old.graph.ops, new.graph.ops, strict=True)
         number = {v: w for a, b in ops for v, w in zip(a.results, b.results, strict=False)}  # loops have more
         kept = {number[v] for v in before.kept if v in number}
-        kept |= {v for i, count in more.items() for v in new.graph.ops[i].results[-count:]}
+    loops = ([op for op in g.ops if op.primitive == "scan"] for g in (old.graph, new.graph))
+    for a, b in zip(*loops, strict=True):
+        kept.update(b.results[len(b.results) - more.get(a.id, 0) :])
     return Undone(new, tuple(sorted(kept)), before.barriers + len(more))
 
 

@@ -18,11 +18,12 @@ from typing import Any
 from jax import lax
 
 from jaxtensile import _compat
-from jaxtensile.merge import key_of, values
+from jaxtensile.merge import key_of, literal_key, values
 from jaxtensile.passes.fusion import VIEWS
 from jaxtensile.trace import Equation, Traced, bind, exchanged, trace_jaxpr
 
-_VIEWS = VIEWS | {"transpose"}
+_VIEWS = VIEWS | {"transpose", "convert_element_type"}
+"""What is made anew of an argument for less than a stack of it costs."""
 
 Place = tuple[int, int]
 """A scan, and a value of its body."""
@@ -150,7 +151,10 @@ class _Search:
         number: dict[int, Hashable] = {}
         for k, (v, outer) in enumerate(zip(body.arguments, operands, strict=True)):
             number[v] = i, v
-            if not isinstance(outer, int) or consts <= k < consts + carries:
+            if consts <= k < consts + carries:
+                continue
+            if not isinstance(outer, int):
+                number[v] = literal_key(outer) if k < consts else number[v]
                 continue
             number[v] = outer if k < consts else ("slice", outer)
             if k >= consts and outer in self.made:

@@ -1,4 +1,4 @@
-"""Scans whose checkpointed bodies are computed once: what is stacked for it, what never is, and that the values stay."""
+"""Scans whose checkpointed bodies are computed once: what is stacked for it, what is not, and that the values stay."""
 
 import jax
 import jax.numpy as jnp
