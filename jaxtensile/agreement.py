@@ -262,7 +262,7 @@ class _Round:
         """In a thread of its own. The leader looks for all, the others for the leader."""
         leader = self.members[0]
         others = [p for p in self.members if p != self.me] if self.me == leader else [leader]
-        heard = dict.fromkeys(others, (b"", time.monotonic()))
+        heard: dict[int, tuple[bytes, Seconds]] = {p: (b"", time.monotonic()) for p in others}
         count = 0
         while not stop.wait(_BEAT if count else 0) and not self.over:
             count += 1

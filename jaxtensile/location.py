@@ -95,7 +95,7 @@ def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 def _mesh_devices(x: Any) -> Sequence[Any]:
     """The devices of a sharded argument in their order, numbers for those of an abstract mesh; none for any other."""
-    sharding = getattr(x, "sharding", None) if _is_committed(x) else None
+    sharding: Any = getattr(x, "sharding", None) if _is_committed(x) else None
     if isinstance(sharding, NamedSharding) and sharding.memory_kind != PINNED_HOST:
         mesh = sharding.mesh
         found = list(range(mesh.size)) if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)

@@ -74,6 +74,7 @@ def _told(case: Case, me: int) -> dict[str, Any]:
         print("{}", flush=True)  # about to call
     called = time.time()
     told: dict[str, Any] = {}
+    got: Any = None
     try:
         if interrupting is not None:
             interrupting.start()
