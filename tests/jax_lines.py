@@ -15,8 +15,8 @@ import pytest
 SOAK = bool(os.environ.get("JAXTENSILE_SOAK"))
 ALL = {
     "JAX's own interface: jits, stages, transformations, what a jaxpr holds and how one is made": """
-        api as_jax_jit bodies emit filter_jit host_stacks hosted inward join loops merge nest numbered parity
-        references rewrite rows sink split state streaming trace undo variants""",
+        agreement api as_jax_jit bodies emit filter_jit host_stacks hosted inward join loops merge nest numbered parity
+        references rewrite rows sink split state streaming trace undo undo_loops variants""",
     "what XLA allocates, in which order, for whom, and how it is asked": """
         compile heap lodgers lowered outcome own_stacks pipeline prologue prompt shardings sums ties widened""",
     "what outlives a process, and may meet another JAX in the next": "plan_cache recipe",
@@ -26,8 +26,8 @@ EVERY_FOURTH = {
     "programs one like the other: of any fault that is JAX's, several show": """
         chunk differential differential_loops libraries target workloads""",
     "the front door, entered through the API that is tested as a whole": """
-        bad_input calibration checkpoint_nests cli estimation faults feedback offload_state processes report solvers
-        wrapping""",
+        bad_input calibration checkpoint_nests cli cudnn estimation faults feedback offload_state processes report
+        solvers wrapping""",
 }
 SOME = {
     "test_deviceless": """

@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtensile
-from jax_lines import CHECKPOINTS, checkpoints_are
+from checkpoints import CHECKPOINTS, checkpoints_are
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
 from jaxtensile.undo import undo
 from programs import FAST, close
