@@ -37,7 +37,7 @@ from jaxtensile.keystore import Store
 from jaxtensile.units import Seconds
 
 VARIABLE: Final = "JAXTENSILE_AGREEMENT_TIMEOUT"
-PATIENCE: Final[Seconds] = 45.0
+PATIENCE: Final[Seconds] = 40.0
 """Without a sign of life. A compiler may keep Python threads from running for some seconds; the first collective of a
 program waits about as long for a process that does not come."""
 _BEAT: Final[Seconds] = 2.0

@@ -59,7 +59,7 @@ from jaxtensile.report import Report, Setting
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
 from jaxtensile.target import compiler_options, is_absent, resolve_all, tracing_for
 from jaxtensile.units import TIB, Bytes
-from jaxtensile.upperbound import AMPLE, all_values, recomputes
+from jaxtensile.upperbound import AMPLE, WORTHWHILE, all_values, recomputes
 from jaxtensile.workload import Transformed, name_of
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
@@ -106,7 +106,8 @@ def jit(
     updated. Arguments on the device are moved again. For one GPU or TPU, and not together with ``in_shardings`` and
     ``out_shardings``.
     ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
-    ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here.
+    ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here, or for as many of them
+    as the arguments' ``NamedSharding``s are over.
     ``config``: the path of a ``jaxtensile.toml`` or its tables as a dict; by default that of the job, else
     ``$JAXTENSILE_CONFIG``, else the first one upward from the working directory. Its table ``[functions."train_step"]``
     (or a pattern, or ``"train.py:train_step"``) gives ``budget``, ``host_budget``, ``objective``, ``undo``, ``chunk``
@@ -347,11 +348,21 @@ class Planned(Transformed):
         """Whether nobody asks for anything, and a program surely fits, or is of unknown size, and there are no
         checkpoints to undo where it does."""
         wanted = self._resolved()
-        if not self._unasked or wanted.says_budget or wanted.offloads:
+        if not self._is_free(wanted):
             return False
         most = all_values(traced.jaxpr)
         room, _ = self._budget(wanted, place, profile_of(place.device))
-        return most is None or (AMPLE * most <= room and not (wanted.undo and recomputes(traced.jaxpr)))
+        return most is None or (AMPLE * most <= room and not (self._undoes(traced) and recomputes(traced.jaxpr)))
+
+    def _is_free(self, wanted: Resolved) -> bool:
+        """Whether neither the code nor the config asks for anything but that the program fits its device."""
+        return self._unasked and not (wanted.says_budget or wanted.offloads)
+
+    def _undoes(self, traced: Any) -> bool:
+        """Whether the function's own checkpoints may be undone: what nobody asked for is to be worth its planning."""
+        wanted = self._resolved()
+        most = all_values(traced.jaxpr) if self._is_free(wanted) else None
+        return wanted.undo and (most is None or most >= WORTHWHILE)
 
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
@@ -518,7 +529,7 @@ class Planned(Transformed):
             make=functools.partial(self._make, traced.out_tree, captured),
             options={**needed, **self._compiler_options},
             host_budget=wanted.host_budget,
-            undo=wanted.undo,
+            undo=self._undoes(traced),
             chunk=wanted.chunk,
             solver=self._asked.solver,
             place=self._placement.job_place(place.device, args, kwargs),

@@ -29,7 +29,7 @@ _EXTRAS: Final = {
     "plot": ("matplotlib",),
     "test": (
         *("pytest", "pytest-xdist", "hypothesis", "optax", "flax"),
-        *("equinox", "diffrax", "lineax", "optimistix", "blackjax", "numpyro"),
+        *("equinox", "diffrax", "lineax", "optimistix", "blackjax", "numpyro", "dm-haiku", "cloudpickle"),
     ),
     "zoo": ("optax", "transformers", "keras", "dm-haiku", "jmp", "equimo"),
     "dev": ("ruff", "pyright", "scipy-stubs", "build"),

@@ -11,7 +11,7 @@ mutable state runs as often as before, and nothing is merged across a barrier.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +68,7 @@ class Equal:
                     self.same[r], self.number[r] = self.now(v), self.numbered(v)
                 yield i, -1
                 continue
-            key = None if _must_stay(self.traced, i) else _key(equation, self.number)
+            key = key_of(self.traced, i, self.number)
             first = i if key is None else known.setdefault(key, i)
             self.number.update(zip(equation.results, equations[first].results, strict=True))
             if key is not None and is_cheap(ops[i]) and constant.issuperset(map(self.now, values(equation))):
@@ -98,26 +98,30 @@ def is_cheap(op: Op) -> bool:
     return not (op.flops or op.bodies or op.primitive.startswith(_RANDOM))
 
 
-def _must_stay(traced: Traced, i: int) -> bool:
-    op = traced.graph.ops[i]
-    return op.pinned or op.primitive in _APART
+def key_of(traced: Traced, i: int, number: Mapping[int, Hashable]) -> Hashable | None:
+    """What equation ``i`` shares with those that compute the same bits; None for one that is equal to no other.
 
-
-def _key(equation: Equation, number: dict[int, int]) -> Hashable | None:
-    """What two equations share when they compute the same bits; None for one that cannot be compared."""
+    ``number``: what stands for values that are equal to others.
+    """
+    equation, op = traced.equations[i], traced.graph.ops[i]
+    if op.pinned or op.primitive in _APART:
+        return None
     eqn = equation.eqn
     avals = tuple(v.aval for v in eqn.outvars)
     if not all(type(a) is _compat.ShapedArray for a in (*avals, *(v.aval for v in eqn.invars))):
         return None  # references and tokens stand for state
-    operands = tuple(
-        number.get(a, a) if isinstance(a, int) else (_compat.Literal, a.aval, _exact(a.val)) for a in equation.operands
-    )
+    operands = tuple(number.get(a, a) if isinstance(a, int) else literal_key(a) for a in equation.operands)
     key = (eqn.primitive, eqn.ctx, operands, _exact(eqn.params), avals)
     try:
         hash(key)
     except TypeError:
         return None
     return key
+
+
+def literal_key(literal: Any) -> Hashable:
+    """What stands for a literal in keys."""
+    return (_compat.Literal, literal.aval, _exact(literal.val))
 
 
 def _exact(x: Any) -> Hashable:
@@ -176,4 +180,4 @@ def rebuilt(traced: Traced, same: dict[int, int], stays: Sequence[int]) -> tuple
     return made, number
 
 
-__all__ = ["Equal", "is_cheap", "merged", "rebuilt", "values"]
+__all__ = ["Equal", "is_cheap", "key_of", "literal_key", "merged", "rebuilt", "values"]

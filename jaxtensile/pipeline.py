@@ -196,8 +196,10 @@ def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_
         there = replace(host, place=None), ()
         job, notes = faults.spared(ways.STATE, lambda: with_state(host, traced), lambda: there)
         program = subject_of(job, traced)
-        wanted = job.undo and job.shards == 1
-        undone = faults.spared(ways.UNDONE, lambda: undo(traced) if wanted else None, lambda: None)
+        wanted, unused = job.undo and job.shards == 1, job.keep_unused
+        undone = faults.spared(
+            ways.UNDONE, lambda: undo(traced, job.jaxpr, keep_unused=unused) if wanted else None, lambda: None
+        )
         lighter = subject_of(job, undone.traced) if undone is not None else None
     if lighter is not None and lighter.bound.nbytes > job.budget:
         undone = lighter = None

@@ -6,18 +6,20 @@ would compute again is then an ordinary residual, which a plan may keep or recom
 made of nothing but constants, as masks are, is still made wherever it is read.
 
 Invariant: an equation is merged only with one that computes the same bits; what has effects, is
-foreign code or touches mutable state runs as often as before. Checkpoints inside loops, and
-programs that send anything to the host, are left alone.
+foreign code or touches mutable state runs as often as before. Programs that send anything to the
+host are left alone, and so are loops that are computed again as a whole.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtensile import _compat
 from jaxtensile.ir import Graph, ValueId
 from jaxtensile.merge import Equal, rebuilt, values
-from jaxtensile.trace import Equation, Traced
+from jaxtensile.trace import Equation, Traced, trace_jaxpr
+from jaxtensile.undo_loops import without_recomputation
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Undone:
     """A program without its checkpoints.
 
     ``kept``: values of ``traced`` that the program as written computes again instead of waiting;
-    ``barriers``: how many stood in the way of merging. Without any, XLA merges by itself.
+    ``barriers``: how many stood in the way of merging, and loops as well. Without any, XLA merges by itself.
     """
 
     traced: Traced
@@ -33,10 +35,22 @@ class Undone:
     barriers: int
 
 
-def undo(traced: Traced) -> Undone | None:
-    """The program without its checkpoints; None where they recompute nothing, or send it to the host."""
+def undo(traced: Traced, closed: Any | None = None, *, keep_unused: bool = True) -> Undone | None:
+    """The program without its checkpoints; None where they recompute nothing, or send it to the host.
+
+    ``closed``: what ``traced`` is of; without it those in loops are left alone.
+    """
+    if _uses_host(traced.graph):
+        return None
+    undone = _straight(traced)
+    looped = None if closed is None else _looped(undone or Undone(traced, (), 0), closed, keep_unused)
+    return looped or undone
+
+
+def _straight(traced: Traced) -> Undone | None:
+    """The program with what is computed again outside of loops merged."""
     again = [_recomputes(e) for e in traced.equations]
-    if not any(again) or _uses_host(traced.graph):
+    if not any(again):
         return None
     equal = Equal(traced, barriers=False)
     stays: list[int] = []
@@ -54,6 +68,26 @@ def undo(traced: Traced) -> Undone | None:
     read = {v for i in stays for v in values(traced.equations[i])} | {v for v in traced.outputs if isinstance(v, int)}
     made, number = rebuilt(traced, equal.same, stays)
     return Undone(made, tuple(sorted({number[equal.now(v)] for v in merged & read})), barriers)
+
+
+def _looped(before: Undone, closed: Any, keep_unused: bool) -> Undone | None:
+    """The same with what loops compute again stacked; None where they do not."""
+    old = before.traced
+    found = without_recomputation(old, closed, _recomputes)
+    if found is None:
+        return None
+    jaxpr, more = found
+    donated = tuple(a in old.graph.donated for a in old.arguments)
+    new = trace_jaxpr(jaxpr, donated, keep_unused=keep_unused)
+    kept: set[ValueId] = set()
+    if [op.primitive for op in old.graph.ops] == [op.primitive for op in new.graph.ops]:
+        ops = zip(old.graph.ops, new.graph.ops, strict=True)
+        number = {v: w for a, b in ops for v, w in zip(a.results, b.results, strict=False)}  # loops have more
+        kept = {number[v] for v in before.kept if v in number}
+    loops = ([op for op in g.ops if op.primitive == "scan"] for g in (old.graph, new.graph))
+    for a, b in zip(*loops, strict=True):
+        kept.update(b.results[len(b.results) - more.get(a.id, 0) :])
+    return Undone(new, tuple(sorted(kept)), before.barriers + len(more))
 
 
 def _recomputes(equation: Equation) -> bool:

@@ -10,13 +10,18 @@ import math
 from typing import Any
 
 from jaxtensile import _compat
-from jaxtensile.units import Bytes
+from jaxtensile.units import MIB, Bytes
 
 AMPLE = 4
 """Times the bytes of all values that XLA is granted for what it adds: layouts, padding, workspaces.
 
 At 1, programs that XLA pads (convolutions of few channels) could miss the device; at 16, large ones that fit easily
 would be planned.
+"""
+WORTHWHILE = MIB
+"""Bytes of all values below which a program that no budget was given for keeps its checkpoints.
+
+What they recompute there takes microseconds, and finding out what else there is room for about a second.
 """
 _UNDONE = frozenset({"remat2", "checkpoint", "remat", "optimization_barrier", "call_hi_primitive"})
 """Primitives that say that a program may recompute what there is room for."""
@@ -61,4 +66,4 @@ def _bytes(aval: Any) -> Bytes:
     return sum(math.prod(shape) * itemsize for shape, itemsize in _compat.arrays_of(aval))
 
 
-__all__ = ["AMPLE", "all_values", "recomputes"]
+__all__ = ["AMPLE", "WORTHWHILE", "all_values", "recomputes"]

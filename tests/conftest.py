@@ -7,9 +7,13 @@ import signal
 import tempfile
 from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+import compiled_once
+import jax_lines
 
 # Before anything imports JAX: tests are about this machine's CPU and about compile-only devices.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -17,6 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # What fails in the planner is raised; in use it is left out (tests/test_faults.py).
 os.environ["JAXTENSILE_STRICT"] = "1"
 
+COMPILED = compiled_once.folder()
 # No test reads or writes the user's own cache; plans are made with published rates unless a test measures.
 os.environ["JAXTENSILE_PLAN_CACHE"] = "off"  # every plan of a test is made by it
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtensile-tests-")
@@ -41,6 +46,24 @@ def installed(module: str) -> bool:
         return find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--oldest", action="store_true", help="only what CI tests on its oldest JAX line (jax_lines.py)")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    if getattr(session.config.option, "dist", "no") != "no":
+        return  # in the workers, not in the process that hands them their tests
+    kernels = compiled_once.Kernels(COMPILED, Path(os.environ["XDG_CACHE_HOME"], "kernels"))
+    compiled_once.quicken(COMPILED, kernels.file)
+    session.config.add_cleanup(kernels.keep)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("oldest"):
+        items[:], others = jax_lines.split(items)
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,44 +1,61 @@
-"""What takes longest is tested on one JAX line, or half of it on either; all of it with ``JAXTENSILE_SOAK=1``."""
+"""What CI tests on which JAX line: everything on the newest, on the oldest what JAX or XLA has a part in.
+
+``pytest --oldest`` runs what `ALL`, `EVERY_FOURTH` and `SOME` name, by file; a file in none of them decides on plain
+data, or reaches JAX through code that others test there. Without the option all tests run, whatever JAX there is.
+``JAXTENSILE_SOAK=1`` adds the long sweeps.
+"""
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
 
-import jax
 import pytest
 
-from jaxtensile import _compat
-
-T = TypeVar("T")
-NEWER = _compat.JAX_VERSION >= (0, 11)
 SOAK = bool(os.environ.get("JAXTENSILE_SOAK"))
+ALL = {
+    "JAX's own interface: jits, stages, transformations, what a jaxpr holds and how one is made": """
+        api as_jax_jit bodies emit filter_jit host_stacks hosted inward join loops merge nest numbered parity
+        references rewrite rows sink split state streaming trace undo variants""",
+    "what XLA allocates, in which order, for whom, and how it is asked": """
+        compile heap lodgers lowered outcome own_stacks pipeline prologue prompt shardings sums ties widened""",
+    "what outlives a process, and may meet another JAX in the next": "plan_cache recipe",
+    "what a user sees first": "package readme",
+}
+EVERY_FOURTH = {
+    "programs one like the other: of any fault that is JAX's, several show": """
+        chunk differential differential_loops libraries target workloads""",
+    "the front door, entered through the API that is tested as a whole": """
+        bad_input calibration checkpoint_nests cli estimation faults feedback offload_state processes report solvers
+        wrapping""",
+}
+SOME = {
+    "test_deviceless": """
+        test_what_fits_an_h200_is_left_alone[mlp] test_a_step_fits_a_smaller_budget[mlp-0.6]
+        test_values_wait_on_the_host_instead test_what_a_loop_stacks_waits_on_the_host[nvidia-h200]""",
+    "test_in_order": "test_bodies_in_their_order_have_the_same_bits[runge_kutta]",
+}
+"""Of files whose other tests compile for many seconds, or have no JAX."""
 
 
-def on_the_line_of(*, newer: bool) -> pytest.MarkDecorator:
-    """A mark for tests and parameters: those of the other line are skipped, and say so."""
-    return pytest.mark.skipif(newer != NEWER and not SOAK, reason="on the other jax line, or with JAXTENSILE_SOAK=1")
+def _files(table: Mapping[str, str]) -> set[str]:
+    return {f"test_{name}" for names in table.values() for name in names.split()}
 
 
-def shared_out(cases: Sequence[T]) -> Sequence[T]:
-    """This line's half of ``cases``, of which it is all the same which line tests which."""
-    return cases if SOAK else cases[NEWER::2]
-
-
-CHECKPOINTS = ("remat2", "remat3") if NEWER else ("remat2",)
-"""What ``jax.checkpoint`` may become: JAX's primitive, and what replaces that with ``jax_remat3``. JAX 0.10 has half of
-that, without ``prevent_cse`` and offloading."""
-
-
-@contextmanager
-def checkpoints_are(kind: str) -> Iterator[None]:
-    """Trace ``jax.checkpoint`` as one of ``CHECKPOINTS``."""
-    if len(CHECKPOINTS) == 1:
-        yield
-        return
-    before = jax.config.jax_remat3
-    jax.config.update("jax_remat3", kind == "remat3")
-    try:
-        yield
-    finally:
-        jax.config.update("jax_remat3", before)
+def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """Tests of the oldest line, and the others."""
+    here = {path.stem: path for path in Path(__file__).parent.glob("test_*.py")}
+    unknown = (_files(ALL) | _files(EVERY_FOURTH) | SOME.keys()) - here.keys()
+    for file in SOME.keys() & here.keys():
+        text = here[file].read_text()
+        unknown |= {name for name in SOME[file].split() if f"def {name.partition('[')[0]}(" not in text}
+    if unknown:
+        raise pytest.UsageError(f"jax_lines.py names what is not there: {', '.join(sorted(unknown))}")
+    whole, fourth, seen = _files(ALL), _files(EVERY_FOURTH), Counter[str]()
+    parts: tuple[list[pytest.Item], list[pytest.Item]] = [], []
+    for item in items:
+        file, name = item.path.stem, item.name.partition("@")[0]  # xdist adds the group
+        belongs = file in whole or (file in fourth and seen[file] % 4 == 0) or name in SOME.get(file, "").split()
+        seen[file] += 1
+        parts[not belongs].append(item)
+    return parts

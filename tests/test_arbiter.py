@@ -22,8 +22,6 @@ from jaxtensile.runtime.messages import (
     Rung,
 )
 
-pytestmark = pytest.mark.without_jax
-
 
 def test_a_second_job_waits_until_the_first_has_shrunk():
     talk = Talk(capacity=9)

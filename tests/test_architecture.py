@@ -60,7 +60,8 @@ MAY_IMPORT = {
     "inward": "units ir _compat trace passes",
     "state": "units ir plan trace passes",
     "merge": "ir _compat trace",
-    "undo": "ir _compat merge trace",
+    "undo_loops": "_compat merge passes trace",
+    "undo": "ir _compat merge trace undo_loops",
     "upperbound": "units _compat",
     "request": f"{VOCABULARY} faults _compat passes compile report",
     "nest": "_compat trace",
@@ -74,8 +75,8 @@ MAY_IMPORT = {
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
-    "pipeline": f"""{EDGE} collecting upperbound subject rounds smallest attempts candidates plan_cache recipe merge undo
-    request variants outcome timeline report""",
+    "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
+    upperbound variants outcome timeline report""",
     "keystore": "units errors _compat",
     "agreement": "units errors keystore",
     "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore
@@ -114,9 +115,9 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo upperbound split numbered made_rows stretch chunk sink join inward nest loops hosted
-    host_stacks rewrite compile attempts target location processes placement feedback api filtered estimation
-    calibration arbitration suspension stepping""".split()
+    """_compat trace merge undo undo_loops upperbound split numbered made_rows stretch chunk sink join inward nest
+    loops hosted host_stacks rewrite compile attempts target location processes placement feedback api filtered
+    estimation calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]

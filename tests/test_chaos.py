@@ -20,7 +20,7 @@ import re
 import pytest
 
 from chaos import MIB, Chaos, Held
-from jax_lines import SOAK, on_the_line_of
+from jax_lines import SOAK
 
 SECONDS = 600.0 if SOAK else 35.0
 COUNTED = (
@@ -43,7 +43,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@on_the_line_of(newer=False)
 @pytest.mark.slow
 def test_whoever_is_killed_nothing_is_overcommitted_or_lost_and_all_losses_are_the_same(folder, record_property):
     chaos = Chaos(folder, seed=1).run(SECONDS)

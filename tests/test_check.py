@@ -17,8 +17,6 @@ from jaxtensile.passes.stages import mountain_at, waists
 from jaxtensile.plan import Costs, Problem, Program
 from oracles import completed, same_outputs
 
-pytestmark = pytest.mark.without_jax
-
 
 @st.composite
 def planned(draw, source):

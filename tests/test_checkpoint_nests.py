@@ -16,7 +16,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxtensile
-from jax_lines import CHECKPOINTS, SOAK, checkpoints_are
+from checkpoints import CHECKPOINTS, checkpoints_are
+from jax_lines import SOAK
 from jaxtensile.trace import jaxpr_flops, trace_jaxpr
 from jaxtensile.undo import undo
 from programs import FAST

@@ -6,8 +6,6 @@ import pytest
 
 from jaxtensile.collecting import SELDOM, seldom
 
-pytestmark = pytest.mark.without_jax
-
 
 @pytest.fixture(autouse=True)
 def thresholds():

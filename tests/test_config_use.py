@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import api, options, pipeline
+from jaxtensile import api, identity, options, pipeline
 from jaxtensile.device import WEIGHTS
 from jaxtensile.jobs import job as make_job
 from jaxtensile.options import RESERVE
@@ -45,7 +45,8 @@ WEIGHTS_AND_ROWS = [jnp.eye(64)] * 4, jnp.ones((2048, 64))
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch, tmp_path):
-    """No config but a test's own."""
+    """No config but a test's own, and nothing left to tell of it when the tests end."""
+    monkeypatch.setattr(identity, "_files", {})
     monkeypatch.delenv("JAXTENSILE_CONFIG", raising=False)
     monkeypatch.chdir(tmp_path)
 

@@ -42,8 +42,6 @@ from jaxtensile.runtime.messages import (
     Welcome,
 )
 
-pytestmark = pytest.mark.without_jax
-
 WALKS = 8
 EVENTS = 135_000 * (10 if SOAK else 1)
 """Of each of the walks together: 10^6 in all, or 10^7."""

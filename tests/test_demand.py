@@ -1,12 +1,8 @@
 """What a ladder asks for is worked out rung by rung, once for all that bring the same."""
 
-import pytest
-
 from jaxtensile.runtime.demand import demand_of, needs_of
 from jaxtensile.runtime.leases import HOST, Charge
 from jaxtensile.runtime.messages import Rung
-
-pytestmark = pytest.mark.without_jax
 
 
 def test_the_needs_of_a_rung_are_on_each_device_and_once_on_the_host():

@@ -1,7 +1,5 @@
 """What is granted is on record before it is said, and what is said is told page by page."""
 
-import pytest
-
 from coordinator_talk import GPU, LADDER, Talk
 from jaxtensile.runtime import journal
 from jaxtensile.runtime.events import (
@@ -27,8 +25,6 @@ from jaxtensile.runtime.messages import (
     Status,
     Token,
 )
-
-pytestmark = pytest.mark.without_jax
 
 
 def test_a_job_alone_gets_what_it_wants_written_down_before_it_is_said():

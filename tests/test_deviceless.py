@@ -14,7 +14,6 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxtensile
-from jax_lines import on_the_line_of
 from jaxtensile import pipeline
 from jaxtensile.feedback import slowed
 from jaxtensile.location import location
@@ -105,7 +104,7 @@ def check_report(report):
 
 
 @pytest.mark.cuda_aot
-@pytest.mark.parametrize("name", ["gpt", "mlp", pytest.param("resnet", marks=on_the_line_of(newer=True))])
+@pytest.mark.parametrize("name", ["gpt", "mlp", "resnet"])
 def test_what_fits_an_h200_is_left_alone(name):
     report = plain(name)
     assert report.unchanged and report.fits and report.target == H200 and report.rounds == 0
@@ -119,10 +118,10 @@ def test_what_fits_an_h200_is_left_alone(name):
     "name, share",
     [
         ("gpt", 0.6),
-        pytest.param("gpt", 0.4, marks=on_the_line_of(newer=False)),
+        ("gpt", 0.4),
         ("mlp", 0.6),
         ("mlp", 0.3),
-        pytest.param("resnet", 0.7, marks=on_the_line_of(newer=True)),
+        ("resnet", 0.7),
     ],
 )
 def test_a_step_fits_a_smaller_budget(name, share):
@@ -199,7 +198,6 @@ def normed():
     return jaxtensile.Workload(fun=step, args=args, jit_options={"donate_argnums": 0}, name="normed")
 
 
-@on_the_line_of(newer=True)
 @pytest.mark.cuda_aot
 def test_what_is_read_through_fused_values_waits_on_the_host():
     """Half of the temporaries for nothing where the link is fast beside the work; without the host it costs a tenth."""
@@ -214,7 +212,6 @@ def test_what_is_read_through_fused_values_waits_on_the_host():
     assert plan(work, budget, V100).overhead_ratio > 0.05
 
 
-@on_the_line_of(newer=True)
 @pytest.mark.cuda_aot
 def test_where_work_takes_longer_than_thought_more_waits_on_the_host():
     """Copies hide behind slower work and recomputation does not; where nothing is gained, nothing is compiled."""
@@ -263,7 +260,6 @@ def test_what_a_loop_stacks_waits_on_the_host(target):
         assert all(stride < 0 for stride in strides), "the backward loop reads the last slice first"
 
 
-@on_the_line_of(newer=False)
 @pytest.mark.tpu_aot
 def test_straight_line_code_waits_on_the_host_of_a_tpu():
     """XLA keeps both ends of a copy."""
@@ -296,7 +292,6 @@ def loop(length, unroll=1):
     return jaxtensile.Workload(fun=jax.grad(loss), args=args, jit_options={}, name="loop")
 
 
-@on_the_line_of(newer=False)
 @pytest.mark.cuda_aot
 def test_what_an_error_names_is_the_same_whatever_was_asked_and_is_met():
     work = gpt(layers=2, batch=16)
@@ -314,7 +309,6 @@ def test_what_an_error_names_is_the_same_whatever_was_asked_and_is_met():
     assert ask(smallest).compiled.device <= smallest
 
 
-@on_the_line_of(newer=False)
 @pytest.mark.cuda_aot
 def test_what_fits_without_the_host_fits_with_a_host_budget():
     """XLA unrolls a loop of two iterations, and then cancels the copies."""
@@ -325,7 +319,6 @@ def test_what_fits_without_the_host_fits_with_a_host_budget():
     assert both.fits and both.compiled.host == both.offload_bytes
 
 
-@on_the_line_of(newer=False)
 @pytest.mark.cuda_aot
 def test_an_unrolled_loop_stacks_on_the_host():
     work, budget = loop(16, unroll=5), "160MiB"
@@ -345,7 +338,6 @@ def slice_strides(hlo, shape):
     return found
 
 
-@on_the_line_of(newer=True)
 @pytest.mark.cuda_aot
 def test_a_product_that_is_read_in_slices_is_never_there_whole():
     """DLRM's interactions: two products of one stack, added and taken apart. Recomputation cannot get below them."""
@@ -355,7 +347,6 @@ def test_a_product_that_is_read_in_slices_is_never_there_whole():
     assert any("made slice by slice" in note for note in report.notes)
 
 
-@on_the_line_of(newer=False)
 @pytest.mark.cuda_aot
 def test_checkpoints_by_hand_are_undone_where_there_is_room():
     """With room for all: the bytes and FLOPs of the step without them. With some room: something in between."""
@@ -382,7 +373,6 @@ def test_checkpoints_by_hand_are_undone_where_there_is_room():
     assert "jax.checkpoint undone" in str(report)
 
 
-@on_the_line_of(newer=True)
 @pytest.mark.tpu_aot
 def test_a_step_for_a_v5e():
     assert plain("shallow", V5E).unchanged
@@ -435,7 +425,6 @@ def test_the_state_is_on_the_host_and_off_the_device():
     assert len(copies) == 48 and sum(i < copies[0] for i in products) >= 12
 
 
-@on_the_line_of(newer=False)
 @pytest.mark.cuda_aot
 def test_the_state_on_the_host_leaves_room_for_residuals():
     work = adam()
@@ -448,7 +437,6 @@ def test_the_state_on_the_host_leaves_room_for_residuals():
     assert report.wait > 0 and report.overhead >= report.wait
 
 
-@on_the_line_of(newer=True)
 @pytest.mark.tpu_aot
 def test_the_state_is_on_the_host_of_a_tpu():
     work = adam(layers=6, side=1024, batch=1024)

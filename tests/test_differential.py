@@ -17,7 +17,7 @@ import pytest
 
 import jaxtensile
 from differential import QUICK, agree, believed, deleted, every, needs, same_bits, tell
-from jax_lines import NEWER, SOAK, shared_out
+from jax_lines import SOAK
 from programs import FAST, squeezed
 from random_programs import DENSE, LOOPS, SHAPES, Layer, Program, programs
 
@@ -61,30 +61,24 @@ def compare(program, seen):
     assert deleted(ours) == deleted(theirs)
 
 
-def run(strategy, examples, record_property):
-    """As many on either line, others with the same rules."""
-    examples = examples if SOAK else examples // 2
-    seen = every(strategy, examples, compare, number=int(NEWER))
+FAMILIES = {
+    "chains and graphs of dense layers": (7, programs(DENSE)),
+    "convolutions, gathers, scatters and random numbers": (7, programs(SHAPES)),
+    "loops, branches and calls": (5, programs(LOOPS, layers=(4, 9))),
+    "half precision": (6, programs(DENSE, layers=(5, 10), dtypes=("bfloat16", "float16"))),
+}
+
+
+@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_programs(family, number, record_property):
+    examples, strategy = FAMILIES[family]
+    examples *= 2 if SOAK else 1
+    seen = every(strategy, examples, compare, number=number)
     tell(seen, record_property)
     assert seen["programs"] >= examples // 2
     changed = seen["changed by a plan"]
     assert changed >= 0.8 * seen["programs"], "the planner changed hardly anything: nothing was tested"
-
-
-def test_chains_and_graphs_of_dense_layers(record_property):
-    run(programs(DENSE), 14, record_property)
-
-
-def test_convolutions_gathers_scatters_and_random_numbers(record_property):
-    run(programs(SHAPES), 14, record_property)
-
-
-def test_loops_branches_and_calls(record_property):
-    run(programs(LOOPS, layers=(4, 9)), 10, record_property)
-
-
-def test_half_precision(record_property):
-    run(programs(DENSE, layers=(5, 10), dtypes=("bfloat16", "float16")), 12, record_property)
 
 
 @pytest.mark.parametrize("rules", [DENSE, SHAPES, LOOPS], ids=["dense", "shapes", "loops"])
@@ -100,7 +94,7 @@ def test_every_rule_is_used(rules, record_property):
 
 @pytest.mark.parametrize(
     "layers",
-    shared_out(["tanh dense_bias skip gelu dense tanh layer_norm sin_square", "attend gelu relu dropout gather"]),
+    ["tanh dense_bias skip gelu dense tanh layer_norm sin_square", "attend gelu relu dropout gather"],
 )
 def test_taking_xla_at_its_word(layers):
     """The whole way: within 70 % of what XLA needs above the arguments, or refused."""

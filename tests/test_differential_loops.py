@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import jaxtensile
 from differential import QUICK, ROUNDINGS, agree, believed, deleted, difference, every, needs, same_bits, tell
-from jax_lines import SOAK, shared_out
+from jax_lines import SOAK
 from nested_programs import BLOCKS, CONTROL, KINDS, LEAVES, Node, Program, is_jax, programs
 
 CLOSE = 8
@@ -71,7 +71,7 @@ def compare(given, seen, *, stepwise=False):
 
 
 CHUNK, FEW = (23, 10) if SOAK else (3, 2)
-"""Programs a test: more than five hundred in all for ``make soak``, a sixth of them without, shared by the lines."""
+"""Programs a test: more than five hundred in all for ``make soak``, a sixth of them without."""
 SMOOTH = tuple(n for n in LEAVES if n not in ("bfloat16", "dropout", "noise", "attend", "layer_norm"))
 """Leaves that leave the type of the activations alone and have small derivatives."""
 COSTLY = ("dropout", "noise", "attend")
@@ -83,7 +83,7 @@ FAMILIES = {
     "random": (1, programs(3, controls=("scan_keys", "fori", "cond", "vmap"), leaves=("dropout", "noise", "dense"))),
     "half": (1, programs(3, dtypes=("bfloat16", "float16"), leaves=SMOOTH)),
 }
-CASES = shared_out([(family, k) for family, (chunks, _) in FAMILIES.items() for k in range(chunks)])
+CASES = [(family, k) for family, (chunks, _) in FAMILIES.items() for k in range(chunks)]
 
 
 def control(given):
@@ -109,7 +109,7 @@ def settled(seen, examples, record_property):
         assert seen["changed by a plan"] >= 0.6 * examples, "hardly anything was changed: nothing was tested"
 
 
-@pytest.mark.parametrize("number", shared_out(range(2)))
+@pytest.mark.parametrize("number", range(2))
 def test_64_bits(number, record_property):
     """Where types may have 64 bits: integers and weak types are others there."""
     with jax.enable_x64(True):
@@ -126,7 +126,7 @@ def test_jaxs_own_rules_hold(record_property):
     settled(seen, FEW, record_property)
 
 
-@pytest.mark.parametrize("number", shared_out(range(4)))
+@pytest.mark.parametrize("number", range(4))
 def test_taking_xla_at_its_word(number, record_property):
     """The whole way: XLA's own number is within the budget, or the budget that the error names is met."""
     strategy = st.tuples(programs(2, rows=256, leaves=SMOOTH), st.sampled_from((0.9, 0.7, 0.5)))

@@ -18,8 +18,6 @@ from jaxtensile.plan import Costs, Problem
 from oracles import every_schedule, least_charge, one_turn
 from test_greedy import check_plan
 
-pytestmark = pytest.mark.without_jax
-
 DEVICE = profile("nvidia-h200")
 FEW = 8
 """Values before the turn that may be kept, at most: every subset of them is laid out."""

@@ -15,7 +15,6 @@ import numpy as np
 import optax
 import pytest
 
-from jax_lines import on_the_line_of
 from jaxtensile.runtime import config as configs
 from jaxtensile.units import parse_bytes
 
@@ -68,7 +67,6 @@ def test_quickstart_does_what_its_comments_say(capsys):
     assert device_bytes(names["step"].lower(*arguments).compile()) <= 128 * 2**20
 
 
-@on_the_line_of(newer=False)
 def test_demo_numbers_hold(tmp_path):
     printed = run(tmp_path, "demo.py", "--steps", "6", "--target", "nvidia-nothing", *TINY_DEMO)
 
@@ -91,7 +89,6 @@ def test_demo_numbers_hold(tmp_path):
     assert "nvidia-nothing" in one(r"(?m)^No plan: (.*)$", printed)
 
 
-@on_the_line_of(newer=True)
 @pytest.mark.slow
 @pytest.mark.cuda_aot
 def test_demo_fits_gpt2_small_for_an_absent_gpu(tmp_path):
@@ -111,7 +108,6 @@ HEARING = [sys.executable, "-c", _LISTEN]
 """Before a command that is to hear Ctrl-C: where the tests run in the background they ignore it, and pass that on."""
 
 
-@on_the_line_of(newer=True)
 def test_demo_stops_cleanly_on_ctrl_c():
     with subprocess.Popen(
         [*HEARING, sys.executable, "-u", EXAMPLES / "demo.py", "--no-gpu-plan", "--steps", "100000", *TINY_DEMO],
@@ -128,7 +124,6 @@ def test_demo_stops_cleanly_on_ctrl_c():
     assert (demo.returncode, errors.strip()) == (130, "Stopped by Ctrl-C; nothing was written.")
 
 
-@on_the_line_of(newer=True)
 def test_budgets_are_those_of_the_file(tmp_path):
     printed = run(tmp_path, "budgets.py")
     rows = re.findall(rf"(?m)^(\w+): {SIZE} as it is, {SIZE} within its budget of {SIZE}$", printed)
@@ -145,7 +140,6 @@ def test_budgets_are_those_of_the_file(tmp_path):
     assert printed.endswith("train_step with budget='64MiB' in the code: 64.00MiB\n")
 
 
-@on_the_line_of(newer=False)
 def test_inspect_plan_walks_a_report_that_adds_up(tmp_path):
     printed = run(tmp_path, "inspect_plan.py")
     device = {}
@@ -161,7 +155,6 @@ def test_inspect_plan_walks_a_report_that_adds_up(tmp_path):
     assert int(one(r"(?m)^rounds: (\d+);", printed)) >= 1
 
 
-@on_the_line_of(newer=False)
 def test_will_it_fit_answers_and_explains(tmp_path):
     printed = run(tmp_path, "will_it_fit.py", "--targets", "cpu,nvidia-nothing")
 
@@ -178,7 +171,6 @@ def test_will_it_fit_answers_and_explains(tmp_path):
     assert taken <= given == parse_bytes(errors[-1][1]) < parse_bytes(before)
 
 
-@on_the_line_of(newer=False)
 def test_search_trains_eight_in_the_room_of_three(tmp_path):
     printed = run(tmp_path, "search.py", "--steps", "12")
     plain, room, number = one(rf"one training as it is: {SIZE}; the device: {SIZE}, room for (\d)", printed)
@@ -191,7 +183,6 @@ def test_search_trains_eight_in_the_room_of_three(tmp_path):
     assert float(one(r"(?m)^best: .* no loss differs by more than ([\d.e+-]+)$", printed)) < 1e-4
 
 
-@on_the_line_of(newer=True)
 def test_search_as_processes(tmp_path):
     config = configs.read(EXAMPLES / "search.toml")
     assert config.devices[""].capacity == parse_bytes(search.CAPACITY)
@@ -203,7 +194,6 @@ def test_search_as_processes(tmp_path):
     assert "2 of 2 jobs done" in done.stdout
 
 
-@on_the_line_of(newer=False)
 def test_queries_come_and_go_beside_a_training_that_stays_the_same(tmp_path):
     printed = run(tmp_path, "queries.py", "--queries", "3", "--steps", "6", "--layers", "2")
     assert len(re.findall(r"query \d +answered after", printed)) == 3
@@ -211,7 +201,6 @@ def test_queries_come_and_go_beside_a_training_that_stays_the_same(tmp_path):
     assert float(one(r"none of its losses differs by more than ([\d.e+-]+)$", printed.strip())) < 1e-4
 
 
-@on_the_line_of(newer=True)
 def test_a_service_of_a_higher_class_waits_for_one_step(tmp_path):
     printed = run(tmp_path, "priority.py", "--seconds", "0.5", "--layers", "2")
     rows = re.findall(r"(?m)^ +([01]) +(\d+) .* ms  (\d+) \+ (\d+) \+ (\d+) in ", printed)

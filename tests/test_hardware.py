@@ -10,8 +10,6 @@ from jaxtensile import hardware
 from jaxtensile.hardware import host_memory
 from jaxtensile.units import GIB, MIB
 
-pytestmark = pytest.mark.without_jax
-
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 UNLIMITED_V1 = "9223372036854771712"
 V2 = "31 23 0:26 {top} {mount} rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"

@@ -1,7 +1,5 @@
 """A job stays where it is until it is told, moves between two steps, and says so."""
 
-import pytest
-
 from coordinator_talk import GPU, LADDER
 from jaxtensile.runtime.holder import Holder
 from jaxtensile.runtime.messages import (
@@ -17,8 +15,6 @@ from jaxtensile.runtime.messages import (
     Revoke,
     Token,
 )
-
-pytestmark = pytest.mark.without_jax
 
 
 def holder(**given):

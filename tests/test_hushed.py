@@ -3,10 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
-pytestmark = pytest.mark.without_jax
-
 PROGRAM = """
 import ctypes, os, sys, threading
 from jaxtensile.hushed import hushed

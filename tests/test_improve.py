@@ -17,8 +17,6 @@ from jaxtensile.plan import Costs, Problem
 from oracles import every_schedule, least_charge, one_turn
 from test_exact import chains
 
-pytestmark = pytest.mark.without_jax
-
 DEVICE = profile("nvidia-h200")
 
 

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 import jaxtensile
 from differential import same_bits
 from graphs import Builder, graphs, train_steps
-from jax_lines import on_the_line_of
 from jaxtensile import variants as ways
 from jaxtensile.candidates import Candidates
 from jaxtensile.device import profile
@@ -166,7 +165,7 @@ def test_bodies_in_their_order_have_the_same_bits(loss):
     assert kept
 
 
-@on_the_line_of(newer=False)
+@pytest.mark.cuda_aot
 @pytest.mark.xdist_group("deviceless")
 def test_a_policy_by_hand_is_met_below_its_bytes_with_its_flops():
     """XLA puts the gradients of all weights off to the end of the body, with everything that they are made of."""

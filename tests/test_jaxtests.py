@@ -52,7 +52,7 @@ class Test(unittest.TestCase):
 
     def test_checkpoint(self):
         wave = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))
-        self.assertEqual(jit(jax.grad(wave))(0.0), 1.0)
+        self.assertEqual(jit(jax.value_and_grad(lambda x: wave(x).sum()))(jnp.zeros(1 << 18))[1][0], 1.0)
 
     def test_of_both(self):
         self.fail("whoever runs it")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtensile.runtime.leases import TABLE, Happening, LeaseError, State, after
+from jaxtensile.runtime.leases import TABLE, Charge, Happening, LeaseError, State, after
 
 CHARGED = {State.HELD, State.REVOKING, State.OVERDUE, State.QUARANTINED}
 
@@ -46,3 +46,7 @@ def test_a_silent_job_is_quarantined_and_comes_back_by_reclaiming():
         assert after(state, Happening.LOST) is State.QUARANTINED
     assert after(State.QUARANTINED, Happening.RECLAIM) is State.HELD
     assert Happening.GRANT not in TABLE[State.QUARANTINED] and Happening.ACK not in TABLE[State.QUARANTINED]
+
+
+def test_a_charge_is_what_stays_and_what_a_step_needs():
+    assert (Charge(3, 2).level, Charge(3).level) == (5, 3)

@@ -1,7 +1,5 @@
 """Programs of public libraries under a tight budget return what they return under ``jax.jit``.
 
-Every second of them on either jax line, all of them on both with JAXTENSILE_SOAK=1.
-
 XLA's own bytes decide: each program is compiled plain, then planned for a share of what it needs above its arguments
 and results, or, where nothing reaches that, for the least that the error says can be reached. How many programs a plan
 changed is counted, and said at the end of the run.
@@ -16,7 +14,6 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jax_lines import shared_out
 from library_programs import PROGRAMS
 from programs import FAST
 
@@ -32,7 +29,7 @@ def seen():
     return Counter()
 
 
-@pytest.mark.parametrize("name", shared_out(list(PROGRAMS)))
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_a_step_of_a_public_library_is_the_same_under_pressure(name, seen, record_property):
     make, share = PROGRAMS[name]
     step, args = make()

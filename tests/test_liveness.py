@@ -169,6 +169,32 @@ def test_a_loop_carries_in_place_and_needs_its_body():
     assert live_ranges(graph).profile == [B, 4 * B + 2 * B, 4 * B + 4, 4]
 
 
+@pytest.mark.parametrize("carries", [True, False])
+def test_a_loop_writes_its_carry_over_no_constant(carries):
+    """What every iteration reads is there to the last one; the carry's own first value is not."""
+    body, b = Builder(), Builder()
+    body.input(N)
+    bodies = (body.graph(body.input(N)),)
+    x = b.input(N)
+    made = b.op("cumsum", x)
+    constant, carry = (x, made) if carries else (made, x)
+    fields = {"bodies": bodies, "slots": (constant, carry), "carried": (1, 1), "trip_count": 3}
+    (end,) = b.op("scan", constant, carry, results=[(N,)], **fields)
+    profile = live_ranges(b.graph(b.op("cumsum", end))).profile
+    assert profile == [B, B if carries else 2 * B, B]
+
+
+def test_what_dies_makes_room_for_one_result():
+    """Two results of a branch, and one operand that ends there: the other result is a buffer of its own."""
+    body, b = Builder(), Builder()
+    body.input(N)
+    bodies = (body.graph(body.input(N), body.input(N)),)
+    a = b.op("cumsum", b.input(N))
+    one, two = b.op("cond", a, results=[(N,), (N,)], bodies=bodies, slots=(a,))
+    profile = live_ranges(b.graph(b.op("dot_general", one, two, shape=(1,)))).profile
+    assert profile == [B, 2 * B, 2 * B]
+
+
 def test_branches_need_the_larger_of_them():
     def branch(count):
         b = Builder()

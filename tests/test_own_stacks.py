@@ -9,7 +9,6 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jax_lines import on_the_line_of
 from jaxtensile.plan import Program
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import trace_jaxpr
@@ -129,7 +128,6 @@ def layers(count):
 
 
 @pytest.mark.cuda_aot
-@on_the_line_of(newer=False)
 def test_plans_get_below_what_checkpoints_reach():
     """XLA makes the stacks of all loops at once, also of those that run again."""
     step, args = layers(6)

@@ -18,8 +18,6 @@ from jaxtensile.passes.skyline import RULES, stack
 from jaxtensile.passes.valleys import Tactic, search
 from oracles import fits, lowest_height, overlaps
 
-pytestmark = pytest.mark.without_jax
-
 INSTANCES = Path(__file__).resolve().parent.parent / "benchmarks" / "pack" / "instances"
 CAPACITY = 1 << 20
 LOADS = dict.fromkeys("ABEFGHIK", CAPACITY) | {"C": 1_039_360, "D": 986_112, "J": 989_184}

@@ -15,8 +15,6 @@ from jaxtensile.runtime.knapsack_kinds import Item, cheapest_of
 from jaxtensile.runtime.leases import Charge
 from jaxtensile.runtime.policy import EXACT, OBJECTIVES, WITHIN, Claim, Option, Room, ahead, divide
 
-pytestmark = pytest.mark.without_jax
-
 CLOSE = 1e-9
 
 

@@ -31,9 +31,6 @@ from jaxtensile.runtime.messages import (
     Welcome,
 )
 
-pytestmark = pytest.mark.without_jax
-
-
 LONGER = (Rung(persistent=3, seconds=2.0), Rung(persistent=5, seconds=1.5), Rung(persistent=10, seconds=0.5))
 
 

@@ -8,8 +8,6 @@ from jaxtensile.runtime.leases import HOST, Lease, Process
 from jaxtensile.runtime.messages import Rung
 from jaxtensile.runtime.speakers import Speakers
 
-pytestmark = pytest.mark.without_jax
-
 ONE, OTHER = Process(7, 1), Process(7, 2)
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 
 from graphs import Builder, graphs, train_steps
-from jax_lines import on_the_line_of
 from jaxtensile.device import profile
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
@@ -123,7 +122,6 @@ def test_weights_are_transposed_no_sooner_than_a_convolution_reads_them():
 
 
 @pytest.mark.cuda_aot
-@on_the_line_of(newer=True)
 @pytest.mark.xdist_group("deviceless")
 def test_xla_puts_nothing_off_behind_the_gradient_of_the_scores(tmp_path):
     """A Llama whose plan needs 25 MB less with ties: the softmax that the gradient of the values reads."""

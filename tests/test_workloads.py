@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_lines import shared_out
 from jaxtensile.trace import jaxpr_flops
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not installed; appended, so a wheel wins
@@ -65,7 +64,7 @@ def test_published_size_traces_and_returns_the_state_it_took(name):
     assert (loss.shape, loss.dtype) == ((), jnp.float32)
 
 
-@pytest.mark.parametrize("name", shared_out(EVERY))
+@pytest.mark.parametrize("name", EVERY)
 def test_tiny_arguments_match_the_abstract_ones_and_train(name):
     """Five donated steps on one batch; randomness, where the model has any, is the same in every step."""
     module = workloads.load(name)
@@ -104,7 +103,7 @@ def equations(jaxpr, name):
     return found
 
 
-@pytest.mark.parametrize("name", shared_out(workloads.NAMES))
+@pytest.mark.parametrize("name", workloads.NAMES)
 def test_a_policy_stands_on_every_block_and_nowhere_without_the_option(name):
     def traced(remat):
         work = workloads.workload(name, remat=remat)
@@ -117,7 +116,7 @@ def test_a_policy_stands_on_every_block_and_nowhere_without_the_option(name):
     assert recomputing.out_avals == plain.out_avals
 
 
-@pytest.mark.parametrize("name", shared_out(["gpt2_small", "lstm", "resnet50", "mixer"]))
+@pytest.mark.parametrize("name", ["gpt2_small", "lstm", "resnet50", "mixer"])
 def test_a_policy_changes_no_value(name):
     """One block in plain JAX, in flax.linen, in flax.nnx, and a scan's body: two steps, the second by the gradients."""
     module = workloads.load(name)

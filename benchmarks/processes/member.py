@@ -72,7 +72,7 @@ def _told(case: Case, me: int) -> dict[str, Any]:
         time.sleep(50)
     if case.fault == "kill":
         print("{}", flush=True)  # about to call
-    started = time.perf_counter()
+    called = time.time()
     told: dict[str, Any] = {}
     try:
         if interrupting is not None:
@@ -86,12 +86,12 @@ def _told(case: Case, me: int) -> dict[str, Any]:
         told = {"outcome": "error", "error": type(error).__name__, "text": str(error)}
     except Exception as error:
         told = {"outcome": "failed", "error": type(error).__name__, "text": str(error)[:2000]}
-    seconds = round(time.perf_counter() - started, 1)
+    when = {"called": called, "ended": time.time()}
     if interrupting is not None:
         interrupting.cancel()
         interrupting.join()
     if told:
-        return {**told, "seconds": seconds}
+        return {**told, **when}
     expected = jax.jit(step)(*arguments())
     for e, g in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
         assert g.sharding.is_equivalent_to(e.sharding, g.ndim), (g.sharding, e.sharding)
@@ -100,7 +100,7 @@ def _told(case: Case, me: int) -> dict[str, Any]:
     text, written = ours.lower(*arguments()).as_text(), jax.jit(step).lower(*arguments()).as_text()
     if case.number % 5 == 0:
         assert ours.plan(*arguments()).compiled.device <= options["budget"]
-    return {"outcome": "values", "planned": text != written, "program": hash_of(text), "seconds": seconds}
+    return {"outcome": "values", "planned": text != written, "program": hash_of(text), **when}
 
 
 def hash_of(text: str) -> str:

@@ -30,7 +30,7 @@ from typing import Any, Final
 from benchmarks.isolate import ROOT, heading, save
 
 LIMIT: Final = 60.0
-"""Seconds for a case, of the call; building the program and comparing values have as many again."""
+"""Seconds for a case, from when all have called; building the program and comparing values have as many again."""
 SIDE_BY_SIDE: Final = 4
 """Groups in which somebody is killed: what they do most is wait."""
 
@@ -90,9 +90,11 @@ class Group:
             assert member.stdin is not None
             member.stdin.write(line)
             member.stdin.flush()
+        called = 0.0
         if case.fault == "kill":
             for me in range(case.processes):
                 self.line(me, 2 * LIMIT)
+            called = time.time()  # the last one, which may be the one that is killed
             time.sleep(case.after)
             self.members[case.victim].kill()
         started = time.monotonic()
@@ -100,7 +102,7 @@ class Group:
             self.line(me, max(2 * LIMIT - (time.monotonic() - started), 1)) if not self._killed(case, me) else None
             for me in range(case.processes)
         ]
-        return {**case.to_dict(), **_judged(case, found, self.members)}
+        return {**case.to_dict(), **_judged(case, found, self.members, called)}
 
     def _killed(self, case: Any, me: int) -> bool:
         return case.fault == "kill" and me == case.victim
@@ -114,17 +116,20 @@ def _read(member: subprocess.Popen[str], lines: queue.Queue[str]) -> None:
     lines.put("")
 
 
-def _judged(case: Any, found: Sequence[dict[str, Any] | None], members: Sequence[Any]) -> dict[str, Any]:
+def _judged(case: Any, found: Sequence[dict[str, Any] | None], members: Sequence[Any], called: float) -> dict[str, Any]:
     """``verdict`` of a case, whether it is ``good``, and what each process told."""
     killed = case.fault == "kill"
     alive = [f for me, f in enumerate(found) if not (killed and me == case.victim)]
-    told = {"told": [f and {k: v for k, v in f.items() if k != "program"} for f in found]}
+    hidden = "program", "called", "ended"
+    told = {"told": [f and {k: v for k, v in f.items() if k not in hidden} for f in found]}
     if any(f is None for f in alive):
         time.sleep(2)
         ended = all(f is not None or m.poll() is not None for f, m in zip(found, members, strict=True))
         by_jax = killed and case.victim == 0 and ended
         return {**told, "verdict": "ended by JAX" if by_jax else "crash" if ended else "HANG", "good": by_jax}
-    seconds = max(f["seconds"] for f in alive if f)
+    # From when all had called that were to call.
+    called = max([called, *(f["called"] for me, f in enumerate(found) if f and me != case.victim)])
+    seconds = round(max(f["ended"] for f in alive if f) - called, 1)
     outcomes = {f["outcome"] for f in alive if f}
     texts = {(f["error"], f["text"]) for f in alive if f and f["outcome"] == "error"}
     if outcomes == {"values"}:
