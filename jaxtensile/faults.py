@@ -30,6 +30,7 @@ REPORT: Final = (
 )
 
 T = TypeVar("T")
+U = TypeVar("U")
 P = ParamSpec("P")
 
 
@@ -118,7 +119,7 @@ class Faults:
                 raise
             raise Failed(rewrite, error) from error
 
-    def spared(self, rewrite: str, make: Callable[[], T], otherwise: Callable[[], T]) -> T:
+    def spared(self, rewrite: str, make: Callable[[], T], otherwise: Callable[[], U]) -> T | U:
         """``make()``; ``otherwise()`` where that fails or has failed."""
         if rewrite in self:
             return otherwise()
@@ -183,13 +184,13 @@ class Faults:
 
 
 def leaves_out(
-    rewrite: str, otherwise: Callable[[S], T]
-) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T]]:
+    rewrite: str, otherwise: Callable[[Any], U]
+) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T | U]]:
     """A rewrite of what is its first argument, of a job; where it fails it is ``otherwise`` of that."""
 
-    def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T | U]:
         @wraps(function)
-        def guarded(start: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def guarded(start: S, /, *args: P.args, **kwargs: P.kwargs) -> T | U:
             faults: Faults = start.job.faults
             return faults.spared(rewrite, lambda: function(start, *args, **kwargs), lambda: otherwise(start))
 
