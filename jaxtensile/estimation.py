@@ -197,7 +197,7 @@ def estimate_on(
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
     wanted = _wanted(fun, config)
     started = time.perf_counter()
-    plain, args = _jitted(fun, args, options)
+    plain, args = _jitted(fun, tuple(args), options)
     with tracing_for(*targets, args=args):
         traced = plain.trace(*args)
     seconds = {"trace": time.perf_counter() - started}

@@ -161,7 +161,8 @@ def resolved(asked: Asked, config: Config, who: Identity) -> Resolved:
     and ``BudgetError`` for a size in the code that cannot be read."""
     said = said_of(config.functions, who)
     chosen = {name: _chosen(name, asked, config, said) for name in ("objective", "undo", "chunk", "offload_state")}
-    values, settings = ({name: both[k] for name, both in chosen.items()} for k in (0, 1))
+    values = {name: value for name, (value, _) in chosen.items()}
+    settings = {name: setting for name, (_, setting) in chosen.items()}
     host, host_setting = _host(asked, config, said)
     offload, why = bool(values["offload_state"]), settings["offload_state"]
     if offload and asked.placed and why.source != CODE:

@@ -14,7 +14,7 @@ import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 from msgspec import UNSET, Struct, UnsetType, structs
 
@@ -206,13 +206,14 @@ class _Reader:
 
     def _places(self, tables: dict[str, Any]) -> dict[tuple[str, ...], str]:
         """Where each key of the tables that plans are made by is written."""
-        paths = [("device", key) for key, below in tables.get("device", {}).items() if not isinstance(below, dict)]
+        own = tables.get("device", {})
+        paths: list[tuple[str, ...]] = [("device", key) for key in own if not isinstance(own[key], dict)]
         paths += [
             (top, name, key)
             for top in ("device", "functions")
             for name, below in tables.get(top, {}).items()
             if isinstance(below, dict)
-            for key in below
+            for key in cast(dict[str, Any], below)
         ]
         return {path: self._in.place(path) for path in paths}
 
