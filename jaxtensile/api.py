@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import inspect
 import os
 import threading
 import weakref
@@ -619,9 +620,12 @@ class Bound(Transformed):
         self.__func__, self.__self__ = planned, instance
 
     @property
-    def __wrapped__(self) -> MethodType:
-        """The method as written: its signature is without the object, so that names of arguments find their places."""
-        return MethodType(self.__func__._fun, self.__self__)
+    def __signature__(self) -> inspect.Signature:
+        """That of the method, without the object, so that names of arguments find their places."""
+        try:
+            return inspect.signature(MethodType(self.__func__._fun, self.__self__))
+        except (TypeError, ValueError) as error:
+            raise AttributeError(str(error)) from None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__func__(self.__self__, *args, **kwargs)

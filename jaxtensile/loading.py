@@ -12,9 +12,10 @@ import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 
 from jaxtensile.errors import JaxtensileError
 from jaxtensile.workload import Workload
@@ -83,10 +84,17 @@ def load_maker(text: str) -> Maker:
     return Maker(file, function, make, next((name for name in _BATCH if name in parameters), ""))
 
 
+class _AsItStands(SourceFileLoader):
+    """Compiles the file itself: Python's compiled copy counts as current within a second of an edit of equal length."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
+
+
 def _run(path: Path) -> ModuleType:
     # Registered, as pickle and dataclasses expect, but never in place of a module that exists.
     name = path.stem if path.stem not in sys.modules else f"_jaxtensile_{path.stem}"
-    spec = spec_from_file_location(name, path)
+    spec = spec_from_file_location(name, path, loader=_AsItStands(name, str(path)))
     if spec is None or spec.loader is None:
         raise WorkloadError(f"{path} is not a Python file")
     module = module_from_spec(spec)

@@ -352,8 +352,8 @@ def test_loops_add_totals_up():
         strict=True,
     ):
         assert a.dtype == b.dtype
-        np.testing.assert_allclose(
-            a.astype(np.float32), b.astype(np.float32), rtol=1e-5 if a.dtype == np.float32 else 2e-2
+        np.testing.assert_allclose(  # sums of eight products of size 1: a place of theirs is 1.2e-7
+            a.astype(np.float32), b.astype(np.float32), rtol=1e-5 if a.dtype == np.float32 else 2e-2, atol=4e-7
         )
 
 
