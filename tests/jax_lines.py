@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 SOAK = bool(os.environ.get("JAXTENSILE_SOAK"))
+in_a_soak = pytest.mark.skipif(not SOAK, reason="minutes: with JAXTENSILE_SOAK=1")
+"""A mark for tests and parameters."""
 ALL = {
     "JAX's own interface: jits, stages, transformations, what a jaxpr holds and how one is made": """
         agreement api as_jax_jit bodies emit filter_jit host_stacks hosted inward join loops merge nest numbered parity

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
+from jax_lines import in_a_soak
 from jaxtensile.chunk import in_chunks
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.rows import Row
@@ -468,6 +469,7 @@ def test_a_budget_is_met_without_computing_anything_twice():
 
 
 @pytest.mark.cuda_aot
+@in_a_soak
 @deviceless
 def test_more_parts_than_pay_are_not_made():
     """A fifth of the bytes: eight parts compute nothing twice and start so many kernels that a step takes 2.4 times as

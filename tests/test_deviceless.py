@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxtensile
+from jax_lines import in_a_soak
 from jaxtensile import pipeline
 from jaxtensile.feedback import slowed
 from jaxtensile.location import location
@@ -121,7 +122,7 @@ def test_what_fits_an_h200_is_left_alone(name):
         ("gpt", 0.4),
         ("mlp", 0.6),
         ("mlp", 0.3),
-        ("resnet", 0.7),
+        pytest.param("resnet", 0.7, marks=in_a_soak),
     ],
 )
 def test_a_step_fits_a_smaller_budget(name, share):
@@ -294,6 +295,7 @@ def loop(length, unroll=1):
 
 
 @pytest.mark.cuda_aot
+@in_a_soak
 def test_what_an_error_names_is_the_same_whatever_was_asked_and_is_met():
     work = gpt(layers=2, batch=16)
 

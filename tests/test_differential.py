@@ -69,7 +69,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("number", range(2))
+@pytest.mark.parametrize("number", range(2 if SOAK else 1))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_programs(family, number, record_property):
     examples, strategy = FAMILIES[family]
