@@ -281,7 +281,7 @@ class Planned(Transformed):
             args, kwargs = self._seen(args, kwargs)
             traced = self._plain.trace(*args, **kwargs)
             return unless_faulty(
-                lambda: self._planned(traced, args, kwargs, measure=True).fitted.report,
+                lambda: self._entry_of(traced, args, kwargs, measure=True).fitted.report,
                 lambda error: self._without_report(error, args, kwargs),
             )
 
@@ -443,7 +443,14 @@ class Planned(Transformed):
             args, kwargs = as_for(self._asked.target, self._plain, args, kwargs)
         return self._placement.as_on_device(args, kwargs)
 
-    def _planned(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
+    def _planned(self, args: Any, kwargs: Any) -> tuple[_Entry, Any, Any]:
+        """The entry of a program that is not called, and its arguments as they are seen: without a compile of the plain
+        program, which ``plan`` makes."""
+        with self._tracing(args, kwargs):
+            args, kwargs = self._seen(args, kwargs)
+            return self._entry_of(self._plain.trace(*args, **kwargs), args, kwargs), args, kwargs
+
+    def _entry_of(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
         """The entry of a program that is not called; its arguments as they are seen."""
         if is_nowhere(traced, args, kwargs):
             raise TargetError(
@@ -590,7 +597,7 @@ class Planned(Transformed):
         if self._unasked and self._is_for_looking(traced, args, kwargs):
             return traced
         try:
-            entry = unless_faulty(lambda: self._planned(traced, args, kwargs), lambda _: None)
+            entry = unless_faulty(lambda: self._entry_of(traced, args, kwargs), lambda _: None)
         except BudgetError:
             if self._resolved().says_budget or self._asked.job is not None:
                 raise

@@ -1,7 +1,4 @@
-"""XLA's part of the tests, made short: a program is compiled once, and for this CPU without LLVM's optimizations.
-
-XLA has divided memory and ordered a program before LLVM sees it, and compiles for a CPU in half the time where LLVM
-does only what it must. What tests start as processes of their own is compiled as users compile.
+"""XLA's part of the tests, made short: a program is compiled once.
 
 What was compiled is there for all processes of a test run, and for later runs on the same machine: programs for this
 CPU through JAX's own persistent cache, of which the key covers program, options and XLA, kernels for absent GPUs
@@ -22,7 +19,7 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12")
 LIMIT = 1 << 30
 """Bytes in a folder, above which it begins anew; tests leave a tenth of it."""
@@ -85,7 +82,7 @@ def _machine() -> tuple[object, ...]:
 
 
 def quicken(kept: Folder | None, kernels: Path) -> None:
-    """From now on JAX in this process compiles quickly, looks in ``kept`` before, and XLA in ``kernels`` for GPUs."""
+    """From now on JAX in this process looks in ``kept`` before it compiles, and XLA in ``kernels`` for GPUs."""
     from jax._src import compiler
 
     options = compiler.get_compile_options
@@ -93,9 +90,7 @@ def quicken(kept: Folder | None, kernels: Path) -> None:
     def get_compile_options(*args, backend=None, **kwargs):
         made = options(*args, backend=backend, **kwargs)
         debug = made.executable_build_options.debug_options
-        if backend is not None and backend.platform == "cpu":
-            debug.xla_backend_optimization_level = 0
-        elif kept is not None and "CompileOnly" in type(backend).__name__:
+        if kept is not None and "CompileOnly" in type(backend).__name__:
             debug.xla_gpu_kernel_cache_file = str(kernels)
         return made
 

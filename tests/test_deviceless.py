@@ -218,9 +218,8 @@ def test_where_work_takes_longer_than_thought_more_waits_on_the_host():
     """Copies hide behind slower work and recomputation does not; where nothing is gained, nothing is compiled."""
     work, budget = subject("mlp"), at(0.26, "mlp")
     step = jaxtensile.jit(work.fun, budget=budget, host_budget="8GiB", target=H200, **work.jit_options)
-    args, kwargs = step._seen(work.args, {})
-    traced = step._plain.trace(*args)
-    first = step._planned(traced, args, kwargs).fitted
+    entry, args, kwargs = step._planned(work.args, {})
+    first, traced = entry.fitted, step._plain.trace(*work.args)
     job = step._job(traced, location(traced, args, kwargs, {}), args, kwargs)
 
     def renewed(factor):
@@ -447,8 +446,7 @@ def test_the_state_is_on_the_host_of_a_tpu():
     arguments = moved * 3 // 2 + 4 * 1024 * 1024
     # Less than all arguments: at no time is all state on the device.
     step = jaxtensile.jit(work.fun, budget=int(0.6 * arguments), target=V5E, offload_state=True, **work.jit_options)
-    args, kwargs = step._seen(work.args, {})
-    report = step._planned(step._plain.trace(*args), args, kwargs).fitted.report
+    report = step._planned(work.args, {})[0].fitted.report
     assert report.fits and report.recompute_flops == 0 and len(report.state) == 12
     assert report.compiled.host == moved == report.offload_bytes
     assert report.compiled.argument == report.predicted.argument == arguments - moved
