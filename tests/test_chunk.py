@@ -481,6 +481,7 @@ def test_more_parts_than_pay_are_not_made():
 
 
 @pytest.mark.cuda_aot
+@in_a_soak
 @deviceless
 def test_few_parts_are_planned_inside_where_more_would_be_needed_otherwise():
     """In two parts it needs more than half; in four, with nothing made again, less than a third."""

@@ -119,7 +119,7 @@ def test_what_fits_an_h200_is_left_alone(name):
     "name, share",
     [
         ("gpt", 0.6),
-        ("gpt", 0.4),
+        pytest.param("gpt", 0.4, marks=in_a_soak),
         ("mlp", 0.6),
         ("mlp", 0.3),
         pytest.param("resnet", 0.7, marks=in_a_soak),
