@@ -19,6 +19,8 @@ from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 FORMAT = 2
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12")
 LIMIT = 1 << 30
@@ -118,6 +120,13 @@ def _share_programs(kept: Folder) -> None:
     jax.config.update("jax_compilation_cache_dir", str(kept.path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+
+
+def set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs are compiled in this test, whatever is kept: XLA:CPU cannot serialize what was loaded."""
+    from jax._src import compilation_cache
+
+    monkeypatch.setattr(compilation_cache, "is_cache_used", lambda _: False)
 
 
 class Kernels:
