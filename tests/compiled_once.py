@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+KERNELS_ARE_USED = True
 FORMAT = 2
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12")
 LIMIT = 1 << 30
@@ -92,7 +93,7 @@ def quicken(kept: Folder | None, kernels: Path) -> None:
     def get_compile_options(*args, backend=None, **kwargs):
         made = options(*args, backend=backend, **kwargs)
         debug = made.executable_build_options.debug_options
-        if kept is not None and "CompileOnly" in type(backend).__name__:
+        if kept is not None and KERNELS_ARE_USED and "CompileOnly" in type(backend).__name__:
             debug.xla_gpu_kernel_cache_file = str(kernels)
         return made
 
@@ -123,9 +124,10 @@ def _share_programs(kept: Folder) -> None:
 
 
 def set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Programs are compiled in this test, whatever is kept: XLA:CPU cannot serialize what was loaded."""
+    """Programs and kernels are compiled in this test, whatever is kept: XLA:CPU cannot serialize what was loaded."""
     from jax._src import compilation_cache
 
+    monkeypatch.setitem(globals(), "KERNELS_ARE_USED", False)
     monkeypatch.setattr(compilation_cache, "is_cache_used", lambda _: False)
 
 

@@ -10,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+import compiled_once
 import jaxtensile
 from jaxtensile import hardware, target
 from jaxtensile.device import profile, profile_for_kind, targets
@@ -193,6 +194,7 @@ def test_a_missing_plugin_names_the_extra(name, missing, extra, monkeypatch):
 @pytest.mark.cuda_aot
 def test_a_compiler_that_refuses_is_a_target_error(monkeypatch):
     """As on a machine whose ptxas is too old, or has none: XLA's reason in one sentence."""
+    compiled_once.set_aside(monkeypatch)
     monkeypatch.setattr(target, "compiler_options", lambda name: {})
     target._resolve.cache_clear()
     with pytest.raises(jaxtensile.TargetError) as caught:
