@@ -125,8 +125,10 @@ def _share_programs(kept: Folder) -> None:
 
 def set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs and kernels are compiled in this test, whatever is kept: XLA:CPU cannot serialize what was loaded."""
+    import jax
     from jax._src import compilation_cache
 
+    jax.clear_caches()  # which hold what other tests have loaded
     monkeypatch.setitem(globals(), "KERNELS_ARE_USED", False)
     monkeypatch.setattr(compilation_cache, "is_cache_used", lambda _: False)
 
