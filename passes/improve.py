@@ -33,32 +33,40 @@ _TRAFFIC = 0.1
 """Share of an op's seconds beyond its charge that is charged as well: where many plans are as cheap, the programme
 takes long to tell them apart."""
 _WIDTH = 9
-"""Variables of all programmes together that are solved for one plan, per op: their time grows as that of a compile."""
+"""Variables of all programmes together that are solved for one program, per op: their time grows as that of a compile.
+"""
 
 
-def improve(problem: Problem, budget: Bytes) -> Plan | None:
-    """A plan that fits ``budget``; None when none is found, or there is nothing to decide."""
+def allowance(problem: Problem) -> int:
+    """Variables that are solved for in all plans of one program together: a budget that is hard to meet is asked for
+    again and again, a little lower each time."""
+    return _WIDTH * len(problem.graph.ops)
+
+
+def improve(problem: Problem, budget: Bytes, left: int) -> tuple[Plan | None, int]:
+    """A plan that fits ``budget``, or None when none is found or there is nothing to decide; and what it leaves of
+    ``left``, the variables that may be solved for."""
     program = Program.unchanged(problem.graph)
     here = Trial(frozenset(), program, live_ranges(program.graph), 0.0)
     if here.device <= budget or budget < here.device - here.live.temp:
-        return None
+        return None, left
     pairs = zip(problem.costs.charge, problem.costs.seconds, strict=True)
     guide = Costs(seconds=problem.costs.seconds, charge=tuple(c + _TRAFFIC * max(s - c, 0.0) for c, s in pairs))
-    looked = _Look(replace(problem, costs=guide), here, budget)
+    looked = _Look(replace(problem, costs=guide), here, budget, left)
     found = looked.down(budget)
     if found is None or found.charge > _TWICE * sum(guide.charge):
         # What is left over budget around the first turn may be cheaper around the next.
         other = looked.down(budget + int(_LOOSE * here.live.temp))
         found = min((f for f in (found, other) if f is not None), key=lambda f: f.charge, default=None)
-    return answer(problem, found.program, found.live, "milp") if found is not None else None
+    plan = answer(problem, found.program, found.live, "milp") if found is not None else None
+    return plan, looked.left
 
 
 class _Look:
     """Schedules of one problem, from ``start`` down to ``budget``; ``left``: variables that may still be solved for."""
 
-    def __init__(self, problem: Problem, start: Trial, budget: Bytes) -> None:
-        self.problem, self.start, self.budget = problem, start, budget
-        self.left = _WIDTH * len(problem.graph.ops)
+    def __init__(self, problem: Problem, start: Trial, budget: Bytes, left: int) -> None:
+        self.problem, self.start, self.budget, self.left = problem, start, budget, left
 
     def down(self, first: Bytes) -> Trial | None:
         """Turn after turn to the budget, around the first one to ``first``; None where one does not get there."""
@@ -88,9 +96,9 @@ class _Look:
             if not fresh:
                 break
         for k in range(_SOLVED):
-            self.left -= model.width
-            if self.left < 0:
+            if model.width > self.left:
                 break
+            self.left -= model.width
             found = model.solve(nodes=1, tolerance=_TOLERANCE)
             if found.kept is None:
                 break

@@ -57,6 +57,8 @@ class Auto(greedy.Solver):
         super().__init__()
         self.vain: dict[tuple[Graph, tuple[Seconds, ...]], Bytes] = {}
         """Budgets for which nothing was found, by programs and what their ops are charged: nor is for lower ones."""
+        self.left: dict[tuple[Graph, tuple[Seconds, ...]], int] = {}
+        """What earlier plans left of their allowances."""
 
 
 def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Plan:
@@ -70,11 +72,11 @@ def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Pl
         return plan
     if _price(problem, plan) <= _DEAR * whole if fits else plan.predicted.device > _CLOSE * budget:
         return plan
-    from jaxtensile.passes.improve import improve
+    from jaxtensile.passes.improve import allowance, improve
 
     if budget <= solver.vain.get(key := (problem.graph, problem.costs.charge), -1):
         return plan
-    found = improve(problem, budget)
+    found, solver.left[key] = improve(problem, budget, solver.left.get(key, allowance(problem)))
     if found is None:
         solver.vain[key] = budget
         return plan
