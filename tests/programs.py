@@ -149,6 +149,6 @@ def descent(loss):
     return step
 
 
-def chain_args(layers=32, width=8, rows=256):
+def chain_args(layers=12, width=8, rows=256):
     """Arguments of ``chain`` and ``step`` that a budget changes on every supported jax."""
     return [jax.numpy.eye(width) / 2] * layers, jax.numpy.ones((rows, width))

@@ -21,7 +21,7 @@ from jaxtensile.units import GIB
 from programs import FAST, chain_args, close, step
 
 COMPILE = attempts.compile_program
-ARGS = chain_args(layers=24, width=8, rows=256)
+ARGS = chain_args(layers=12, width=8, rows=256)
 
 
 def job(budget, fun=step, args=ARGS, **fields):

@@ -17,7 +17,7 @@ from jaxtensile import attempts, pipeline, plan_cache
 from jaxtensile.plan_cache import MOST, VARIABLE, PlanCache
 from programs import FAST, chain_args, squeezed, step
 
-ARGS = chain_args(layers=24, width=8, rows=256)
+ARGS = chain_args(layers=8, width=8, rows=256)
 OPTIONS = {"compiler_options": FAST}
 
 
@@ -187,7 +187,7 @@ sys.path.insert(0, {tests!r})
 from programs import FAST, chain_args, step
 import jaxtensile
 made = jaxtensile.jit(step, budget={budget}, compiler_options=FAST)
-args = chain_args(layers=24, width=8, rows=256)
+args = chain_args(layers=8, width=8, rows=256)
 report = made.plan(*args)
 print("recalled" if any("earlier process" in n for n in report.notes) else "solved", report.compiled.device)
 """
