@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import jax
 
-from jaxtensile import _compat, processes
+from jaxtensile import _compat, processes, shared_dispatch
 from jaxtensile.agreement import Agreed
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
@@ -218,6 +218,7 @@ class Planned(Transformed):
         "_lock",
         "_placement",
         "_plain",
+        "_without_jit",
     )
 
     def __init__(self, fun: Callable[..., Any], asked: Asked) -> None:
@@ -232,8 +233,9 @@ class Planned(Transformed):
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
         self._agreed: dict[str, Agreed] = {}
         self._placement = Placement(self._plain, _weakly(self._offloads))
+        self._without_jit = self._placement.without_jit(fun)
         self._dispatch: Any = _compat.dispatcher(
-            _same(self._placement.without_jit(fun)), options, _weakly(self._chosen)
+            shared_dispatch.stand_in(fun, asked, self._without_jit), options, _weakly(self._chosen)
         )
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
         if asked.job is not None:
@@ -683,16 +685,6 @@ def _look_like(planned: Planned, fun: Callable[..., Any]) -> None:
     own = {k: v for k, v in getattr(fun, "__dict__", {}).items() if not hasattr(Planned, k)}
     vars(planned).update(own)  # before what a wrapper around another function may have copied from there
     functools.update_wrapper(planned, fun, updated=())
-
-
-def _same(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """``fun`` under another identity: JAX shares dispatch entries between jit objects of one function."""
-
-    @functools.wraps(fun)
-    def same(*args: Any, **kwargs: Any) -> Any:
-        return fun(*args, **kwargs)
-
-    return same
 
 
 __all__ = ["Bound", "Planned", "jit"]

@@ -263,9 +263,14 @@ def config_of(given: ConfigLike | None) -> Config:
         return configs.from_tables(dict(given))
     if given is not None and not isinstance(given, str | os.PathLike):
         raise ConfigError(f"config={given!r}: give the path of a file, its tables as a dict, or None")
+    path = config_file(given)
+    return Config() if path is None else configs.read(path, wait=EMPTY)
+
+
+def config_file(given: str | os.PathLike[str] | None) -> Path | None:
+    """The file that is meant, or that counts here; None without such."""
     try:
         here = Path.cwd()
     except OSError:  # it was removed
         here = None
-    path = configs.find(here, None if given is None else os.fspath(given), os.environ)
-    return Config() if path is None else configs.read(path, wait=EMPTY)
+    return configs.find(here, None if given is None else os.fspath(given), os.environ)
