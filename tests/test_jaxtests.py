@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import jit
-from jax._src import api
+from jax._src import api, test_util
 
 
 @jax.jit
@@ -54,6 +54,11 @@ class Test(unittest.TestCase):
         wave = jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))
         self.assertEqual(jit(jax.value_and_grad(lambda x: wave(x).sum()))(jnp.zeros(1 << 18))[1][0], 1.0)
 
+    def test_stdout(self):
+        with test_util.capture_stdout() as output:
+            print("here")
+        self.assertIn("here", output())
+
     def test_of_both(self):
         self.fail("whoever runs it")
 
@@ -77,10 +82,9 @@ def miniature(tmp_path_factory):
     """What the harness says of the file in mode one, with a bug and without."""
     tests = tmp_path_factory.mktemp("checkout") / "tests"
     tests.mkdir()
-    (tests / "miniature_test.py").write_text(MINIATURE)
     results = {}
-    for name, conftest in (("sound", ""), ("planted", PLANTED)):
-        (tests / "conftest.py").write_text(conftest)
+    for name, planted in (("sound", ""), ("planted", PLANTED)):
+        (tests / "miniature_test.py").write_text(planted + MINIATURE)
         command = [sys.executable, "-m", "benchmarks.jaxtests.run", "--mode", "one", "--again", "miniature"]
         folders = ["--out", str(tests.parent / name), "--keep", str(tests.parent)]
         environment = {**os.environ, "JAX_TESTS": str(tests), "PYTHONPATH": str(ROOT)}
@@ -104,7 +108,7 @@ def test_a_test_that_only_ours_fails_is_told(miniature):
 
 def test_what_fails_with_jax_and_what_is_skipped_is_nobodys(miniature):
     row = miniature["sound"]
-    assert (row["tests"], row["passed"], row["failed_with_both"], row["skipped"]) == (7, 4, 1, 1)
+    assert (row["tests"], row["passed"], row["failed_with_both"], row["skipped"]) == (8, 5, 1, 1)
 
 
 def test_programs_are_counted(miniature):

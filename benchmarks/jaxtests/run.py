@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -148,6 +149,7 @@ def table(result: dict[str, Any]) -> str:
             cells = [row["file"], *(row[key] for key in keys[:4]), len(row["only_ours"]), len(row["wrong_values"])]
             lines.append("| " + " | ".join(map(str, [*cells, *(row[key] for key in keys[4:])])) + " |")
         failing = [(row["file"], test) for row in rows for test in row["only_ours"]]
+        lines += [f"\nNot run: `{row['file']}`: {row['not_run']}" for row in rows if "not_run" in row]
         if failing:
             lines += ["", "Only ours:", ""]
             lines += [f"- `{file}` `{test['id']}` ({test['outcome']}): {test['error']}" for file, test in failing]
@@ -190,12 +192,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             left = [row["id"] for row in ours if row["outcome"] != "passed" and not row["id"].startswith("(")]
             plain = run(tests, name, "plain", keep / "plain" / f"{name}.jsonl", options.limit, left)
             row = compared(name, ours, plain)
+            if not ours:
+                row["not_run"] = _why(log.with_suffix(".out"))
             count += len(row["only_ours"])
             print(json.dumps({"mode": mode, **{k: v for k, v in row.items() if k != "only_ours"}}))
             for test in row["only_ours"]:
                 print(f"  only ours: {test['id']} ({test['outcome']}): {test['error']}", flush=True)
             _save(path, machine, tests, mode, row)
     return int(count > 0)
+
+
+def _why(told: Path) -> str:
+    """Why a file had no test that ran."""
+    errors = [line for line in told.read_text(errors="replace").splitlines() if line.startswith("E  ")]
+    return re.sub(r"/\S*/", "", errors[-1][1:].strip()) if errors else "no tests"
 
 
 def _save(path: Path, machine: dict[str, Any], tests: Path, mode: str, row: dict[str, Any]) -> None:

@@ -28,7 +28,8 @@ _TOLD = 1500
 class Recorder:
     """A pytest plugin that writes down what became of each test."""
 
-    def __init__(self, log: Path, limit: float, only: Path | None = None) -> None:
+    def __init__(self, mode: str, log: Path, limit: float, only: Path | None = None) -> None:
+        self.mode = mode
         self.known = {row["id"] for row in read(log) if "outcome" in row}
         self.only = set(only.read_text().splitlines()) if only else None
         self.out = log.open("a")
@@ -38,6 +39,14 @@ class Recorder:
     def tell(self, row: dict[str, Any]) -> None:
         self.out.write(json.dumps(row) + "\n")
         self.out.flush()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_make_collect_report(self, collector: Any) -> None:
+        """JAX is imported here in every mode, as its test helpers keep the stdout that there is then."""
+        if self.mode != "plain" and isinstance(collector, pytest.File):
+            from benchmarks.jaxtests.substitute import install
+
+            install(self.mode)
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         names = {item: _name(item.nodeid) for item in items}
@@ -92,12 +101,8 @@ def _counts() -> dict[str, int]:
 
 
 def main(mode: str, file: str, log: str, limit: str, only: str = "") -> int:
-    if mode != "plain":
-        from benchmarks.jaxtests.substitute import install
-
-        install(mode)
     options = ["-q", "-p", "no:cacheprovider", "-p", "no:faulthandler", "-p", "no:xdist", "--tb=short"]
-    recorder = Recorder(Path(log), float(limit), Path(only) if only else None)
+    recorder = Recorder(mode, Path(log), float(limit), Path(only) if only else None)
     status = pytest.main([file, *options], plugins=[recorder])
     return 0 if status in (0, 1, 5) else int(status)
 
