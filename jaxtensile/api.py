@@ -158,7 +158,7 @@ def jit(
             config=config,
             **jax_jit_options,
         )
-    if job is not None and (target is not None or not hasattr(job, "step")):
+    if job is not None and (target is not None or not _is_job(job)):
         what = f"job={job!r}" if target is None else f"target={target!r}"
         raise TypeError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
     asked = Asked(
@@ -176,6 +176,12 @@ def jit(
         options=jax_jit_options,
     )
     return Planned(fun, asked)
+
+
+def _is_job(job: Any) -> bool:
+    from jaxtensile.jobs import Job  # nobody else has to load the coordinator
+
+    return isinstance(job, Job)
 
 
 @dataclass(slots=True)

@@ -67,8 +67,13 @@ def test_names_and_configs_are_looked_at_before_anything_runs():
     ):
         with pytest.raises(ConfigError, match=said):
             jaxtensile.job("x", **wrong)
-    with pytest.raises(TypeError, match=r"takes a jaxtensile\.job"):
-        jaxtensile.jit(programs.step, job="bert")
+    class Optimizer:
+        def step(self):
+            pass
+
+    for no_job in ("bert", Optimizer()):
+        with pytest.raises(TypeError, match=r"takes a jaxtensile\.job"):
+            jaxtensile.jit(programs.step, job=no_job)
 
 
 def test_where_a_job_cannot_be_is_said_at_once(monkeypatch):
