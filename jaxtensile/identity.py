@@ -1,7 +1,8 @@
 """What may a function be called in a config, and which names in configs are no planned function's?
 
 A name that nothing has is told once: when a function is planned that has almost that name and no table of its own,
-else when the process ends. It is a ``ConfigWarning`` at the line of the config.
+else when the process ends, unless it is one in a script that was not loaded. It is a ``ConfigWarning`` at the line of
+the config.
 
 Invariant: nothing here keeps a function alive.
 """
@@ -11,12 +12,14 @@ from __future__ import annotations
 import atexit
 import inspect
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
+from pathlib import Path, PurePath
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -117,7 +120,7 @@ def planned(config: Config, who: Identity) -> None:
         near: list[str] = []
         if all(is_pattern(name) for name in mine):
             left = [name for name in known.places if name not in known.done and not is_pattern(name)]
-            open_ = {name.rpartition(":")[2]: name for name in left}
+            open_ = {name.rpartition(":")[2]: name for name in left if not _is_elsewhere(name, known.places[name])}
             near = [open_[n] for own in who.names for n in get_close_matches(own, open_, 1, NEAR)][:1]
             known.done.update(near)
         places = dict(known.places)
@@ -138,7 +141,7 @@ def tell() -> None:
             (place, name, tuple(known.planned))
             for known in _files.values()
             for name, place in known.places.items()
-            if name not in known.done
+            if name not in known.done and not _is_elsewhere(name, place)
         ]
         for known in _files.values():
             known.done.update(known.places)
@@ -146,6 +149,21 @@ def tell() -> None:
         close = get_close_matches(name.rpartition(":")[2], functions, 1, 0.0)
         nearest = f"the nearest of {len(functions)} is {close[0]!r}" if close else "there was none"
         _warn(place, f"[{dotted(('functions', name))}] names no function that was planned: {nearest}")
+
+
+def _is_elsewhere(name: str, place: str) -> bool:
+    """Whether a table is of a script that this process has not loaded: several may share a config."""
+    file = name.rpartition(":")[0]
+    if not file:
+        return False
+    loaded = (getattr(module, "__file__", None) for module in tuple(sys.modules.values()))
+    if any(PurePath(os.path.abspath(path)).match(file) for path in loaded if isinstance(path, str)):
+        return False
+    folders = Path(place).parent, Path()
+    try:
+        return any(folder.joinpath(file).is_file() or next(folder.glob(file), None) for folder in folders)
+    except (OSError, ValueError, NotImplementedError):  # an absolute pattern
+        return False
 
 
 def _warn(place: str, text: str) -> None:

@@ -145,6 +145,16 @@ def test_what_nothing_is_near_to_is_told_at_the_end(fresh):
     assert all("the nearest of 1 is 'step'" in text for _, _, text in told)
 
 
+def test_tables_of_scripts_that_were_not_loaded_are_theirs(fresh, tmp_path):
+    (tmp_path / "evaluate.py").touch()
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "serve.py").touch()
+    names = "evaluate.py:step", "project/*.py:*", "evalaute.py:step", "test_identity.py:no_such", "*.txt:step", "/x/*:a"
+    shared = config(*names, file=str(tmp_path / "jaxtensile.toml"))
+    assert [line for _, line, _ in warned(lambda: planned(shared, identity.Identity(("step",))))] == [6]
+    assert [line for _, line, _ in warned(tell)] == [8, 10, 12]
+
+
 def test_where_warnings_are_errors_it_is_one_of_the_config(fresh):
     with warnings.catch_warnings(), pytest.raises(ConfigError, match=r"toml:2: \[functions\.stepp\] names no function"):
         warnings.simplefilter("error")

@@ -67,6 +67,7 @@ def test_names_and_configs_are_looked_at_before_anything_runs():
     ):
         with pytest.raises(ConfigError, match=said):
             jaxtensile.job("x", **wrong)
+
     class Optimizer:
         def step(self):
             pass
