@@ -37,6 +37,15 @@ _jobs: set[str] = set()
 _local: tuple[Config, LocalCoordinator] | None = None
 
 
+def _in_child() -> None:
+    """A forked process has no jobs yet, and a coordinator of its own."""
+    global _lock, _jobs, _local
+    _lock, _jobs, _local = threading.Lock(), set(), None
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
 @dataclass(frozen=True, slots=True)
 class Arbitration:
     """How one job is arbitrated. ``local``: the coordinator, where it is of this process."""

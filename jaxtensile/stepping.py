@@ -21,6 +21,7 @@ from jaxtensile import _compat
 from jaxtensile.errors import BudgetError, CoordinatorError, StoppedError
 from jaxtensile.ladder import Ladder
 from jaxtensile.request import Fitted
+from jaxtensile.runtime.forks import Owned
 from jaxtensile.runtime.gate import GateError
 from jaxtensile.suspension import Suspended
 from jaxtensile.tenancy import Tenancy
@@ -32,10 +33,11 @@ _REMEASURED = 8
 _log = logging.getLogger("jaxtensile")
 
 
-class Stepping:
+class Stepping(Owned):
     """The steps of one job."""
 
     def __init__(self, tenancy: Tenancy) -> None:
+        super().__init__()
         self._on = tenancy
         self._name = tenancy.terms.name
         self.waiting = Waiting(tenancy, self.settle)
@@ -102,6 +104,7 @@ class Stepping:
     @contextmanager
     def alone(self, what: str) -> Iterator[None]:
         """No other step of the job runs; when this is over, it goes where it was told to be meanwhile."""
+        self.require_mine(f"job {self._name!r}")
         me = threading.get_ident()
         if self._stepper == me:
             raise GateError(f"{what} inside one of its steps: do it after")
@@ -166,7 +169,9 @@ class Stepping:
                 self._step_lock.release()
 
     def close(self) -> None:
-        """The job ends, and what it waits for."""
+        """The job ends, and what it waits for; not in a forked child, whose it is not."""
+        if not self.mine:
+            return
         on = self._on
         if self._stepper == threading.get_ident():
             raise GateError(f"job {self._name!r} was ended inside one of its steps: do it after")
@@ -192,6 +197,7 @@ class Stepping:
 
     def wait(self, timeout: Seconds | None = None) -> bool:
         """Until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds."""
+        self.require_mine(f"job {self._name!r}")
         builder = self._builder
         if builder is not None:
             builder.join(timeout)

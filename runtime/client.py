@@ -31,6 +31,7 @@ from jaxtensile.errors import (
     RejectedError,
     UnreachableError,
 )
+from jaxtensile.runtime.forks import Owned
 from jaxtensile.runtime.holder import Holder
 from jaxtensile.runtime.messages import Admit, Beat, Error, Queued, Reply, Request
 from jaxtensile.units import Bytes, Seconds
@@ -65,8 +66,8 @@ class Link(Protocol):
         ...
 
 
-class Client:
-    """One job of a process, under one name: a process has one lease per name.
+class Client(Owned):
+    """One job of a process, under one name: a process has one lease per name. In a forked child it says nothing.
 
     ``connect`` makes the link and is given the client; ``changed`` is called, from any thread, whenever something was
     heard that ``boundary`` or ``wait`` answers. ``boundary``, ``moved``, ``beat`` and ``release`` are the job's own
@@ -81,6 +82,7 @@ class Client:
         changed: Callable[[], None] | None = None,
         patience: Seconds = PATIENCE,
     ) -> None:
+        super().__init__()
         self._holder = Holder(admit)
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
@@ -109,6 +111,7 @@ class Client:
         Raises ``RejectedError`` if it never will be, ``UnreachableError`` if nobody answers for ``patience`` seconds,
         and after ``timeout`` seconds ``NotAdmittedError``: it still waits in its place, until ``close``.
         """
+        self.require_mine(f"job {self.admit.job!r}")
         until = None if timeout is None else time.monotonic() + timeout
         with self._news:
             while self._holder.phase == "waiting" and not self._failed and not self._closed:
@@ -138,6 +141,7 @@ class Client:
         Raises ``LostLeaseError`` when the coordinator does not know the lease any more."""
         if not self._due:
             return None
+        self.require_mine(f"job {self.admit.job!r}")
         with self._lock:
             self._due = False
             self._complain()
@@ -147,6 +151,7 @@ class Client:
         """The job is on the rung that ``boundary`` told, and has given back what only the other one needs.
 
         ``in_use``: bytes that were measured on each device, then of pinned host memory; empty: not known."""
+        self.require_mine(f"job {self.admit.job!r}")
         with self._lock:
             step, seconds, _, peak = self._measured
             self._measured = step, seconds, in_use, peak
@@ -157,6 +162,7 @@ class Client:
     def renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes] = ()) -> bool:
         """Between two steps: the job has another ladder, ``rung`` of which covers what it holds. False where it is to
         move first. ``admit`` is another one when that counts; not so once ``renewing`` is over: ask again."""
+        self.require_mine(f"job {self.admit.job!r}")
         with self._lock:
             said = self._holder.renew(admit, rung, in_use)
             self._outbox += said
@@ -173,6 +179,8 @@ class Client:
         True when the coordinator has said that the lease is free; False when it keeps charging what is still in use,
         or did not answer within ``timeout`` seconds, and frees the lease when the process ends.
         """
+        if not self.mine:
+            return False
         self.pulse()  # its last steps count too
         with self._lock:
             waiting = self._holder.phase == "waiting"
@@ -190,6 +198,8 @@ class Client:
 
     def give_back(self, in_use: Sequence[Bytes] = ()) -> None:
         """Say that the job is done with its lease, and do not wait for the answer: ``release`` does, afterwards."""
+        if not self.mine:
+            return
         with self._lock:
             self._outbox += self._holder.release(in_use)
         self._flush()
@@ -197,6 +207,8 @@ class Client:
     def close(self) -> None:
         """End the connection. A job that waits does so no more; a lease that was not released stays charged until the
         process ends."""
+        if not self.mine:
+            return
         with self._news:
             if self._closed:
                 return
@@ -296,6 +308,8 @@ class Client:
 
     def pulse(self) -> None:
         """Tell what the job measured last: well within ``Welcome.beat_within`` seconds of the last time."""
+        if not self.mine:
+            return
         with self._lock:
             if self._line is None or self._holder.phase != "holding":
                 return

@@ -18,6 +18,7 @@ from random import Random
 from typing import Final
 
 from jaxtensile.runtime.client import Client
+from jaxtensile.runtime.forks import abandoned_in_children
 from jaxtensile.runtime.messages import Error, Reply, Request, Welcome
 from jaxtensile.runtime.wire import REPLIES, frame, take
 from jaxtensile.units import KIB, Seconds
@@ -36,12 +37,17 @@ _LINGER: Final = 2.0
 class SocketLine:
     """One connection."""
 
-    __slots__ = ("_lock", "stream")
+    __slots__ = ("__weakref__", "_lock", "stream")
 
     def __init__(self, link: socket.socket) -> None:
         self.stream = link
         self._lock = threading.Lock()
         """So that no descriptor is written to that has been closed, and may be another file by then."""
+        abandoned_in_children(self)
+
+    def abandon(self) -> None:
+        """In a child: the connection goes on, the descriptor does not."""
+        self.stream.close()
 
     def send(self, requests: Sequence[Request]) -> None:
         """Hand the requests to the kernel. Where they do not fit the coordinator has not read for long, and the
