@@ -4,6 +4,7 @@ import atexit
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections import Counter
 from importlib.util import find_spec
@@ -71,6 +72,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         missing = [m for m in modules if not installed(m)]
         if missing and item.get_closest_marker(mark):
             pytest.skip(f"extra {mark.replace('_', '-')} is not installed: no {', '.join(missing)}")
+
+
+@pytest.fixture(autouse=True)
+def not_shared() -> None:
+    """No test is spared a plan by another one that has planned the same function."""
+    if (module := sys.modules.get("jaxtensile.shared_dispatch")) is not None:
+        module._KNOWN.clear()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
