@@ -1,161 +1,394 @@
 """The multiple-choice knapsack with several kinds of bytes: devices, and pinned host memory.
 
-Invariant: as in ``knapsack``: the answer fits, and its cost is at most ``gap`` above the optimum. Where only one kind
-can be exceeded, which is the usual case, that kind is all there is to decide. Otherwise the prices per byte come from
-a subgradient ascent, and the labels of the dynamic programme are compared in every kind.
+Invariant: as in ``knapsack``: the answer fits, and its cost is at most ``gap`` above the optimum.
+
+A kind that even the most bytes fit decides nothing. What is left falls apart into groups of classes that share a kind,
+each decided by itself: with one kind as in ``knapsack``; with several, prices per byte come from a subgradient ascent,
+an answer is built up at those prices, exchanges of one or two items make it better, and a depth-first search that
+prices bound proves it, or finds a better one. Its work is bounded: beyond, the best so far counts, and ``gap`` says how
+far it may be from the optimum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from heapq import heapify, heappop, heapreplace
 from typing import Final, NamedTuple
 
 from jaxtensile.runtime.knapsack import NEAR, Choice, Row, cheapest
 from jaxtensile.units import Bytes
 
-STEPS: Final = 40
-"""Of the ascent."""
-LABELS: Final = 1_000
-"""Partial answers kept at most; each is compared with all others."""
+STEPS, WORK = 40, 8_000
+"""Of the ascent, in which every item is priced: so many at most, and so many prices."""
+NODES: Final = 6_000
+"""Of the search, for all groups of a question together: some 10 ms."""
+PAIRS: Final = 40_000
+"""Of items that are compared to be exchanged, at most."""
 
 Sizes = tuple[Bytes, ...]
 
 
 class Item(NamedTuple):
-    """Bytes of each kind, and what taking it costs."""
+    """Bytes of each kind of its class, and what taking it costs."""
 
     sizes: Sizes
     cost: float
 
 
-class _Label(NamedTuple):
+class Class(NamedTuple):
+    """Items of which one is taken, and the kinds that their bytes are of."""
+
+    kinds: tuple[int, ...]
+    items: Sequence[Item]
+
+
+class _Item(NamedTuple):
+    """What an item takes beyond the least of its class, of each kind that is short, and its index there."""
+
+    more: Sizes
     cost: float
-    sizes: Sizes
     pick: int
-    before: _Label | None
 
 
-def cheapest_of(classes: Sequence[Sequence[Item]], room: Sequence[Bytes], within: float = 0.0) -> Choice | None:
-    """The cheapest choice within ``room`` of every kind; None if none was found."""
-    # Most and fewest bytes of each kind: where even the most fits, that kind decides nothing.
-    edges = [[(max(column), min(column)) for column in zip(*(i.sizes for i in c), strict=True)] for c in classes]
-    kinds = [k for k, most in enumerate(room) if sum(edge[k][0] for edge in edges) > most]
-    if any(sum(edge[k][1] for edge in edges) > room[k] for k in kinds):
+class _Class(NamedTuple):
+    kinds: tuple[int, ...]
+    items: list[_Item]
+    number: int
+    """Which of the classes it is."""
+
+
+def cheapest_of(
+    classes: Sequence[Class], room: Sequence[Bytes], exact: int = 1 << 30, within: float = 0.0
+) -> Choice | None:
+    """The cheapest choice within ``room`` of every kind; None if the least does not fit, or none was found, which does
+    not happen where the first items fit.
+
+    ``exact``: classes that share one kind, up to which the optimum is looked for; ``within``: a relative gap that is
+    good enough for more.
+    """
+    least, left, most = [], list(room), [0] * len(room)
+    for kinds, items in classes:
+        if len(kinds) == 1:  # the usual case
+            column = [item.sizes[0] for item in items]
+            edges = ((min(column), max(column)),)
+        else:
+            edges = tuple((min(column), max(column)) for column in zip(*(item.sizes for item in items), strict=True))
+        for k, (low, high) in zip(kinds, edges, strict=True):
+            left[k] -= low
+            most[k] += high - low
+        least.append(edges)
+    if min(left, default=0) < 0:
         return None
-    if len(kinds) <= 1:
-        k, most = (kinds[0], room[kinds[0]]) if kinds else (0, sum(edge[0][0] for edge in edges))
-        return cheapest([[Row(i.sizes[k], i.cost, n) for n, i in enumerate(c)] for c in classes], most, within)
-    cut = [[Item(tuple(i.sizes[k] for k in kinds), i.cost) for i in c] for c in classes]
-    return _search(cut, tuple(room[k] for k in kinds), within)
+    short = [a > b for a, b in zip(most, left, strict=True)]
+    picks, cost, gap, nodes = [0] * len(classes), 0.0, 0.0, NODES
+    together: dict[int, list[_Class]] = {}
+    groups = _Groups(len(room))
+    open_: list[tuple[int, tuple[int, ...]]] = []
+    for n, ((kinds, items), edges) in enumerate(zip(classes, least, strict=True)):
+        columns = tuple(
+            j for j, (k, (low, high)) in enumerate(zip(kinds, edges, strict=True)) if short[k] and low < high
+        )
+        if columns:
+            open_.append((n, columns))
+            groups.join([kinds[j] for j in columns])
+        else:
+            picks[n] = min(range(len(items)), key=lambda i: (items[i].cost, items[i].sizes))
+            cost += items[picks[n]].cost
+    for n, columns in open_:
+        kinds, items = classes[n]
+        cut = [
+            _Item(tuple(item.sizes[j] - least[n][j][0] for j in columns), item.cost, i) for i, item in enumerate(items)
+        ]
+        made = _Class(tuple(kinds[j] for j in columns), cut, n)
+        together.setdefault(groups.of(made.kinds[0]), []).append(made)
+    for group in together.values():
+        kinds = {k for c in group for k in c.kinds}
+        if len(kinds) == 1:
+            rows = [[Row(i.more[0], i.cost, i.pick) for i in c.items] for c in group]
+            found = cheapest(rows, left[kinds.pop()], 0.0 if len(group) <= exact else within)
+        else:
+            found, nodes = _several(group, left, within, nodes)
+        if found is None:
+            return None
+        for c, pick in zip(group, found.picks, strict=True):
+            picks[c.number] = pick
+        cost += found.cost
+        gap += found.gap * abs(found.cost)
+    return Choice(tuple(picks), cost, gap / abs(cost) if gap and cost else 0.0)
 
 
-def _search(classes: list[list[Item]], room: Sizes, within: float) -> Choice | None:
-    prices, bound, best = _ascend(classes, room)
-    priced = [[i.cost + _worth(prices, i.sizes) for i in c] for c in classes]
-    least = [min(p) for p in priced]
-    fewest = _behind([tuple(map(min, zip(*(i.sizes for i in c), strict=True))) for c in classes], len(room))
-    cost = float("inf") if best is None else sum(c[i].cost for c, i in zip(classes, best, strict=True))
-    if best is not None and cost - bound <= max(within, NEAR) * abs(cost):
-        return Choice(tuple(best), cost, max(cost - bound, 0.0) / abs(cost) if cost else 0.0)
-    ceiling, whole = cost - NEAR * abs(cost) if best is not None else cost, True
-    labels: list[_Label] = [_Label(0.0, (0,) * len(room), -1, None)]
-    paid = 0.0
-    for k, items in enumerate(classes):
-        paid += least[k]
-        roof = tuple(r - f for r, f in zip(room, fewest[k], strict=True))
-        grown: list[_Label] = []
-        for label in labels:
-            for n, item in enumerate(items):
-                sizes = tuple(a + b for a, b in zip(label.sizes, item.sizes, strict=True))
-                dear = label.cost + item.cost
-                if all(s <= r for s, r in zip(sizes, roof, strict=True)) and (
-                    bound + dear + _worth(prices, sizes) - paid < ceiling
-                ):
-                    grown.append(_Label(dear, sizes, n, label))
-        grown.sort(key=lambda a: a[:3])
-        labels = []
-        for label in grown:
-            if not any(all(a <= b for a, b in zip(old.sizes, label.sizes, strict=True)) for old in labels):
-                labels.append(label)
-                if len(labels) > 2 * LABELS:
-                    break
-        if len(labels) > LABELS:
-            whole = False
-            labels = sorted(labels, key=lambda a: a.cost + _worth(prices, a.sizes))[:LABELS]
-    winner = min(labels, key=lambda a: a.cost, default=None)
-    if winner is not None and winner.cost < ceiling:  # the last bound is not the cost: bytes may be left
-        cost = winner.cost
-        best = _path(winner)
+class _Groups:
+    """Kinds that are joined, by one of them (union-find)."""
+
+    def __init__(self, count: int) -> None:
+        self.above = list(range(count))
+
+    def of(self, k: int) -> int:
+        while self.above[k] != k:
+            self.above[k] = k = self.above[self.above[k]]
+        return k
+
+    def join(self, kinds: Sequence[int]) -> None:
+        first = self.of(kinds[0])
+        for k in kinds[1:]:
+            self.above[self.of(k)] = first
+
+
+# ---- several kinds ---------------------------------------------------------------------------------
+
+
+def _several(group: list[_Class], room: list[Bytes], within: float, nodes: int) -> tuple[Choice | None, int]:
+    """The answer, and what it leaves of the ``nodes``."""
+    renamed = {k: n for n, k in enumerate(sorted({k for c in group for k in c.kinds}))}
+    firsts = [c.items[0].more for c in group]
+    group = [_Class(tuple(renamed[k] for k in c.kinds), _undominated(c.items), c.number) for c in group]
+    left = [room[k] for k in renamed]
+    prices, bound = _ascend(group, left)
+    shares = [1 / max(r, 1) for r in left]
+    for begin in (_smallest(group, left), _no_larger(group, firsts)):
+        starts = [found for p in (prices, shares) if (found := _built(group, left, p, begin)) is not None]
+        best = min(starts, key=lambda at: _cost(group, at), default=None)
+        if best is not None:
+            break
+    if best is not None:
+        _exchange(group, left, best)
+    cost = float("inf") if best is None else _cost(group, best)
+    near = NEAR * abs(cost) if best is not None else 0.0
+    if best is None or cost - bound > max(within * abs(cost), near):
+        found, nodes, whole = _search(group, left, prices, bound, cost - near, nodes)
+        if found is not None:
+            best, cost = found, _cost(group, found)
+        if whole:
+            bound = cost
     if best is None:
-        return None
-    return Choice(tuple(best), cost, 0.0 if whole or not cost else max(cost - bound, 0.0) / abs(cost))
+        return None, nodes
+    picks = tuple(c.items[i].pick for c, i in zip(group, best, strict=True))
+    return Choice(picks, cost, max(cost - bound, 0.0) / abs(cost) if cost else 0.0), nodes
 
 
-def _worth(prices: Sequence[float], sizes: Sizes) -> float:
-    return sum(p * s for p, s in zip(prices, sizes, strict=True))
+def _undominated(items: list[_Item]) -> list[_Item]:
+    """Without those that another is no larger than in any kind, and cheaper than, or as cheap."""
+    kept: list[_Item] = []
+    for item in sorted(items, key=lambda i: (i.cost, i.more, i.pick)):
+        if not any(all(a <= b for a, b in zip(old.more, item.more, strict=True)) for old in kept):
+            kept.append(item)
+    return kept
 
 
-def _behind(sizes: list[Sizes], kinds: int) -> list[Sizes]:
-    """Sums over the classes behind each one."""
-    sums = accumulate(
-        reversed(sizes), lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True)), initial=(0,) * kinds
-    )
-    return [*sums][-2::-1]
+def _cost(group: list[_Class], at: Sequence[int]) -> float:
+    return sum(c.items[i].cost for c, i in zip(group, at, strict=True))
 
 
-def _path(label: _Label) -> list[int]:
-    picks: list[int] = []
-    while label.before is not None:
-        picks.append(label.pick)
-        label = label.before
-    return picks[::-1]
+def _priced(c: _Class, prices: Sequence[float]) -> list[float]:
+    if len(c.kinds) == 1:
+        (p,) = (prices[k] for k in c.kinds)
+        return [item.cost + p * item.more[0] for item in c.items]
+    if len(c.kinds) == 2:
+        p, q = (prices[k] for k in c.kinds)
+        return [item.cost + p * item.more[0] + q * item.more[1] for item in c.items]
+    own = [prices[k] for k in c.kinds]
+    return [item.cost + sum(p * m for p, m in zip(own, item.more, strict=True)) for item in c.items]
 
 
-def _ascend(classes: list[list[Item]], room: Sizes) -> tuple[list[float], float, list[int] | None]:
-    """Prices per byte, the bound that they prove, and an answer that fits, if the first items do."""
-    kinds = range(len(room))
-    best = _greedy(classes, room)
-    cost = None if best is None else sum(c[i].cost for c, i in zip(classes, best, strict=True))
+def _ascend(group: list[_Class], room: list[Bytes]) -> tuple[list[float], float]:
+    """Prices per byte, and the bound that they prove: the sum of what is cheapest at them, less the room's worth."""
+    steps = max(3, min(STEPS, WORK // sum(len(c.items) for c in group)))
+    cheap = sum(min(i.cost for i in c.items) for c in group)
+    dear = sum(max(i.cost for i in c.items) for c in group)
     prices, high, found = [0.0] * len(room), float("-inf"), [0.0] * len(room)
-    for step in range(STEPS):
+    target, ease = (cheap + dear) / 2, 1.0
+    for _ in range(steps):
         used, value = [0] * len(room), 0.0
-        for c in classes:
-            item = min(c, key=lambda i: i.cost + _worth(prices, i.sizes))
-            value += item.cost + _worth(prices, item.sizes)
-            used = [u + s for u, s in zip(used, item.sizes, strict=True)]
-        value -= _worth(prices, room)
+        for c in group:
+            costs = _priced(c, prices)
+            low = min(costs)
+            value += low
+            for k, m in zip(c.kinds, c.items[costs.index(low)].more, strict=True):
+                used[k] += m
+        value -= sum(p * r for p, r in zip(prices, room, strict=True))
         if value > high:
-            high, found = value, list(prices)
-        over = [(used[k] - room[k]) / max(room[k], 1) for k in kinds]
-        norm = sum(o * o for o in over)
+            high, found = value, prices
+        else:
+            ease *= 0.7
+        over = [(u - r) / max(r, 1) for u, r in zip(used, room, strict=True)]
+        norm = sum(o * o for o, p in zip(over, prices, strict=True) if o > 0 or p)
         if not norm:
             break
-        target = cost if cost is not None else value + abs(value) * 0.05
-        move = max(target - value, NEAR) / norm / (1 + step / 8)
-        prices = [max(0.0, p + move * o / max(room[k], 1)) for k, (p, o) in enumerate(zip(prices, over, strict=True))]
-    return found, high, best
+        move = ease * max(target - value, NEAR) / norm
+        prices = [max(0.0, p + move * o / max(r, 1)) for p, o, r in zip(prices, over, room, strict=True)]
+        target = max(target, value + (dear - cheap) * 0.02)
+    return found, high
 
 
-def _greedy(classes: list[list[Item]], room: Sizes) -> list[int] | None:
-    """From the first items up: of the changes that fit, the one that gains the most per share of the room."""
-    at = [0] * len(classes)
-    left = [r - sum(c[0].sizes[k] for c in classes) for k, r in enumerate(room)]
+def _smallest(group: list[_Class], room: list[Bytes]) -> list[int]:
+    """Of each class the item whose largest share of a room is the smallest."""
+
+    def share(c: _Class, n: int) -> float:
+        return max(m / max(room[k], 1) for k, m in zip(c.kinds, c.items[n].more, strict=True))
+
+    return [min(range(len(c.items)), key=lambda n, c=c: share(c, n)) for c in group]
+
+
+def _no_larger(group: list[_Class], firsts: Sequence[Sizes]) -> list[int]:
+    """Of each class the cheapest item that is no larger than its first one."""
+    return [
+        next(n for n, item in enumerate(c.items) if all(a <= b for a, b in zip(item.more, first, strict=True)))
+        for c, first in zip(group, firsts, strict=True)
+    ]
+
+
+def _built(group: list[_Class], room: list[Bytes], prices: Sequence[float], begin: list[int]) -> list[int] | None:
+    """From ``begin`` up: of the changes that fit, the one that gains the most for what it takes. None where not even
+    that fits."""
+    worth = [[sum(prices[k] * m for k, m in zip(c.kinds, i.more, strict=True)) for i in c.items] for c in group]
+    left, at = list(room), list(begin)
+    for c, n in zip(group, at, strict=True):
+        for k, m in zip(c.kinds, c.items[n].more, strict=True):
+            left[k] -= m
     if min(left) < 0:
         return None
-    while True:
-        best, change = 0.0, None
-        for k, c in enumerate(classes):
-            now = c[at[k]]
-            for n, item in enumerate(c):
-                more = [b - a for a, b in zip(now.sizes, item.sizes, strict=True)]
-                if item.cost < now.cost and all(m <= f for m, f in zip(more, left, strict=True)):
-                    share = sum(max(m, 0) / max(r, 1) for m, r in zip(more, room, strict=True))
-                    gain = (now.cost - item.cost) / (share + 1e-9)
-                    if gain > best:
-                        best, change = gain, (k, n, more)
-        if change is None:
-            return at
-        k, n, more = change
-        at[k] = n
-        left = [f - m for f, m in zip(left, more, strict=True)]
+
+    def step(k: int) -> tuple[float, int, int] | None:
+        c, now = group[k], at[k]
+        best: tuple[float, int, int] | None = None
+        for n, item in enumerate(c.items):
+            gain = c.items[now].cost - item.cost
+            if gain <= 0:
+                continue
+            if all(m - o <= left[j] for j, m, o in zip(c.kinds, item.more, c.items[now].more, strict=True)):
+                taken = max(worth[k][n] - worth[k][now], 0.0)
+                rank = -gain / (taken + 1e-12 * gain)
+                if best is None or rank < best[0]:
+                    best = rank, k, n
+        return best
+
+    heap = [s for k in range(len(group)) if (s := step(k)) is not None]
+    heapify(heap)
+    while heap:
+        old = heap[0]
+        now = step(old[1])
+        if now is None:
+            heappop(heap)
+        elif now[0] > old[0] or now[2] != old[2]:
+            heapreplace(heap, now)  # what it was is not possible any more
+        else:
+            _, k, n = now
+            for j, m, o in zip(group[k].kinds, group[k].items[n].more, group[k].items[at[k]].more, strict=True):
+                left[j] -= m - o
+            at[k] = n
+    return at
+
+
+def _exchange(group: list[_Class], room: list[Bytes], at: list[int]) -> None:
+    """Other items for one or two classes at a time, while that is cheaper and there is work left."""
+    left = list(room)
+    for c, i in zip(group, at, strict=True):
+        for k, m in zip(c.kinds, c.items[i].more, strict=True):
+            left[k] -= m
+    work = PAIRS
+
+    def moves(k: int) -> list[tuple[float, int, int, dict[int, Bytes]]]:
+        c, now = group[k], group[k].items[at[k]]
+        return [
+            (i.cost - now.cost, k, n, {j: m - o for j, m, o in zip(c.kinds, i.more, now.more, strict=True) if m != o})
+            for n, i in enumerate(c.items)
+            if n != at[k]
+        ]
+
+    every = [moves(k) for k in range(len(group))]
+    better = True
+    while better and work > 0:
+        better = False
+        gaining = sorted((m for ms in every for m in ms if m[0] < 0), key=lambda m: m[0])
+        for gain, k, n, more in gaining:
+            short = {j: m - left[j] for j, m in more.items() if m > left[j]}
+            found: list[tuple[int, int, dict[int, Bytes]]] = []
+            if not short:
+                found = [(k, n, more)]
+            else:
+                low = 0.0
+                for other, ms in enumerate(every):
+                    if other == k or short.keys().isdisjoint(group[other].kinds):
+                        continue
+                    work -= len(ms)
+                    for dear, _, p, takes in ms:
+                        if gain + dear < low - NEAR and all(
+                            more.get(j, 0) + takes.get(j, 0) <= left[j] for j in {*more, *takes}
+                        ):
+                            low, found = gain + dear, [(k, n, more), (other, p, takes)]
+                    if work <= 0:
+                        break
+            if found:
+                for changed, item, takes in found:
+                    at[changed] = item
+                    for j, m in takes.items():
+                        left[j] -= m
+                for changed, *_ in found:
+                    every[changed] = moves(changed)
+                better = True
+                break
+            if work <= 0:
+                break
+
+
+def _search(
+    group: list[_Class], room: list[Bytes], prices: Sequence[float], bound: float, best: float, nodes: int
+) -> tuple[list[int] | None, int, bool]:
+    """Depth first, the cheapest at the prices first: an answer below ``best`` if there is one, the nodes left, and
+    whether all answers were seen. First come the classes in which another item is the most loss."""
+    excess = []
+    for c in group:
+        costs = _priced(c, prices)
+        low = min(costs)
+        excess.append(sorted((cost - low, n) for n, cost in enumerate(costs)))
+    order = sorted(range(len(group)), key=lambda k: -excess[k][1][0] if len(excess[k]) > 1 else float("-inf"))
+    # What the classes behind need at least of each kind.
+    behind = [[0] * len(room)]
+    for k in reversed(order):
+        needs = list(behind[-1])
+        for j, column in zip(group[k].kinds, zip(*(i.more for i in group[k].items), strict=True), strict=True):
+            needs[j] += min(column)
+        behind.append(needs)
+    behind.reverse()
+    left = [r - b for r, b in zip(room, behind[0], strict=True)]
+    if min(left) < 0:
+        return None, nodes, True
+    slack, at, found = best - bound, [0] * len(group), None
+    cost = 0.0
+
+    def down(depth: int, lost: float) -> bool:
+        """Whether all below was seen."""
+        nonlocal slack, found, nodes, cost, best
+        if depth == len(order):
+            if cost < best:
+                best, found = cost - NEAR * abs(cost), list(at)
+                slack = best - bound
+            return True
+        k = order[depth]
+        c = group[k]
+        free = [behind[depth][j] - behind[depth + 1][j] for j in c.kinds]
+        whole = True
+        for dear, n in excess[k]:
+            if lost + dear >= slack:
+                break
+            if nodes <= 0:
+                return False
+            item = c.items[n]
+            if any(m - f > left[j] for j, m, f in zip(c.kinds, item.more, free, strict=True)):
+                continue
+            nodes -= 1
+            for j, m, f in zip(c.kinds, item.more, free, strict=True):
+                left[j] -= m - f
+            at[k] = n
+            cost += item.cost
+            whole = down(depth + 1, lost + dear) and whole
+            cost -= item.cost
+            for j, m, f in zip(c.kinds, item.more, free, strict=True):
+                left[j] += m - f
+        return whole
+
+    whole = down(0, 0.0) if len(group) <= 400 else False  # as deep as Python goes
+    return found, nodes, whole
+
+
+__all__ = ["Class", "Item", "Sizes", "cheapest_of"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
 from typing import Final, Literal, get_args
 
-from jaxtensile.runtime.knapsack_kinds import Item, Sizes, cheapest_of
+from jaxtensile.runtime.knapsack_kinds import Class, Item, Sizes, cheapest_of
 from jaxtensile.runtime.leases import Charge
 from jaxtensile.units import Bytes
 
@@ -26,7 +26,11 @@ Objective = Literal["slowdown", "fair", "priority", "fcfs"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 
 EXACT: Final = 24
-"""So many jobs of one class get an optimum; more get what is proved to be within ``WITHIN`` of it, in milliseconds."""
+"""So many jobs that share one kind of bytes get an optimum; more get what is proved to be within ``WITHIN`` of it, in
+milliseconds."""
+TEMPS: Final = 12
+"""Sizes of the largest temp for which a division is made at most, where rooms are gated: the largest first, until no
+smaller one can be better, which is mostly at once."""
 WITHIN: Final = 5e-4
 
 
@@ -74,26 +78,46 @@ Shares = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Claims, the bytes their options take of each kind, and the bytes there are."""
+    """Claims, the bytes their options take of their resources, and the bytes there are."""
 
     claims: tuple[Claim, ...]
-    options: tuple[tuple[int, ...], ...]
-    """Which of the options may be taken; the first is the least."""
+    kinds: dict[int, tuple[int, ...]]
+    """The resources of each claim, by their places in ``room``."""
     sizes: dict[int, tuple[Sizes, ...]]
-    room: Sizes
+    """Of each option, of each of these."""
+    options: dict[int, tuple[int, ...]]
+    """Which of the options may be taken; the first is the least."""
+    room: tuple[Bytes, ...]
 
 
 def divide(claims: Sequence[Claim], rooms: Mapping[str, Room], objective: Objective) -> Shares | None:
     """The option of each claim; None if not even the first ones fit.
 
-    With gated rooms the whole division is made once for each size that the largest temp may have, and the best counts.
+    With gated rooms the whole division is made for sizes that the largest temp may have, and the best counts.
     """
+    names = sorted({r for c in claims for r in c.resources})
+    if not any(rooms[name].gated for name in names):
+        return _divide(_ungated(claims, rooms, names), objective)
     best: Shares | None = None
-    for problem in _problems(claims, rooms):
+    left = TEMPS
+    for problem in _gated(claims, rooms, names):
+        if best is not None:
+            # A smaller temp allows less: where even all that it allows is no better, nothing behind is.
+            wished = {c.id: _wish(c, problem.options[c.id], objective) for c in claims}
+            if left <= 0 or not ahead(claims, wished, best, objective):
+                break
         shares = _divide(problem, objective)
+        left -= 1
         if shares is not None and (best is None or ahead(claims, shares, best, objective)):
             best = shares
     return best
+
+
+def _wish(claim: Claim, allowed: Sequence[int], objective: Objective) -> int:
+    """What a claim would get if there were room for all."""
+    if objective == "fair":
+        return max(allowed, key=lambda n: claim.options[n].level)
+    return min(allowed, key=lambda n: claim.options[n].slowdown)
 
 
 def ahead(claims: Sequence[Claim], new: Shares, old: Shares, objective: Objective, by: float = 0.0) -> bool:
@@ -144,91 +168,118 @@ def _turns(group: Sequence[Claim], objective: Objective) -> list[Claim]:
     return sorted(group, key=lambda c: c.arrived)
 
 
-def _problems(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> Iterator[_Problem]:
-    """What there is to decide: once, or for each size of the largest temp where rooms are gated."""
-    names = sorted({r for c in claims for r in c.resources})
+def _ungated(claims: Sequence[Claim], rooms: Mapping[str, Room], names: Sequence[str]) -> _Problem:
+    column = {name: k for k, name in enumerate(names)}
+    return _Problem(
+        tuple(claims),
+        {c.id: tuple(column[r] for r in c.resources) for c in claims},
+        {c.id: tuple(tuple(n.persistent + n.temp for n in o.needs) for o in c.options) for c in claims},
+        {c.id: tuple(range(len(c.options))) for c in claims},
+        tuple(rooms[name].free for name in names),
+    )
+
+
+def _gated(claims: Sequence[Claim], rooms: Mapping[str, Room], names: Sequence[str]) -> Iterator[_Problem]:
+    """What there is to decide for each size of the largest temp for which the first options fit, the largest first."""
     column = {name: k for k, name in enumerate(names)}
     gated = [rooms[name].gated for name in names]
-    blank = [0] * len(names)
-    temps = [0]
-    if any(gated):
-        outside = max(rooms[name].temp for name in names if rooms[name].gated)
-        inside = {max(_temps(c, o, rooms)) for c in claims for o in c.options}
-        temps = sorted({max(outside, t) for t in inside})
-    for temp in temps:
-        sizes: dict[int, tuple[Sizes, ...]] = {}
-        allowed: list[tuple[int, ...]] = []
-        for c in claims:
-            columns = [column[r] for r in c.resources]
-            rows: list[Sizes] = []
-            for o in c.options:
-                row = blank[:]
-                for k, need in zip(columns, o.needs, strict=True):
-                    row[k] = need.persistent if gated[k] else need.persistent + need.temp
-                rows.append(tuple(row))
-            sizes[c.id] = tuple(rows)
-            fit = range(len(c.options))
-            if any(gated):
-                able = [n for n in fit if max(_temps(c, c.options[n], rooms)) <= temp]
-                # The least on the devices, whatever it takes of the host, as without turns.
-                fit = sorted(able, key=lambda n: (sum(s for s, g in zip(rows[n], gated, strict=True) if g), rows[n], n))
-            allowed.append(tuple(fit))
-        if all(allowed):
-            room = tuple(rooms[name].free - (temp if rooms[name].gated else 0) for name in names)
-            yield _Problem(tuple(claims), tuple(allowed), sizes, room)
-
-
-def _temps(claim: Claim, option: Option, rooms: Mapping[str, Room]) -> list[Bytes]:
-    return [0, *(n.temp for r, n in zip(claim.resources, option.needs, strict=True) if rooms[r].gated)]
+    outside = max(rooms[name].temp for name in names if rooms[name].gated)
+    kinds = {c.id: tuple(column[r] for r in c.resources) for c in claims}
+    sizes: dict[int, tuple[Sizes, ...]] = {}
+    order: dict[int, list[tuple[tuple[Bytes, Sizes], int]]] = {}
+    """Options by what they take of the devices, whatever they take of the host, as without turns."""
+    steps: list[tuple[Bytes, int, int]] = []
+    for c in claims:
+        own = [gated[k] for k in kinds[c.id]]
+        sizes[c.id] = rows = tuple(
+            tuple(n.persistent if g else n.persistent + n.temp for n, g in zip(o.needs, own, strict=True))
+            for o in c.options
+        )
+        order[c.id] = [((sum(s for s, g in zip(row, own, strict=True) if g), row), n) for n, row in enumerate(rows)]
+        for n, o in enumerate(c.options):
+            temp = max((need.temp for need, g in zip(o.needs, own, strict=True) if g), default=0)
+            steps.append((max(temp, outside), c.id, n))
+    steps.sort()
+    # From the smallest temp up: what the first options leave of each kind.
+    first: dict[int, tuple[tuple[Bytes, Sizes], int]] = {}
+    left, fitting = [rooms[name].free for name in names], list[Bytes]()
+    for k, (temp, claim, n) in enumerate(steps):
+        new, old = order[claim][n], first.get(claim)
+        if old is None or new < old:
+            first[claim] = new
+            for j, size in zip(kinds[claim], new[0][1], strict=True):
+                left[j] -= size
+            if old is not None:
+                for j, size in zip(kinds[claim], old[0][1], strict=True):
+                    left[j] += size
+        last = k + 1 == len(steps) or steps[k + 1][0] > temp
+        if last and len(first) == len(claims) and all(a >= temp * g for a, g in zip(left, gated, strict=True)):
+            fitting.append(temp)
+    temps = {(claim, n): temp for temp, claim, n in steps}
+    for temp in reversed(fitting):
+        yield _Problem(
+            tuple(claims),
+            kinds,
+            sizes,
+            {c.id: tuple(n for _, n in sorted(order[c.id]) if temps[c.id, n] <= temp) for c in claims},
+            tuple(rooms[name].free - (temp if g else 0) for name, g in zip(names, gated, strict=True)),
+        )
 
 
 def _divide(problem: _Problem, objective: Objective) -> Shares | None:
-    shares: Shares = {c.id: options[0] for c, options in zip(problem.claims, problem.options, strict=True)}
-    floors = [problem.sizes[k][n] for k, n in shares.items()]
-    left = [room - sum(column) for room, column in zip(problem.room, zip(*floors, strict=True), strict=True)]
+    shares: Shares = {k: options[0] for k, options in problem.options.items()}
+    left = list(problem.room)
+    for c in problem.claims:
+        _take(left, problem, c.id, shares[c.id])
     if min(left, default=0) < 0:
         return None
-    allowed = {c.id: options for c, options in zip(problem.claims, problem.options, strict=True)}
     for group in _classes(problem.claims):
         if objective == "slowdown":
-            left = _least_slowdown(group, allowed, problem.sizes, shares, left)
+            _least_slowdown(group, problem, shares, left)
         elif objective == "fair":
-            left = _max_min(group, allowed, problem.sizes, shares, left)
+            _max_min(group, problem, shares, left)
         else:
-            left = _in_turn(_turns(group, objective), allowed, problem.sizes, shares, left)
+            _in_turn(_turns(group, objective), problem, shares, left)
     return shares
 
 
-def _least_slowdown(
-    group: Sequence[Claim],
-    allowed: Mapping[int, tuple[int, ...]],
-    sizes: Mapping[int, tuple[Sizes, ...]],
-    shares: Shares,
-    left: list[Bytes],
-) -> list[Bytes]:
-    floors = [sizes[c.id][shares[c.id]] for c in group]
-    room = [a + sum(column) for a, column in zip(left, zip(*floors, strict=True), strict=True)]
-    classes = [[Item(sizes[c.id][n], c.weight * c.options[n].slowdown) for n in allowed[c.id]] for c in group]
-    choice = cheapest_of(classes, room, 0.0 if len(group) <= EXACT else WITHIN)
+def _take(left: list[Bytes], problem: _Problem, claim: int, option: int, sign: int = 1) -> None:
+    """What an option leaves; ``sign``: -1 where it is given back."""
+    for k, size in zip(problem.kinds[claim], problem.sizes[claim][option], strict=True):
+        left[k] -= sign * size
+
+
+def _exchanged(left: list[Bytes], problem: _Problem, claim: int, old: int, new: int) -> bool:
+    """Put a claim on another option, if that fits."""
+    kinds, sizes = problem.kinds[claim], problem.sizes[claim]
+    if any(left[k] + a < b for k, a, b in zip(kinds, sizes[old], sizes[new], strict=True)):
+        return False
+    _take(left, problem, claim, old, -1)
+    _take(left, problem, claim, new)
+    return True
+
+
+def _least_slowdown(group: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:
+    classes: list[Class] = []
+    for c in group:
+        _take(left, problem, c.id, shares[c.id], -1)
+        sizes = problem.sizes[c.id]
+        items = [Item(sizes[n], c.weight * c.options[n].slowdown) for n in problem.options[c.id]]
+        classes.append(Class(problem.kinds[c.id], items))
+    choice = cheapest_of(classes, left, EXACT, WITHIN)
     assert choice is not None, "the first options fit"
     for c, pick in zip(group, choice.picks, strict=True):
-        shares[c.id] = allowed[c.id][pick]
-    chosen = [sizes[c.id][shares[c.id]] for c in group]
-    return [a - sum(column) for a, column in zip(room, zip(*chosen, strict=True), strict=True)]
+        shares[c.id] = problem.options[c.id][pick]
+        _take(left, problem, c.id, shares[c.id])
 
 
-def _max_min(
-    group: Sequence[Claim],
-    allowed: Mapping[int, tuple[int, ...]],
-    sizes: Mapping[int, tuple[Sizes, ...]],
-    shares: Shares,
-    left: list[Bytes],
-) -> list[Bytes]:
+def _max_min(group: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:
     """Whoever has the least surplus goes up to the next larger one, until none fits. Nobody goes up from the best
     possible least surplus before all are there, so where larger levels need more the least one is the largest."""
     by_id = {c.id: c for c in group}
     above = {
-        c.id: sorted(allowed[c.id], key=lambda n: (c.options[n].level, sizes[c.id][n]), reverse=True) for c in group
+        c.id: sorted(problem.options[c.id], key=lambda n: (c.options[n].level, problem.sizes[c.id][n]), reverse=True)
+        for c in group
     }
     heap = [(_surplus(c, shares[c.id]), c.arrived, c.id) for c in group]
     heapify(heap)
@@ -237,30 +288,18 @@ def _max_min(
         options, now = by_id[k].options, shares[k]
         while above[k]:
             new = above[k].pop()
-            if options[new].level <= options[now].level:
-                continue
-            rest = [f + a - b for f, a, b in zip(left, sizes[k][now], sizes[k][new], strict=True)]
-            if min(rest) >= 0:
-                shares[k], left = new, rest
+            if options[new].level > options[now].level and _exchanged(left, problem, k, now, new):
+                shares[k] = new
                 heapreplace(heap, (_surplus(by_id[k], new), arrived, k))
                 break
         else:
             heappop(heap)
-    return left
 
 
-def _in_turn(
-    turns: Sequence[Claim],
-    allowed: Mapping[int, tuple[int, ...]],
-    sizes: Mapping[int, tuple[Sizes, ...]],
-    shares: Shares,
-    left: list[Bytes],
-) -> list[Bytes]:
+def _in_turn(turns: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:
     for c in turns:
-        now = sizes[c.id][shares[c.id]]
-        for n in sorted(allowed[c.id], key=lambda n: c.options[n].slowdown):
-            rest = [f + a - b for f, a, b in zip(left, now, sizes[c.id][n], strict=True)]
-            if min(rest) >= 0:
-                shares[c.id], left = n, rest
+        now = shares[c.id]
+        for n in sorted(problem.options[c.id], key=lambda n: c.options[n].slowdown):
+            if _exchanged(left, problem, c.id, now, n):
+                shares[c.id] = n
                 break
-    return left

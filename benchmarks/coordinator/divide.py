@@ -1,0 +1,170 @@
+"""How long does one division take where many devices are shared, and how far from the optimum is it?
+
+    python -m benchmarks.coordinator.divide [--quick]
+
+Jobs of eight plans on up to 64 devices: on one device each; on one with pinned host bytes, which the plans in the
+middle need and which are short for all together; on one to eight devices each; where steps take turns on their
+devices. A device has room for the floors and a random part of what its jobs want beyond. Times are CPU milliseconds of
+one call of ``policy.divide``. *Above the optimum*: the sum of weight × slowdown beside the optimum of the same question
+by HiGHS's integer programme, which runs up to 60 s; where it does not end, beside its bound. Results go to
+``divide.json`` and ``divide.md``; ``--quick`` prints only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, Final, cast
+
+from benchmarks.isolate import heading, save
+from benchmarks.machine import describe
+from jaxtensile.runtime.leases import Charge
+from jaxtensile.runtime.policy import OBJECTIVES, Claim, Option, Room, Shares, divide
+
+HERE: Final = Path(__file__).parent
+RUNGS: Final = 8
+GIB: Final = 1 << 30
+KINDS: Final = ("one device", "one device, host", "one to eight devices", "one to eight devices, host", "turns")
+SIZES: Final = ((1, 24), (4, 12), (8, 24), (8, 96), (64, 200), (64, 1000))
+"""Devices, and jobs on all of them."""
+PROVED: Final = 96
+"""Jobs up to which an optimum is asked for."""
+SEEDS: Final = 20
+
+
+def question(kind: str, devices: int, jobs: int, seed: int) -> tuple[list[Claim], dict[str, Room]]:
+    """Claims, and rooms that hold all floors."""
+    random = Random(f"{kind} {devices} {jobs} {seed}")
+    claims: list[Claim] = []
+    low: dict[str, int] = {}
+    high: dict[str, int] = {}
+    for k in range(jobs):
+        count = min(random.choice((1, 1, 2, 4, 8)), devices) if "eight" in kind else 1
+        first = random.randrange(devices)
+        names = tuple(f"cuda:{(first + n) % devices}" for n in range(count))
+        top, held, worst = random.uniform(1, 40) * GIB, random.uniform(0.2, 0.6), random.uniform(1.05, 1.9)
+        host = random.uniform(0.1, 10) * GIB * ("host" in kind)
+        options: list[Option] = []
+        for n in range(RUNGS):
+            share = n / (RUNGS - 1)
+            temp = int(top * (1 - held) * (0.2 + 0.8 * share))
+            need = Charge(int(top * held), temp) if kind == "turns" else Charge(int(top * held) + temp)
+            needs = (need,) * count
+            if host:
+                needs = (*needs, Charge(int(host * 4 * share * (1 - share) * random.uniform(0.9, 1.1))))
+            slowdown = 1 + (worst - 1) * (1 - share) ** random.uniform(1.2, 2.5)
+            options.append(Option(n, needs, slowdown, need.level))
+        resources = (*names, "host") if host else names
+        claims.append(
+            Claim(
+                id=k,
+                priority=0,
+                weight=random.choice((1.0, 1.0, 1.0, 2.0)),
+                arrived=k,
+                resources=resources,
+                options=tuple(options),
+                floor=options[0].level,
+            )
+        )
+        for j, name in enumerate(resources):
+            sizes = [o.needs[j].persistent + (0 if kind == "turns" else o.needs[j].temp) for o in options]
+            low[name] = low.get(name, 0) + sizes[0]
+            high[name] = high.get(name, 0) + max(sizes)
+    rooms: dict[str, Room] = {}
+    for name in low:
+        free = low[name] + int((high[name] - low[name]) * random.uniform(0.2, 0.7))
+        if kind == "turns":
+            temps = sorted(o.needs[0].temp for c in claims for o in c.options if name in c.resources)
+            free += max(
+                temps[int(len(temps) * random.uniform(0.3, 0.9))], max(c.options[0].needs[0].temp for c in claims)
+            )
+        rooms[name] = Room(free, kind == "turns")
+    return claims, rooms
+
+
+def cost(claims: Sequence[Claim], shares: Shares) -> float:
+    return sum(c.weight * c.options[shares[c.id]].slowdown for c in claims)
+
+
+def optimum(claims: Sequence[Claim], rooms: dict[str, Room]) -> float:
+    """The least sum, or the best bound of it after a minute; without turns."""
+    import numpy as np
+    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.sparse import lil_array
+
+    rows = {name: len(claims) + k for k, name in enumerate(rooms)}
+    count = len(claims) * RUNGS
+    matrix = lil_array((len(claims) + len(rooms), count))
+    prices = np.zeros(count)
+    for k, c in enumerate(claims):
+        for n, o in enumerate(c.options):
+            prices[k * RUNGS + n] = c.weight * o.slowdown
+            matrix[k, k * RUNGS + n] = 1.0
+            for name, need in zip(c.resources, o.needs, strict=True):
+                matrix[rows[name], k * RUNGS + n] = need.level / GIB
+    low = np.concatenate([np.ones(len(claims)), np.full(len(rooms), -np.inf)])
+    high = np.concatenate([np.ones(len(claims)), [room.free / GIB for room in rooms.values()]])
+    found = cast(Any, milp)(
+        prices,
+        integrality=np.ones(count),
+        bounds=Bounds(0, 1),
+        constraints=LinearConstraint(cast(Any, matrix).tocsr(), low, high),
+        options={"time_limit": 60.0, "mip_rel_gap": 1e-6},
+    )
+    return float(found.mip_dual_bound)
+
+
+def row(kind: str, devices: int, jobs: int, seeds: int) -> dict[str, Any]:
+    """One line of the table."""
+    found: dict[str, Any] = {"kind": kind, "devices": devices, "jobs": jobs}
+    above: list[float] = []
+    for objective in OBJECTIVES:
+        taken: list[float] = []
+        for seed in range(seeds):
+            claims, rooms = question(kind, devices, jobs, seed)
+            started = time.process_time()
+            shares = divide(claims, rooms, objective)
+            taken.append((time.process_time() - started) * 1e3)
+            assert shares is not None, "all floors fit"
+            if objective == "slowdown" and kind != "turns" and jobs <= PROVED and seed < 5:
+                least = optimum(claims, rooms)
+                above.append(cost(claims, shares) / least - 1)
+        taken.sort()
+        found[objective] = {"median": taken[len(taken) // 2], "worst": taken[-1]}
+    if above:
+        found["above"] = {"mean": sum(above) / len(above), "worst": max(above)}
+    return found
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = heading("Dividing many devices", result["machine"], __doc__)
+    lines += [f"Load {result['load']:.1f} at the start. Median and worst of {result['seeds']} questions.", ""]
+    lines += [f"| jobs are on | devices | jobs | {' | '.join(OBJECTIVES)} | above the optimum |"]
+    lines += ["|---|---|---|" + "---|" * (len(OBJECTIVES) + 1)]
+    for r in result["rows"]:
+        cells = [f"{r[o]['median']:.1f} ({r[o]['worst']:.1f})" for o in OBJECTIVES]
+        above = f"{r['above']['mean']:.2%} ({r['above']['worst']:.2%})" if "above" in r else ""
+        lines.append(f"| {r['kind']} | {r['devices']} | {r['jobs']} | {' | '.join(cells)} | {above} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few questions, and nothing is saved")
+    quick = parser.parse_args().quick
+    seeds = 3 if quick else SEEDS
+    result: dict[str, Any] = {"machine": describe(), "load": os.getloadavg()[0], "seeds": seeds, "rows": []}
+    for kind in KINDS:
+        for devices, jobs in SIZES:
+            result["rows"].append(row(kind, devices, jobs, seeds))
+            print(table({**result, "rows": result["rows"][-1:]}).splitlines()[-1], flush=True)
+    if not quick:
+        save(HERE / "divide.json", result, table)
+
+
+if __name__ == "__main__":
+    main()

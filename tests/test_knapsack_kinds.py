@@ -1,0 +1,133 @@
+"""The knapsack of several kinds of bytes: what trying all finds where that can be tried, near it in bounded work."""
+
+from itertools import product
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtensile.runtime import knapsack_kinds
+from jaxtensile.runtime.knapsack_kinds import NODES, Class, Item, cheapest_of
+
+CLOSE = 1e-9
+KINDS = 4
+COSTS = st.one_of(st.integers(0, 4).map(float), st.floats(0, 10, allow_subnormal=False))
+
+
+@st.composite
+def questions(draw, most=5, kinds=KINDS):
+    """Classes of some of the kinds, and rooms."""
+    classes = []
+    for _ in range(draw(st.integers(1, most))):
+        own = tuple(sorted(draw(st.sets(st.integers(0, kinds - 1), min_size=1))))
+        item = st.builds(Item, st.tuples(*[st.integers(0, 12)] * len(own)), COSTS)
+        classes.append(Class(own, draw(st.lists(item, min_size=1, max_size=4))))
+    return classes, draw(st.tuples(*[st.integers(0, 40)] * kinds))
+
+
+def used(classes, picks, kinds):
+    total = [0] * kinds
+    for c, pick in zip(classes, picks, strict=True):
+        for k, size in zip(c.kinds, c.items[pick].sizes, strict=True):
+            total[k] += size
+    return total
+
+
+def tried(classes, room):
+    fitting = (
+        sum(c.items[i].cost for c, i in zip(classes, picks, strict=True))
+        for picks in product(*(range(len(c.items)) for c in classes))
+        if all(a <= b for a, b in zip(used(classes, picks, len(room)), room, strict=True))
+    )
+    return min(fitting, default=None)
+
+
+def holds(classes, room, found):
+    assert all(a <= b for a, b in zip(used(classes, found.picks, len(room)), room, strict=True))
+    cost = sum(c.items[i].cost for c, i in zip(classes, found.picks, strict=True))
+    assert found.cost == pytest.approx(cost, abs=CLOSE)
+
+
+@settings(max_examples=400)
+@given(questions())
+def test_it_is_what_trying_all_finds(question):
+    classes, room = question
+    found, best = cheapest_of(classes, room), tried(classes, room)
+    assert (found is None) == (best is None)
+    if found is not None:
+        holds(classes, room, found)
+        assert found.cost == pytest.approx(best, abs=CLOSE) and found.gap <= CLOSE
+
+
+@settings(max_examples=200)
+@given(questions(), st.integers(0, 8))
+def test_with_little_work_it_is_as_near_as_it_says(question, nodes):
+    """And there is an answer wherever the first items fit."""
+    classes, room = question
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(knapsack_kinds, "NODES", nodes)
+        found = cheapest_of(classes, room)
+    best = tried(classes, room)
+    first = used(classes, [0] * len(classes), len(room))
+    assert found is not None or best is None or any(a > b for a, b in zip(first, room, strict=True))
+    if found is not None:
+        holds(classes, room, found)
+        assert best - CLOSE <= found.cost and found.cost * (1 - found.gap) <= best + CLOSE
+
+
+def jobs(random, count, kinds, rungs=4, shared=True):
+    """Ladders on one device each, of which those in the middle take of the last kind too; rooms for the first items and
+    a part of what there is beyond."""
+    classes, low, high = [], [0] * kinds, [0] * kinds
+    for k in range(count):
+        top, host = random.randrange(10**9, 40 * 10**9), random.randrange(10**8, 10**10)
+        own = (k % (kinds - 1), kinds - 1)
+        shares = [n / (rungs - 1) for n in range(rungs)]
+        items = [
+            Item((int(top * (0.3 + 0.7 * f)), int(host * 4 * f * (1 - f) * shared)), 1 + (1 - f) ** 2 * random.random())
+            for f in shares
+        ]
+        classes.append(Class(own, items))
+        for j, kind in enumerate(own):
+            sizes = [item.sizes[j] for item in items]
+            low[kind] += min(sizes)
+            high[kind] += max(sizes)
+    return classes, [int(a + (b - a) * random.uniform(0.3, 0.7)) for a, b in zip(low, high, strict=True)]
+
+
+def test_devices_that_share_nothing_are_decided_one_by_one(monkeypatch):
+    """As well as each alone, and without a search over all of them."""
+    monkeypatch.setattr(knapsack_kinds, "_several", lambda *_: pytest.fail("they share no kind that is short"))
+    classes, room = jobs(Random(1), 24, 9, shared=False)
+    found = cheapest_of(classes, room)
+    assert found is not None and found.gap == 0
+    for device in range(8):
+        mine = [n for n, c in enumerate(classes) if c.kinds[0] == device]
+        alone = cheapest_of([classes[n] for n in mine], room)
+        assert alone is not None and alone.picks == tuple(found.picks[n] for n in mine)
+
+
+@pytest.mark.parametrize(("count", "kinds"), [(24, 2), (24, 9), (200, 9), (1000, 65)])
+def test_work_is_bounded(count, kinds, monkeypatch):
+    """By what was counted: nodes of the search, prices of the ascent; and what comes is near the bound."""
+    spent, priced = [], [0]
+    search, prices = knapsack_kinds._search, knapsack_kinds._priced
+
+    def counted(*args):
+        found, left, whole = search(*args)
+        spent.append(args[-1] - left)
+        return found, left, whole
+
+    def counting(c, by):
+        priced[0] += len(c.items)
+        return prices(c, by)
+
+    monkeypatch.setattr(knapsack_kinds, "_search", counted)
+    monkeypatch.setattr(knapsack_kinds, "_priced", counting)
+    classes, room = jobs(Random(count), count, kinds, rungs=8)
+    found = cheapest_of(classes, room, 24, 5e-4)
+    assert found is not None
+    holds(classes, room, found)
+    assert sum(spent) <= NODES and priced[0] <= max(knapsack_kinds.WORK, 3 * 8 * count) + 8 * count
+    assert found.gap <= (0.05 if count == 1000 else 0.01)  # by a bound of few steps
