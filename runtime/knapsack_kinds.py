@@ -22,8 +22,10 @@ STEPS, WORK = 40, 8_000
 """Of the ascent, in which every item is priced: so many at most, and so many prices."""
 NODES: Final = 6_000
 """Of the search, for all groups of a question together: some 10 ms."""
-PAIRS: Final = 40_000
+PAIRS: Final = 20_000
 """Of items that are compared to be exchanged, at most."""
+SMALL: Final = 1_000
+"""Items of a group, up to which an answer is built up in two ways, and exchanges are tried."""
 
 Sizes = tuple[Bytes, ...]
 
@@ -53,8 +55,6 @@ class _Item(NamedTuple):
 class _Class(NamedTuple):
     kinds: tuple[int, ...]
     items: list[_Item]
-    number: int
-    """Which of the classes it is."""
 
 
 def cheapest_of(
@@ -66,7 +66,9 @@ def cheapest_of(
     ``exact``: classes that share one kind, up to which the optimum is looked for; ``within``: a relative gap that is
     good enough for more.
     """
-    least, left, most = [], list(room), [0] * len(room)
+    left, most = list(room), [0] * len(room)
+    least: list[tuple[tuple[Bytes, Bytes], ...]] = []
+    """Of each class the fewest and the most bytes of each of its kinds."""
     for kinds, items in classes:
         if len(kinds) == 1:  # the usual case
             column = [item.sizes[0] for item in items]
@@ -81,37 +83,43 @@ def cheapest_of(
         return None
     short = [a > b for a, b in zip(most, left, strict=True)]
     picks, cost, gap, nodes = [0] * len(classes), 0.0, 0.0, NODES
-    together: dict[int, list[_Class]] = {}
     groups = _Groups(len(room))
-    open_: list[tuple[int, tuple[int, ...]]] = []
+    undecided: list[tuple[int, tuple[int, ...]]] = []
+    """Classes, and the places among their kinds of those that are short."""
     for n, ((kinds, items), edges) in enumerate(zip(classes, least, strict=True)):
-        columns = tuple(
-            j for j, (k, (low, high)) in enumerate(zip(kinds, edges, strict=True)) if short[k] and low < high
-        )
-        if columns:
-            open_.append((n, columns))
-            groups.join([kinds[j] for j in columns])
+        spans = zip(kinds, edges, strict=True)
+        places = tuple(j for j, (k, (low, high)) in enumerate(spans) if short[k] and low < high)
+        if places:
+            undecided.append((n, places))
+            groups.join([kinds[j] for j in places])
         else:
             picks[n] = min(range(len(items)), key=lambda i: (items[i].cost, items[i].sizes))
             cost += items[picks[n]].cost
-    for n, columns in open_:
-        kinds, items = classes[n]
-        cut = [
-            _Item(tuple(item.sizes[j] - least[n][j][0] for j in columns), item.cost, i) for i, item in enumerate(items)
-        ]
-        made = _Class(tuple(kinds[j] for j in columns), cut, n)
-        together.setdefault(groups.of(made.kinds[0]), []).append(made)
+    together: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    for n, places in undecided:
+        together.setdefault(groups.of(classes[n].kinds[places[0]]), []).append((n, places))
     for group in together.values():
-        kinds = {k for c in group for k in c.kinds}
-        if len(kinds) == 1:
-            rows = [[Row(i.more[0], i.cost, i.pick) for i in c.items] for c in group]
-            found = cheapest(rows, left[kinds.pop()], 0.0 if len(group) <= exact else within)
+        if len({classes[n].kinds[j] for n, places in group for j in places}) == 1:
+            rows: list[list[Row]] = []
+            for n, (j,) in group:
+                low = least[n][j][0]
+                rows.append([Row(sizes[j] - low, price, i) for i, (sizes, price) in enumerate(classes[n].items)])
+            n, (j,) = group[0]
+            proved = len(group) <= exact and len(classes) <= 10 * exact
+            found = cheapest(rows, left[classes[n].kinds[j]], 0.0 if proved else within)
         else:
-            found, nodes = _several(group, left, within, nodes)
+            cut: list[_Class] = []
+            for n, places in group:
+                kinds, items = classes[n]
+                lows = [least[n][j][0] for j in places]
+                more = [tuple([sizes[j] - low for j, low in zip(places, lows, strict=True)]) for sizes, _ in items]
+                made = [_Item(m, item.cost, i) for i, (m, item) in enumerate(zip(more, items, strict=True))]
+                cut.append(_Class(tuple(kinds[j] for j in places), made))
+            found, nodes = _several(cut, left, within, nodes)
         if found is None:
             return None
-        for c, pick in zip(group, found.picks, strict=True):
-            picks[c.number] = pick
+        for (n, _), pick in zip(group, found.picks, strict=True):
+            picks[n] = pick
         cost += found.cost
         gap += found.gap * abs(found.cost)
     return Choice(tuple(picks), cost, gap / abs(cost) if gap and cost else 0.0)
@@ -141,16 +149,19 @@ def _several(group: list[_Class], room: list[Bytes], within: float, nodes: int) 
     """The answer, and what it leaves of the ``nodes``."""
     renamed = {k: n for n, k in enumerate(sorted({k for c in group for k in c.kinds}))}
     firsts = [c.items[0].more for c in group]
-    group = [_Class(tuple(renamed[k] for k in c.kinds), _undominated(c.items), c.number) for c in group]
+    group = [_Class(tuple(renamed[k] for k in c.kinds), _undominated(c.items)) for c in group]
     left = [room[k] for k in renamed]
     prices, bound = _ascend(group, left)
+    small = sum(len(c.items) for c in group) <= SMALL
     shares = [1 / max(r, 1) for r in left]
+    worths = (prices, shares) if small else (shares,)
+    best: list[int] | None = None
     for begin in (_smallest(group, left), _no_larger(group, firsts)):
-        starts = [found for p in (prices, shares) if (found := _built(group, left, p, begin)) is not None]
+        starts = [found for worth in worths if (found := _built(group, left, worth, begin)) is not None]
         best = min(starts, key=lambda at: _cost(group, at), default=None)
         if best is not None:
             break
-    if best is not None:
+    if best is not None and small:
         _exchange(group, left, best)
     cost = float("inf") if best is None else _cost(group, best)
     near = NEAR * abs(cost) if best is not None else 0.0
@@ -195,7 +206,15 @@ def _ascend(group: list[_Class], room: list[Bytes]) -> tuple[list[float], float]
     steps = max(3, min(STEPS, WORK // sum(len(c.items) for c in group)))
     cheap = sum(min(i.cost for i in c.items) for c in group)
     dear = sum(max(i.cost for i in c.items) for c in group)
-    prices, high, found = [0.0] * len(room), float("-inf"), [0.0] * len(room)
+    # First what a byte gains in the mean, for bytes that are short by some.
+    gains, spans = [0.0] * len(room), [1] * len(room)
+    for c in group:
+        gain = (max(i.cost for i in c.items) - min(i.cost for i in c.items)) / len(c.kinds)
+        for j, k in enumerate(c.kinds):
+            gains[k] += gain
+            spans[k] += max(i.more[j] for i in c.items)
+    prices = [0.5 * g / s for g, s in zip(gains, spans, strict=True)]
+    high, found = float("-inf"), prices
     target, ease = (cheap + dear) / 2, 1.0
     for _ in range(steps):
         used, value = [0] * len(room), 0.0
@@ -336,7 +355,7 @@ def _search(
 ) -> tuple[list[int] | None, int, bool]:
     """Depth first, the cheapest at the prices first: an answer below ``best`` if there is one, the nodes left, and
     whether all answers were seen. First come the classes in which another item is the most loss."""
-    excess = []
+    excess: list[list[tuple[float, int]]] = []
     for c in group:
         costs = _priced(c, prices)
         low = min(costs)
@@ -353,8 +372,8 @@ def _search(
     left = [r - b for r, b in zip(room, behind[0], strict=True)]
     if min(left) < 0:
         return None, nodes, True
-    slack, at, found = best - bound, [0] * len(group), None
-    cost = 0.0
+    slack, at, cost = best - bound, [0] * len(group), 0.0
+    found: list[int] | None = None
 
     def down(depth: int, lost: float) -> bool:
         """Whether all below was seen."""
