@@ -66,7 +66,6 @@ TESTS: Final = {
     "runtime/config": ["runtime_config"],
     "runtime/journal_file": ["journal"],
     "runtime/knapsack": ["policy"],
-    "runtime/knapsack_kinds": ["policy"],
     "runtime/outbox": ["coordinator"],
     "runtime/peers": ["coordinator"],
     "runtime/wire": ["messages"],
