@@ -183,6 +183,8 @@ def arrays_of(aval: Any) -> Iterator[tuple[tuple[int, ...], int]]:
         extended = isinstance(aval.dtype, _dtypes.ExtendedDType)
         element = _core.physical_element_aval(aval.dtype) if extended else jax.ShapeDtypeStruct((), aval.dtype)
         yield (*aval.shape, *element.shape), element.dtype.itemsize
+    elif getattr(aval, "has_qdd", False):  # of what it is made may change while the program runs
+        raise UnknownSizeError
     else:
         try:
             parts = aval.lo_ty()

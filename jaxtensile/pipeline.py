@@ -70,7 +70,7 @@ def fit(
 
 def _fit(job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans: Plans | None) -> Fitted:
     if all_values(job.jaxpr) is None:
-        note = "its sizes are symbolic: it is passed on as it is, and planned where they are numbers"
+        note = "its sizes are symbolic, or of a type that does not say them: it is passed on as it is"
         told = unplanned(job, (note,))
         return Fitted(jitted=job.make(None, job.options), evaluate=None, options=job.options, report=told)
     page, undone, lighter = _opened(job, prepare or named(job.solver), Clock(watch), baseline)

@@ -1,8 +1,10 @@
 """Where no budget is given, ours is ``jax.jit`` to whoever looks at it: objects, stages, platforms, references."""
 
 import gc
+import importlib
 import pickle
 import weakref
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,7 @@ from jax import export
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxtensile
-from jaxtensile import api, pipeline, upperbound
+from jaxtensile import _compat, api, pipeline, upperbound
 from programs import chain_args, squeezed, step
 
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -169,3 +171,22 @@ def test_a_body_counts_once_however_often_it_is_called():
         f = jax.jit(lambda x, f=f: f(f(x)))
     most = upperbound.all_values(jax.make_jaxpr(f)(np.zeros(16, "f")))
     assert most < 61 * 4 * 16 * 4
+
+
+def test_a_type_whose_parts_may_change_has_no_size():
+    """A mutable box of ``jax.experimental.hijax``: how many arrays it is made of is known while it runs."""
+    box = getattr(importlib.import_module("jax._src.hijax"), "Box", None)
+    if box is None:
+        aval = SimpleNamespace(has_qdd=True, lo_ty=lambda: pytest.fail("it has none"))
+        with pytest.raises(_compat.UnknownSizeError):
+            list(_compat.arrays_of(aval))
+        return
+
+    def double(held, x):
+        held.set(held.get() * 2 + x)
+        return x.sum()
+
+    for options in ({}, {"budget": "1GiB"}):
+        held = box(jnp.ones(5))
+        assert jaxtensile.jit(double, **options)(held, jnp.ones(5)) == 5.0
+        np.testing.assert_array_equal(held.get(), np.full(5, 3.0))
