@@ -389,8 +389,35 @@ def captured(traced: Any) -> tuple[Any, ...]:
 
 def donated_inputs(traced: Any) -> tuple[bool, ...]:
     """Of every input of a trace's jaxpr, captured ones first, whether its buffer may be reused."""
-    given = jax.tree.leaves(traced.args_info)
-    return (*(False for _ in captured(traced)), *(bool(a.donated) for a in given))
+    # Not by its ``args_info``: that puts what is no array into the user's own classes, and they may not have it.
+    own, donated = len(captured(traced)), traced._params["donated_invars"]
+    return (*(False for _ in range(own)), *map(bool, donated[: len(traced.jaxpr.in_avals) - own]))
+
+
+def lower(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """``jitted.lower(...)``, also where the user's own classes take arrays alone: its ``args_info`` is flat then."""
+    try:
+        return jitted.lower(*args, **kwargs)
+    except Exception:
+        traced = _without_args_info(jitted, args, kwargs)
+        if traced is None:
+            raise
+    return traced.lower()
+
+
+def _without_args_info(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A trace whose ``args_info`` is flat; None where it can be had as it is, or there is no trace."""
+    try:
+        traced = jitted.trace(*args, **kwargs)
+    except Exception:
+        return None
+    try:
+        _ = traced.args_info
+    except Exception:  # whatever a class says to what is no array
+        count = len(traced.jaxpr.in_avals) - len(captured(traced))
+        traced._in_tree = jax.tree.structure(((0,) * count, {}))
+        return traced
+    return None
 
 
 def is_abstract(place: Any) -> bool:

@@ -64,7 +64,7 @@ def compile_program(
         jitted = make(attempt)
         try:
             # Only XLA's part runs elsewhere: tracing and lowering read this thread's configuration.
-            lowered = jitted.lower(*args, **kwargs)
+            lowered = _compat.lower(jitted, args, kwargs)
             if meanwhile is None:
                 executable = lowered.compile()
             else:

@@ -20,7 +20,7 @@ import jax
 import msgspec
 
 from jaxtensile import pipeline
-from jaxtensile._compat import JAX_VERSION
+from jaxtensile._compat import JAX_VERSION, lower
 from jaxtensile.agreement import Agreed, Question, agree
 from jaxtensile.attempts import Watch, nothing
 from jaxtensile.device import DeviceProfile
@@ -194,7 +194,7 @@ class _Here:
             given = msgspec.msgpack.decode(answer, type=Answer)
             job = replace(job, budget=given.budget, device=given.device)
             fitted = pipeline.follow(job, given.entry, watch, baseline=self.baseline)
-        text = fitted.jitted.lower(*job.args, **job.kwargs).as_text()
+        text = lower(fitted.jitted, job.args, job.kwargs).as_text()
         options = sorted((name, repr(value)) for name, value in fitted.options.items())
         digest = hashlib.sha256(text.encode() + repr(options).encode()).hexdigest()
         note = f"one plan for {len(self.members)} processes, made by process {self.members[0]}"

@@ -190,3 +190,35 @@ def test_a_type_whose_parts_may_change_has_no_size():
         held = box(jnp.ones(5))
         assert jaxtensile.jit(double, **options)(held, jnp.ones(5)) == 5.0
         np.testing.assert_array_equal(held.get(), np.full(5, 3.0))
+
+
+def test_a_class_that_takes_arrays_alone_is_planned():
+    """The user's own containers are made of arrays, and of nothing else that a program is asked with."""
+
+    @jax.tree_util.register_pytree_node_class
+    class Named:
+        def __init__(self, data, names):
+            assert len(names) == data.ndim and data.dtype == jnp.float32
+            self.data, self.names = data, names
+
+        def tree_flatten(self):
+            return (self.data,), self.names
+
+        @classmethod
+        def tree_unflatten(cls, names, leaves):
+            return cls(*leaves, names)
+
+    def fun(weights, x):
+        named, scale = x
+        return step(weights, named.data * scale)
+
+    weights, x = chain_args()
+    args = weights, (Named(x, ("rows", "columns")), jnp.float32(1.0))
+    for options in ({}, {"donate_argnums": 0}):
+        found = squeezed(fun, *args, **options)
+        assert found is not None
+        expected = jax.jit(fun)(*args)
+        got = found[0](*jax.tree.map(jnp.copy, args))
+        for a, b in zip(got, expected, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+        assert found[0].trace(*args).jaxpr is not None
