@@ -61,9 +61,13 @@ _DEATHS: Final = 50
 
 
 _EVAL_SHAPE: Final = "`jax.eval_shape(f)` asks whether `type(f)` is JAX's own jit; `f.eval_shape` answers as jit's does"
+_THREAD: Final = "counts the compilations of the calling thread: XLA compiles in another one while the rest is planned"
 EXPLAINED: Final = {
+    "test_compilation_cache_miss_when_devices_change": _THREAD,
+    "test_different_devices_wsc_abstract_mesh_cache_hit": _THREAD,
     "test_eval_shape_format": _EVAL_SHAPE,
     "test_eval_shape_jitted_fun_cache_hit": _EVAL_SHAPE,
+    "test_jit_mul_sum_sharding_preserved": _THREAD,
     "test_jit_traceback": "counts the frames between a first call and the function: four of them are ours",
 }
 """Tests that only ours fails, and why that stays so."""
