@@ -64,6 +64,7 @@ _EVAL_SHAPE: Final = "`jax.eval_shape(f)` asks whether `type(f)` is JAX's own ji
 _THREAD: Final = "counts the compilations of the calling thread: XLA compiles in another one while the rest is planned"
 EXPLAINED: Final = {
     "test_compilation_cache_miss_when_devices_change": _THREAD,
+    "test_different_devices_shmap_abstract_mesh_cache_hit": _THREAD,
     "test_different_devices_wsc_abstract_mesh_cache_hit": _THREAD,
     "test_eval_shape_format": _EVAL_SHAPE,
     "test_eval_shape_jitted_fun_cache_hit": _EVAL_SHAPE,
