@@ -20,7 +20,7 @@ from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from jaxtensile.options import Asked, config_file
+from jaxtensile.options import Asked, Unsaid, config_file
 
 _StandIn = Callable[..., Any]
 _KNOWN: WeakKeyDictionary[Any, dict[Hashable, tuple[_StandIn, WeakSet[Any]]]] = WeakKeyDictionary()
@@ -51,7 +51,8 @@ def _question(asked: Asked) -> Hashable | None:
     """All that is asked, in the code and in the config; None where that cannot be compared."""
     if asked.job is not None or not (asked.config is None or isinstance(asked.config, str | os.PathLike)):
         return None
-    said = (repr(getattr(asked, f.name)) for f in dataclasses.fields(asked) if f.name != "options")
+    values = (getattr(asked, f.name) for f in dataclasses.fields(asked) if f.name != "options")
+    said = ((isinstance(value, Unsaid), repr(value)) for value in values)  # a default is printed as its value
     file = config_file(asked.config)
     try:
         key = *said, file, None if file is None else file.read_bytes(), *sorted(asked.options.items())

@@ -31,6 +31,7 @@ def test_the_same_question_and_no_other():
     assert same(Asked(), Asked()) and same(Asked(options={"static_argnums": 1}), Asked(options={"static_argnums": 1}))
     others = [{"budget": 1 << 20}, {"objective": "time"}, {"undo": False}, {"chunk": True}, {"solver": "greedy"}]
     others += [{"host_budget": "1MiB"}, {"target": "cpu"}, {"options": {"donate_argnums": 0}}]
+    others += [{"undo": True}, {"objective": "flops"}]  # which win over a config that says otherwise
     for other in others:
         assert same(Asked(**other), Asked(**other)) and not same(Asked(), Asked(**other)), other
     assert stand_in(f, Asked(), run) is not stand_in(run, Asked(), run)
