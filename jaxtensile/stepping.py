@@ -37,7 +37,7 @@ class Stepping(Owned):
     """The steps of one job."""
 
     def __init__(self, tenancy: Tenancy) -> None:
-        super().__init__()
+        super().__init__(f"job {tenancy.terms.name!r}")
         self._on = tenancy
         self._name = tenancy.terms.name
         self.waiting = Waiting(tenancy, self.settle)
@@ -104,7 +104,7 @@ class Stepping(Owned):
     @contextmanager
     def alone(self, what: str) -> Iterator[None]:
         """No other step of the job runs; when this is over, it goes where it was told to be meanwhile."""
-        self.require_mine(f"job {self._name!r}")
+        self.require_mine()
         me = threading.get_ident()
         if self._stepper == me:
             raise GateError(f"{what} inside one of its steps: do it after")
@@ -197,7 +197,7 @@ class Stepping(Owned):
 
     def wait(self, timeout: Seconds | None = None) -> bool:
         """Until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds."""
-        self.require_mine(f"job {self._name!r}")
+        self.require_mine()
         builder = self._builder
         if builder is not None:
             builder.join(timeout)

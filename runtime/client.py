@@ -82,7 +82,7 @@ class Client(Owned):
         changed: Callable[[], None] | None = None,
         patience: Seconds = PATIENCE,
     ) -> None:
-        super().__init__()
+        super().__init__(f"job {admit.job!r}")
         self._holder = Holder(admit)
         self._lock = threading.Lock()
         self._news = threading.Condition(self._lock)
@@ -111,7 +111,7 @@ class Client(Owned):
         Raises ``RejectedError`` if it never will be, ``UnreachableError`` if nobody answers for ``patience`` seconds,
         and after ``timeout`` seconds ``NotAdmittedError``: it still waits in its place, until ``close``.
         """
-        self.require_mine(f"job {self.admit.job!r}")
+        self.require_mine()
         until = None if timeout is None else time.monotonic() + timeout
         with self._news:
             while self._holder.phase == "waiting" and not self._failed and not self._closed:
@@ -141,7 +141,7 @@ class Client(Owned):
         Raises ``LostLeaseError`` when the coordinator does not know the lease any more."""
         if not self._due:
             return None
-        self.require_mine(f"job {self.admit.job!r}")
+        self.require_mine()
         with self._lock:
             self._due = False
             self._complain()
@@ -151,7 +151,7 @@ class Client(Owned):
         """The job is on the rung that ``boundary`` told, and has given back what only the other one needs.
 
         ``in_use``: bytes that were measured on each device, then of pinned host memory; empty: not known."""
-        self.require_mine(f"job {self.admit.job!r}")
+        self.require_mine()
         with self._lock:
             step, seconds, _, peak = self._measured
             self._measured = step, seconds, in_use, peak
@@ -162,7 +162,7 @@ class Client(Owned):
     def renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes] = ()) -> bool:
         """Between two steps: the job has another ladder, ``rung`` of which covers what it holds. False where it is to
         move first. ``admit`` is another one when that counts; not so once ``renewing`` is over: ask again."""
-        self.require_mine(f"job {self.admit.job!r}")
+        self.require_mine()
         with self._lock:
             said = self._holder.renew(admit, rung, in_use)
             self._outbox += said

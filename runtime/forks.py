@@ -19,24 +19,24 @@ from jaxtensile.errors import CoordinatorError
 
 
 class Owned:
-    """Of the process that makes it."""
+    """Of the process that makes it; ``what``: as an error names it."""
 
-    __slots__ = ("_owner",)
+    __slots__ = ("_owner", "_what")
 
-    def __init__(self) -> None:
-        self._owner = os.getpid()
+    def __init__(self, what: str) -> None:
+        self._owner, self._what = os.getpid(), what
 
     @property
     def mine(self) -> bool:
         """Whether this process made it."""
         return os.getpid() == self._owner
 
-    def require_mine(self, what: str) -> None:
+    def require_mine(self) -> None:
         """Raises ``CoordinatorError`` in a child of the process that made it."""
         if not self.mine:
             raise CoordinatorError(
-                f"{what} belongs to process {self._owner}, and this one ({os.getpid()}) was forked from it: make a job "
-                "of its own here"
+                f"{self._what} belongs to process {self._owner}, and this one ({os.getpid()}) was forked from it: "
+                "make a job of its own here"
             )
 
 

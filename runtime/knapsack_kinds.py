@@ -28,6 +28,10 @@ SMALL: Final = 1_000
 """Items of a group, up to which an answer is built up in two ways, and exchanges are tried."""
 
 Sizes = tuple[Bytes, ...]
+_Edges = tuple[tuple[Bytes, Bytes], ...]
+"""Of a class, the fewest and the most bytes of each of its kinds."""
+_Group = list[tuple[int, tuple[int, ...]]]
+"""Classes, and the places among their kinds of those that are short."""
 
 
 class Item(NamedTuple):
@@ -67,8 +71,7 @@ def cheapest_of(
     good enough for more.
     """
     left, most = list(room), [0] * len(room)
-    least: list[tuple[tuple[Bytes, Bytes], ...]] = []
-    """Of each class the fewest and the most bytes of each of its kinds."""
+    least: list[_Edges] = []
     for kinds, items in classes:
         if len(kinds) == 1:  # the usual case
             column = [item.sizes[0] for item in items]
@@ -84,8 +87,7 @@ def cheapest_of(
     short = [a > b for a, b in zip(most, left, strict=True)]
     picks, cost, gap, nodes = [0] * len(classes), 0.0, 0.0, NODES
     groups = _Groups(len(room))
-    undecided: list[tuple[int, tuple[int, ...]]] = []
-    """Classes, and the places among their kinds of those that are short."""
+    undecided: _Group = []
     for n, ((kinds, items), edges) in enumerate(zip(classes, least, strict=True)):
         spans = zip(kinds, edges, strict=True)
         places = tuple(j for j, (k, (low, high)) in enumerate(spans) if short[k] and low < high)
@@ -95,27 +97,15 @@ def cheapest_of(
         else:
             picks[n] = min(range(len(items)), key=lambda i: (items[i].cost, items[i].sizes))
             cost += items[picks[n]].cost
-    together: dict[int, list[tuple[int, tuple[int, ...]]]] = {}
+    together: dict[int, _Group] = {}
     for n, places in undecided:
         together.setdefault(groups.of(classes[n].kinds[places[0]]), []).append((n, places))
     for group in together.values():
         if len({classes[n].kinds[j] for n, places in group for j in places}) == 1:
-            rows: list[list[Row]] = []
-            for n, (j,) in group:
-                low = least[n][j][0]
-                rows.append([Row(sizes[j] - low, price, i) for i, (sizes, price) in enumerate(classes[n].items)])
-            n, (j,) = group[0]
             proved = len(group) <= exact and len(classes) <= 10 * exact
-            found = cheapest(rows, left[classes[n].kinds[j]], 0.0 if proved else within)
+            found = _single(classes, group, least, left, 0.0 if proved else within)
         else:
-            cut: list[_Class] = []
-            for n, places in group:
-                kinds, items = classes[n]
-                lows = [least[n][j][0] for j in places]
-                more = [tuple([sizes[j] - low for j, low in zip(places, lows, strict=True)]) for sizes, _ in items]
-                made = [_Item(m, item.cost, i) for i, (m, item) in enumerate(zip(more, items, strict=True))]
-                cut.append(_Class(tuple(kinds[j] for j in places), made))
-            found, nodes = _several(cut, left, within, nodes)
+            found, nodes = _several(_cut(classes, group, least), left, within, nodes)
         if found is None:
             return None
         for (n, _), pick in zip(group, found.picks, strict=True):
@@ -123,6 +113,30 @@ def cheapest_of(
         cost += found.cost
         gap += found.gap * abs(found.cost)
     return Choice(tuple(picks), cost, gap / abs(cost) if gap and cost else 0.0)
+
+
+def _single(
+    classes: Sequence[Class], group: _Group, least: Sequence[_Edges], left: Sequence[Bytes], within: float
+) -> Choice | None:
+    """The answer for classes that share one kind, and no other that is short."""
+    rows: list[list[Row]] = []
+    for n, (j,) in group:
+        low = least[n][j][0]
+        rows.append([Row(sizes[j] - low, price, i) for i, (sizes, price) in enumerate(classes[n].items)])
+    n, (j,) = group[0]
+    return cheapest(rows, left[classes[n].kinds[j]], within)
+
+
+def _cut(classes: Sequence[Class], group: _Group, least: Sequence[_Edges]) -> list[_Class]:
+    """Classes with the kinds that are short alone."""
+    cut: list[_Class] = []
+    for n, places in group:
+        kinds, items = classes[n]
+        lows = [least[n][j][0] for j in places]
+        more = [tuple([sizes[j] - low for j, low in zip(places, lows, strict=True)]) for sizes, _ in items]
+        made = [_Item(m, item.cost, i) for i, (m, item) in enumerate(zip(more, items, strict=True))]
+        cut.append(_Class(tuple(kinds[j] for j in places), made))
+    return cut
 
 
 class _Groups:
@@ -188,6 +202,14 @@ def _undominated(items: list[_Item]) -> list[_Item]:
 
 def _cost(group: list[_Class], at: Sequence[int]) -> float:
     return sum(c.items[i].cost for c, i in zip(group, at, strict=True))
+
+
+def _left(group: list[_Class], room: list[Bytes], at: Sequence[int]) -> list[Bytes]:
+    left = list(room)
+    for c, i in zip(group, at, strict=True):
+        for k, m in zip(c.kinds, c.items[i].more, strict=True):
+            left[k] -= m
+    return left
 
 
 def _priced(c: _Class, prices: Sequence[float]) -> list[float]:
@@ -260,10 +282,7 @@ def _built(group: list[_Class], room: list[Bytes], prices: Sequence[float], begi
     """From ``begin`` up: of the changes that fit, the one that gains the most for what it takes. None where not even
     that fits."""
     worth = [[sum(prices[k] * m for k, m in zip(c.kinds, i.more, strict=True)) for i in c.items] for c in group]
-    left, at = list(room), list(begin)
-    for c, n in zip(group, at, strict=True):
-        for k, m in zip(c.kinds, c.items[n].more, strict=True):
-            left[k] -= m
+    left, at = _left(group, room, begin), list(begin)
     if min(left) < 0:
         return None
 
@@ -300,11 +319,7 @@ def _built(group: list[_Class], room: list[Bytes], prices: Sequence[float], begi
 
 def _exchange(group: list[_Class], room: list[Bytes], at: list[int]) -> None:
     """Other items for one or two classes at a time, while that is cheaper and there is work left."""
-    left = list(room)
-    for c, i in zip(group, at, strict=True):
-        for k, m in zip(c.kinds, c.items[i].more, strict=True):
-            left[k] -= m
-    work = PAIRS
+    left, work = _left(group, room, at), PAIRS
 
     def moves(k: int) -> list[tuple[float, int, int, dict[int, Bytes]]]:
         c, now = group[k], group[k].items[at[k]]
@@ -320,14 +335,14 @@ def _exchange(group: list[_Class], room: list[Bytes], at: list[int]) -> None:
         better = False
         gaining = sorted((m for ms in every for m in ms if m[0] < 0), key=lambda m: m[0])
         for gain, k, n, more in gaining:
-            short = {j: m - left[j] for j, m in more.items() if m > left[j]}
+            short = {j for j, m in more.items() if m > left[j]}
             found: list[tuple[int, int, dict[int, Bytes]]] = []
             if not short:
                 found = [(k, n, more)]
             else:
                 low = 0.0
                 for other, ms in enumerate(every):
-                    if other == k or short.keys().isdisjoint(group[other].kinds):
+                    if other == k or short.isdisjoint(group[other].kinds):
                         continue
                     work -= len(ms)
                     for dear, _, p, takes in ms:

@@ -99,15 +99,13 @@ def divide(claims: Sequence[Claim], rooms: Mapping[str, Room], objective: Object
     if not any(rooms[name].gated for name in names):
         return _divide(_ungated(claims, rooms, names), objective)
     best: Shares | None = None
-    left = TEMPS
-    for problem in _gated(claims, rooms, names):
+    for tries, problem in enumerate(_gated(claims, rooms, names)):
         if best is not None:
             # A smaller temp allows less: where even all that it allows is no better, nothing behind is.
             wished = {c.id: _wish(c, problem.options[c.id], objective) for c in claims}
-            if left <= 0 or not ahead(claims, wished, best, objective):
+            if tries >= TEMPS or not ahead(claims, wished, best, objective):
                 break
         shares = _divide(problem, objective)
-        left -= 1
         if shares is not None and (best is None or ahead(claims, shares, best, objective)):
             best = shares
     return best

@@ -13,6 +13,7 @@ by HiGHS's integer programme, which runs up to 20 s; where it does not end, besi
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import time
 from collections.abc import Sequence
@@ -161,6 +162,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     seeds = 3 if quick else SEEDS
     result: dict[str, Any] = {"machine": describe(), "load": os.getloadavg()[0], "seeds": seeds, "rows": []}
+    gc.freeze()  # a coordinator has no JAX for the collector to go through
     for kind in KINDS:
         for devices, jobs in SIZES:
             result["rows"].append(row(kind, devices, jobs, seeds))
