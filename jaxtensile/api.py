@@ -245,7 +245,7 @@ class Planned(Transformed):
         )
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
         if asked.job is not None:
-            asked.job.users(self._dispatch._clear_cache)
+            asked.job.users.add(self._dispatch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         job = self._asked.job

@@ -27,6 +27,7 @@ from jaxtensile.runtime.gate import Turns
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.local import LOCAL, LocalCoordinator
 from jaxtensile.runtime.place import VARIABLE, checked
+from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.units import GIB, Bytes
 
 _RESERVE = GIB
@@ -60,12 +61,13 @@ class Arbitration:
 
     def end(self) -> None:
         """The job is no more."""
-        with _lock:
-            _jobs.discard(self.name)
+        uninterrupted(_end, self.name)
 
 
 def arbitration(job: str, config: Config) -> Arbitration:
-    """Who arbitrates a job, whose name is its own until ``end``. Raises ``ConfigError``."""
+    """Who arbitrates a job, whose name is its own until ``end``. Raises ``ConfigError``.
+
+    Called ``uninterrupted``, by who keeps it: what Ctrl-C takes away here would never end."""
     global _local
     config = config.of_jobs
     socket = os.environ.get(VARIABLE) or config.socket
@@ -90,6 +92,11 @@ def arbitration(job: str, config: Config) -> Arbitration:
             found = Arbitration(job, _local[1].link, _local[1])
         _jobs.add(job)
     return found
+
+
+def _end(name: str) -> None:
+    with _lock:
+        _jobs.discard(name)
 
 
 def _capacities(config: Config) -> dict[str, Capacity]:

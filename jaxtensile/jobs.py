@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+from weakref import WeakSet, finalize
 
 from jaxtensile.arbitration import arbitration
 from jaxtensile.errors import BudgetError, ConfigError, CoordinatorError
@@ -28,6 +29,7 @@ from jaxtensile.request import Fitted
 from jaxtensile.runtime.config import Config
 from jaxtensile.runtime.messages import MOST_BYTES, Rung
 from jaxtensile.runtime.place import JOB_VARIABLE
+from jaxtensile.runtime.uninterrupted import later, uninterrupted
 from jaxtensile.stepping import Stepping
 from jaxtensile.suspension import Suspended
 from jaxtensile.tenancy import Tenancy, Terms
@@ -43,12 +45,17 @@ class Job:
         self._config = config
         self._tenancy = Tenancy(terms)
         self._steps = Stepping(self._tenancy)
+        # Who drops a job without its end has ended it.
+        finalize(self, later, self._tenancy.taken.give_back).atexit = False
 
     def __enter__(self) -> Job:
         if self._tenancy.by is not None or self._tenancy.over:
             raise CoordinatorError(f"job {self.name!r} was entered before: make another one")
-        self._tenancy.by = arbitration(self.name, self._config)
+        uninterrupted(self._enter)
         return self
+
+    def _enter(self) -> None:
+        self._tenancy.taken.by = arbitration(self.name, self._config)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
@@ -77,7 +84,7 @@ class Job:
                 raise CoordinatorError(
                     f"job {self.name!r} is suspended already: give all of its state at once, job.suspend((a, b))"
                 )
-            steps.away = away = Suspended(f"job {self.name!r}", state)
+            steps.away, steps.back = (away := Suspended(f"job {self.name!r}", state)), None
             try:
                 tenancy.boundary()
                 waiting.charge_host(away.host_bytes)
@@ -96,10 +103,13 @@ class Job:
         ``state``: what ``suspend`` returned, or another one of the same structure, shapes and types; without it, that
         which was suspended. Its arrays on the host are deleted. Waits for its turn like a job that is to be admitted;
         after ``timeout`` seconds, if one is given, ``NotAdmittedError``: it is still suspended, and may ask again.
+        Until the next step another ``resume`` returns the same: its caller may have been interrupted just then.
         """
         steps, tenancy, waiting = self._steps, self._tenancy, self._steps.waiting
         with steps.alone(f"job {self.name!r} was resumed"):
             away = steps.away
+            if away is None and steps.back is not None:
+                return steps.back[0]
             if away is None:
                 raise CoordinatorError(f"job {self.name!r} is not suspended: nothing is to be resumed")
             if state is not None:
@@ -107,7 +117,7 @@ class Job:
             waiting.come_back(timeout)
             with self._kept():
                 found = away.to_device()
-            steps.away = None
+            steps.back, steps.away = (found,), None
             waiting.uncharge_host()
             tenancy.boundary()
         return found
@@ -168,9 +178,10 @@ class Job:
 
     # What planned functions ask.
 
-    def users(self, forget: Callable[[], object]) -> None:
-        """A planned function is the job's; ``forget``: have its next call ask again what to run."""
-        self._tenancy.users.append(forget)
+    @property
+    def users(self) -> WeakSet[Any]:
+        """Of each planned function of the job, what calls it."""
+        return self._tenancy.users
 
     def step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a step, as a turn of the job, up to the end of its work on the device."""

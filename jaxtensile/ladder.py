@@ -109,17 +109,18 @@ class Ladder:
             return True
 
     def fitted(self, budget: Bytes, watch: Watch = nothing) -> Fitted:
-        """The fastest plan within ``budget`` device bytes of those that are compiled, or the one that is compiled now.
+        """The fastest plan within ``budget`` device bytes of those that are compiled; where there is none, one that is
+        compiled now. A better one that is only predicted is no reason to wait: ``build`` compiles it.
 
         Raises ``BudgetError`` where there is none.
         """
         with self._lock:
             known = self._within(budget)
-            if known is not None and (budget in self._asked or not self._predicted_between(known, budget)):
-                return known
-        if known is not None and self._compiling.locked():
-            return known  # a better one is on its way
-        return self.compile(budget, watch)
+        return known if known is not None else self.compile(budget, watch)
+
+    def fits(self, fitted: Fitted, budget: Bytes) -> bool:
+        """Whether a plan of this ladder needs no more than ``budget``."""
+        return _place(fitted).level <= budget
 
     def compile(self, budget: Bytes, watch: Watch = nothing) -> Fitted:
         """Make a plan for exactly that many bytes. Raises ``BudgetError``."""
@@ -205,11 +206,6 @@ class Ladder:
     def _within(self, budget: Bytes) -> Fitted | None:
         fit = [p for p in self._places if p.fitted is not None and p.level <= budget]
         return min(fit, key=lambda p: p.seconds).fitted if fit else None
-
-    def _predicted_between(self, known: Fitted, budget: Bytes) -> bool:
-        """Whether a plan that is only predicted would be faster within the budget."""
-        now = next(p.seconds for p in self._places if p.fitted is known)
-        return any(p.fitted is None and p.level <= budget and p.seconds < now for p in self._places)
 
     def _planned(self) -> bool:
         """Whether nothing runs the program as it is."""

@@ -3,7 +3,8 @@
 The plan of the rung that was granted is compiled and verified in the first call; the others are compiled in the
 background. A job that is told to go elsewhere does so at a step boundary, or at once while no step runs.
 
-Invariant: one step of the job runs at a time, and only while the job holds its turn; it is waited for.
+Invariant: one step of the job runs at a time, and only while the job holds its turn; it is waited for. Both are held by
+the frame of the step (``runtime.holds``), so they end with it wherever it is interrupted.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import jax
 
@@ -23,10 +25,14 @@ from jaxtensile.ladder import Ladder
 from jaxtensile.request import Fitted
 from jaxtensile.runtime.forks import Owned
 from jaxtensile.runtime.gate import GateError
+from jaxtensile.runtime.holds import LOOK, Exclusive, Hold
+from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.suspension import Suspended
 from jaxtensile.tenancy import Tenancy
 from jaxtensile.units import Seconds
 from jaxtensile.waiting import Waiting
+
+T = TypeVar("T")
 
 _REMEASURED = 8
 """Steps after which it is looked whether they are as fast as was told, and again each time there are twice as many."""
@@ -41,19 +47,24 @@ class Stepping(Owned):
         self._on = tenancy
         self._name = tenancy.terms.name
         self.waiting = Waiting(tenancy, self.settle)
-        self._step_lock = threading.Lock()
-        self._stepper = 0
-        """The thread that has the lock."""
-        self._holds = False
-        """A turn."""
+        self._lock = Exclusive()
+        """One step at a time."""
+        self._place = Exclusive()
+        """Where the job is does not change: a step of it runs, or somebody changes that. A step that compiles has not
+        got it, so the job goes where it is told to be meanwhile."""
         self._calling: Any = None
-        self._runs: dict[Any, tuple[Ladder, Fitted] | None] = {}
+        self._runs: WeakKeyDictionary[Any, tuple[Ladder, Fitted] | None] = WeakKeyDictionary()
         """What the calls of a function run; None where its calls are not all alike."""
         self._fresh = False
         """The call plans, compiles or loads: its time says nothing."""
         self._builder: threading.Thread | None = None
+        self._watcher: threading.Thread | None = None
+        self._ended = False
+        """Its lease is given back, for good."""
         self.away: Suspended | None = None
         """The job's state, from the begin of ``suspend`` to the end of ``resume``."""
+        self.back: tuple[Any] | None = None
+        """What ``resume`` has returned, until the next step."""
         self.steps = 0
         """How many were run."""
 
@@ -64,6 +75,7 @@ class Stepping(Owned):
                 raise CoordinatorError(
                     f"job {self._name!r} is suspended: call 'state = job.resume()' before its next step"
                 )
+            self.back = None
             self._on.boundary()
             self._fresh, self._calling = False, call
             self._take_turn()
@@ -75,73 +87,88 @@ class Stepping(Owned):
                 took = time.perf_counter() - began
                 self._end_turn()
             self._measured(took)
+            self._calling = None
         return out
 
     def plan(self, ladder: Ladder, devices: Sequence[Any]) -> Fitted:
         """What a call is to run now. Its turn is given back while plans are made or the lease is waited for."""
         self._fresh = True
-        with self._aside():
-            self.waiting.known(ladder, devices)
-            while True:
-                self._on.boundary()
-                assert self._on.client is not None
-                try:
-                    fitted = self._on.fitted(ladder)
-                except BudgetError as error:
-                    # It was told to go where it can by what was predicted alone.
-                    self._on.compile_more(ladder, error)
-                    if ladder.smallest <= self._on.bytes_for(ladder):
-                        raise
-                    self.waiting.have_room(ladder)
-                    continue
-                if self._on.client.target == self._on.client.rung:
-                    break
-            self._build()
+        self._end_turn()
+        self.waiting.known(ladder, devices)
+        while (fitted := self._found(ladder)) is None:
+            pass
+        self._build()
+        self._take_turn()
         runs = self._runs.get(self._calling, (ladder, fitted))
         self._runs[self._calling] = (ladder, fitted) if runs is not None and runs[0] is ladder else None
         return fitted
 
-    @contextmanager
-    def alone(self, what: str) -> Iterator[None]:
-        """No other step of the job runs; when this is over, it goes where it was told to be meanwhile."""
+    def _found(self, ladder: Ladder) -> Fitted | None:
+        """What runs where the job is now; None if it was told to go elsewhere while that was compiled."""
+        self._on.boundary()
+        asked = self._on.bytes_for(ladder)
+        try:
+            fitted = self._moving(lambda: ladder.fitted(asked, self._on.watch))
+        except BudgetError as error:
+            # It was told to go where it can by what was predicted alone.
+            self._moving(lambda error=error: self._on.compile_more(ladder, error))
+            self._on.boundary()
+            if ladder.smallest <= self._on.bytes_for(ladder):
+                if self._on.bytes_for(ladder) == asked:
+                    raise
+                return None
+            self.waiting.have_room(ladder)
+            return None
+        self._on.boundary()
+        return fitted if ladder.fits(fitted, self._on.bytes_for(ladder)) else None
+
+    def _moving(self, compiles: Callable[[], T]) -> T:
+        """What takes long, while the job goes where it is told to be."""
+        mark = self._lock.holder
+        assert mark is not None
+        self._place.give(mark)
+        try:
+            return compiles()
+        finally:
+            self._place.take(mark)
+            self._on.require_going_on()
+
+    def alone(self, what: str) -> Alone:
+        """For the body of a ``with``: no other step of the job runs. When it is over, the job goes where it was told to
+        be meanwhile, or ends."""
         self.require_mine()
-        me = threading.get_ident()
-        if self._stepper == me:
+        holder = self._lock.holder
+        if holder is not None and holder.mine:
             raise GateError(f"{what} inside one of its steps: do it after")
-        with self._step_lock:
-            if self._on.over or self._on.by is None:
-                why = "has ended" if self._on.over else "has not begun"
-                state = "; its state is 'job.suspended'" if self.away is not None else ""
-                raise CoordinatorError(
-                    f"job {self._name!r} {why}: call its steps inside 'with jaxtensile.job(...)'{state}"
-                )
-            self._stepper = me
-            try:
-                yield
-            finally:
-                self._stepper = 0
+        return Alone(self)
+
+    def begin(self, hold: Hold) -> None:
+        """No other step runs, until ``end``. Raises ``CoordinatorError`` where the job has no steps at present."""
+        self._lock.take(hold.mark)
+        self._place.take(hold.mark)
+        if self._on.over or self._on.by is None:
+            self.end(hold)
+            why = "has ended" if self._on.over else "has not begun"
+            state = "; its state is 'job.suspended'" if self.away is not None else ""
+            raise CoordinatorError(f"job {self._name!r} {why}: call its steps inside 'with jaxtensile.job(...)'{state}")
+
+    def end(self, hold: Hold) -> None:
+        """Others may run."""
+        self._place.give(hold.mark)
+        self._lock.give(hold.mark)
         self.settle()
 
     # A step's turn.
 
     def _take_turn(self) -> None:
-        if self._on.turns is not None:
-            self._on.turns.__enter__()
-            self._holds = True
+        mark = self._lock.holder
+        if self._on.turns is not None and mark is not None:
+            self._on.turns.take(mark)
 
     def _end_turn(self) -> None:
-        if self._holds and self._on.turns is not None:
-            self._holds = False
-            self._on.turns.__exit__(None, None, None)
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Outside the turn that the call has taken: others go on meanwhile."""
-        self._end_turn()
-        try:
-            yield
-        finally:
-            self._take_turn()
+        mark = self._lock.holder
+        if self._on.turns is not None and mark is not None:
+            self._on.turns.give(mark)
 
     def _measured(self, took: Seconds) -> None:
         self.steps += 1
@@ -155,38 +182,77 @@ class Stepping(Owned):
         if self.steps >= _REMEASURED and self.steps & (self.steps - 1) == 0:
             self._on.renew = self._on.renew or self._on.misjudged()
 
-    # At rest, under the step lock.
+    # While no step runs.
 
     def settle(self) -> None:
-        """If no step runs: go where the job was told to be. Whoever has the lock looks again when it is free."""
-        while self._on.told() and self._step_lock.acquire(blocking=False):
+        """If no step runs: go where the job was told to be, or end. Else that is done when the step is over."""
+        if self._to_do():
+            uninterrupted(self._settle)
+
+    def _to_do(self) -> bool:
+        return (self._on.over and not self._ended) or self._on.told()
+
+    def _settle(self) -> None:
+        hold = Hold()
+        while self._to_do():
+            if not self._place.taken(hold.mark):
+                self._watch()
+                return
             try:
-                self._on.boundary()
+                if self._on.over:
+                    self._finish()
+                else:
+                    self._on.boundary()
             except CoordinatorError as error:
                 _log.warning("job %r: %s", self._name, error)  # its next step says so
                 return
             finally:
-                self._step_lock.release()
+                self._place.give(hold.mark)
+
+    def _watch(self) -> None:
+        """Whoever has its place settles what there is afterwards, unless it is interrupted before it can. Look."""
+        holder = self._place.holder
+        if holder is None or holder.thread != threading.main_thread().ident or self._watcher is not None:
+            return
+
+        def watch() -> None:
+            while self._to_do() and threading.main_thread().is_alive():
+                self._place.wait(LOOK)
+                holder = self._place.holder
+                if holder is None or not holder.alive:
+                    break
+            self._watcher = None
+            self.settle()
+
+        self._watcher = threading.Thread(target=watch, name=f"jaxtensile-settles-{self._name}", daemon=True)
+        self._watcher.start()
 
     def close(self) -> None:
         """The job ends, and what it waits for; not in a forked child, whose it is not."""
-        if not self.mine:
+        if not self.mine or self._ended:
             return
-        on = self._on
-        if self._stepper == threading.get_ident():
+        holder = self._lock.holder
+        if holder is not None and holder.mine:
             raise GateError(f"job {self._name!r} was ended inside one of its steps: do it after")
-        on.over = True
+        uninterrupted(self._close)
+        while not self._ended:  # a step of another thread runs
+            self._place.wait(LOOK)
+            self.settle()
+
+    def _close(self) -> None:
+        self._on.over = True
+        self.waiting.close()
+        self._settle()
+
+    def _finish(self) -> None:
+        on = self._on
         try:
-            self.waiting.close()
-            with self._step_lock:
-                client, on.client = on.client, None
-                on.forget()
-            if client is not None and not client.release(on.in_use()):
-                why = client.reason or "the coordinator did not confirm its release"
+            on.forget()
+            why = on.taken.give_back(on.in_use())
+            if why:
                 _log.warning("job %r: %s", self._name, why)
         finally:
-            if on.by is not None:
-                on.by.end()
+            self._ended = True
 
     # In the background.
 
@@ -218,7 +284,7 @@ class Stepping(Owned):
             try:
                 if enter():
                     for ladder in [*self._on.ladders]:
-                        ladder.build(self._on.watch)
+                        ladder.build(self._on.watch, between=self._on.forget)
             except StoppedError:
                 return
             except Exception as error:  # steps go on with what is compiled
@@ -229,3 +295,21 @@ class Stepping(Owned):
         # No daemon: the interpreter waits for it at exit, or XLA's threads would outlive what they work with.
         self._builder = threading.Thread(target=build, name=f"jaxtensile-ladder-{self._name}")
         self._builder.start()
+
+
+class Alone:
+    """No other step of a job runs in the body of a ``with``, whose frame holds that."""
+
+    __slots__ = ("_hold", "_steps")
+
+    def __init__(self, steps: Stepping) -> None:
+        self._steps = steps
+
+    def __enter__(self) -> None:
+        self._hold = Hold(above=1)
+        self._steps.begin(self._hold)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self._steps.end(self._hold)

@@ -1,16 +1,18 @@
 """On which rung is a job, and what does the coordinator know of its plans?
 
 Invariant: ``now`` is within what the job is charged; while another ladder is on its way, within both. It changes at a
-boundary alone, when no step runs: whoever calls what changes it has the job's step lock.
+boundary alone, when no step runs: whoever calls what changes it has the job's step lock. A change is not cut in two by
+Ctrl-C (``runtime.uninterrupted``).
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
+from weakref import WeakSet
 
 from msgspec import structs
 
@@ -21,6 +23,7 @@ from jaxtensile.request import Fitted
 from jaxtensile.runtime.client import Client
 from jaxtensile.runtime.gate import Turns
 from jaxtensile.runtime.messages import Admit, Rung
+from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.units import Bytes
 
 _OFF: Final = 1.3
@@ -40,20 +43,42 @@ class Terms:
     overhead: float | None
 
 
+@dataclass(slots=True)
+class Taken:
+    """All that a job has to give back. It knows nothing of the job, so it can be given back when that is gone."""
+
+    by: Arbitration | None = None
+    client: Client | None = None
+    asking: Client | None = None
+    """What waits at present, for the job's lease or for more."""
+
+    def give_back(self, in_use: Sequence[Bytes] = ()) -> str:
+        """Give it back, for good; what the coordinator had to complain of."""
+        why = ""
+        try:
+            for client in (self.asking, self.client):
+                if client is not None and not client.release(in_use):
+                    why = client.reason or "the coordinator did not confirm its release"
+        finally:
+            self.asking = self.client = None
+            if self.by is not None:
+                self.by.end()
+        return why
+
+
 class Tenancy:
     """A job's lease as the job sees it."""
 
     def __init__(self, terms: Terms) -> None:
         self.terms, self.devices = terms, terms.devices
-        self.by: Arbitration | None = None
-        self.client: Client | None = None
+        self.taken = Taken()
         self.turns: Turns | None = None
         """Its place at the gate of its device."""
         self.ladders: list[Ladder] = []
         self.calls: Counter[Ladder] = Counter()
         """Of each step that were timed."""
-        self.users: list[Callable[[], object]] = []
-        """Forget what runs at present, each for one planned function."""
+        self.users: WeakSet[Any] = WeakSet()
+        """What calls its planned functions, which has what runs at present."""
         self.admit: Admit | None = None
         """The ladder that ``now`` is of."""
         self.now: Rung | None = None
@@ -68,6 +93,16 @@ class Tenancy:
         """How often the job went to another rung."""
         self._clamped = False
         """``now`` is less than the rung, until another ladder counts."""
+
+    @property
+    def by(self) -> Arbitration | None:
+        """Who arbitrates, from the job's begin on."""
+        return self.taken.by
+
+    @property
+    def client(self) -> Client | None:
+        """What holds its lease."""
+        return self.taken.client
 
     @property
     def budget(self) -> Bytes:
@@ -128,8 +163,10 @@ class Tenancy:
     def boundary(self) -> None:
         """Between two steps: go where it was told to be, and say what ladder it has now."""
         client = self.client
-        if client is None:
-            return
+        if client is not None and (client.due or self.told()):
+            uninterrupted(self._boundary, client)
+
+    def _boundary(self, client: Client) -> None:
         rung = client.boundary()
         if rung is not None:
             self.put(client.admit, rung)
@@ -149,8 +186,8 @@ class Tenancy:
 
     def forget(self) -> None:
         """Have the next call of each planned function ask again what to run."""
-        for forget in self.users:
-            forget()
+        for user in [*self.users]:
+            user._clear_cache()
 
     def in_use(self) -> tuple[Bytes, ...]:
         """Measured bytes per device, where they are this job's alone: not while a process has several."""
@@ -174,6 +211,9 @@ class Tenancy:
 
     def renewal(self, client: Client, *, covering: bool = True) -> None:
         """Tell the coordinator the ladder as it is known now. Until that counts, nothing larger runs than does now."""
+        uninterrupted(self._renewal, client, covering=covering)
+
+    def _renewal(self, client: Client, *, covering: bool) -> None:
         assert self.now is not None and self.admit is not None
         rungs = self.together()
         asked = self.asked(rungs)

@@ -3,7 +3,9 @@
 It is admitted with what is predicted, and waits for that. What comes later, another shape or the way back from the
 host, has room made for it by a second lease: that waits as any job does, and its bytes then go over to the first one.
 
-Invariant: what waits can be ended by ``close``, from whatever thread; and whatever fails, the lease is as it was.
+Invariant: what waits can be ended by ``close``, from whatever thread; and whatever fails, the lease is as it was. What
+asks is on record in ``Taken`` from its beginning to its end, so that what an interrupt leaves behind is given back by
+whoever asks next, or by ``close``.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+from weakref import WeakMethod
 
 from msgspec import structs
 
@@ -22,7 +25,8 @@ from jaxtensile.errors import BudgetError, CoordinatorError, NotAdmittedError, R
 from jaxtensile.ladder import Ladder
 from jaxtensile.location import device_name
 from jaxtensile.runtime.client import PATIENCE, Client
-from jaxtensile.runtime.messages import Rung
+from jaxtensile.runtime.messages import Admit, Rung
+from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.tenancy import Tenancy
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
@@ -42,13 +46,27 @@ class Waiting:
     def __init__(self, tenancy: Tenancy, changed: Callable[[], None]) -> None:
         self._on, self._changed = tenancy, changed
         self._name = tenancy.terms.name
-        self.asking: Client | None = None
-        """What waits at present, for the job's lease or for more."""
 
     def close(self) -> None:
-        """End what waits."""
-        if (asking := self.asking) is not None:
-            asking.close()
+        """End what waits, or what waited when it was interrupted."""
+        uninterrupted(self._drop)
+
+    def _ask(self, admit: Admit, changed: Callable[[], None] | None = None) -> Client:
+        """Ask for bytes, under a name of its own."""
+        assert self._on.by is not None
+        self._drop()
+        self._on.taken.asking = client = Client(admit, self._on.by.connect, changed=changed)
+        if self._on.over:  # ``close`` may not have seen it
+            self._drop()
+        self._on.require_going_on()
+        return client
+
+    def _drop(self) -> None:
+        """Whoever asks does so no more."""
+        taken = self._on.taken
+        asking, taken.asking = taken.asking, None
+        if asking is not None:
+            asking.release()
 
     def known(self, ladder: Ladder, devices: Sequence[Any]) -> None:
         """The job has a lease, and a ladder that this step is part of."""
@@ -67,23 +85,34 @@ class Waiting:
         if self._on.turns is None:
             self._on.turns = self._on.by.turns(self._on.devices[0], self._on.terms.priority, self._on.terms.weight)
         while self._on.client is None:
-            client = Client(self._on.asked(self._on.together()), self._on.by.connect, changed=self._changed)
+            client = uninterrupted(lambda: self._ask(self._on.asked(self._on.together()), _weakly(self._changed)))
             try:
-                with self._waits_for(client):
+                with self._going_on():
                     self._wait_for(client)
             except RejectedError as error:
-                client.close()
+                self.close()
                 if [ladder for ladder in self._on.ladders if ladder.tight()]:
                     continue  # without a margin it may fit: its compile will tell
                 raise RejectedError(self._too_large(str(error))) from None
             except BaseException:
-                client.close()
+                self.close()
                 raise
-            self._on.client = client
-            self._on.put(client.admit, client.rung)
+            uninterrupted(self._admitted, client)
             if not self._has_plans():
-                client.release()
-                self._on.client = self._on.now = self._on.admit = None
+                uninterrupted(self._leave)
+
+    def _admitted(self, client: Client) -> None:
+        """What it asked for is the job's lease."""
+        self._on.require_going_on()
+        self._on.taken.asking, self._on.taken.client = None, client
+        self._on.put(client.admit, client.rung)
+
+    def _leave(self) -> None:
+        """The lease is of no use."""
+        client, self._on.taken.client = self._on.client, None
+        self._on.now = self._on.admit = None
+        if client is not None:
+            client.release()
 
     def _too_large(self, why: str) -> str:
         if "there is no device" in why:
@@ -192,33 +221,34 @@ class Waiting:
             else Rung(persistent=max(need.level - now.level, 0), host=host, seconds=1.0)
         )
         asked = structs.replace(self._on.asked((missing,)), job=f"{self._name[:120]} (more)", floor=0)
-        room = Client(asked, self._on.by.connect)
+        room = uninterrupted(self._ask, asked)
         try:
-            with self._waits_for(room):
+            with self._going_on():
                 there = self._wait_beside(room, until, tell)
             if not there:
                 return False
-            with self._on.by.local.at_once() if self._on.by.local is not None else nullcontext():
-                room.give_back()
-                self._on.renewal(self._on.client, covering=False)
+            uninterrupted(self._add, room)
         finally:
-            room.release()
+            self.close()
         return True
 
+    def _add(self, room: Client) -> None:
+        """The bytes of a second lease go over to the first one."""
+        assert self._on.by is not None and self._on.client is not None
+        with self._on.by.local.at_once() if self._on.by.local is not None else nullcontext():
+            room.give_back()
+            self._on.renewal(self._on.client, covering=False)
+
     @contextmanager
-    def _waits_for(self, client: Client) -> Iterator[None]:
+    def _going_on(self) -> Iterator[None]:
         """Until ``close``, from whatever thread."""
-        self.asking = client
         try:
-            self._on.require_going_on()
             yield
         except (RejectedError, NotAdmittedError):
             raise
         except CoordinatorError:
             self._on.require_going_on()
             raise
-        finally:
-            self.asking = None
 
     def _wait_beside(self, room: Client, until: Seconds, tell: bool) -> bool:
         """Until there is room, at rest: the job's own lease may shrink meanwhile."""
@@ -282,3 +312,15 @@ class Waiting:
         except BaseException:
             self._on.resting, self._on.renew = resting, True
             raise
+
+
+def _weakly(method: Callable[[], None]) -> Callable[[], None]:
+    """The method of an object that is not kept for it: the coordinator keeps no job."""
+    known = WeakMethod(method)
+
+    def call() -> None:
+        found = known()
+        if found is not None:
+            found()
+
+    return call

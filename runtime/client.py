@@ -1,7 +1,8 @@
 """How does a job of a process speak to its coordinator, from whatever thread?
 
 Invariant: what is said leaves in the order in which it was decided, and no lock is held while it does. So a link may
-answer from within ``send``, and a coordinator in the same process needs no thread. What a connection loses is said
+answer from within ``send``, and a coordinator in the same process needs no thread. No change of state is cut in two by
+Ctrl-C (``runtime.uninterrupted``), nor is a lock left taken. What a connection loses is said
 again on the next one, in the words that ``Holder`` finds for where the job is by then.
 
 The job's own thread, at a step boundary::
@@ -33,7 +34,9 @@ from jaxtensile.errors import (
 )
 from jaxtensile.runtime.forks import Owned
 from jaxtensile.runtime.holder import Holder
+from jaxtensile.runtime.holds import LOOK, Bell, until
 from jaxtensile.runtime.messages import Admit, Beat, Error, Queued, Reply, Request
+from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.units import Bytes, Seconds
 
 PATIENCE: Final = 10.0
@@ -85,7 +88,7 @@ class Client(Owned):
         super().__init__(f"job {admit.job!r}")
         self._holder = Holder(admit)
         self._lock = threading.Lock()
-        self._news = threading.Condition(self._lock)
+        self._news = Bell()
         self._changed = changed
         self._patience = patience
         self._outbox: list[Request] = []
@@ -112,28 +115,31 @@ class Client(Owned):
         and after ``timeout`` seconds ``NotAdmittedError``: it still waits in its place, until ``close``.
         """
         self.require_mine()
-        until = None if timeout is None else time.monotonic() + timeout
-        with self._news:
-            while self._holder.phase == "waiting" and not self._failed and not self._closed:
-                now = time.monotonic()
-                alone = None if self._away is None else self._away + self._patience
-                ends = [t for t in (until, alone) if t is not None]
-                if self._away is not None and alone is not None and now >= alone:
-                    raise UnreachableError(
-                        f"no coordinator answers job {self.admit.job!r} for {now - self._away:.0f} s ({self._why}): "
-                        "start one with 'jaxtensile serve'"
-                    )
-                if until is not None and now >= until:
-                    place = "" if self._ahead is None else f", {self._ahead} others before it"
-                    raise NotAdmittedError(
-                        f"job {self.admit.job!r} was not admitted within {timeout:g} s{place}: wait longer, or end "
-                        "another job"
-                    )
-                self._news.wait(min(ends) - now if ends else None)
-            self._complain()
-            if self._holder.phase != "holding":
-                raise CoordinatorError(f"job {self.admit.job!r} has ended: make a new client to ask again")
-            return self._holder.held
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._heard():
+            now = time.monotonic()
+            away = self._away
+            if away is not None and now >= away + self._patience:
+                raise UnreachableError(
+                    f"no coordinator answers job {self.admit.job!r} for {now - away:.0f} s ({self._why}): "
+                    "start one with 'jaxtensile serve'"
+                )
+            if end is not None and now >= end:
+                place = "" if self._ahead is None else f", {self._ahead} others before it"
+                raise NotAdmittedError(
+                    f"job {self.admit.job!r} was not admitted within {timeout:g} s{place}: wait longer, or end "
+                    "another job"
+                )
+            ends = [t for t in (end, None if away is None else away + self._patience) if t is not None]
+            self._news.wait(self._heard, min(min(ends) - now if ends else LOOK, LOOK))
+        self._complain()
+        if self._holder.phase != "holding":
+            raise CoordinatorError(f"job {self.admit.job!r} has ended: make a new client to ask again")
+        return self._holder.held
+
+    def _heard(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        return self._holder.phase != "waiting" or bool(self._failed) or self._closed
 
     def boundary(self) -> int | None:
         """Between two steps: the rung to move to, or None. Then say ``moved``.
@@ -142,6 +148,9 @@ class Client(Owned):
         if not self._due:
             return None
         self.require_mine()
+        return uninterrupted(self._boundary)
+
+    def _boundary(self) -> int | None:
         with self._lock:
             self._due = False
             self._complain()
@@ -152,6 +161,9 @@ class Client(Owned):
 
         ``in_use``: bytes that were measured on each device, then of pinned host memory; empty: not known."""
         self.require_mine()
+        uninterrupted(self._moved, in_use)
+
+    def _moved(self, in_use: Sequence[Bytes]) -> None:
         with self._lock:
             step, seconds, _, peak = self._measured
             self._measured = step, seconds, in_use, peak
@@ -163,6 +175,9 @@ class Client(Owned):
         """Between two steps: the job has another ladder, ``rung`` of which covers what it holds. False where it is to
         move first. ``admit`` is another one when that counts; not so once ``renewing`` is over: ask again."""
         self.require_mine()
+        return uninterrupted(self._renew, admit, rung, in_use)
+
+    def _renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes]) -> bool:
         with self._lock:
             said = self._holder.renew(admit, rung, in_use)
             self._outbox += said
@@ -179,27 +194,26 @@ class Client(Owned):
         True when the coordinator has said that the lease is free; False when it keeps charging what is still in use,
         or did not answer within ``timeout`` seconds, and frees the lease when the process ends.
         """
-        if not self.mine:
-            return False
+        return self.mine and uninterrupted(self._release, in_use, timeout)
+
+    def _release(self, in_use: Sequence[Bytes], timeout: Seconds) -> bool:
         self.pulse()  # its last steps count too
-        with self._lock:
-            waiting = self._holder.phase == "waiting"
-        if waiting:
+        if self._holder.phase == "waiting":
             self.close()
-            return True
+            if not self.admitted:
+                return True  # else it was granted at that moment
         self.give_back(in_use)
-        until = time.monotonic() + timeout
-        with self._news:
-            while self._holder.phase == "releasing" and (left := until - time.monotonic()) > 0:
-                self._news.wait(left)
-            freed = self._holder.phase == "ended" and not self._holder.reason
+        until(lambda: self._holder.phase != "releasing", self._news, timeout)
+        freed = self._holder.phase == "ended" and not self._holder.reason
         self.close()
         return freed
 
     def give_back(self, in_use: Sequence[Bytes] = ()) -> None:
         """Say that the job is done with its lease, and do not wait for the answer: ``release`` does, afterwards."""
-        if not self.mine:
-            return
+        if self.mine:
+            uninterrupted(self._give_back, in_use)
+
+    def _give_back(self, in_use: Sequence[Bytes]) -> None:
         with self._lock:
             self._outbox += self._holder.release(in_use)
         self._flush()
@@ -207,13 +221,15 @@ class Client(Owned):
     def close(self) -> None:
         """End the connection. A job that waits does so no more; a lease that was not released stays charged until the
         process ends."""
-        if not self.mine:
-            return
-        with self._news:
+        if self.mine:
+            uninterrupted(self._close)
+
+    def _close(self) -> None:
+        with self._lock:
             if self._closed:
                 return
             self._closed, self._given_up = True, self._holder.phase == "waiting"
-            self._news.notify_all()
+        self._news.ring()
         self._link.close()
 
     # What is known.
@@ -237,6 +253,11 @@ class Client(Owned):
     def target(self) -> int:
         """The rung it was told last: where it is to go at its next boundary, if that is another one."""
         return self._holder.target
+
+    @property
+    def due(self) -> bool:
+        """Whether ``boundary`` has something to say."""
+        return self._due
 
     @property
     def admitted(self) -> bool:
@@ -263,14 +284,14 @@ class Client(Owned):
 
     def connected(self, line: Line) -> None:
         """There is a connection, and nothing was said on it yet."""
-        with self._news:
+        with self._lock:
             self._line, self._away = line, None
             self._outbox = self._holder.connected(self._measured[2])
         self._flush()
 
     def heard(self, reply: Reply) -> None:
         """The coordinator has said something."""
-        with self._news:
+        with self._lock:
             holder = self._holder
             self._outbox += holder.received(reply, self._measured[2])
             if isinstance(reply, Queued):
@@ -280,36 +301,38 @@ class Client(Owned):
             if self._given_up and holder.phase == "holding":
                 self._outbox += holder.release(())  # it was granted what is not waited for any more
             self._due = bool(self._failed) or holder.phase == "ended" or holder.target != holder.held
-            self._news.notify_all()
+        self._news.ring()
         self._flush()
         if self._changed is not None:
             self._changed()
 
     def disconnected(self, why: str) -> None:
         """The connection has ended."""
-        with self._news:
+        with self._lock:
             self._holder.disconnected()
             self._outbox = []
             self._line, self._away, self._why = None, time.monotonic(), why
-            self._news.notify_all()
+        self._news.ring()
         if self._changed is not None:
             self._changed()
 
     def unreachable(self, why: str) -> None:
         """There was no connection, and there still is none."""
-        with self._news:
+        with self._lock:
             self._why = why
 
     def failed(self, why: str) -> None:
         """There never will be a connection again."""
-        with self._news:
+        with self._lock:
             self._failed, self._due = why, True
-            self._news.notify_all()
+        self._news.ring()
 
     def pulse(self) -> None:
         """Tell what the job measured last: well within ``Welcome.beat_within`` seconds of the last time."""
-        if not self.mine:
-            return
+        if self.mine:
+            uninterrupted(self._pulse)
+
+    def _pulse(self) -> None:
         with self._lock:
             if self._line is None or self._holder.phase != "holding":
                 return

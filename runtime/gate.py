@@ -1,8 +1,8 @@
 """Whose step runs next, where several jobs of one process share a device?
 
-Invariant: one turn at a time, and it ends however its step ends. XLA allocates the temporaries of a step when the step
-is launched and has one compute stream per device, so jobs that take turns need the sum of what stays of each, and the
-largest temporaries of one: the peak is Σ persistent + max temp instead of Σ (persistent + temp).
+Invariant: one turn at a time, and it ends however its step ends (``runtime.holds``). XLA allocates the temporaries of a
+step when the step is launched and has one compute stream per device, so jobs that take turns need the sum of what stays
+of each, and the largest temporaries of one: the peak is Σ persistent + max temp instead of Σ (persistent + temp).
 
 Start-time fair queueing (Goyal, Vin, Cheng 1996): a turn is tagged with the later of the gate's virtual time and the
 end of the member's last turn, and the least tag goes first. A turn of t seconds ends t ÷ share after its tag; a share
@@ -12,16 +12,18 @@ requests does, waits for the turn that runs and for no other; and nobody waits f
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import count
-from threading import Lock, get_ident
+from threading import Lock
 from time import perf_counter
 from types import TracebackType
-from typing import Final
+from typing import Final, NamedTuple
 
 from jaxtensile.errors import CoordinatorError
+from jaxtensile.runtime.holds import LOOK, Cell, Hold, Mark
 from jaxtensile.units import Seconds
 
 CLASS: Final = 8.0
@@ -47,95 +49,106 @@ class GateError(CoordinatorError):
 class Gate:
     """The turns of one device. ``clock`` tells seconds."""
 
-    __slots__ = ("_clock", "_free", "_kept", "_kept_until", "_lock", "_numbers", "_owner", "_waiting", "now")
+    __slots__ = ("_clock", "_numbers", "_state")
 
     def __init__(self, clock: Callable[[], Seconds] = perf_counter) -> None:
         self._clock = clock
-        self._lock = Lock()
-        self._free = True
-        self._owner = 0
-        self._waiting: list[_Waiter] = []
         self._numbers = count()
-        self._kept: Turns | None = None
-        """Whose turn it is though it has not asked yet."""
-        self._kept_until: Seconds = 0.0
-        self.now = 0.0
-        """Virtual: the tag of the turn that runs, or ran last."""
+        self._state = Cell(_State())
 
     def member(self, priority: int = 0, weight: float = 1.0) -> Turns:
-        """The turns of one more job: a context manager for each of its steps, one at a time."""
+        """The turns of one more job, one for each of its steps."""
         return Turns(self, priority, weight)
 
     @property
     def waiting(self) -> int:
         """How many members wait for their turn."""
-        return len(self._waiting)
+        return len(self._state.get().waiting)
 
-    def _take(self, turns: Turns) -> None:
-        me = get_ident()
-        with self._lock:
-            tag = turns.tag = max(self.now, turns.served)
-            if self._free and (not self._waiting or self._kept is turns):
-                self._free = False
-                self._kept = None
-                self._owner, self.now = me, tag
-                return
-            if self._owner == me:
+    @property
+    def now(self) -> float:
+        """Virtual: the tag of the turn that runs, or ran last."""
+        return self._state.get().now
+
+    def _take(self, turns: Turns, mark: Mark) -> None:
+        while True:
+            state = self._state.get()
+            tag = turns.tag = max(state.now, turns.served)
+            owner = state.owner
+            if owner is None and (not state.waiting or state.kept is turns):
+                if self._state.replace(state, state._replace(owner=mark, now=tag, kept=None)):
+                    return
+            elif owner is not None and owner.mine:
                 raise GateError("a step of a job was called inside a step of a job of the same device: call it after")
-            waiter = _Waiter((tag, -turns.priority, next(self._numbers)), me, _locked(), _locked())
-            heappush(self._waiting, waiter)
+            else:
+                waiter = _Waiter((tag, -turns.priority, next(self._numbers)), mark, _locked(), _locked())
+                if self._state.replace(state, state._replace(waiting=_with(state.waiting, waiter))):
+                    break
         try:
             self._wait(waiter)
         except BaseException:  # Ctrl-C while it waited
-            with self._lock:
-                if waiter.granted:
-                    self._next()
-                else:
-                    self._waiting.remove(waiter)
-                    heapify(self._waiting)
-                    if self._free:
-                        self._next()
+            self._withdraw(waiter)
             raise
 
     def _wait(self, waiter: _Waiter) -> None:
-        """Until it is granted. Who is woken and has no turn looks after the time that the turn is kept for another."""
-        left = -1.0
+        """Until it is granted. Who is woken and has no turn looks after the time that the turn is kept for another, and
+        after a turn whose step was interrupted."""
+        left = LOOK
         while True:
             woken = waiter.lock.acquire(timeout=left)
-            with self._lock:
-                if waiter.granted:
-                    waiter.begun.release()
-                    return
-                if self._free and (not woken or self._clock() >= self._kept_until):
-                    self._next()
-                left = max(self._kept_until - self._clock(), 0.0) if self._free else -1.0
-
-    def _give(self, turns: Turns, took: Seconds) -> None:
-        with self._lock:
-            turns.served = turns.tag + took / turns.share
-            if self._waiting and turns.served < self._waiting[0].order[0]:
-                # It has had less than its share, and will be back in a moment: the next turn is its own.
-                self._free, self._owner, self._kept = True, 0, turns
-                self._kept_until = self._clock() + min(KEPT * took, KEPT_MOST)
-                if self._waiting[0].lock.locked():
-                    self._waiting[0].lock.release()
+            state = self._state.get()
+            if state.owner is waiter.mark:
+                waiter.begun.release()
                 return
-            following = self._next()
-        if following is not None:
-            following.begun.acquire(timeout=HANDED_OVER)
+            if state.owner is None:
+                over = not woken or self._clock() >= state.kept_until
+            else:
+                over = not woken and not state.owner.alive
+            if over:
+                self._next(state)
+                state = self._state.get()
+            left = min(max(state.kept_until - self._clock(), 0.0), LOOK) if state.owner is None else LOOK
 
-    def _next(self) -> _Waiter | None:
-        """Whose turn begins."""
-        self._kept = None
-        if not self._waiting:
-            self._free, self._owner = True, 0
-            return None
-        waiter = heappop(self._waiting)
-        self._free, self._owner, self.now = False, waiter.thread, waiter.order[0]
-        waiter.granted = True
-        if waiter.lock.locked():
-            waiter.lock.release()
-        return waiter
+    def _withdraw(self, waiter: _Waiter) -> None:
+        while True:
+            state = self._state.get()
+            if state.owner is waiter.mark:
+                if self._next(state) is not state:
+                    return
+            elif self._state.replace(state, state._replace(waiting=tuple(w for w in state.waiting if w is not waiter))):
+                return
+
+    def _give(self, turns: Turns, mark: Mark, took: Seconds) -> None:
+        while True:
+            state = self._state.get()
+            if state.owner is not mark:
+                return  # it was taken for interrupted
+            turns.served = turns.tag + took / turns.share
+            first = state.waiting[0] if state.waiting else None
+            if first is None or turns.served >= first.order[0]:
+                if self._next(state) is state:
+                    continue
+                if first is not None:
+                    first.begun.acquire(timeout=HANDED_OVER)
+                return
+            # It has had less than its share, and will be back in a moment: the next turn is its own.
+            until = self._clock() + min(KEPT * took, KEPT_MOST)
+            if self._state.replace(state, state._replace(owner=None, kept=turns, kept_until=until)):
+                first.wake()
+                return
+
+    def _next(self, state: _State) -> _State:
+        """Whose turn begins; ``state`` itself where it is not the gate's any more."""
+        if not state.waiting:
+            new = state._replace(owner=None, kept=None)
+        else:
+            first, *others = state.waiting
+            new = state._replace(owner=first.mark, now=first.order[0], kept=None, waiting=tuple(others))
+        if not self._state.replace(state, new):
+            return state
+        if state.waiting:
+            state.waiting[0].wake()
+        return new
 
 
 def _locked() -> Lock:
@@ -149,17 +162,35 @@ class _Waiter:
     """``lock`` is released to wake it, ``begun`` by itself when it has its turn; ``order``: tag, class and arrival."""
 
     order: tuple[float, int, int]
-    thread: int
+    mark: Mark
     lock: Lock
     begun: Lock
-    granted: bool = False
 
-    def __lt__(self, other: _Waiter) -> bool:
-        return self.order < other.order
+    def wake(self) -> None:
+        if self.lock.locked():
+            with suppress(RuntimeError):  # another one was quicker
+                self.lock.release()
+
+
+def _with(waiting: tuple[_Waiter, ...], waiter: _Waiter) -> tuple[_Waiter, ...]:
+    found = [*waiting]
+    insort(found, waiter, key=lambda w: w.order)
+    return tuple(found)
+
+
+class _State(NamedTuple):
+    """``owner``: whose turn it is; ``waiting``: in the order of their turns."""
+
+    owner: Mark | None = None
+    waiting: tuple[_Waiter, ...] = ()
+    now: float = 0.0
+    kept: Turns | None = None
+    """Whose turn it is though it has not asked yet, until ``kept_until``."""
+    kept_until: Seconds = 0.0
 
 
 class Turns:
-    """One job's place at the gate. ``with turns:`` around a step, up to the end of its work on the device."""
+    """One job's place at the gate. ``with turns():`` around a step, up to the end of its work on the device."""
 
     __slots__ = ("_clock", "_gate", "_since", "priority", "served", "share", "steps", "tag", "took")
 
@@ -175,13 +206,35 @@ class Turns:
         """Of its last turn."""
         self._since: Seconds = 0.0
 
-    def __enter__(self) -> None:
-        self._gate._take(self)  # pyright: ignore[reportPrivateUsage]
+    def take(self, mark: Mark) -> None:
+        """The turn of a frame begins, when it is there."""
+        self._gate._take(self, mark)  # pyright: ignore[reportPrivateUsage]
         self._since = self._clock()
+
+    def give(self, mark: Mark) -> None:
+        """It ends, if it is still that frame's."""
+        self.took = self._clock() - self._since
+        self.steps += 1
+        self._gate._give(self, mark, self.took)  # pyright: ignore[reportPrivateUsage]
+
+    def __call__(self) -> Turn:
+        """A turn for the body of a ``with``."""
+        return Turn(self)
+
+
+class Turn:
+    """One turn, of the frame that has the body of the ``with``."""
+
+    __slots__ = ("_hold", "_turns")
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        self._hold = Hold(above=1)
+        self._turns.take(self._hold.mark)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self.took = self._clock() - self._since
-        self.steps += 1
-        self._gate._give(self, self.took)  # pyright: ignore[reportPrivateUsage]
+        self._turns.give(self._hold.mark)

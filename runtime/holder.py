@@ -91,20 +91,20 @@ class Holder:
                 self._renewal = None  # that crossed what is said of the former ladder, and does not count
                 self.lease, self.token, self.target = message.lease, message.token, message.rung
                 if self.phase == "waiting":
-                    self.phase, self.held = "holding", message.rung
+                    self.held, self.phase = message.rung, "holding"  # in this order: others read it without a lock
                 if isinstance(message, Revoke) and self.held == message.rung and self.moving < 0:
                     return [self._ack(in_use)]
             case Released(lease=lease) if self.phase == "releasing" and lease == self.lease:
                 self.phase = "ended"
             case Reject(reason=reason) if self.phase == "waiting":
-                self.phase, self.reason = "ended", reason
+                self.reason, self.phase = reason, "ended"
             case Error(code="in use", lease=lease) if self.phase == "releasing" and lease == self.lease:
-                self.phase, self.reason = "ended", message.detail
+                self.reason, self.phase = message.detail, "ended"
             case Error(code="no room", lease=lease) if lease == self.lease:
                 self._renewal = None
             case Error(code="unknown lease", lease=lease) if self.phase == "holding" and lease == self.lease:
                 # Nobody knows of it, so nothing may be held by it.
-                self.phase, self.reason = "ended", message.detail
+                self.reason, self.phase = message.detail, "ended"
             case _:
                 pass
         return []

@@ -1,8 +1,9 @@
 """Who decides where all jobs are threads of one process? A coordinator without a socket, and nothing to start.
 
 Invariant: what is said to a job comes in the order in which it was decided, and no lock is held while it is said; so a
-job may answer from within. Whoever tells the coordinator something carries out what follows from it. A thread of its
-own waits only for what time brings: the end of a minimum hold, or a deadline.
+job may answer from within. No decision is cut in two by Ctrl-C (``runtime.uninterrupted``). Whoever tells the
+coordinator something carries out what follows from it. A thread of its own waits only for what time brings: the end of
+a minimum hold, or a deadline.
 
 The process of the jobs and that of the coordinator are one, so leases need no beats, and nobody is ended who keeps
 bytes for too long. Devices are *gated*: their jobs take turns with their steps.
@@ -38,6 +39,7 @@ from jaxtensile.runtime.journal import Replayed
 from jaxtensile.runtime.leases import HOST, Process
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.messages import Reply, Request, Snapshot
+from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.units import Seconds
 
 LOCAL: Final = Settings(min_hold=1.0)
@@ -68,6 +70,9 @@ class LocalCoordinator:
 
     def link(self, client: Client) -> LocalLink:
         """A connection for one job."""
+        return uninterrupted(self._linked, client)
+
+    def _linked(self, client: Client) -> LocalLink:
         with self._changed:
             self._last += 1
             line = self._lines[self._last] = _LocalLine(self, self._last, client)
@@ -77,8 +82,7 @@ class LocalCoordinator:
 
     def gate(self, device: str) -> Gate:
         """Where the jobs of a device take turns."""
-        with self._changed:
-            return self._gates.setdefault(device, Gate())
+        return self._gates.setdefault(device, Gate())
 
     def resize(self, capacities: Mapping[str, Capacity]) -> None:
         """There is more or less from now on; nobody loses what it has but by shrinking in its own time."""
@@ -86,6 +90,9 @@ class LocalCoordinator:
 
     def status(self) -> Snapshot:
         """Devices and all leases, as they are now."""
+        return uninterrupted(self._status)
+
+    def _status(self) -> Snapshot:
         with self._changed:
             found = self._page(0)
             while found.more:
@@ -107,7 +114,10 @@ class LocalCoordinator:
         batch: list[Event] | None = getattr(self._batch, "events", None)
         if batch is not None:
             batch.extend(events)
-            return
+        else:
+            uninterrupted(self._tell, events)
+
+    def _tell(self, events: Sequence[Event]) -> None:
         with self._changed:
             spoken = self._decide(events)
         for line in spoken:
@@ -155,6 +165,9 @@ class LocalCoordinator:
 
     def hang_up(self, line: _LocalLine) -> None:
         """End a connection, after all that was said on it; a lease that was not released on it is quarantined."""
+        uninterrupted(self._hang_up, line)
+
+    def _hang_up(self, line: _LocalLine) -> None:
         with self._changed:
             line.closing = True
             if line.delivering:

@@ -50,6 +50,7 @@ JOB = """
 import json, os, sys
 import jax.numpy as jnp, jaxtensile
 from jaxtensile import arbitration
+from jaxtensile.runtime.holds import Hold
 
 def told(use):
     try:
@@ -80,9 +81,10 @@ with jaxtensile.job("a", config={"device": {"capacity": "64MiB"}}) as job:
         print(json.dumps([*uses, arbitration._local, sorted(arbitration._jobs)]), flush=True)
 
     before = states()
-    job._steps._step_lock.acquire(), arbitration._lock.acquire()
+    hold = Hold()
+    job._steps._lock.take(hold.mark), arbitration._lock.acquire()
     child(use)
-    job._steps._step_lock.release(), arbitration._lock.release()
+    job._steps._lock.give(hold.mark), arbitration._lock.release()
     print(json.dumps([before, states(), float(step(x)[0])]), flush=True)
 """
 

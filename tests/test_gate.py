@@ -36,7 +36,7 @@ def turns_of(gate, clock, members, most):
 
     def work(k, turns, seconds):
         while not stop.is_set():
-            with turns:
+            with turns():
                 until(lambda: gate.waiting == len(members) - 1 or stop.is_set())
                 clock.now += seconds
                 order.append(k)
@@ -57,7 +57,7 @@ def test_one_turn_at_a_time():
 
     def work(turns):
         for _ in range(300):
-            with turns:
+            with turns():
                 inside.append(None)
                 most.append(len(inside))
                 inside.pop()
@@ -99,7 +99,7 @@ def test_who_seldom_asks_waits_for_one_turn_only():
 
     def train(k):
         while not stop.is_set():
-            with trainers[k]:
+            with trainers[k]():
                 until(lambda: gate.waiting == 3 + asked.is_set() or stop.is_set())
                 clock.now += 10.0
                 order.append(k)
@@ -109,7 +109,7 @@ def test_who_seldom_asks_waits_for_one_turn_only():
             before = len(order)
             until(lambda before=before: len(order) >= before + 5)
             asked.set()
-            with server:
+            with server():
                 asked.clear()
                 order.append("answer")
                 clock.now += 0.1
@@ -131,15 +131,15 @@ def test_a_request_overtakes_all_that_wait_already():
     gate = Gate(clock)
     trainers = [gate.member() for _ in range(3)]
     for t in trainers:
-        with t:
+        with t():
             clock.now += 5.0
     holder, server, order = gate.member(), gate.member(), []
 
     def work(name, turns):
-        with turns:
+        with turns():
             order.append(name)
 
-    with holder:
+    with holder():
         threads = []
         for k, (name, turns) in enumerate([*zip("abc", trainers, strict=True), ("request", server)]):
             threads.append(threading.Thread(target=work, args=(name, turns)))
@@ -156,7 +156,7 @@ def test_idle_time_is_not_saved_up():
     gate = Gate(clock)
     idle, busy = gate.member(), gate.member()
     for _ in range(100):
-        with busy:
+        with busy():
             clock.now += 1.0
     order = turns_of(gate, clock, [(idle, 1.0), (busy, 1.0)], 20)
     assert abs(order.count(0) - order.count(1)) <= 2
@@ -168,14 +168,14 @@ def test_who_ends_a_turn_lets_the_next_one_begin(monkeypatch):
     gate, saw, over = Gate(), [], threading.Event()
 
     def work():
-        with gate.member():
+        with gate.member()():
             over.wait(PATIENCE)
 
     other = threading.Thread(target=work)
-    with gate.member():
+    with gate.member()():
         other.start()
         until(lambda: gate.waiting == 1)
-        (waiter,) = gate._waiting
+        (waiter,) = gate._state.get().waiting
         waiter.begun = threading.Semaphore(0)
         real = waiter.begun.release
         waiter.begun.release = lambda: (saw.append(threading.get_ident()), real())
@@ -187,12 +187,13 @@ def test_who_ends_a_turn_lets_the_next_one_begin(monkeypatch):
 def test_who_ends_a_turn_does_not_wait_for_one_that_never_begins(monkeypatch):
     monkeypatch.setattr("jaxtensile.runtime.gate.HANDED_OVER", 0.01)
     gate = Gate()
-    other = threading.Thread(target=lambda: gate.member().__enter__())
-    with gate.member():
+    other = threading.Thread(target=lambda: gate.member()().__enter__())
+    with gate.member()():
         other.start()
         until(lambda: gate.waiting == 1)
-        gate._waiting[0].begun = threading.Semaphore(0)
-        gate._waiting[0].begun.release = lambda: None
+        (waiter,) = gate._state.get().waiting
+        waiter.begun = threading.Semaphore(0)
+        waiter.begun.release = lambda: None
     other.join(PATIENCE)
     assert not other.is_alive() and gate.waiting == 0
 
@@ -200,10 +201,10 @@ def test_who_ends_a_turn_does_not_wait_for_one_that_never_begins(monkeypatch):
 def test_a_step_that_raises_ends_its_turn():
     gate = Gate()
     turns = gate.member()
-    with pytest.raises(ZeroDivisionError), turns:
+    with pytest.raises(ZeroDivisionError), turns():
         _ = 1 / 0
     done = []
-    other = threading.Thread(target=lambda: done.append(gate.member().__enter__()))
+    other = threading.Thread(target=lambda: done.append(gate.member()().__enter__()))
     other.start()
     other.join(PATIENCE)
     assert done == [None]
@@ -212,9 +213,9 @@ def test_a_step_that_raises_ends_its_turn():
 def test_a_step_inside_a_step_is_an_error_and_no_deadlock():
     gate = Gate()
     one, other = gate.member(), gate.member()
-    with one, pytest.raises(GateError, match="inside a step"), other:
+    with one(), pytest.raises(GateError, match="inside a step"), other():
         pass
-    with other:
+    with other():
         pass
     assert gate.waiting == 0
 
@@ -225,7 +226,7 @@ def test_a_waiter_that_is_interrupted_leaves_the_queue():
     has, over = threading.Event(), threading.Event()
 
     def work():
-        with gate.member():
+        with gate.member()():
             has.set()
             over.wait(PATIENCE)
 
@@ -242,7 +243,7 @@ def test_a_waiter_that_is_interrupted_leaves_the_queue():
         threads[0].start()
         has.wait(PATIENCE)
         threads[1].start()
-        with pytest.raises(KeyboardInterrupt), gate.member():
+        with pytest.raises(KeyboardInterrupt), gate.member()():
             pass
     finally:
         over.set()
@@ -250,5 +251,5 @@ def test_a_waiter_that_is_interrupted_leaves_the_queue():
             t.join(PATIENCE)
         signal.signal(signal.SIGUSR1, before)
     assert gate.waiting == 0
-    with gate.member():
+    with gate.member()():
         pass

@@ -1,11 +1,14 @@
 """``jaxtensile.job``: what it takes, gives back and refuses."""
 
+import gc
+
+import jax.numpy as jnp
 import pytest
 
 import jaxtensile
 import job_programs as programs
 from jaxtensile.errors import BudgetError, ConfigError, CoordinatorError, RejectedError
-from job_training import ROOM, WAIT, Training, charged, ladder, plans, same
+from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, same, until
 
 pytestmark = pytest.mark.xdist_group("jobs")  # one process: what all of them need is made once
 
@@ -105,3 +108,18 @@ def test_a_process_of_the_config_needs_no_name(monkeypatch):
     monkeypatch.delenv("JAXTENSILE_JOB")
     with pytest.raises(CoordinatorError, match="not None: give it one, or start this with 'jaxtensile run'"):
         jaxtensile.job()
+
+
+def test_a_job_that_is_dropped_without_its_end_has_ended():
+    with jaxtensile.job("stays", config=programs.config(ROOM)):
+        dropped = jaxtensile.job("dropped", config=programs.config(ROOM))
+        dropped.__enter__()
+        step = jaxtensile.jit(lambda x: x + 1, job=dropped)
+        step(jnp.zeros(8))
+        assert dropped.wait(WAIT)
+        assert [lease.job for lease in office().status().leases] == ["dropped"]
+        del dropped, step
+        gc.collect()
+        until(lambda: not office().status().leases)
+        with jaxtensile.job("dropped", config=programs.config(ROOM)) as again:
+            jaxtensile.jit(lambda x: x + 1, job=again)(jnp.zeros(8))

@@ -355,3 +355,17 @@ def test_processes_that_take_turns_through_the_daemon(ladder, monkeypatch, tmp_p
             training.weights = job.resume(job.suspend(training.weights))
             training.run(1)
     same(training.losses)
+
+
+def test_what_was_resumed_is_given_again_until_the_next_step():
+    """Whoever was interrupted between its return and his own variable would have lost his state."""
+    with jaxtensile.job("again", config=programs.config(ROOM)) as job:
+        step = jaxtensile.jit(lambda x: x + 1, job=job)
+        x = step(jnp.zeros(8))
+        job.suspend(x)
+        x = job.resume()
+        assert job.resume() is x
+        x = step(x)
+        assert float(x[0]) == 2
+        with pytest.raises(CoordinatorError, match="nothing is to be resumed"):
+            job.resume()
