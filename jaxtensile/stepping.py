@@ -34,6 +34,8 @@ from jaxtensile.waiting import Waiting
 
 T = TypeVar("T")
 
+_FIRST: Seconds = 10.0
+"""For so long a job that compiles its first plan stays where it is, so that its first step can run with that."""
 _REMEASURED = 8
 """Steps after which it is looked whether they are as fast as was told, and again each time there are twice as many."""
 _log = logging.getLogger("jaxtensile")
@@ -46,7 +48,7 @@ class Stepping(Owned):
         super().__init__(f"job {tenancy.terms.name!r}")
         self._on = tenancy
         self._name = tenancy.terms.name
-        self.waiting = Waiting(tenancy, self.settle)
+        self.waiting = Waiting(tenancy, self.settle, self._moving)
         self._lock = Exclusive()
         """One step at a time."""
         self._place = Exclusive()
@@ -105,7 +107,8 @@ class Stepping(Owned):
 
     def _found(self, ladder: Ladder) -> Fitted | None:
         """What runs where the job is now; None if it was told to go elsewhere while that was compiled."""
-        self._on.boundary()
+        if self.steps:
+            self._on.boundary()
         asked = self._on.bytes_for(ladder)
         try:
             fitted = self._moving(lambda: ladder.fitted(asked, self._on.watch))
@@ -119,18 +122,30 @@ class Stepping(Owned):
                 return None
             self.waiting.have_room(ladder)
             return None
-        self._on.boundary()
+        if self.steps:
+            self._on.boundary()
         return fitted if ladder.fits(fitted, self._on.bytes_for(ladder)) else None
 
     def _moving(self, compiles: Callable[[], T]) -> T:
-        """What takes long, while the job goes where it is told to be."""
+        """What takes long, while the job goes where it is told to be. Its first plan is worth waiting for, for a while:
+        else it would compile another one, and another one, before its first step."""
         mark = self._lock.holder
         assert mark is not None
-        self._place.give(mark)
+
+        def gives() -> None:
+            self._place.give(mark)
+            self.settle()
+
+        timer = threading.Timer(0.0 if self.steps else _FIRST, gives)
+        timer.daemon = True
+        timer.start()
         try:
             return compiles()
         finally:
-            self._place.take(mark)
+            timer.cancel()
+            timer.join()
+            if self._place.holder is not mark:
+                self._place.take(mark)
             self._on.require_going_on()
 
     def alone(self, what: str) -> Alone:

@@ -41,10 +41,13 @@ _log = logging.getLogger("jaxtensile")
 
 
 class Waiting:
-    """What a job waits for. ``changed``: called when it is told something while it does not ask."""
+    """What a job waits for. ``changed``: called when it is told something while it does not ask; ``compiling``: calls
+    what compiles a plan."""
 
-    def __init__(self, tenancy: Tenancy, changed: Callable[[], None]) -> None:
-        self._on, self._changed = tenancy, changed
+    def __init__(
+        self, tenancy: Tenancy, changed: Callable[[], None], compiling: Callable[[Callable[[], object]], object]
+    ) -> None:
+        self._on, self._changed, self._compiling = tenancy, changed, compiling
         self._name = tenancy.terms.name
 
     def close(self) -> None:
@@ -128,7 +131,7 @@ class Waiting:
         """Whether there are plans for the rung that was granted; the ladders know better if not."""
         for ladder in self._on.ladders:
             try:
-                self._on.fitted(ladder)
+                self._compiling(lambda ladder=ladder: self._on.fitted(ladder))
             except BudgetError as error:
                 if ladder.compiled == 0 and not self._on.compile_more(ladder, error):
                     raise RejectedError(f"job {self._name!r} cannot be admitted: {error}") from error

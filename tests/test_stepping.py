@@ -10,7 +10,8 @@ import pytest
 
 import jaxtensile
 import job_programs as programs
-from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, same
+from jaxtensile.ladder import Ladder
+from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, resize, same, until
 
 pytestmark = pytest.mark.xdist_group("stepping")  # one process: what all of them need is made once
 
@@ -99,3 +100,58 @@ def test_under_another_transform_it_is_the_plain_function(ladder):
         for got, want in zip(grads, wanted, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
         assert charged() == 0, "the outermost transform owns the plan"
+
+
+def while_compiling(monkeypatch, does):
+    """``does`` runs in the first compile from now on, after which that goes on."""
+    real, left = Ladder.compile, [does]
+
+    def compile_(self, budget, *rest, **more):
+        if left:
+            left.pop()()
+        return real(self, budget, *rest, **more)
+
+    monkeypatch.setattr(Ladder, "compile", compile_)
+
+
+def test_the_first_plan_runs_once_before_the_job_goes_to_a_smaller_one(ladder, monkeypatch):
+    """Else it would compile the next one first, and wait for its first step as long as there are others."""
+    ran = []
+    with jaxtensile.job("first", config=programs.config(ROOM)) as job:
+        low = ladder[-1].level - 1
+
+        def shrinks():
+            resize(low)
+            until(job._tenancy.told)
+
+        while_compiling(monkeypatch, shrinks)
+        training = Training(job)
+        training.step = jaxtensile.jit(lambda *args: programs.step(*args), job=job, donate_argnums=0)
+        real = jax.block_until_ready
+        monkeypatch.setattr(jax, "block_until_ready", lambda x: (ran.append(charged()), real(x))[1])
+        training.run(1)
+        assert ran[0] > low >= charged(), "where it was, and then where it was told to be"
+        training.run(2)
+        assert ran[1] <= low
+    same(training.losses)
+
+
+def test_a_job_that_compiles_goes_where_it_is_told_to_be(ladder, monkeypatch):
+    """Others wait for its bytes, and nothing of it runs."""
+    with jaxtensile.job("moves", config=programs.config(ROOM)) as job:
+        training = Training(job)
+        training.run(1)
+        assert job.wait(WAIT)
+        step, low = jaxtensile.jit(lambda x: x + 1, job=job), ladder[0].level + 4 * ladder[0].persistent
+        seen = []
+
+        def shrinks():
+            resize(low)
+            until(lambda: charged() <= low)
+            seen.append(charged())
+
+        while_compiling(monkeypatch, shrinks)
+        step(jnp.zeros(8))
+        assert seen
+        training.run(2)
+    same(training.losses)
