@@ -10,6 +10,7 @@ A device's table is the one of its name (``[device."cuda:0"]``), else that of it
 from __future__ import annotations
 
 import os
+import stat
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,10 @@ NAME: Final = "jaxtensile.toml"
 VARIABLE: Final = "JAXTENSILE_CONFIG"
 LONGEST_SOCKET: Final = 107
 """Bytes of a path that a Unix socket can be bound to: ``sun_path`` less its end."""
+LARGEST: Final = 1 << 20
+"""Bytes of a file."""
+LONGEST_LINE: Final = 1 << 14
+"""Letters. A key of thousands of parts takes tomllib minutes."""
 EMPTY: Final = 0.2
 """Seconds in which an empty file may get its words: it may just be written."""
 
@@ -147,7 +152,7 @@ def read(path: Path, wait: Seconds = 0.0) -> Config:
     anew empties it first, and all that there is would be granted by what is read at that moment."""
     try:
         until = time.monotonic() + wait
-        while not (text := path.read_text(encoding="utf-8")) and path.is_file():
+        while not (text := _text(path)) and path.is_file():
             if time.monotonic() >= until:
                 raise ConfigError(f"{path}: is empty: if it is to say nothing, write a comment ('#') into it")
             time.sleep(0.01)
@@ -156,12 +161,27 @@ def read(path: Path, wait: Seconds = 0.0) -> Config:
     return parse(text, str(path))
 
 
+def _text(path: Path) -> str:
+    """A file's text. A pipe, to which nobody may ever write, is not waited for."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{path}: is a pipe: write the tables of {NAME} into a file")
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ConfigError(f"{path}: is larger than {format_bytes(LARGEST)}, the most that is read: leave something out")
+    return text.decode()
+
+
 def parse(text: str, file: str = NAME) -> Config:
     """What a text says. Raises ``ConfigError``; ``file`` is what it is called there."""
+    if (longest := max(map(len, text.split("\n")))) > LONGEST_LINE:
+        raise ConfigError(f"{file}: a line has {longest} letters, and at most {LONGEST_LINE} are read: break it up")
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as wrong:
+    except ValueError as wrong:  # also what is no whole number that Python reads
         raise ConfigError(f"{file}: not TOML: {wrong}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: its tables are nested too deeply: two levels are all that is asked for") from None
     return _Reader(file, text).config(tables)
 
 
@@ -273,8 +293,10 @@ class _Reader:
             raise self._in.error((*path, "least"), raw.least, f"at most what it wants, {format_bytes(want)}")
         if most is not None and least > most:
             raise self._in.error((*path, "least"), raw.least, f"at most {format_bytes(most)}, capacity less reserve")
-        if not 0 < raw.weight < float("inf"):
-            raise self._in.error((*path, "weight"), raw.weight, "a number above 0")
+        if not -1000 <= raw.priority <= 1000:
+            raise self._in.error((*path, "priority"), raw.priority, "a whole number from -1000 to 1000")
+        if not 1e-3 <= raw.weight <= 1e3:
+            raise self._in.error((*path, "weight"), raw.weight, "a number from 0.001 to 1000")
         if raw.max_overhead is not UNSET and not raw.max_overhead >= 1:
             raise self._in.error((*path, "max_overhead"), raw.max_overhead, "a factor of at least 1")
         return JobConfig(

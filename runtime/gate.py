@@ -118,11 +118,12 @@ class Gate:
             elif self._state.replace(state, state._replace(waiting=tuple(w for w in state.waiting if w is not waiter))):
                 return
 
-    def _give(self, turns: Turns, mark: Mark, took: Seconds) -> None:
+    def _give(self, turns: Turns, mark: Mark) -> None:
+        took = self._clock() - turns.since
         while True:
             state = self._state.get()
             if state.owner is not mark:
-                return  # it was taken for interrupted
+                return  # it has ended, or was taken for interrupted
             turns.served = turns.tag + took / turns.share
             first = state.waiting[0] if state.waiting else None
             if first is None or turns.served >= first.order[0]:
@@ -192,7 +193,7 @@ class _State(NamedTuple):
 class Turns:
     """One job's place at the gate. ``with turns():`` around a step, up to the end of its work on the device."""
 
-    __slots__ = ("_clock", "_gate", "_since", "priority", "served", "share", "steps", "tag", "took")
+    __slots__ = ("_clock", "_gate", "priority", "served", "share", "since", "tag")
 
     def __init__(self, gate: Gate, priority: int, weight: float) -> None:
         self._gate, self._clock = gate, gate._clock  # pyright: ignore[reportPrivateUsage]
@@ -201,21 +202,17 @@ class Turns:
         self.tag = 0.0
         self.served = gate.now
         """Virtual time at which its last turn ended."""
-        self.steps = 0
-        self.took: Seconds = 0.0
-        """Of its last turn."""
-        self._since: Seconds = 0.0
+        self.since: Seconds = 0.0
+        """When its last turn began."""
 
     def take(self, mark: Mark) -> None:
         """The turn of a frame begins, when it is there."""
         self._gate._take(self, mark)  # pyright: ignore[reportPrivateUsage]
-        self._since = self._clock()
+        self.since = self._clock()
 
     def give(self, mark: Mark) -> None:
         """It ends, if it is still that frame's."""
-        self.took = self._clock() - self._since
-        self.steps += 1
-        self._gate._give(self, mark, self.took)  # pyright: ignore[reportPrivateUsage]
+        self._gate._give(self, mark)  # pyright: ignore[reportPrivateUsage]
 
     def __call__(self) -> Turn:
         """A turn for the body of a ``with``."""

@@ -1,5 +1,6 @@
 """What is written in jaxtensile.toml is what counts, and what cannot be is refused with its place and a way out."""
 
+import os
 import re
 import threading
 from pathlib import Path
@@ -120,8 +121,8 @@ def test_a_device_with_less_than_the_file_says_grants_what_it_has():
         ("[jobs]\na = 1", "jobs.a = 1: must be a table"),
         ("[jobs.a]\nleast = 5\nwant = 4", "jaxtensile.toml:2: jobs.a.least = 5: must be at most what it wants, 4B"),
         ("[device]\ncapacity = 9\nreserve = 1\n[jobs.a]\nleast = 9", "must be at most 8B, capacity less reserve"),
-        ("[jobs.a]\nweight = 0", "must be a number above 0"),
-        ("[jobs.a]\nweight = inf", "must be a number above 0"),
+        ("[jobs.a]\nweight = 0", "must be a number from 0.001 to 1000"),
+        ("[jobs.a]\nweight = inf", "must be a number from 0.001 to 1000"),
         ("[jobs.a]\nmax_overhead = 0.9", "must be a factor of at least 1"),
         ("[jobs.a]\ncommand = 'python'", "must be a list of texts"),
         ("[jobs.a]\nleast = '1e999'", "jobs.a.least"),
@@ -198,3 +199,34 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
         read(tmp_path / "binary.toml")
     (tmp_path / NAME).write_text("[jobs.a]")
     assert read(tmp_path / NAME).jobs.keys() == {"a"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[device]\ncapacity = " + "9" * 5000, "not TOML"),
+        ("a = " + "[\n" * 100_000 + "]\n" * 100_000, "nested too deeply"),
+        (".".join(["a"] * 50_000) + " = 1", "a line has 100003 letters"),
+        ("#\n" * 600_000, "is larger than 1.00MiB"),
+        ("[jobs.a]\npriority = 5000", "from -1000 to 1000"),
+        ("[jobs.a]\nweight = 1e-9", "from 0.001 to 1000"),
+        ("[jobs.a]\nweight = nan", "from 0.001 to 1000"),
+    ],
+    ids=["digits", "nesting", "parts", "bytes", "priority", "weight", "nan"],
+)
+def test_an_attack_is_a_mistake_like_any_other(text, said, tmp_path):
+    path = tmp_path / "jaxtensile.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read(path)
+
+
+def test_what_never_ends_is_not_waited_for(tmp_path):
+    path = tmp_path / "jaxtensile.toml"
+    os.mkfifo(path)
+    with pytest.raises(ConfigError, match="is a pipe"):
+        read(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match="is larger than"):
+        read(path)

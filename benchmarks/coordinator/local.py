@@ -90,7 +90,7 @@ def gate(seconds: float) -> dict[str, float]:
     turns, lock = Gate().member(), threading.Lock()
 
     def turn() -> None:
-        with turns:
+        with turns():
             pass
 
     def locked() -> None:
