@@ -229,9 +229,9 @@ def job(
     Raises ``ConfigError`` for what cannot be meant. Steps raise ``RejectedError`` when the job can never fit.
     """
     name = os.environ.get(JOB_VARIABLE) if name is None else name
-    if not isinstance(name, str) or not 1 <= len(name) <= 128:
+    if not isinstance(name, str) or not 1 <= len(name) <= 128 or not name.isprintable():
         here = f", or start this with 'jaxtensile run', which sets ${JOB_VARIABLE}" if name is None else ""
-        raise CoordinatorError(f"a job's name is a text of 1 to 128 letters, not {name!r}: give it one{here}")
+        raise CoordinatorError(f"a job's name is a text of 1 to 128 printable letters, not {name!r}: give it one{here}")
     known = config_of(config)
     said = known.jobs.get(name)
     low = _bytes("least", least, said.least if said else 0)

@@ -14,6 +14,7 @@ from msgspec import structs
 
 from jaxtensile.errors import CoordinatorError, UnreachableError
 from jaxtensile.runtime.messages import VERSION, Error, Hello, LeaseView, Reply, Request, Snapshot, Status, Welcome
+from jaxtensile.runtime.peers import foreign
 from jaxtensile.runtime.wire import REPLIES, frame, take
 from jaxtensile.units import KIB, Seconds
 
@@ -31,6 +32,8 @@ class Inquirer:
         self._link.settimeout(timeout)
         try:
             self._link.connect(os.fspath(path))
+            if other := foreign(self._link):
+                raise UnreachableError(f"the coordinator at {path} is not spoken to: {other}")
             self._replies = self._read()
             self._ask(Hello(version=VERSION), Welcome)
         except OSError as error:

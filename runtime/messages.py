@@ -29,7 +29,8 @@ MOST_BYTES: Final = 1 << 60
 Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Time = Annotated[float, Meta(gt=0, le=1e9)]
-Name = Annotated[str, Meta(min_length=1, max_length=128)]
+Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\Z")]
+"""Without control characters: it is written into logs and terminals."""
 Sizes = Annotated[tuple[Size, ...], Meta(max_length=65)]
 """Bytes held on each device of the job, in its order, then of pinned host memory."""
 

@@ -37,6 +37,13 @@ def credentials(link: socket.socket) -> tuple[int, int]:
     return pid, uid
 
 
+def foreign(link: socket.socket) -> str:
+    """Whose the other end is where it is neither this user's nor root's, for an error; else empty."""
+    _, uid = credentials(link)
+    mine = os.geteuid()
+    return "" if uid in (mine, 0) else f"it is user {uid}'s, not user {mine}'s: name a socket of your own"
+
+
 def started(pid: int) -> int:
     """When a process started, in clock ticks after boot. Raises ``Dead``."""
     try:

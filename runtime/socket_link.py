@@ -20,6 +20,7 @@ from typing import Final
 from jaxtensile.runtime.client import Client
 from jaxtensile.runtime.forks import abandoned_in_children
 from jaxtensile.runtime.messages import Error, Reply, Request, Welcome
+from jaxtensile.runtime.peers import foreign
 from jaxtensile.runtime.wire import REPLIES, frame, take
 from jaxtensile.units import KIB, Seconds
 
@@ -126,6 +127,10 @@ class SocketLink:
             link.settimeout(_CONNECTING)
             link.connect(self._path)
             link.setblocking(False)
+            if other := foreign(link):
+                link.close()
+                self._client.failed(f"the coordinator at {self._path} is not spoken to: {other}")
+                return other
         except OSError as error:
             link.close()
             return f"{self._path}: {error.strerror or error}"

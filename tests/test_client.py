@@ -1,5 +1,8 @@
 """A client says the right things in the right order, from whatever thread, to a coordinator in the same process."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -20,9 +23,11 @@ from jaxtensile.runtime.events import (
     Send,
     Settings,
 )
+from jaxtensile.runtime.inquiry import Inquirer
 from jaxtensile.runtime.leases import HOST, Process, State
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.messages import Ack, Admit, Beat, Error, Rung
+from jaxtensile.runtime.socket_link import SocketLink
 
 GPU = "cuda:0"
 LADDER = (Rung(persistent=4, seconds=2.0), Rung(persistent=8, seconds=1.0))
@@ -252,3 +257,31 @@ def test_many_threads_and_one_order():
     assert sorted(done) == list(range(8)) and office.charged() == 0 and not office.it.arbiter.leases
     assert any(isinstance(m, Ack) for m in office.said)
     assert office.it.counters["refused"] == 0
+
+
+FAKE = """
+import os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.bind(sys.argv[1])
+os.chmod(sys.argv[1], 0o777)
+os.setuid(65534)
+server.listen()
+print("listens", flush=True)
+while True:
+    server.accept()[0].close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user, too")
+def test_what_another_user_listens_on_is_not_spoken_to(tmp_path):
+    """At the default place, anyone could have been first."""
+    path = tmp_path / "fake.sock"
+    with subprocess.Popen([sys.executable, "-c", FAKE, str(path)], stdout=subprocess.PIPE, text=True) as fake:
+        assert fake.stdout.readline() == "listens\n"
+        with pytest.raises(UnreachableError, match="is user 65534's, not user 0's"):
+            Inquirer(path)
+        admit = Admit(job="a", devices=("cpu:0",), ladder=(Rung(persistent=8, seconds=1.0),))
+        client = Client(admit, SocketLink.to(str(path)))
+        with pytest.raises(CoordinatorError, match="is user 65534's, not user 0's"):
+            client.wait(30)
+        fake.kill()

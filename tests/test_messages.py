@@ -189,3 +189,11 @@ def test_the_largest_messages_are_below_the_limit():
     lease = msgspec.structs.replace(LEASE, job="x" * 128, faults=("f" * 40,) * 3)
     page = msgspec.structs.replace(REPLIES_SAID[-1], leases=(lease,) * 64, more=True)
     assert len(frame(page)) <= LIMIT
+
+
+@pytest.mark.parametrize("name", ["\x1b[31mred", "nul\x00", "line\n", "tab\t", "\x9b", "", "x" * 129])
+def test_a_name_has_no_control_characters(name):
+    good = Admit(job="gpt-2 ✓", devices=("cpu:0",), ladder=(Rung(persistent=8, seconds=1.0),))
+    assert take(frame(good), REQUESTS).messages == (good,)
+    found = take(frame(msgspec.structs.replace(good, job=name)), REQUESTS)
+    assert not found.messages and found.error is not None
