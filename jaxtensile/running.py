@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -33,6 +34,10 @@ from jaxtensile.watching import duration, table
 from jaxtensile.xla_memory import variables
 
 _LOOK_EVERY: Final = 0.2
+_CHUNK: Final = 64 * KIB
+"""Bytes that a job may say before the next one is heard, and of a line before it is told without its end."""
+_LEFT: Final = 32
+"""Chunks that are heard of a job that has ended: what it has left behind may say more, for ever."""
 _TELL_EVERY: Final = 10.0
 _STARTS_WITHIN: Final = 20.0
 _PATIENCE: Final = 3.0
@@ -78,6 +83,7 @@ def run(options: argparse.Namespace) -> bool:
             raise
         finally:
             inquirer.close()
+            _sweep(jobs)
             if jobs:
                 print(f"\n{_summary(jobs, time.monotonic() - began)}", flush=True)
         return any(job.status for job in jobs)
@@ -188,6 +194,10 @@ def _start(name: str, job: JobConfig, environment: Mapping[str, str], file: Path
 def _watch(jobs: Sequence[Job], inquirer: Inquirer) -> None:
     """Tell what the jobs say and what becomes of them, until all have ended."""
     tell_at, lost = time.monotonic() + _TELL_EVERY, False
+    speaking = selectors.DefaultSelector()
+    for job in jobs:
+        assert job.process.stdout is not None
+        speaking.register(job.process.stdout, selectors.EVENT_READ, job)
     while True:
         alive = [job for job in jobs if not _reaped(job)]
         if not lost:
@@ -196,8 +206,7 @@ def _watch(jobs: Sequence[Job], inquirer: Inquirer) -> None:
             except CoordinatorError as error:
                 lost = True
                 _tell("run", f"{error}; the jobs go on with what they hold")
-        for job in jobs:
-            _repeat(job)
+        _hear(speaking, time.monotonic() + _LOOK_EVERY)
         if not alive:
             return
         if time.monotonic() >= tell_at:
@@ -205,7 +214,16 @@ def _watch(jobs: Sequence[Job], inquirer: Inquirer) -> None:
             for job in alive:
                 if job.step:
                     _tell(job.name, f"step {job.step}, {format_seconds(job.step_us / 1e6)} a step, {job.told}")
-        time.sleep(_LOOK_EVERY)
+
+
+def _hear(speaking: selectors.BaseSelector, until: Seconds) -> None:
+    """Repeat what the jobs say, a piece of each in turn, until then."""
+    while (left := until - time.monotonic()) > 0:
+        if not speaking.get_map():
+            time.sleep(left)
+        for key, _ in speaking.select(left):
+            if not _repeat(key.data):
+                speaking.unregister(key.fileobj)
 
 
 def _reaped(job: Job) -> bool:
@@ -216,25 +234,28 @@ def _reaped(job: Job) -> bool:
         return False
     job.status = job.process.returncode = os.waitstatus_to_exitcode(status)
     job.ended, job.memory = time.monotonic(), usage.ru_maxrss * KIB
-    _repeat(job)
+    for _ in range(_LEFT):
+        _repeat(job)
     _tell(job.name, f"{'done' if not job.status else f'FAILED, {_exit(job.status)}'} after {_time(job)}")
     return True
 
 
-def _repeat(job: Job) -> None:
-    """What a job has said since, each line with its name."""
+def _repeat(job: Job) -> bool:
+    """A piece of what a job has said since, each line with its name. Whether it may say more."""
     assert job.process.stdout is not None
-    while not job.process.stdout.closed:
-        try:
-            data = os.read(job.process.stdout.fileno(), 64 * KIB)
-        except BlockingIOError:
-            break
-        if not data:
-            job.process.stdout.close()
-            data = b"\n" if job.rest else b""
-        *lines, job.rest = (job.rest + data).split(b"\n")
-        for line in lines:
-            _tell(job.name, line.decode(errors="replace").rstrip())
+    if job.process.stdout.closed:
+        return False
+    try:
+        data = os.read(job.process.stdout.fileno(), _CHUNK)
+    except BlockingIOError:
+        return True
+    ended = not data
+    *lines, job.rest = (job.rest + data).split(b"\n")
+    if job.rest and (ended or len(job.rest) > _CHUNK):
+        lines, job.rest = [*lines, job.rest], b""
+    for line in lines:
+        _tell(job.name, line.decode(errors="replace").rstrip())
+    return not ended
 
 
 def _look(snapshot: Snapshot, jobs: Sequence[Job]) -> None:
@@ -281,23 +302,29 @@ def _end(jobs: Sequence[Job]) -> None:
         while left and time.monotonic() < ends:
             left = [job for job in left if not _reaped(job)]
             time.sleep(0.02)
-    for job in jobs:  # what a job has left behind in its session
+
+
+def _sweep(jobs: Sequence[Job]) -> None:
+    """End what jobs have left behind in their sessions."""
+    for job in jobs:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(job.process.pid, signal.SIGKILL)
 
 
 @contextmanager
 def _until_terminated() -> Iterator[None]:
-    """SIGTERM ends this process as Ctrl-C does: in order."""
+    """SIGTERM, or the end of its terminal, ends this process as Ctrl-C does: in order. Under ``nohup`` it goes on."""
 
     def interrupt(number: int, stack: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, interrupt) for number in ends}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # What is told.

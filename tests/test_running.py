@@ -123,7 +123,29 @@ def test_only_the_jobs_that_are_named_run_with_the_coordinator_that_is_there(fol
         assert daemon.process.poll() is None and daemon.snapshot().counters["admitted"] == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_writes_for_ever_lets_the_others_be_heard(folder, capfd):
+    """Its lines are repeated a piece at a time, and so is a line that does not end."""
+    ticks = "import time\nfor k in range(5): print('tick', k, flush=True); time.sleep(0.1)"
+    endless = "import sys\nwhile True: sys.stdout.write('x' * 65536)"
+    write(folder, loud=["timeout", "1.5", "yes"], line=["timeout", "1.5", sys.executable, "-c", endless])
+    with (folder / "jaxtensile.toml").open("a") as file:
+        file.write(f"[jobs.quiet]\ncommand = {[sys.executable, '-c', ticks]!r}\n")
+    cli.main(["run"])
+    lines = capfd.readouterr().out.splitlines()
+    told = [k for k, line in enumerate(lines) if line.startswith(("quiet | tick", "quiet | done"))]
+    others = [k for k, line in enumerate(lines) if line.startswith(("loud | y", "line | x"))]
+    assert len(told) == 6 and told[-1] < others[-1], "all of it was told while the others went on"
+    assert max(map(len, lines)) < 150_000
+
+
+def test_what_a_job_leaves_behind_ends_with_the_run(folder, capfd):
+    write(folder, one=["sh", "-c", "yes & echo left $!"])
+    assert cli.main(["run"]) == 0
+    (pid,) = re.findall(r"one \| left (\d+)", capfd.readouterr().out)
+    until(lambda: not os.path.exists(f"/proc/{pid}") or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_ends_the_jobs_and_their_coordinator(folder, number):
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN)" if number == signal.SIGINT else ""
     stubborn = f"import signal, time; {ignored}; print('here'); time.sleep(600)".replace("; ;", ";")
