@@ -107,12 +107,12 @@ class Steps:
         self._rest = self._lease = 0
         planned._dispatch = self
         job.plan = self._chosen
-        forget = job._tenancy.users.pop()
-        job.users(lambda: self._forgotten(forget))
+        job.users.discard(self._inner)
+        job.users.add(self)
 
-    def _forgotten(self, forget):
+    def _clear_cache(self):
         self._chooses = True
-        forget()
+        self._inner._clear_cache()
 
     def _chosen(self, ladder, devices):
         fitted = self._choose(ladder, devices)
