@@ -43,6 +43,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.xdist_group("suspend")  # not beside processes that wait for each other on a full machine
 @pytest.mark.slow
 def test_whoever_is_killed_nothing_is_overcommitted_or_lost_and_all_losses_are_the_same(folder, record_property):
     chaos = Chaos(folder, seed=1).run(SECONDS)
