@@ -108,9 +108,9 @@ class Job:
         steps, tenancy, waiting = self._steps, self._tenancy, self._steps.waiting
         with steps.alone(f"job {self.name!r} was resumed"):
             away = steps.away
-            if away is None and steps.back is not None:
-                return steps.back[0]
             if away is None:
+                if steps.back is not None:
+                    return steps.back[0]
                 raise CoordinatorError(f"job {self.name!r} is not suspended: nothing is to be resumed")
             if state is not None:
                 away.take(state)

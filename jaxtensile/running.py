@@ -235,7 +235,8 @@ def _reaped(job: Job) -> bool:
     job.status = job.process.returncode = os.waitstatus_to_exitcode(status)
     job.ended, job.memory = time.monotonic(), usage.ru_maxrss * KIB
     for _ in range(_LEFT):
-        _repeat(job)
+        if not _repeat(job):
+            break
     _tell(job.name, f"{'done' if not job.status else f'FAILED, {_exit(job.status)}'} after {_time(job)}")
     return True
 
@@ -243,8 +244,6 @@ def _reaped(job: Job) -> bool:
 def _repeat(job: Job) -> bool:
     """A piece of what a job has said since, each line with its name. Whether it may say more."""
     assert job.process.stdout is not None
-    if job.process.stdout.closed:
-        return False
     try:
         data = os.read(job.process.stdout.fileno(), _CHUNK)
     except BlockingIOError:

@@ -13,7 +13,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -25,7 +24,7 @@ from jaxtensile.ladder import Ladder
 from jaxtensile.request import Fitted
 from jaxtensile.runtime.forks import Owned
 from jaxtensile.runtime.gate import GateError
-from jaxtensile.runtime.holds import LOOK, Exclusive, Hold
+from jaxtensile.runtime.holds import LOOK, Exclusive, Held, Hold, Mark
 from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.suspension import Suspended
 from jaxtensile.tenancy import Tenancy
@@ -148,29 +147,29 @@ class Stepping(Owned):
                 self._place.take(mark)
             self._on.require_going_on()
 
-    def alone(self, what: str) -> Alone:
+    def alone(self, what: str) -> Held:
         """For the body of a ``with``: no other step of the job runs. When it is over, the job goes where it was told to
         be meanwhile, or ends."""
         self.require_mine()
         holder = self._lock.holder
         if holder is not None and holder.mine:
             raise GateError(f"{what} inside one of its steps: do it after")
-        return Alone(self)
+        return Held(self._begin, self._end)
 
-    def begin(self, hold: Hold) -> None:
-        """No other step runs, until ``end``. Raises ``CoordinatorError`` where the job has no steps at present."""
-        self._lock.take(hold.mark)
-        self._place.take(hold.mark)
+    def _begin(self, mark: Mark) -> None:
+        """No other step runs, until ``_end``. Raises ``CoordinatorError`` where the job has no steps at present."""
+        self._lock.take(mark)
+        self._place.take(mark)
         if self._on.over or self._on.by is None:
-            self.end(hold)
+            self._end(mark)
             why = "has ended" if self._on.over else "has not begun"
             state = "; its state is 'job.suspended'" if self.away is not None else ""
             raise CoordinatorError(f"job {self._name!r} {why}: call its steps inside 'with jaxtensile.job(...)'{state}")
 
-    def end(self, hold: Hold) -> None:
+    def _end(self, mark: Mark) -> None:
         """Others may run."""
-        self._place.give(hold.mark)
-        self._lock.give(hold.mark)
+        self._place.give(mark)
+        self._lock.give(mark)
         self.settle()
 
     # A step's turn.
@@ -310,21 +309,3 @@ class Stepping(Owned):
         # No daemon: the interpreter waits for it at exit, or XLA's threads would outlive what they work with.
         self._builder = threading.Thread(target=build, name=f"jaxtensile-ladder-{self._name}")
         self._builder.start()
-
-
-class Alone:
-    """No other step of a job runs in the body of a ``with``, whose frame holds that."""
-
-    __slots__ = ("_hold", "_steps")
-
-    def __init__(self, steps: Stepping) -> None:
-        self._steps = steps
-
-    def __enter__(self) -> None:
-        self._hold = Hold(above=1)
-        self._steps.begin(self._hold)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._steps.end(self._hold)

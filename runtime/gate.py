@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 from time import perf_counter
-from types import TracebackType
 from typing import Final, NamedTuple
 
 from jaxtensile.errors import CoordinatorError
-from jaxtensile.runtime.holds import LOOK, Cell, Hold, Mark
+from jaxtensile.runtime.holds import LOOK, Cell, Held, Mark
 from jaxtensile.units import Seconds
 
 CLASS: Final = 8.0
@@ -214,24 +213,6 @@ class Turns:
         """It ends, if it is still that frame's."""
         self._gate._give(self, mark)  # pyright: ignore[reportPrivateUsage]
 
-    def __call__(self) -> Turn:
+    def __call__(self) -> Held:
         """A turn for the body of a ``with``."""
-        return Turn(self)
-
-
-class Turn:
-    """One turn, of the frame that has the body of the ``with``."""
-
-    __slots__ = ("_hold", "_turns")
-
-    def __init__(self, turns: Turns) -> None:
-        self._turns = turns
-
-    def __enter__(self) -> None:
-        self._hold = Hold(above=1)
-        self._turns.take(self._hold.mark)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
-        self._turns.give(self._hold.mark)
+        return Held(self.take, self.give)

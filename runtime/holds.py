@@ -165,25 +165,25 @@ class Exclusive:
 
     def __call__(self) -> Held:
         """Take it for the body of a ``with``."""
-        return Held(self)
+        return Held(self.take, self.give)
 
 
 class Held:
-    """A lock around the body of a ``with``. The frame that has the body keeps this, and so its hold."""
+    """Something is taken for the body of a ``with``. The frame that has the body keeps this, and so its hold."""
 
-    __slots__ = ("_hold", "_lock")
+    __slots__ = ("_give", "_hold", "_take")
 
-    def __init__(self, lock: Exclusive) -> None:
-        self._lock = lock
+    def __init__(self, take: Callable[[Mark], object], give: Callable[[Mark], object]) -> None:
+        self._take, self._give = take, give
 
     def __enter__(self) -> None:
         self._hold = Hold(above=1)
-        self._lock.take(self._hold.mark)
+        self._take(self._hold.mark)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        self._lock.give(self._hold.mark)
+        self._give(self._hold.mark)
 
 
 def until(there: Callable[[], bool], bell: Bell, timeout: Seconds) -> bool:
