@@ -137,7 +137,7 @@ class Stepping(Owned):
 
         timer = threading.Timer(0.0 if self.steps else _FIRST, gives)
         timer.daemon = True
-        timer.start()
+        uninterrupted(timer.start)
         try:
             return compiles()
         finally:
@@ -308,4 +308,4 @@ class Stepping(Owned):
 
         # No daemon: the interpreter waits for it at exit, or XLA's threads would outlive what they work with.
         self._builder = threading.Thread(target=build, name=f"jaxtensile-ladder-{self._name}")
-        self._builder.start()
+        uninterrupted(self._builder.start)
