@@ -83,7 +83,6 @@ def run(options: argparse.Namespace) -> bool:
             raise
         finally:
             inquirer.close()
-            _sweep(jobs)
             if jobs:
                 print(f"\n{_summary(jobs, time.monotonic() - began)}", flush=True)
         return any(job.status for job in jobs)
@@ -227,12 +226,15 @@ def _hear(speaking: selectors.BaseSelector, until: Seconds) -> None:
 
 
 def _reaped(job: Job) -> bool:
+    """Whether a job has ended. What it has left behind in its group then ends, too."""
     if job.status is not None:
         return True
     pid, status, usage = os.wait4(job.process.pid, os.WNOHANG)
     if not pid:
         return False
     job.status = job.process.returncode = os.waitstatus_to_exitcode(status)
+    with suppress(ProcessLookupError, PermissionError):  # now: later its number may be another one's
+        os.killpg(pid, signal.SIGKILL)
     job.ended, job.memory = time.monotonic(), usage.ru_maxrss * KIB
     for _ in range(_LEFT):
         if not _repeat(job):
@@ -301,13 +303,6 @@ def _end(jobs: Sequence[Job]) -> None:
         while left and time.monotonic() < ends:
             left = [job for job in left if not _reaped(job)]
             time.sleep(0.02)
-
-
-def _sweep(jobs: Sequence[Job]) -> None:
-    """End what jobs have left behind in their sessions."""
-    for job in jobs:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(job.process.pid, signal.SIGKILL)
 
 
 @contextmanager
