@@ -7,13 +7,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxtensile import faults
-from jaxtensile.compile import Compiled, Options, compile_program, planned_options, within
-from jaxtensile.outcome import Evaluate, Made
+from jaxtensile.compile import (
+    RECOMPUTES,
+    REMATERIALIZATION,
+    Compiled,
+    Options,
+    compile_program,
+    disabled,
+    not_recomputing,
+    planned_options,
+    recomputing,
+    within,
+)
+from jaxtensile.outcome import BY_XLA, Evaluate, Made
 from jaxtensile.passes.answer import answer
 from jaxtensile.passes.check import check
 from jaxtensile.passes.liveness import live_ranges
@@ -21,10 +32,13 @@ from jaxtensile.passes.ties import tied
 from jaxtensile.plan import Plan, Program
 from jaxtensile.request import Job
 from jaxtensile.rewrite import rewrite
+from jaxtensile.units import Bytes
 from jaxtensile.variants import Variant, program_key
 
 Watch = Callable[[str], None]
 
+SMALL = 0.5 * RECOMPUTES
+"""Programs that the model gives no more than this share of the device are far from what makes XLA:GPU recompute."""
 NARROWLY = 1.05
 """Plans with bytes on the host that miss the budget by no more than this are compiled without ties as well."""
 
@@ -69,10 +83,13 @@ class _Way(NamedTuple):
 
 
 class Attempts:
-    """Programs of one job, compiled."""
+    """Programs of one job, which as it is needs ``predicted`` bytes, compiled. XLA:GPU recomputes nothing by itself but
+    in ``by_xla``, so that plans are compared by work that is known."""
 
-    def __init__(self, job: Job, clock: Clock) -> None:
+    def __init__(self, job: Job, clock: Clock, predicted: Bytes) -> None:
         self.job, self.clock = job, clock
+        self._options = not_recomputing(job.device.platform, job.options)
+        self._small = predicted <= SMALL * job.device.capacity
         self.plain: Compiled | None = None
         """The user's own function."""
         self._as_it_is: dict[bool, Compiled] = {}
@@ -80,7 +97,7 @@ class Attempts:
         # Compilers for CPUs and TPUs heed no barriers when they schedule.
         ties = (False, True) if job.device.platform == "cuda" else (False,)
         told = (False, True) if job.device.platform == "tpu" and job.shards == 1 else (False,)
-        options = planned_options(job.device.platform, job.options)
+        options = planned_options(job.device.platform, self._options)
         self._ways = [_Way(o, tie, tell) for o in options for tie in ties for tell in told]
         self._missed: dict[tuple[int, int], Made] = {}
         """Planned programs that do not fit, by their keys and ways, without what runs them."""
@@ -92,9 +109,37 @@ class Attempts:
         """The user's own function, compiled once."""
         if self.plain is None:
             job = self.job
+            # With other options than the user's the function is traced again.
+            options = job.options if self._small else self._options
             with self.clock("compile plain"), faults.of_the_user(meanwhile) as ahead:
-                self.plain = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, job.options, ahead)
+                self.plain = self._compiled(None, job.args, job.kwargs, options, ahead)
         return self.plain
+
+    def _compiled(
+        self,
+        evaluate: Evaluate | None,
+        args: Any,
+        kwargs: Any,
+        options: Options,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Compiled:
+        job = self.job
+        counts = job.device if job.device.platform == "tpu" else None
+        return compile_program(lambda o: job.make(evaluate, o), args, kwargs, options, meanwhile, counts)
+
+    def by_xla(self, variant: Variant) -> Made | None:
+        """The user's own function in which XLA:GPU recomputes what it must; None where it may not, or does not fit."""
+        job = self.job
+        if job.device.platform != "cuda" or job.shards > 1 or job.state or REMATERIALIZATION in disabled(job.options):
+            return None
+        options = recomputing(job.options, job.device.capacity, job.budget)
+        with self.clock("compile plain with XLA's recomputation"):
+            made = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, options, None, job.device)
+        if made.device > job.budget:
+            return None
+        program = Program.unchanged(variant.traced.graph)
+        plan = answer(variant.problem, program, live_ranges(program.graph), "XLA")
+        return Made(compiled=made, variant=variant, plan=plan, evaluate=None, choice=BY_XLA)
 
     def unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
         """The program with its state on the host, or without checkpoints, and with nothing else changed."""
@@ -106,12 +151,12 @@ class Attempts:
         program = Program.unchanged(variant.traced.graph)
         evaluate = rewrite(variant.traced, program)
         args, kwargs = job.arguments()
-        plan, options = answer(variant.problem, program, live_ranges(program.graph), "none"), job.options
+        plan, options = answer(variant.problem, program, live_ranges(program.graph), "none"), self._options
         if job.state and job.device.platform == "tpu":
             # What waits on the host comes in as early as there is room for it.
             options = within(options, job.device.capacity - max(job.budget, plan.predicted.device))
         with self.clock("compile undone" if variant.undone is not None else "compile streamed"):
-            compiled = compile_program(lambda o: job.make(evaluate, o), args, kwargs, options, meanwhile)
+            compiled = self._compiled(evaluate, args, kwargs, options, meanwhile)
         self._as_it_is[variant.undone is not None] = compiled
         return Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate)
 
@@ -158,6 +203,8 @@ class Attempts:
     def again(self, variant: Variant, plan: Plan, choice: int, *, only: bool = False) -> Made | None:
         """What another process planned, ``choice`` as ``Made`` had it there, and ``only`` so; None where it is
         refused."""
+        if choice == BY_XLA:
+            return self.by_xla(variant)
         best = self._ways[choice]
         others = () if only else (way for way in self._ways if way is not best)
         self._learned[plan.offload_bytes > 0] = [best, *others]
@@ -209,7 +256,7 @@ class Attempts:
             if way.told:
                 options = within(options, job.device.capacity - plan.predicted.device)
             try:
-                compiled = compile_program(lambda o, e=evaluate: job.make(e, o), args, kwargs, options)
+                compiled = self._compiled(evaluate, args, kwargs, options)
             except jax.errors.JaxRuntimeError as error:
                 refused = error
                 continue

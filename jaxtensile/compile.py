@@ -6,6 +6,8 @@ part of the jit object, never of a separate compile.
 
 from __future__ import annotations
 
+import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +15,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtensile import _compat
+from jaxtensile.device import DeviceProfile
 from jaxtensile.errors import TargetError
-from jaxtensile.plan import MemoryUse
+from jaxtensile.hlo import recomputed
+from jaxtensile.plan import NOTHING_AGAIN, MemoryUse, Recomputed
 from jaxtensile.units import Bytes, Seconds
 
 Options = Mapping[str, Any]
 """``compiler_options`` of ``jax.jit``."""
 
 RESERVED = "xla_tpu_user_reserved_hbm_bytes"
+_SLOP = "xla_gpu_memory_limit_slop_factor"
+_DISABLED = "xla_disable_hlo_passes"
+REMATERIALIZATION = "rematerialization"
+"""The pass in which XLA recomputes by itself."""
+_SCHEDULED = 0.8
+"""Of a GPU's memory XLA schedules for this share, times percent of ``_SLOP`` (95, unless told otherwise)."""
+RECOMPUTES = 0.95 * _SCHEDULED
+"""Share of a GPU's memory from which on XLA recomputes by itself."""
 _TILE_SIZES = "output tile sizes"
 _NO_BACKEND = "Unknown backend"
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CompileTimeHbmOom", "Ran out of memory")
@@ -40,6 +52,8 @@ class Compiled:
     seconds: Seconds
     notes: tuple[str, ...] = field(default=())
     refusal: str = ""
+    again: Recomputed = NOTHING_AGAIN
+    """What XLA computes twice by itself, where that was asked."""
 
     @property
     def device(self) -> Bytes:
@@ -53,10 +67,12 @@ def compile_program(
     kwargs: Mapping[str, Any],
     options: Options,
     meanwhile: Callable[[], object] | None = None,
+    counts: DeviceProfile | None = None,
 ) -> Compiled:
     """Compile ``make(options)`` (a jit object) for the arguments and read its allocation.
 
-    ``meanwhile`` is called while XLA, which needs no Python, works in another thread.
+    ``meanwhile`` is called while XLA, which needs no Python, works in another thread; ``counts``: the device for which
+    what XLA recomputes is counted.
     """
     started = time.perf_counter()
     notes: tuple[str, ...] = ()
@@ -87,7 +103,9 @@ def compile_program(
                 seconds = time.perf_counter() - started
                 return Compiled(jitted, None, attempt, seconds, notes, text.split("\n", 1)[0][:300])
             raise
-        return Compiled(jitted, memory_of(executable), attempt, time.perf_counter() - started, notes)
+        again = recomputed(executable.as_text(), counts) if counts is not None else NOTHING_AGAIN
+        seconds = time.perf_counter() - started
+        return Compiled(jitted, memory_of(executable), attempt, seconds, notes, again=again)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
@@ -120,6 +138,26 @@ def within(options: Options, spare: Bytes) -> Options:
     return options if RESERVED in options else {**options, RESERVED: max(spare, 0)}
 
 
+def disabled(options: Options) -> tuple[str, ...]:
+    """The passes that the user, or ``$XLA_FLAGS``, has XLA leave out."""
+    flags = re.findall(rf"--{_DISABLED}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return tuple(filter(None, str(options.get(_DISABLED, flags[-1] if flags else "")).split(",")))
+
+
+def _without_pass(options: Options, name: str) -> Options:
+    return {**options, _DISABLED: ",".join(dict.fromkeys((*disabled(options), name)))}
+
+
+def not_recomputing(platform: str, options: Options) -> Options:
+    """``options`` under which XLA computes nothing twice of its own accord, where that can be told: on GPUs."""
+    return _without_pass(options, REMATERIALIZATION) if platform == "cuda" else options
+
+
+def recomputing(options: Options, capacity: Bytes, aim: Bytes) -> Options:
+    """``options`` under which XLA:GPU recomputes by itself what it must to need no more than ``aim``."""
+    return options if _SLOP in options else {**options, _SLOP: max(int(100 * aim / (_SCHEDULED * capacity)), 1)}
+
+
 def planned_options(platform: str, user: Options) -> list[Options]:
     """Options under which a rewritten program is worth compiling, best first.
 
@@ -130,8 +168,5 @@ def planned_options(platform: str, user: Options) -> list[Options]:
     """
     if platform != "cpu":
         return [dict(user)]
-    first = dict(user)
-    if _compat.JAX_VERSION < (0, 11):
-        disabled = str(user.get("xla_disable_hlo_passes", ""))
-        first["xla_disable_hlo_passes"] = ",".join(filter(None, (disabled, "cse_barrier_expander")))
+    first = _without_pass(user, "cse_barrier_expander") if _compat.JAX_VERSION < (0, 11) else dict(user)
     return [first, {**first, "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}]

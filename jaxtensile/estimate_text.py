@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jaxtensile.places import short_place
-from jaxtensile.report_text import short_type, told_settings
+from jaxtensile.report_text import operations, short_type, told_settings
 from jaxtensile.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def as_text(estimate: Estimate) -> str:
         if rest:
             lines.append(f"  {format_bytes(sum(h.nbytes for h in rest)):>12} in {len(rest)} more groups")
     lines += [f"  {line}" for line in told_settings(e.settings)]
-    lines += [f"  note: {note}" for note in e.notes]
+    lines += [f"  note: {note}" for note in (*e.notes, *_by_xla(e))]
     lines.append("  " + ", ".join(f"{step} {format_seconds(s)}" for step, s in e.seconds.items()))
     return "\n".join(lines)
 
@@ -70,6 +71,7 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
         "fits": e.fits(),
         "budget": e.budget,
         "refusal": e.refusal,
+        "xla": {"recomputed": e.xla.count, "seconds": e.xla.seconds, "device": e.spared},
         "shards": e.shards,
         "parts": [{"name": p.name, "bytes": p.nbytes, "how": p.how} for p in e.parts],
         "held": [
@@ -85,6 +87,14 @@ def as_dict(estimate: Estimate) -> dict[str, Any]:
         "notes": list(e.notes),
         "seconds": dict(e.seconds),
     }
+
+
+def _by_xla(e: Estimate) -> Iterator[str]:
+    """What XLA recomputes by itself."""
+    if e.xla.count:
+        to = f" to get from {format_bytes(e.device)} to {format_bytes(e.spared)}" if e.spared is not None else ""
+        took = f"predicted +{format_seconds(e.xla.seconds)} a step"
+        yield f"XLA recomputes {operations(e.xla.count)} by itself under jax.jit{to}, {took}"
 
 
 def _division(e: Estimate) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Final
 import jax
 
 from jaxtensile import _compat
-from jaxtensile.compile import compile_program
+from jaxtensile.compile import RECOMPUTES, compile_program, not_recomputing
 from jaxtensile.device import DeviceProfile, profile
 from jaxtensile.errors import TargetError
 from jaxtensile.estimate_text import as_dict, as_text
@@ -35,13 +35,13 @@ from jaxtensile.passes.lodgers import without_lodgers
 from jaxtensile.passes.lowered import lowered
 from jaxtensile.passes.reorder import as_scheduled
 from jaxtensile.passes.widened import widened
-from jaxtensile.plan import MemoryUse
+from jaxtensile.plan import NOTHING_AGAIN, MemoryUse, Recomputed
 from jaxtensile.process import Part, parts, total
 from jaxtensile.report import Setting
 from jaxtensile.target import compiler_options, tracing_for
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
-from jaxtensile.units import Bytes, Seconds
+from jaxtensile.units import Bytes, Seconds, format_bytes
 from jaxtensile.workload import Transformed, name_of
 
 POINTER = 8
@@ -74,8 +74,9 @@ class Estimate:
     ``low``, ``high``: bounds of ``device`` that are believed in (equal where XLA said it); ``capacity``: of the target;
     ``parts``: what a process needs, each with how it was found, ``process`` their sum; ``held``: what is there at the
     peak, largest first (by the model in both modes); ``seconds``: wall time of each step; ``refusal``: why the target's
-    compiler gave no program; ``budget``: device bytes that the config gives the function, None where it gives it none,
-    ``settings``: where that is from.
+    compiler gave no program; ``xla``: what XLA recomputes by itself under ``jax.jit``, and ``spared``: the device bytes
+    that a GPU then needs, where that was asked and it does; ``budget``: device bytes that the config gives the
+    function, None where it gives it none, ``settings``: where that is from.
     """
 
     name: str
@@ -90,6 +91,8 @@ class Estimate:
     shards: int = 1
     notes: tuple[str, ...] = ()
     refusal: str = ""
+    xla: Recomputed = NOTHING_AGAIN
+    spared: Bytes | None = None
     budget: Bytes | None = None
     settings: tuple[Setting, ...] = ()
     resolved: Resolved = field(default=Resolved(), repr=False)
@@ -220,6 +223,9 @@ def estimate_on(
         if exact:
             tell(f"compiling for {device.name} ...")
             found = _exactly(found, plain, args, program.graph, device, target)
+        elif device.platform == "cuda" and found.device > (most := int(RECOMPUTES * device.capacity)):
+            note = f"above about {format_bytes(most)} XLA recomputes by itself under jax.jit; exact=True says what"
+            found = replace(found, notes=(*found.notes, note))
         capacity, budget, setting = _room(wanted, device, here)
         out.append(replace(found, capacity=capacity, budget=budget, settings=setting, resolved=wanted))
     return tuple(out)
@@ -330,11 +336,24 @@ def _exactly(
     """The same estimate with XLA's own figures."""
     options = compiler_options(target) if target is not None else {}
     placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
+    make, cuda = functools.partial(_Optioned, plain), device.platform == "cuda"
+    counts = device if device.platform == "tpu" else None
     with tracing_for(args=placed):
-        compiled = compile_program(functools.partial(_Optioned, plain), placed, {}, options)
-    seconds = {**static.seconds, "XLA": compiled.seconds}
-    use = compiled.memory
-    found = replace(static, seconds=seconds, notes=(*static.notes, *compiled.notes), refusal=compiled.refusal)
+        compiled = compile_program(make, placed, {}, not_recomputing(device.platform, options), counts=counts)
+        use = compiled.memory
+        again, spared, seconds = compiled.again, None, compiled.seconds
+        if cuda and use is not None and use.device > RECOMPUTES * device.capacity:
+            second = compile_program(make, placed, {}, options, counts=device)
+            again, seconds = second.again, seconds + second.seconds
+            spared = second.device if again.count else None
+    found = replace(
+        static,
+        seconds={**static.seconds, "XLA": seconds},
+        notes=(*static.notes, *compiled.notes),
+        refusal=compiled.refusal,
+        xla=again,
+        spared=spared,
+    )
     if use is None:
         return found
     needed = parts(use, graph, device, static.shards)

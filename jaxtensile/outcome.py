@@ -28,6 +28,8 @@ from jaxtensile.undo import Undone
 from jaxtensile.units import MIB, Bytes, Seconds, format_bytes
 from jaxtensile.variants import Variant, step_time
 
+BY_XLA = -1
+"""The way in which the user's own function is compiled and XLA recomputes by itself."""
 NAMED = 4
 """Ops that are left alone, at most, in one note."""
 MARGIN = 0.2
@@ -174,7 +176,9 @@ def report(
     if rates := sorted(job.device.measured - {"capacity"}):
         notes.append(f"times from rates measured on {job.device.kinds[0]}: {', '.join(rates)}")
     notes += _left_alone(traced)
+    again = compiled.again
     costs = op_costs(traced.graph, job.device)
+    step = sum(costs.seconds)
     sites = _sites(traced, costs.seconds)
     plain_track = _track(Program.unchanged(traced.graph), sites)
     common = {
@@ -183,6 +187,7 @@ def report(
         "budget": job.budget,
         "baseline": plain.memory if plain is not None and plain.memory is not None else predicted,
         "compiled": compiled.memory,
+        "xla": again,
         "lower_bound": bound.nbytes,
         "flops": traced.graph.flops,
         "rounds": rounds,
@@ -190,23 +195,23 @@ def report(
         "settings": job.settings,
         "seconds": seconds,
     }
-    if made is None:
+    if made is None or made.choice == BY_XLA:
         return Report(
             predicted=predicted,
             actions=(),
             decisions=(),
-            recompute_flops=0.0,
-            overhead=0.0,
-            overhead_ratio=0.0,
+            recompute_flops=again.flops,
+            overhead=again.seconds,
+            overhead_ratio=again.seconds / step if step else 0.0,
             stages=0,
-            solver="none",
+            solver="none" if made is None else "XLA",
             timeline=Timeline(plain_track, None),
-            step=sum(costs.seconds),
+            step=step + again.seconds,
             notes=tuple(dict.fromkeys(notes)),
             **common,
         )
     variant, plan = made.variant, made.plan
-    flops = variant.traced.graph.flops + plan.recompute_flops
+    flops = variant.traced.graph.flops + plan.recompute_flops + again.flops
     actions, decisions = _chosen(variant, plan)
     kept: tuple[Action, ...] = ()
     if variant.undone is not None:
@@ -236,8 +241,7 @@ def report(
         notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
     if job.state and job.device.platform == "cpu":
         notes.append("a CPU has one memory: what waits in pinned host memory is counted as device bytes")
-    overhead = plan.overhead + variant.seconds
-    step = sum(costs.seconds)
+    overhead = plan.overhead + variant.seconds + again.seconds
     if variant.traced is not traced:
         sites = _sites(variant.traced, variant.problem.costs.seconds)
     return Report(
@@ -256,7 +260,7 @@ def report(
         solver=plan.solver,
         gap=plan.gap,
         timeline=Timeline(plain_track, _track(plan.program, sites)),
-        step=step_time(variant, plan, step).at(),
+        step=step_time(variant, plan, step).at() + again.seconds,
         notes=tuple(dict.fromkeys(notes)),
         **common,
     )

@@ -9,6 +9,7 @@ for the program without them. Facts flow down; the only thing that flows back is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,10 +20,10 @@ from jaxtensile import variants as ways
 from jaxtensile.attempts import Attempts, Clock, Watch, nothing
 from jaxtensile.candidates import Candidates
 from jaxtensile.collecting import seldom
-from jaxtensile.compile import Compiled
+from jaxtensile.compile import RECOMPUTES, Compiled
 from jaxtensile.errors import BudgetError, VerifyError
 from jaxtensile.merge import merged
-from jaxtensile.outcome import Made, cannot, report, unplanned, without_plan
+from jaxtensile.outcome import BY_XLA, Made, cannot, report, unplanned, without_plan
 from jaxtensile.passes.check import check
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.lowerbound import Bound
@@ -41,7 +42,9 @@ from jaxtensile.units import TIB, Seconds, format_bytes
 from jaxtensile.upperbound import all_values
 from jaxtensile.variants import Variant, program_key
 
-MERGING, CACHE = "the merging of equal operations", "the plan cache"
+MERGING, CACHE, XLA = "the merging of equal operations", "the plan cache", "what XLA recomputes"
+CHEAP = 0.01
+"""Plans that take no more of a step are not compared with what XLA recomputes by itself: that is one compile more."""
 TIGHT = 2.0
 """Budgets below so many times the lower bound may be hopeless."""
 STEEPEST = 0.7
@@ -214,7 +217,7 @@ class _Page:
     ) -> None:
         self.job, self.prepare, self.clock, self.baseline, self.program = job, prepare, clock, baseline, program
         self.notes = notes
-        self.attempts = Attempts(job, clock)
+        self.attempts = Attempts(job, clock, program.predicted.device)
         self.known_costs: Costs | None = None
         self.known_written: Variant | None = None
         self.known: dict[tuple[Variant, ...], Candidates] = {}
@@ -342,10 +345,24 @@ class _Page:
                 if best is None or best.compiled.device > job.budget:
                     best, more = Smallest(rounds).found(self.candidates(lighter, others), best)
                     count += more
+        best = self.or_by_xla(best)
         if best is None or best.compiled.device > job.budget:
             with self.clock("solve"):
                 raise cannot(job, candidates, bound, best)
-        return self.unchanged() if best.evaluate is None else self.planned(best, bound, count)
+        as_it_is = best.evaluate is None and best.choice != BY_XLA
+        return self.unchanged() if as_it_is else self.planned(best, bound, count)
+
+    def or_by_xla(self, best: Made | None) -> Made | None:
+        """The plan, or what XLA recomputes under ``jax.jit`` by itself, where that fits and costs less."""
+        job, plain = self.job, self.attempts.plain
+        fits = best is not None and best.compiled.device <= job.budget
+        cost = best.variant.seconds + best.plan.overhead if best is not None and fits else math.inf
+        needs = plain.device if plain is not None else self.program.plain.device
+        if cost <= CHEAP * sum(self.costs().seconds) or needs <= RECOMPUTES * job.device.capacity:
+            return best
+        with job.faults.of(XLA):
+            made = self.attempts.by_xla(self.written())
+        return best if made is None or made.compiled.again.seconds >= cost else made
 
     def bound(self) -> Bound:
         """How few bytes the program needs at least: as it is, or below that in as many parts as there may be."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from jaxtensile.ir import Graph, Op, OpId, ValueId
 from jaxtensile.units import Bytes, Flops, Seconds
@@ -29,6 +29,19 @@ class MemoryUse:
     def device(self) -> Bytes:
         """What must fit on the device: argument + output + temp - alias."""
         return self.argument + self.output + self.temp - self.alias
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What XLA computes again in a step: how many instructions (those of a loop once), their products, and predicted
+    seconds."""
+
+    count: int = 0
+    flops: Flops = 0.0
+    seconds: Seconds = 0.0
+
+
+NOTHING_AGAIN: Final = Recomputed()
 
 
 @dataclass(frozen=True, slots=True)

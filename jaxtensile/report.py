@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxtensile.plan import Action, Leaf, MemoryUse
+from jaxtensile.plan import NOTHING_AGAIN, Action, Leaf, MemoryUse, Recomputed
 from jaxtensile.report_text import as_text
 from jaxtensile.timeline import Timeline
 from jaxtensile.units import Bytes, Flops, Seconds
@@ -67,7 +67,8 @@ class Report:
     ``rewritten``: its loops, branches or large products are made in another way;
     ``step``: predicted seconds of a step of what runs, ``measured``: median seconds of a few of its first calls (None
     until there were enough, and where it runs unchanged), ``renewed``: how often those led to another plan.
-    ``settings``: the options that it was planned by, and where each is from.
+    ``settings``: the options that it was planned by, and where each is from; ``xla``: what XLA recomputes by itself in
+    what runs, which ``overhead`` and ``recompute_flops`` hold too.
     ``flops`` are those of the program as written, so ``recompute_flops`` and ``overhead`` are negative
     where a checkpoint recomputed more than the budget needs.
     """
@@ -102,6 +103,7 @@ class Report:
     measured: Seconds | None = None
     renewed: int = 0
     settings: tuple[Setting, ...] = ()
+    xla: Recomputed = NOTHING_AGAIN
 
     @property
     def fits(self) -> bool:
@@ -166,6 +168,7 @@ class Report:
             "state": [{"name": leaf.name, "nbytes": leaf.nbytes} for leaf in self.state],
             "overhead": self.overhead,
             "overhead_ratio": self.overhead_ratio,
+            "xla": {"recomputed": self.xla.count, "flops": self.xla.flops, "seconds": self.xla.seconds},
             "stages": self.stages,
             "rounds": self.rounds,
             "undone": self.undone,

@@ -15,6 +15,7 @@ from jaxtensile.plan import MemoryUse
 from jaxtensile.report_text import (
     Group,
     accounts,
+    by_xla,
     dropped,
     groups,
     kept,
@@ -118,10 +119,13 @@ def _top(r: Report) -> list[str]:
         (f"{1 + r.recompute_flops / r.flops if r.flops else 1:.3f} ×", "matrix FLOPs"),
         (str(r.stages), "stage" if r.stages == 1 else "stages"),
     ]
-    if r.unchanged:
+    if r.unchanged and r.xla.count:
+        tiles = [tiles[0], (format_bytes(r.compiled.device), "as XLA recomputes it"), *tiles[2:5]]
+    elif r.unchanged:
         tiles = [(format_bytes(r.compiled.device), "as it is, by XLA"), tiles[2]]
     cells = "".join(f'<div class="jt-tile"><b>{value}</b><span>{label}</span></div>' for value, label in tiles)
-    least = f"No plan by recomputation can need less than {format_bytes(r.lower_bound)}."
+    again = f"{by_xla(r)}. " if r.xla.count else ""
+    least = f"{again}No plan by recomputation can need less than {format_bytes(r.lower_bound)}."
     return [
         f"<h1>{escape(verdict(r))}</h1>",
         f'<p class="jt-muted">{least}</p>',
@@ -137,7 +141,7 @@ def _chart(r: Report, *, columns: int) -> list[str]:
     if r.timeline is None or not r.timeline.plain.device:
         return []
     lines = [Line(label="budget", nbytes=r.budget, kind="budget")]
-    if r.baseline.exact and not r.unchanged:
+    if r.baseline.exact and r.baseline != r.compiled:
         lines.append(Line(label="XLA, plain", nbytes=r.baseline.device, kind="plain"))
     lines.append(Line(label="XLA", nbytes=r.compiled.device, kind="plain" if r.unchanged else "planned"))
     legend = '<span><i class="jt-swatch plain"></i>plain</span>'

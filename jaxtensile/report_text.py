@@ -78,9 +78,15 @@ def verdict(report: Report) -> str:
         return f"{head} is not planned: {r.notes[0] if r.notes else 'XLA does not say how many bytes it needs'}"
     if not r.fits:
         return f"{head} DOES NOT FIT its budget of {format_bytes(r.budget)}: {format_bytes(r.compiled.device)}"
-    if r.unchanged:
-        return f"{head} fits its budget of {format_bytes(r.budget)} as it is: {format_bytes(r.compiled.device)}"
     before, after = format_bytes(r.baseline.device), format_bytes(r.compiled.device)
+    if r.unchanged and r.xla.count:
+        fewer = f", down from {before}" if r.baseline != r.compiled else ""
+        return (
+            f"{head} fits its budget of {format_bytes(r.budget)} as it is, with {operations(r.xla.count)} that XLA "
+            f"recomputes: {after}{fewer}"
+        )
+    if r.unchanged:
+        return f"{head} fits its budget of {format_bytes(r.budget)} as it is: {after}"
     way = "up" if r.compiled.device > r.baseline.device else "down"  # what a checkpoint recomputed may be kept
     return f"{head} fits its budget of {format_bytes(r.budget)}: {after}, {way} from {before}"
 
@@ -89,7 +95,8 @@ def accounts(report: Report) -> list[tuple[str, MemoryUse, str]]:
     """The memory of the plain and of the planned program, by the model and by XLA."""
     rows = [("plain", report.baseline), ("planned", report.predicted), ("planned", report.compiled)]
     if report.unchanged:
-        rows = [("plain", report.predicted), ("plain", report.compiled)]
+        before = [("plain", report.baseline)] if report.baseline not in (report.predicted, report.compiled) else []
+        rows = [("plain", report.predicted), *before, ("plain", report.compiled)]
     return [(name, use, "XLA" if use.exact else "predicted") for name, use in rows]
 
 
@@ -100,6 +107,20 @@ def price(report: Report) -> str:
     stages = f"{r.stages} {'stage' if r.stages == 1 else 'stages'}"
     sign = "+" if r.overhead >= 0 else ""
     return f"{ratio}, predicted step time {slower(r)} ({sign}{format_seconds(r.overhead)}), in {stages}, {made_by(r)}"
+
+
+def by_xla(report: Report) -> str:
+    """What XLA recomputes by itself, and its price."""
+    r = report
+    share = f", {100 * r.xla.seconds / (r.step - r.overhead):+.1f} %" if r.step > r.overhead else ""
+    products = f", matrix FLOPs x {1 + r.xla.flops / r.flops:.3f}" if r.flops else ""
+    took = f"{products}, predicted step time +{format_seconds(r.xla.seconds)}{share}"
+    return f"XLA recomputes {operations(r.xla.count)} by itself{took}"
+
+
+def operations(count: int) -> str:
+    """``1 operation``."""
+    return f"{count} operation" if count == 1 else f"{count} operations"
 
 
 def made_by(report: Report) -> str:
@@ -167,6 +188,8 @@ def as_text(report: Report) -> str:
         lines += _listed("recomputed", dropped(r))
         lines += _waiting(r)
         lines.append(f"  {price(r)}")
+    if r.xla.count:
+        lines.append(f"  {by_xla(r)}")
     if r.offload_bytes or r.compiled.host:
         there = format_bytes(r.compiled.host)
         waits = f", {format_seconds(r.wait)} waiting for it" if r.wait else ""

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 VOCABULARY = "units errors hardware ir plan device"
-EDGE = f"{VOCABULARY} measured irtext workload gpu_description target _compat trace loops rewrite compile passes"
+EDGE = f"{VOCABULARY} measured irtext workload gpu_description target _compat trace loops rewrite compile hlo passes"
 MAY_IMPORT = {
     "units": "",
     "places": "",
@@ -40,7 +40,8 @@ MAY_IMPORT = {
     "host_stacks": "ir plan passes",
     "rewrite": "units errors ir plan _compat host_stacks trace passes",
     "target": "errors device gpu_description hardware _compat",
-    "compile": "units errors ir plan device target _compat",
+    "hlo": "units device plan passes",
+    "compile": "units errors ir plan device target _compat hlo",
     "timeline": "units",
     "report_text": "units plan places",
     "chart": "units timeline report_text",

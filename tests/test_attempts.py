@@ -33,7 +33,7 @@ class Scripted:
         self.host = 1 << 20
         monkeypatch.setattr(attempts, "compile_program", self)
 
-    def __call__(self, make, args, kwargs, options, meanwhile=None):
+    def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None):
         self.asked += 1
         self.options.append(options)
         answer = self.answers.pop(0)
@@ -52,7 +52,7 @@ def half(device, host_budget, **more):
     variant = written(asked, traced, op_costs(traced.graph, device), prepare)
     plan = variant.solve(variant.plain.device - variant.plain.temp // 2)
     again = job(plan.predicted.device, args=ARGS, device=device, host_budget=host_budget, **more)
-    return variant, plan, Attempts(again, Clock(nothing))
+    return variant, plan, Attempts(again, Clock(nothing), variant.plain.device)
 
 
 @pytest.fixture(params=[0, GIB], ids=["recomputed", "copied"])

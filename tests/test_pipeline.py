@@ -79,8 +79,8 @@ class Compiler:
 
         return solving
 
-    def __call__(self, make, args, kwargs, options, meanwhile=None):
-        made = COMPILE(make, args, kwargs, options, meanwhile)
+    def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None):
+        made = COMPILE(make, args, kwargs, options, meanwhile, counts)
         self.options.append(dict(options))
         if not self.solved:
             return made
@@ -389,9 +389,9 @@ def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
     """XLA finds more than the model in all but the user's own function; compiles stay few."""
     real, made = attempts.compile_program, []
 
-    def compiling(make, args, kwargs, options, meanwhile=None):
+    def compiling(make, args, kwargs, options, meanwhile=None, counts=None):
         given = []
-        found = real(make, args, kwargs, options, meanwhile)
+        found = real(make, args, kwargs, options, meanwhile, counts)
         given.append(found)
         made.append(found)
         if found.jitted.__name__ == "run":
