@@ -88,7 +88,7 @@ def _made_from(
 def move_inward(traced: Traced, closed: Any, moved: dict[int, Moved]) -> Any:
     """The closed jaxpr of ``traced`` (of ``closed``) with loops that make themselves what ``moved`` says."""
     new = {o: partial(_loop, traced, o, own) for o, own in moved.items()}
-    return _compat.without_dead_code(exchanged(traced, closed, new))
+    return exchanged(traced, closed, new)
 
 
 def _loop(traced: Traced, o: int, moved: Moved, read: Callable[[Any], Any]) -> list[Any]:

@@ -63,7 +63,7 @@ def join_conds(traced: Traced, closed: Any, pairs: tuple[CondPair, ...]) -> Any:
     """The closed jaxpr of ``traced`` (of ``closed``) with the forward branches of ``pairs`` in the backward ones."""
     backs = {p.backward: [q for q in pairs if q.backward == p.backward] for p in pairs}
     new = {o: partial(_joined, traced, o, own) for o, own in backs.items()}
-    return _compat.without_dead_code(exchanged(traced, closed, new))
+    return exchanged(traced, closed, new)
 
 
 def _joined(traced: Traced, o: int, pairs: list[CondPair], read: Callable[[Any], Any]) -> list[Any]:

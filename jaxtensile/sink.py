@@ -97,7 +97,7 @@ def sink(traced: Traced, closed: Any) -> Any | None:
     if not chains:
         return None
     new = {o: partial(_loop, traced, o, own) for o, own in chains.items()}
-    return _compat.without_dead_code(exchanged(traced, closed, new))
+    return exchanged(traced, closed, new)
 
 
 def _plain(traced: Traced, chain: Chain) -> bool:

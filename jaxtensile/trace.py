@@ -203,11 +203,11 @@ def _mesh_is_empty(mesh: Any) -> bool:
 
 
 def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: bool = True) -> Traced:
-    """Flatten a closed jaxpr into equations and their Graph.
+    """Flatten a closed jaxpr into equations and their Graph, without what nothing reads: XLA drops that too.
 
     ``keep_unused=False``: arguments that nothing reads are no inputs, as ``jax.jit`` drops them.
     """
-    closed = _compat.lowered(closed)
+    closed = _compat.without_dead_code(_compat.lowered(closed))
     jaxpr, _ = _compat.open_jaxpr(closed)
     flat = _Flattener()
     args = [flat.new(v.aval) for v in jaxpr.invars]

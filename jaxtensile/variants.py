@@ -141,8 +141,6 @@ class Variant:
             return self.base
         with self.job.faults.of(LOOPS):
             changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
-            # What outer loops no longer stack the loops in their bodies need not stack either.
-            changed = _compat.without_dead_code(changed)
             return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
 
     @cached_property

@@ -100,7 +100,7 @@ def test_a_differentiated_checkpoint_is_its_ops_behind_a_barrier():
     def loss(x, w):
         return jax.checkpoint(lambda x: jnp.tanh(jnp.tanh(x @ w) @ w))(x).sum()
 
-    traced = trace(jax.grad(loss), F32((8, 8)), F32((8, 8)))
+    traced = trace(jax.value_and_grad(loss), F32((8, 8)), F32((8, 8)))
     barrier = only(traced, "optimization_barrier")
     assert len(barrier.operands) == len(barrier.results) >= 1
     for v, r in zip(barrier.operands, barrier.results, strict=True):
@@ -353,8 +353,26 @@ def test_flops_are_the_same_inlined_or_not():
     def fun(x):
         return jax.checkpoint(lambda y: jax.jit(lambda z: z @ z)(y) @ y)(x).sum()
 
-    jaxpr = jax.jit(jax.grad(fun)).trace(F32((8, 8))).jaxpr
+    jaxpr = jax.jit(jax.value_and_grad(fun)).trace(F32((8, 8))).jaxpr
     assert trace_jaxpr(jaxpr).graph.flops == jaxpr_flops(jaxpr)
+
+
+def test_what_nothing_reads_is_no_part_of_a_program():
+    """Unused gradients, arguments that only they read, what loops stack for nobody; prints stay."""
+
+    def fun(w, unused, x):
+        jax.grad(lambda w: (jnp.tanh(x @ w) * unused).sum())(w)
+        y, stacked = jax.lax.scan(lambda y, _: (jnp.sin(y), y @ w), x, length=3)
+        jax.debug.print("{}", stacked[0].sum())
+        return jax.lax.scan(lambda y, _: (jnp.cos(y), y @ w), y, length=3)[0]
+
+    jaxpr = jax.jit(fun).trace(F32((8, 8)), F32((8, 8)), F32((8, 8))).jaxpr
+    found = trace_jaxpr(jaxpr, keep_unused=False)
+    assert [op.primitive for op in found.graph.ops if op.primitive in ("tanh", "scan")] == ["scan", "scan"]
+    first, second = (op for op in found.graph.ops if op.primitive == "scan")
+    assert len(first.results) == 2 and len(second.results) == 1 and first.flops > second.flops == 0
+    assert found.graph.inputs == (found.arguments[0], found.arguments[2]) and len(found.arguments) == 3
+    assert any(op.pinned for op in found.graph.ops)
 
 
 def test_elementwise_work_is_no_matrix_work():
