@@ -11,7 +11,7 @@ Invariant: ``graph.ops[i]`` describes ``equations[i]``; value ids are shared by 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
+from jaxtensile.flops import leaf_flops
 from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
 
 _CALLS = {
@@ -413,28 +414,25 @@ def _bodies(eqn: Any) -> tuple[list[Any], int]:
 
 
 def equation_flops(eqn: Any) -> float:
-    """Matrix and convolution FLOPs of one equation (2 per multiply-add), bodies included.
+    """Matrix FLOPs of one equation, bodies included.
 
     A ``cond`` counts its most expensive branch, a ``while`` one trip.
     """
-    name, params = eqn.primitive.name, eqn.params
-    if name == "dot_general":
-        (contract, _), _ = params["dimension_numbers"]
-        depth = math.prod(eqn.invars[0].aval.shape[d] for d in contract)
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * depth
-    if name == "conv_general_dilated":
-        rhs, numbers = eqn.invars[1].aval.shape, params["dimension_numbers"]
-        taps = math.prod(rhs) // max(rhs[numbers.rhs_spec[0]], 1)
-        return 2.0 * math.prod(eqn.outvars[0].aval.shape) * taps / _dilation(params)
+    if flops := leaf_flops(eqn):
+        return flops
     bodies, trips = _bodies(eqn)
     called = _called(eqn) if not bodies else None
-    inner = [jaxpr_flops(b) for b in (bodies if called is None else (called,))] or [0.0]
-    return max(inner) * trips
+    inner = bodies or ([called] if called is not None else list(_inside(eqn.params.values())))
+    return max(map(jaxpr_flops, inner), default=0.0) * trips
 
 
-def _dilation(params: dict[str, Any]) -> float:
-    """Taps that fall on the zeros of a dilated input cost nothing (transposed convolutions)."""
-    return float(math.prod(params["lhs_dilation"] or (1,)))
+def _inside(params: Iterable[Any]) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for param in params:
+        if hasattr(param, "eqns"):
+            yield param
+        elif isinstance(param, (tuple, list)):
+            yield from _inside(param)
 
 
 def jaxpr_flops(jaxpr: Any) -> float:

@@ -22,19 +22,48 @@ COPY_SHARE = 0.85
 FUSED_SHARE = 0.04
 """Cost of recomputing a fused elementwise value, as a share of streaming it through memory."""
 
+LIBRARY_SHARE = 0.1
+"""Of the rate outside the matrix units: what factorizations and sparse products reach, at most."""
+LIBRARY = frozenset(
+    """cholesky cholesky_update lu qr geqrf geqp3 householder_product ormqr eigh eig schur hessenberg tridiagonal svd
+    triangular_solve tridiagonal_solve symmetric_product spsolve bcoo_dot_general bcoo_dot_general_sampled
+    bcoo_spdot_general bcsr_dot_general coo_matvec coo_matmat coo_spmv coo_spmm csr_matvec csr_matmat csr_spmv
+    csr_spmm""".split()
+)
+"""Products and factorizations that keep the matrix units waiting."""
+FREE = (
+    frozenset(
+        """optimization_barrier create_token after_all axis_index sharding_constraint layout_constraint reshard stage
+        pin unpin tie random_clone platform_index dimension_size dim_as_value shape_assertion inspect_sharding
+        debug_print empty empty2 iota_2x32_shape unreachable dce_sink create_linear""".split()
+    )
+    | VIEWS
+    | {TO_HOST, TO_DEVICE}
+)
+"""What takes no time of its own."""
+_SCANS = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
+_SORTS = frozenset("sort top_k approx_top_k".split())
+UNKNOWN = 10.0
+"""Times that what has no rule goes through its operands and results; what a special function or a transform takes."""
+WHILE_TRIPS = 10
+"""Iterations that a ``while`` is taken to have: nobody knows how many."""
+
 KNOWN = (
     ELEMENTWISE
     | MOVES
     | REDUCTIONS
-    | VIEWS
     | IN_PLACE
+    | LIBRARY
+    | FREE
+    | _SCANS
+    | _SORTS
     | frozenset(
-        """dot_general conv_general_dilated optimization_barrier scan while cond jit pjit cumsum cumprod cummax
-        cummin cumlogsumexp sort top_k reduce_precision random_seed random_wrap select_and_scatter_add
-        select_and_gather_add triangular_solve cholesky lu qr eigh svd device_put custom_jvp_call fft
-        ragged_dot ragged_dot_general dynamic_update_slice shard_map clamp approx_top_k rng_bit_generator""".split()
+        """dot_general conv_general_dilated scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd
+        dot_product_attention_fwd_wrapper dot_product_attention_bwd dot_product_attention_bwd_wrapper scan while cond
+        jit pjit shard_map custom_jvp_call device_put fft
+        random_seed random_wrap select_and_scatter_add select_and_gather_add ragged_dot ragged_dot_general
+        rng_bit_generator""".split()
     )
-    | {TO_HOST, TO_DEVICE}
 )
 
 
@@ -53,14 +82,14 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
         if op.bodies:
             inner = [op_costs(inside, device, body=True) for inside in op.bodies]
             seconds, charge = max((sum(c.seconds), sum(c.charge)) for c in inner)
-            launch = device.kernel_launch
-            return launch + seconds * op.trip_count, weight * launch + charge * op.trip_count
+            launch, trips = device.kernel_launch, WHILE_TRIPS if op.primitive == "while" else op.trip_count
+            return launch + seconds * trips, weight * launch + charge * trips
         launch, compute, traffic = parts(op)
         return launch + max(compute, traffic), compute + weight * (launch + traffic)
 
     def parts(op: Op) -> tuple[float, float, float]:
         """Launch, matrix and traffic seconds."""
-        if op.primitive in VIEWS or op.primitive in ("optimization_barrier", TO_HOST, TO_DEVICE):
+        if op.primitive in FREE:
             return 0.0, 0.0, 0.0
         written = sum(graph.values[r].nbytes for r in op.results)
         if op.primitive in DRAWS and device.platform == "tpu" and not body:
@@ -78,11 +107,26 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
         if op.primitive in MOVES or op.primitive in IN_PLACE:
             read = min(read, written)
         compute = op.flops / matmul_rate(op, graph, device)
-        return device.kernel_launch, compute, (read + written) / bandwidth
+        traffic = (read + written) / bandwidth
+        return device.kernel_launch, compute + _passes(op, graph) * traffic, traffic
 
     rows = [both(op) for op in graph.ops]
     seconds = tuple(seconds for seconds, _ in rows)
     return Costs(seconds=seconds, charge=seconds if weight >= 1 else tuple(charge for _, charge in rows))
+
+
+def _passes(op: Op, graph: Graph) -> float:
+    """How often a kernel goes through memory, where that is not once: charged as work, so that nothing of it is done
+    again for nothing."""
+    longest = max((d for v in op.operands for d in graph.values[v].shape), default=1)
+    levels = math.log2(max(longest, 2))
+    if op.primitive in _SORTS:
+        return max(levels**2 / 4, 1.0)  # a network of comparisons, some of its steps at a time
+    if op.primitive in _SCANS:
+        return max(levels / 2, 1.0)  # a tree of partial results, two levels at a time
+    if op.primitive == "fft":
+        return 2.0
+    return 0.0 if op.primitive in KNOWN else UNKNOWN
 
 
 def launches(graph: Graph, device: DeviceProfile) -> Seconds:
@@ -98,7 +142,9 @@ def launches(graph: Graph, device: DeviceProfile) -> Seconds:
 
 
 def matmul_rate(op: Op, graph: Graph, device: DeviceProfile) -> float:
-    """FLOP/s that programs get of the matrix units for the operand type of ``op``."""
+    """FLOP/s that programs get for the operand type of ``op``: of the matrix units, where it can use them."""
+    if op.primitive in LIBRARY:
+        return device.reached("elementwise_flops", LIBRARY_SHARE)
     wide = any(graph.values[v].dtype in ("float32", "float64", "complex64") for v in op.operands)
     return device.reached("matmul_flops_f32" if wide else "matmul_flops_bf16", MATMUL_SHARE)
 

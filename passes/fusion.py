@@ -23,7 +23,10 @@ from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.sums import centred, read_by_slow_sums
 from jaxtensile.units import Bytes
 
-VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "bitcast_convert_type", "stop_gradient", "copy_p", "pvary"})
+VIEWS = frozenset(
+    """reshape squeeze expand_dims bitcast_convert_type stop_gradient copy_p pvary name reduced_vary_cast
+    vary_unreduced_cast""".split()
+)
 """Same bytes in the same order: XLA makes them bitcasts."""
 
 ELEMENTWISE = frozenset(
@@ -31,7 +34,8 @@ ELEMENTWISE = frozenset(
     digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2
     logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow real imag complex conj
     reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
-    sqrt square sub tan tanh xor mul_add clz bessel_i0e bessel_i1e random_bits threefry2x32 erf_p mulhi""".split()
+    sqrt square sub tan tanh xor mul_add clz eq_to le_to lt_to bessel_i0e bessel_i1e random_bits threefry2x32 erf_p
+    mulhi""".split()
 )
 MOVES = frozenset(
     """broadcast_in_dim broadcast concatenate dynamic_slice gather iota pad rev slice split transpose copy
@@ -39,12 +43,12 @@ MOVES = frozenset(
 )
 REDUCTIONS = frozenset(
     """reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor argmax argmin reduce
-    reduce_window reduce_window_sum reduce_window_max""".split()
+    reduce_window reduce_window_sum reduce_window_max reduce_window_min""".split()
 )
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 IN_PLACE = frozenset(
-    """scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter-max scatter_min scatter_max
-    dynamic_update_slice""".split()
+    """scatter scatter-add scatter_add scatter-sub scatter-mul scatter_mul scatter-min scatter-max scatter_min
+    scatter_max dynamic_update_slice""".split()
 )
 """Write into operand 0 when nobody reads it afterwards."""
 

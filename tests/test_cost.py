@@ -9,6 +9,7 @@ from graphs import Builder, graphs
 from jaxtensile.device import TRAFFIC_WEIGHT, profile
 from jaxtensile.passes import cost
 from jaxtensile.passes.cost import matmul_rate, op_costs, unknown_primitives
+from jaxtensile.passes.fusion import IN_PLACE
 
 DEVICE = profile("nvidia-h200")
 BANDWIDTH = DEVICE.memory_bandwidth * cost.COPY_SHARE
@@ -171,5 +172,34 @@ def test_unknown_primitives_are_named_once_bodies_included():
     y = b.op("scan", x, bodies=(inner,), slots=(x,), carried=(0, 1))
     graph = b.graph(b.op("stranger", b.op("exp", b.op("stranger", y))))
     assert unknown_primitives(graph) == ("strange", "stranger")
-    # They are charged their traffic all the same.
-    assert only(graph)[0] == pytest.approx(LAUNCH + 32 / BANDWIDTH)
+    assert only(graph)[0] == pytest.approx(LAUNCH + cost.UNKNOWN * 32 / BANDWIDTH)
+
+
+def test_no_primitive_of_this_jax_is_done_again_for_nothing():
+    """But for those that take no time, each is charged its work or its traffic; what has no rule, many times."""
+    from jax._src.interpreters import mlir
+
+    found = {p.name for rules in (mlir._lowerings, *mlir._platform_specific_lowerings.values()) for p in rules}
+    assert len(found) > 250
+    for name in sorted(found - cost.FREE):
+        b = Builder()
+        graph = b.graph(b.op(name, b.input(4096, 4096)))
+        seconds, charge = only(graph)
+        traffic = (2 * 4 * 4096**2 if name not in IN_PLACE else 0) / BANDWIDTH
+        assert seconds >= LAUNCH + traffic * (1 - 1e-9), name
+        assert charge >= TRAFFIC_WEIGHT * seconds * (1 - 1e-9), name
+        if name not in cost.KNOWN:
+            assert charge >= cost.UNKNOWN * traffic and unknown_primitives(graph) == (name,)
+
+
+def test_sorts_and_transforms_are_charged_as_work_and_a_while_for_some_iterations():
+    b = Builder()
+    x = b.input(4096, 4096)
+    for name in ("sort", "cumsum", "fft"):
+        graph = b.graph(b.op(name, x))
+        assert only(graph)[1] >= 2 * 4 * 4096**2 / BANDWIDTH
+    body = Builder()
+    inner = body.graph(body.op("tanh", body.input(4096, 4096)))
+    once = sum(op_costs(inner, DEVICE, body=True).seconds)
+    graph = b.graph(b.op("while", x, bodies=(inner,), slots=(x,)))
+    assert only(graph)[0] == pytest.approx(LAUNCH + cost.WHILE_TRIPS * once)

@@ -1,0 +1,128 @@
+"""How many matrix FLOPs does one equation without a body do?
+
+Two per multiply-add of products and convolutions; factorizations by the usual counts (Golub and Van Loan, *Matrix
+Computations*; LAPACK working note 41), their iterations taken to be as many as those authors say.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from jaxtensile.units import Flops
+
+
+def leaf_flops(eqn: Any) -> Flops:
+    """Matrix FLOPs of one equation; 0 where it multiplies nothing, bodies are not looked into."""
+    rule = _RULES.get(eqn.primitive.name)
+    return rule([v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars], eqn.params) if rule else 0.0
+
+
+Shapes = list[tuple[int, ...]]
+_Rule = Callable[[Shapes, Shapes, Mapping[str, Any]], Flops]
+
+
+def _dot(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
+    (contract, _), _ = params["dimension_numbers"]
+    return 2.0 * math.prod(made[0]) * math.prod(read[0][d] for d in contract)
+
+
+def _ragged(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
+    numbers = params["ragged_dot_dimension_numbers"]
+    (contract, _), _ = numbers.dot_dimension_numbers
+    flops = 2.0 * math.prod(made[0]) * math.prod(read[0][d] for d in contract)
+    # Where what is summed over is divided among the groups, each of them sums its part.
+    return flops / made[0][0] if set(numbers.lhs_ragged_dimensions) & set(contract) and made[0][0] else flops
+
+
+def _convolution(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
+    kernel, numbers = read[1], params["dimension_numbers"]
+    taps = math.prod(kernel) // max(kernel[numbers.rhs_spec[0]], 1)
+    # Taps that fall on the zeros of a dilated input cost nothing (transposed convolutions).
+    return 2.0 * math.prod(made[0]) * taps / math.prod(params["lhs_dilation"] or (1,))
+
+
+def _scaled(read: Shapes, made: Shapes, _: Mapping[str, Any]) -> Flops:
+    return 2.0 * math.prod(made[0]) * read[0][-1]
+
+
+def _attention(products: int) -> _Rule:
+    """Of cuDNN: so many products of queries with as many keys."""
+
+    def rule(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
+        return 2.0 * products * math.prod(read[0]) * (read[1][1] if len(read[1]) == 4 else 1)
+
+    return rule
+
+
+def _of_matrices(count: Callable[[int, int, int], float]) -> _Rule:
+    """A rule by the rows, the columns and the smaller of both of each matrix of the first operand."""
+
+    def rule(read: Shapes, _: Shapes, params: Mapping[str, Any]) -> Flops:
+        *batch, m, n = read[0]
+        return math.prod(batch) * count(m, n, min(m, n))
+
+    return rule
+
+
+def _of_squares(factor: float) -> _Rule:
+    return _of_matrices(lambda m, n, k: factor * m**3)
+
+
+def _svd(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
+    *batch, m, n = read[0]
+    small, large = min(m, n), max(m, n)
+    vectors = 4 * large * small**2 + 22 * small**3 if params.get("compute_uv", True) else 4 * large * small**2
+    return math.prod(batch) * float(vectors)
+
+
+def _triangular(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
+    return float(math.prod(read[1])) * read[0][-1]
+
+
+def _reflectors(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
+    *batch, m, n = read[0]
+    k = read[1][-1]
+    return math.prod(batch) * (4.0 * m * n * k - 2.0 * (m + n) * k**2 + 4.0 / 3 * k**3)
+
+
+def _sparse(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
+    """Each number that is stored meets a row of the other operand, which is the last one."""
+    other = read[-1]
+    return 2.0 * math.prod(read[0]) * (math.prod(other[1:]) if len(other) > 1 else 1)
+
+
+_RULES: Final[dict[str, _Rule]] = {
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "ragged_dot": _ragged,
+    "ragged_dot_general": _ragged,
+    **dict.fromkeys(("scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"), _scaled),
+    **dict.fromkeys(("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"), _attention(2)),
+    **dict.fromkeys(("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"), _attention(5)),
+    "cholesky": _of_squares(1 / 3),
+    "cholesky_update": _of_matrices(lambda m, n, k: 4 * m * n),
+    "lu": _of_matrices(lambda m, n, k: 2 * m * n * k - (m + n) * k**2 + 2 / 3 * k**3),
+    **dict.fromkeys(("geqrf", "geqp3"), _of_matrices(lambda m, n, k: 2 * m * n * k - 2 / 3 * k**3)),
+    "qr": _of_matrices(lambda m, n, k: 4 * m * n * k - 4 / 3 * k**3),
+    "householder_product": _reflectors,
+    "ormqr": lambda read, made, params: 4.0 * math.prod(made[0]) * read[1][-1],
+    "eigh": _of_squares(9),
+    "eig": _of_squares(25),
+    "schur": _of_squares(25),
+    "hessenberg": _of_squares(10 / 3),
+    "tridiagonal": _of_squares(4 / 3),
+    "svd": _svd,
+    "triangular_solve": _triangular,
+    "tridiagonal_solve": lambda read, made, params: 8.0 * math.prod(made[0]),
+    "symmetric_product": lambda read, made, params: float(math.prod(read[0])) * read[0][-2],
+    "spsolve": lambda read, made, params: 2.0 * math.prod(read[0]) * math.prod(made[0]),
+    **dict.fromkeys(
+        """bcoo_dot_general bcoo_dot_general_sampled bcoo_spdot_general bcsr_dot_general coo_matvec coo_matmat coo_spmv
+        coo_spmm csr_matvec csr_matmat csr_spmv csr_spmm""".split(),
+        _sparse,
+    ),
+}
+
+__all__ = ["leaf_flops"]
