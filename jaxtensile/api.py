@@ -224,6 +224,7 @@ class Planned(Transformed):
         "_lock",
         "_placement",
         "_plain",
+        "_refused",
         "_without_jit",
     )
 
@@ -237,6 +238,7 @@ class Planned(Transformed):
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
+        self._refused: WeakKeyDictionary[Any, dict[Hashable, BudgetError]] = WeakKeyDictionary()
         self._agreed: dict[str, Agreed] = {}
         self._placement = Placement(self._plain, _weakly(self._offloads))
         self._without_jit = self._placement.without_jit(fun)
@@ -321,6 +323,7 @@ class Planned(Transformed):
             for entry in (e for entries in self._entries.values() for e in entries.values()):
                 entry.feedback.give_up()
             self._entries.clear()
+            self._refused.clear()
             self._ladders.clear()
             self._agreed.clear()
             self._found = None
@@ -512,10 +515,17 @@ class Planned(Transformed):
             entries = self._entries.setdefault(traced.jaxpr, {})
             entry = entries.get(place.key)
             if entry is None:
+                refused = self._refused.setdefault(traced.jaxpr, {})
+                if place.key in refused:
+                    raise refused[place.key].anew()
                 job = self._job(traced, place, args, kwargs)
-                fitted = processes.fit(
-                    job, place.devices, budget=self._resolved().as_written, known=self._agreed, baseline=measure
-                )
+                try:
+                    fitted = processes.fit(
+                        job, place.devices, budget=self._resolved().as_written, known=self._agreed, baseline=measure
+                    )
+                except BudgetError as error:
+                    refused[place.key] = error.anew()
+                    raise
                 feedback = Feedback(fitted, job.device, self._dispatch._clear_cache)
                 measured = measure or not fitted.report.compiled.exact  # nothing can be measured of that
                 entry = entries[place.key] = _Entry(feedback, measured, place.device, watched=False)

@@ -137,9 +137,11 @@ class Attempts:
             made = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, options, None, job.device)
         if made.device > job.budget:
             return None
-        program = Program.unchanged(variant.traced.graph)
-        plan = answer(variant.problem, program, live_ranges(program.graph), "XLA")
-        return Made(compiled=made, variant=variant, plan=plan, evaluate=None, choice=BY_XLA)
+        return Made(compiled=made, variant=variant, plan=_unchanged(variant, "XLA"), evaluate=None, choice=BY_XLA)
+
+    def plainly(self, variant: Variant) -> Made:
+        """The user's own function, as a plan that changes nothing."""
+        return Made(compiled=self.own(), variant=variant, plan=_unchanged(variant), evaluate=None)
 
     def unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
         """The program with its state on the host, or without checkpoints, and with nothing else changed."""
@@ -148,10 +150,9 @@ class Attempts:
 
     def _unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None) -> Made:
         job = self.job
-        program = Program.unchanged(variant.traced.graph)
-        evaluate = rewrite(variant.traced, program)
+        plan, options = _unchanged(variant), self._options
+        evaluate = rewrite(variant.traced, plan.program)
         args, kwargs = job.arguments()
-        plan, options = answer(variant.problem, program, live_ranges(program.graph), "none"), self._options
         if job.state and job.device.platform == "tpu":
             # What waits on the host comes in as early as there is room for it.
             options = within(options, job.device.capacity - max(job.budget, plan.predicted.device))
@@ -210,7 +211,7 @@ class Attempts:
         self._learned[plan.offload_bytes > 0] = [best, *others]
         try:
             if plan.changes_nothing and variant.as_it_is:
-                return self.unplanned(variant)
+                return self.unplanned(variant) if variant.undone is not None else self.as_it_is(variant, plan)
             return self.planned(variant, plan)
         except jax.errors.JaxRuntimeError:
             return None
@@ -285,3 +286,9 @@ class Attempts:
         if made.plan.offload_bytes <= there or memory is None:
             return False
         return not there < memory.host <= there + self.job.host_budget
+
+
+def _unchanged(variant: Variant, solver: str = "none") -> Plan:
+    """The plan that changes nothing."""
+    program = Program.unchanged(variant.traced.graph)
+    return answer(variant.problem, program, live_ranges(program.graph), solver)

@@ -31,7 +31,8 @@ class Culprit:
 class BudgetError(JaxtensileError, ValueError):
     """A budget that cannot be read or cannot be met.
 
-    ``needs``: smallest reachable budget in bytes (None when the text could not be read);
+    ``needs``: the smallest budget that was found to be met, in bytes (None when the text could not be read): asked for,
+    it is met at once;
     ``has``: the budget asked for, in bytes; ``culprits``: the ops that force ``needs``.
     """
 
@@ -47,6 +48,10 @@ class BudgetError(JaxtensileError, ValueError):
         self.needs = needs
         self.has = has
         self.culprits = culprits
+
+    def anew(self) -> BudgetError:
+        """The same error, to be raised again."""
+        return type(self)(str(self), needs=self.needs, has=self.has, culprits=self.culprits)
 
 
 class TargetError(JaxtensileError, ValueError):

@@ -56,8 +56,7 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     values = traced.graph.values
     fixed = sum(values[v].nbytes for v in traced.graph.inputs if values[v].space != "host")
     if best is not None and best.compiled.memory is not None:
-        needs = max(best.compiled.device, bound.nbytes)
-        about = ""
+        needs, about = best.compiled.device, ""
         culprits = _at_the_peak(best.variant, best.plan)
     else:
         variant, plan = candidates.smallest()
@@ -75,11 +74,12 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     else:
         least = ", ".join(map(str, culprits)) or "nothing lives but arguments and results"
         because = f"at the peak of the smallest plan, {least}"
-    smallest = f"the smallest reachable {about}{format_bytes(needs)}"
+    found = "reachable" if not about and needs <= bound.nbytes else "found"
+    smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {job.name}"
     other = ", or plan with solver='auto'" if job.solver == "chain" else ""
     parts = "" if job.chunk or job.shards > 1 else "work on the batch in parts (chunk=True), "
     return BudgetError(
-        f"budget {format_bytes(job.budget)} is below {smallest} of {job.name}: {because}; "
+        f"budget {format_bytes(job.budget)} is below {smallest}: {because}; "
         f"raise the budget, {parts}shrink the batch, donate the arguments that are updated, "
         f"or shard the program{other}",
         needs=needs,

@@ -31,6 +31,7 @@ from jaxtensile.passes.solvers import named
 from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
 from jaxtensile.plan_cache import Entry, Plans, key_of
 from jaxtensile.recipe import Recipe, Unlike, recipe_of, replay
+from jaxtensile.remembered import remember, remembered
 from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
@@ -76,14 +77,13 @@ def _fit(job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans:
         note = "its sizes are symbolic, or of a type that does not say them: it is passed on as it is"
         told = unplanned(job, (note,))
         return Fitted(jitted=job.make(None, job.options), evaluate=None, options=job.options, report=told)
-    page, undone, lighter = _opened(job, prepare or named(job.solver), Clock(watch), baseline)
-    if plans is not None:
-        fitted = job.faults.spared(CACHE, lambda: page.recalled(plans, undone, lighter), lambda: None)
-        if fitted is not None:
-            return fitted
-    if undone is not None and lighter is not None:
+    page = _opened(job, prepare or named(job.solver), Clock(watch), baseline)
+    fitted = job.faults.spared(CACHE, lambda: page.recalled(plans), lambda: None)
+    if fitted is not None:
+        return fitted
+    if page.without is not None:
         with job.faults.of(ways.UNDONE):
-            fitted = page.undone(undone, lighter)
+            fitted = page.undone(*page.without)
         if fitted is not None:
             return fitted
     return page.as_written()
@@ -96,11 +96,11 @@ def follow(job: Job, entry: Entry | None, watch: Watch = nothing, *, baseline: b
     Nothing is decided here: it is that program under those options, compiled, or an error: ``Unlike`` and
     ``VerifyError`` where it does not go with this job, ``BudgetError`` where it is larger here.
     """
-    page, undone, lighter = _opened(job, named(job.solver), Clock(watch), baseline)
+    page = _opened(job, named(job.solver), Clock(watch), baseline)
     if entry is None:
         page.within(page.attempts.own())
         return page.unchanged()
-    variant, plan, program = page.replayed(entry.recipe, undone, lighter)
+    variant, plan, program = page.replayed(entry.recipe)
     made = page.attempts.again(variant, plan, entry.choice, only=True)
     if made is None:
         raise VerifyError(f"XLA refuses to compile the plan of {job.name} here")
@@ -120,7 +120,7 @@ def renew(job: Job, at_most: Seconds, unlike: int, watch: Watch = nothing) -> Fi
 
 
 def _renew(job: Job, at_most: Seconds, unlike: int, watch: Watch) -> Fitted | None:
-    page, undone, lighter = _opened(job, named(job.solver), Clock(watch), False)
+    page = _opened(job, named(job.solver), Clock(watch), False)
     as_it_is = rewrite(page.program.traced, Program.unchanged(page.program.traced.graph))
     make = job.make
     page.attempts.job = replace(page.job, make=lambda evaluate, options: make(evaluate or as_it_is, options))
@@ -131,7 +131,7 @@ def _renew(job: Job, at_most: Seconds, unlike: int, watch: Watch) -> Fitted | No
             and ways.step_time(variant, plan, sum(page.costs().seconds)).at() <= at_most
         )
 
-    return page.renewed(undone, lighter, worth)
+    return page.renewed(worth)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,12 +164,11 @@ def _raised(error: Exception) -> NoReturn:
 
 
 def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
-    page, undone, lighter = _opened(replace(job, budget=TIB), named(job.solver), Clock(watch), False)
-    start = written = page.written()
-    if undone is not None:
-        start = ways.undone(page.job, undone, page.costs(), page.prepare)
+    page = _opened(replace(job, budget=TIB), named(job.solver), Clock(watch), False)
+    start, program = page.lightest()
+    written = page.written()
     candidates = page.candidates(start, [written] if start is not written else [])
-    top = (lighter or page.program).predicted.device
+    top = program.predicted.device
     whole = sum(page.costs().seconds)
     found: list[Sketch] = []
 
@@ -190,8 +189,8 @@ def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
     return tuple(reversed(found))
 
 
-def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_Page, Undone | None, Subject | None]:
-    """The page of a job, and the program without the user's checkpoints where it has some and may fit."""
+def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> _Page:
+    """The page of a job."""
     with clock("graph"):
         faults, flat = job.faults, trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
         traced = faults.spared(MERGING, lambda: merged(flat), lambda: flat)
@@ -204,9 +203,10 @@ def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> tuple[_
             ways.UNDONE, lambda: undo(traced, job.jaxpr, keep_unused=unused) if wanted else None, lambda: None
         )
         lighter = subject_of(job, undone.traced) if undone is not None else None
-    if lighter is not None and lighter.bound.nbytes > job.budget:
-        undone = lighter = None
-    return _Page(job, prepare, clock, baseline, program, notes), undone, lighter
+    page = _Page(job, prepare, clock, baseline, program, notes)
+    if undone is not None and lighter is not None and lighter.bound.nbytes <= job.budget:
+        page.without = undone, lighter
+    return page
 
 
 class _Page:
@@ -223,6 +223,8 @@ class _Page:
         self.known: dict[tuple[Variant, ...], Candidates] = {}
         self.plans: Plans | None = None
         """Where a plan is to be kept for later processes."""
+        self.without: tuple[Undone, Subject] | None = None
+        """The program without the user's checkpoints, where it has some and may fit."""
         self.lighter: Variant | None = None
         """The program without the user's checkpoints, where that was tried."""
 
@@ -257,38 +259,57 @@ class _Page:
             scale = self.program.predicted.device / max(plain.device, 1)
         return Rounds(self.attempts, scale)
 
-    def recalled(self, plans: Plans, undone: Undone | None, lighter: Subject | None) -> Fitted | None:
-        """What an earlier process planned for the same question; None where there is none that fits here."""
-        job = self.job
-        with self.clock("recall"):
-            key = key_of(job, self.program.traced.graph)
-            found = plans.find(key)
-            if found is None:
-                self.plans = plans
-                return None
-            try:
-                variant, plan, program = self.replayed(found.recipe, undone, lighter)
-            except (Unlike, VerifyError) as error:
-                self.plans = plans
-                return plans.pass_over(key, str(error))
-        made = self.attempts.again(variant, plan, found.choice)
-        if made is None or self.attempts.misplaced(made) or made.compiled.device > job.budget:
-            self.plans = plans
+    def recalled(self, plans: Plans | None) -> Fitted | None:
+        """What was planned before for the same question, or named as what it takes; None where nothing that was fits
+        here."""
+        smallest = remembered(self.job, self.program.traced.graph)
+        if smallest is not None and smallest[0] == self.job.budget:
+            fitted = self.again(smallest[1])
+            if fitted is not None:
+                return fitted
+        if plans is None:
             return None
-        self.notes = (*self.notes, f"the plan of an earlier process, from {plans.folder}")
-        return self.planned(made, program.bound, 1)
+        with self.clock("recall"):
+            found = plans.find(key_of(self.job, self.program.traced.graph))
+        notes, self.plans = self.notes, plans
+        if found is None:
+            return None
+        self.notes = (*notes, f"the plan of an earlier process, from {plans.folder}")
+        fitted = self.again(found, plans)
+        if fitted is None:
+            self.notes = notes
+        return fitted
 
-    def replayed(self, recipe: Recipe, undone: Undone | None, lighter: Subject | None) -> tuple[Variant, Plan, Subject]:
+    def again(self, entry: Entry, plans: Plans | None = None) -> Fitted | None:
+        """The program of an entry, of ``plans`` if it is from there; None where it does not fit here."""
+        with self.clock("recall"):
+            try:
+                variant, plan, program = self.replayed(entry.recipe)
+            except (Unlike, VerifyError) as error:
+                return plans.pass_over(entry.key, str(error)) if plans is not None else None
+        made = self.attempts.again(variant, plan, entry.choice)
+        if made is None or self.attempts.misplaced(made) or made.compiled.device > self.job.budget:
+            return None
+        self.plans = None  # it is there
+        as_it_is = made.evaluate is None and made.choice != BY_XLA
+        return self.unchanged() if as_it_is else self.planned(made, program.bound, 1)
+
+    def replayed(self, recipe: Recipe) -> tuple[Variant, Plan, Subject]:
         """The variant and the checked plan of a recipe, and the program that it starts from.
 
         Raises ``Unlike`` or ``VerifyError`` where the recipe does not go with this job.
         """
-        start, program = self.written(), self.program
-        if recipe.undone and undone is not None and lighter is not None:
-            start, program = ways.undone(self.job, undone, self.costs(), self.prepare), lighter
+        start, program = self.lightest() if recipe.undone else (self.written(), self.program)
         variant, plan = replay(recipe, start, self.costs())
         check(variant.problem.graph, plan.program)
         return variant, plan, program
+
+    def lightest(self) -> tuple[Variant, Subject]:
+        """The program without the user's checkpoints, where it has some and may fit; else as it was written."""
+        if self.without is None:
+            return self.written(), self.program
+        undone, lighter = self.without
+        return ways.undone(self.job, undone, self.costs(), self.prepare), lighter
 
     def within(self, compiled: Compiled) -> None:
         """``BudgetError`` for what was found to fit elsewhere and does not here."""
@@ -347,10 +368,39 @@ class _Page:
                     count += more
         best = self.or_by_xla(best)
         if best is None or best.compiled.device > job.budget:
-            with self.clock("solve"):
-                raise cannot(job, candidates, bound, best)
+            fitted = self.smallest_again()
+            if fitted is not None:
+                return fitted
+            best = self.smallest(candidates, best)
+            if best is None or best.compiled.device > job.budget:
+                with self.clock("solve"):
+                    raise cannot(job, candidates, bound, best)
         as_it_is = best.evaluate is None and best.choice != BY_XLA
         return self.unchanged() if as_it_is else self.planned(best, bound, count)
+
+    def smallest_again(self) -> Fitted | None:
+        """The program that an error has named, where the search for a larger budget did not find as small a one."""
+        found = remembered(self.job, self.program.traced.graph)
+        if found is None or found[0] > self.job.budget:
+            return None
+        return self.again(found[1])
+
+    def smallest(self, candidates: Candidates, best: Made | None) -> Made | None:
+        """The smallest program that was compiled, for the error to name, and to be found again: one that was planned,
+        or the user's own where that is no larger."""
+        job, rounds = self.job, self.rounds()
+        if best is None and job.shards == 1:
+            best, _ = Smallest(rounds).glance(candidates)
+        attempts, start = self.attempts, self.written()
+        least = job.budget if best is None or best.compiled.memory is None else best.compiled.device
+        if not job.state and (attempts.plain is not None or self.program.may_fit(replace(job, budget=least))):
+            plain = attempts.own()
+            if plain.memory is not None and (best is None or plain.device <= best.compiled.device):
+                best = attempts.plainly(start)
+        if best is not None and best.compiled.memory is not None and not attempts.misplaced(best):
+            graph = self.program.traced.graph
+            remember(job, graph, best.compiled.device, self.entry(best))
+        return best
 
     def or_by_xla(self, best: Made | None) -> Made | None:
         """The plan, or what XLA recomputes under ``jax.jit`` by itself, where that fits and costs less."""
@@ -406,14 +456,10 @@ class _Page:
             return None
         return self.unchanged() if best.evaluate is None else self.planned(best, lighter.bound, count)
 
-    def renewed(
-        self, undone: Undone | None, lighter: Subject | None, worth: Callable[[Variant, Plan], bool]
-    ) -> Fitted | None:
+    def renewed(self, worth: Callable[[Variant, Plan], bool]) -> Fitted | None:
         """The cheapest of what is worth it and fits, with and without the user's checkpoints; None without such."""
-        job, costs, program = self.job, self.costs(), self.program
-        start = written = self.written()
-        if undone is not None and lighter is not None:
-            start, program = ways.undone(job, undone, costs, self.prepare), lighter
+        job, written = self.job, self.written()
+        start, program = self.lightest()
         others = [written] if start is not written else []
         rounds = self.rounds()
         rounds.worth = worth

@@ -71,6 +71,7 @@ MAY_IMPORT = {
     "cheapest": f"{EDGE} variants",
     "candidates": f"{EDGE} bodies cheapest variants",
     "recipe": f"{EDGE} bodies stretch variants",
+    "remembered": "units ir plan_cache request",
     "plan_cache": "ir measured cachefiles request recipe _compat",
     "outcome": f"{EDGE} faults candidates undo request variants timeline report",
     "attempts": f"{EDGE} faults request variants outcome",

@@ -36,15 +36,17 @@ def test_factorizations(fun, arg, count):
     assert 5 * count == pytest.approx(found, abs=1) or 5 * count <= found <= 5 * count + products
 
 
-def test_products_of_groups_are_those_of_their_rows():
+def test_every_row_meets_the_matrix_of_every_group():
+    """As XLA:GPU does it: six layers of experts, 16 of them, have 16 times the products of their rows in its HLO."""
     x, w = jax.ShapeDtypeStruct((M, N), jnp.float32), jax.ShapeDtypeStruct((4, N, 32), jnp.float32)
     sizes = np.array([10, 20, 30, 36], np.int32)
 
     def loss(x, w):
         return lax.ragged_dot(x, w, sizes).sum()
 
-    assert flops(loss, x, w) == 2 * M * N * 32
-    assert flops(jax.grad(loss, (0, 1)), x, w) == pytest.approx(3 * 2 * M * N * 32)
+    dense = 4 * 2 * M * N * 32
+    assert flops(loss, x, w) == dense
+    assert flops(jax.value_and_grad(loss, (0, 1)), x, w) == 3 * dense
 
 
 def test_sparse_products_count_what_is_stored():
