@@ -1,7 +1,7 @@
 """``jaxtensile estimate | plan | calibrate | config | doctor | serve | status | top | run``: the command line.
 
-Exit codes: 0 done, 1 does not fit or a job failed, 2 anything else. JAX is imported by a command that needs
-it, never for help or for a wrong argument.
+Exit codes: 0 done, 1 does not fit or a job failed, 3 needs more than the baseline, 2 anything else. JAX is imported by
+a command that needs it, never for help or for a wrong argument.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,8 @@ from jaxtensile.interrupts import Interrupts
 if TYPE_CHECKING:
     from jaxtensile.runtime.config import Config
 
-DONE, DOES_NOT_FIT, WRONG_USE = 0, 1, 2
+DONE, DOES_NOT_FIT, WRONG_USE, GREW = 0, 1, 2, 3
+STANDARD_OUTPUT = Path("-")
 _INTERRUPTED = 130
 _CONFIG = "the config; default: $JAXTENSILE_CONFIG, or the jaxtensile.toml found upward from here"
 
@@ -64,10 +66,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     estimate.add_argument("--exact", action="store_true", help="ask the target's own compiler")
     estimate.add_argument("--no-batch", action="store_true", help="do not look for the largest batch that fits")
-    estimate.add_argument("--json", metavar="F", type=Path, help="also write the estimates to F as JSON")
-    estimate.add_argument("--baseline", metavar="F", type=Path, help="fail if more is needed than in F, of --json")
+    estimate.add_argument("--json", metavar="F", type=Path, help="also write the estimates to F as JSON; -: only those")
     estimate.add_argument(
-        "--tolerance", metavar="PERCENT", type=float, default=2.0, help="growth that --baseline accepts (default: 2)"
+        "--baseline", metavar="F", type=Path, help=f"exit with {GREW} if more is needed than in F, of --json"
+    )
+    estimate.add_argument(
+        "--tolerance", metavar="PERCENT", type=_percent, default=2.0, help="growth that --baseline accepts (default: 2)"
     )
     estimate.set_defaults(command=_estimate)
 
@@ -79,6 +83,13 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--objective", choices=tuple(WEIGHTS), help="what to spare first; default: the config's, or flops: products"
     )
+    plan.add_argument("--host-budget", metavar="B", help="bytes of host memory where values may wait")
+    for name, what in (
+        ("chunk", "work on many rows may be done in parts"),
+        ("offload-state", "donated arguments that only the update needs wait in host memory"),
+        ("undo", "the program's own checkpoints may be undone"),
+    ):
+        plan.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{what}; default: the config's")
     plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON")
     plan.add_argument("--html", metavar="F", type=Path, help="also write it to F as a page with a memory chart")
     plan.add_argument("--perfetto", metavar="F", type=Path, help="also write a timeline to F, for ui.perfetto.dev")
@@ -134,8 +145,6 @@ def _estimate(options: argparse.Namespace) -> int:
 
     if (problem := _unwritable(options.json)) is not None:
         return _complain(problem)
-    if not options.tolerance >= 0:  # which nan is not either
-        return _complain(f"--tolerance {options.tolerance:g}: give the percentage that bytes may grow by, 0 or more")
     for target in options.target:
         profile(target)  # an unknown name is told before the work, not after
     config = _config_of(options)
@@ -151,15 +160,37 @@ def _estimate(options: argparse.Namespace) -> int:
 
     targets = tuple(dict.fromkeys(options.target))
     table = tabulate(maker, targets, exact=options.exact, largest=not options.no_batch, tell=tell, config=config)
-    print(table)
+    alone = options.json == STANDARD_OUTPUT
+    out = sys.stderr if alone else sys.stdout
+    print(table, file=out)
     tell_names()
     grown = compare(table, baseline) if baseline is not None else []
-    if options.json is not None:
-        options.json.write_text(json.dumps(table.to_dict(), indent=1) + "\n")
     too_much = [g for g in grown if 100 * g.ratio > options.tolerance]
     for growth in grown:
-        print(f"\n{'GREW' if growth in too_much else 'against the baseline'}: {growth}")
-    return DOES_NOT_FIT if too_much or not table.fits else DONE
+        print(f"\n{'GREW' if growth in too_much else 'against the baseline'}: {growth}", file=out)
+    if baseline is not None and baseline.older and any(g.before != g.after for g in grown):
+        print(f"\n{baseline.older}", file=out)
+    text = json.dumps(table.to_dict(), indent=1)
+    if alone:
+        print(text)
+    elif options.json is not None and _same(options.json, options.baseline) and any(g.after > g.before for g in grown):
+        print(f"\n{options.json} stays as it is: written anew, it would accept the growth", file=out)
+    elif options.json is not None:
+        options.json.write_text(text + "\n")
+    return GREW if too_much else DONE if table.fits else DOES_NOT_FIT
+
+
+def _same(one: Path, other: Path | None) -> bool:
+    return other is not None and other.exists() and one.exists() and one.samefile(other)
+
+
+def _percent(text: str) -> float:
+    """A percentage, 0 or more, with or without its sign."""
+    with suppress(ValueError):
+        found = float(text.strip().removesuffix("%"))
+        if found >= 0:  # which nan is not
+            return found
+    raise argparse.ArgumentTypeError(f"{text!r}: give the percentage that bytes may grow by, 0 or more, such as 2")
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -180,14 +211,17 @@ def _plan(options: argparse.Namespace) -> int:
     from jaxtensile.identity import tell
 
     with telling(workload):
-        given = {name: getattr(options, name) for name in ("budget", "target", "solver", "objective")}
+        names = ("budget", "target", "solver", "objective", "host_budget", "chunk", "offload_state", "undo")
+        given = {name: getattr(options, name) for name in names}
         asked = {name: value for name, value in given.items() if value is not None}
         step = jit(workload.fun, config=config, **asked, **workload.jit_options)
         report = step.plan(*workload.args)
-    print(report)
+    print(report, file=sys.stderr if STANDARD_OUTPUT in files else sys.stdout)
     tell()
     for write, path in zip((report.to_json, report.to_html, report.to_perfetto), files, strict=True):
-        if path is not None:
+        if path == STANDARD_OUTPUT:
+            print(write())
+        elif path is not None:
             write(path)
     return DONE
 
@@ -250,7 +284,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _unwritable(path: Path | None) -> str | None:
     """Why a file that is asked for cannot be written, told before the work."""
-    if path is None:
+    if path is None or path == STANDARD_OUTPUT:
         return None
     if not path.absolute().parent.is_dir():
         return f"cannot write {path}: there is no folder {path.parent}"

@@ -12,10 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxtensile.api import jit
 from jaxtensile.errors import JaxtensileError
 from jaxtensile.estimation import Estimate, estimate_on
 from jaxtensile.loading import Maker, WorkloadError, described
+from jaxtensile.measured import jaxlib_version
 from jaxtensile.options import config_of
 from jaxtensile.runtime.config import Config
 from jaxtensile.target import tracing_for
@@ -37,7 +40,7 @@ class BaselineError(JaxtensileError, ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """The estimates by target; ``batches``: the largest power of two that fits each (0: none), if it was asked for."""
+    """The estimates by target; ``batches``: the largest that fits each (0: none), if it was asked for."""
 
     estimates: Mapping[str, Estimate]
     batches: Mapping[str, int] = field(default_factory=lambda: {})
@@ -55,7 +58,15 @@ class Table:
         return {
             "targets": {name: e.to_dict() for name, e in self.estimates.items()},
             "largest_batch": dict(self.batches),
+            "versions": versions(),
         }
+
+
+def versions() -> dict[str, str]:
+    """What estimates depend on beside the program."""
+    from jaxtensile import __version__
+
+    return {"jaxtensile": __version__, "jax": jax.__version__, "jaxlib": jaxlib_version()}
 
 
 def tabulate(
@@ -69,36 +80,76 @@ def tabulate(
     if not (largest and maker.batch):
         return Table(first)
     search = _Search(maker, targets, tell, config)
-    return Table(first, {name: search.largest(name) for name in first})
+    batches = {name: search.largest(name) for name in first}
+    if exact:
+        for name, batch in batches.items():
+            asked_of = (name,) if targets else ()
+            batches[name] = _Search(maker, asked_of, tell, config, exact=True).near(name, batch)
+    return Table(first, batches)
 
 
 class _Search:
-    """Static estimates by batch size, each made once for all targets."""
+    """Estimates by batch size, each made once for all targets."""
 
-    def __init__(self, maker: Maker, targets: Sequence[str], tell: Tell, config: Config) -> None:
-        self._maker, self._targets, self._tell, self._config = maker, targets, tell, config
+    def __init__(
+        self, maker: Maker, targets: Sequence[str], tell: Tell, config: Config, *, exact: bool = False
+    ) -> None:
+        self._maker, self._targets, self._tell, self._config, self._exact = maker, targets, tell, config, exact
         self._known: dict[int, Mapping[str, Estimate] | None] = {}
 
     def largest(self, target: str) -> int:
-        """The largest power of two that fits; 0 where not even the smallest does that the workload takes."""
-        first = next(b for b in _FIRST if self._at(b) is not None or b == _FIRST[-1])
-        if not self._fits(first, target):
-            return 0
-        batch = self._guess(first, target)
-        while batch < _LARGEST and self._fits(2 * batch, target):
-            batch *= 2
-        while not self._fits(batch, target):
-            batch //= 2
-        return batch
+        """The largest batch that fits, a multiple of the smallest that the workload takes; 0 where not even that one
+        does."""
+        first = self._first()
+        return self._between(first, self._guess(first, target), target) if self._fits(first, target) else 0
+
+    def near(self, target: str, batch: int) -> int:
+        """The same, where it is not far from ``batch``."""
+        first = self._first()
+        return self._between(first, max(batch, first), target)
+
+    def _first(self) -> int:
+        return next(b for b in _FIRST if self._at(b) is not None or b == _FIRST[-1])
+
+    def _between(self, unit: int, batch: int, target: str) -> int:
+        """From a guess to the largest multiple of ``unit`` that fits: where the line through two sizes meets the
+        device, one beside what is known, and by halves where neither helps."""
+        low, high = 0, max(_LARGEST, 2 * unit)
+        batch = max(batch // unit * unit, unit)
+        beside = False
+        while True:
+            if self._fits(batch, target):
+                low = max(low, batch)
+            else:
+                high = min(high, batch)
+            if high - low <= unit:
+                return low
+            batch = self._aimed(unit, target)
+            if low < batch < high:
+                continue
+            beside = not beside
+            if beside:
+                batch = low + unit if batch <= low else high - unit
+            else:
+                batch = low + max((high - low) // (2 * unit), 1) * unit if high < _LARGEST else 2 * low
+
+    def _aimed(self, unit: int, target: str) -> int:
+        """Where the line through the two known sizes nearest to the room meets it."""
+        sizes = [b for b, found in self._known.items() if found is not None and target in found]
+        room = self._room(target)
+        near = sorted(sizes, key=lambda b: abs(self._needs(b, target) - room))[:2]
+        if len(near) < 2:
+            return 2 * near[0] if near else unit
+        small, large = sorted(near)
+        per_item = max((self._needs(large, target) - self._needs(small, target)) / (large - small), 1.0)
+        return min(int(large + (room - self._needs(large, target)) / per_item), _LARGEST) // unit * unit
 
     def _guess(self, first: int, target: str) -> int:
         """Where bytes that grow by the batch reach the device's; the smallest sizes need not grow as later ones do."""
         small, large = 2 * first, 4 * first
         if not (self._fits(small, target) and self._fits(large, target)):
             return first
-        per_item = max((self._needs(large, target) - self._needs(small, target)) / (large - small), 1.0)
-        room = self._room(target) - self._needs(large, target)
-        return min(_power(int(large + room / per_item)), _LARGEST)
+        return max(self._aimed(first, target), first)
 
     def _room(self, target: str) -> Bytes:
         found = next(f for f in self._known.values() if f is not None)
@@ -118,17 +169,13 @@ class _Search:
         if batch not in self._known:
             self._tell(f"{self._maker.batch} {batch} ...")
             try:
-                self._known[batch] = _on(self._maker(batch), self._targets, False, self._tell, self._config)
+                workload = self._maker(batch)
+                self._known[batch] = _on(workload, self._targets, self._exact, self._tell, self._config)
             except WorkloadError:
                 if batch == _FIRST[-1] and not any(self._known.values()):
                     raise
                 self._known[batch] = None
         return self._known[batch]
-
-
-def _power(n: int) -> int:
-    """The largest power of two that is at most ``n``."""
-    return 1 << (max(n, 1).bit_length() - 1)
 
 
 @contextmanager
@@ -204,18 +251,30 @@ class Baseline:
 
     path: Path
     targets: Mapping[str, tuple[Bytes, bool, list[dict[str, Any]]]]
+    versions: Mapping[str, str] = field(default_factory=lambda: {})
+
+    @property
+    def older(self) -> str:
+        """With which other versions it was made; empty where with these."""
+        other = [
+            f"{name} {was}, now {now}"
+            for name, now in versions().items()
+            if (was := self.versions.get(name, now)) != now
+        ]
+        return f"the baseline was made with {'; '.join(other)}" if other else ""
 
 
 def read_baseline(baseline: Path) -> Baseline:
     """An earlier ``--json`` file; raises ``BaselineError``."""
     try:
-        known = json.loads(baseline.read_text())["targets"]
+        read = json.loads(baseline.read_text())
+        known, by = read["targets"], dict(read.get("versions", {}))
         before = {name: (int(t["device"]), bool(t["exact"]), list(t["held"])) for name, t in known.items()}
     except OSError as error:
         raise BaselineError(f"cannot read {baseline}: {error.strerror}; write it with --json {baseline}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise BaselineError(f"{baseline} is no estimate: write one with --json {baseline}") from None
-    return Baseline(baseline, before)
+    return Baseline(baseline, before, by)
 
 
 def compare(table: Table, baseline: Baseline) -> list[Growth]:

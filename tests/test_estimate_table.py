@@ -7,6 +7,7 @@ import pytest
 
 from jaxtensile import cli
 from jaxtensile.estimate_table import BaselineError, compare, read_baseline, tabulate
+from jaxtensile.estimation import estimate_on
 from jaxtensile.loading import load_maker
 
 TARGETS = ("nvidia-h200", "nvidia-rtx-3060")
@@ -56,22 +57,31 @@ def on(path, function, *targets, largest=True):
     return tabulate(load_maker(f"{path}:{function}"), targets, exact=False, largest=largest, tell=lambda _: None)
 
 
-def test_the_largest_batch_is_the_largest_power_of_two_that_fits(file):
+def fits(file, function, target, batch, *, exact=False):
+    maker = load_maker(f"{file}:{function}")
+    workload = maker(batch)
+    return estimate_on(workload.fun, workload.args, workload.jit_options, targets=[target], exact=exact)[0].fits()
+
+
+def test_no_larger_batch_fits_than_the_largest(file):
     table = on(file, "make", *TARGETS)
     assert table.fits and list(table.batches) == list(TARGETS)
-    text = file.read_text()
     for target, batch in table.batches.items():
-        fits: list[bool] = []
-        for size in (batch, 2 * batch):
-            file.write_text(text.replace("batch=2048", f"batch={size}"))
-            fits.append(on(file, "make", target, largest=False).fits)
-        assert fits == [True, False] and batch.bit_count() == 1
+        assert [fits(file, "make", target, b) for b in (batch, batch + 1)] == [True, False]
     assert table.batches["nvidia-h200"] >= 8 * table.batches["nvidia-rtx-3060"]
 
 
 def test_batch_sizes_that_the_workload_refuses_are_passed_over(file):
-    wanted = on(file, "make", *TARGETS).batches
+    wanted = {target: batch // 4 * 4 for target, batch in on(file, "make", *TARGETS).batches.items()}
     assert on(file, "in_fours", *TARGETS).batches == on(file, "in_fours_as_traced", *TARGETS).batches == wanted
+
+
+@pytest.mark.cuda_aot
+def test_the_largest_batch_of_exact_figures_is_exact(file):
+    target = "nvidia-rtx-3060"
+    found = tabulate(load_maker(f"{file}:make"), [target], exact=True, largest=True, tell=lambda _: None)
+    batch = found.batches[target]
+    assert [fits(file, "make", target, b, exact=True) for b in (batch, batch + 1)] == [True, False]
 
 
 def test_without_a_batch_parameter_none_is_looked_for(file):
@@ -110,10 +120,18 @@ def test_growth_is_found_and_named(file, tmp_path, capsys):
     assert "+0.00 %" in capsys.readouterr().out
     text = file.read_text()
     file.write_text(text.replace("x = jnp.tanh(x @ w)", "x = jnp.tanh(x @ w) * jnp.sin(x @ w.T)"))
-    assert run(*command, "--baseline", base) == cli.DOES_NOT_FIT
+    before = base.read_bytes()
+    assert run(*command, "--baseline", base, "--json", base) == cli.GREW
     told = capsys.readouterr().out
+    assert base.read_bytes() == before and f"{base} stays as it is" in told, "no check moves its own bar"
     assert "GREW" in told and "dot_general f32[2048,1024]" in told and "net.py" in told
-    assert run(*command, "--baseline", base, "--tolerance", 500) == cli.DONE
+    assert run(*command, "--baseline", base, "--tolerance", "500%") == cli.DONE
+    base.write_text(base.read_text().replace('"jax": "', '"jax": "0.'))
+    assert run(*command, "--baseline", base) == cli.GREW
+    assert "the baseline was made with jax 0." in capsys.readouterr().out
+    assert run(*command, "--json", "-") == cli.DONE
+    told = capsys.readouterr()
+    assert set(json.loads(told.out)["versions"]) == {"jaxtensile", "jax", "jaxlib"} and "net on" in told.err
     file.write_text(text.replace("LAYERS = 1024, 8", "LAYERS = 1024, 4"))
     assert run(*command, "--baseline", base) == cli.DONE, "less is no fault"
 
@@ -144,8 +162,6 @@ def test_a_baseline_of_something_else_is_told(file, tmp_path, capsys):
     ("arguments", "told"),
     [
         (["--target", "nvidia-h20"], "unknown target 'nvidia-h20'"),
-        (["--tolerance", "-1"], "--tolerance -1: give the percentage"),
-        (["--tolerance", "nan"], "--tolerance nan: give the percentage"),
         (["--json", "/nowhere/x.json"], "there is no folder /nowhere"),
         (["--json", "/"], "cannot write /: it is a folder"),
     ],
@@ -154,6 +170,13 @@ def test_mistakes_are_told_before_the_work(file, arguments, told, capsys):
     assert run(f"{file}:make", *arguments) == cli.WRONG_USE
     said = capsys.readouterr()
     assert told in said.err and not said.out and "batch" not in said.err
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "much"])
+def test_a_tolerance_is_a_percentage(file, text, capsys):
+    with pytest.raises(SystemExit) as info:
+        run(f"{file}:make", "--tolerance", text)
+    assert info.value.code == cli.WRONG_USE and f"'{text}': give the percentage" in capsys.readouterr().err
 
 
 @pytest.mark.cuda_aot

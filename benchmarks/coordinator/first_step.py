@@ -1,0 +1,174 @@
+"""How long until the first step of each job, when several start at once and there is not room for all as they are?
+
+    python -m benchmarks.coordinator.first_step [--jobs N ...]
+
+Training steps of a small GPT in processes of their own, under ``jaxtensile serve`` with room for one and a half of the
+program as it is. Beside them as many plain programs that start at once, without a coordinator and with room for all:
+the target is 1.3 times what the last of those takes. Losses are compared. Times are wall times of calls from the first
+to the end of the first step, compiles included, on a machine that does nothing else.
+
+Results go to ``first_step.json`` and ``first_step.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.isolate import ROOT, heading, save
+
+HERE = Path(__file__).parent
+MODULE = "benchmarks.coordinator.first_step"
+ROOM = 1.5
+JOBS = (1, 3, 6)
+STEPS = 12
+TARGET = 1.3
+LIMIT = 900.0
+CONFIG = """[device]
+capacity = {capacity}
+reserve = 0
+[coordinator]
+on_overdue = "terminate"
+"""
+
+
+def one(name: str, coordinated: bool) -> dict[str, Any]:
+    """Train in this process: seconds of the first step and of all, and losses."""
+    import jax
+
+    import jaxtensile
+    from benchmarks.workloads import gpt2
+
+    config = gpt2.Config(layers=4, width=256, heads=4, vocab=2048, context=256, batch=8, compute=jax.numpy.float32)
+    state, tokens = gpt2.init_args(config, jax.random.key(0))
+    jax.block_until_ready(state)
+    losses: list[float] = []
+    took = 0.0
+
+    def train(step: Any, state: Any) -> None:
+        nonlocal took
+        began = time.monotonic()
+        for _ in range(STEPS):
+            state, loss = step(state, tokens)
+            losses.append(float(loss))
+            took = took or time.monotonic() - began
+
+    began = time.monotonic()
+    if coordinated:
+        with jaxtensile.job(name) as job:
+            train(jaxtensile.jit(gpt2.step(config), job=job, donate_argnums=0), state)
+    else:
+        train(jax.jit(gpt2.step(config), donate_argnums=0), state)
+    return {"first": round(took, 1), "all": round(time.monotonic() - began, 1), "losses": losses}
+
+
+def needs() -> int:
+    """Device bytes of the program as it is."""
+    import jax
+
+    import jaxtensile
+    from benchmarks.workloads import gpt2
+
+    config = gpt2.Config(layers=4, width=256, heads=4, vocab=2048, context=256, batch=8, compute=jax.numpy.float32)
+    work = gpt2.workload(config)
+    return jaxtensile.estimate(work.fun, *work.args, exact=True, **work.jit_options).device
+
+
+def together(count: int, capacity: int | None) -> list[dict[str, Any]]:
+    """So many at once; ``capacity``: of the device, None without a coordinator."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXTENSILE_PLAN_CACHE": "off"}
+    with tempfile.TemporaryDirectory() as name:
+        folder, daemon = Path(name), None
+        if capacity is not None:
+            config, place = folder / "jaxtensile.toml", folder / "d" / "c.sock"
+            config.write_text(CONFIG.format(capacity=capacity))
+            serve = ("serve", "--config", str(config), "--socket", str(place))
+            daemon = subprocess.Popen([sys.executable, "-m", "jaxtensile.cli", *serve], cwd=ROOT, env=environment)
+            environment |= {"JAXTENSILE_SOCKET": str(place), "JAXTENSILE_CONFIG": str(config)}
+            while not place.exists():
+                time.sleep(0.02)
+        kind = "plain" if capacity is None else "job"
+        command = [sys.executable, "-m", MODULE, "--one"]
+        jobs = [
+            subprocess.Popen([*command, f"{kind}{k}"], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
+            for k in range(count)
+        ]
+        out: list[dict[str, Any]] = []
+        for job in jobs:
+            try:
+                told, _ = job.communicate(timeout=LIMIT)
+            except subprocess.TimeoutExpired:
+                job.kill()
+                told, _ = job.communicate()
+            lines = [line for line in told.decode().splitlines() if line.startswith("{")]
+            out.append(json.loads(lines[-1]) if lines else {"failed": job.returncode})
+        if daemon is not None:
+            daemon.terminate()
+            daemon.wait()
+        return out
+
+
+def table(result: dict[str, Any]) -> str:
+    """The result as Markdown."""
+    lines = [
+        *heading("First steps of jobs that start at once", result["machine"], __doc__),
+        f"One program as it is needs {result['needs'] / 1e6:,.0f} MB; there is room for {ROOM} of it.",
+        "",
+        "| jobs | plain: first steps, s | coordinated: first steps, s | slowest of both | target | all steps, plain | "
+        "all steps, coordinated | losses |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for count, row in result["jobs"].items():
+        plain, ours = row["plain"], row["coordinated"]
+        failed = sum("failed" in r for r in ours)
+        if failed or any("failed" in r for r in plain):
+            lines.append(f"| {count} | {failed} of the jobs failed | | | | | | |")
+            continue
+        firsts = [sorted(r["first"] for r in rows) for rows in (plain, ours)]
+        ratio = firsts[1][-1] / firsts[0][-1]
+        whole = [max(r["all"] for r in rows) for rows in (plain, ours)]
+        worst = max(
+            abs(a / b - 1)
+            for p, o in zip(plain, ours, strict=True)
+            for a, b in zip(o["losses"], p["losses"], strict=True)
+        )
+        told = "equal" if not worst else f"within {worst:.0e}"
+        cells = [", ".join(f"{s:.1f}" for s in row) for row in firsts]
+        lines.append(
+            f"| {count} | {cells[0]} | {cells[1]} | {ratio:.1f} × | {TARGET} × | {whole[0]:.0f} s | {whole[1]:.0f} s | "
+            f"{told} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, nargs="*", default=JOBS)
+    options = parser.parse_args()
+    if options.one:
+        print(json.dumps(one(options.one, options.one.startswith("job"))))
+        return
+    from benchmarks.machine import describe
+
+    path = HERE / "first_step.json"
+    known = json.loads(path.read_text())["jobs"] if path.exists() else {}
+    size = needs()
+    result: dict[str, Any] = {"machine": describe(), "needs": size, "jobs": known}
+    for count in options.jobs:
+        print(f"{count} jobs …", flush=True)
+        plain = together(count, None)
+        known[str(count)] = {"plain": plain, "coordinated": together(count, int(ROOM * size))}
+        save(path, result, table)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
