@@ -55,7 +55,7 @@ from jaxtensile.runtime.messages import Code, Error
 from jaxtensile.runtime.metrics import LONGEST_REQUEST, answer, exposition
 from jaxtensile.runtime.peers import Dead, Watched, credentials
 from jaxtensile.runtime.place import Place
-from jaxtensile.runtime.streams import Stream
+from jaxtensile.runtime.streams import ENOUGH_UNREAD, READ_WITHIN, TAKEN, Stream
 from jaxtensile.runtime.wire import REQUESTS, ProtocolError, frame, take
 from jaxtensile.units import Seconds
 
@@ -98,6 +98,8 @@ class Server:
         self._watched = Watched(self._epoll)
         self._streams: dict[int, Stream] = {}
         self._numbers: dict[int, Stream] = {}
+        self._more: list[Stream] = []
+        """Those of which more is to be heard than was at once."""
         self._number = 0
         self._pending: list[Event] = []
         self._unwatched: list[Process] = []
@@ -182,12 +184,15 @@ class Server:
         ready = self._epoll.poll(self._timeout(), _AT_ONCE)
         events, self._pending = self._pending, []
         now = time.monotonic()
+        more, self._more = self._more, []
+        for stream in more:
+            self._hear(stream, b"", events)
         for descriptor, mask in ready:
             stream = self._streams.get(descriptor)
             if stream is not None:
-                if mask & select.EPOLLOUT:
+                if stream.out:
                     self._write(stream)
-                if mask & ~select.EPOLLOUT and descriptor in self._streams:
+                if mask & ~select.EPOLLOUT and stream.full is None and not stream.more and descriptor in self._streams:
                     self._read(stream, events)
             elif self._listener is not None and descriptor == self._listener.fileno():
                 self._accept(events, now)
@@ -217,7 +222,7 @@ class Server:
             self._stopped = True
 
     def _timeout(self) -> Seconds:
-        if self._pending:
+        if self._pending or self._more:
             return 0.0
         due = min(self._look_at, self._wake_at)
         if self._coordinator.chronicle.total > self._seen:
@@ -389,23 +394,46 @@ class Server:
         if not data:
             self._drop(stream, events)
             return
-        taken = take(stream.rest + data if stream.rest else data, REQUESTS)
+        self._hear(stream, data, events)
+
+    def _hear(self, stream: Stream, data: bytes, events: list[Event]) -> None:
+        """The next few messages of what was read before, and now. More is heard when they were answered and the answers
+        were read: whoever asks without end has neither all the time nor all the memory."""
+        if stream.full is not None or self._streams.get(stream.descriptor) is not stream:
+            return
+        taken = take(stream.rest + data if stream.rest else data, REQUESTS, TAKEN)
         stream.rest = taken.rest
         stream.heard |= bool(taken.messages)
         for message in taken.messages:
             events.append(Received(stream.number, message))
         if taken.error is not None:
             events.append(Garbled(stream.number, str(taken.error)))
+        stream.more = len(taken.messages) == TAKEN and taken.error is None
+        if stream.more:
+            self._more.append(stream)
 
     def _write(self, stream: Stream) -> None:
-        if given_up := stream.write():
-            self._coordinator.counters[given_up] += 1
+        given_up = stream.write()
+        if given_up == "gone" and stream.process is not None:
+            stream.out.clear()  # what it said before it went is heard all the same
+        elif given_up:
+            self._give_up(stream, given_up)
+            return
+        full = len(stream.out) > ENOUGH_UNREAD
+        if full != (stream.full is not None):
+            stream.full = time.monotonic() if full else None
+            if stream.more and not full:
+                self._more.append(stream)
+        awaited = (0 if full else select.EPOLLIN) | (select.EPOLLOUT if stream.out else 0)
+        if awaited != stream.awaited:
+            stream.awaited = awaited
+            self._epoll.modify(stream.descriptor, awaited)
+        if stream.process is None and not stream.out and stream.heard:
             self._drop(stream)
-        elif bool(stream.out) != stream.waits:
-            stream.waits = bool(stream.out)
-            self._epoll.modify(stream.descriptor, select.EPOLLIN | (select.EPOLLOUT if stream.waits else 0))
-        elif stream.process is None and not stream.out and stream.heard:
-            self._drop(stream)
+
+    def _give_up(self, stream: Stream, why: str) -> None:
+        self._coordinator.counters[why] += 1
+        self._drop(stream)
 
     def _drop(self, stream: Stream, events: list[Event] | None = None) -> None:
         """Close a connection; its end is an event, of this turn or the next."""
@@ -445,7 +473,7 @@ class Server:
                 "cpu_seconds": usage.ru_utime + usage.ru_stime,
                 "log_lines_dropped": self._log.dropped,
             }
-            stream.out = answer(stream.rest, exposition(self._coordinator, now, more))
+            stream.out += answer(stream.rest, exposition(self._coordinator, now, more))
             self._write(stream)
 
     # Signals and the clock.
@@ -483,8 +511,11 @@ class Server:
             self._rebind()
         if not self._coordinator.journal_works or self._journal.lost():
             events.append(JournalWorks())
-        for stream in [s for s in self._streams.values() if not s.heard and now > s.since + HELLO_WITHIN]:
-            self._drop(stream, events)
+        for stream in [*self._streams.values()]:
+            if not stream.heard and now > stream.since + HELLO_WITHIN:
+                self._drop(stream, events)
+            elif stream.full is not None and now > stream.full + READ_WITHIN:
+                self._give_up(stream, "slow")
         waiting, self._unwatched = self._unwatched, []
         for process in waiting:
             self._watch(process)

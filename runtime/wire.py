@@ -49,11 +49,12 @@ def frame(message: Request | Reply) -> bytes:
     return len(body).to_bytes(HEADER, "big") + body
 
 
-def take(pending: bytes, decoder: Decoder[M]) -> Taken[M]:
-    """The messages that ``pending`` begins with. Feed ``rest`` and what was read next to the next call."""
+def take(pending: bytes, decoder: Decoder[M], most: int | None = None) -> Taken[M]:
+    """The messages that ``pending`` begins with, at most so many. Feed ``rest`` and what was read next to the next
+    call."""
     found: list[M] = []
     at, end = 0, len(pending)
-    while end - at >= HEADER:
+    while end - at >= HEADER and len(found) != most:
         (size,) = _SIZE(pending, at)
         if size > LIMIT:
             return _broken(found, f"a frame of {size} bytes is over the limit of {LIMIT}")

@@ -24,6 +24,7 @@ What can go wrong, and the tests of it; those of ``test_coordinator`` are of the
     test_bytes_that_are_no_message_end_that_connection_alone |
 | a reader that is slow, a client that is silent | \
     test_a_reader_that_does_not_read_is_disconnected_and_quarantined, test_who_says_nothing_is_disconnected, \
+    test_who_asks_much_at_once_is_answered_a_few_at_a_time_and_all_of_it, \
     test_a_stopped_job_keeps_its_bytes_and_others_go_on |
 | a thousand connects at once, no descriptors | test_a_thousand_connections_at_once_are_served, \
     test_beyond_the_most_clients_and_out_of_descriptors_one_is_asked_to_come_again |
@@ -50,6 +51,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import suppress
@@ -317,9 +319,20 @@ def test_who_does_not_say_hello_first_or_in_another_version_is_refused(daemon):
         assert (answer.code, answer.detail) == (code, f"say HELLO with version {VERSION} first") and wire.hear() is None
 
 
-def test_a_reader_that_does_not_read_is_disconnected_and_quarantined(daemon):
-    wire = Wire(daemon.path)
-    grant, before = wire.admit(), daemon.snapshot().counters.get("slow", 0)
+@pytest.fixture(scope="module")
+def impatient():
+    """A daemon whose ten seconds are shorter."""
+    shorter = "import sys; from jaxtensile.runtime import server; server.HELLO_WITHIN = server.READ_WITHIN = 0.1\n"
+    daemon = Daemon(None, "--metrics", "0")
+    daemon.program = "-c", shorter + "from jaxtensile.cli import main; sys.exit(main())"
+    with daemon:
+        yield daemon
+
+
+def test_a_reader_that_does_not_read_is_disconnected_and_quarantined(impatient):
+    """It is not heard while its answers wait, so that neither its questions nor they pile up."""
+    wire = Wire(impatient.path)
+    grant = wire.admit()
     wire.socket.settimeout(0.05)
     ask, sent = frame(Status()) * 200, 0
     with pytest.raises(ConnectionError):
@@ -327,23 +340,31 @@ def test_a_reader_that_does_not_read_is_disconnected_and_quarantined(daemon):
             with suppress(TimeoutError):
                 sent += wire.socket.send(ask[sent % len(ask) :])
     wire.close()
-    until(lambda: daemon.states().get("a") == "quarantined")
-    assert daemon.snapshot().counters["slow"] == before + 1
-    again = Wire(daemon.path)
+    until(lambda: impatient.states().get("a") == "quarantined")
+    assert impatient.snapshot().counters["slow"] == 1
+    again = Wire(impatient.path)
     again.say(Release(lease=grant.lease, token=grant.token))
     assert again.hear(Released)
 
 
-def test_who_says_nothing_is_disconnected():
-    """After ten seconds; here they are shorter."""
-    shorter = "import sys; from jaxtensile.runtime import server; server.HELLO_WITHIN = 0.1\n"
-    daemon = Daemon()
-    daemon.program = "-c", shorter + "from jaxtensile.cli import main; sys.exit(main())"
-    with daemon:
-        wire, silent, half = Wire(daemon.path), Wire(daemon.path, hello=False), Wire(daemon.path, hello=False)
-        half.socket.sendall(frame(Hello(version=VERSION))[:-1])
-        assert silent.hear() is None and half.hear() is None
-        assert wire.admit().rung == 1
+def test_who_says_nothing_is_disconnected(impatient):
+    wire, silent, half = Wire(impatient.path), Wire(impatient.path, hello=False), Wire(impatient.path, hello=False)
+    half.socket.sendall(frame(Hello(version=VERSION))[:-1])
+    assert silent.hear() is None and half.hear() is None
+    assert wire.admit().rung == 1
+
+
+def test_who_asks_much_at_once_is_answered_a_few_at_a_time_and_all_of_it(daemon):
+    """Also what is said before an end that does not wait for the answers."""
+    wire, asked = Wire(daemon.path), 3000
+    grant = wire.admit()
+    sender = threading.Thread(target=wire.say, args=[Status()] * asked)
+    sender.start()
+    assert all(isinstance(wire.hear(), Snapshot) for _ in range(asked))
+    sender.join()
+    wire.say(*[Status()] * 1000, Release(lease=grant.lease, token=grant.token))
+    wire.close()
+    until(lambda: not daemon.states())
 
 
 def test_what_is_anothers_or_stale_is_refused_counted_and_changes_nothing(daemon):
