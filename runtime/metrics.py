@@ -1,7 +1,7 @@
 """What is the state of the coordinator, for Prometheus?
 
-Invariant: the text exposition format 0.0.4; all sizes in bytes, all times in seconds. One request a connection, and
-whatever it is but a GET is refused.
+Invariant: the text exposition format 0.0.4; all sizes in bytes, to the last one, all times in seconds. One request a
+connection, and whatever it is but a GET is refused.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def exposition(coordinator: Coordinator, now: Seconds, more: Mapping[str, float]
         lines.append(f"# TYPE jaxtensile_{name} {kind}")
         for labels, value in rows:
             inside = ",".join(f'{key}="{_escaped(value)}"' for key, value in labels.items())
-            lines.append(f"jaxtensile_{name}{f'{{{inside}}}' if inside else ''} {value:g}")
+            lines.append(f"jaxtensile_{name}{f'{{{inside}}}' if inside else ''} {value!r}")
 
     accounts = sorted(arbiter.ledger.accounts.items())
     floors = arbiter.floors.accounts
@@ -59,7 +59,7 @@ def exposition(coordinator: Coordinator, now: Seconds, more: Mapping[str, float]
     states = Counter(state_of(lease) for lease in arbiter.leases.values())
     rows = [({"state": s}, states[s]) for s in STATES]
     metric("leases", "gauge", "Leases by state.", rows)
-    phases = [({"phase": p}, float(p == coordinator.phase)) for p in _PHASES]
+    phases = [({"phase": p}, int(p == coordinator.phase)) for p in _PHASES]
     metric("phase", "gauge", "1 for the phase the coordinator is in.", phases)
     metric("epoch", "counter", "Starts of the coordinator.", [({}, coordinator.epoch)])
     counters = [({"what": k}, v) for k, v in sorted(coordinator.counters.items()) if k != "waited_us"]

@@ -69,6 +69,8 @@ _AT_ONCE: Final = 64
 _ACCEPTS: Final = 256
 _TICK_LATE: Final = 0.02
 """Seconds: the next time of the coordinator costs too much to be asked for after every batch."""
+_SCRAPES: Final = 32
+"""Connections to the port for metrics, which is any user's of this machine: who asks at once is answered."""
 _LOG_EVERY: Final = 0.1
 _LOG_LINES: Final = 64
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
@@ -334,7 +336,7 @@ class Server:
                 return
             except OSError as error:
                 if error.errno in _NO_DESCRIPTORS:
-                    self._refuse_one()
+                    self._refuse_one(self._listener)
                     return
                 continue  # it was gone before it was accepted
             link.setblocking(False)
@@ -364,14 +366,13 @@ class Server:
         self._epoll.register(stream.descriptor, select.EPOLLIN)
         return stream
 
-    def _refuse_one(self) -> None:
+    def _refuse_one(self, listener: socket.socket) -> None:
         """There are no descriptors: give up the spare one to say so to who comes next."""
-        assert self._listener is not None
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
         with suppress(OSError):
-            link, _ = self._listener.accept()
+            link, _ = listener.accept()
             link.setblocking(False)
             self._refuse(link, "busy", "no descriptors are left", "busy")
         with suppress(OSError):
@@ -416,7 +417,7 @@ class Server:
         given_up = stream.write()
         if given_up == "gone" and stream.process is not None:
             stream.out.clear()  # what it said before it went is heard all the same
-        elif given_up:
+        elif given_up == "gone" or (given_up and stream.process is not None):
             self._give_up(stream, given_up)
             return
         full = len(stream.out) > ENOUGH_UNREAD
@@ -453,10 +454,17 @@ class Server:
     # Metrics.
 
     def _accept_scrape(self, listener: socket.socket, now: Seconds) -> None:
-        with suppress(OSError):
+        try:
             link, _ = listener.accept()
-            link.setblocking(False)
-            self._open(link, -1, None, now)
+        except OSError as error:
+            if error.errno in _NO_DESCRIPTORS:
+                self._refuse_one(listener)
+            return
+        link.setblocking(False)
+        self._open(link, -1, None, now)
+        others = [s for s in self._streams.values() if s.process is None]
+        if len(others) > _SCRAPES:
+            self._drop(others[0])
 
     def _scraped(self, stream: Stream, data: bytes) -> None:
         stream.rest += data
@@ -512,7 +520,7 @@ class Server:
         if not self._coordinator.journal_works or self._journal.lost():
             events.append(JournalWorks())
         for stream in [*self._streams.values()]:
-            if not stream.heard and now > stream.since + HELLO_WITHIN:
+            if (not stream.heard or stream.process is None) and now > stream.since + HELLO_WITHIN:
                 self._drop(stream, events)
             elif stream.full is not None and now > stream.full + READ_WITHIN:
                 self._give_up(stream, "slow")

@@ -29,6 +29,7 @@ What can go wrong, and the tests of it; those of ``test_coordinator`` are of the
 | a thousand connects at once, no descriptors | test_a_thousand_connections_at_once_are_served, \
     test_beyond_the_most_clients_and_out_of_descriptors_one_is_asked_to_come_again |
 | another user, another's lease, a stale token | test_another_user_is_refused, \
+    test_metrics_are_served_on_request_and_on_this_machine_only, \
     test_what_is_anothers_or_stale_is_refused_counted_and_changes_nothing |
 | the journal's disk is full, the journal is broken or gone | \
     test_with_a_full_disk_nothing_is_granted_and_what_gives_back_goes_on, \
@@ -323,7 +324,7 @@ def test_who_does_not_say_hello_first_or_in_another_version_is_refused(daemon):
 def impatient():
     """A daemon whose ten seconds are shorter."""
     shorter = "import sys; from jaxtensile.runtime import server; server.HELLO_WITHIN = server.READ_WITHIN = 0.1\n"
-    daemon = Daemon(None, "--metrics", "0")
+    daemon = Daemon()
     daemon.program = "-c", shorter + "from jaxtensile.cli import main; sys.exit(main())"
     with daemon:
         yield daemon
@@ -779,23 +780,28 @@ def test_a_pid_that_is_used_again_is_another_process():
 
 
 def test_metrics_are_served_on_request_and_on_this_machine_only():
-    with Daemon(None, "--metrics", "0", capacity=12) as daemon, Child(daemon, 'a "job"', 4, 8) as one:
+    large = 123_456_789_012
+    with Daemon(None, "--metrics", "0", capacity=large) as daemon, Child(daemon, 'a "job"', 4, 8) as one:
         assert one.rung() == 1
         until(lambda: daemon.leases()['a "job"'].step)
-        port = next(word for word in daemon.log().split() if word.startswith("metrics=")).partition("=")[2]
+        port = int(next(word for word in daemon.log().split() if word.startswith("metrics=")).partition("=")[2])
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT) as response:
             assert response.headers["Content-Type"].startswith("text/plain; version=0.0.4")
             text = response.read().decode()
         rows = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
-        assert rows['jaxtensile_capacity_bytes{device="cuda:0"}'] == "12"
+        assert rows['jaxtensile_capacity_bytes{device="cuda:0"}'] == str(large)
         assert rows['jaxtensile_charged_bytes{device="cuda:0"}'] == "8"
         assert rows['jaxtensile_leases{state="held"}'] == "1" and rows['jaxtensile_phase{phase="serving"}'] == "1"
         (step,) = [float(v) for k, v in rows.items() if k.startswith('jaxtensile_job_step{job="a \\"job\\""')]
         assert step >= 1
         for bad, code in ((b"POST / HTTP/1.1\r\n\r\n", b"405"), (b"GET /x HTTP/1.1\r\n\r\n", b"404")):
-            with socket.create_connection(("127.0.0.1", int(port)), LIMIT) as link:
+            with socket.create_connection(("127.0.0.1", port), LIMIT) as link:
                 link.sendall(bad)
                 assert link.recv(4096).split()[1] == code
+        silent = [socket.create_connection(("127.0.0.1", port), LIMIT) for _ in range(100)]
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=LIMIT) as response:
+            assert b"jaxtensile_capacity_bytes" in response.read()
+        assert silent[0].recv(1) == b"" and len(os.listdir(f"/proc/{daemon.process.pid}/fd")) < len(silent) // 2
 
 
 def test_the_daemon_is_small_and_idles():
