@@ -1,7 +1,7 @@
 """What happened lately, for people?
 
 Invariant: entries are numbered without gaps; the last ``KEPT`` are there, so that a log that looks often enough misses
-none, and says how many it missed.
+none, and says how many it missed. Each is short, whatever a job has said that it tells of.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from jaxtensile.units import Bytes, Seconds
 
 KEPT: Final = 4096
+SHORT: Final = 160
+"""Letters of a detail."""
 
 
 class Entry(Struct, frozen=True):
@@ -42,6 +44,8 @@ class Chronicle:
 
     def add(self, entry: Entry) -> None:
         """Something has happened."""
+        if len(entry.detail) > SHORT:
+            entry = structs.replace(entry, detail=f"{entry.detail[: SHORT - 4]} ...")
         self.entries.append(entry)
         self.total += 1
 

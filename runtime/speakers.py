@@ -111,6 +111,8 @@ class Speakers:
         known.leases.pop(lease.id, None)
         if known.jobs.get(lease.job) is lease:
             del known.jobs[lease.job]
+            if known.last.get(lease.job, -1) <= next(iter(known.peers), -1):
+                known.last.pop(lease.job, None)  # there is no earlier connection whose word could come yet
         if not known.peers:
             self._forget(lease.process, known)
 

@@ -21,7 +21,6 @@ PAGE_BYTES: Final = 32 * KIB
 EVENTS: Final = 16
 STATES: Final = (*(s.value for s in State if s is not State.FREED), "suspended")
 """What ``state_of`` may say."""
-_SHORT: Final = 160
 
 
 def snapshot(
@@ -70,7 +69,7 @@ def snapshot(
                 lease=e.lease,
                 pid=e.pid,
                 rung=e.rung,
-                detail=e.detail[:_SHORT],
+                detail=e.detail,
                 waited=e.waited,
                 step=e.step,
                 peak=e.peak,

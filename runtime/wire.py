@@ -20,6 +20,8 @@ from jaxtensile.units import KIB, Bytes
 
 LIMIT: Final = 64 * KIB
 HEADER: Final = 4
+_SAID: Final = 200
+"""Letters of what is wrong with a message."""
 
 REQUESTS: Final[Decoder[Request]] = Decoder(Request)
 REPLIES: Final[Decoder[Reply]] = Decoder(Reply)
@@ -64,7 +66,8 @@ def take(pending: bytes, decoder: Decoder[M], most: int | None = None) -> Taken[
         try:
             found.append(decoder.decode(pending[begin : begin + size]))
         except (MsgspecError, DecodeError, UnicodeDecodeError, RecursionError) as wrong:
-            return _broken(found, f"a frame of {size} bytes is no message: {wrong}")
+            # What it says is wrong it repeats, be it as long as the frame.
+            return _broken(found, f"a frame of {size} bytes is no message: {str(wrong)[:_SAID]}")
         at = begin + size
     return Taken(messages=tuple(found), rest=pending[at:])
 

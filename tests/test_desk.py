@@ -1,9 +1,13 @@
 """What is granted is on record before it is said, and what is said is told page by page."""
 
+from msgspec import msgpack
+
 from coordinator_talk import GPU, LADDER, Talk
 from jaxtensile.runtime import journal
+from jaxtensile.runtime.chronicle import SHORT
 from jaxtensile.runtime.events import (
     Compact,
+    Garbled,
     JournalFailed,
     JournalWorks,
     Received,
@@ -25,6 +29,7 @@ from jaxtensile.runtime.messages import (
     Status,
     Token,
 )
+from jaxtensile.runtime.wire import LIMIT, REQUESTS, take
 
 
 def test_a_job_alone_gets_what_it_wants_written_down_before_it_is_said():
@@ -62,9 +67,21 @@ def test_a_journal_does_not_grow_without_end():
         grant = talk.said(Grant)[0]
         talk.hear(1, Release(lease=grant.lease, token=grant.token))
         seen = max(seen, len(talk.journal))
+    assert not next(iter(talk.it._desk.speakers.peers.values())).known.last, "nor is any name kept"
     assert seen < 1100 and journal.replay(talk.journal, "boot").leases == {}
     later = Talk(records=talk.journal)
     assert later.admit(5).lease == 1501  # numbers are never used again
+
+
+def test_what_is_kept_and_said_of_bytes_that_are_no_message_is_short():
+    """msgspec repeats in its errors what is wrong, which may be as long as a frame."""
+    body = msgpack.encode({"type": "HELLO", "x" * (LIMIT - 100): 1})
+    error = take(len(body).to_bytes(4, "big") + body, REQUESTS).error
+    assert "unknown field `xxx" in str(error) and len(str(error)) < 300
+    talk = Talk()
+    talk.meet(1)
+    talk.do(Garbled(1, "y" * 1000))
+    assert [*talk.it.chronicle.entries][-1].detail == "y" * (SHORT - 4) + " ..."
 
 
 def test_the_state_is_told_page_by_page():
