@@ -2,7 +2,7 @@
 
 Invariant: what a job says never raises: it is answered, counted, or ends the connection it came by. Nobody speaks for
 another process's lease, and what is late changes nothing. What a job says that it holds is charged, whatever it was
-granted.
+granted; where that is more, there is an alarm.
 """
 
 from __future__ import annotations
@@ -146,6 +146,9 @@ class Requests:
         desk.speakers.speak(lease, connection, peer, desk.now)
         lease.deadline, lease.wanted_by, lease.knows = None, None, knows
         if knows:
+            now, said = arbiter.charged(lease), lease.needs[message.rung]
+            if arbiter.ledger.wider(lease.resources, now, said) != now:
+                self._alarm(lease, "is on a rung that it was not granted")
             lease.rung = message.rung
             charges = self._left(lease, message.in_use)
         else:
@@ -300,11 +303,14 @@ class Requests:
         return held
 
     def _keeps(self, lease: Lease, fault: str) -> None:
+        self._alarm(lease, fault)
+        lease.stuck = True
+        self._desk.counters["kept"] += 1
+
+    def _alarm(self, lease: Lease, fault: str) -> None:
         if fault not in lease.faults:
             self._desk.note("alarm", lease, fault)
-        lease.stuck = True
         lease.faults.add(fault)
-        self._desk.counters["kept"] += 1
 
 
 def _at_least(charges: tuple[Charge, ...], held: Sequence[Bytes]) -> tuple[Charge, ...]:

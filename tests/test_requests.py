@@ -205,6 +205,21 @@ def test_an_allocator_that_gives_nothing_back_keeps_its_rung_too():
     assert talk.charged() == 0
 
 
+def test_who_comes_back_with_more_than_it_was_granted_is_charged_that_with_an_alarm_and_asked_to_shrink():
+    talk = Talk(capacity=9)
+    first, second = talk.admit(1, want=4), talk.admit(2)
+    assert (second.rung, talk.charged()) == (0, 8)
+    talk.meet(3, Process(2, 1))
+    (told,) = talk.hear(3, Reclaim(lease=second.lease, token=second.token, rung=1, in_use=()))
+    assert isinstance(told, Revoke) and told.rung == 0 and talk.charged() == 12
+    assert talk.lease(second.lease).faults == {"is on a rung that it was not granted"}
+    assert "alarm" in [e.what for e in talk.it.chronicle.entries]
+    talk.ack(3, told, (4, 0))
+    talk.meet(4, Process(1, 1))
+    talk.hear(4, Reclaim(lease=first.lease, token=first.token, rung=0, in_use=()))
+    assert talk.charged() == 8 and not talk.lease(first.lease).faults
+
+
 def test_who_does_not_say_hello_or_speaks_another_version_is_closed():
     talk = Talk()
     talk.do(Connected(1, Process(1, 1)))
