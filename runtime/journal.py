@@ -1,16 +1,22 @@
 """What does a coordinator write down before it says it, and what does a later one know from that?
 
 Invariant: whatever the file's end lost, the charges that are read from it are at least what any job was told it may
-use, because a record is written before the message that it is about is sent. One record is one line of JSON. The file
-is not synced to the disk: it is to survive the coordinator, not the machine, whose jobs die with it; so a journal of
-another boot is thrown away.
+use, because a record is written before the message that it is about is sent. One record is one line: its checksum and
+JSON. A line without its end never was said. Any other that is damaged may be of bytes that somebody holds, and which
+they were nobody can tell, so nothing is granted by such a journal: it stops the coordinator. The file is not synced to
+the disk: it is to survive the coordinator, not the machine, whose jobs die with it; so a journal of another boot is
+thrown away.
+
+Journals of format 1 have no checksums. They are read as they are, and written anew when the coordinator begins.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, Protocol
+from zlib import crc32
 
 from msgspec import MsgspecError, Struct, structs
 from msgspec.json import Decoder, Encoder
@@ -21,7 +27,7 @@ from jaxtensile.runtime.leases import Charge, Lease, Process, State
 from jaxtensile.runtime.messages import Rung
 from jaxtensile.units import Seconds
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 
 
 class JournalError(CoordinatorError):
@@ -97,7 +103,8 @@ class Replayed:
 
 def encode(record: Record) -> bytes:
     """A line."""
-    return _ENCODER.encode(record) + b"\n"
+    text = _ENCODER.encode(record)
+    return b"%08x %b\n" % (crc32(text), text)
 
 
 def decode(content: bytes) -> list[Record]:
@@ -105,19 +112,31 @@ def decode(content: bytes) -> list[Record]:
 
     Raises ``JournalError`` for any other line that is no record.
     """
-    lines = content.split(b"\n")
-    torn = lines.pop()
-    del torn
+    *lines, last = content.split(b"\n")
     records: list[Record] = []
     for number, line in enumerate(lines, 1):
         try:
-            records.append(_DECODER.decode(line))
-        except (MsgspecError, UnicodeDecodeError) as wrong:
+            records.append(_decoded(line))
+        except ValueError as wrong:
             raise JournalError(
-                f"line {number} of the journal is no record ({wrong}): if no job of this machine holds device memory, "
-                "remove the file"
+                f"line {number} of the journal is no record ({wrong}): it may be of bytes that a job holds. End the "
+                "jobs that hold device memory, and remove the file"
             ) from None
+    with suppress(ValueError):
+        records.append(_decoded(last))  # all of it is there but its end, which may be what is damaged
     return records
+
+
+def _decoded(line: bytes) -> Record:
+    """Raises ``ValueError`` for what is no record, or another than was written."""
+    if not line.startswith(b"{"):  # as those of format 1 do
+        checksum, _, line = line.partition(b" ")
+        if checksum != b"%08x" % crc32(line):
+            raise ValueError("its checksum is another")
+    try:
+        return _DECODER.decode(line)
+    except (MsgspecError, RecursionError) as wrong:
+        raise ValueError(wrong) from None
 
 
 def replay(records: Iterable[Record], boot_id: str = "") -> Replayed:
@@ -129,8 +148,8 @@ def replay(records: Iterable[Record], boot_id: str = "") -> Replayed:
     for record in records:
         match record:
             case Opened():
-                if record.format != FORMAT:
-                    raise JournalError(f"the journal has format {record.format}, this version reads {FORMAT}")
+                if not 1 <= record.format <= FORMAT:
+                    raise JournalError(f"the journal has format {record.format}, this version reads 1 to {FORMAT}")
                 if record.boot_id != boot and boot:
                     leases.clear()
                 epoch, boot = max(epoch, record.epoch), record.boot_id

@@ -59,11 +59,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from msgspec import msgpack
+from msgspec import msgpack, structs
 
 from daemons import GPU, LADDER, LIMIT, Child, Daemon, Wire, until
 from jaxtensile.errors import LostLeaseError, RejectedError
 from jaxtensile.runtime import peers
+from jaxtensile.runtime.journal import Freed, decode, encode
 from jaxtensile.runtime.leases import Process
 from jaxtensile.runtime.messages import (
     VERSION,
@@ -509,12 +510,15 @@ def test_a_journal_of_another_boot_is_thrown_away_and_a_torn_line_is_left_out():
         wire.admit("a")
         daemon.kill()
         journal = daemon.path.with_name("s.journal")
-        journal.write_bytes(journal.read_bytes() + b'{"what":"freed","le')
+        journal.write_bytes(journal.read_bytes() + encode(Freed(lease=1))[:-2])
         daemon.start()
         assert daemon.states() == {"a": "quarantined"} and daemon.charged() == 8
         daemon.kill()
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        journal.write_text(journal.read_text().replace(boot, "another"))
+        opened, *others = decode(journal.read_bytes())
+        assert opened.boot_id == boot
+        records = [structs.replace(opened, boot_id="another"), *others]
+        journal.write_bytes(b"".join(map(encode, records)))
         daemon.start()
         assert daemon.states() == {} and daemon.charged() == 0 and daemon.snapshot().epoch == 3
         client = daemon.client("b")
