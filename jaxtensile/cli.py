@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ _CONFIG = "the config; default: $JAXTENSILE_CONFIG, or the jaxtensile.toml found
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
+    _open_standard()
     options = _parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = options.command
     with Interrupts() as interrupts:
@@ -37,6 +39,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             return command(options)
         except (KeyboardInterrupt, Exception) as error:
             return _INTERRUPTED if interrupts.pressed or isinstance(error, KeyboardInterrupt) else _failed(error)
+
+
+def _open_standard() -> None:
+    """Where this was started without standard descriptors, /dev/null is in their places: else they are the numbers of
+    the next files that are opened, and a daemon writes its log into its own lock."""
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _failed(error: Exception) -> int:

@@ -272,7 +272,7 @@ class World:
         if self.daemon is not None or self.disk_full:
             return False
         records = (
-            decode(b"".join(self.journal) + self.rnd.choice((b"", b'0f3a91c2 {"what":"fre'))) if self.text else self.journal
+            decode(b"".join(self.journal) + self.rnd.choice((b"", b'0f3a91c2 {"wha'))) if self.text else self.journal
         )
         known = replay(records, "boot")
         self.daemon = Coordinator(self.capacities, self.settings, self.rules)

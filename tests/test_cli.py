@@ -1,6 +1,7 @@
 """The command line: what it prints, its exit codes, and no traceback for a user's mistake."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from textwrap import dedent
 import pytest
 
 import jaxtensile
+from daemons import until
 from jaxtensile import cli, doctor
 from jaxtensile.device import targets
 
@@ -354,6 +356,21 @@ def test_it_runs_as_a_module(start):
     )
     assert done.returncode == 2
     assert done.stderr == "jaxtensile: 'x' is not FILE:FUNCTION: write for example train.py:step\n"
+
+
+def test_without_standard_descriptors_no_other_file_is_in_their_places(tmp_path):
+    """A daemon once wrote its log into its lock."""
+    path = tmp_path / "s"
+    command = [sys.executable, "-m", "jaxtensile", "serve", "--socket", str(path)]
+    tmp_path.chmod(0o700)
+    with subprocess.Popen(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command], cwd=tmp_path) as daemon:
+        try:
+            until(path.exists)
+            assert {os.readlink(f"/proc/{daemon.pid}/fd/{k}") for k in range(3)} == {os.devnull}
+            assert (tmp_path / "s.lock").read_text() == f"{daemon.pid}\n"
+        finally:
+            daemon.terminate()
+    assert daemon.returncode == 0
 
 
 def test_ctrl_c_that_came_out_as_another_error(file, capsys):
