@@ -77,7 +77,7 @@ class PlanCache:
             return self.pass_over(key, "it is damaged")
         try:
             entry = msgspec.msgpack.decode(payload, type=Entry)
-        except (msgspec.MsgspecError, RecursionError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             return self.pass_over(key, f"it holds no plan: {error}")
         if entry.key != key:
             return self.pass_over(key, "it is about another program")

@@ -1,5 +1,6 @@
 """Plans outlive a process, are found by what they depend on, and never stop anybody or break a budget."""
 
+import hashlib
 import os
 import subprocess
 import sys
@@ -87,7 +88,7 @@ def test_flags_of_the_environment_count(folder, budget, monkeypatch):
     assert len(files(folder)) == 2
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "foreign", "garbage"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "empty", "foreign", "garbage", "not UTF-8"])
 def test_a_damaged_file_costs_one_warning_and_is_written_anew(folder, budget, damage):
     planned(budget)
     (path,) = folder.iterdir()
@@ -100,6 +101,8 @@ def test_a_damaged_file_costs_one_warning_and_is_written_anew(folder, budget, da
         middle = len(content) // 2
         flipped = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
         bad = {"cut": content[:middle], "changed": flipped, "empty": b"", "garbage": os.urandom(1000)}
+        text = content[32:].replace(path.stem.encode(), b"\xff" * len(path.stem))  # with the digest of what it holds
+        bad["not UTF-8"] = hashlib.sha256(text).digest() + text
         path.write_bytes(bad[damage])
     with pytest.warns(RuntimeWarning, match="passed over") as caught:
         report = planned(budget)[1]
