@@ -19,6 +19,7 @@ from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.log import Log
 from jaxtensile.runtime.place import Place, socket_path
 from jaxtensile.runtime.server import Reading, Server
+from jaxtensile.runtime.tables import LONGEST
 from jaxtensile.units import GIB, Bytes
 
 _RESERVE = GIB
@@ -57,6 +58,8 @@ def capacities(config: Config) -> dict[str, Capacity]:
 
 def serve(options: argparse.Namespace) -> None:
     """Serve until a signal ends it. Raises ``CoordinatorError`` or ``ConfigError`` before it serves."""
+    if not 0 <= options.grace <= LONGEST:
+        raise CoordinatorError(f"--grace {options.grace:g}: give a number of seconds from 0 to {LONGEST:.0f}")
     file, config = configured(options)
 
     unread = [config]

@@ -36,6 +36,9 @@ LARGEST: Final = 1 << 20
 """Bytes of a file."""
 LONGEST_LINE: Final = 1 << 14
 """Letters. A key of thousands of parts takes tomllib minutes."""
+MOST_CLIENTS: Final = 1 << 20
+SHORTEST: Final[Seconds] = 0.1
+"""A time in which a busy machine lets a process speak."""
 EMPTY: Final = 0.2
 """Seconds in which an empty file may get its words: it may just be written."""
 
@@ -263,14 +266,14 @@ class _Reader:
         path = ("coordinator",)
         if not 0 <= raw.min_gain < 1:
             raise self._in.error((*path, "min_gain"), raw.min_gain, "a share from 0 to below 1")
-        if raw.max_clients < 1:
-            raise self._in.error((*path, "max_clients"), raw.max_clients, "at least 1")
+        if not 1 <= raw.max_clients <= MOST_CLIENTS:
+            raise self._in.error((*path, "max_clients"), raw.max_clients, f"a whole number from 1 to {MOST_CLIENTS}")
         return Settings(
             policy=raw.policy,
-            lease_ttl=self._in.seconds(raw.lease_ttl, (*path, "lease_ttl"), positive=True),
-            min_hold=self._in.seconds(raw.min_hold, (*path, "min_hold"), positive=False),
+            lease_ttl=self._in.seconds(raw.lease_ttl, (*path, "lease_ttl"), SHORTEST),
+            min_hold=self._in.seconds(raw.min_hold, (*path, "min_hold"), 0.0),
             min_gain=raw.min_gain,
-            revoke_deadline=self._in.seconds(raw.revoke_deadline, (*path, "revoke_deadline"), positive=True),
+            revoke_deadline=self._in.seconds(raw.revoke_deadline, (*path, "revoke_deadline"), SHORTEST),
             on_overdue=raw.on_overdue,
             max_clients=raw.max_clients,
         )
@@ -297,8 +300,8 @@ class _Reader:
             raise self._in.error((*path, "priority"), raw.priority, "a whole number from -1000 to 1000")
         if not 1e-3 <= raw.weight <= 1e3:
             raise self._in.error((*path, "weight"), raw.weight, "a number from 0.001 to 1000")
-        if raw.max_overhead is not UNSET and not raw.max_overhead >= 1:
-            raise self._in.error((*path, "max_overhead"), raw.max_overhead, "a factor of at least 1")
+        if raw.max_overhead is not UNSET and not 1 <= raw.max_overhead <= 1e3:
+            raise self._in.error((*path, "max_overhead"), raw.max_overhead, "a factor from 1 to 1000, or left out")
         return JobConfig(
             command=raw.command,
             least=least,

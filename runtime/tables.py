@@ -14,7 +14,8 @@ from typing import Any, Final, TypeVar
 from msgspec import Struct, UnsetType, ValidationError, convert
 
 from jaxtensile.errors import ConfigError
-from jaxtensile.units import Bytes, Seconds, parse_bytes, parse_seconds
+from jaxtensile.runtime.messages import MOST_BYTES
+from jaxtensile.units import Bytes, Seconds, format_bytes, format_seconds, parse_bytes, parse_seconds
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Struct)
@@ -22,6 +23,7 @@ Amount = int | float | str
 Path = tuple[str, ...]
 """The keys that lead to a value, from the top."""
 
+LONGEST: Final[Seconds] = 30 * 86400.0
 _SIZE: Final = "a size: bytes, '12GiB' or '80%'"
 _TIME: Final = "a time: seconds, '500ms', '10s' or '5m'"
 _SWITCH: Final = "true or false"
@@ -85,13 +87,17 @@ class Tables:
         """A size; None where none is given. ``capacity``: what a percentage is of, None where that is not known."""
         if isinstance(value, UnsetType):
             return None
-        return self._parsed(lambda: parse_bytes(value, capacity=capacity), path)
+        size = self._parsed(lambda: parse_bytes(value, capacity=capacity), path)
+        if size > MOST_BYTES:
+            raise self.error(path, value, f"a size of at most {format_bytes(MOST_BYTES)}")
+        return size
 
-    def seconds(self, value: Amount, path: Path, *, positive: bool) -> Seconds:
-        """A time."""
+    def seconds(self, value: Amount, path: Path, least: Seconds) -> Seconds:
+        """A time, not below ``least``."""
         seconds = self._parsed(lambda: parse_seconds(value), path)
-        if positive and not seconds:
-            raise self.error(path, value, "a time above 0")
+        if not least <= seconds <= LONGEST:
+            allowed = f"a time from {format_seconds(least)} to {format_seconds(LONGEST)}"
+            raise self.error(path, value, allowed)
         return seconds
 
     def _parsed(self, parser: Callable[[], T], path: Path) -> T:

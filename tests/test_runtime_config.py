@@ -109,12 +109,12 @@ def test_a_device_with_less_than_the_file_says_grants_what_it_has():
         ("[coordinator]\npolicy = 'best'", "coordinator.policy = 'best': must be slowdown, fair, priority or fcfs"),
         ("[coordinator]\non_overdue = 'kill'", "must be wait or terminate"),
         ("[coordinator]\nlease_ttl = '10 parsecs'", "cannot read '10 parsecs' as a time"),
-        ("[coordinator]\nlease_ttl = 0", "must be a time above 0"),
+        ("[coordinator]\nlease_ttl = 0", "must be a time from 100ms to 2592000s"),
         ("[coordinator]\nmin_hold = '-1s'", "must be finite and not negative"),
         ("[coordinator]\nmin_hold = [1]", "must be a time"),
         ("[coordinator]\nmin_gain = 1", "must be a share from 0 to below 1"),
         ("[coordinator]\nmin_gain = nan", "must be a share from 0 to below 1"),
-        ("[coordinator]\nmax_clients = 0", "must be at least 1"),
+        ("[coordinator]\nmax_clients = 0", "must be a whole number from 1 to 1048576"),
         ("[coordinator]\nmax_clients = 'many'", "must be a whole number"),
         ("[coordinator]\nsocket = '/" + "x" * 107 + "'", "107 bytes at most: this one has 108"),
         ("[coordinator]\nsocket = 'here'", "must be an absolute path"),
@@ -123,7 +123,7 @@ def test_a_device_with_less_than_the_file_says_grants_what_it_has():
         ("[device]\ncapacity = 9\nreserve = 1\n[jobs.a]\nleast = 9", "must be at most 8B, capacity less reserve"),
         ("[jobs.a]\nweight = 0", "must be a number from 0.001 to 1000"),
         ("[jobs.a]\nweight = inf", "must be a number from 0.001 to 1000"),
-        ("[jobs.a]\nmax_overhead = 0.9", "must be a factor of at least 1"),
+        ("[jobs.a]\nmax_overhead = 0.9", "must be a factor from 1 to 1000, or left out"),
         ("[jobs.a]\ncommand = 'python'", "must be a list of texts"),
         ("[jobs.a]\nleast = '1e999'", "jobs.a.least"),
         ("[jobs", "not TOML"),
@@ -133,6 +133,22 @@ def test_what_cannot_be_is_refused_with_its_place_and_a_way_out(text, said):
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         parse(text)
     assert str(caught.value).startswith("jaxtensile.toml")
+
+
+@pytest.mark.parametrize("table", ["device", "coordinator", "jobs.a", "functions.f"])
+def test_every_number_has_bounds(table):
+    """Whatever key is a number: one that is not finite, below zero or absurdly large or small is refused."""
+    numbers = {
+        "device": ("capacity", "reserve", "host"),
+        "coordinator": ("lease_ttl", "min_hold", "min_gain", "revoke_deadline", "max_clients"),
+        "jobs.a": ("least", "want", "priority", "weight", "max_overhead"),
+        "functions.f": ("budget", "host_budget"),
+    }
+    absurd = ["inf", "nan", "-1e30", str(10**18 * 2), "1e30"]
+    for key in numbers[table]:
+        for value in [*absurd, "1e-9"] if key in ("lease_ttl", "revoke_deadline", "weight") else absurd:
+            with pytest.raises(ConfigError, match=f":2: {table}.{key}"):
+                parse(f"[{table}]\n{key} = {value}")
 
 
 tables = st.dictionaries(
