@@ -1,7 +1,8 @@
 """``jaxtensile run``: the config's jobs as processes, with a coordinator between them.
 
-Invariant: what it started ends with it, and nothing is started twice. A job that fails is told, in a line when it
-happens and in the table at the end, and never started again.
+Invariant: what it started ends with it, and nothing is started twice. What a job leaves behind ends with the job, also
+in a session of its own. A job that fails is told, in a line when it happens and in the table at the end, and never
+started again.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
+from jaxtensile.adopted import Adopted
 from jaxtensile.errors import ConfigError, CoordinatorError, UnreachableError
 from jaxtensile.runtime import config as configs
 from jaxtensile.runtime.config import Config, JobConfig
@@ -70,19 +72,20 @@ def run(options: argparse.Namespace) -> bool:
     Raises ``ConfigError`` for jobs that cannot be started, and ``CoordinatorError`` without a coordinator."""
     file, config = configured(options)
     chosen = _chosen(options.jobs, file, config)
-    with _coordinator(options, file, config) as socket, _until_terminated():
+    with _coordinator(options, file, config) as socket, _until_terminated(), Adopted() as adopted:
         inquirer = Inquirer(socket)
         jobs: list[Job] = []
         began = time.monotonic()
         try:
             for name, job in chosen.items():
                 jobs.append(_start(name, job, _environment(name, job, config, file, socket), file))
-            _watch(jobs, inquirer)
+            _watch(jobs, inquirer, adopted)
         except BaseException:
             _end(jobs)
             raise
         finally:
             inquirer.close()
+            adopted.end_all([job.process.pid for job in jobs], _PATIENCE)
             if jobs:
                 print(f"\n{_summary(jobs, time.monotonic() - began)}", flush=True)
         return any(job.status for job in jobs)
@@ -190,15 +193,21 @@ def _start(name: str, job: JobConfig, environment: Mapping[str, str], file: Path
     return Job(name, process, time.monotonic())
 
 
-def _watch(jobs: Sequence[Job], inquirer: Inquirer) -> None:
+def _watch(jobs: Sequence[Job], inquirer: Inquirer, adopted: Adopted) -> None:
     """Tell what the jobs say and what becomes of them, until all have ended."""
+    with selectors.DefaultSelector() as speaking:
+        for job in jobs:
+            assert job.process.stdout is not None
+            speaking.register(job.process.stdout, selectors.EVENT_READ, job)
+        _until_ended(jobs, inquirer, adopted, speaking)
+
+
+def _until_ended(jobs: Sequence[Job], inquirer: Inquirer, adopted: Adopted, speaking: selectors.BaseSelector) -> None:
     tell_at, lost = time.monotonic() + _TELL_EVERY, False
-    speaking = selectors.DefaultSelector()
-    for job in jobs:
-        assert job.process.stdout is not None
-        speaking.register(job.process.stdout, selectors.EVENT_READ, job)
     while True:
         alive = [job for job in jobs if not _reaped(job)]
+        ended = [f"{JOB_VARIABLE}={job.name}".encode() for job in jobs if job.status is not None]
+        adopted.end([job.process.pid for job in alive], ended)
         if not lost:
             try:
                 _look(inquirer.snapshot(), jobs)

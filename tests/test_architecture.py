@@ -112,7 +112,8 @@ MAY_IMPORT = {
     "serving": "units errors hardware runtime",
     "watching": "units errors serving runtime",
     "xla_memory": "units",
-    "running": "units errors serving watching xla_memory runtime",
+    "adopted": "units",
+    "running": "units errors adopted serving watching xla_memory runtime",
     "cli": f"""{VOCABULARY} api estimate_table calibration runtime report workload loading doctor interrupts serving
     watching running options identity config_text""",
     "__init__": "errors hardware api filtered jobs estimation calibration device plan report workload",

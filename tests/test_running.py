@@ -1,6 +1,7 @@
 """``jaxtensile run`` starts the config's jobs, shares a device between them, tells what becomes of each, and leaves
 nothing behind."""
 
+import json
 import os
 import re
 import shutil
@@ -70,7 +71,7 @@ def write(folder, together=0, **jobs):
             if isinstance(arguments[0], str)
             else [sys.executable, "job.py", *map(str, arguments), str(together)]
         )
-        text += f"[jobs.{name}]\ncommand = {command!r}\n"
+        text += f"[jobs.{name}]\ncommand = {json.dumps(command)}\n"
     (folder / "jaxtensile.toml").write_text(text)
 
 
@@ -143,6 +144,25 @@ def test_what_a_job_leaves_behind_ends_with_the_run(folder, capfd):
     assert cli.main(["run"]) == 0
     (pid,) = re.findall(r"one \| left (\d+)", capfd.readouterr().out)
     until(lambda: not os.path.exists(f"/proc/{pid}") or "Z" in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2])
+
+
+def test_what_a_job_leaves_behind_in_sessions_of_its_own_ends_with_the_job(folder, capfd):
+    """Also what that has left behind; what other jobs have left goes on while they do."""
+    one = """
+        setsid sleep 600 & echo left $!; echo $! > new; mv new left
+        (setsid sh -c 'sleep 600 & echo left $!; touch inner; exec sleep 600' &)
+        until test -e inner; do sleep 0.01; done"""
+    two = """
+        (setsid sleep 600 & echo left $!; echo $! > mine)
+        until test -e left; do sleep 0.01; done
+        for k in $(seq 1000); do kill -0 $(cat left) 2> /dev/null || break; sleep 0.01; done
+        kill -0 $(cat mine) && echo its own is there"""
+    write(folder, one=["sh", "-c", one], two=["sh", "-c", two])
+    assert cli.main(["run"]) == 0
+    printed = capfd.readouterr().out
+    pids = re.findall(r"left (\d+)", printed)
+    assert "two | its own is there" in printed
+    assert len(pids) == 3 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

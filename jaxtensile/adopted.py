@@ -1,0 +1,71 @@
+"""What have processes left behind that this one started?
+
+Invariant: only processes are touched that have become children of this one because their parents have ended. Linux
+gives them to the next *subreaper* above, whatever sessions they have made; elsewhere none come.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Collection
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Final
+
+from jaxtensile.units import Seconds
+
+_SET_CHILD_SUBREAPER: Final = 36
+_GET_CHILD_SUBREAPER: Final = 37
+
+
+class Adopted(AbstractContextManager["Adopted", None]):
+    """While it is open, what descendants of this process leave behind becomes its own children."""
+
+    def __init__(self) -> None:
+        self._prctl = getattr(ctypes.CDLL(None), "prctl", None)
+        self._own: frozenset[int] = frozenset()
+        self._before = ctypes.c_int(0)
+
+    def __enter__(self) -> Adopted:
+        self._own = frozenset(_children())
+        if self._prctl is not None:
+            self._prctl(_GET_CHILD_SUBREAPER, ctypes.byref(self._before), 0, 0, 0)
+            self._prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._prctl is not None:
+            self._prctl(_SET_CHILD_SUBREAPER, self._before.value, 0, 0, 0)
+
+    def end(self, started: Collection[int], said: Collection[bytes] | None = None) -> bool:
+        """Kill those whose environment has one of the settings ``said``, or all; forget those that have ended.
+
+        ``started``: children that are no orphans. Whether there were any: what they have started comes next."""
+        orphans = set(_children()) - self._own - set(started)
+        for pid in orphans:
+            with suppress(ProcessLookupError, ChildProcessError):
+                if os.waitpid(pid, os.WNOHANG) == (0, 0) and (said is None or _environment(pid).intersection(said)):
+                    os.kill(pid, signal.SIGKILL)
+        return bool(orphans)
+
+    def end_all(self, started: Collection[int], within: Seconds) -> None:
+        """Kill all of them, and those that they leave behind."""
+        ends = time.monotonic() + within
+        while self.end(started) and time.monotonic() < ends:
+            time.sleep(0.01)
+
+
+def _environment(pid: int) -> set[bytes]:
+    """As the process was started: ``NAME=value``."""
+    with suppress(OSError):
+        return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    return set()
+
+
+def _children() -> list[int]:
+    with suppress(OSError):
+        return [int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()]
+    return []
