@@ -40,7 +40,7 @@ from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.units import Bytes, Seconds
 
 PATIENCE: Final = 10.0
-"""Seconds without a coordinator after which waiting for it is given up."""
+"""Seconds without a coordinator after which a job that waits, also one that was in its queue, gives up waiting."""
 _FATAL: Final = ("version", "protocol")
 _LARGEST: Final = (1 << 62) - 1
 
@@ -121,8 +121,9 @@ class Client(Owned):
             away = self._away
             if away is not None and now >= away + self._patience:
                 raise UnreachableError(
-                    f"no coordinator answers job {self.admit.job!r} for {now - away:.0f} s ({self._why}): "
-                    "start one with 'jaxtensile serve'"
+                    f"no coordinator answers job {self.admit.job!r} for {now - away:.0f} s ({self._why}), and a job "
+                    f"without a lease waits {self._patience:g} s at most: start one with 'jaxtensile serve', then the "
+                    "job again"
                 )
             if end is not None and now >= end:
                 place = "" if self._ahead is None else f", {self._ahead} others before it"
