@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
 import os
 import threading
+import warnings
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pickle import PicklingError
@@ -33,7 +35,14 @@ from jaxtensile import _compat, processes, shared_dispatch
 from jaxtensile.agreement import Agreed
 from jaxtensile.compile import Options, compile_program
 from jaxtensile.device import WEIGHTS, DeviceProfile, profile
-from jaxtensile.errors import BudgetError, InternalError, SolverError, TargetError
+from jaxtensile.errors import (
+    BudgetError,
+    IgnoredBudgetWarning,
+    InternalError,
+    OptionError,
+    SolverError,
+    TargetError,
+)
 from jaxtensile.faults import REPORT, as_ours, is_of_the_user, told, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import copies_come_back, stacks_come_back
@@ -121,14 +130,15 @@ def jit(
     solver or one that cannot plan this program, ``ConfigError`` for a config that cannot be meant, and
     ``AgreementError``, in all processes of a program, where they cannot run one plan.
     """
+    _require_known(jax_jit_options)
     named(solver)
     if not isinstance(objective, Unsaid) and objective not in WEIGHTS:
-        raise ValueError(f"objective={objective!r} is not known: give one of {', '.join(map(repr, WEIGHTS))}")
+        raise OptionError(f"objective={objective!r} is not known: give one of {', '.join(map(repr, WEIGHTS))}")
     if target is not None and not isinstance(target, str):
         raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
     placed = [name for name in ("in_shardings", "out_shardings") if name in jax_jit_options]
     if placed and offload_state:
-        raise ValueError(
+        raise OptionError(
             f"offload_state=True places the arguments itself, {placed[0]}= is given too: leave one of them out"
         )
     # Bad values are an error where they are written; a percentage waits for its device.
@@ -160,7 +170,7 @@ def jit(
         )
     if job is not None and (target is not None or not _is_job(job)):
         what = f"job={job!r}" if target is None else f"target={target!r}"
-        raise TypeError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
+        raise OptionError(f"{what} cannot be: jobs run where their arguments are, job= takes a jaxtensile.job(...)")
     asked = Asked(
         budget=budget,
         host_budget=host_budget,
@@ -176,6 +186,16 @@ def jit(
         options=jax_jit_options,
     )
     return Planned(fun, asked)
+
+
+def _require_known(options: Sequence[str] | Mapping[str, Any]) -> None:
+    """``OptionError`` for an option that neither this ``jit`` has nor JAX's."""
+    known = {*inspect.signature(jit).parameters, *inspect.signature(jax.jit).parameters} - {"fun", "jax_jit_options"}
+    for name in options:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+            raise OptionError(f"jit() got an unexpected keyword argument {name!r}: {hint}")
 
 
 def _is_job(job: Any) -> bool:
@@ -219,6 +239,7 @@ class Planned(Transformed):
         "_entries",
         "_found",
         "_fun",
+        "_ignored",
         "_jit_options",
         "_ladders",
         "_lock",
@@ -234,6 +255,7 @@ class Planned(Transformed):
         _look_like(self, fun)
         self._fun, self._asked = fun, asked
         self._found: Resolved | None = None
+        self._ignored = False
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
@@ -379,12 +401,25 @@ class Planned(Transformed):
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
         """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
         if _compat.under_trace() or _compat.jit_is_disabled():
+            self._say_ignored()
             return self._plain, *self._placement.on_device(args, kwargs), None
         known, named = self._placement.as_on_device(args, kwargs)
         traced = self._plain.trace(*known, **named)
         return unless_faulty(
             lambda: self._chosen_for(traced, known, named, args, kwargs),
             lambda error: self._without_plan(error, args, kwargs),
+        )
+
+    def _say_ignored(self) -> None:
+        """Once, that a budget has no effect here."""
+        if self._asked.budget is None or self._ignored or not _compat.under_trace():
+            return
+        self._ignored = True
+        warnings.warn(
+            f"{name_of(self._fun)} has budget={self._asked.budget!r} and is called inside of another transformation "
+            "(jax.grad, jax.vmap, jax.jit), where nothing is planned: put jaxtensile.jit around the whole step instead",
+            IgnoredBudgetWarning,
+            stacklevel=2,
         )
 
     def _chosen_for(

@@ -54,6 +54,10 @@ class BudgetError(JaxtensileError, ValueError):
         return type(self)(str(self), needs=self.needs, has=self.has, culprits=self.culprits)
 
 
+class OptionError(JaxtensileError, ValueError, TypeError):
+    """An option that does not exist, or a value that it cannot have."""
+
+
 class TargetError(JaxtensileError, ValueError):
     """A target that does not exist, or whose compiler plugin is not installed."""
 
@@ -68,6 +72,10 @@ class ConfigError(JaxtensileError, ValueError):
 
 class ConfigWarning(UserWarning):
     """A configuration file that says something of no use: a function's name that no function has."""
+
+
+class IgnoredBudgetWarning(UserWarning):
+    """A planned function was called inside of another transformation, where its budget has no effect."""
 
 
 class InternalError(JaxtensileError, RuntimeError):

@@ -21,12 +21,12 @@ from jaxtensile.passes.loops import LoopPlan, find_pairs
 from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
 from jaxtensile.report import Decision, Report
-from jaxtensile.request import Evaluate, Fitted, Job
+from jaxtensile.request import OFFLOADS, Evaluate, Fitted, Job
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, why_pinned
 from jaxtensile.undo import Undone
-from jaxtensile.units import MIB, Bytes, Seconds, format_bytes
-from jaxtensile.variants import Variant, step_time
+from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
+from jaxtensile.variants import Chunks, Variant, step_time
 
 BY_XLA = -1
 """The way in which the user's own function is compiled and XLA recomputes by itself."""
@@ -77,15 +77,25 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     found = "reachable" if not about and needs <= bound.nbytes else "found"
     smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {job.name}"
     other = ", or plan with solver='auto'" if job.solver == "chain" else ""
-    parts = "" if job.chunk or job.shards > 1 else "work on the batch in parts (chunk=True), "
+    ways = ["raise the budget"]
+    if not job.chunk and job.shards == 1 and Chunks(candidates.written, op_costs(traced.graph, job.device)).parts:
+        ways.append("work on the batch in parts (chunk=True)")
+    ways.append("shrink the batch")
+    if not any(job.donated):
+        ways.append("donate the arguments that are updated")
     return BudgetError(
         f"budget {format_bytes(job.budget)} is below {smallest}: {because}; "
-        f"raise the budget, {parts}shrink the batch, donate the arguments that are updated, "
-        f"or shard the program{other}",
+        f"{', '.join(ways)}, or shard the program{other}{_unit_left_out(job.budget, needs)}",
         needs=needs,
         has=job.budget,
         culprits=culprits,
     )
+
+
+def _unit_left_out(budget: Bytes, needs: Bytes) -> str:
+    """What a budget was probably meant to be that is a few bytes."""
+    meant = next((unit for unit in ("MiB", "GiB") if needs <= budget * parse_bytes(f"1{unit}") <= 1000 * needs), "")
+    return f" (did you mean {budget}{meant}?)" if budget < 1000 and meant else ""
 
 
 def unplanned(
@@ -175,6 +185,8 @@ def report(
         notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
     if rates := sorted(job.device.measured - {"capacity"}):
         notes.append(f"times from rates measured on {job.device.kinds[0]}: {', '.join(rates)}")
+    if job.host_budget and job.device.platform not in OFFLOADS:
+        notes.append(f"host_budget= has no effect on a {job.device.platform.upper()}: its memory is the host's")
     notes += _left_alone(traced)
     again = compiled.again
     costs = op_costs(traced.graph, job.device)

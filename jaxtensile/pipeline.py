@@ -10,7 +10,7 @@ for the program without them. Facts flow down; the only thing that flows back is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NoReturn
@@ -38,7 +38,7 @@ from jaxtensile.rounds import Rounds
 from jaxtensile.smallest import Smallest
 from jaxtensile.subject import Subject, bound_of, subject_of, with_state
 from jaxtensile.trace import trace_jaxpr
-from jaxtensile.undo import Undone, undo
+from jaxtensile.undo import Undone, checkpoints_in_loops, undo
 from jaxtensile.units import TIB, Seconds, format_bytes
 from jaxtensile.upperbound import all_values
 from jaxtensile.variants import Variant, program_key
@@ -203,10 +203,24 @@ def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> _Page:
             ways.UNDONE, lambda: undo(traced, job.jaxpr, keep_unused=unused) if wanted else None, lambda: None
         )
         lighter = subject_of(job, undone.traced) if undone is not None else None
-    page = _Page(job, prepare, clock, baseline, program, notes)
+    page = _Page(job, prepare, clock, baseline, program, (*notes, *_of_checkpoints(job, program)))
     if undone is not None and lighter is not None and lighter.bound.nbytes <= job.budget:
         page.without = undone, lighter
     return page
+
+
+def _of_checkpoints(job: Job, program: Subject) -> Iterator[str]:
+    """What the user's own checkpoints cost, where they stay."""
+    if not job.undo and job.shards == 1:
+        without = job.faults.spared(ways.UNDONE, lambda: undo(program.traced, job.jaxpr), lambda: None)
+        flops = program.traced.graph.flops
+        if without is not None and flops:
+            again = (flops - without.traced.graph.flops) / flops
+            yield f"its own checkpoints recompute {again:.1%} of its matrix FLOPs: undo=True spares what has room"
+    count = checkpoints_in_loops(job.jaxpr)
+    if count:
+        what = "a checkpoint inside of a loop is" if count == 1 else f"{count} checkpoints inside of loops are"
+        yield f"{what} honoured as written, unless a line above says that it is undone: without it the plan decides"
 
 
 class _Page:
@@ -392,12 +406,14 @@ class _Page:
         if best is None and job.shards == 1:
             best, _ = Smallest(rounds).glance(candidates)
         attempts, start = self.attempts, self.written()
-        least = job.budget if best is None or best.compiled.memory is None else best.compiled.device
-        if not job.state and (attempts.plain is not None or self.program.may_fit(replace(job, budget=least))):
+        if best is not None and best.compiled.memory is None:
+            best = None
+        worth = best is None or self.program.may_fit(replace(job, budget=best.compiled.device))
+        if not job.state and (attempts.plain is not None or worth):
             plain = attempts.own()
             if plain.memory is not None and (best is None or plain.device <= best.compiled.device):
                 best = attempts.plainly(start)
-        if best is not None and best.compiled.memory is not None and not attempts.misplaced(best):
+        if best is not None and not attempts.misplaced(best):
             graph = self.program.traced.graph
             remember(job, graph, best.compiled.device, self.entry(best))
         return best

@@ -422,17 +422,17 @@ def equation_flops(eqn: Any) -> float:
         return flops
     bodies, trips = _bodies(eqn)
     called = _called(eqn) if not bodies else None
-    inner = bodies or ([called] if called is not None else list(_inside(eqn.params.values())))
+    inner = bodies or ([called] if called is not None else list(jaxprs_in(eqn.params.values())))
     return max(map(jaxpr_flops, inner), default=0.0) * trips
 
 
-def _inside(params: Iterable[Any]) -> Iterator[Any]:
+def jaxprs_in(params: Iterable[Any]) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for param in params:
         if hasattr(param, "eqns"):
             yield param
         elif isinstance(param, (tuple, list)):
-            yield from _inside(param)
+            yield from jaxprs_in(param)
 
 
 def jaxpr_flops(jaxpr: Any) -> float:

@@ -18,7 +18,7 @@ from typing import Any
 from jaxtensile import _compat
 from jaxtensile.ir import Graph, ValueId
 from jaxtensile.merge import Equal, rebuilt, values
-from jaxtensile.trace import Equation, Traced, trace_jaxpr
+from jaxtensile.trace import Equation, Traced, jaxprs_in, trace_jaxpr
 from jaxtensile.undo_loops import without_recomputation
 
 
@@ -45,6 +45,20 @@ def undo(traced: Traced, closed: Any | None = None, *, keep_unused: bool = True)
     undone = _straight(traced)
     looped = None if closed is None else _looped(undone or Undone(traced, (), 0), closed, keep_unused)
     return looped or undone
+
+
+def checkpoints_in_loops(jaxpr: Any) -> int:
+    """How many of the user's checkpoints, differentiated, stand inside of loops."""
+    return _checkpoints(jaxpr, False)
+
+
+def _checkpoints(jaxpr: Any, inside: bool) -> int:
+    count = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        count += inside and name in ("remat2", "checkpoint") and bool(eqn.params.get("differentiated"))
+        count += sum(_checkpoints(body, inside or name in ("scan", "while")) for body in jaxprs_in(eqn.params.values()))
+    return count
 
 
 def _straight(traced: Traced) -> Undone | None:

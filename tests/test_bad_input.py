@@ -12,6 +12,7 @@ import pytest
 
 import jaxtensile
 from jaxtensile import target as targets
+from jaxtensile.errors import IgnoredBudgetWarning
 from jaxtensile.units import GIB, MIB
 from programs import FAST
 
@@ -245,7 +246,10 @@ def test_a_program_without_arrays_has_no_target(fun, args):
     "option, error",
     [
         ({"solver": "clairvoyant"}, ValueError),
+        ({"objective": "speed"}, jaxtensile.JaxtensileError),
         ({"bugdet": "1GiB"}, TypeError),
+        ({"bugdet": "1GiB"}, jaxtensile.JaxtensileError),
+        ({"donate_argnum": 0}, jaxtensile.JaxtensileError),
         ({"host_budget": "much"}, jaxtensile.BudgetError),
         ({"host_budget": -1}, jaxtensile.BudgetError),
         ({"job": "bert"}, TypeError),
@@ -257,6 +261,70 @@ def test_options_that_are_not_there(option, error):
     with pytest.raises(error, match=next(iter(option)).split("_")[0]) as info:
         jaxtensile.jit(product, **option)
     assert lines(info.value) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong, right", [("buget", "budget"), ("donate_argnum", "donate_argnums"), ("hostbudget", "host_budget")]
+)
+def test_the_nearest_option_is_named(wrong, right):
+    with pytest.raises(TypeError, match=f"'{wrong}': did you mean '{right}'"):
+        jaxtensile.jit(product, **{wrong: 1})
+
+
+def test_a_budget_of_a_few_bytes_was_probably_meant_with_a_unit():
+    big = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    with pytest.raises(jaxtensile.BudgetError, match=r"did you mean 12MiB\?"):
+        jaxtensile.jit(product, budget="12", compiler_options=FAST).plan(big)
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.vmap, jax.jit])
+def test_a_budget_inside_of_another_transformation_is_told_once(transform):
+    inner = jaxtensile.jit(lambda x: (x * x).sum(), budget="1GiB")
+    with pytest.warns(IgnoredBudgetWarning, match=r"budget='1GiB' and is called inside of another") as told:
+        transform(inner)(jnp.ones((4, 4)))
+        transform(inner)(jnp.ones((4, 5)))
+    assert len(told) == 1
+
+
+def test_advice_is_what_can_be_done():
+    """Who donates is not told to; rows that can be split are to be, whole matrices are not."""
+    x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+
+    def refused(fun, *args, **options):
+        with pytest.raises(jaxtensile.BudgetError) as info:
+            jaxtensile.jit(fun, budget=1000, compiler_options=FAST, **options).plan(*args)
+        return str(info.value)
+
+    def update(x):
+        return x - jax.grad(product)(x)
+
+    assert "donate" in refused(update, x) and "donate" not in refused(update, x, donate_argnums=0)
+    rows = jax.ShapeDtypeStruct((4096, 64), jnp.float32)
+    assert "chunk=True" in refused(jax.grad(lambda w, x: (jnp.tanh(x @ w) ** 2).sum()), x, rows)
+    assert "chunk=True" not in refused(lambda x: jnp.linalg.inv(x), x)
+
+
+def test_what_checkpoints_cost_is_told_where_they_stay():
+    def block(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    def loss(w, x):
+        return (jax.checkpoint(block)(x, w) ** 2).sum()
+
+    def loop(w, x):
+        return (jax.lax.scan(lambda x, _: (jax.checkpoint(block)(x, w), None), x, length=3)[0] ** 2).sum()
+
+    w, x = jnp.eye(32) / 2, jnp.ones((64, 32))
+    (note,) = jaxtensile.jit(jax.value_and_grad(loss), budget="1GiB", undo=False).plan(w, x).notes
+    # Two products forward, both again for the gradient, and three for that.
+    assert note.startswith("its own checkpoints recompute 28.6% of its matrix FLOPs")
+    notes = jaxtensile.jit(jax.value_and_grad(loop), budget="1GiB").plan(w, x).notes
+    assert any(note.startswith("a checkpoint inside of a loop is honoured") for note in notes)
+
+
+def test_host_memory_of_a_cpu_is_its_own():
+    notes = jaxtensile.jit(product, budget="1GiB", host_budget="1GiB").plan(jnp.ones((4, 4))).notes
+    assert any("host_budget= has no effect on a CPU" in note for note in notes)
 
 
 def test_options_are_given_by_name():

