@@ -32,7 +32,7 @@ from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
 from jaxtensile.plan_cache import Entry, Plans, key_of
 from jaxtensile.recipe import Recipe, Unlike, recipe_of, replay
 from jaxtensile.remembered import remember, remembered
-from jaxtensile.request import Evaluate, Fitted, Job
+from jaxtensile.request import OFFLOADS, Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
 from jaxtensile.smallest import Smallest
@@ -46,6 +46,9 @@ from jaxtensile.variants import Variant, program_key
 MERGING, CACHE, XLA = "the merging of equal operations", "the plan cache", "what XLA recomputes"
 CHEAP = 0.01
 """Plans that take no more of a step are not compared with what XLA recomputes by itself: that is one compile more."""
+SAVES = 0.9
+"""Share of the predicted bytes of the program as it is, above which one with its state on the host is compared with
+it."""
 TIGHT = 2.0
 """Budgets below so many times the lower bound may be hopeless."""
 STEEPEST = 0.7
@@ -359,7 +362,7 @@ class _Page:
             meanwhile = ahead if program.predicted.device > job.budget else None
             made = self.attempts.unplanned(start, meanwhile)
             if made.compiled.device <= job.budget:
-                return self.planned(made, bound, 0)
+                return self.unchanged() if self.saves_nothing(made) else self.planned(made, bound, 0)
         elif not job.state and (baseline or job.shards > 1 or program.may_fit(job)):
             # By the model it does not fit: plan while XLA has its say.
             plain = self.attempts.own(ahead if program.predicted.device > job.budget else None)
@@ -429,6 +432,17 @@ class _Page:
         with job.faults.of(XLA):
             made = self.attempts.by_xla(self.written())
         return best if made is None or made.compiled.again.seconds >= cost else made
+
+    def saves_nothing(self, made: Made) -> bool:
+        """Whether the program needs no fewer bytes with its state on the host than without: a branch, say, takes all of
+        it in at once."""
+        needs = made.compiled.device
+        if self.job.device.platform not in OFFLOADS:
+            return False  # one memory: it is asked for to see what it does
+        if needs < SAVES * self.program.plain.device or self.attempts.own().device > needs:
+            return False
+        self.notes = (*self.notes, "offload_state= has no effect: with its state on the host it needs no fewer bytes")
+        return True
 
     def bound(self) -> Bound:
         """How few bytes the program needs at least: as it is, or below that in as many parts as there may be."""

@@ -244,3 +244,27 @@ def test_a_tpu_that_gives_back_something_else_is_refused(monkeypatch):
         placement.Placement(None, active=lambda: True).job_place(Tpu(), (), {})
     monkeypatch.setattr(placement, "state_comes_back", lambda _: True)
     assert placement.Placement(None, active=lambda: True).job_place(Tpu(), (), {}) is not None
+
+
+@pytest.mark.cuda_aot
+def test_state_that_a_branch_takes_in_at_once_stays_where_it_is():
+    """Updates every few steps, as ``optax.MultiSteps`` makes them, in a branch that needs all of the state."""
+
+    def step(state, x):
+        def update(state):
+            return {"w": state["w"] - 0.1 * state["m"], "m": 0.9 * state["m"], "n": 0 * state["n"]}
+
+        loss, grad = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).sum())(state["w"])
+        state = {**state, "m": state["m"] + grad, "n": state["n"] + 1}
+        return jax.lax.cond(state["n"] == 4, update, lambda state: state, state), loss
+
+    wide = jax.ShapeDtypeStruct((2048, 2048), jnp.float32)
+    args = (
+        {"w": wide, "m": wide, "n": jax.ShapeDtypeStruct((), jnp.int32)},
+        jax.ShapeDtypeStruct((64, 2048), jnp.float32),
+    )
+    options = {"target": "nvidia-h200", "donate_argnums": 0}
+    plain = jaxtensile.jit(step, budget="10GiB", **options).plan(*args)
+    report = jaxtensile.jit(step, budget="10GiB", offload_state=True, **options).plan(*args)
+    assert report.compiled.device <= plain.compiled.device
+    assert report.state or any("offload_state= has no effect" in note for note in report.notes)
