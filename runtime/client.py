@@ -20,6 +20,7 @@ The job's own thread, at a step boundary::
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,8 +42,11 @@ from jaxtensile.units import Bytes, Seconds
 
 PATIENCE: Final = 10.0
 """Seconds without a coordinator after which a job that waits, also one that was in its queue, gives up waiting."""
+ANSWER: Final = 5.0
+"""Seconds in which a coordinator that is there says that what is given back is free."""
 _FATAL: Final = ("version", "protocol")
 _LARGEST: Final = (1 << 62) - 1
+_NUMBERS: Final = itertools.count(1)
 
 
 class Line(Protocol):
@@ -62,15 +66,13 @@ class Link(Protocol):
     """
 
     def close(self) -> None:
-        """End the connection, after all that was said on it before has been heard.
-
-        A grant may have been on its way to a job that does not wait any more. While the client is not ``done`` then,
-        one more connection is needed, on which it gives the lease back."""
+        """End the connection, after all that was said on it before has been heard. While the client is not ``done``
+        then, one more is needed, on which it gives back what it has, or may have been granted."""
         ...
 
 
 class Client(Owned):
-    """One job of a process, under one name: a process has one lease per name. In a forked child it says nothing.
+    """One job of a process. In a forked child it says nothing.
 
     ``connect`` makes the link and is given the client; ``changed`` is called, from any thread, whenever something was
     heard that ``boundary`` or ``wait`` answers. ``boundary``, ``moved``, ``beat`` and ``release`` are the job's own
@@ -86,7 +88,7 @@ class Client(Owned):
         patience: Seconds = PATIENCE,
     ) -> None:
         super().__init__(f"job {admit.job!r}")
-        self._holder = Holder(admit)
+        self._holder = Holder(admit, next(_NUMBERS))
         self._lock = threading.Lock()
         self._news = Bell()
         self._changed = changed
@@ -97,7 +99,7 @@ class Client(Owned):
         """``boundary`` has something to say: read without the lock."""
         self._measured: tuple[int, Seconds, Sequence[Bytes], Bytes] = (0, 0.0, (), 0)
         self._ahead: int | None = None
-        self._closed = self._given_up = False
+        self._closed = False
         self._failed = ""
         """Why the coordinator does not speak with this client."""
         self._line: Line | None = None
@@ -189,7 +191,7 @@ class Client(Owned):
         """What a step took. It is told with the next ``pulse``, so this costs nothing."""
         self._measured = step, seconds, in_use, peak
 
-    def release(self, in_use: Sequence[Bytes] = (), timeout: Seconds = 5.0) -> bool:
+    def release(self, in_use: Sequence[Bytes] = (), timeout: Seconds = ANSWER) -> bool:
         """The job is done with its lease: it holds nothing, or ``in_use`` of what its allocator keeps. Then ``close``.
 
         True when the coordinator has said that the lease is free; False when it keeps charging what is still in use,
@@ -216,6 +218,8 @@ class Client(Owned):
 
     def _give_back(self, in_use: Sequence[Bytes]) -> None:
         with self._lock:
+            if self._holder.phase == "holding":
+                self._measured = *self._measured[:2], in_use, self._measured[3]  # said again on the next connection
             self._outbox += self._holder.release(in_use)
         self._flush()
 
@@ -229,8 +233,13 @@ class Client(Owned):
         with self._lock:
             if self._closed:
                 return
-            self._closed, self._given_up = True, self._holder.phase == "waiting"
+            self._closed, waits = True, self._holder.phase == "waiting"
+            if waits:
+                self._outbox += self._holder.release(())
         self._news.ring()
+        if waits:
+            self._flush()
+            until(lambda: self._holder.phase != "releasing" or self._line is None, self._news, ANSWER)
         self._link.close()
 
     # What is known.
@@ -279,7 +288,7 @@ class Client(Owned):
     def done(self) -> bool:
         """Whether there is nothing more to say: its link needs no further connection."""
         phase = self._holder.phase
-        return bool(self._failed) or phase == "ended" or (self._closed and phase in ("waiting", "holding"))
+        return bool(self._failed) or phase == "ended" or (self._closed and phase == "holding")
 
     # The link's calls.
 
@@ -299,8 +308,6 @@ class Client(Owned):
                 self._ahead = reply.ahead
             elif isinstance(reply, Error) and reply.code in _FATAL:
                 self._failed = f"the coordinator refuses to speak with this client: {reply.detail}"
-            if self._given_up and holder.phase == "holding":
-                self._outbox += holder.release(())  # it was granted what is not waited for any more
             self._due = bool(self._failed) or holder.phase == "ended" or holder.target != holder.held
         self._news.ring()
         self._flush()

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from msgspec import structs
+
 from jaxtensile.runtime.messages import (
     VERSION,
     Ack,
@@ -27,6 +29,7 @@ from jaxtensile.runtime.messages import (
     Request,
     Revoke,
     Token,
+    Withdraw,
 )
 from jaxtensile.units import Bytes
 
@@ -37,8 +40,10 @@ class Holder:
     """One job of a process. ``held``: the rung it is on; ``target``: the one it was told; -1 for none."""
 
     __slots__ = (
+        "_asked",
         "_clamp",
         "_connected",
+        "_number",
         "_renewal",
         "_unsaid",
         "admit",
@@ -51,8 +56,11 @@ class Holder:
         "token",
     )
 
-    def __init__(self, admit: Admit, *, clamp: bool = True) -> None:
+    def __init__(self, admit: Admit, number: int = 0, *, clamp: bool = True) -> None:
         self.admit = admit
+        self._number = number
+        self._asked = False
+        """The coordinator may have heard of it."""
         self.phase: Phase = "waiting"
         self.lease = 0
         self.token = Token(0, 0)
@@ -155,20 +163,26 @@ class Holder:
         return [self._ack(in_use)] if self.held == self.target else []
 
     def release(self, in_use: Sequence[Bytes]) -> list[Request]:
-        """The job is done; ``in_use``: what the allocator keeps."""
-        if self.phase != "holding":
+        """The job is done, or waits no more; ``in_use``: what the allocator keeps."""
+        if self.phase == "waiting":
+            self.phase = "releasing" if self._asked else "ended"
+        elif self.phase == "holding":
+            self.phase, self.held, self.target, self.moving = "releasing", -1, -1, -1
+        else:
             return []
-        self.phase, self.held, self.target, self.moving = "releasing", -1, -1, -1
         return self._introduced(in_use) if self._connected else []
 
     def _introduced(self, in_use: Sequence[Bytes]) -> list[Request]:
         held = tuple(in_use)
         match self.phase:
             case "waiting":
-                return [self.admit]
+                self._asked = True
+                return [structs.replace(self.admit, number=self._number)]
             case "holding" if self.moving < 0:
                 self._unsaid = False
                 return [Reclaim(lease=self.lease, token=self.token, rung=self.held, in_use=held)]
+            case "releasing" if not self.lease:
+                return [Withdraw(job=self.admit.job, number=self._number)]
             case "releasing":
                 return [Release(lease=self.lease, token=self.token, in_use=held)]
             case _:

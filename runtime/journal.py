@@ -67,6 +67,7 @@ class Admitted(_Record, frozen=True, kw_only=True, tag="admitted"):
     charges: tuple[Charge, ...]
     former: int = -1
     suspended: bool = False
+    number: int = 0
 
 
 class Charged(_Record, frozen=True, kw_only=True, tag="charged"):
@@ -191,6 +192,7 @@ def admission(lease: Lease, charges: tuple[Charge, ...]) -> Admitted:
         charges=charges,
         former=lease.former,
         suspended=lease.suspended,
+        number=lease.number,
     )
 
 
@@ -206,6 +208,7 @@ def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
         id=old.lease,
         process=old.process,
         job=old.job,
+        number=old.number,
         resources=old.resources,
         ladder=old.ladder,
         low=old.low,

@@ -140,6 +140,8 @@ class Lease(Struct, kw_only=True, eq=False):
     id: int
     process: Process
     job: str
+    number: int = 0
+    """Which ask of its process it answers."""
     resources: tuple[str, ...]
     """The devices of the job, then ``HOST``."""
     ladder: tuple[Rung, ...]

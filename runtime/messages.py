@@ -11,6 +11,7 @@ lists, no unknown field. ``wire`` frames them. A *lease* is named by its number,
     RECLAIM after a new connection         GRANT, or ERROR
     RENEW: another ladder                  RENEWED and GRANT, or ERROR; no answer if its token is not the last
     RELEASE                                RELEASED, or ERROR
+    WITHDRAW: it does not wait any more    RELEASED of lease 0
     STATUS                                 SNAPSHOT
 """
 
@@ -22,7 +23,7 @@ from msgspec import Meta, Struct
 
 from jaxtensile.units import Seconds
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the protocol; both sides must speak the same one."""
 
 MOST_BYTES: Final = 1 << 60
@@ -72,9 +73,12 @@ class Hello(_Message, frozen=True, kw_only=True, tag="HELLO"):
 
 
 class Admit(_Message, frozen=True, kw_only=True, tag="ADMIT"):
-    """A job asks for a lease. Saying it again is harmless: one process has one lease per job name."""
+    """A job asks for a lease. Saying it again is harmless: a process has one lease for each name and number."""
 
     job: Name
+    number: Count = 0
+    """Which of the process's asks it is: a later job of the same name is another one, whatever of the former one is
+    still on its way."""
     devices: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
     ladder: Ladder
     floor: Size = 0
@@ -123,6 +127,13 @@ class Release(_Message, frozen=True, kw_only=True, tag="RELEASE"):
     lease: Count
     token: Token
     in_use: Sizes = ()
+
+
+class Withdraw(_Message, frozen=True, kw_only=True, tag="WITHDRAW"):
+    """A job that was told of no lease does not wait any more, nor will it use what it may be granted."""
+
+    job: Name
+    number: Count = 0
 
 
 class Renew(_Message, frozen=True, kw_only=True, tag="RENEW"):
@@ -275,5 +286,5 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):
     """The last ones, where the first leases are told."""
 
 
-Request = Hello | Admit | Ack | Beat | Reclaim | Renew | Release | Status
+Request = Hello | Admit | Ack | Beat | Reclaim | Renew | Release | Withdraw | Status
 Reply = Welcome | Queued | Grant | Renewed | Reject | Revoke | Released | Error | Snapshot

@@ -29,6 +29,7 @@ from jaxtensile.runtime.messages import (
     Status,
     Token,
     Welcome,
+    Withdraw,
 )
 from jaxtensile.runtime.speakers import Peer
 from jaxtensile.units import Bytes, format_bytes
@@ -66,6 +67,8 @@ class Requests:
                 self._admit(connection, peer, message)
             case Release():
                 self._release(connection, peer.process, message)
+            case Withdraw():
+                self._withdraw(connection, peer, message)
             case Renew():
                 self._renew(connection, peer.process, message)
             case Reclaim():
@@ -77,10 +80,11 @@ class Requests:
 
     def _admit(self, connection: Connection, peer: Peer, message: Admit) -> None:
         desk = self._desk
-        if desk.speakers.late(connection, peer, message.job):
+        ask = message.job, message.number
+        if desk.speakers.late(connection, peer, ask):
             desk.counters["stale"] += 1
             return
-        if desk.rules.idempotent_admit and (known := peer.known.jobs.get(message.job)) is not None:
+        if desk.rules.idempotent_admit and (known := peer.known.asks.get(ask)) is not None:
             self._admit_again(known, connection, peer)
             return
         asked = (
@@ -97,6 +101,7 @@ class Requests:
             id=desk.number(),
             process=peer.process,
             job=message.job,
+            number=message.number,
             resources=asked.resources,
             ladder=asked.ladder,
             low=asked.low,
@@ -140,7 +145,7 @@ class Requests:
         if lease.rung < 0 or not known or len(message.in_use) > len(lease.resources):
             desk.refuse(connection, "protocol", f"lease {lease.id} was never on rung {message.rung}")
             return
-        if desk.speakers.late(connection, peer, lease.job):
+        if desk.speakers.late(connection, peer, (lease.job, lease.number)):
             desk.counters["stale"] += 1
             return
         desk.speakers.speak(lease, connection, peer, desk.now)
@@ -258,6 +263,14 @@ class Requests:
             return
         desk.forget(lease, RELEASE, "it was released")
         desk.released(connection, lease.id)
+
+    def _withdraw(self, connection: Connection, peer: Peer, message: Withdraw) -> None:
+        """Whatever became of the ask, the job knows of nothing: so it holds nothing."""
+        desk, ask = self._desk, (message.job, message.number)
+        desk.speakers.heard(ask, connection, peer)
+        if (lease := peer.known.asks.get(ask)) is not None:
+            desk.forget(lease, RELEASE, "it was withdrawn")
+        desk.released(connection, 0)
 
     # Who may speak for a lease.
 

@@ -2,7 +2,8 @@
 
 Invariant: a job is spoken for by the last connection of its process that asked for it. What an earlier one says, or
 its end, is late: a process opens a new connection only after it has given up the old one, and connections are numbered
-in the order in which they were accepted. Who is behind a connection is what the kernel says.
+in the order in which they were accepted. Who is behind a connection is what the kernel says. Jobs of one name that a
+process has one after another are told apart by a number: what the former one left behind is not the later one's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from jaxtensile.runtime.leases import Lease, Process
 from jaxtensile.units import Seconds
 
 Identity = Process | int
+Ask = tuple[str, int]
+"""A job's name, and which ask of its process."""
 
 
 @dataclass(slots=True, eq=False)
@@ -23,9 +26,9 @@ class _Known:
 
     peers: dict[Connection, Peer] = field(default_factory=dict[Connection, "Peer"])
     leases: dict[int, Lease] = field(default_factory=dict[int, Lease])
-    jobs: dict[str, Lease] = field(default_factory=dict[str, Lease])
-    last: dict[str, Connection] = field(default_factory=dict[str, Connection])
-    """Which connection spoke for a job last; also for jobs whose lease is no more."""
+    asks: dict[Ask, Lease] = field(default_factory=dict[Ask, Lease])
+    last: dict[Ask, Connection] = field(default_factory=dict[Ask, Connection])
+    """Which connection spoke for an ask last; also where its lease is no more."""
 
 
 @dataclass(slots=True, eq=False)
@@ -103,29 +106,34 @@ class Speakers:
     def own(self, lease: Lease, known: _Known | None = None) -> None:
         """A job has a lease; ``known``: what is known of its process."""
         known = known or self._of(lease.process)
-        known.jobs[lease.job] = known.leases[lease.id] = lease
+        known.asks[lease.job, lease.number] = known.leases[lease.id] = lease
 
     def disown(self, lease: Lease) -> None:
         """The lease is no more."""
         known = self._of(lease.process)
         known.leases.pop(lease.id, None)
-        if known.jobs.get(lease.job) is lease:
-            del known.jobs[lease.job]
-            if known.last.get(lease.job, -1) <= next(iter(known.peers), -1):
-                known.last.pop(lease.job, None)  # there is no earlier connection whose word could come yet
+        ask = lease.job, lease.number
+        if known.asks.get(ask) is lease:
+            del known.asks[ask]
+            if known.last.get(ask, -1) <= next(iter(known.peers), -1):
+                known.last.pop(ask, None)  # there is no earlier connection whose word could come yet
         if not known.peers:
             self._forget(lease.process, known)
 
     # Who speaks.
 
-    def late(self, connection: Connection, peer: Peer, job: str) -> bool:
-        """Has a later connection spoken for the job?"""
-        return self._rules.generations and connection < peer.known.last.get(job, -1)
+    def late(self, connection: Connection, peer: Peer, ask: Ask) -> bool:
+        """Has a later connection spoken for it?"""
+        return self._rules.generations and connection < peer.known.last.get(ask, -1)
+
+    def heard(self, ask: Ask, connection: Connection, peer: Peer) -> None:
+        """A connection has spoken for an ask: what an earlier one says of it is late."""
+        peer.known.last[ask] = max(connection, peer.known.last.get(ask, -1))
 
     def speak(self, lease: Lease, connection: Connection, peer: Peer, now: Seconds) -> None:
         """From now on that connection speaks for the lease."""
         lease.connection, lease.beat = connection, now
-        peer.known.last[lease.job] = connection
+        peer.known.last[lease.job, lease.number] = connection
 
     def speaks(self, lease: Lease, connection: Connection) -> bool:
         """Does a connection speak for a lease?"""

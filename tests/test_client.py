@@ -179,6 +179,19 @@ def test_a_job_that_lost_its_connection_stays_where_it_is_until_it_is_granted_ag
     assert second.wait(WAIT) == 0
 
 
+def test_a_release_that_got_lost_is_said_again_as_it_was():
+    """Not with what was measured while the job still held it."""
+    office = Office()
+    client = office.client("a")
+    client.wait()
+    client.beat(7, 0.25, (5, 1), 6)
+    client.pulse()
+    client._link.hang_up()
+    client.give_back()
+    client._link.connect()
+    assert client.release() and office.charged() == 0
+
+
 def test_a_lease_that_nobody_knows_any_more_ends_the_job_with_an_error():
     office = Office()
     client = office.client("a")

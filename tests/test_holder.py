@@ -14,6 +14,7 @@ from jaxtensile.runtime.messages import (
     Released,
     Revoke,
     Token,
+    Withdraw,
 )
 
 
@@ -77,6 +78,19 @@ def test_a_release_is_said_until_it_is_answered():
     assert it.connected(())[-1] == Release(lease=5, token=Token(1, 1), in_use=())
     it.received(Released(lease=5), ())
     assert it.phase == "ended" and it.connected(()) == [Hello(version=VERSION)]
+
+
+def test_who_waits_no_more_says_so_until_it_is_answered_whatever_it_is_granted_meanwhile():
+    it = Holder(Admit(job="a", devices=(GPU,), ladder=LADDER), 3)
+    assert it.connected(())[-1].number == 3
+    assert it.release(()) == [Withdraw(job="a", number=3)]
+    it.received(Grant(job="a", lease=5, token=Token(1, 1), rung=1), ())
+    it.disconnected()
+    assert it.held == -1 and it.connected(())[-1] == Withdraw(job="a", number=3)
+    it.received(Released(lease=0), ())
+    assert it.phase == "ended"
+    never = holder()
+    assert never.release(()) == [] and never.phase == "ended"
 
 
 def test_a_rejected_job_knows_why():

@@ -17,11 +17,13 @@ from jaxtensile.runtime.messages import (
     Admit,
     Beat,
     Error,
+    Grant,
     Hello,
     Queued,
     Reclaim,
     Reject,
     Release,
+    Released,
     Renew,
     Renewed,
     Revoke,
@@ -29,6 +31,7 @@ from jaxtensile.runtime.messages import (
     Status,
     Token,
     Welcome,
+    Withdraw,
 )
 
 LONGER = (Rung(persistent=3, seconds=2.0), Rung(persistent=5, seconds=1.5), Rung(persistent=10, seconds=0.5))
@@ -139,6 +142,37 @@ def test_asking_again_is_answered_with_the_same_lease():
     assert third.lease == first.lease and talk.lease(first.lease).connection == 2
     other = talk.hear(2, Admit(job="b", devices=(GPU,), ladder=LADDER[:1]))[-1]
     assert other.lease != first.lease and talk.charged() == 12
+
+
+def test_a_later_job_of_the_same_name_has_a_lease_of_its_own_also_after_a_restart():
+    """The release of the former one, which may come late, is not about it; nor is its ladder."""
+    talk = Talk()
+    first = talk.admit(1, ladder=LADDER[:1], number=1)
+    again = Talk(records=talk.journal)
+    again.meet(7, Process(1, 1))
+    second = again.hear(7, Admit(job="a", number=2, devices=(GPU,), ladder=LADDER[1:]))
+    assert isinstance(second[0], Queued)
+    again.tick(2.0)
+    (grant,) = again.said(Grant, to=7)
+    assert grant.lease != first.lease and again.charged() == 12
+    again.meet(8, Process(1, 1))
+    again.hear(8, Release(lease=first.lease, token=first.token))
+    assert again.charged() == 8 and again.lease(grant.lease).state is State.HELD
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_what_is_withdrawn_is_free_whether_it_was_granted_or_not(granted):
+    talk = Talk()
+    talk.admit(1, ladder=LADDER[1:])
+    asked = Admit(job="b", number=3, devices=(GPU,), ladder=LADDER[not granted :])
+    talk.meet(2, Process(2, 1))
+    assert isinstance(talk.hear(2, asked)[-1], Grant if granted else Queued)
+    talk.meet(3, Process(2, 1))
+    assert talk.hear(3, Withdraw(job="b", number=3)) == [Released(lease=0)]
+    assert talk.charged() == 8 and len(talk.it.arbiter.leases) == 1
+    assert talk.hear(2, asked) == []  # it was on its way on the connection before
+    assert talk.hear(3, Withdraw(job="b", number=3)) == [Released(lease=0)]
+    assert talk.charged() == 8
 
 
 def test_who_never_heard_of_its_grant_has_it_from_when_it_is_told():

@@ -11,6 +11,9 @@ from jaxtensile.runtime.speakers import Speakers
 ONE, OTHER = Process(7, 1), Process(7, 2)
 
 
+ASK = "a", 0
+
+
 def lease(number, process=ONE, job="a"):
     d = demand_of((Rung(persistent=1, seconds=1.0),), ("cuda:0", HOST), 0, 0)
     more = {"needs": d.needs, "slowdowns": d.slowdowns, "best": d.best, "touched": d.touched}
@@ -24,7 +27,10 @@ def test_an_earlier_connection_is_late_once_a_later_one_has_spoken():
     mine = lease(1)
     them.own(mine)
     them.speak(mine, 2, second, 0.0)
-    assert them.late(1, first, "a") and not them.late(2, second, "a") and not them.late(1, first, "b")
+    assert them.late(1, first, ASK) and not them.late(2, second, ASK)
+    assert not them.late(1, first, ("b", 0)) and not them.late(1, first, ("a", 1))
+    them.heard(("b", 0), 2, second), them.heard(("b", 0), 1, first)
+    assert them.late(1, first, ("b", 0)) and not them.late(2, second, ("b", 0))
     assert them.speaks(mine, 2) and not them.speaks(mine, 1)
 
 
@@ -35,7 +41,7 @@ def test_what_was_late_is_forgotten_with_the_last_connection_of_the_process():
     them.own(mine)
     them.speak(mine, 5, peer, 0.0)
     them.gone(5)
-    assert not them.late(4, them.met(4, ONE), "a")  # no word of it can come any more
+    assert not them.late(4, them.met(4, ONE), ASK)  # no word of it can come any more
     assert them.leases_of(ONE) == {1: mine}
 
 
@@ -43,7 +49,7 @@ def test_a_pid_that_is_used_again_is_another_process():
     them = Speakers(Rules())
     them.own(lease(1))
     peer = them.met(1, OTHER)
-    assert not them.same(ONE, OTHER) and peer.known.jobs == {} and them.leases_of(OTHER) == {}
+    assert not them.same(ONE, OTHER) and peer.known.asks == {} and them.leases_of(OTHER) == {}
     assert them.connected(ONE) == [] and them.connected(OTHER) == [peer]
 
 
