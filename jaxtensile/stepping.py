@@ -34,7 +34,8 @@ from jaxtensile.waiting import Waiting
 T = TypeVar("T")
 
 _FIRST: Seconds = 10.0
-"""For so long a job that compiles its first plan stays where it is, so that its first step can run with that."""
+"""For so long a job that compiles its first plan stays where it is, so that its first step can run with that; but for
+half of the time at most in which it is to shrink, since it may be ended after that."""
 _REMEASURED = 8
 """Steps after which it is looked whether they are as fast as was told, and again each time there are twice as many."""
 _log = logging.getLogger("jaxtensile")
@@ -128,21 +129,26 @@ class Stepping(Owned):
     def _moving(self, compiles: Callable[[], T]) -> T:
         """What takes long, while the job goes where it is told to be. Its first plan is worth waiting for, for a while:
         else it would compile another one, and another one, before its first step."""
-        mark = self._lock.holder
+        mark, over = self._lock.holder, threading.Event()
         assert mark is not None
 
         def gives() -> None:
-            self._place.give(mark)
-            self.settle()
+            end = time.monotonic() + (0.0 if self.steps else _FIRST)
+            while not over.wait(min(max(end - time.monotonic(), 0.0), LOOK)):
+                halfway = None if self._on.client is None else self._on.client.halfway
+                end = end if halfway is None else min(end, halfway)
+                if time.monotonic() >= end:
+                    self._place.give(mark)
+                    self.settle()
+                    return
 
-        timer = threading.Timer(0.0 if self.steps else _FIRST, gives)
-        timer.daemon = True
-        uninterrupted(timer.start)
+        giver = threading.Thread(target=gives, name=f"jaxtensile-moves-{self._name}", daemon=True)
+        uninterrupted(giver.start)
         try:
             return compiles()
         finally:
-            timer.cancel()
-            timer.join()
+            over.set()
+            giver.join()
             if self._place.holder is not mark:
                 self._place.take(mark)
             self._on.require_going_on()

@@ -36,7 +36,7 @@ from jaxtensile.errors import (
 from jaxtensile.runtime.forks import Owned
 from jaxtensile.runtime.holder import Holder
 from jaxtensile.runtime.holds import LOOK, Bell, until
-from jaxtensile.runtime.messages import Admit, Beat, Error, Queued, Reply, Request
+from jaxtensile.runtime.messages import Admit, Beat, Error, Grant, Queued, Reply, Request, Revoke
 from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.units import Bytes, Seconds
 
@@ -99,6 +99,7 @@ class Client(Owned):
         """``boundary`` has something to say: read without the lock."""
         self._measured: tuple[int, Seconds, Sequence[Bytes], Bytes] = (0, 0.0, (), 0)
         self._ahead: int | None = None
+        self._halfway: Seconds | None = None
         self._closed = False
         self._failed = ""
         """Why the coordinator does not speak with this client."""
@@ -265,6 +266,12 @@ class Client(Owned):
         return self._holder.target
 
     @property
+    def halfway(self) -> Seconds | None:
+        """When half of the time has passed in which it is to go where a REVOKE told, by ``time.monotonic``; None: it is
+        there, or none did."""
+        return self._halfway if self._holder.target != self._holder.held else None
+
+    @property
     def due(self) -> bool:
         """Whether ``boundary`` has something to say."""
         return self._due
@@ -306,6 +313,8 @@ class Client(Owned):
             self._outbox += holder.received(reply, self._measured[2])
             if isinstance(reply, Queued):
                 self._ahead = reply.ahead
+            elif isinstance(reply, Grant | Revoke):
+                self._halfway = time.monotonic() + reply.deadline / 2 if isinstance(reply, Revoke) else None
             elif isinstance(reply, Error) and reply.code in _FATAL:
                 self._failed = f"the coordinator refuses to speak with this client: {reply.detail}"
             self._due = bool(self._failed) or holder.phase == "ended" or holder.target != holder.held

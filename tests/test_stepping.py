@@ -10,6 +10,7 @@ import pytest
 
 import jaxtensile
 import job_programs as programs
+from jaxtensile import stepping
 from jaxtensile.ladder import Ladder
 from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, resize, same, until
 
@@ -133,6 +134,25 @@ def test_the_first_plan_runs_once_before_the_job_goes_to_a_smaller_one(ladder, m
         assert ran[0] > low >= charged(), "where it was, and then where it was told to be"
         training.run(2)
         assert ran[1] <= low
+    same(training.losses)
+
+
+def test_a_first_plan_is_not_worth_more_than_half_of_the_time_there_is_to_shrink(ladder, monkeypatch):
+    """A daemon may end who has not shrunk after that."""
+    monkeypatch.setattr(stepping, "_FIRST", 10 * WAIT)
+    with jaxtensile.job("hurries", config=programs.config(ROOM, revoke_deadline="400ms")) as job:
+        low, seen = ladder[-1].level - 1, []
+
+        def shrinks():
+            resize(low)
+            until(lambda: charged() <= low)
+            seen.append(charged())
+
+        while_compiling(monkeypatch, shrinks)
+        training = Training(job)
+        training.step = jaxtensile.jit(lambda *args: programs.step(*args), job=job, donate_argnums=0)
+        training.run(2)
+        assert seen
     same(training.losses)
 
 
