@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +55,11 @@ class Arbitration:
     connect: Callable[[Client], Link]
     local: LocalCoordinator | None
 
-    def turns(self, device: str, priority: int, weight: float) -> Turns | None:
-        """The job's place at the gate of a device; None where its jobs are processes of their own."""
-        return None if self.local is None else self.local.gate(device).member(priority, weight)
+    def turns(self, devices: Sequence[str], priority: int, weight: float) -> tuple[Turns, ...]:
+        """The job's places at the gates of its devices, in the order in which all jobs take them; none where its jobs
+        are processes of their own."""
+        local = self.local
+        return () if local is None else tuple(local.gate(d).member(priority, weight) for d in sorted(devices))
 
     def end(self) -> None:
         """The job is no more."""

@@ -181,14 +181,14 @@ class Stepping(Owned):
     # A step's turn.
 
     def _take_turn(self) -> None:
-        mark = self._lock.holder
-        if self._on.turns is not None and mark is not None:
-            self._on.turns.take(mark)
+        if (mark := self._lock.holder) is not None:
+            for turns in self._on.turns:
+                turns.take(mark)
 
     def _end_turn(self) -> None:
-        mark = self._lock.holder
-        if self._on.turns is not None and mark is not None:
-            self._on.turns.give(mark)
+        if (mark := self._lock.holder) is not None:
+            for turns in self._on.turns:
+                turns.give(mark)
 
     def _measured(self, took: Seconds) -> None:
         self.steps += 1

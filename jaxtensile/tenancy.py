@@ -72,8 +72,8 @@ class Tenancy:
     def __init__(self, terms: Terms) -> None:
         self.terms, self.devices = terms, terms.devices
         self.taken = Taken()
-        self.turns: Turns | None = None
-        """Its place at the gate of its device."""
+        self.turns: tuple[Turns, ...] = ()
+        """Its places at the gates of its devices."""
         self.ladders: list[Ladder] = []
         self.calls: Counter[Ladder] = Counter()
         """Of each step that were timed."""

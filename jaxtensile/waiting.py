@@ -85,8 +85,8 @@ class Waiting:
         assert self._on.by is not None
         if self._on.devices is None:
             self._on.devices = tuple(map(device_name, devices))
-        if self._on.turns is None:
-            self._on.turns = self._on.by.turns(self._on.devices[0], self._on.terms.priority, self._on.terms.weight)
+        if not self._on.turns:
+            self._on.turns = self._on.by.turns(self._on.devices, self._on.terms.priority, self._on.terms.weight)
         while self._on.client is None:
             client = uninterrupted(lambda: self._ask(self._on.asked(self._on.together()), _weakly(self._changed)))
             try:

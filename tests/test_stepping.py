@@ -12,6 +12,8 @@ import jaxtensile
 import job_programs as programs
 from jaxtensile import stepping
 from jaxtensile.ladder import Ladder
+from jaxtensile.runtime.leases import HOST
+from jaxtensile.runtime.ledger import Capacity
 from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, resize, same, until
 
 pytestmark = pytest.mark.xdist_group("stepping")  # one process: what all of them need is made once
@@ -52,6 +54,23 @@ def test_jobs_in_threads_never_hold_more_than_there_is(ladder):
     assert sorted(losses) == [0, 1, 2, 3]
     for k, got in losses.items():
         same(got, seed=k)
+
+
+def test_a_step_has_its_turn_on_each_of_its_devices(ladder, monkeypatch):
+    """Of each the largest temporaries alone are charged, also where another job has only the last one of them."""
+    names, ran = ("cpu:1", "cpu:0"), []
+    with jaxtensile.job("wide", devices=names, config=programs.config(ROOM)) as job:
+        office().resize(dict.fromkeys((*names, HOST), Capacity(capacity=1 << 30)))
+        turns = [office().gate(name)._state for name in names]
+        real = jax.block_until_ready
+        monkeypatch.setattr(
+            jax, "block_until_ready", lambda x: (ran.append([t.get().owner for t in turns]), real(x))[1]
+        )
+        training = Training(job)
+        training.run(2)
+        assert ran and all(one is other is not None for one, other in ran)
+        assert [t.get().owner for t in turns] == [None, None]
+    same(training.losses)
 
 
 def test_a_step_that_raises_gives_its_turn_back(ladder):
