@@ -97,7 +97,8 @@ class Coordinator:
     def wake(self) -> Seconds | None:
         """When there is something to do though nothing happens: a ``Tick`` is due."""
         desk, leases = self._desk, self.arbiter.leases.values()
-        times = [a.deadline for a in leases if a.deadline is not None and a.id not in desk.terminated]
+        late = [a for a in leases if a.deadline is not None and a.id not in desk.terminated]
+        times = [a.deadline for a in late if a.deadline is not None and not self._untold(a)]
         if desk.settings.lease_ttl < math.inf:
             beats = [a.beat for a in leases if a.connection is not None and a.rung >= 0]
             if beats:
@@ -147,6 +148,8 @@ class Coordinator:
                 desk.outbox.failed()
             case JournalWorks():
                 for lease in arbiter.leases.values():  # what they were to be told may not have been sent
+                    if lease.deadline is not None and self._untold(lease):
+                        lease.deadline = desk.now + desk.settings.revoke_deadline
                     if desk.outbox.unsure(lease.id):
                         lease.since = desk.now
                     if lease.connection is not None and lease.rung >= 0:
@@ -209,12 +212,17 @@ class Coordinator:
                 self.counters["silent"] += 1
                 desk.close(lease.connection)
                 self._lost(lease, "it was silent", free=not desk.rules.ttl_quarantines)
-            if lease.deadline is not None and now >= lease.deadline:
+            if lease.deadline is not None and now >= lease.deadline and not self._untold(lease):
                 self._overdue(lease)
         if desk.phase == "recovering" and now >= self._recovered_at:
             desk.serve()
         if self.arbiter.recheck is not None and now >= self.arbiter.recheck:
             desk.undecided = True
+
+    def _untold(self, lease: Lease) -> bool:
+        """What it is to be told waits for the journal: its deadline begins when it is said."""
+        outbox = self._desk.outbox
+        return not outbox.works and (not lease.knows or outbox.unsure(lease.id))
 
     def _overdue(self, lease: Lease) -> None:
         desk = self._desk
