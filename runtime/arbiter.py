@@ -244,7 +244,9 @@ class Arbiter:
         claims = [_claim(a, [*self._lower(a), _option(a, a.rung, promised[a.id])]) for a in able]
         shares = divide(claims, rooms, self.settings.policy)
         if shares is None:
-            return False
+            if not _least_fit(claims, rooms):
+                return False
+            shares = {c.id: 0 for c in claims}
         for lease, claim in zip(able, claims, strict=True):
             rung = claim.options[shares[claim.id]].rung
             if rung < lease.rung:
@@ -405,6 +407,18 @@ class Arbiter:
     def _worth(self, lease: Lease, rung: int) -> bool:
         """Is a rung enough faster than the one it is on?"""
         return lease.slowdowns[rung] <= lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
+
+
+def _least_fit(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> bool:
+    """Do all fit on their first options? Of several devices where steps take turns a division may not see that: it
+    takes the largest temp of any for that of each."""
+    left, temps = {name: r.free for name, r in rooms.items()}, {name: r.temp for name, r in rooms.items()}
+    for c in claims:
+        for name, need in zip(c.resources, c.options[0].needs, strict=True):
+            left[name] -= need.persistent if rooms[name].gated else need.level
+            if rooms[name].gated:
+                temps[name] = max(temps[name], need.temp)
+    return all(left[name] >= temps[name] for name in rooms)
 
 
 def _option(lease: Lease, rung: int, needs: tuple[Charge, ...]) -> Option:

@@ -14,6 +14,7 @@ from jaxtensile.runtime.events import (
 from jaxtensile.runtime.leases import HOST, Process, State
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.messages import (
+    Admit,
     Grant,
     Queued,
     Release,
@@ -55,6 +56,24 @@ def test_devices_and_host_memory_are_granted_at_once_or_not_at_all():
     assert (talk.charged(), talk.charged(HOST)) == (1, 2)
     talk.do(ProcessDied(Process(1, 1)))
     assert talk.said(Grant, to=2) and (talk.charged(), talk.charged(HOST)) == (1, 2)
+
+
+def test_room_is_made_on_one_device_whatever_the_steps_on_another_one_need():
+    """Jobs of one process: a division takes the largest temporaries of all devices to be those of each."""
+    talk = Talk()
+    two = {GPU: Capacity(capacity=20, gated=True), "cuda:1": Capacity(capacity=12, gated=True)}
+    talk.do(CapacityChanged({**two, HOST: Capacity(capacity=8)}))
+    for k in (1, 2, 3):
+        talk.meet(k)
+    steps = Rung(persistent=1, temp=9, seconds=1.0)
+    talk.hear(1, Admit(job="a", devices=(GPU,), ladder=(steps,)))
+    both = tuple(Rung(persistent=p, temp=1, seconds=1 / p) for p in (1, 8))
+    talk.hear(2, Admit(job="b", devices=(GPU, "cuda:1"), ladder=both))
+    assert talk.lease(2).rung == 1
+    talk.hear(3, Admit(job="c", devices=("cuda:1",), ladder=(Rung(persistent=4, seconds=1.0),)))
+    told = talk.said(Revoke, to=2)[0]
+    talk.ack(2, told)
+    assert talk.said(Grant, to=3)
 
 
 def test_nobody_is_asked_inside_the_minimum_hold_but_for_a_higher_class():
