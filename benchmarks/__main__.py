@@ -39,6 +39,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "coordinator-daemon": (["coordinator.daemon"], ["coordinator.daemon", "--quick"]),
     "coordinator-batch": (["coordinator.batch"], None),
     "coordinator-first-step": (["coordinator.first_step"], ["coordinator.first_step", "--jobs", "1"]),
+    "coordinator-soak": (["coordinator.soak"], ["coordinator.soak", "--quick"]),
     "coordinator-local": (["coordinator.local"], ["coordinator.local", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""

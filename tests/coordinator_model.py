@@ -1,14 +1,25 @@
-"""A world for the coordinator: processes that die, stop and come back, connections that lose what is on its way, a
-daemon that is killed between two commands; and a checker of every invariant that shares no code with the coordinator.
+"""A world for the coordinator, and a checker of every invariant that shares no code with it.
+
+Processes die, stop, fork and come back; connections lose what is on its way; a daemon is killed between two commands.
+Jobs speak by the ``Client`` that they have in earnest. They ask for leases and for more, compile for long, are
+interrupted between any two things that they do, are suspended, and end; names are used again. Some have several
+devices, and the limits of devices and of host memory bind at once.
 
 ``World(seed, rules).walk(n)`` does ``n`` random things and raises ``Violation`` at the first that breaks an invariant.
 """
 
-from collections import deque
+from collections import Counter, deque
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import accumulate
 from random import Random
+from threading import Lock
 
+from msgspec import structs
+
+from jaxtensile.errors import CoordinatorError
+from jaxtensile.runtime.client import ANSWER, Client
 from jaxtensile.runtime.coordinator import Coordinator
 from jaxtensile.runtime.events import (
     CapacityChanged,
@@ -29,7 +40,6 @@ from jaxtensile.runtime.events import (
     Tick,
     Watch,
 )
-from jaxtensile.runtime.holder import Holder
 from jaxtensile.runtime.journal import decode, encode, replay
 from jaxtensile.runtime.leases import HOST, Process, State
 from jaxtensile.runtime.ledger import Capacity
@@ -49,6 +59,8 @@ from jaxtensile.runtime.messages import (
 )
 from jaxtensile.runtime.policy import OBJECTIVES
 
+FIRST = 10.0
+"""Seconds for which a job that compiles its first plan stays where it is, as in ``jaxtensile.stepping``."""
 SPEAKING = (State.HELD, State.REVOKING, State.OVERDUE)
 
 
@@ -56,45 +68,161 @@ class Violation(AssertionError):
     """An invariant does not hold."""
 
 
+@dataclass(frozen=True, slots=True)
+class Care:
+    """What jobs and their processes do so that all goes well. Each can be left out, to see that it is missed."""
+
+    clamps: bool = True
+    """Who comes back keeps to what it holds."""
+    owns: bool = True
+    """A handle knows the process that made it: in a forked child nothing is done by it."""
+    abandons: bool = True
+    """A forked child closes its parent's connections."""
+    records: bool = True
+    """What asks is on record, so that what an interrupt leaves behind is given back."""
+    numbers: bool = True
+    """Jobs of one name that a process has one after another are told apart."""
+    withdraws: bool = True
+    """Who waits no more says so until it is heard: it may have been granted what it waited for."""
+    turns: bool = True
+    """Jobs of one process take turns on each of their devices."""
+    moves: bool = True
+    """A job that compiles goes where it is told to be meanwhile."""
+    hurries: bool = True
+    """And within the deadline, however much its first plan is worth waiting for."""
+
+
 @dataclass(eq=False, slots=True)
 class Line:
     """A connection. What was sent and not read yet is in the queues; ``None`` is its end."""
 
     id: int
-    client: "Client"
+    handle: "Handle"
+    world: "World"
     up: deque = field(default_factory=deque)
     down: deque = field(default_factory=deque)
     open_up: bool = True
     """The client has not closed it."""
     open_down: bool = True
     """The daemon has not closed it."""
+    said_all: bool = False
+    """The client says nothing more, and still hears."""
     told: bool = False
     """The client was granted something on it."""
+    kept: list = field(default_factory=list)
+    """Forked processes that have it open too."""
+
+    def send(self, requests):
+        if self.world.batch is not None:
+            self.world.batch.append((self, requests))
+        elif self.open_up and not self.said_all:
+            self.up.extend(requests)
+
+    def end(self):
+        """Shut for what the client says, whoever else has it open."""
+        if self.open_up and not self.said_all:
+            self.said_all = True
+            self.up.append(None)
 
 
 @dataclass(eq=False, slots=True)
-class Client:
+class Program:
+    """A process."""
+
     process: Process
-    holder: Holder
-    needs: tuple
-    line: Line | None = None
     alive: bool = True
     stopped: bool = False
     reaped: bool = False
-    keeps: bool = False
-    """Its allocator never gives bytes back."""
-    step: int = 0
-    real: tuple = ()
-    """Bytes that stay and bytes of a step that it may hold just now, of each resource."""
-    names: tuple = ()
+    jobs: list = field(default_factory=list)
+    inherited: list = field(default_factory=list)
+    """Of a forked one: its copies of its parent's handles."""
+
+
+@dataclass(eq=False, slots=True)
+class Job:
+    """What ``jaxtensile.job`` is to the coordinator: all that it has taken is in ``client`` and ``asking``."""
+
+    program: Program
+    admit: Admit
+    """What it asks to be admitted with."""
+    client: "Handle | None" = None
+    asking: "Handle | None" = None
+    leaving: "Handle | None" = None
+    """Its release is waited for, until then."""
+    until: float = 0.0
+    doing: str = "idle"
+    since: float = 0.0
+    """When it began to compile."""
+    first: bool = True
+    """It has run no step yet."""
+    over: bool = False
+    waits: int = 0
+    """Bytes of its state on each device, once they wait on the host."""
+    renewed: Admit | None = None
+    """The ladder that it waits for, on its way to the host or back."""
+
+
+class Handle:
+    """A ``Client`` and its link: as ``SocketLink``, one connection after another until it is done."""
+
+    __slots__ = ("closing", "gated", "halfway", "holder", "job", "keeps", "known", "line", "names", "needs", "program",
+                 "real", "speaks", "step", "uses", "world")  # fmt: skip
+
+    def __init__(self, world, program, job, admit, keeps=False):
+        self.world, self.program, self.job = world, program, job
+        self.line = self.uses = None
+        """``uses``: what it holds where that is less than its rung needs: while its state is elsewhere."""
+        self.closing = False
+        self.halfway = 0.0
+        """When half of the time has passed in which it is to shrink."""
+        self.keeps = keeps
+        """Its allocator never gives bytes back."""
+        self.step = 0
+        self.real = ()
+        """Bytes that stay and bytes of a step that it may hold just now, of each resource."""
+        self.names = (*admit.devices, HOST)
+        self.gated = (*(world.gated,) * len(admit.devices), False)
+        self.known, self.needs = admit, _needs(admit)
+        self.speaks = Client(admit, lambda _: self)
+        self.holder = self.speaks._holder
+        world.asked += world.care.numbers
+        self.holder._number = world.asked
+        self.holder._clamp = world.care.clamps
+
+    @property
+    def there(self):
+        return self.program.alive and not self.program.stopped
+
+    def close(self):
+        """Of its link: say no more, and hear out what was said before."""
+        self.closing = True
+        if self.line is not None:
+            self.line.end()
+
+    def connected(self, line):
+        self.line = line
+        line.up.append("hello")
+        self.speaks.connected(line)
+        if self.closing and self.speaks.done:
+            line.end()
+
+    def heard(self, message):
+        self.speaks.heard(message)
+        if self.speaks.done:
+            self.line.end()
+        self.changed()
 
     def changed(self):
         """It is on another rung, or dead: what does it hold?"""
         h = self.holder
-        if not self.alive:
+        if h.admit is not self.known:
+            self.known, self.needs = h.admit, _needs(h.admit)
+        if not self.program.alive:
             rows = []
         elif h.held < 0:
             rows = [self.real] if self.keeps and self.real else []
+        elif self.uses is not None:
+            rows = [self.uses]
         else:
             rows = [self.needs[h.held]]
             if h.moving >= 0:
@@ -108,13 +236,34 @@ class Client:
         else:
             self.real = tuple(
                 (max(p for p, _ in c), max(t for _, t in c)) if gated else (max(p + t for p, t in c), 0)
-                for c, gated in zip(zip(*rows, strict=True), (*self.gated, False), strict=False)
+                for c, gated in zip(zip(*rows, strict=True), self.gated, strict=False)
             )
-
-    gated: tuple = ()
+        if self.real:
+            use = self.in_use()
+            self.speaks.beat(self.step, 1e-3, use, max(use))
 
     def in_use(self):
         return tuple(p + t for p, t in self.real)
+
+    def copied(self, program):
+        """It, in a forked child: its own memory, and the same connection."""
+        world, line = self.world, self.line
+        child = copy(self)
+        child.program, child.job, child.real = program, None, ()
+        child.speaks = speaks = copy(self.speaks)
+        child.holder = speaks._holder = copy(self.holder)
+        speaks._outbox, speaks._link, speaks._lock = [], child, Lock()
+        if world.care.owns:
+            speaks._owner = -1
+        if world.care.abandons:
+            child.line = speaks._line = None
+        elif line is not None:
+            line.kept.append(program)
+        return child
+
+
+def _needs(admit):
+    return tuple((*((r.persistent, r.temp),) * len(admit.devices), (r.host, 0)) for r in admit.ladder)
 
 
 class World:
@@ -130,7 +279,7 @@ class World:
         ("_beat", 2),
         ("_born", 1.0),
         ("_finish", 0.5),
-        ("_renew", 0.7),
+        ("_renew", 1.5),
         ("_kill", 0.35),
         ("_hang_up", 0.7),
         ("_stop", 0.4),
@@ -140,13 +289,23 @@ class World:
         ("_daemon_starts", 4),
         ("_resize", 0.06),
         ("_disk", 0.06),
+        ("_go_on", 8),
+        ("_another_job", 0.6),
+        ("_compile", 0.8),
+        ("_more", 0.7),
+        ("_suspend", 2.0),
+        ("_resume", 1.5),
+        ("_interrupt", 0.6),
+        ("_fork", 0.15),
+        ("_child", 0.6),
     )
 
-    def __init__(self, seed=0, rules=None, *, gated=None, most=5, text=False, clamp=True):
+    def __init__(self, seed=0, rules=None, *, gated=None, most=5, text=False, care=None, likelier=None):
         self.rnd = rnd = Random(seed) if isinstance(seed, int) else seed
         self.rules = rules or Rules()
-        self.clamp = clamp
-        """Whether jobs keep to what they hold when they come back."""
+        self.care = care or Care()
+        self.faultless = False
+        """Nothing goes wrong any more, and no job asks for anything new."""
         self.text = text
         self.now = self.ticked = 0.0
         self.settings = Settings(
@@ -159,15 +318,18 @@ class World:
             recovery=2.0,
         )
         self.gated = rnd.random() < 0.15 if gated is None else gated
-        devices = ("cuda:0",) if self.gated else tuple(f"cuda:{k}" for k in range(rnd.choice((1, 1, 2))))
+        devices = tuple(f"cuda:{k}" for k in range(rnd.choice((1, 1, 2, 3))))
         self.devices = devices
         self.capacities = {d: Capacity(capacity=rnd.randint(10, 24), reserve=1, gated=self.gated) for d in devices}
         self.capacities[HOST] = Capacity(capacity=rnd.randint(2, 8))
         self.physical = {r: c.limit for r, c in self.capacities.items()}
         self.most = most
-        self.clients = []
+        self.programs = []
+        self.handles = []
         self.lines = {}
-        self.next_line = self.next_start = 0
+        self.batch = None
+        """What is said at once, and heard as one."""
+        self.next_line = self.next_start = self.asked = 0
         self.journal = []
         self.disk_full = False
         self.watched = set()
@@ -177,9 +339,10 @@ class World:
         self.token = (0, 0)
         self.risen = {}
         self.crash = 0.004
-        self.events = self.kills = self.deaths = self.renewals = 0
+        self.counted = Counter()
+        """What happened, by what an event is called."""
         self.counts = {}
-        names, weights = zip(*self.ACTIONS, strict=True)
+        names, weights = zip(*{**dict(self.ACTIONS), **(likelier or {})}.items(), strict=True)
         self._actions = [getattr(self, n) for n in names]
         self._weights = [*accumulate(weights)]
         self._daemon_starts()
@@ -232,14 +395,13 @@ class World:
                     line.open_down = False
                     line.down.append(None)
             case Watch(process=process):
-                if any(c.process == process and c.reaped for c in self.clients) or not any(
-                    c.process == process for c in self.clients
-                ):
+                if not any(p.process == process and not p.reaped for p in self.programs):
                     self.watched.add(process)
             case Terminate(process=process):
-                for c in self.clients:
-                    if c.process == process and c.alive:
-                        self._end(c)
+                for p in self.programs:
+                    if p.process == process and p.alive:
+                        self._not_for_compiling(p)
+                        self._end(p)
         return False
 
     def _sent(self, message):
@@ -263,9 +425,17 @@ class World:
         ):
             raise Violation("revoked inside its minimum hold")
 
+    def _not_for_compiling(self, program):
+        """Nobody is ended because it compiles: somebody else of the process is overdue."""
+        leases = [a for a in self.daemon.arbiter.leases.values() if a.process == program.process]
+        late = {a.id for a in leases if a.deadline is not None and self.now >= a.deadline}
+        handles = [h for h in self.handles if h.program is program and h.holder.lease in late]
+        if not program.stopped and handles and all(h.job.doing == "compile" and h.job.client is h for h in handles):
+            raise Violation(f"{program.process} is ended because it compiles")
+
     def _renumbered(self, lease):
         """Rungs are those of another ladder: what it has now it has had since the last time it rose."""
-        self.renewals += 1
+        self.counted["ladders renewed"] += 1
         self.risen[lease] = (1 << 30, self.risen.get(lease, (-1, 0.0))[1])
 
     def _daemon_starts(self):
@@ -285,7 +455,7 @@ class World:
         if self.daemon is None:
             return False
         self.daemon = None
-        self.kills += 1
+        self.counted["daemon kills"] += 1
         for line in self.lines.values():
             for _ in range(self.rnd.randrange(len(line.down) + 1)):  # what was not in the socket yet
                 line.down.pop()
@@ -296,10 +466,12 @@ class World:
         return True
 
     def _tick(self):
+        self._moments_pass()
         wake = None if self.daemon is None else self.daemon.wake
         self.now += self.rnd.choice((0.01, 0.5, 1.0, 2.5, 4.0))
         if wake is not None and self.now < wake < self.now + 1.0 and self.rnd.random() < 0.5:
             self.now = wake  # to the very moment
+        self._moments_pass()
         self._ticked()
         return True
 
@@ -316,12 +488,12 @@ class World:
             self.watched.discard(process)
             self.tell(ProcessDied(process))
             return True
-        dead = [c for c in self.clients if not c.alive and not c.reaped]
+        dead = [p for p in self.programs if not p.alive and not p.reaped]
         if not dead:
             return False
-        client = self.rnd.choice(dead)
-        client.reaped = True
-        self.tell(ProcessDied(client.process))
+        program = self.rnd.choice(dead)
+        program.reaped = True
+        self.tell(ProcessDied(program.process))
         return True
 
     def _hear(self):
@@ -329,54 +501,437 @@ class World:
         ready = [a for a in self.lines.values() if a.up]
         if not ready or self.daemon is None:
             return False
-        line = self.rnd.choice(ready)
+        self._heard(self.rnd.choice(ready))
+        return True
+
+    def _heard(self, line):
         said = line.up.popleft()
         if said is None:
             del self.lines[line.id]
+            if line.open_down:
+                line.open_down = False
+                line.down.append(None)
             self.tell(Disconnected(line.id))
         elif said == "hello":
-            self.tell(Connected(line.id, line.client.process))
+            self.tell(Connected(line.id, line.handle.program.process))
         elif line.open_down:
             self.tell(Received(line.id, said))
-        return True
 
-    # Clients.
+    # Processes and handles.
 
     def _some(self, condition):
-        found = [c for c in self.clients if c.alive and not c.stopped and condition(c)]
+        found = [h for h in self.handles if h.program.alive and not h.program.stopped and condition(h)]
         return self.rnd.choice(found) if found else None
 
-    def _born(self):
-        if sum(c.alive for c in self.clients) >= self.most:
-            return False
-        rnd = self.rnd
-        self.clients = [c for c in self.clients if c.alive or not c.reaped or c.line is not None]
+    def _some_job(self, condition):
+        found = [j for p in self.programs if p.alive and not p.stopped for j in p.jobs if not j.over and condition(j)]
+        return self.rnd.choice(found) if found else None
+
+    def _process(self):
+        """A new one; pids are used again."""
         self.next_start += 1
-        pid = rnd.choice([c.process.pid for c in self.clients if not c.alive] or [100 + self.next_start])
-        if any(c.alive and c.process.pid == pid for c in self.clients):
+        pid = self.rnd.choice([p.process.pid for p in self.programs if not p.alive] or [100 + self.next_start])
+        if any(p.alive and p.process.pid == pid for p in self.programs):
             pid = 1000 + self.next_start
-        client = self.client(Process(pid, self.next_start), self._job())
-        self.clients.append(client)
+        return Process(pid, self.next_start)
+
+    def _born(self):
+        if sum(p.alive for p in self.programs) >= self.most:
+            return False
+        self.handles = [h for h in self.handles if h.line is not None or (h.program.alive and not self._done(h))]
+        self.programs = [
+            p for p in self.programs if p.alive or not p.reaped or any(h.program is p for h in self.handles)
+        ]
+        program = Program(self._process())
+        self.programs.append(program)
+        self._begin(program)
         return True
 
-    def client(self, process, admit):
-        holder = Holder(admit, clamp=self.clamp)
-        devices = len(admit.devices)
-        return Client(
-            process,
-            holder,
-            self._needs(admit),
-            keeps=not self.gated and self.rnd.random() < 0.06,
-            gated=(self.gated,) * devices,
-            names=(*admit.devices, HOST),
-        )
+    def _done(self, handle):
+        return handle.speaks.done and not handle.real
 
-    def _needs(self, admit):
-        return tuple((*((r.persistent, r.temp),) * len(admit.devices), (r.host, 0)) for r in admit.ladder)
+    def _another_job(self):
+        """A process has several, each with a name of its own; the name of one that has ended may be used again."""
+        found = [p for p in self.programs if p.alive and not p.stopped and not p.inherited and len(p.jobs) < 2]
+        if not found or len(self.handles) > 3 * self.most:
+            return False
+        self._begin(self.rnd.choice(found))
+        return True
+
+    def _begin(self, program):
+        names = {"job0", "job1"} - {j.admit.job for j in program.jobs}
+        program.jobs.append(Job(program, self._job(self.rnd.choice(sorted(names)))))
+
+    def handle(self, program, job, admit):
+        keeps = not self.gated and "more" not in admit.job and self.rnd.random() < 0.06
+        handle = Handle(self, program, job, admit, keeps)
+        self.handles.append(handle)
+        return handle
+
+    # Jobs. What one does to its leases is not cut in two by an interrupt; between two of these it can be interrupted.
+
+    def _go_on(self):
+        """A job's next own action."""
+        found = [j for p in self.programs if p.alive and not p.stopped for j in p.jobs]
+        return bool(found) and self._goes_on(self.rnd.choice(found))
+
+    def _goes_on(self, job):
+        if job.leaving is not None:
+            if job.leaving.holder.phase == "releasing" and self.now < job.until:
+                return False
+            job.leaving.speaks.close()
+            job.leaving = None
+            return True
+        if job.over:
+            for handle in (job.asking, job.client):
+                if handle is not None:
+                    self._release(job, handle)
+                    return True
+            job.program.jobs.remove(job)
+            return True
+        return getattr(self, f"_job_{job.doing}")(job)
+
+    def _release(self, job, handle):
+        """``Client.release``, up to where it waits for the answer."""
+        if job.asking is handle:
+            job.asking = None
+        else:
+            job.client = None
+        speaks = handle.speaks
+        speaks.pulse()
+        waited = handle.holder.phase == "waiting"
+        use, handle.uses = handle.in_use() if handle.keeps else (), None
+        if waited and not self.care.withdraws:
+            handle.holder.phase = "ended"
+            speaks.close()
+        speaks.give_back(use)
+        handle.changed()
+        if handle.holder.phase == "releasing" and not (waited and handle.line is None):
+            job.leaving, job.until = handle, self.now + ANSWER
+        else:
+            speaks.close()
+
+    def _ask(self, job, admit, doing):
+        """Ask for bytes. What asked before and was interrupted is given back first."""
+        if job.asking is not None:
+            self._release(job, job.asking)
+        else:
+            job.asking, job.doing = self.handle(job.program, job, admit), doing
+        return True
+
+    def _job_idle(self, job):
+        return self._ask(job, job.admit, "ask")
+
+    def _job_ask(self, job):
+        """It waits for its lease."""
+        asking = job.asking
+        phase = asking.holder.phase
+        if phase == "holding":
+            job.client, job.asking = asking, None
+            job.doing, job.since = "compile", self.now
+            self.counted["compiles"] += 1
+        elif phase == "ended":
+            job.over = True
+        elif not self.faultless and self.rnd.random() < 0.02:
+            job.over = True  # closed by another thread
+        else:
+            return False
+        return True
+
+    def _job_compile(self, job):
+        if not self.faultless and self.rnd.random() < 0.8:
+            return False
+        client = job.client
+        if client.holder.phase != "holding":
+            job.over = True
+        elif job.first and not self.faultless and self.rnd.random() < 0.2:
+            # There is no plan for that rung: it asks again, with what it knows now.
+            job.admit, job.doing = self._job(job.admit.job, job.admit.devices), "idle"
+            self._release(job, client)
+        else:
+            job.doing, job.first = "steps", False
+        return True
+
+    def _job_steps(self, job):
+        if job.asking is not None:  # as ``finally`` does, or who asks next
+            self._release(job, job.asking)
+            return True
+        if job.client.holder.phase == "ended":
+            job.over = True
+            return True
+        return False
+
+    def _compile(self):
+        """A call of another shape, for however long."""
+        job = self._some_job(lambda j: j.doing == "steps" and j.asking is None and j.leaving is None)
+        if job is None:
+            return False
+        job.doing, job.since = "compile", self.now
+        self.counted["compiles"] += 1
+        self._settle(job)
+        return True
+
+    def _settle(self, job):
+        """While it compiles no step runs, and it goes where it is told to be; but for its first plan, for a while."""
+        client = job.client
+        if not self.care.moves or client is None or client.holder.phase != "holding":
+            return
+        patience = FIRST if job.first else 0.0
+        end = job.since + patience
+        if self.care.hurries and client.speaks.halfway is not None:
+            end = min(end, client.halfway)
+        if self.now < end:
+            return
+        while self._boundary(client):
+            pass
+
+    def _moments_pass(self):
+        """What takes no time happens before some passes: jobs that compile, or wait to be admitted, hear and are heard.
+        Steps take as long as they do."""
+        for handle in self.handles:
+            if handle.there and handle.job is not None and handle.job.doing == "compile":
+                handle.speaks.pulse()
+        busy = True
+        while busy and self.daemon is not None:
+            busy = False
+            for handle in self.handles:
+                job = handle.job
+                if (
+                    job is None
+                    or not handle.there
+                    or handle is not {"compile": job.client, "ask": job.asking}.get(job.doing)
+                ):
+                    continue
+                if self.daemon is not None and handle.line is None and handle.holder.phase != "ended":
+                    self._connects(handle)
+                while self.daemon is not None and (line := handle.line) is not None and (line.up or line.down):
+                    busy = True
+                    if line.up:
+                        self._heard(line)
+                    else:
+                        self._read(handle)
+                if job.doing == "ask" and job.leaving is None and not job.over and handle.holder.phase == "holding":
+                    self._job_ask(job)
+                if job.doing == "compile":
+                    self._settle(job)
+
+    def _more(self):
+        """A call needs more than the job has: a second lease asks for that."""
+        job = self._some_job(
+            lambda j: j.doing == "steps" and j.client.holder.phase == "holding" and j.leaving is None and not j.waits
+        )
+        if job is None or len(self.handles) > 3 * self.most:
+            return False
+        self.counted["second leases"] += 1
+        return self._asks_for_more(job, "more")
+
+    def _asks_for_more(self, job, doing):
+        own = job.client.holder
+        here, rnd = own.admit.ladder[own.held], self.rnd
+        more, host = rnd.randint(1, 5), rnd.choice((0, 0, 1))
+        temp = here.temp if self.gated else 0
+        missing = Rung(persistent=more, temp=temp, host=host, seconds=1.0)
+        asked = structs.replace(own.admit, job=f"{own.admit.job} (more)", ladder=(missing,), floor=0)
+        return self._ask(job, asked, doing)
+
+    def _job_more(self, job):
+        """It waits for a second lease, whose bytes then go over to the first one."""
+        room, own = job.asking, job.client
+        if room.holder.phase == "holding" and own.holder.held >= 0:
+            need = room.holder.admit.ladder[0]
+            here = own.holder.admit.ladder[own.holder.held]
+            rung = structs.replace(here, persistent=here.persistent + need.persistent, host=here.host + need.host)
+            with self._at_once():
+                room.speaks.give_back()
+                room.changed()
+                own.speaks.renew(structs.replace(own.holder.admit, ladder=(rung,), floor=0), 0, own.in_use())
+        elif room.holder.phase == "waiting" and (self.faultless or self.rnd.random() < 0.1):
+            pass  # for too long
+        elif room.holder.phase != "ended" and own.holder.phase == "holding":
+            return False
+        job.doing = "steps"
+        self._release(job, room)
+        return True
+
+    @contextmanager
+    def _at_once(self):
+        """In one process what is said inside is heard as one."""
+        if not self.gated:
+            yield
+            return
+        self.batch = []
+        yield
+        said, self.batch = self.batch, None
+        if self.daemon is not None and all(line.open_up and line.open_down and not line.up for line, _ in said):
+            self.tell(*(Received(line.id, message) for line, messages in said for message in messages))
+        else:
+            for line, messages in said:
+                line.send(messages)
+
+    # To the host and back.
+
+    def _at_rest(self, job):
+        own = job.client and job.client.holder
+        if own is None or own.phase != "holding" or job.leaving is not None or job.client.line is None:
+            return False
+        return own.moving < 0 and own.target == own.held and not own.renewing
+
+    def _suspend(self):
+        """First the host bytes are charged, then the state moves."""
+        job = self._some_job(lambda j: j.doing == "steps" and not j.waits and not j.client.keeps and self._at_rest(j))
+        if job is None:
+            return False
+        own = job.client.holder
+        most = own.admit.ladder[0].persistent
+        if not most or any(r.persistent != most for r in own.admit.ladder):  # else a rung would not cover its state
+            return False
+        job.waits = self.rnd.randint(1, most)
+        job.renewed = _with_host(own.admit, job.waits * len(own.admit.devices))
+        job.doing = "charging"
+        job.client.speaks.renew(job.renewed, own.held, job.client.in_use())
+        return True
+
+    def _job_charging(self, job):
+        client, own = job.client, job.client.holder
+        if own.phase != "holding":
+            job.over = True
+        elif own.admit is job.renewed and own.moving < 0:
+            job.doing = "moving"
+            here = own.admit.ladder[own.held]  # while it moves, an array is in both places
+            client.uses = _on_each(own.admit.devices, here.persistent, job.waits)
+        elif not own.renewing:
+            job.doing, job.waits = "steps", 0
+        else:
+            return False
+        client.changed()
+        return True
+
+    def _job_moving(self, job):
+        """It is on the host, and the rest of its bytes is given back when the coordinator hears of it."""
+        client, own = job.client, job.client.holder
+        if own.phase != "holding":
+            job.over = True
+            return True
+        client.uses = _on_each(own.admit.devices, client.uses[0][0] - job.waits, job.waits)
+        client.changed()
+        job.doing = "away"
+        self.counted["jobs suspended"] += 1
+        return True
+
+    def _job_away(self, job):
+        """Its ladder is what it holds; that is said until it counts."""
+        client, own = job.client, job.client.holder
+        if own.phase != "holding":
+            job.over = True
+            return True
+        if own.moving < 0 and own.target != own.held:
+            return self._boundary(client)
+        stays, host = client.uses[0][0], own.admit.ladder[own.held].host
+        rest = (Rung(persistent=stays, host=host, seconds=1.0),)
+        if own.admit.ladder == rest or not self._at_rest(job):
+            return False
+        client.speaks.renew(structs.replace(own.admit, ladder=rest, floor=0, suspended=True), 0, client.in_use())
+        return True
+
+    def _resume(self):
+        """It asks for its ladder again; where there is no room, it is still away."""
+        job = self._some_job(lambda j: j.doing == "away" and self._at_rest(j))
+        if job is None:
+            return False
+        own, stays, rnd = job.client.holder, job.client.uses[0][0], self.rnd
+        host = own.admit.ladder[own.held].host
+        rung = Rung(persistent=stays + job.waits, temp=rnd.randint(0, 3), host=host, seconds=1.0)
+        job.renewed = structs.replace(own.admit, ladder=(rung,), suspended=False)
+        job.doing = "back"
+        job.client.speaks.renew(job.renewed, 0, job.client.in_use())
+        return True
+
+    def _job_back(self, job):
+        client, own = job.client, job.client.holder
+        if own.phase != "holding":
+            job.over = True
+        elif own.admit is job.renewed and own.moving < 0:
+            client.uses, job.doing = None, "steps"
+            job.waits = 0
+        elif not own.renewing:
+            job.doing = "away"
+        else:
+            return False
+        client.changed()
+        return True
+
+    # Interrupts and forks.
+
+    def _interrupt(self):
+        """Ctrl-C between two of a job's own actions: what it does ends, and it does something else, or nothing more."""
+        job = self._some_job(lambda j: j.leaving is None and j.doing != "idle")
+        if job is None:
+            return False
+        self.counted["interrupts"] += 1
+        rnd = self.rnd
+        if not self.care.records:
+            job.asking = None
+        elif job.asking is not None and rnd.random() < 0.5:
+            self._release(job, job.asking)
+        # else it came before ``try``: what asks is on record
+        if job.client is None:
+            job.doing = "idle"
+        elif job.client.uses is not None:
+            job.doing = "moving" if job.doing == "moving" else "away"
+        elif job.doing == "charging":
+            pass  # said again until it is known whether it counts
+        else:
+            job.doing, job.first = "steps", False
+        if rnd.random() < 0.2:
+            job.over = True
+        return True
+
+    def _fork(self):
+        """A child has copies of its parent's handles, and does what it likes with them."""
+        found = [p for p in self.programs if p.alive and not p.stopped and not p.inherited]
+        handles = [h for h in self.handles if h.line is not None and h.program in found and h.job is not None]
+        if not handles or sum(p.alive for p in self.programs) > 2 * self.most:
+            return False
+        parent = self.rnd.choice(handles).program
+        child = Program(self._process())
+        child.inherited = [h.copied(child) for h in handles if h.program is parent]
+        self.programs.append(child)
+        self.counted["forks"] += 1
+        return True
+
+    def _child(self):
+        found = [p for p in self.programs if p.alive and not p.stopped and p.inherited]
+        if not found:
+            return False
+        program = self.rnd.choice(found)
+        handle = self.rnd.choice(program.inherited)
+        speaks = handle.speaks
+        match self.rnd.randrange(8):
+            case 0:
+                self._end(program)
+            case 1:
+                self._begin(program)  # a job of its own, whatever its parent has
+                program.inherited = []
+            case 2 | 3:
+                speaks.pulse()
+                speaks.give_back(())
+            case 4:
+                speaks.close()
+            case _:
+                try:
+                    speaks.require_mine()  # a step
+                except CoordinatorError:
+                    return True
+                if handle.holder.phase == "holding":
+                    speaks._due = False
+                    handle.uses = None
+                    handle.changed()
+                    self.handles.append(handle)
+        return True
 
     def _renew(self):
         """A job has another ladder; one of its rungs covers where it is."""
-        client = self._some(lambda c: c.line is not None and c.holder.phase == "holding" and c.holder.held >= 0)
+        client = self._some(lambda h: h.line is not None and h.holder.held >= 0 and self._steps(h))
         if client is None:
             return False
         rnd, old = self.rnd, client.holder.admit
@@ -407,22 +962,24 @@ class World:
             priority=old.priority,
             weight=old.weight,
         )
-        said = client.holder.renew(new, ladder.index(middle), client.in_use())
-        self._say(client, said)
-        return bool(said)
+        return client.speaks.renew(new, ladder.index(middle), client.in_use())
 
-    def _job(self):
+    def _steps(self, handle):
+        job = handle.job
+        return handle.holder.phase == "holding" and job is not None and job.client is handle and job.doing == "steps"
+
+    def _job(self, name, devices=None):
         rnd = self.rnd
-        devices = tuple(rnd.sample(self.devices, rnd.randint(1, len(self.devices))))
+        devices = devices or tuple(rnd.sample(self.devices, rnd.randint(1, len(self.devices))))
         level, seconds, ladder = rnd.randint(1, 8), rnd.uniform(1.5, 4), []
-        host = rnd.choice((0, 0, 1, 2))
+        host, state = rnd.choice((0, 0, 1, 2)), rnd.randint(1, level) if rnd.random() < 0.5 else None
         for _ in range(rnd.randint(1, 4)):
-            temp = rnd.randint(0, level)
+            temp = rnd.randint(0, level) if state is None else level - state
             ladder.append(Rung(persistent=level - temp, temp=temp, host=host, seconds=seconds))
             level, seconds = level + rnd.randint(1, 6), seconds * rnd.uniform(0.6, 1.0)
             host = rnd.randint(0, host)
         return Admit(
-            job=f"job{rnd.randrange(2)}",
+            job=name,
             devices=devices,
             ladder=tuple(ladder),
             floor=rnd.choice((0, 0, ladder[0].level)),
@@ -431,132 +988,155 @@ class World:
         )
 
     def _connect(self):
-        client = self._some(lambda c: c.line is None and c.holder.phase != "ended")
+        client = self._some(lambda h: h.line is None and h.job is not None and not h.speaks.done)
         if client is None or self.daemon is None:
             return False
-        self.next_line += 1
-        line = client.line = self.lines[self.next_line] = Line(self.next_line, client)
-        line.up.append("hello")
-        line.up.extend(client.holder.connected(client.in_use()))
+        self._connects(client)
         return True
+
+    def _connects(self, handle):
+        self.next_line += 1
+        line = self.lines[self.next_line] = Line(self.next_line, handle, self)
+        handle.connected(line)
 
     def _deliver(self):
         """A client reads a message, or the end, of its connection."""
-        client = self._some(lambda c: c.line is not None and c.line.down)
+        client = self._some(lambda h: h.line is not None and h.line.down)
         if client is None:
             return False
+        self._read(client)
+        return True
+
+    def _read(self, client):
         line = client.line
         message = line.down.popleft()
         if message is None:
             self._leave(client, 0)
-        else:
-            if isinstance(message, Grant | Revoke | Renewed):
-                line.told = True
-            listens = client.holder.phase in ("waiting", "holding")
-            if isinstance(message, Grant | Revoke) and listens and message.rung >= len(client.needs):
-                raise Violation("granted a rung that it does not have")
-            before = client.holder.admit
-            self._say(client, client.holder.received(message, client.in_use()))
-            if client.holder.admit is not before:
-                client.needs = self._needs(client.holder.admit)
-            client.changed()
-        return True
+            return
+        if isinstance(message, Grant | Revoke | Renewed):
+            line.told = True
+        listens = client.holder.phase in ("waiting", "holding")
+        if (
+            isinstance(message, Grant | Revoke)
+            and listens
+            and client.holder.lease in (0, message.lease)
+            and message.rung >= len(client.needs)
+        ):
+            raise Violation("granted a rung that it does not have")
+        if isinstance(message, Revoke):
+            client.halfway = self.now + message.deadline / 2
+        client.heard(message)
+        job = client.job
+        if job is not None and job.client is client and job.doing == "compile":
+            self._settle(job)
 
     def _say(self, client, messages):
-        if client.line is not None and client.line.open_up:
-            client.line.up.extend(messages)
+        if client.line is not None:
+            client.line.send(messages)
 
     def _step(self):
         """A step boundary, or the end of a move to another rung."""
-        client = self._some(lambda c: c.holder.phase == "holding" and c.holder.held >= 0)
+        client = self._some(lambda h: h.holder.held >= 0 and self._at_boundaries(h))
         return client is not None and self._boundary(client)
+
+    def _at_boundaries(self, handle):
+        """It comes to step boundaries, or waits at one."""
+        job = handle.job
+        return job is not None and job.client is handle and job.doing in ("steps", "more", "charging", "back")
 
     def _boundary(self, client):
         holder = client.holder
         if holder.moving >= 0:
-            use = client.needs[holder.moving]
-            if client.keeps:
-                use = client.real
-            self._say(client, holder.moved(tuple(p + t for p, t in use)))
+            use = client.needs[holder.moving] if not client.keeps else client.real
+            client.speaks.moved(tuple(p + t for p, t in use))
         else:
             client.step += 1
-            if holder.boundary() is None:
+            try:
+                if client.speaks.boundary() is None:
+                    return False
+            except CoordinatorError:
+                client.job.over = True
                 return False
         client.changed()
         return True
 
     def _beat(self):
-        client = self._some(lambda c: c.line is not None and c.holder.phase == "holding")
+        client = self._some(lambda h: h.line is not None and h.holder.phase == "holding")
         if client is None:
             return False
-        use = client.in_use()
-        beat = Beat(lease=client.holder.lease, step=client.step, step_us=1000, in_use=use, peak=max(use))
-        self._say(client, [beat])
+        client.speaks.pulse()
         return True
 
     def _finish(self):
-        client = self._some(lambda c: c.holder.phase == "holding" and c.holder.moving < 0)
-        if client is None:
+        job = self._some_job(lambda j: True)
+        if job is None:
             return False
-        self._say(client, client.holder.release(client.in_use() if client.keeps else ()))
-        client.changed()
+        job.over = True
         return True
 
     def _leave(self, client, lost):
         """The client's end of its connection is closed; the last ``lost`` messages never were sent."""
         line, client.line = client.line, None
-        for _ in range(min(lost, len(line.up))):
-            line.up.pop()
+        if not line.said_all:
+            for _ in range(min(lost, len(line.up))):
+                line.up.pop()
+            if not any(p.alive for p in line.kept):
+                line.up.append(None)
         line.open_up = False
-        line.up.append(None)
         line.down.clear()
-        client.holder.disconnected()
+        client.speaks.disconnected("")
         if not line.open_down and self.daemon is None:
             self.lines.pop(line.id, None)
 
     def _hang_up(self):
-        client = self._some(lambda c: c.line is not None)
+        client = self._some(lambda h: h.line is not None and h.job is not None)
         if client is None:
             return False
         self._leave(client, self.rnd.randrange(len(client.line.up) + 1))
         return True
 
     def _kill(self):
-        living = [c for c in self.clients if c.alive]
+        living = [p for p in self.programs if p.alive]
         if not living:
             return False
         self._end(self.rnd.choice(living))
         return True
 
-    def _end(self, client):
-        self.deaths += 1
-        client.alive = client.stopped = False
-        client.changed()
-        if client.line is not None:
-            self._leave(client, self.rnd.randrange(len(client.line.up) + 1))
+    def _end(self, program):
+        self.counted["process deaths"] += 1
+        program.alive = program.stopped = False
+        for handle in self.handles:
+            if handle.program is program:
+                handle.changed()
+                if handle.line is not None and handle.job is not None:
+                    self._leave(handle, self.rnd.randrange(len(handle.line.up) + 1))
+        program.jobs, program.inherited = [], []
 
     def _stop(self):
-        living = [c for c in self.clients if c.alive]
+        living = [p for p in self.programs if p.alive]
         if not living:
             return False
-        client = self.rnd.choice(living)
-        client.stopped = not client.stopped
+        program = self.rnd.choice(living)
+        program.stopped = not program.stopped
         return True
 
     def _say_again(self):
-        client = self._some(lambda c: c.line is not None and c.holder.phase == "waiting")
+        client = self._some(lambda h: h.line is not None and h.holder.phase == "waiting")
         if client is None:
             return False
-        self._say(client, [client.holder.admit])
+        self._say(client, client.holder._introduced(()))
         return True
 
     def _mischief(self):
         """Words about what is another's, or long over, or nothing."""
-        client = self._some(lambda c: c.line is not None and c.line.told)
+        client = self._some(lambda h: h.line is not None and h.line.told)
         if client is None:
             return False
         rnd, own = self.rnd, client.holder.lease
         other = own + rnd.choice((-2, -1, 1, 2, 1000))
+        known = {} if self.daemon is None else self.daemon.arbiter.leases
+        mine = own - 1 in known and known[own - 1].process == client.program.process
+        before = own + 1000 if mine else own - 1
         stale = Token(client.holder.token.epoch, max(client.holder.token.sequence - rnd.randint(1, 3), 0))
         message = rnd.choice(
             (
@@ -568,7 +1148,7 @@ class World:
                 Release(lease=own + 1000, token=stale),
                 Renew(lease=own, token=stale, ladder=(Rung(persistent=1, seconds=1.0),), rung=0),
                 Renew(lease=own + 1000, token=stale, ladder=(Rung(persistent=1, seconds=1.0),), rung=0),
-                Reclaim(lease=max(own - 1, 0), token=stale, rung=0, in_use=()),
+                Reclaim(lease=max(before, 0), token=stale, rung=0, in_use=()),
             )
         )
         self._say(client, [message])
@@ -605,41 +1185,56 @@ class World:
     def settle_down(self):
         """All faults end, everybody does what is asked: then nobody is left behind."""
         self.crash = 0.0
+        self.faultless = True
         self.settled_after = self.now + 40.0
         if self.disk_full:
             self._disk()
-        for client in self.clients:
-            client.stopped = False
-        for _ in range(400):
+        for program in self.programs:
+            program.stopped = False
+        self._quiet(lambda: self.now > self.settled_after and not self.daemon.arbiter.recheck)
+        self._nobody_left_behind()
+        return self
+
+    def _quiet(self, enough, rounds=400):
+        """Until nothing happens any more."""
+        for _ in range(rounds):
             busy = False
             for action in (self._daemon_starts, self._reap, self._connect, self._hear, self._deliver):
                 while action():
                     busy = True
                     self.check()
-            for client in self.clients:
-                if client.alive and client.holder.phase == "holding" and self._boundary(client):
+            for program in self.programs:
+                for job in [*program.jobs]:
+                    if self._goes_on(job):
+                        busy = True
+                        self.check()
+            for handle in self.handles:
+                h = handle.holder
+                moves = h.phase == "holding" and (self._at_boundaries(handle) or h.moving >= 0)
+                if moves and handle.there and handle.job is not None and self._boundary(handle):
                     busy = True
                     self.check()
-            if not busy and self.now > self.settled_after and not self.daemon.arbiter.recheck:
+            if not busy and enough():
                 break
             self.now += 1.0
-            for client in self.clients:  # time passes, and everybody is heard of
-                if client.alive and client.line is not None and client.holder.phase == "holding":
-                    use = client.in_use()
-                    self._say(client, [Beat(lease=client.holder.lease, step=0, step_us=0, in_use=use, peak=0)])
+            for handle in self.handles:  # time passes, and everybody is heard of
+                if handle.program.alive and handle.job is not None:
+                    handle.speaks.pulse()
             while self._hear():
                 self.check()
             self._ticked()
             self.check()
-        self._nobody_left_behind()
-        return self
 
     def _nobody_left_behind(self):
         d = self.daemon
+        handles = {h.holder.lease: h for h in self.handles if h.program.alive and h.holder.lease}
         for lease in d.arbiter.leases.values():
-            gone = any(c.process == lease.process and c.holder.phase == "ended" and c.keeps for c in self.clients)
+            handle = handles.get(lease.id)
+            gone = handle is not None and handle.holder.phase == "ended" and handle.keeps
             if lease.state not in (State.HELD, State.QUEUED) and not gone:
                 raise Violation(f"{lease.state} though everybody does what is asked")
+            if lease.state is State.HELD and (handle is None or handle.holder.phase != "holding"):
+                raise Violation(f"lease {lease.id} is held, and no job knows of it")
         if d.phase != "serving":
             raise Violation(f"still {d.phase}")
         if d.arbiter.queue:
@@ -655,18 +1250,29 @@ class World:
                 raise Violation("the first waiter fits beside all floors and was not admitted")
 
     def everybody_goes(self):
-        """Then all is free and the journal says nothing."""
+        """Jobs end, and what they had is free though their processes live; then these end, and all is free."""
         self.crash = 0.0
+        self.faultless = True
         if self.disk_full:
             self._disk()
-        self._daemon_starts()
-        for client in self.clients:
-            if client.alive:
-                self._end(client)
+        for program in self.programs:
+            program.stopped = False
+            for job in program.jobs:
+                job.over = True
+        self._quiet(lambda: not any(p.jobs for p in self.programs))
+        kept = {h.holder.lease for h in self.handles if h.keeps}
+        for lease in self.daemon.arbiter.leases.values():
+            if lease.id not in kept:
+                raise Violation(f"lease {lease.id} is {lease.state}, and its job has ended")
+        for program in self.programs:
+            if program.alive and not program.inherited:
+                self._end(program)
         for _ in range(10_000):
             if not (self._hear() or self._reap()):
                 break
             self.check()
+        if self.daemon._desk.speakers.peers:
+            raise Violation("a process is dead, and its connection has not ended")
         for name, account in self.daemon.arbiter.ledger.accounts.items():
             if account.charges or account.persistent or account.temps:
                 raise Violation(f"{account.charges} of {name} is charged and nobody is there")
@@ -679,30 +1285,35 @@ class World:
     def check(self):
         """Every invariant that holds at any time. What only the daemon can change is looked at when it was told
         something."""
-        self.events += 1
+        self.counted["events"] += 1
         daemon = self.daemon
         totals = dict.fromkeys(self.physical, 0)
-        temps = dict.fromkeys(self.physical, 0)
-        leases = {} if daemon is None else {a.process: a.id for a in daemon.arbiter.leases.values()}
-        for client in self.clients:
+        temps = {name: {} for name in self.physical}
+        leases = {} if daemon is None else daemon.arbiter.leases
+        for client in self.handles:
             if not client.real:
                 continue
-            lease = leases.get(client.process)
+            number, process = client.holder.lease, client.program.process
+            lease = leases.get(number)
+            if lease is not None and lease.process != process:
+                raise Violation(f"{process} uses the lease of {lease.process}")
             for name, (p, t) in zip(client.names, client.real, strict=True):
                 gated = self.gated and name != HOST
                 totals[name] += p if gated else p + t
-                if gated and t > temps[name]:
-                    temps[name] = t
+                if gated:
+                    gate = name if self.care.turns else client.names[0]
+                    temps[name][gate] = max(t, temps[name].get(gate, 0))
                 if daemon is not None and (p or t):
-                    charge = daemon.arbiter.ledger.accounts[name].charges.get(lease)
+                    charge = daemon.arbiter.ledger.accounts[name].charges.get(number)
                     if charge is None:
-                        raise Violation(f"{client.process} holds {p + t} of {name} and is charged nothing")
+                        raise Violation(f"{process} holds {p + t} of {name} and is charged nothing")
                     cp, ct = charge.persistent, charge.temp
                     if (p > cp or t > ct) if gated else p + t > cp + ct:
-                        raise Violation(f"{client.process} holds {p}+{t} of {name}, charged {charge}")
+                        raise Violation(f"{process} holds {p}+{t} of {name}, charged {charge}")
         for name, limit in self.physical.items():
-            if totals[name] + temps[name] > limit:
-                raise Violation(f"{totals[name] + temps[name]} of {name} are held, there are {limit}")
+            held = totals[name] + sum(temps[name].values())
+            if held > limit:
+                raise Violation(f"{held} of {name} are held, there are {limit}")
         if daemon is not None and self.told:
             self.told = False
             self._check_leases(daemon)
@@ -722,7 +1333,7 @@ class World:
                 if used > last:
                     raise Violation(f"{used} of {name} are charged, there are {self.capacities[name].limit}")
             self.counts[name] = used
-        living = {c.process for c in self.clients if c.alive or not c.reaped} | self.watched
+        living = {p.process for p in self.programs if p.alive or not p.reaped} | self.watched
         revoking = False
         for lease in arbiter.leases.values():
             state = lease.state
@@ -742,19 +1353,23 @@ class World:
                         raise Violation(f"lease {lease.id} is charged less than what it was told")
                 if lease.connection is None:
                     raise Violation(f"lease {lease.id} is {state} and nobody speaks for it")
-        for client in self.clients:
+        for client in self.handles:
             line = client.line
-            if client.alive and line is not None and line.told and line.open_up and line.open_down:
+            if client.program.alive and line is not None and line.told and not line.said_all and line.open_down:
                 holder = client.holder
                 if holder.phase == "holding" and line.id in self.lines and line.told:
                     lease = arbiter.leases.get(holder.lease)
                     if lease is None or lease.state is State.QUARANTINED or lease.connection != line.id:
-                        raise Violation(f"{client.process} is connected and its lease is {lease and lease.state}")
+                        raise Violation(
+                            f"{client.program.process} is connected and its lease is {lease and lease.state}"
+                        )
         if d.phase != "serving" or over or not d.journal_works or self.disk_full:
             return
         if arbiter.queue:
             self._check_first(d, arbiter.queue[0])
-        elif not revoking:
+        elif not revoking and not (self.gated and len(self.devices) > 1):
+            # Of several devices whose jobs take turns a division takes the largest temp of any for that of each: some
+            # surplus is not given out.
             self._check_idle(d)
 
     def _charged(self, a):
@@ -852,10 +1467,20 @@ def _fit(d, rows, only=None):
     return True
 
 
-def broken_walks(walks, events, *, rules=None, clamp=True):
+def _on_each(devices, stays, host):
+    """``stays`` bytes of each device, and on the host ``host`` for each."""
+    return (*((stays, 0),) * len(devices), (host * len(devices), 0))
+
+
+def _with_host(admit, host):
+    """A ladder with so many host bytes more on every rung."""
+    return structs.replace(admit, ladder=tuple(structs.replace(r, host=r.host + host) for r in admit.ladder))
+
+
+def broken_walks(walks, events, **given):
     """The seeds of walks that break an invariant, as they are found."""
     for seed in range(walks):
         try:
-            World(seed, rules, clamp=clamp).walk(events).settle_down().everybody_goes()
+            World(seed, **given).walk(events).settle_down().everybody_goes()
         except Violation:
             yield seed
