@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from jaxtensile.runtime.demand import Demand
 from jaxtensile.runtime.events import Rules, Settings

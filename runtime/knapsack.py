@@ -51,27 +51,56 @@ class _Label(NamedTuple):
     before: _Label | None
 
 
+class Relaxed(NamedTuple):
+    """The linear relaxation of a question, from which its answer is looked for."""
+
+    rows: list[list[Row]]
+    """Of each class, without what is dominated."""
+    chosen: list[Row]
+    """What the relaxation takes whole."""
+    price: float
+    """Per byte; 0: what it takes is the answer."""
+    room: Bytes
+    left: Bytes
+    priced: list[list[float]]
+    """The rows at that price."""
+    least: list[float]
+    bound: float
+    """No choice costs less."""
+
+
 def cheapest(classes: Sequence[Sequence[Row]], room: Bytes, within: float = 0.0) -> Choice | None:
     """The cheapest choice of at most ``room`` bytes; None if there is none.
 
     ``within``: a relative gap that is good enough: 100 classes of 8 take some 3 ms to 5e-4, ten times that to 0.
     """
+    relaxed = relax(classes, room)
+    return None if relaxed is None else completed(relaxed, within)
+
+
+def relax(classes: Sequence[Sequence[Row]], room: Bytes) -> Relaxed | None:
+    """The relaxation; None if there is no choice."""
     rows = [_undominated(c) for c in classes]
     left = room - sum(c[0].size for c in rows)
     if left < 0:
         return None
     if sum(c[-1].size for c in rows) <= room:
-        return _choice([c[-1] for c in rows], 0.0)
-    relaxed, price, left = _relax(rows, left)
-    if not price:
-        return _choice(relaxed, 0.0)
-    chosen = _exchange(rows, relaxed, left)
-    best = sum(row.cost for row in chosen)
-
-    # Every item at that price; what is dearer than the gap is in no better answer.
+        chosen, price = [c[-1] for c in rows], 0.0
+    else:
+        chosen, price, left = _relax(rows, left)
     priced = [[row.cost + price * row.size for row in c] for c in rows]
     least = [min(p) for p in priced]
-    bound = sum(least) - price * room
+    return Relaxed(rows, chosen, price, room, left, priced, least, sum(least) - price * room)
+
+
+def completed(relaxed: Relaxed, within: float = 0.0) -> Choice:
+    """The answer to the question of a relaxation."""
+    rows, start, price, room, left, priced, least, bound = relaxed
+    if not price:
+        return _choice(start, 0.0)
+    chosen = _exchange(rows, start, left)
+    best = sum(row.cost for row in chosen)
+    # What is dearer at the price than the gap is in no better answer.
     gap = best - bound - NEAR * abs(best)
     if gap <= within * abs(best):
         return _choice(chosen, max(gap / abs(best), 0.0) if gap > 0 else 0.0)
@@ -81,7 +110,7 @@ def cheapest(classes: Sequence[Sequence[Row]], room: Bytes, within: float = 0.0)
     ]
     if not all(core):
         return _choice(chosen, 0.0)
-    found, whole = _search(core, least, price, room, bound, best, relaxed, within)
+    found, whole = _search(core, least, price, room, bound, best, start, within)
     choice = _choice(found or chosen, 0.0)
     return choice if whole else choice._replace(gap=max(choice.cost - bound, 0.0) / abs(choice.cost))
 

@@ -2,141 +2,199 @@
 
 Invariant: as in ``knapsack``: the answer fits, and its cost is at most ``gap`` above the optimum.
 
-A kind that even the most bytes fit decides nothing. What is left falls apart into groups of classes that share a kind,
-each decided by itself: with one kind as in ``knapsack``; with several, prices per byte come from a subgradient ascent,
-an answer is built up at those prices, exchanges of one or two items make it better, and a depth-first search that
-prices bound proves it, or finds a better one. Its work is bounded: beyond, the best so far counts, and ``gap`` says how
-far it may be from the optimum.
+Where the cheapest items fit, they are taken. The others fall apart into groups of classes that share a kind of which
+there is not enough, each decided by itself: with one kind as in ``knapsack``; with several, prices per byte of each
+kind are found at which about as much is taken as there is, which gives a bound; each class takes the cheapest at these
+prices that fits, those first that lose the most by another choice; exchanges of one or two items make that better, and
+a depth-first search that the bound prunes proves it, or finds a better one. All work is counted and bounded: beyond,
+the best so far counts, and ``gap`` says how far it may be from the optimum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from typing import Final, NamedTuple
 
-from jaxtensile.runtime.knapsack import NEAR, Choice, Row, cheapest
+from jaxtensile.runtime.knapsack import NEAR, Choice, Relaxed, Row, completed, relax
 from jaxtensile.units import Bytes
 
-STEPS, WORK = 40, 8_000
-"""Of the ascent, in which every item is priced: so many at most, and so many prices."""
-NODES: Final = 6_000
+FEWEST, STEPS, WORK = 8, 40, 32_000
+"""Of the search for prices, in which every item is priced: so many at most, and so many prices."""
+NODES: Final = 2_000
 """Of the search, for all groups of a question together: some 10 ms."""
 PAIRS: Final = 20_000
-"""Of items that are compared to be exchanged, at most."""
-SMALL: Final = 1_000
-"""Items of a group, up to which an answer is built up in two ways, and exchanges are tried."""
+"""Of items that are compared to be exchanged, for all groups together."""
 
 Sizes = tuple[Bytes, ...]
-_Edges = tuple[tuple[Bytes, Bytes], ...]
-"""Of a class, the fewest and the most bytes of each of its kinds."""
-_Group = list[tuple[int, tuple[int, ...]]]
-"""Classes, and the places among their kinds of those that are short."""
-
-
-class Item(NamedTuple):
-    """Bytes of each kind of its class, and what taking it costs."""
-
-    sizes: Sizes
-    cost: float
+Kinds = tuple[tuple[int, ...], ...]
+"""Of each column of sizes, the kinds of which so much is taken: the devices of a job are mostly alike."""
 
 
 class Class(NamedTuple):
-    """Items of which one is taken, and the kinds that their bytes are of."""
+    """Items of which one is taken."""
 
-    kinds: tuple[int, ...]
-    items: Sequence[Item]
-
-
-class _Item(NamedTuple):
-    """What an item takes beyond the least of its class, of each kind that is short, and its index there."""
-
-    more: Sizes
-    cost: float
-    pick: int
+    kinds: Kinds
+    sizes: Sequence[Sizes]
+    """What each item takes of the kinds of each column."""
+    costs: Sequence[float]
 
 
 class _Class(NamedTuple):
-    kinds: tuple[int, ...]
-    items: list[_Item]
+    """A class in its group."""
+
+    kinds: Kinds
+    sets: tuple[int, ...]
+    """The same as numbers of sets of kinds, of which there are fewer than classes."""
+    low: Sizes
+    """The fewest bytes of each column, which are taken in any case."""
+    sizes: Sequence[Sizes]
+    rows: list[tuple[float, ...]]
+    """The costs, and the same bytes as floats, which are multiplied in half the time."""
+
+
+class _Priced(NamedTuple):
+    """A group with the prices of its kinds and the bound that they prove."""
+
+    group: list[_Class]
+    left: list[Bytes]
+    """What there is of every kind beyond the fewest bytes."""
+    prices: list[float]
+    costs: list[list[float]]
+    """Of the items, with their bytes."""
+    bound: float
 
 
 def cheapest_of(
-    classes: Sequence[Class], room: Sequence[Bytes], exact: int = 1 << 30, within: float = 0.0
+    classes: Sequence[Class],
+    room: Sequence[Bytes],
+    exact: int = 1 << 30,
+    within: float = 0.0,
+    below: float = math.inf,
 ) -> Choice | None:
     """The cheapest choice within ``room`` of every kind; None if the least does not fit, or none was found, which does
     not happen where the first items fit.
 
     ``exact``: classes that share one kind, up to which the optimum is looked for; ``within``: a relative gap that is
-    good enough for more.
+    good enough for more. ``below``: None as well as soon as it is proved that every choice costs as much.
     """
-    left, most = list(room), [0] * len(room)
-    least: list[_Edges] = []
-    for kinds, items in classes:
-        if len(kinds) == 1:  # the usual case
-            column = [item.sizes[0] for item in items]
-            edges = ((min(column), max(column)),)
-        else:
-            edges = tuple((min(column), max(column)) for column in zip(*(item.sizes for item in items), strict=True))
-        for k, (low, high) in zip(kinds, edges, strict=True):
-            left[k] -= low
-            most[k] += high - low
-        least.append(edges)
+    left, most, after = list(room), [0] * len(room), list(room)
+    lows: list[Sizes] = []
+    spans: list[Sizes] = []
+    for kinds, sizes, costs in classes:
+        columns, cheap = [*zip(*sizes, strict=True)], costs.index(min(costs))
+        lows.append(low := tuple(map(min, columns)))
+        spans.append(span := tuple([max(c) - n for c, n in zip(columns, low, strict=True)]))
+        for ks, n, s, size in zip(kinds, low, span, sizes[cheap], strict=True):
+            for k in ks:
+                left[k] -= n
+                most[k] += s
+                after[k] -= size
     if min(left, default=0) < 0:
         return None
+    if min(after, default=0) >= 0:
+        return _decided(classes, lows, [], left, most, exact, within, below)
+    # Kinds that the cheapest items do not exceed may be exceeded by others: where few are exceeded, that is seen then.
     short = [a > b for a, b in zip(most, left, strict=True)]
-    picks, cost, gap, nodes = [0] * len(classes), 0.0, 0.0, NODES
-    groups = _Groups(len(room))
-    undecided: _Group = []
-    for n, ((kinds, items), edges) in enumerate(zip(classes, least, strict=True)):
-        spans = zip(kinds, edges, strict=True)
-        places = tuple(j for j, (k, (low, high)) in enumerate(spans) if short[k] and low < high)
-        if places:
-            undecided.append((n, places))
-            groups.join([kinds[j] for j in places])
-        else:
-            picks[n] = min(range(len(items)), key=lambda i: (items[i].cost, items[i].sizes))
-            cost += items[picks[n]].cost
-    together: dict[int, _Group] = {}
-    for n, places in undecided:
-        together.setdefault(groups.of(classes[n].kinds[places[0]]), []).append((n, places))
-    for group in together.values():
-        if len({classes[n].kinds[j] for n, places in group for j in places}) == 1:
-            proved = len(group) <= exact and len(classes) <= 10 * exact
-            found = _single(classes, group, least, left, 0.0 if proved else within)
-        else:
-            found, nodes = _several(_cut(classes, group, least), left, within, nodes)
+    exceeded = [n < 0 for n in after]
+    if 4 * sum(exceeded) <= sum(short):
+        few = _together(classes, spans, exceeded)
+        ample = [n if e < 0 else m for n, e, m in zip(left, after, most, strict=True)]
+        found = _decided(classes, lows, few, ample, most, exact, within, below)
         if found is None:
             return None
-        for (n, _), pick in zip(group, found.picks, strict=True):
+        after = list(room)
+        for c, pick in zip(classes, found.picks, strict=True):
+            _take(after, c.kinds, c.sizes[pick], (0,) * len(c.kinds))
+        if min(after) >= 0:
+            return found
+    return _decided(classes, lows, _together(classes, spans, short), left, most, exact, within, below)
+
+
+def _together(
+    classes: Sequence[Class], spans: Sequence[Sizes], short: Sequence[bool]
+) -> list[tuple[list[int], set[int]]]:
+    """The classes that share kinds of which there is not enough, and these."""
+    groups = _Groups(len(short))
+    undecided: list[tuple[int, list[int]]] = []
+    for n, (c, span) in enumerate(zip(classes, spans, strict=True)):
+        if own := [k for ks, s in zip(c.kinds, span, strict=True) if s for k in ks if short[k]]:
+            undecided.append((n, own))
+            groups.join(own)
+    together: dict[int, tuple[list[int], set[int]]] = {}
+    for n, own in undecided:
+        numbers, kinds = together.setdefault(groups.of(own[0]), ([], set()))
+        numbers.append(n)
+        kinds.update(own)
+    return [*together.values()]
+
+
+def _decided(
+    classes: Sequence[Class],
+    lows: Sequence[Sizes],
+    groups: Sequence[tuple[list[int], set[int]]],
+    left: list[Bytes],
+    most: Sequence[Bytes],
+    exact: int,
+    within: float,
+    below: float,
+) -> Choice | None:
+    """Of each class in no group the cheapest item, and what the groups decide."""
+    picks = [c.costs.index(min(c.costs)) for c in classes]
+    # First the bounds of all groups, which may be enough.
+    known = sum([c.costs[n] for c, n in zip(classes, picks, strict=True)])
+    found: list[tuple[list[int], Relaxed | _Priced]] = []
+    for numbers, kinds in groups:
+        if known >= below:
+            return None
+        free = sum([min(classes[n].costs) for n in numbers])
+        if len(kinds) == 1:
+            (k,) = kinds
+            bounded = relax([_rows(classes[n], lows[n], k) for n in numbers], left[k])
+            assert bounded is not None, "the least fits"
+        else:
+            own = [most[k] if k in kinds else 0 for k in range(len(left))]
+            bounded = _priced([(classes[n], lows[n]) for n in numbers], left, own, below - known + free)
+        known += bounded.bound - free
+        found.append((numbers, bounded))
+    if known >= below:
+        return None
+    gap, work = 0.0, _Work(sum(len(classes[n].costs) for numbers, _ in found for n in numbers))
+    ahead = sum(abs(bounded.bound) for _, bounded in found)
+    spare = within * ahead
+    for numbers, bounded in found:
+        if isinstance(bounded, Relaxed):
+            proved = len(numbers) <= exact and len(classes) <= 10 * exact
+            # What others have left of the gap that is good enough is for those behind.
+            choice = completed(bounded, 0.0 if proved else max(spare / ahead, within))
+        else:
+            choice = _several(bounded, within, work)
+        if choice is None:
+            return None
+        for n, pick in zip(numbers, choice.picks, strict=True):
             picks[n] = pick
-        cost += found.cost
-        gap += found.gap * abs(found.cost)
+        gap += choice.gap * abs(choice.cost)
+        spare -= choice.gap * abs(choice.cost)
+        ahead -= abs(bounded.bound)
+    cost = sum([c.costs[n] for c, n in zip(classes, picks, strict=True)])
     return Choice(tuple(picks), cost, gap / abs(cost) if gap and cost else 0.0)
 
 
-def _single(
-    classes: Sequence[Class], group: _Group, least: Sequence[_Edges], left: Sequence[Bytes], within: float
-) -> Choice | None:
-    """The answer for classes that share one kind, and no other that is short."""
-    rows: list[list[Row]] = []
-    for n, (j,) in group:
-        low = least[n][j][0]
-        rows.append([Row(sizes[j] - low, price, i) for i, (sizes, price) in enumerate(classes[n].items)])
-    n, (j,) = group[0]
-    return cheapest(rows, left[classes[n].kinds[j]], within)
+def _rows(c: Class, low: Sizes, k: int) -> list[Row]:
+    """A class as one of the only kind of which there is not enough."""
+    j = next(j for j, ks in enumerate(c.kinds) if k in ks)
+    n = low[j]
+    return [Row(size[j] - n, cost, i) for i, (size, cost) in enumerate(zip(c.sizes, c.costs, strict=True))]
 
 
-def _cut(classes: Sequence[Class], group: _Group, least: Sequence[_Edges]) -> list[_Class]:
-    """Classes with the kinds that are short alone."""
-    cut: list[_Class] = []
-    for n, places in group:
-        kinds, items = classes[n]
-        lows = [least[n][j][0] for j in places]
-        more = [tuple([sizes[j] - low for j, low in zip(places, lows, strict=True)]) for sizes, _ in items]
-        made = [_Item(m, item.cost, i) for i, (m, item) in enumerate(zip(more, items, strict=True))]
-        cut.append(_Class(tuple(kinds[j] for j in places), made))
-    return cut
+class _Work:
+    """What is left to spend on a question."""
+
+    __slots__ = ("nodes", "pairs")
+
+    def __init__(self, items: int) -> None:
+        self.nodes, self.pairs = NODES, max(PAIRS - 2 * items, 0)  # all else takes longer with more items
 
 
 class _Groups:
@@ -159,143 +217,186 @@ class _Groups:
 # ---- several kinds ---------------------------------------------------------------------------------
 
 
-def _several(group: list[_Class], room: list[Bytes], within: float, nodes: int) -> tuple[Choice | None, int]:
-    """The answer, and what it leaves of the ``nodes``."""
-    renamed = {k: n for n, k in enumerate(sorted({k for c in group for k in c.kinds}))}
-    firsts = [c.items[0].more for c in group]
-    group = [_Class(tuple(renamed[k] for k in c.kinds), _undominated(c.items)) for c in group]
-    left = [room[k] for k in renamed]
-    prices, bound = _ascend(group, left)
-    small = sum(len(c.items) for c in group) <= SMALL
-    shares = [1 / max(r, 1) for r in left]
-    worths = (prices, shares) if small else (shares,)
+def _priced(
+    classes: Sequence[tuple[Class, Sizes]], left: list[Bytes], spans: Sequence[Bytes], enough: float
+) -> _Priced:
+    """Prices per byte, and the bound that they prove: the sum of the cheapest, less the rooms' worth. Each price rises
+    by the share of the bytes that are too many, and more if it did so before. ``spans``: what all would take beyond
+    the fewest bytes of the kinds of the group, 0 of others, which have no price."""
+    sets: dict[tuple[int, ...], int] = {}
+    group = [
+        _Class(
+            kinds,
+            tuple([sets.setdefault(ks, len(sets)) for ks in kinds]),
+            low,
+            sizes,
+            [*zip(costs, *[map(float, column) for column in zip(*sizes, strict=True)], strict=True)],
+        )
+        for (kinds, sizes, costs), low in classes
+    ]
+    mine = [k for k, span in enumerate(spans) if span]
+
+    def worths(prices: list[float]) -> list[float]:
+        return [sum([prices[k] for k in ks]) for ks in sets]
+
+    def spread(taken: list[float]) -> list[float]:
+        """What is taken of each kind, where it is known of each set."""
+        used = [0.0] * len(left)
+        for ks, t in zip(sets, taken, strict=True):
+            for k in ks:
+                used[k] += t
+        return used
+
+    # First what a byte gains in the mean.
+    gains, lows = [0.0] * len(sets), [0.0] * len(sets)
+    for (_, _, costs), c in zip([a for a, _ in classes], group, strict=True):
+        gain = (max(costs) - min(costs)) / sum(map(len, c.kinds))
+        for i, n in zip(c.sets, c.low, strict=True):
+            gains[i] += gain
+            lows[i] += n
+    prices = [0.5 * g / s if s else 0.0 for g, s in zip(spread(gains), spans, strict=True)]
+    room = [a + b for a, b in zip(left, spread(lows), strict=True)]
+    speed, last = [2.0] * len(left), [0.0] * len(left)
+    found, high = prices, -math.inf
+    for _ in range(max(FEWEST, min(STEPS, WORK // sum(len(c.rows) for c in group)))):
+        taken, value = [0.0] * len(sets), -sum([prices[k] * room[k] for k in mine])
+        for (_, own, _, _, rows), costs in zip(group, _costs(group, worths(prices)), strict=True):
+            low = min(costs)
+            value += low
+            row = rows[costs.index(low)]
+            for j, i in enumerate(own, 1):
+                taken[i] += row[j]
+        if value > high:
+            found, high = prices, value
+            if high >= enough:
+                break
+        prices, used = list(prices), spread(taken)
+        for k in mine:
+            over = (used[k] - room[k]) / spans[k]
+            if last[k]:
+                speed[k] *= 1.2 if last[k] * over > 0 else 0.6
+            last[k] = over
+            prices[k] *= math.exp(max(-1.0, min(1.0, speed[k] * over)))
+    return _Priced(group, left, found, [*_costs(group, worths(found))], high)
+
+
+def _costs(group: list[_Class], worths: Sequence[float]) -> Iterator[list[float]]:
+    """What each item costs with its bytes, at a price for each set of kinds."""
+    for _, sets, _, _, rows in group:
+        if len(sets) == 1:
+            p = worths[sets[0]]
+            yield [c + p * a for c, a in rows]
+        elif len(sets) == 2:
+            p, q = worths[sets[0]], worths[sets[1]]
+            yield [c + p * a + q * b for c, a, b in rows]
+        else:
+            own = [worths[i] for i in sets]
+            yield [row[0] + sum(map(float.__mul__, own, row[1:])) for row in rows]
+
+
+def _several(asked: _Priced, within: float, work: _Work) -> Choice | None:
+    """The answer for a group."""
+    group, left, prices, costs, bound = asked
     best: list[int] | None = None
-    for begin in (_smallest(group, left), _no_larger(group, firsts)):
-        starts = [found for worth in worths if (found := _built(group, left, worth, begin)) is not None]
-        best = min(starts, key=lambda at: _cost(group, at), default=None)
-        if best is not None:
+    for begin in (_fitting, _smallest, _no_larger):
+        at = begin(group, left, costs)
+        if at is not None and min(after := _after(group, left, at)) >= 0:
+            _fill(group, after, prices, at)
+            _exchange(group, after, at, work)
+            best = at
             break
-    if best is not None and small:
-        _exchange(group, left, best)
-    cost = float("inf") if best is None else _cost(group, best)
+    cost = math.inf if best is None else _cost(group, best)
     near = NEAR * abs(cost) if best is not None else 0.0
     if best is None or cost - bound > max(within * abs(cost), near):
-        found, nodes, whole = _search(group, left, prices, bound, cost - near, nodes)
+        found, whole = _search(group, left, costs, bound, cost - near, work)
         if found is not None:
             best, cost = found, _cost(group, found)
         if whole:
             bound = cost
     if best is None:
-        return None, nodes
-    picks = tuple(c.items[i].pick for c, i in zip(group, best, strict=True))
-    return Choice(picks, cost, max(cost - bound, 0.0) / abs(cost) if cost else 0.0), nodes
-
-
-def _undominated(items: list[_Item]) -> list[_Item]:
-    """Without those that another is no larger than in any kind, and cheaper than, or as cheap."""
-    kept: list[_Item] = []
-    for item in sorted(items, key=lambda i: (i.cost, i.more, i.pick)):
-        if not any(all(a <= b for a, b in zip(old.more, item.more, strict=True)) for old in kept):
-            kept.append(item)
-    return kept
+        return None
+    return Choice(tuple(best), cost, max(cost - bound, 0.0) / abs(cost) if cost else 0.0)
 
 
 def _cost(group: list[_Class], at: Sequence[int]) -> float:
-    return sum(c.items[i].cost for c, i in zip(group, at, strict=True))
+    return sum(c.rows[i][0] for c, i in zip(group, at, strict=True))
 
 
-def _left(group: list[_Class], room: list[Bytes], at: Sequence[int]) -> list[Bytes]:
-    left = list(room)
+def _after(group: list[_Class], left: list[Bytes], at: Sequence[int]) -> list[Bytes]:
+    """What is left beside these items."""
+    after = list(left)
     for c, i in zip(group, at, strict=True):
-        for k, m in zip(c.kinds, c.items[i].more, strict=True):
-            left[k] -= m
-    return left
+        _take(after, c.kinds, c.sizes[i], c.low)
+    return after
 
 
-def _priced(c: _Class, prices: Sequence[float]) -> list[float]:
-    if len(c.kinds) == 1:
-        (p,) = (prices[k] for k in c.kinds)
-        return [item.cost + p * item.more[0] for item in c.items]
-    if len(c.kinds) == 2:
-        p, q = (prices[k] for k in c.kinds)
-        return [item.cost + p * item.more[0] + q * item.more[1] for item in c.items]
-    own = [prices[k] for k in c.kinds]
-    return [item.cost + sum(p * m for p, m in zip(own, item.more, strict=True)) for item in c.items]
+def _take(left: list[Bytes], kinds: Kinds, new: Sizes, old: Sizes) -> None:
+    """Have ``new`` sizes taken instead of ``old`` ones."""
+    for ks, m, o in zip(kinds, new, old, strict=True):
+        if m != o:
+            for k in ks:
+                left[k] -= m - o
 
 
-def _ascend(group: list[_Class], room: list[Bytes]) -> tuple[list[float], float]:
-    """Prices per byte, and the bound that they prove: the sum of what is cheapest at them, less the room's worth."""
-    steps = max(3, min(STEPS, WORK // sum(len(c.items) for c in group)))
-    cheap = sum(min(i.cost for i in c.items) for c in group)
-    dear = sum(max(i.cost for i in c.items) for c in group)
-    # First what a byte gains in the mean, for bytes that are short by some.
-    gains, spans = [0.0] * len(room), [1] * len(room)
-    for c in group:
-        gain = (max(i.cost for i in c.items) - min(i.cost for i in c.items)) / len(c.kinds)
-        for j, k in enumerate(c.kinds):
-            gains[k] += gain
-            spans[k] += max(i.more[j] for i in c.items)
-    prices = [0.5 * g / s for g, s in zip(gains, spans, strict=True)]
-    high, found = float("-inf"), prices
-    target, ease = (cheap + dear) / 2, 1.0
-    for _ in range(steps):
-        used, value = [0] * len(room), 0.0
-        for c in group:
-            costs = _priced(c, prices)
-            low = min(costs)
-            value += low
-            for k, m in zip(c.kinds, c.items[costs.index(low)].more, strict=True):
-                used[k] += m
-        value -= sum(p * r for p, r in zip(prices, room, strict=True))
-        if value > high:
-            high, found = value, prices
+def _most(left: list[Bytes], kinds: Kinds, old: Sizes) -> list[Bytes]:
+    """The largest sizes that fit instead of the ``old`` ones."""
+    return [min([left[k] for k in ks]) + o for ks, o in zip(kinds, old, strict=True)]
+
+
+def _fitting(group: list[_Class], left: list[Bytes], costs: list[list[float]]) -> list[int] | None:
+    """Of each class the item that costs the least with its bytes, of those that fit; those first that lose the most by
+    another. None where one is left for which none fits."""
+    ranked: list[tuple[float, int, list[tuple[float, int]]]] = []
+    for k, mine in enumerate(costs):
+        order = sorted(zip(mine, range(len(mine)), strict=True))
+        ranked.append((order[0][0] - order[1][0] if len(order) > 1 else 0.0, k, order))
+    ranked.sort()
+    left, at = list(left), [0] * len(group)
+    for _, k, order in ranked:
+        c = group[k]
+        most = _most(left, c.kinds, c.low)
+        for _, n in order:
+            if all(map(int.__le__, c.sizes[n], most)):
+                break
         else:
-            ease *= 0.7
-        over = [(u - r) / max(r, 1) for u, r in zip(used, room, strict=True)]
-        norm = sum(o * o for o, p in zip(over, prices, strict=True) if o > 0 or p)
-        if not norm:
-            break
-        move = ease * max(target - value, NEAR) / norm
-        prices = [max(0.0, p + move * o / max(r, 1)) for p, o, r in zip(prices, over, room, strict=True)]
-        target = max(target, value + (dear - cheap) * 0.02)
-    return found, high
+            return None
+        at[k] = n
+        _take(left, c.kinds, c.sizes[n], c.low)
+    return at
 
 
-def _smallest(group: list[_Class], room: list[Bytes]) -> list[int]:
-    """Of each class the item whose largest share of a room is the smallest."""
+def _smallest(group: list[_Class], left: list[Bytes], _: object) -> list[int]:
+    """Of each class the item whose largest share of what is left is the smallest."""
 
     def share(c: _Class, n: int) -> float:
-        return max(m / max(room[k], 1) for k, m in zip(c.kinds, c.items[n].more, strict=True))
+        rows = zip(c.kinds, c.sizes[n], c.low, strict=True)
+        return max((m - o) / max(left[k], 1) for ks, m, o in rows for k in ks)
 
-    return [min(range(len(c.items)), key=lambda n, c=c: share(c, n)) for c in group]
+    return [min(range(len(c.rows)), key=lambda n, c=c: share(c, n)) for c in group]
 
 
-def _no_larger(group: list[_Class], firsts: Sequence[Sizes]) -> list[int]:
-    """Of each class the cheapest item that is no larger than its first one."""
+def _no_larger(group: list[_Class], _: list[Bytes], costs: list[list[float]]) -> list[int]:
+    """Of each class the item that costs the least, of those that are no larger than its first one."""
     return [
-        next(n for n, item in enumerate(c.items) if all(a <= b for a, b in zip(item.more, first, strict=True)))
-        for c, first in zip(group, firsts, strict=True)
+        min((n for n, s in enumerate(c.sizes) if all(map(int.__le__, s, c.sizes[0]))), key=mine.__getitem__)
+        for c, mine in zip(group, costs, strict=True)
     ]
 
 
-def _built(group: list[_Class], room: list[Bytes], prices: Sequence[float], begin: list[int]) -> list[int] | None:
-    """From ``begin`` up: of the changes that fit, the one that gains the most for what it takes. None where not even
-    that fits."""
-    worth = [[sum(prices[k] * m for k, m in zip(c.kinds, i.more, strict=True)) for i in c.items] for c in group]
-    left, at = _left(group, room, begin), list(begin)
-    if min(left) < 0:
-        return None
+def _fill(group: list[_Class], left: list[Bytes], prices: Sequence[float], at: list[int]) -> None:
+    """Of the changes that fit, the one that gains the most for what it takes, until none does."""
+    worths = [[sum([prices[k] for k in ks]) for ks in c.kinds] for c in group]
 
     def step(k: int) -> tuple[float, int, int] | None:
         c, now = group[k], at[k]
+        cost = c.rows[now][0]
+        most = _most(left, c.kinds, c.sizes[now])
         best: tuple[float, int, int] | None = None
-        for n, item in enumerate(c.items):
-            gain = c.items[now].cost - item.cost
-            if gain <= 0:
-                continue
-            if all(m - o <= left[j] for j, m, o in zip(c.kinds, item.more, c.items[now].more, strict=True)):
-                taken = max(worth[k][n] - worth[k][now], 0.0)
-                rank = -gain / (taken + 1e-12 * gain)
+        for n, sizes in enumerate(c.sizes):
+            gain = cost - c.rows[n][0]
+            if gain > 0 and all(map(int.__le__, sizes, most)):
+                taken = sum([w * (m - o) for w, m, o in zip(worths[k], sizes, c.sizes[now], strict=True)])
+                rank = -gain / (max(taken, 0.0) + NEAR * gain)
                 if best is None or rank < best[0]:
                     best = rank, k, n
         return best
@@ -311,88 +412,78 @@ def _built(group: list[_Class], room: list[Bytes], prices: Sequence[float], begi
             heapreplace(heap, now)  # what it was is not possible any more
         else:
             _, k, n = now
-            for j, m, o in zip(group[k].kinds, group[k].items[n].more, group[k].items[at[k]].more, strict=True):
-                left[j] -= m - o
-            at[k] = n
-    return at
+            _change(group, left, at, k, n)
 
 
-def _exchange(group: list[_Class], room: list[Bytes], at: list[int]) -> None:
+def _change(group: list[_Class], left: list[Bytes], at: list[int], k: int, n: int) -> None:
+    c = group[k]
+    _take(left, c.kinds, c.sizes[n], c.sizes[at[k]])
+    at[k] = n
+
+
+def _exchange(group: list[_Class], left: list[Bytes], at: list[int], work: _Work) -> None:
     """Other items for one or two classes at a time, while that is cheaper and there is work left."""
-    left, work = _left(group, room, at), PAIRS
+    sharing: list[list[int]] = [[] for _ in left]
+    for k, c in enumerate(group):
+        for ks in c.kinds:
+            for j in ks:
+                sharing[j].append(k)
 
-    def moves(k: int) -> list[tuple[float, int, int, dict[int, Bytes]]]:
-        c, now = group[k], group[k].items[at[k]]
-        return [
-            (i.cost - now.cost, k, n, {j: m - o for j, m, o in zip(c.kinds, i.more, now.more, strict=True) if m != o})
-            for n, i in enumerate(c.items)
-            if n != at[k]
-        ]
+    def partner(k: int, n: int) -> tuple[int, int] | None:
+        """The change of another class that makes room for one of this, at the least loss."""
+        c = group[k]
+        after = list(left)
+        _take(after, c.kinds, c.sizes[n], c.sizes[at[k]])
+        over = {j for ks in c.kinds for j in ks if after[j] < 0}
+        if not over:
+            return k, n
+        gain = c.rows[at[k]][0] - c.rows[n][0] - NEAR
+        found: tuple[int, int] | None = None
+        for other in min((sharing[j] for j in over), key=len):
+            d = group[other]
+            if other == k or not over.issubset([j for ks in d.kinds for j in ks]):
+                continue
+            work.pairs -= len(d.rows)
+            now = at[other]
+            dear = d.rows[now][0]
+            most = _most(after, d.kinds, d.sizes[now])
+            for p, sizes in enumerate(d.sizes):
+                if d.rows[p][0] - dear < gain and all(map(int.__le__, sizes, most)):
+                    gain, found = d.rows[p][0] - dear, (other, p)
+        return found
 
-    every = [moves(k) for k in range(len(group))]
     better = True
-    while better and work > 0:
+    while better:
         better = False
-        gaining = sorted((m for ms in every for m in ms if m[0] < 0), key=lambda m: m[0])
-        for gain, k, n, more in gaining:
-            short = {j for j, m in more.items() if m > left[j]}
-            found: list[tuple[int, int, dict[int, Bytes]]] = []
-            if not short:
-                found = [(k, n, more)]
-            else:
-                low = 0.0
-                for other, ms in enumerate(every):
-                    if other == k or short.isdisjoint(group[other].kinds):
-                        continue
-                    work -= len(ms)
-                    for dear, _, p, takes in ms:
-                        if gain + dear < low - NEAR and all(
-                            more.get(j, 0) + takes.get(j, 0) <= left[j] for j in {*more, *takes}
-                        ):
-                            low, found = gain + dear, [(k, n, more), (other, p, takes)]
-                    if work <= 0:
-                        break
-            if found:
-                for changed, item, takes in found:
-                    at[changed] = item
-                    for j, m in takes.items():
-                        left[j] -= m
-                for changed, *_ in found:
-                    every[changed] = moves(changed)
-                better = True
-                break
-            if work <= 0:
-                break
+        for k, c in enumerate(group):
+            for n, (cost, *_) in enumerate(c.rows):
+                if work.pairs <= 0:
+                    return
+                if cost < c.rows[at[k]][0] and (found := partner(k, n)) is not None:
+                    for changed, item in {found, (k, n)}:
+                        _change(group, left, at, changed, item)
+                    better = True
 
 
 def _search(
-    group: list[_Class], room: list[Bytes], prices: Sequence[float], bound: float, best: float, nodes: int
-) -> tuple[list[int] | None, int, bool]:
-    """Depth first, the cheapest at the prices first: an answer below ``best`` if there is one, the nodes left, and
-    whether all answers were seen. First come the classes in which another item is the most loss."""
+    group: list[_Class], left: list[Bytes], costs: list[list[float]], bound: float, best: float, work: _Work
+) -> tuple[list[int] | None, bool]:
+    """Depth first, what costs the least with its bytes first: an answer below ``best`` if there is one, and whether all
+    answers were seen. First come the classes in which another item is the most loss."""
+    if len(group) > 400:  # as deep as Python goes
+        return None, False
     excess: list[list[tuple[float, int]]] = []
-    for c in group:
-        costs = _priced(c, prices)
-        low = min(costs)
-        excess.append(sorted((cost - low, n) for n, cost in enumerate(costs)))
-    order = sorted(range(len(group)), key=lambda k: -excess[k][1][0] if len(excess[k]) > 1 else float("-inf"))
-    # What the classes behind need at least of each kind.
-    behind = [[0] * len(room)]
-    for k in reversed(order):
-        needs = list(behind[-1])
-        for j, column in zip(group[k].kinds, zip(*(i.more for i in group[k].items), strict=True), strict=True):
-            needs[j] += min(column)
-        behind.append(needs)
-    behind.reverse()
-    left = [r - b for r, b in zip(room, behind[0], strict=True)]
-    if min(left) < 0:
-        return None, nodes, True
-    slack, at, cost = best - bound, [0] * len(group), 0.0
+    for mine in costs:
+        low = min(mine)
+        excess.append(sorted((cost - low, n) for n, cost in enumerate(mine)))
+    order = sorted(range(len(group)), key=lambda k: -excess[k][1][0] if len(excess[k]) > 1 else -math.inf)
+    left, at = list(left), [0] * len(group)
+    slack, cost = best - bound, 0.0
     found: list[int] | None = None
 
     def down(depth: int, lost: float) -> bool:
         """Whether all below was seen."""
-        nonlocal slack, found, nodes, cost, best
+        nonlocal slack, found, cost, best
         if depth == len(order):
             if cost < best:
                 best, found = cost - NEAR * abs(cost), list(at)
@@ -400,29 +491,25 @@ def _search(
             return True
         k = order[depth]
         c = group[k]
-        free = [behind[depth][j] - behind[depth + 1][j] for j in c.kinds]
-        whole = True
+        whole, most = True, _most(left, c.kinds, c.low)
         for dear, n in excess[k]:
             if lost + dear >= slack:
                 break
-            if nodes <= 0:
+            if work.nodes <= 0:
                 return False
-            item = c.items[n]
-            if any(m - f > left[j] for j, m, f in zip(c.kinds, item.more, free, strict=True)):
+            if not all(map(int.__le__, c.sizes[n], most)):
                 continue
-            nodes -= 1
-            for j, m, f in zip(c.kinds, item.more, free, strict=True):
-                left[j] -= m - f
+            work.nodes -= 1
+            _take(left, c.kinds, c.sizes[n], c.low)
             at[k] = n
-            cost += item.cost
+            cost += c.rows[n][0]
             whole = down(depth + 1, lost + dear) and whole
-            cost -= item.cost
-            for j, m, f in zip(c.kinds, item.more, free, strict=True):
-                left[j] += m - f
+            cost -= c.rows[n][0]
+            _take(left, c.kinds, c.low, c.sizes[n])
         return whole
 
-    whole = down(0, 0.0) if len(group) <= 400 else False  # as deep as Python goes
-    return found, nodes, whole
+    whole = down(0, 0.0)
+    return found, whole
 
 
-__all__ = ["Class", "Item", "Sizes", "cheapest_of"]
+__all__ = ["Class", "Kinds", "Sizes", "cheapest_of"]

@@ -118,7 +118,7 @@ class Process(Struct, frozen=True):
     """In clock ticks after boot, field 22 of ``/proc/PID/stat``."""
 
 
-class Charge(Struct, frozen=True, array_like=True):
+class Charge(Struct, frozen=True, array_like=True, gc=False):
     """Bytes of one resource: those that stay, and those of a running step."""
 
     persistent: Bytes

@@ -16,9 +16,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
+from math import inf
 from typing import Final, Literal, get_args
 
-from jaxtensile.runtime.knapsack_kinds import Class, Item, Sizes, cheapest_of
+from msgspec import Struct
+
+from jaxtensile.runtime.knapsack_kinds import Class, Kinds, Sizes, cheapest_of
 from jaxtensile.runtime.leases import Charge
 from jaxtensile.units import Bytes
 
@@ -34,8 +37,7 @@ smaller one can be better, which is mostly at once."""
 WITHIN: Final = 5e-4
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(Struct, frozen=True, gc=False):
     """One rung that a job may be put on."""
 
     rung: int
@@ -47,8 +49,7 @@ class Option:
     """On each device."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Claim(Struct, frozen=True, kw_only=True):
     """A job as the policy sees it. ``options`` ascend in bytes; the first is what it gets in any case."""
 
     id: int
@@ -80,24 +81,32 @@ Shares = dict[int, int]
 class _Problem:
     """Claims, the bytes their options take of their resources, and the bytes there are."""
 
-    claims: tuple[Claim, ...]
-    kinds: dict[int, tuple[int, ...]]
-    """The resources of each claim, by their places in ``room``."""
-    sizes: dict[int, tuple[Sizes, ...]]
+    claims: Sequence[Claim]
+    kinds: dict[int, Kinds]
+    """The resources of each claim, by their places in ``room``; together those of which all options need the same."""
+    sizes: dict[int, list[Sizes]]
     """Of each option, of each of these."""
-    options: dict[int, tuple[int, ...]]
+    options: dict[int, Sequence[int]]
     """Which of the options may be taken; the first is the least."""
-    room: tuple[Bytes, ...]
+    room: list[Bytes]
 
 
-def divide(claims: Sequence[Claim], rooms: Mapping[str, Room], objective: Objective) -> Shares | None:
+def divide(
+    claims: Sequence[Claim],
+    rooms: Mapping[str, Room],
+    objective: Objective,
+    stay: Shares | None = None,
+    gain: float = 0.0,
+) -> Shares | None:
     """The option of each claim; None if not even the first ones fit.
 
-    With gated rooms the whole division is made for sizes that the largest temp may have, and the best counts.
+    ``stay``: a division of which a class keeps its part where it is proved that none is better by ``gain``, relative
+    to its sum of slowdowns. With gated rooms the whole division is made for sizes that the largest temp may have, and
+    the best counts.
     """
     names = sorted({r for c in claims for r in c.resources})
     if not any(rooms[name].gated for name in names):
-        return _divide(_ungated(claims, rooms, names), objective)
+        return _divide(_ungated(claims, rooms, names), objective, stay, gain)
     best: Shares | None = None
     for tries, problem in enumerate(_gated(claims, rooms, names)):
         if best is not None:
@@ -105,7 +114,7 @@ def divide(claims: Sequence[Claim], rooms: Mapping[str, Room], objective: Object
             wished = {c.id: _wish(c, problem.options[c.id], objective) for c in claims}
             if tries >= TEMPS or not ahead(claims, wished, best, objective):
                 break
-        shares = _divide(problem, objective)
+        shares = _divide(problem, objective, stay, gain)
         if shares is not None and (best is None or ahead(claims, shares, best, objective)):
             best = shares
     return best
@@ -166,15 +175,31 @@ def _turns(group: Sequence[Claim], objective: Objective) -> list[Claim]:
     return sorted(group, key=lambda c: c.arrived)
 
 
+def _columns(claim: Claim, column: Mapping[str, int], gated: Sequence[bool]) -> tuple[Kinds, list[Sizes]]:
+    """Of a claim the kinds and sizes of a problem. Resources of which nothing is needed are left out."""
+    kinds: list[tuple[int, ...]] = []
+    columns: list[list[Bytes]] = []
+    last: tuple[Charge, ...] = ()
+    for name, needs in zip(claim.resources, zip(*[o.needs for o in claim.options], strict=True), strict=True):
+        k = column[name]
+        if needs == last and kinds and gated[k] == gated[kinds[-1][0]]:  # the devices of a job are mostly alike
+            kinds[-1] += (k,)
+            continue
+        taken = [n.persistent for n in needs] if gated[k] else [n.persistent + n.temp for n in needs]
+        if any(taken):
+            kinds.append((k,))
+            columns.append(taken)
+            last = needs
+    return tuple(kinds), [*zip(*columns, strict=True)] or [()] * len(claim.options)
+
+
 def _ungated(claims: Sequence[Claim], rooms: Mapping[str, Room], names: Sequence[str]) -> _Problem:
-    column = {name: k for k, name in enumerate(names)}
-    return _Problem(
-        tuple(claims),
-        {c.id: tuple(column[r] for r in c.resources) for c in claims},
-        {c.id: tuple(tuple(n.persistent + n.temp for n in o.needs) for o in c.options) for c in claims},
-        {c.id: tuple(range(len(c.options))) for c in claims},
-        tuple(rooms[name].free for name in names),
-    )
+    column, gated = {name: k for k, name in enumerate(names)}, [False] * len(names)
+    kinds: dict[int, Kinds] = {}
+    sizes: dict[int, list[Sizes]] = {}
+    for c in claims:
+        kinds[c.id], sizes[c.id] = _columns(c, column, gated)
+    return _Problem(claims, kinds, sizes, {c.id: range(len(c.options)) for c in claims}, [rooms[n].free for n in names])
 
 
 def _gated(claims: Sequence[Claim], rooms: Mapping[str, Room], names: Sequence[str]) -> Iterator[_Problem]:
@@ -182,21 +207,18 @@ def _gated(claims: Sequence[Claim], rooms: Mapping[str, Room], names: Sequence[s
     column = {name: k for k, name in enumerate(names)}
     gated = [rooms[name].gated for name in names]
     outside = max(rooms[name].temp for name in names if rooms[name].gated)
-    kinds = {c.id: tuple(column[r] for r in c.resources) for c in claims}
-    sizes: dict[int, tuple[Sizes, ...]] = {}
+    kinds: dict[int, Kinds] = {}
+    sizes: dict[int, list[Sizes]] = {}
     order: dict[int, list[tuple[tuple[Bytes, Sizes], int]]] = {}
     """Options by what they take of the devices, whatever they take of the host, as without turns."""
     steps: list[tuple[Bytes, int, int]] = []
     for c in claims:
-        own = [gated[k] for k in kinds[c.id]]
-        sizes[c.id] = rows = tuple(
-            tuple(n.persistent if g else n.persistent + n.temp for n, g in zip(o.needs, own, strict=True))
-            for o in c.options
-        )
-        order[c.id] = [((sum(s for s, g in zip(row, own, strict=True) if g), row), n) for n, row in enumerate(rows)]
+        kinds[c.id], sizes[c.id] = own, rows = _columns(c, column, gated)
+        counts = [len(ks) * gated[ks[0]] for ks in own]
+        order[c.id] = [((sum(map(int.__mul__, row, counts)), row), n) for n, row in enumerate(rows)]
+        turns = [j for j, name in enumerate(c.resources) if gated[column[name]]]
         for n, o in enumerate(c.options):
-            temp = max((need.temp for need, g in zip(o.needs, own, strict=True) if g), default=0)
-            steps.append((max(temp, outside), c.id, n))
+            steps.append((max([outside, *[o.needs[j].temp for j in turns]]), c.id, n))
     steps.sort()
     # From the smallest temp up: what the first options leave of each kind.
     first: dict[int, tuple[tuple[Bytes, Sizes], int]] = {}
@@ -205,35 +227,33 @@ def _gated(claims: Sequence[Claim], rooms: Mapping[str, Room], names: Sequence[s
         new, old = order[claim][n], first.get(claim)
         if old is None or new < old:
             first[claim] = new
-            for j, size in zip(kinds[claim], new[0][1], strict=True):
-                left[j] -= size
+            _take(left, kinds[claim], new[0][1])
             if old is not None:
-                for j, size in zip(kinds[claim], old[0][1], strict=True):
-                    left[j] += size
+                _take(left, kinds[claim], old[0][1], -1)
         last = k + 1 == len(steps) or steps[k + 1][0] > temp
         if last and len(first) == len(claims) and all(a >= temp * g for a, g in zip(left, gated, strict=True)):
             fitting.append(temp)
     temps = {(claim, n): temp for temp, claim, n in steps}
     for temp in reversed(fitting):
         yield _Problem(
-            tuple(claims),
+            claims,
             kinds,
             sizes,
             {c.id: tuple(n for _, n in sorted(order[c.id]) if temps[c.id, n] <= temp) for c in claims},
-            tuple(rooms[name].free - (temp if g else 0) for name, g in zip(names, gated, strict=True)),
+            [rooms[name].free - (temp if g else 0) for name, g in zip(names, gated, strict=True)],
         )
 
 
-def _divide(problem: _Problem, objective: Objective) -> Shares | None:
+def _divide(problem: _Problem, objective: Objective, stay: Shares | None, gain: float) -> Shares | None:
     shares: Shares = {k: options[0] for k, options in problem.options.items()}
     left = list(problem.room)
     for c in problem.claims:
-        _take(left, problem, c.id, shares[c.id])
+        _take(left, problem.kinds[c.id], problem.sizes[c.id][shares[c.id]])
     if min(left, default=0) < 0:
         return None
     for group in _classes(problem.claims):
         if objective == "slowdown":
-            _least_slowdown(group, problem, shares, left)
+            _least_slowdown(group, problem, shares, left, stay, gain)
         elif objective == "fair":
             _max_min(group, problem, shares, left)
         else:
@@ -241,34 +261,53 @@ def _divide(problem: _Problem, objective: Objective) -> Shares | None:
     return shares
 
 
-def _take(left: list[Bytes], problem: _Problem, claim: int, option: int, sign: int = 1) -> None:
+def _take(left: list[Bytes], kinds: Kinds, sizes: Sizes, sign: int = 1) -> None:
     """What an option leaves; ``sign``: -1 where it is given back."""
-    for k, size in zip(problem.kinds[claim], problem.sizes[claim][option], strict=True):
-        left[k] -= sign * size
+    for ks, size in zip(kinds, sizes, strict=True):
+        for k in ks:
+            left[k] -= sign * size
 
 
 def _exchanged(left: list[Bytes], problem: _Problem, claim: int, old: int, new: int) -> bool:
     """Put a claim on another option, if that fits."""
-    kinds, sizes = problem.kinds[claim], problem.sizes[claim]
-    if any(left[k] + a < b for k, a, b in zip(kinds, sizes[old], sizes[new], strict=True)):
+    kinds, a, b = problem.kinds[claim], problem.sizes[claim][old], problem.sizes[claim][new]
+    if any(left[k] + m < n for ks, m, n in zip(kinds, a, b, strict=True) for k in ks):
         return False
-    _take(left, problem, claim, old, -1)
-    _take(left, problem, claim, new)
+    _take(left, kinds, a, -1)
+    _take(left, kinds, b)
     return True
 
 
-def _least_slowdown(group: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:
+def _least_slowdown(
+    group: Sequence[Claim],
+    problem: _Problem,
+    shares: Shares,
+    left: list[Bytes],
+    stay: Shares | None,
+    gain: float,
+) -> None:
     classes: list[Class] = []
     for c in group:
-        _take(left, problem, c.id, shares[c.id], -1)
-        sizes = problem.sizes[c.id]
-        items = [Item(sizes[n], c.weight * c.options[n].slowdown) for n in problem.options[c.id]]
-        classes.append(Class(problem.kinds[c.id], items))
-    choice = cheapest_of(classes, left, EXACT, WITHIN)
-    assert choice is not None, "the first options fit"
+        sizes, allowed = problem.sizes[c.id], problem.options[c.id]
+        _take(left, problem.kinds[c.id], sizes[shares[c.id]], -1)
+        costs = [c.weight * c.options[n].slowdown for n in allowed]
+        classes.append(Class(problem.kinds[c.id], [sizes[n] for n in allowed], costs))
+    below, after = inf, [-1]
+    if stay is not None and all(stay[c.id] in problem.options[c.id] for c in group):
+        after = list(left)
+        for c in group:
+            _take(after, problem.kinds[c.id], problem.sizes[c.id][stay[c.id]])
+        if min(after) >= 0:
+            below = _total(group, stay) * (1 - gain)
+    choice = cheapest_of(classes, left, EXACT, WITHIN, below)
+    if choice is None:
+        assert stay is not None and below < inf, "the first options fit"
+        shares.update({c.id: stay[c.id] for c in group})
+        left[:] = after
+        return
     for c, pick in zip(group, choice.picks, strict=True):
         shares[c.id] = problem.options[c.id][pick]
-        _take(left, problem, c.id, shares[c.id])
+        _take(left, problem.kinds[c.id], problem.sizes[c.id][shares[c.id]])
 
 
 def _max_min(group: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:

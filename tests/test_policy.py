@@ -1,6 +1,5 @@
 """Who gets which rung is what trying all of them finds, for each objective; large cases are within what is proved."""
 
-from dataclasses import replace
 from itertools import product
 from math import inf
 from random import Random
@@ -8,6 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from jaxtensile.runtime import knapsack
 from jaxtensile.runtime.knapsack import Row, cheapest
