@@ -15,9 +15,9 @@ class than whoever gains. All others count with what they are charged.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from msgspec.structs import replace
+from msgspec import Struct
 
 from jaxtensile.runtime.demand import Demand
 from jaxtensile.runtime.events import Rules, Settings
@@ -35,10 +35,20 @@ from jaxtensile.runtime.leases import (
     after,
 )
 from jaxtensile.runtime.ledger import Capacity, Ledger
-from jaxtensile.runtime.policy import Claim, Option, Room, Shares, ahead, divide
+from jaxtensile.runtime.policy import Claim, Option, Room, ahead, divide
 from jaxtensile.units import Seconds, format_bytes
 
 _SPEAKING = (HELD, REVOKING)
+
+
+class _Ways(Struct, frozen=True):
+    """Where a lease can go from what it is charged."""
+
+    lower: tuple[tuple[Option, tuple[Charge, ...] | None], ...]
+    """The rungs below; and what covers both ends of the way, where that is more than is charged."""
+    stay: Option
+    higher: tuple[Option, ...]
+    """The rungs that are worth going up to, charged what covers the way there."""
 
 
 class Arbiter:
@@ -61,6 +71,9 @@ class Arbiter:
         self.recheck: Seconds | None = None
         """When a minimum hold ends that something waits for."""
         self.grants = True
+        self._ways: dict[int, _Ways] = {}
+        """Of leases that have not changed since they were last decided about, under the settings of then."""
+        self._under = settings
 
     # What happens to leases.
 
@@ -84,6 +97,7 @@ class Arbiter:
         """There is more or less from now on."""
         self.ledger.resize(capacities)
         self.floors.resize(capacities)
+        self._ways.clear()
 
     def happened(self, lease: Lease, happening: Happening, charges: tuple[Charge, ...] | None = None) -> None:
         """The lease changes its state; and what it really holds, where that is known. Raises ``LeaseError``."""
@@ -101,6 +115,7 @@ class Arbiter:
             self.revoking.discard(lease.id)
             self.above.discard(lease.id)
             self.told.pop(lease.id, None)
+            self._ways.pop(lease.id, None)
             del self.leases[lease.id]
         else:
             self.changed(lease)
@@ -136,6 +151,7 @@ class Arbiter:
     def changed(self, lease: Lease) -> None:
         """Something about a lease is different: keep what follows from it."""
         k, held, revoking = lease.id, lease.state is HELD, lease.state is REVOKING
+        self._ways.pop(k, None)
         speaks = (held or revoking) and not lease.stuck
         guaranteed = lease.needs[lease.low]
         if not speaks:
@@ -152,6 +168,9 @@ class Arbiter:
     def settle(self, now: Seconds, *, grants: bool = True) -> None:
         """Decide; ``grants``: whether anyone may get more than it has."""
         self.grants = grants
+        if self.settings is not self._under:
+            self._ways.clear()
+            self._under = self.settings
         over = self.ledger.over()
         if over:
             self._drain(now, over)
@@ -242,7 +261,8 @@ class Arbiter:
         rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
         if any(room.free < room.temp for room in rooms.values()):
             return False
-        claims = [_claim(a, [*self._lower(a), _option(a, a.rung, promised[a.id])]) for a in able]
+        ways = [self._way(a) for a in able]
+        claims = [_claim(a, (*self._lower(a, w), w.stay)) for a, w in zip(able, ways, strict=True)]
         shares = divide(claims, rooms, self.settings.policy)
         if shares is None:
             if not _least_fit(claims, rooms):
@@ -264,23 +284,28 @@ class Arbiter:
         """What is left of each resource for some leases, when the others keep what they are charged, or have what
         counts ``instead``. Where more is charged than there is and that is not the question, it may stay so."""
         ids = {a.id for a in deciding}
+        promised: dict[str, list[Charge]] = {}
+        for k, charges in instead.items():
+            for name, charge in zip(self.leases[k].resources, charges, strict=True):
+                promised.setdefault(name, []).append(charge)
         rooms: dict[str, Room] = {}
         for name in {r for a in deciding for r in a.resources} | extra.keys():
             account = self.ledger.accounts[name]
-            others = [c for k, c in account.charges.items() if k not in ids and k not in instead]
-            for k, charges in instead.items():
-                others.extend(c for r, c in zip(self.leases[k].resources, charges, strict=True) if r == name)
-            others.append(extra.get(name, NOTHING))
-            mine = [account.charges[k] for k in ids if k in account.charges]
+            others, mine = [extra.get(name, NOTHING), *promised.get(name, ())], list[Charge]()
+            for k, charge in account.charges.items():
+                if k in ids:
+                    mine.append(charge)
+                elif k not in instead:
+                    others.append(charge)
             if account.gated:
-                temp = max(c.temp for c in others)
-                free = account.limit - sum(c.persistent for c in others)
-                now = sum(c.persistent for c in mine) + max((c.temp for c in mine), default=0)
-                now = max(now, sum(c.persistent for c in mine) + temp)
+                temp = max([c.temp for c in others])
+                free = account.limit - sum([c.persistent for c in others])
+                now = sum([c.persistent for c in mine]) + max([c.temp for c in mine], default=0)
+                now = max(now, sum([c.persistent for c in mine]) + temp)
             else:
                 temp = 0
-                free = account.limit - sum(c.level for c in others)
-                now = sum(c.level for c in mine)
+                free = account.limit - sum([c.persistent + c.temp for c in others])
+                now = sum([c.persistent + c.temp for c in mine])
             rooms[name] = Room(free if name in exceeded else max(free, now), account.gated, temp)
         return rooms
 
@@ -314,17 +339,24 @@ class Arbiter:
         if given is not None:
             return given
         held = [a for a in self.leases.values() if a.state is HELD and a.touched.isdisjoint(held_back)]
-        rooms = self._rooms(held, {}, {})
-        charges = {a.id: self.charged(a) for a in held}
-        higher = {a.id: self._higher(a, charges[a.id]) for a in held}
-        if not any(higher.values()):
+        ways = {a.id: self._way(a) for a in held}
+        if not any(way.higher for way in ways.values()):
             return False
-        claims = [_claim(a, [_option(a, a.rung, charges[a.id]), *higher[a.id]]) for a in held]
-        grown = divide(claims, rooms, self.settings.policy)
-        if grown is None:
-            return False
-        rungs = self._shifted(now, held, claims, grown, rooms, max(a.priority for a in hungry))
-        rungs = rungs or {c.id: c.options[grown[c.id]] for c in claims}
+        rungs = {k: way.stay for k, way in ways.items()}
+        # Where nobody shrinks, what does not fit alone does not fit beside others.
+        able = {
+            a.id: options
+            for a in held
+            if (options := [o for o in ways[a.id].higher if self.ledger.fits(a.id, a.resources, o.needs)])
+        }
+        if able:
+            growing = [a for a in held if a.id in able]
+            claims = [_claim(a, (ways[a.id].stay, *able[a.id])) for a in growing]
+            shares = divide(claims, self._rooms(growing, {}, {}), self.settings.policy)
+            if shares is None:
+                return False
+            rungs.update({c.id: c.options[shares[c.id]] for c in claims})
+        rungs = self._shifted(now, held, ways, rungs, max(a.priority for a in hungry)) or rungs
         for lease in held:
             if rungs[lease.id].rung < lease.rung:
                 self._revoke(lease, rungs[lease.id].rung, now)
@@ -361,53 +393,54 @@ class Arbiter:
         self,
         now: Seconds,
         held: Sequence[Lease],
-        claims: Sequence[Claim],
-        grown: Shares,
-        rooms: Mapping[str, Room],
-        top: int,
+        ways: Mapping[int, _Ways],
+        grown: Mapping[int, Option],
+        top: int | None,
     ) -> dict[int, Option] | None:
         """A division in which some shrink that others may grow, if it is enough better than ``grown``, in which nobody
         does. Whoever is in its minimum hold shrinks only for a higher class, ``top`` at most."""
-        pinned: set[int] = set()
+        rooms = self._rooms(held, {}, {})
         while lower := {
             a.id: options
             for a in held
-            if a.id not in pinned and self._can_give(a, now, top) and (options := self._lower(a))
+            if ways[a.id].lower and self._can_give(a, now, top) and (options := self._lower(a, ways[a.id]))
         }:
-            wider = [replace(c, options=(*lower.get(c.id, ()), *c.options)) for c in claims]
-            stay = {c.id: grown[c.id] + len(lower.get(c.id, ())) for c in claims}
-            shares = divide(wider, rooms, self.settings.policy)
-            if shares is None or not ahead(wider, shares, stay, self.settings.policy, self.settings.min_gain):
+            claims = [_claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in held]
+            stay = {c.id: [o.rung for o in c.options].index(grown[c.id].rung) for c in claims}
+            shares = divide(claims, rooms, self.settings.policy, stay, self.settings.min_gain)
+            if shares is None or not ahead(claims, shares, stay, self.settings.policy, self.settings.min_gain):
                 return None
-            wanted = {c.id: c.options[shares[c.id]] for c in wider}
+            wanted = {c.id: c.options[shares[c.id]] for c in claims}
             gaining = max((a.priority for a in held if wanted[a.id].rung > a.rung), default=None)
-            early = {a.id for a in held if wanted[a.id].rung < a.rung and not self._can_give(a, now, gaining)}
-            if not early:
+            if all(wanted[a.id].rung >= a.rung or self._can_give(a, now, gaining) for a in held):
                 return wanted
-            pinned |= early
+            top = gaining  # lower than it was, so that this ends
         return None
 
-    def _lower(self, lease: Lease) -> tuple[Option, ...]:
+    def _way(self, lease: Lease) -> _Ways:
+        """Where a lease can go; kept until it changes."""
+        known = self._ways.get(lease.id)
+        if known is None:
+            charges = self._promised(lease)
+            wider = [self.ledger.wider(lease.resources, self.charged(lease), needs) for needs in lease.needs]
+            known = self._ways[lease.id] = _Ways(
+                tuple(
+                    (_option(lease, r, lease.needs[r]), None if wider[r] == self.charged(lease) else wider[r])
+                    for r in range(lease.low, lease.rung)
+                ),
+                _option(lease, lease.rung, charges),
+                tuple(
+                    _option(lease, r, wider[r])
+                    for r in range(lease.rung + 1, lease.high + 1)
+                    if lease.slowdowns[r] <= lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
+                ),
+            )
+        return known
+
+    def _lower(self, lease: Lease, way: _Ways) -> tuple[Option, ...]:
         """The rungs below to which there is a way: what covers both ends of it fits. A lower rung may need more host
         memory, or more of what is counted once where steps take turns."""
-        now = self.charged(lease)
-        return tuple(
-            _option(lease, r, lease.needs[r])
-            for r in range(lease.low, lease.rung)
-            if self.ledger.fits(lease.id, lease.resources, self.ledger.wider(lease.resources, now, lease.needs[r]))
-        )
-
-    def _higher(self, lease: Lease, charges: tuple[Charge, ...]) -> list[Option]:
-        """The rungs that are worth going up to; charged what covers the way there."""
-        return [
-            _option(lease, r, self.ledger.wider(lease.resources, charges, lease.needs[r]))
-            for r in range(lease.rung + 1, lease.high + 1)
-            if self._worth(lease, r)
-        ]
-
-    def _worth(self, lease: Lease, rung: int) -> bool:
-        """Is a rung enough faster than the one it is on?"""
-        return lease.slowdowns[rung] <= lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
+        return tuple([o for o, both in way.lower if both is None or self.ledger.fits(lease.id, lease.resources, both)])
 
 
 def _least_fit(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> bool:
@@ -426,13 +459,13 @@ def _option(lease: Lease, rung: int, needs: tuple[Charge, ...]) -> Option:
     return Option(rung, needs, lease.slowdowns[rung], lease.ladder[rung].level)
 
 
-def _claim(lease: Lease, options: Iterable[Option]) -> Claim:
+def _claim(lease: Lease, options: tuple[Option, ...]) -> Claim:
     return Claim(
         id=lease.id,
         priority=lease.priority,
         weight=lease.weight,
         arrived=lease.id,
         resources=lease.resources,
-        options=tuple(options),
+        options=options,
         floor=lease.ladder[lease.low].level,
     )
