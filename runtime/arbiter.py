@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
+from math import inf
 
 from msgspec import Struct
 
 from jaxtensile.runtime.demand import Demand
 from jaxtensile.runtime.events import Rules, Settings
+from jaxtensile.runtime.knapsack_kinds import Groups
 from jaxtensile.runtime.leases import (
     FREED,
     GRANT,
@@ -41,7 +43,7 @@ from jaxtensile.units import Seconds, format_bytes
 _SPEAKING = (HELD, REVOKING)
 
 
-class _Ways(Struct, frozen=True):
+class _Ways(Struct, frozen=True, eq=False):
     """Where a lease can go from what it is charged."""
 
     lower: tuple[tuple[Option, tuple[Charge, ...] | None], ...]
@@ -74,6 +76,9 @@ class Arbiter:
         self._ways: dict[int, _Ways] = {}
         """Of leases that have not changed since they were last decided about, under the settings of then."""
         self._under = settings
+        self._settled: dict[int, tuple[object, Seconds]] = {}
+        """Parts in which nothing was to be changed, by their first lease: what was seen of them, and until when
+        somebody is in a minimum hold."""
 
     # What happens to leases.
 
@@ -116,6 +121,7 @@ class Arbiter:
             self.above.discard(lease.id)
             self.told.pop(lease.id, None)
             self._ways.pop(lease.id, None)
+            self._settled.pop(lease.id, None)
             del self.leases[lease.id]
         else:
             self.changed(lease)
@@ -256,6 +262,17 @@ class Arbiter:
         asked = [self.leases[k] for k in sorted(self.above | self.revoking)]
         touching = [a for a in asked if not a.touched.isdisjoint(resources)]
         promised = {a.id: self._promised(a) for a in touching}
+        coming: dict[str, dict[int, Charge]] = {name: {} for name in resources}
+        for k, names, charges in [
+            *((a.id, a.resources, promised[a.id]) for a in touching if a.state is REVOKING),
+            *([] if waiter is None else [(waiter, extra, extra.values())]),
+        ]:
+            for name, charge in zip(names, charges, strict=True):
+                if name in coming:
+                    coming[name][k] = charge
+        accounts = self.ledger.accounts
+        if all(accounts[name].used_instead(instead) <= accounts[name].limit for name, instead in coming.items()):
+            return True  # when those have shrunk that were told to
         able = [a for a in touching if a.id in self.above and self._can_give(a, now, priority)]
         ids = {a.id for a in able}
         rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
@@ -332,16 +349,44 @@ class Arbiter:
             charges, promised = self.charged(lease), lease.needs[lease.rung]
             rows = zip(lease.resources, charges, promised, strict=True)
             held_back |= {name for name, charge, need in rows if need.level < charge.level}
-        hungry = [a for k in sorted(self.hungry) if (a := self.leases[k]).touched.isdisjoint(held_back)]
-        if not hungry:
-            return False
+        given = False
+        for part in self._parts([a for a in self.leases.values() if a.state is HELD], held_back):
+            ways = [self._way(a) for a in part]
+            if not any(way.higher for way in ways):
+                continue
+            # Nobody is given or told anything where nothing has changed since that was so.
+            accounts = [self.ledger.accounts[name] for name in {r: None for a in part for r in a.resources}]
+            seen = ways, [(account.limit, account.persistent, account.temps) for account in accounts]
+            before, until = self._settled.get(part[0].id, (None, now))
+            if before == seen and now < until:
+                continue
+            given |= self._divide(part, now)
+            if all(a.id in self._ways for a in part):
+                ends = (a.since + self.settings.min_hold for a in part)
+                self._settled[part[0].id] = seen, min((end for end in ends if end > now), default=inf)
+        return given
+
+    def _parts(self, held: Sequence[Lease], held_back: Collection[str]) -> list[list[Lease]]:
+        """The leases that share resources, directly or by others, which are divided by themselves; those of which one
+        wants more and none touches what is held back."""
+        numbers = {name: k for k, name in enumerate(self.ledger.accounts)}
+        groups = Groups(len(numbers))
+        touching = [(a, [numbers[name] for name in a.touched]) for a in held if a.touched.isdisjoint(held_back)]
+        for _, ks in touching:
+            if ks:
+                groups.join(ks)
+        parts: dict[int, list[Lease]] = {}
+        for lease, ks in touching:
+            parts.setdefault(groups.of(ks[0]) if ks else -1, []).append(lease)
+        return [part for part in parts.values() if any(a.id in self.hungry for a in part)]
+
+    def _divide(self, held: Sequence[Lease], now: Seconds) -> bool:
+        """Give the leases of a part more, or ask some to shrink for others; whether anyone was given more."""
+        hungry = [a for a in held if a.id in self.hungry]
         given = self._all_get(hungry, now)
         if given is not None:
             return given
-        held = [a for a in self.leases.values() if a.state is HELD and a.touched.isdisjoint(held_back)]
         ways = {a.id: self._way(a) for a in held}
-        if not any(way.higher for way in ways.values()):
-            return False
         rungs = {k: way.stay for k, way in ways.items()}
         # Where nobody shrinks, what does not fit alone does not fit beside others.
         able = {
@@ -399,7 +444,7 @@ class Arbiter:
     ) -> dict[int, Option] | None:
         """A division in which some shrink that others may grow, if it is enough better than ``grown``, in which nobody
         does. Whoever is in its minimum hold shrinks only for a higher class, ``top`` at most."""
-        rooms = self._rooms(held, {}, {})
+        rooms: dict[str, Room] | None = None
         while lower := {
             a.id: options
             for a in held
@@ -407,6 +452,7 @@ class Arbiter:
         }:
             claims = [_claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in held]
             stay = {c.id: [o.rung for o in c.options].index(grown[c.id].rung) for c in claims}
+            rooms = rooms or self._rooms(held, {}, {})
             shares = divide(claims, rooms, self.settings.policy, stay, self.settings.min_gain)
             if shares is None or not ahead(claims, shares, stay, self.settings.policy, self.settings.min_gain):
                 return None

@@ -22,9 +22,9 @@ from jaxtensile.units import Bytes
 
 FEWEST, STEPS, WORK = 8, 40, 32_000
 """Of the search for prices, in which every item is priced: so many at most, and so many prices."""
-NODES: Final = 2_000
-"""Of the search, for all groups of a question together: some 10 ms."""
-PAIRS: Final = 20_000
+NODES: Final = 1_500
+"""Of the search, for all groups of a question together."""
+PAIRS: Final = 10_000
 """Of items that are compared to be exchanged, for all groups together."""
 
 Sizes = tuple[Bytes, ...]
@@ -33,31 +33,35 @@ Kinds = tuple[tuple[int, ...], ...]
 
 
 class Class(NamedTuple):
-    """Items of which one is taken."""
+    """Items of which one is taken, and what follows from them: see ``class_of``."""
 
     kinds: Kinds
     sizes: Sequence[Sizes]
     """What each item takes of the kinds of each column."""
     costs: Sequence[float]
-
-
-class _Class(NamedTuple):
-    """A class in its group."""
-
-    kinds: Kinds
-    sets: tuple[int, ...]
-    """The same as numbers of sets of kinds, of which there are fewer than classes."""
     low: Sizes
     """The fewest bytes of each column, which are taken in any case."""
-    sizes: Sequence[Sizes]
+    span: Sizes
+    """How many more the most are."""
+    cheap: int
+    """The first item that costs the least."""
     rows: list[tuple[float, ...]]
-    """The costs, and the same bytes as floats, which are multiplied in half the time."""
+    """The costs and sizes as floats, which are multiplied in half the time."""
+
+
+def class_of(kinds: Kinds, sizes: Sequence[Sizes], costs: Sequence[float]) -> Class:
+    """A class of some items."""
+    columns = [*zip(*sizes, strict=True)]
+    low = tuple(map(min, columns))
+    span = tuple(map(int.__sub__, map(max, columns), low))
+    rows = [*zip(costs, *[map(float, column) for column in columns], strict=True)]
+    return Class(kinds, sizes, costs, low, span, costs.index(min(costs)), rows)
 
 
 class _Priced(NamedTuple):
     """A group with the prices of its kinds and the bound that they prove."""
 
-    group: list[_Class]
+    group: list[Class]
     left: list[Bytes]
     """What there is of every kind beyond the fewest bytes."""
     prices: list[float]
@@ -79,60 +83,58 @@ def cheapest_of(
     ``exact``: classes that share one kind, up to which the optimum is looked for; ``within``: a relative gap that is
     good enough for more. ``below``: None as well as soon as it is proved that every choice costs as much.
     """
-    left, most, after = list(room), [0] * len(room), list(room)
-    lows: list[Sizes] = []
-    spans: list[Sizes] = []
-    for kinds, sizes, costs in classes:
-        columns, cheap = [*zip(*sizes, strict=True)], costs.index(min(costs))
-        lows.append(low := tuple(map(min, columns)))
-        spans.append(span := tuple([max(c) - n for c, n in zip(columns, low, strict=True)]))
-        for ks, n, s, size in zip(kinds, low, span, sizes[cheap], strict=True):
-            for k in ks:
-                left[k] -= n
-                most[k] += s
-                after[k] -= size
+    every = [c.kinds for c in classes]
+    most = used(every, [c.span for c in classes], len(room))
+    left = [*map(int.__sub__, room, used(every, [c.low for c in classes], len(room)))]
+    after = [*map(int.__sub__, room, used(every, [c.sizes[c.cheap] for c in classes], len(room)))]
     if min(left, default=0) < 0:
         return None
     if min(after, default=0) >= 0:
-        return _decided(classes, lows, [], left, most, exact, within, below)
+        return _decided(classes, [], left, most, exact, within, below)
     # Kinds that the cheapest items do not exceed may be exceeded by others: where few are exceeded, that is seen then.
     short = [a > b for a, b in zip(most, left, strict=True)]
     exceeded = [n < 0 for n in after]
     if 4 * sum(exceeded) <= sum(short):
-        few = _together(classes, spans, exceeded)
+        few = _together(classes, exceeded)
         ample = [n if e < 0 else m for n, e, m in zip(left, after, most, strict=True)]
-        found = _decided(classes, lows, few, ample, most, exact, within, below)
+        found = _decided(classes, few, ample, most, exact, within, below)
         if found is None:
             return None
-        after = list(room)
-        for c, pick in zip(classes, found.picks, strict=True):
-            _take(after, c.kinds, c.sizes[pick], (0,) * len(c.kinds))
-        if min(after) >= 0:
+        taken = used(every, [c.sizes[n] for c, n in zip(classes, found.picks, strict=True)], len(room))
+        if all(map(int.__le__, taken, room)):
             return found
-    return _decided(classes, lows, _together(classes, spans, short), left, most, exact, within, below)
+    return _decided(classes, _together(classes, short), left, most, exact, within, below)
 
 
-def _together(
-    classes: Sequence[Class], spans: Sequence[Sizes], short: Sequence[bool]
-) -> list[tuple[list[int], set[int]]]:
+def _together(classes: Sequence[Class], short: Sequence[bool]) -> list[tuple[list[int], set[int]]]:
     """The classes that share kinds of which there is not enough, and these."""
-    groups = _Groups(len(short))
-    undecided: list[tuple[int, list[int]]] = []
-    for n, (c, span) in enumerate(zip(classes, spans, strict=True)):
-        if own := [k for ks, s in zip(c.kinds, span, strict=True) if s for k in ks if short[k]]:
+    groups = Groups(len(short))
+    live: dict[tuple[int, ...], list[int]] = {}
+    undecided: list[tuple[int, list[list[int]]]] = []
+    for n, c in enumerate(classes):
+        own: list[list[int]] = []
+        for ks, s in zip(c.kinds, c.span, strict=True):
+            if s:
+                if (some := live.get(ks)) is None:
+                    some = live[ks] = [k for k in ks if short[k]]
+                    groups.join(some)
+                if some:
+                    own.append(some)
+        if own:
             undecided.append((n, own))
-            groups.join(own)
+            if len(own) > 1:
+                groups.join([ks[0] for ks in own])
     together: dict[int, tuple[list[int], set[int]]] = {}
     for n, own in undecided:
-        numbers, kinds = together.setdefault(groups.of(own[0]), ([], set()))
+        numbers, kinds = together.setdefault(groups.of(own[0][0]), ([], set()))
         numbers.append(n)
-        kinds.update(own)
+        for ks in own:
+            kinds.update(ks)
     return [*together.values()]
 
 
 def _decided(
     classes: Sequence[Class],
-    lows: Sequence[Sizes],
     groups: Sequence[tuple[list[int], set[int]]],
     left: list[Bytes],
     most: Sequence[Bytes],
@@ -141,21 +143,21 @@ def _decided(
     below: float,
 ) -> Choice | None:
     """Of each class in no group the cheapest item, and what the groups decide."""
-    picks = [c.costs.index(min(c.costs)) for c in classes]
+    picks = [c.cheap for c in classes]
     # First the bounds of all groups, which may be enough.
     known = sum([c.costs[n] for c, n in zip(classes, picks, strict=True)])
     found: list[tuple[list[int], Relaxed | _Priced]] = []
     for numbers, kinds in groups:
         if known >= below:
             return None
-        free = sum([min(classes[n].costs) for n in numbers])
+        free = sum([classes[n].costs[picks[n]] for n in numbers])
         if len(kinds) == 1:
             (k,) = kinds
-            bounded = relax([_rows(classes[n], lows[n], k) for n in numbers], left[k])
+            bounded = relax([_rows(classes[n], k) for n in numbers], left[k])
             assert bounded is not None, "the least fits"
         else:
             own = [most[k] if k in kinds else 0 for k in range(len(left))]
-            bounded = _priced([(classes[n], lows[n]) for n in numbers], left, own, below - known + free)
+            bounded = _priced([classes[n] for n in numbers], left, own, below - known + free)
         known += bounded.bound - free
         found.append((numbers, bounded))
     if known >= below:
@@ -181,10 +183,10 @@ def _decided(
     return Choice(tuple(picks), cost, gap / abs(cost) if gap and cost else 0.0)
 
 
-def _rows(c: Class, low: Sizes, k: int) -> list[Row]:
+def _rows(c: Class, k: int) -> list[Row]:
     """A class as one of the only kind of which there is not enough."""
     j = next(j for j, ks in enumerate(c.kinds) if k in ks)
-    n = low[j]
+    n = c.low[j]
     return [Row(size[j] - n, cost, i) for i, (size, cost) in enumerate(zip(c.sizes, c.costs, strict=True))]
 
 
@@ -197,7 +199,20 @@ class _Work:
         self.nodes, self.pairs = NODES, max(PAIRS - 2 * items, 0)  # all else takes longer with more items
 
 
-class _Groups:
+def used(kinds: Sequence[Kinds], sizes: Sequence[Sizes], count: int) -> list[Bytes]:
+    """Bytes of each kind that some items take; ``kinds``: of their classes."""
+    taken: dict[tuple[int, ...], Bytes] = {}  # there are fewer sets of kinds than classes
+    for own, size in zip(kinds, sizes, strict=True):
+        for ks, n in zip(own, size, strict=True):
+            taken[ks] = taken.get(ks, 0) + n
+    total = [0] * count
+    for ks, n in taken.items():
+        for k in ks:
+            total[k] += n
+    return total
+
+
+class Groups:
     """Kinds that are joined, by one of them (union-find)."""
 
     def __init__(self, count: int) -> None:
@@ -209,31 +224,20 @@ class _Groups:
         return k
 
     def join(self, kinds: Sequence[int]) -> None:
-        first = self.of(kinds[0])
         for k in kinds[1:]:
-            self.above[self.of(k)] = first
+            self.above[self.of(k)] = self.of(kinds[0])
 
 
 # ---- several kinds ---------------------------------------------------------------------------------
 
 
-def _priced(
-    classes: Sequence[tuple[Class, Sizes]], left: list[Bytes], spans: Sequence[Bytes], enough: float
-) -> _Priced:
+def _priced(group: list[Class], left: list[Bytes], spans: Sequence[Bytes], enough: float) -> _Priced:
     """Prices per byte, and the bound that they prove: the sum of the cheapest, less the rooms' worth. Each price rises
     by the share of the bytes that are too many, and more if it did so before. ``spans``: what all would take beyond
     the fewest bytes of the kinds of the group, 0 of others, which have no price."""
     sets: dict[tuple[int, ...], int] = {}
-    group = [
-        _Class(
-            kinds,
-            tuple([sets.setdefault(ks, len(sets)) for ks in kinds]),
-            low,
-            sizes,
-            [*zip(costs, *[map(float, column) for column in zip(*sizes, strict=True)], strict=True)],
-        )
-        for (kinds, sizes, costs), low in classes
-    ]
+    """Of kinds of which classes take the same: there are fewer than classes."""
+    owns = [tuple([sets.setdefault(ks, len(sets)) for ks in c.kinds]) for c in group]
     mine = [k for k, span in enumerate(spans) if span]
 
     def worths(prices: list[float]) -> list[float]:
@@ -249,9 +253,9 @@ def _priced(
 
     # First what a byte gains in the mean.
     gains, lows = [0.0] * len(sets), [0.0] * len(sets)
-    for (_, _, costs), c in zip([a for a, _ in classes], group, strict=True):
-        gain = (max(costs) - min(costs)) / sum(map(len, c.kinds))
-        for i, n in zip(c.sets, c.low, strict=True):
+    for c, own in zip(group, owns, strict=True):
+        gain = (max(c.costs) - c.costs[c.cheap]) / sum(map(len, c.kinds))
+        for i, n in zip(own, c.low, strict=True):
             gains[i] += gain
             lows[i] += n
     prices = [0.5 * g / s if s else 0.0 for g, s in zip(spread(gains), spans, strict=True)]
@@ -260,10 +264,10 @@ def _priced(
     found, high = prices, -math.inf
     for _ in range(max(FEWEST, min(STEPS, WORK // sum(len(c.rows) for c in group)))):
         taken, value = [0.0] * len(sets), -sum([prices[k] * room[k] for k in mine])
-        for (_, own, _, _, rows), costs in zip(group, _costs(group, worths(prices)), strict=True):
+        for c, own, costs in zip(group, owns, _costs(group, owns, worths(prices)), strict=True):
             low = min(costs)
             value += low
-            row = rows[costs.index(low)]
+            row = c.rows[costs.index(low)]
             for j, i in enumerate(own, 1):
                 taken[i] += row[j]
         if value > high:
@@ -277,12 +281,13 @@ def _priced(
                 speed[k] *= 1.2 if last[k] * over > 0 else 0.6
             last[k] = over
             prices[k] *= math.exp(max(-1.0, min(1.0, speed[k] * over)))
-    return _Priced(group, left, found, [*_costs(group, worths(found))], high)
+    return _Priced(group, left, found, [*_costs(group, owns, worths(found))], high)
 
 
-def _costs(group: list[_Class], worths: Sequence[float]) -> Iterator[list[float]]:
-    """What each item costs with its bytes, at a price for each set of kinds."""
-    for _, sets, _, _, rows in group:
+def _costs(group: list[Class], owns: Sequence[tuple[int, ...]], worths: Sequence[float]) -> Iterator[list[float]]:
+    """What each item costs with its bytes, at a price for each set of kinds; ``owns``: of the columns of each class."""
+    for c, sets in zip(group, owns, strict=True):
+        rows = c.rows
         if len(sets) == 1:
             p = worths[sets[0]]
             yield [c + p * a for c, a in rows]
@@ -318,11 +323,11 @@ def _several(asked: _Priced, within: float, work: _Work) -> Choice | None:
     return Choice(tuple(best), cost, max(cost - bound, 0.0) / abs(cost) if cost else 0.0)
 
 
-def _cost(group: list[_Class], at: Sequence[int]) -> float:
+def _cost(group: list[Class], at: Sequence[int]) -> float:
     return sum(c.rows[i][0] for c, i in zip(group, at, strict=True))
 
 
-def _after(group: list[_Class], left: list[Bytes], at: Sequence[int]) -> list[Bytes]:
+def _after(group: list[Class], left: list[Bytes], at: Sequence[int]) -> list[Bytes]:
     """What is left beside these items."""
     after = list(left)
     for c, i in zip(group, at, strict=True):
@@ -343,7 +348,7 @@ def _most(left: list[Bytes], kinds: Kinds, old: Sizes) -> list[Bytes]:
     return [min([left[k] for k in ks]) + o for ks, o in zip(kinds, old, strict=True)]
 
 
-def _fitting(group: list[_Class], left: list[Bytes], costs: list[list[float]]) -> list[int] | None:
+def _fitting(group: list[Class], left: list[Bytes], costs: list[list[float]]) -> list[int] | None:
     """Of each class the item that costs the least with its bytes, of those that fit; those first that lose the most by
     another. None where one is left for which none fits."""
     ranked: list[tuple[float, int, list[tuple[float, int]]]] = []
@@ -365,17 +370,17 @@ def _fitting(group: list[_Class], left: list[Bytes], costs: list[list[float]]) -
     return at
 
 
-def _smallest(group: list[_Class], left: list[Bytes], _: object) -> list[int]:
+def _smallest(group: list[Class], left: list[Bytes], _: object) -> list[int]:
     """Of each class the item whose largest share of what is left is the smallest."""
 
-    def share(c: _Class, n: int) -> float:
+    def share(c: Class, n: int) -> float:
         rows = zip(c.kinds, c.sizes[n], c.low, strict=True)
         return max((m - o) / max(left[k], 1) for ks, m, o in rows for k in ks)
 
     return [min(range(len(c.rows)), key=lambda n, c=c: share(c, n)) for c in group]
 
 
-def _no_larger(group: list[_Class], _: list[Bytes], costs: list[list[float]]) -> list[int]:
+def _no_larger(group: list[Class], _: list[Bytes], costs: list[list[float]]) -> list[int]:
     """Of each class the item that costs the least, of those that are no larger than its first one."""
     return [
         min((n for n, s in enumerate(c.sizes) if all(map(int.__le__, s, c.sizes[0]))), key=mine.__getitem__)
@@ -383,7 +388,7 @@ def _no_larger(group: list[_Class], _: list[Bytes], costs: list[list[float]]) ->
     ]
 
 
-def _fill(group: list[_Class], left: list[Bytes], prices: Sequence[float], at: list[int]) -> None:
+def _fill(group: list[Class], left: list[Bytes], prices: Sequence[float], at: list[int]) -> None:
     """Of the changes that fit, the one that gains the most for what it takes, until none does."""
     worths = [[sum([prices[k] for k in ks]) for ks in c.kinds] for c in group]
 
@@ -415,13 +420,13 @@ def _fill(group: list[_Class], left: list[Bytes], prices: Sequence[float], at: l
             _change(group, left, at, k, n)
 
 
-def _change(group: list[_Class], left: list[Bytes], at: list[int], k: int, n: int) -> None:
+def _change(group: list[Class], left: list[Bytes], at: list[int], k: int, n: int) -> None:
     c = group[k]
     _take(left, c.kinds, c.sizes[n], c.sizes[at[k]])
     at[k] = n
 
 
-def _exchange(group: list[_Class], left: list[Bytes], at: list[int], work: _Work) -> None:
+def _exchange(group: list[Class], left: list[Bytes], at: list[int], work: _Work) -> None:
     """Other items for one or two classes at a time, while that is cheaper and there is work left."""
     sharing: list[list[int]] = [[] for _ in left]
     for k, c in enumerate(group):
@@ -466,7 +471,7 @@ def _exchange(group: list[_Class], left: list[Bytes], at: list[int], work: _Work
 
 
 def _search(
-    group: list[_Class], left: list[Bytes], costs: list[list[float]], bound: float, best: float, work: _Work
+    group: list[Class], left: list[Bytes], costs: list[list[float]], bound: float, best: float, work: _Work
 ) -> tuple[list[int] | None, bool]:
     """Depth first, what costs the least with its bytes first: an answer below ``best`` if there is one, and whether all
     answers were seen. First come the classes in which another item is the most loss."""
@@ -512,4 +517,4 @@ def _search(
     return found, whole
 
 
-__all__ = ["Class", "Kinds", "Sizes", "cheapest_of"]
+__all__ = ["Class", "Groups", "Kinds", "Sizes", "cheapest_of", "class_of", "used"]

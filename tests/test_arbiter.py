@@ -4,7 +4,9 @@ from random import Random
 
 import pytest
 
-from coordinator_talk import GPU, Talk
+from coordinator_model import World
+from coordinator_talk import GPU, LADDER, Talk
+from jaxtensile.runtime import arbiter
 from jaxtensile.runtime.arbiter import Arbiter
 from jaxtensile.runtime.events import (
     CapacityChanged,
@@ -22,6 +24,7 @@ from jaxtensile.runtime.messages import (
     Revoke,
     Rung,
 )
+from jaxtensile.runtime.policy import divide
 
 
 def test_a_second_job_waits_until_the_first_has_shrunk():
@@ -144,3 +147,47 @@ def test_several_plans_that_take_turns_share_the_largest_temp():
     assert isinstance(talk.admit(2, ladder=ladder), Queued)
     talk.do(CapacityChanged({GPU: Capacity(capacity=12, gated=True), HOST: Capacity(capacity=8)}))
     assert talk.said(Grant, to=2) and talk.charged() == 10
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_kept_between_decisions_changes_none(seed, monkeypatch):
+    """Ways of leases that did not change, and parts in which there was nothing to do: without them all is the same."""
+
+    def told():
+        world = World(seed, most=12)
+        rungs = []
+        for _ in range(20):
+            world.walk(20)
+            leases = world.daemon.arbiter.leases.values() if world.daemon else ()
+            rungs.append([(a.id, a.rung, a.sequence, a.state) for a in leases])
+        return rungs
+
+    found, settle = told(), Arbiter.settle
+
+    def forgetful(self, *args, **kwargs):
+        self._ways.clear()
+        self._settled.clear()
+        settle(self, *args, **kwargs)
+
+    monkeypatch.setattr(Arbiter, "settle", forgetful)
+    assert told() == found
+
+
+def test_devices_on_which_nothing_happens_are_not_decided_about_again(monkeypatch):
+    """Of two that both have too few bytes, only that on which a job comes or goes."""
+    talk = Talk(min_hold=1000.0)
+    talk.capacities = {name: Capacity(capacity=13) for name in (GPU, "cuda:1")} | {HOST: Capacity(capacity=0)}
+    talk.do(CapacityChanged(talk.capacities))
+    for k, device in enumerate((GPU, GPU, "cuda:1", "cuda:1"), 1):
+        talk.meet(k)
+        talk.hear(k, Admit(job="a", devices=(device,), ladder=LADDER))
+    asked = []
+    monkeypatch.setattr(
+        arbiter,
+        "divide",
+        lambda claims, *args: asked.append({r for c in claims for r in c.resources}) or divide(claims, *args),
+    )
+    monkeypatch.setattr(Arbiter, "_all_get", lambda *_: None)
+    talk.do(ProcessDied(Process(1, 1)))
+    assert asked and all("cuda:1" not in names for names in asked)
+    assert talk.lease(2).rung == 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtensile.runtime import knapsack_kinds
-from jaxtensile.runtime.knapsack_kinds import NODES, Class, cheapest_of
+from jaxtensile.runtime.knapsack_kinds import NODES, cheapest_of, class_of
 
 CLOSE = 1e-9
 KINDS = 4
@@ -24,7 +24,7 @@ def questions(draw, most=5, kinds=KINDS):
         cuts = sorted(draw(st.sets(st.integers(1, len(order) - 1)))) if len(order) > 1 else []
         own = tuple(tuple(order[a:b]) for a, b in pairwise((0, *cuts, len(order))))
         item = st.tuples(st.tuples(*[st.integers(0, 12)] * len(own)), COSTS)
-        classes.append(Class(own, *zip(*draw(st.lists(item, min_size=1, max_size=4)), strict=True)))
+        classes.append(class_of(own, *zip(*draw(st.lists(item, min_size=1, max_size=4)), strict=True)))
     return classes, draw(st.tuples(*[st.integers(0, 40)] * kinds))
 
 
@@ -88,7 +88,7 @@ def jobs(random, count, kinds, rungs=4, shared=True):
         own = (k % (kinds - 1), kinds - 1)
         shares = [n / (rungs - 1) for n in range(rungs)]
         items = [(int(top * (0.3 + 0.7 * f)), int(host * 4 * f * (1 - f) * shared)) for f in shares]
-        classes.append(Class(tuple((k,) for k in own), items, [1 + (1 - f) ** 2 * random.random() for f in shares]))
+        classes.append(class_of(tuple((k,) for k in own), items, [1 + (1 - f) ** 2 * random.random() for f in shares]))
         for kind, sizes in zip(own, zip(*items, strict=True), strict=True):
             low[kind] += min(sizes)
             high[kind] += max(sizes)
@@ -120,8 +120,8 @@ def test_work_is_bounded(count, kinds, monkeypatch):
         spent.append(before - work.nodes)
         return found
 
-    def counting(group, worths):
-        for costs in prices(group, worths):
+    def counting(*args):
+        for costs in prices(*args):
             priced[0] += len(costs)
             yield costs
 

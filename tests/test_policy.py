@@ -306,3 +306,89 @@ def test_many_jobs_are_within_what_is_promised():
     assert shares is not None and best is not None
     assert sum(c.options[shares[c.id]].slowdown for c in claims) <= best.cost * (1 + 2 * WITHIN)
     assert in_use(claims, shares, False) <= room
+
+
+# Several limits at once.
+
+
+def several(seed, jobs=6, rungs=4, priorities=(0,)):
+    """Jobs on one to three of as many devices, that need host memory in the middle of their ladders; rooms that hold
+    all floors and a part of what is wished beyond, so that mostly all bind."""
+    rnd = Random(seed)
+    devices, low, high, claims = rnd.choice((2, 3)), {}, {}, []
+    for k in range(jobs):
+        names = (*sorted(rnd.sample(["a", "b", "c"][:devices], rnd.randint(1, devices))), "host")
+        top, host, worst = rnd.randint(20, 90), rnd.randint(0, 30), rnd.uniform(1.1, 2)
+        options = []
+        for n in range(rungs):
+            f = n / (rungs - 1)
+            need = Charge(int(top * 0.4), int(top * 0.6 * f))
+            needs = (*(need,) * (len(names) - 1), Charge(int(host * 4 * f * (1 - f))))
+            options.append(Option(n, needs, 1 + (worst - 1) * (1 - f) ** rnd.uniform(1, 2.5), need.level))
+        claims.append(
+            Claim(
+                id=k,
+                priority=rnd.choice(priorities),
+                weight=rnd.choice((0.5, 1.0, 2.0)),
+                arrived=k,
+                resources=names,
+                options=tuple(options),
+                floor=options[0].level,
+            )
+        )
+        for j, name in enumerate(names):
+            low[name] = low.get(name, 0) + options[0].needs[j].level
+            high[name] = high.get(name, 0) + max(o.needs[j].level for o in options)
+    return claims, {name: Room(low[name] + int((high[name] - low[name]) * rnd.uniform(0.2, 0.7))) for name in low}
+
+
+def divisions(claims, rooms):
+    """All that fit, by what each class pays."""
+    for choice in product(*(range(len(c.options)) for c in claims)):
+        taken = dict.fromkeys(rooms, 0)
+        for c, n in zip(claims, choice, strict=True):
+            for name, need in zip(c.resources, c.options[n].needs, strict=True):
+                taken[name] += need.level
+        if all(taken[name] <= room.free for name, room in rooms.items()):
+            yield {c.id: n for c, n in zip(claims, choice, strict=True)}
+
+
+@pytest.mark.parametrize("priorities", [(0,), (0, 1)])
+def test_where_several_limits_bind_it_is_within_one_percent_of_what_trying_all_divisions_finds(priorities):
+    """Class by class: of the second one what is left by the first counts."""
+    for seed in range(12):
+        claims, rooms = several(seed, priorities=priorities)
+        shares, every = divide(claims, rooms, "slowdown"), list(divisions(claims, rooms))
+        assert shares in every
+        for priority in sorted(set(priorities), reverse=True):
+            group = [c for c in claims if c.priority == priority]
+            paid = [sum(c.weight * c.options[s[c.id]].slowdown for c in group) for s in (shares, *every)]
+            assert paid[0] <= min(paid[1:]) * 1.01
+            every = [s for s in every if all(s[c.id] == shares[c.id] for c in group)]
+
+
+@pytest.mark.parametrize("gain", [0.0, 0.05])
+def test_what_is_kept_unless_something_is_better_by_enough(gain):
+    """A division is kept only if none is better by that, and one that is better is found all the same."""
+    kept = 0
+    for seed in range(12):
+        claims, rooms = several(seed)
+        every = list(divisions(claims, rooms))
+        stay = sorted(every, key=lambda s: merit(claims, s, "slowdown"))[seed % 3 * 30]
+        shares = divide(claims, rooms, "slowdown", stay, gain)
+        best = min(merit(claims, s, "slowdown")[0] for s in every)
+        then, now = (merit(claims, s, "slowdown")[0] for s in (stay, shares))
+        if shares == stay:
+            kept += 1
+            assert best >= then * (1 - gain) - CLOSE
+        else:
+            assert now <= best * 1.01
+    assert 0 < kept < 12
+
+
+def test_devices_that_share_nothing_have_largest_temps_of_their_own():
+    """What one reserves for a large step is not taken from the others."""
+    claims = [claim(0, [(2, 9, 1.0)]), claim(1, [(2, 1, 1.5), (6, 1, 1.0)])]
+    claims[1] = replace(claims[1], resources=("other",))
+    rooms = {"gpu": Room(11, gated=True), "other": Room(7, gated=True)}
+    assert divide(claims, rooms, "slowdown") == {0: 0, 1: 1}

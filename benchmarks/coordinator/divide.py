@@ -1,12 +1,17 @@
-"""How long does one division take where many devices are shared, and how far from the optimum is it?
+"""How long does a decision take where many devices are shared, and how far from the optimum is a division?
 
     python -m benchmarks.coordinator.divide [--quick]
 
 Jobs of eight plans on up to 64 devices: on one device each; on one with pinned host bytes, which the plans in the
 middle need and which are short for all together; on one to eight devices each; where steps take turns on their
-devices. A device has room for the floors and a random part of what its jobs want beyond. Times are CPU milliseconds of
-one call of ``policy.divide``. *Above the optimum*: the sum of weight × slowdown beside the optimum of the same question
-by HiGHS's integer programme, which runs up to 20 s; where it does not end, beside its bound. Results go to
+devices. A device has room for the floors and a random part of what its jobs want beyond. All times are CPU
+milliseconds, as the machine has other work.
+
+*Decisions* are whole ones, ``Arbiter.settle`` after each event: first all jobs come at once, then they shrink as they
+are told, leave and, in every other run, others come, for which some have to shrink; time goes on so that minimum holds
+end. *Divisions* are what one asks at most: one call of ``policy.divide`` with claims that it has never seen, for all
+jobs from their floors up. *Above the optimum*: the sum of weight × slowdown beside the optimum of the same question by
+HiGHS's integer programme, which runs up to 20 s; where it does not end, beside its bound. Results go to
 ``divide.json`` and ``divide.md``; ``--quick`` prints only.
 """
 
@@ -23,8 +28,13 @@ from typing import Any, Final, cast
 
 from benchmarks.isolate import heading, save
 from benchmarks.machine import describe
-from jaxtensile.runtime.leases import Charge
-from jaxtensile.runtime.policy import OBJECTIVES, Claim, Option, Room, Shares, divide
+from jaxtensile.runtime.arbiter import Arbiter
+from jaxtensile.runtime.demand import demand_of
+from jaxtensile.runtime.events import Rules, Settings
+from jaxtensile.runtime.leases import HOST, Charge, Happening, Lease, Process, State
+from jaxtensile.runtime.ledger import Capacity
+from jaxtensile.runtime.messages import Rung
+from jaxtensile.runtime.policy import OBJECTIVES, Claim, Objective, Option, Room, Shares, divide
 
 HERE: Final = Path(__file__).parent
 RUNGS: Final = 8
@@ -35,6 +45,8 @@ SIZES: Final = ((1, 24), (4, 12), (8, 24), (8, 96), (64, 200), (64, 1000))
 PROVED: Final = 200
 """Jobs up to which an optimum is asked for."""
 SEEDS: Final = 20
+RUNS, EVENTS = 4, 60
+"""Of decisions, and in each."""
 
 
 def question(kind: str, devices: int, jobs: int, seed: int) -> tuple[list[Claim], dict[str, Room]]:
@@ -144,16 +156,117 @@ def row(kind: str, devices: int, jobs: int, seeds: int) -> dict[str, Any]:
     return found
 
 
+def lease(claim: Claim, number: int) -> Lease:
+    """A job as a coordinator knows it."""
+    held = claim.resources if claim.resources[-1] == HOST else (*claim.resources, HOST)
+    ladder = tuple(
+        Rung(
+            persistent=o.needs[0].persistent,
+            temp=o.needs[0].temp,
+            host=o.needs[-1].level if claim.resources[-1] == HOST else 0,
+            seconds=o.slowdown,
+        )
+        for o in claim.options
+    )
+    asked = demand_of(ladder, held, 0, RUNGS - 1)
+    return Lease(
+        id=number,
+        process=Process(number, 1),
+        job=f"job {number}",
+        resources=held,
+        ladder=ladder,
+        low=asked.low,
+        high=asked.high,
+        needs=asked.needs,
+        slowdowns=asked.slowdowns,
+        best=asked.best,
+        touched=asked.touched,
+        priority=claim.priority,
+        weight=claim.weight,
+    )
+
+
+def decisions(kind: str, devices: int, jobs: int, objective: Objective, run: int) -> list[float]:
+    """Milliseconds of each decision of a run, the first one's first."""
+    claims, rooms = question(kind, devices, jobs, run)
+    others, _ = question(kind, devices, jobs, run + 1000)
+    random, now = Random(f"{kind} {devices} {jobs} {run}"), 1000.0
+    capacities = {name: Capacity(capacity=r.free, gated=r.gated) for name, r in rooms.items()}
+    every = {name: Capacity(capacity=0) for name in (HOST, *(f"cuda:{k}" for k in range(devices)))}
+    it = Arbiter(every | capacities, Settings(policy=objective), Rules())
+    for k, c in enumerate(claims, 1):
+        it.enqueue(lease(c, k))
+    number, taken = len(claims), list[float]()
+    while True:
+        started = time.process_time()
+        it.settle(now)
+        taken.append((time.process_time() - started) * 1e3)
+        it.told.clear()
+        if len(taken) > EVENTS or not it.leases:
+            return taken
+        now += random.choice((0.1, 1.0, 5.0))
+        told = sorted(it.revoking)
+        if told and random.random() < 0.5:
+            a = it.leases[random.choice(told)]
+            it.happened(a, Happening.ACK, a.needs[a.rung])
+        elif run % 2 and others and random.random() < 0.5:
+            number += 1
+            it.enqueue(lease(others.pop(), number))
+        else:
+            a = random.choice([*it.leases.values()])
+            it.happened(a, Happening.LOST if a.state is State.QUEUED else Happening.DIED)
+
+
+def decided(kind: str, devices: int, jobs: int, runs: int) -> dict[str, Any]:
+    """One line of the table of decisions."""
+    found: dict[str, Any] = {"kind": kind, "devices": devices, "jobs": jobs}
+    for objective in OBJECTIVES:
+        first, later = list[float](), list[float]()
+        for run in range(runs):
+            gc.collect()
+            one, *more = decisions(kind, devices, jobs, objective, run)
+            first.append(one)
+            later += more
+        later.sort()
+        found[objective] = {
+            "first": max(first),
+            "p50": later[len(later) // 2],
+            "p99": later[min(len(later) * 99 // 100, len(later) - 1)],
+            "max": later[-1],
+        }
+    return found
+
+
 def table(result: dict[str, Any]) -> str:
     lines = heading("Dividing many devices", result["machine"], __doc__)
-    lines += [f"Load {result['load']:.1f} at the start. Median and worst of {result['seeds']} questions.", ""]
-    lines += [f"| jobs are on | devices | jobs | {' | '.join(OBJECTIVES)} | above the optimum |"]
-    lines += ["|---|---|---|" + "---|" * (len(OBJECTIVES) + 1)]
-    for r in result["rows"]:
-        cells = [f"{r[o]['median']:.1f} ({r[o]['worst']:.1f})" for o in OBJECTIVES]
-        above = f"{r['above']['mean']:.2%} ({r['above']['worst']:.2%})" if "above" in r else ""
-        lines.append(f"| {r['kind']} | {r['devices']} | {r['jobs']} | {' | '.join(cells)} | {above} |")
+    lines += [f"Load {result['load']:.1f} at the start, on {os.cpu_count()} cores; a million additions of floats took"]
+    lines += [f"{result['additions']:.0f} ms.", ""]
+    if result["decisions"]:
+        lines += [f"Decisions: p50 / p99 / max of {RUNS} runs of {EVENTS} events, and the longest first one.", ""]
+        lines += [f"| jobs are on | devices | jobs | {' | '.join(OBJECTIVES)} | first, {OBJECTIVES[0]} |"]
+        lines += ["|---|---|---|" + "---|" * (len(OBJECTIVES) + 1)]
+        for r in result["decisions"]:
+            cells = [" / ".join(f"{r[o][p]:.1f}" for p in ("p50", "p99", "max")) for o in OBJECTIVES]
+            cells.append(f"{r[OBJECTIVES[0]]['first']:.1f}")
+            lines.append(f"| {r['kind']} | {r['devices']} | {r['jobs']} | {' | '.join(cells)} |")
+        lines += [""]
+    if result["rows"]:
+        lines += [f"Divisions: median and worst of {result['seeds']} questions.", ""]
+        lines += [f"| jobs are on | devices | jobs | {' | '.join(OBJECTIVES)} | above the optimum |"]
+        lines += ["|---|---|---|" + "---|" * (len(OBJECTIVES) + 1)]
+        for r in result["rows"]:
+            cells = [f"{r[o]['median']:.1f} ({r[o]['worst']:.1f})" for o in OBJECTIVES]
+            above = f"{r['above']['mean']:.2%} ({r['above']['worst']:.2%})" if "above" in r else ""
+            lines.append(f"| {r['kind']} | {r['devices']} | {r['jobs']} | {' | '.join(cells)} | {above} |")
     return "\n".join(lines) + "\n"
+
+
+def additions() -> float:
+    """Milliseconds that a million take, to compare machines by, and what else they do."""
+    started, total = time.process_time(), 0.0
+    for k in range(1_000_000):
+        total += k * 0.5
+    return (time.process_time() - started) * 1e3
 
 
 def main() -> None:
@@ -161,12 +274,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few questions, and nothing is saved")
     quick = parser.parse_args().quick
     seeds = 3 if quick else SEEDS
-    result: dict[str, Any] = {"machine": describe(), "load": os.getloadavg()[0], "seeds": seeds, "rows": []}
-    gc.freeze()  # a coordinator has no JAX for the collector to go through
-    for kind in KINDS:
-        for devices, jobs in SIZES:
-            result["rows"].append(row(kind, devices, jobs, seeds))
-            print(table({**result, "rows": result["rows"][-1:]}).splitlines()[-1], flush=True)
+    result: dict[str, Any] = {"machine": describe(), "load": os.getloadavg()[0], "additions": additions()}
+    result |= {"seeds": seeds, "decisions": [], "rows": []}
+    gc.collect()
+    gc.freeze()  # as a daemon does; it has no JAX for the collector to go through
+    for name in ("decisions", "rows"):
+        for kind in KINDS:
+            for devices, jobs in SIZES:
+                if name == "decisions":
+                    line = decided(kind, devices, jobs, 2 if quick else RUNS)
+                else:
+                    line = row(kind, devices, jobs, seeds)
+                result[name].append(line)
+                last = table({**result, "decisions": [], "rows": [], name: [line]}).splitlines()
+                print([text for text in last if text.startswith("|")][-1], flush=True)
     if not quick:
         save(HERE / "divide.json", result, table)
 
