@@ -43,14 +43,14 @@ from jaxtensile.units import Seconds, format_bytes
 _SPEAKING = (HELD, REVOKING)
 
 
-class _Ways(Struct, frozen=True, eq=False):
+class _Ways(Struct, eq=False):
     """Where a lease can go from what it is charged."""
 
-    lower: tuple[tuple[Option, tuple[Charge, ...] | None], ...]
-    """The rungs below; and what covers both ends of the way, where that is more than is charged."""
     stay: Option
     higher: tuple[Option, ...]
     """The rungs that are worth going up to, charged what covers the way there."""
+    lower: tuple[tuple[Option, tuple[Charge, ...] | None], ...] | None = None
+    """The rungs below, and what covers both ends of the way where that is more than is charged; None: not yet asked."""
 
 
 class Arbiter:
@@ -278,8 +278,7 @@ class Arbiter:
         rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
         if any(room.free < room.temp for room in rooms.values()):
             return False
-        ways = [self._way(a) for a in able]
-        claims = [_claim(a, (*self._lower(a, w), w.stay)) for a, w in zip(able, ways, strict=True)]
+        claims = [_claim(a, (*self._lower(a), self._way(a).stay)) for a in able]
         shares = divide(claims, rooms, self.settings.policy)
         if shares is None:
             if not _least_fit(claims, rooms):
@@ -448,7 +447,7 @@ class Arbiter:
         while lower := {
             a.id: options
             for a in held
-            if ways[a.id].lower and self._can_give(a, now, top) and (options := self._lower(a, ways[a.id]))
+            if a.id in self.above and self._can_give(a, now, top) and (options := self._lower(a))
         }:
             claims = [_claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in held]
             stay = {c.id: [o.rung for o in c.options].index(grown[c.id].rung) for c in claims}
@@ -467,26 +466,30 @@ class Arbiter:
         """Where a lease can go; kept until it changes."""
         known = self._ways.get(lease.id)
         if known is None:
-            charges = self._promised(lease)
-            wider = [self.ledger.wider(lease.resources, self.charged(lease), needs) for needs in lease.needs]
+            now, least = self.charged(lease), lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
             known = self._ways[lease.id] = _Ways(
+                _option(lease, lease.rung, self._promised(lease)),
                 tuple(
-                    (_option(lease, r, lease.needs[r]), None if wider[r] == self.charged(lease) else wider[r])
-                    for r in range(lease.low, lease.rung)
-                ),
-                _option(lease, lease.rung, charges),
-                tuple(
-                    _option(lease, r, wider[r])
+                    _option(lease, r, self.ledger.wider(lease.resources, now, lease.needs[r]))
                     for r in range(lease.rung + 1, lease.high + 1)
-                    if lease.slowdowns[r] <= lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
+                    if lease.slowdowns[r] <= least
                 ),
             )
         return known
 
-    def _lower(self, lease: Lease, way: _Ways) -> tuple[Option, ...]:
+    def _lower(self, lease: Lease) -> tuple[Option, ...]:
         """The rungs below to which there is a way: what covers both ends of it fits. A lower rung may need more host
         memory, or more of what is counted once where steps take turns."""
-        return tuple([o for o, both in way.lower if both is None or self.ledger.fits(lease.id, lease.resources, both)])
+        way = self._way(lease)
+        if way.lower is None:
+            now, rungs = self.charged(lease), range(lease.low, lease.rung)
+            both = [self.ledger.wider(lease.resources, now, lease.needs[r]) for r in rungs]
+            way.lower = tuple(
+                (_option(lease, r, lease.needs[r]), None if wider == now else wider)
+                for r, wider in zip(rungs, both, strict=True)
+            )
+        fits = self.ledger.fits
+        return tuple([o for o, wider in way.lower if wider is None or fits(lease.id, lease.resources, wider)])
 
 
 def _least_fit(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> bool:
