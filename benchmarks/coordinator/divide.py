@@ -45,7 +45,7 @@ SIZES: Final = ((1, 24), (4, 12), (8, 24), (8, 96), (64, 200), (64, 1000))
 PROVED: Final = 200
 """Jobs up to which an optimum is asked for."""
 SEEDS: Final = 20
-RUNS, EVENTS = 4, 60
+RUNS, EVENTS = 4, 150
 """Of decisions, and in each."""
 
 
