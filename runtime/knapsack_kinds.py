@@ -22,9 +22,9 @@ from jaxtensile.units import Bytes
 
 FEWEST, STEPS, WORK = 8, 40, 32_000
 """Of the search for prices, in which every item is priced: so many at most, and so many prices."""
-NODES: Final = 1_500
+NODES: Final = 1_000
 """Of the search, for all groups of a question together."""
-PAIRS: Final = 10_000
+PAIRS: Final = 6_000
 """Of items that are compared to be exchanged, for all groups together."""
 
 Sizes = tuple[Bytes, ...]
@@ -45,7 +45,7 @@ class Class(NamedTuple):
     """How many more the most are."""
     cheap: int
     """The first item that costs the least."""
-    rows: list[tuple[float, ...]]
+    rows: Sequence[tuple[float, ...]]
     """The costs and sizes as floats, which are multiplied in half the time."""
 
 
@@ -54,8 +54,8 @@ def class_of(kinds: Kinds, sizes: Sequence[Sizes], costs: Sequence[float]) -> Cl
     columns = [*zip(*sizes, strict=True)]
     low = tuple(map(min, columns))
     span = tuple(map(int.__sub__, map(max, columns), low))
-    rows = [*zip(costs, *[map(float, column) for column in columns], strict=True)]
-    return Class(kinds, sizes, costs, low, span, costs.index(min(costs)), rows)
+    rows = tuple(zip(costs, *[map(float, column) for column in columns], strict=True))
+    return Class(kinds, tuple(sizes), tuple(costs), low, span, costs.index(min(costs)), rows)
 
 
 class _Priced(NamedTuple):
@@ -196,7 +196,7 @@ class _Work:
     __slots__ = ("nodes", "pairs")
 
     def __init__(self, items: int) -> None:
-        self.nodes, self.pairs = NODES, max(PAIRS - 2 * items, 0)  # all else takes longer with more items
+        self.nodes, self.pairs = NODES, max(PAIRS - items, 0)  # all else takes longer with more items
 
 
 def used(kinds: Sequence[Kinds], sizes: Sequence[Sizes], count: int) -> list[Bytes]:
