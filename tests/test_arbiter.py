@@ -6,7 +6,6 @@ import pytest
 
 from coordinator_model import World
 from coordinator_talk import GPU, LADDER, Talk
-from jaxtensile.runtime import arbiter
 from jaxtensile.runtime.arbiter import Arbiter
 from jaxtensile.runtime.events import (
     CapacityChanged,
@@ -24,7 +23,6 @@ from jaxtensile.runtime.messages import (
     Revoke,
     Rung,
 )
-from jaxtensile.runtime.policy import divide
 
 
 def test_a_second_job_waits_until_the_first_has_shrunk():
@@ -181,13 +179,17 @@ def test_devices_on_which_nothing_happens_are_not_decided_about_again(monkeypatc
     for k, device in enumerate((GPU, GPU, "cuda:1", "cuda:1"), 1):
         talk.meet(k)
         talk.hear(k, Admit(job="a", devices=(device,), ladder=LADDER))
-    asked = []
-    monkeypatch.setattr(
-        arbiter,
-        "divide",
-        lambda claims, *args: asked.append({r for c in claims for r in c.resources}) or divide(claims, *args),
-    )
-    monkeypatch.setattr(Arbiter, "_all_get", lambda *_: None)
+    asked, decide = [], Arbiter._divide
+    monkeypatch.setattr(Arbiter, "_divide", lambda self, part, now: asked.append(part) or decide(self, part, now))
     talk.do(ProcessDied(Process(1, 1)))
-    assert asked and all("cuda:1" not in names for names in asked)
-    assert talk.lease(2).rung == 1
+    assert [[a.id for a in part] for part in asked] == [[2]] and talk.lease(2).rung == 1
+
+
+def test_surplus_moves_when_a_minimum_hold_ends_though_nothing_else_happens():
+    talk = Talk(min_hold=30.0, lease_ttl=100.0)
+    talk.admit(1, ladder=(Rung(persistent=4, seconds=1.7), Rung(persistent=8, seconds=1.0)), weight=0.1)
+    talk.tick(20.0)
+    talk.admit(2, ladder=(Rung(persistent=4, seconds=1.5), Rung(persistent=8, seconds=1.0)))
+    assert not talk.said(Revoke)
+    talk.tick(10.0)
+    assert talk.said(Revoke, to=1)
