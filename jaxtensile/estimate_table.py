@@ -9,16 +9,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxtensile.api import jit
 from jaxtensile.errors import JaxtensileError
 from jaxtensile.estimation import Estimate, estimate_on
 from jaxtensile.loading import Maker, WorkloadError, described
-from jaxtensile.measured import jaxlib_version
 from jaxtensile.options import config_of
 from jaxtensile.runtime.config import Config
 from jaxtensile.target import tracing_for
@@ -66,7 +64,7 @@ def versions() -> dict[str, str]:
     """What estimates depend on beside the program."""
     from jaxtensile import __version__
 
-    return {"jaxtensile": __version__, "jax": jax.__version__, "jaxlib": jaxlib_version()}
+    return {"jaxtensile": __version__, "jax": version("jax"), "jaxlib": version("jaxlib")}
 
 
 def tabulate(

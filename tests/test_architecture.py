@@ -78,7 +78,7 @@ MAY_IMPORT = {
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
-    "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
+    "pipeline": f"""{EDGE} collecting remembered subject rounds smallest attempts candidates plan_cache recipe merge undo request
     upperbound variants outcome timeline report""",
     "keystore": "units errors _compat",
     "agreement": "units errors keystore",
@@ -108,7 +108,7 @@ MAY_IMPORT = {
     "loading": "errors workload",
     "doctor": "units errors device measured hardware config_text",
     "interrupts": "",
-    "estimate_table": "units errors api estimation loading options runtime target workload",
+    "estimate_table": "measured units errors api estimation loading options runtime target workload",
     "serving": "units errors hardware runtime",
     "watching": "units errors serving runtime",
     "xla_memory": "units",
