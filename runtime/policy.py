@@ -36,7 +36,7 @@ TEMPS, TURNS = 12, 1_200
 """Sizes of the largest temp for which a division is made at most, where rooms are gated, and claims in all of these:
 the largest first, until no smaller one can be better, which is mostly at once."""
 WITHIN: Final = 5e-4
-KEPT: Final = 1 << 12
+KEPT: Final = 1 << 11
 """Claims of which is kept what follows from their options, as those of a coordinator are mostly the same again."""
 CLOSE: Final = 1e-9
 """Sums of slowdowns that differ by less, relative, are equal."""

@@ -78,8 +78,8 @@ MAY_IMPORT = {
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
     "subject": f"{EDGE} request state variants",
-    "pipeline": f"""{EDGE} collecting remembered subject rounds smallest attempts candidates plan_cache recipe merge undo request
-    upperbound variants outcome timeline report""",
+    "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
+    remembered upperbound variants outcome timeline report""",
     "keystore": "units errors _compat",
     "agreement": "units errors keystore",
     "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore
