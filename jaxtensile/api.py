@@ -43,7 +43,7 @@ from jaxtensile.errors import (
     SolverError,
     TargetError,
 )
-from jaxtensile.faults import REPORT, as_ours, is_of_the_user, told, unless_faulty, warn_unplanned
+from jaxtensile.faults import REPORT, as_ours, is_of_the_user, outside, told, unless_faulty, warn_unplanned
 from jaxtensile.feedback import Feedback, without_arrays
 from jaxtensile.hosted import copies_come_back, stacks_come_back
 from jaxtensile.identity import identity_of, planned
@@ -70,7 +70,7 @@ from jaxtensile.request import Evaluate, Fitted, Job, loads_index
 from jaxtensile.target import compiler_options, is_absent, resolve_all, tracing_for
 from jaxtensile.units import TIB, Bytes
 from jaxtensile.upperbound import AMPLE, WORTHWHILE, all_values, recomputes
-from jaxtensile.workload import Transformed, name_of
+from jaxtensile.workload import Transformed, name_of, told_of_modules
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
@@ -311,7 +311,7 @@ class Planned(Transformed):
         """
         with self._tracing(args, kwargs):
             args, kwargs = self._seen(args, kwargs)
-            traced = self._plain.trace(*args, **kwargs)
+            traced = self._trace_plain(args, kwargs)
             return unless_faulty(
                 lambda: self._entry_of(traced, args, kwargs, measure=True).fitted.report,
                 lambda error: self._without_report(error, args, kwargs),
@@ -404,11 +404,16 @@ class Planned(Transformed):
             self._say_ignored()
             return self._plain, *self._placement.on_device(args, kwargs), None
         known, named = self._placement.as_on_device(args, kwargs)
-        traced = self._plain.trace(*known, **named)
+        traced = self._trace_plain(known, named)
         return unless_faulty(
             lambda: self._chosen_for(traced, known, named, args, kwargs),
             lambda error: self._without_plan(error, args, kwargs),
         )
+
+    def _trace_plain(self, args: Any, kwargs: Any) -> Any:
+        """What ``jax.jit``'s ``trace`` gives of the function as it was written."""
+        with told_of_modules(self._fun, args, kwargs):
+            return self._plain.trace(*args, **kwargs)
 
     def _say_ignored(self) -> None:
         """Once, that a budget has no effect here."""
@@ -419,7 +424,7 @@ class Planned(Transformed):
             f"{name_of(self._fun)} has budget={self._asked.budget!r} and is called inside of another transformation "
             "(jax.grad, jax.vmap, jax.jit), where nothing is planned: put jaxtensile.jit around the whole step instead",
             IgnoredBudgetWarning,
-            stacklevel=2,
+            stacklevel=outside(),
         )
 
     def _chosen_for(
@@ -494,7 +499,7 @@ class Planned(Transformed):
         program, which ``plan`` makes."""
         with self._tracing(args, kwargs):
             args, kwargs = self._seen(args, kwargs)
-            return self._entry_of(self._plain.trace(*args, **kwargs), args, kwargs), args, kwargs
+            return self._entry_of(self._trace_plain(args, kwargs), args, kwargs), args, kwargs
 
     def _entry_of(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
         """The entry of a program that is not called; its arguments as they are seen."""
@@ -646,7 +651,7 @@ class Planned(Transformed):
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
         """What ``trace`` gives for arguments as the compiler wants them."""
-        traced = self._plain.trace(*args, **kwargs)
+        traced = self._trace_plain(args, kwargs)
         if self._unasked and self._is_for_looking(traced, args, kwargs):
             return traced
         try:

@@ -42,7 +42,7 @@ from jaxtensile.target import compiler_options, tracing_for
 from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.units import Bytes, Seconds, format_bytes
-from jaxtensile.workload import Transformed, name_of
+from jaxtensile.workload import Transformed, name_of, told_of_modules
 
 POINTER = 8
 """Bytes."""
@@ -201,7 +201,7 @@ def estimate_on(
     wanted = _wanted(fun, config)
     started = time.perf_counter()
     plain, args = _jitted(fun, tuple(args), options)
-    with tracing_for(*targets, args=args):
+    with tracing_for(*targets, args=args), told_of_modules(fun, args):
         traced = plain.trace(*args)
     seconds = {"trace": time.perf_counter() - started}
     name = name or name_of(fun)

@@ -243,12 +243,12 @@ def _warn(rewrite: str, name: str, where: str, why: str, so: str) -> None:
             return
         _KNOWN.add((rewrite, name, where))
     text = f"{name}: {so}, because it failed ({why}). {REPORT}"
-    warnings.warn(text, InternalErrorWarning, stacklevel=_outside())
+    warnings.warn(text, InternalErrorWarning, stacklevel=outside())
 
 
-def _outside() -> int:
-    """How far up the first frame is that is not ours."""
+def outside() -> int:
+    """How far up the first frame is that is neither ours nor JAX's."""
     frame, level = sys._getframe(2), 2
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "jaxtensile":
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("jaxtensile", "jax"):
         frame, level = frame.f_back, level + 1
     return level

@@ -21,6 +21,7 @@ import jax
 
 from jaxtensile import _compat
 from jaxtensile.api import jit
+from jaxtensile.errors import OptionError
 from jaxtensile.identity import stand_in
 from jaxtensile.report import Report
 from jaxtensile.workload import Transformed
@@ -45,9 +46,9 @@ def filter_jit(fun: Callable[..., Any] | None = None, /, *, donate: str = "none"
     The result has ``plan``, ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` too. Needs equinox.
     """
     if donate not in _DONATED:
-        raise ValueError(f"donate={donate!r} is not known: give one of {', '.join(map(repr, _DONATED))}")
+        raise OptionError(f"donate={donate!r} is not known: give one of {', '.join(map(repr, _DONATED))}")
     if taken := [name for name in _TAKEN if name in options]:
-        raise ValueError(f"filter_jit decides {taken[0]} itself: leave it out; donate= says what is donated")
+        raise OptionError(f"filter_jit decides {taken[0]} itself: leave it out; donate= says what is donated")
     equinox = _equinox()
     if fun is None:
         jit(**options)  # bad options are an error where they are written

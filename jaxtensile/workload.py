@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,3 +37,32 @@ class Transformed(ABC):
 def name_of(fun: Any) -> str:
     """What a function is called in reports and errors."""
     return getattr(fun, "__name__", type(fun).__name__)
+
+
+@contextmanager
+def told_of_modules(fun: Any, *arguments: Any) -> Iterator[None]:
+    """What fails because an argument is an Equinox module says what takes one."""
+    try:
+        yield
+    except Exception as error:
+        if any(map(_is_module, _parts(arguments))):
+            name = name_of(fun)
+            error.add_note(
+                f"{name} takes an Equinox module, not all of which are arrays: jaxtensile.filter_jit({name}) plans it, "
+                f"jaxtensile.estimate(jaxtensile.filter_jit({name}), ...) estimates it"
+            )
+        raise
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """What is in tuples, lists and dicts."""
+    if isinstance(value, (tuple, list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _parts(part)
+    else:
+        yield value
+
+
+def _is_module(value: Any) -> bool:
+    equinox = sys.modules.get("equinox")
+    return equinox is not None and isinstance(value, equinox.Module)

@@ -89,7 +89,7 @@ MAY_IMPORT = {
     "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
     "api": f"""{EDGE} agreement processes faults plan_cache feedback hosted ladder request location outcome placement
     jobs report shared_dispatch upperbound options identity""",
-    "filtered": "_compat api identity report workload",
+    "filtered": "errors _compat api identity report workload",
     "ladder": "units errors plan attempts request pipeline plan_cache runtime",
     "options": "units errors hardware report runtime",
     "identity": "errors runtime",

@@ -186,7 +186,7 @@ def test_what_it_looks_like_and_what_it_refuses():
     with pytest.raises(TypeError) as got:
         ours(mlp())
     assert str(got.value) == str(expected.value)
-    with pytest.raises(jaxtensile.BudgetError, match="of train"):
+    with pytest.raises(jaxtensile.BudgetError, match="for train"):
         jaxtensile.filter_jit(train, budget=1000)(mlp(), X)
 
 
@@ -252,3 +252,10 @@ def test_a_step_of_nnx_is_planned_and_its_objects_come_back():
     for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(theirs), strict=True):
         a, b = (jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in (a, b))
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("ask", [jaxtensile.estimate, lambda f, *args: jaxtensile.jit(f, budget="1TiB")(*args)])
+def test_who_gives_a_module_to_jit_is_told_what_takes_one(ask):
+    with pytest.raises(Exception) as info:
+        ask(train, mlp(), X)
+    assert any("jaxtensile.filter_jit(train)" in note for note in info.value.__notes__)
