@@ -49,6 +49,8 @@ CHEAP = 0.01
 SAVES = 0.9
 """Share of the predicted bytes of the program as it is, above which one with its state on the host is compared with
 it."""
+LARGE = 8
+"""Times the device's memory: up to that the program as it is is compiled, to be named by an error."""
 TIGHT = 2.0
 """Budgets below so many times the lower bound may be hopeless."""
 STEEPEST = 0.7
@@ -406,12 +408,15 @@ class _Page:
         """The smallest program that was compiled, for the error to name, and to be found again: one that was planned,
         or the user's own where that is no larger."""
         job, rounds = self.job, self.rounds()
-        if best is None and job.shards == 1:
+        # What no machine holds is not for compilers either: XLA:CPU ends the process for arrays of 2**50 bytes.
+        held = self.program.bound.nbytes <= job.device.capacity
+        if best is None and job.shards == 1 and held:
             best, _ = Smallest(rounds).glance(candidates)
         attempts, start = self.attempts, self.written()
         if best is not None and best.compiled.memory is None:
             best = None
-        worth = best is None or self.program.may_fit(replace(job, budget=best.compiled.device))
+        least = LARGE * job.device.capacity if best is None else best.compiled.device
+        worth = held and self.program.may_fit(replace(job, budget=least))
         if not job.state and (attempts.plain is not None or worth):
             plain = attempts.own()
             if plain.memory is not None and (best is None or plain.device <= best.compiled.device):
