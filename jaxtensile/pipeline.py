@@ -32,7 +32,7 @@ from jaxtensile.plan import Costs, MemoryUse, Plan, Prepare, Program
 from jaxtensile.plan_cache import Entry, Plans, key_of
 from jaxtensile.recipe import Recipe, Unlike, recipe_of, replay
 from jaxtensile.remembered import remember, remembered
-from jaxtensile.request import OFFLOADS, Evaluate, Fitted, Job
+from jaxtensile.request import Evaluate, Fitted, Job
 from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
 from jaxtensile.smallest import Smallest
@@ -441,9 +441,9 @@ class _Page:
     def saves_nothing(self, made: Made) -> bool:
         """Whether the program needs no fewer bytes with its state on the host than without: a branch, say, takes all of
         it in at once."""
-        needs = made.compiled.device
-        if self.job.device.platform not in OFFLOADS:
-            return False  # one memory: it is asked for to see what it does
+        needs, memory = made.compiled.device, made.compiled.memory
+        if memory is None or not memory.host:
+            return False  # a CPU has one memory
         if needs < SAVES * self.program.plain.device or self.attempts.own().device > needs:
             return False
         self.notes = (*self.notes, "offload_state= has no effect: with its state on the host it needs no fewer bytes")
