@@ -16,6 +16,7 @@ coordinators that lack a rule, and jobs that lie. It finds, within a minute or s
 """
 
 import re
+from collections import Counter
 
 import pytest
 
@@ -46,13 +47,19 @@ def folder(tmp_path):
 @pytest.mark.xdist_group("suspend")  # not beside processes that wait for each other on a full machine
 @pytest.mark.slow
 def test_whoever_is_killed_nothing_is_overcommitted_or_lost_and_all_losses_are_the_same(folder, record_property):
-    chaos = Chaos(folder, seed=1).run(SECONDS)
-    problems = chaos.audit()
+    counts = Counter()
+    for seed in range(1, 4):  # on a busy machine less happens in a while
+        (part := folder / str(seed)).mkdir(mode=0o700)
+        chaos = Chaos(part, seed=seed).run(SECONDS)
+        problems = chaos.audit()
+        counts.update(chaos.counts)
+        print(f"{chaos.counts}; {chaos.summary}")
+        assert not problems, "\n".join(problems)
+        if all(counts[what] for what in COUNTED):
+            break
     for what in COUNTED:
-        record_property(f"chaos: {what}", chaos.counts[what])
-        assert chaos.counts[what], f"there were no {what}"
-    print(f"{chaos.counts}; {chaos.summary}")
-    assert not problems, "\n".join(problems)
+        record_property(f"chaos: {what}", counts[what])
+        assert counts[what], f"there were no {what}"
 
 
 # The audit's own eyes.
