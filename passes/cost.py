@@ -33,9 +33,9 @@ LIBRARY = frozenset(
 """Products and factorizations that keep the matrix units waiting."""
 FREE = (
     frozenset(
-        """optimization_barrier create_token after_all axis_index sharding_constraint layout_constraint reshard stage
-        pin unpin tie random_clone platform_index dimension_size dim_as_value shape_assertion inspect_sharding
-        debug_print empty empty2 iota_2x32_shape unreachable dce_sink create_linear""".split()
+        """optimization_barrier create_token after_all axis_index stage pin unpin tie random_clone platform_index
+        dimension_size dim_as_value shape_assertion inspect_sharding debug_print empty empty2 iota_2x32_shape
+        unreachable dce_sink create_linear""".split()
     )
     | VIEWS
     | {TO_HOST, TO_DEVICE}
@@ -58,11 +58,11 @@ KNOWN = (
     | _SCANS
     | _SORTS
     | frozenset(
-        """dot_general conv_general_dilated scaled_dot scaled_matmul scaled_matmul_wrapper dot_product_attention_fwd
-        dot_product_attention_fwd_wrapper dot_product_attention_bwd dot_product_attention_bwd_wrapper scan while cond
-        jit pjit shard_map custom_jvp_call device_put fft
-        random_seed random_wrap select_and_scatter_add select_and_gather_add ragged_dot ragged_dot_general
-        rng_bit_generator""".split()
+        """dot_general conv_general_dilated scaled_dot scaled_matmul scaled_matmul_wrapper
+        dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd
+        dot_product_attention_bwd_wrapper scan while cond jit pjit shard_map custom_jvp_call device_put fft
+        reshard sharding_constraint layout_constraint random_seed random_wrap select_and_scatter_add
+        select_and_gather_add ragged_dot ragged_dot_general rng_bit_generator""".split()
     )
 )
 

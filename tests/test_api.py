@@ -512,7 +512,6 @@ def test_exceptions_come_through_and_the_next_call_works(way):
         (lambda x: x, (V,), {"donate_argnames": "nobody"}),
         (lambda x: x, (V,), {"donate_argnums": 0, "static_argnums": 0}),
         (lambda x: x, (V,), {"compiler_options": {"no_such_option": 1}}),
-        (lambda x: x, (V,), {"no_such_argument": 1}),
         (lambda x: x, (2**70,), {}),
         (3, (V,), {}),
     ],

@@ -146,7 +146,7 @@ PROGRAMS = {
     "dropout": (jax.value_and_grad(language), (weights(), TOKENS, KEYS[0])),
     "checkpoints": (jax.value_and_grad(jax.checkpoint(language)), (weights(), TOKENS)),
     "images": (jax.grad(images), (weights(), IMAGES)),
-    "batch norm": (jax.grad(normed_by_batch), (weights(), ROWS)),
+    "batch norm": (jax.value_and_grad(normed_by_batch), (weights(), ROWS)),
     "clipped": (clipped, (weights(), ROWS)),
     "layers": (jax.value_and_grad(layers), (weights(), ROWS3, KEYS[0])),
     "checkpointed layers": (jax.grad(functools.partial(layers, checkpoint=True)), (weights(), ROWS3, KEYS[0])),

@@ -43,7 +43,7 @@ def test_programs_without_such_ops_stay_as_they_are():
 
 
 def test_the_convolutions_of_one_gradient_share_a_padded_copy():
-    g = graph(jax.grad(lambda w, x: conv(jnp.tanh(x), w, 2).sum()), FILTER, IMAGES)
+    g = graph(jax.value_and_grad(lambda w, x: conv(jnp.tanh(x), w, 2).sum()), FILTER, IMAGES)
     low = lowered(g)
     pads = [op for op in low.graph.ops if op.primitive == "pad"]
     assert len(pads) == 1 + count(g, "pad")
