@@ -115,8 +115,6 @@ class Speakers:
         ask = lease.job, lease.number
         if known.asks.get(ask) is lease:
             del known.asks[ask]
-            if known.last.get(ask, -1) <= next(iter(known.peers), -1):
-                known.last.pop(ask, None)  # there is no earlier connection whose word could come yet
         if not known.peers:
             self._forget(lease.process, known)
 
