@@ -188,8 +188,10 @@ def jit(
     return Planned(fun, asked)
 
 
-def _require_known(options: Sequence[str] | Mapping[str, Any]) -> None:
+def _require_known(options: Mapping[str, Any]) -> None:
     """``OptionError`` for an option that neither this ``jit`` has nor JAX's."""
+    if not options:
+        return
     known = {*inspect.signature(jit).parameters, *inspect.signature(jax.jit).parameters} - {"fun", "jax_jit_options"}
     for name in options:
         if name not in known:

@@ -310,8 +310,7 @@ class _Page:
         if made is None or self.attempts.misplaced(made) or made.compiled.device > self.job.budget:
             return None
         self.plans = None  # it is there
-        as_it_is = made.evaluate is None and made.choice != BY_XLA
-        return self.unchanged() if as_it_is else self.planned(made, program.bound, 1)
+        return self.fitted(made, program.bound, 1)
 
     def replayed(self, recipe: Recipe) -> tuple[Variant, Plan, Subject]:
         """The variant and the checked plan of a recipe, and the program that it starts from.
@@ -394,8 +393,7 @@ class _Page:
             if best is None or best.compiled.device > job.budget:
                 with self.clock("solve"):
                     raise cannot(job, candidates, bound, best)
-        as_it_is = best.evaluate is None and best.choice != BY_XLA
-        return self.unchanged() if as_it_is else self.planned(best, bound, count)
+        return self.fitted(best, bound, count)
 
     def smallest_again(self) -> Fitted | None:
         """The program that an error has named, where the search for a larger budget did not find as small a one."""
@@ -489,7 +487,7 @@ class _Page:
         best, count = (None, 0) if rounds.all_hopeless(candidates, first) else rounds.all(candidates, first)
         if best is None or best.compiled.device > job.budget:
             return None
-        return self.unchanged() if best.evaluate is None else self.planned(best, lighter.bound, count)
+        return self.fitted(best, lighter.bound, count)
 
     def renewed(self, worth: Callable[[Variant, Plan], bool]) -> Fitted | None:
         """The cheapest of what is worth it and fits, with and without the user's checkpoints; None without such."""
@@ -502,6 +500,11 @@ class _Page:
         if best is None or best.compiled.device > job.budget:
             return None
         return self.planned(best, program.bound, count)
+
+    def fitted(self, made: Made, bound: Bound, rounds: int) -> Fitted:
+        """The user's own function, where that is what was made, else what was made of it."""
+        as_it_is = made.evaluate is None and made.choice != BY_XLA
+        return self.unchanged() if as_it_is else self.planned(made, bound, rounds)
 
     def unchanged(self) -> Fitted:
         """The user's own function, which fits."""
