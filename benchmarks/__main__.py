@@ -29,6 +29,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "planning": (["planning.run"], ["planning.run", "--quick"]),
     "optimality": (["optimality.run"], ["optimality.run", "--quick"]),
     "papers": (["papers.run"], None),
+    "reports": (["reports.run"], None),
     "estimate": (["estimate.run"], None),
     "rss": (["estimate.rss"], None),
     "estimate-speed": (["estimate.speed"], ["estimate.speed", "--quick"]),
