@@ -30,6 +30,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "optimality": (["optimality.run"], ["optimality.run", "--quick"]),
     "papers": (["papers.run"], None),
     "reports": (["reports.run"], None),
+    "first-hour": (["reports.hour"], None),
     "estimate": (["estimate.run"], None),
     "rss": (["estimate.rss"], None),
     "estimate-speed": (["estimate.speed"], ["estimate.speed", "--quick"]),

@@ -234,6 +234,11 @@ class Signals:
             self.armed = False
         except KeyboardInterrupt:
             return True
+        except Exception as error:
+            # ``jax.jit`` makes a ValueError of an interrupt that comes while it compares options.
+            if KeyboardInterrupt.__name__ not in str(error):
+                raise
+            return True
         finally:
             self.armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -341,10 +346,11 @@ def main() -> None:
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": describe()}
     result["lines"] = [lines(what, 40 if options.quick else MOST) for what in LINES if what in options.only]
+    keep = functools.partial(save, HERE / "interrupts.json", result, table) if not options.quick else lambda: None
+    keep()
     if "random" in options.only:
         result["random"] = at_random(200 if options.quick else SIGNALS)
-    if not options.quick:
-        save(HERE / "interrupts.json", result, table)
+        keep()
     print(table(result))
     sys.stdout.flush()
     os._exit(0)
