@@ -19,6 +19,7 @@ import jax
 
 from jaxtensile import _compat
 from jaxtensile.compile import RECOMPUTES, compile_program, not_recomputing
+from jaxtensile.compilers import compiler_of
 from jaxtensile.device import DeviceProfile, profile
 from jaxtensile.errors import TargetError
 from jaxtensile.estimate_text import as_dict, as_text
@@ -32,9 +33,7 @@ from jaxtensile.options import Asked, ConfigLike, Resolved, config_of, resolved
 from jaxtensile.passes.heap import heap
 from jaxtensile.passes.liveness import Liveness
 from jaxtensile.passes.lodgers import without_lodgers
-from jaxtensile.passes.lowered import lowered
 from jaxtensile.passes.reorder import as_scheduled
-from jaxtensile.passes.widened import widened
 from jaxtensile.plan import NOTHING_AGAIN, MemoryUse, Recomputed
 from jaxtensile.process import Part, parts, total
 from jaxtensile.report import Setting
@@ -47,9 +46,6 @@ from jaxtensile.workload import Transformed, name_of, told_of_modules
 POINTER = 8
 """Bytes."""
 HOLES: Final = "holes between buffers"
-LOW, HIGH = 0.08, 0.21
-"""Shares of the temporaries by which XLA stayed below and went above the static figure at most in 99 of 100 programs
-of the calibration half of ``benchmarks/estimate``; above, twice that: running out costs more than leaving bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +61,14 @@ class Held:
     source: str
     count: int
     nbytes: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What bounds are made of: the temporaries of the order that needs least, and the largest array that is stored."""
+
+    least: Bytes = 0
+    largest: Bytes = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +100,7 @@ class Estimate:
     budget: Bytes | None = None
     settings: tuple[Setting, ...] = ()
     resolved: Resolved = field(default=Resolved(), repr=False)
+    room: Room = field(default=Room(), repr=False)
     timeline: Timeline | None = field(default=None, repr=False)
 
     @property
@@ -265,11 +270,11 @@ def static_estimate(
 ) -> Estimate:
     """The estimate from a traced program, without a compiler."""
     before = time.perf_counter()
-    on_cpu = device.platform == "cpu"
-    if not on_cpu:
+    compiler = compiler_of(device)
+    if compiler.fuser.twice:
         program = merged(program, cheap=True)  # XLA stores what equal equations compute once
-    low = widened(program.graph) if on_cpu else lowered(program.graph)
-    orders = as_scheduled(low.graph, twice=not on_cpu)
+    low = compiler.lowered(program.graph)
+    orders = as_scheduled(low.graph, by=compiler.fuser)
     lying = [without_lodgers(run.graph, run.live) for run in orders]
     needed = [max(heap(live), live.temp) for live in lying]
     worst = max(range(len(orders)), key=needed.__getitem__)
@@ -278,13 +283,15 @@ def static_estimate(
     # A program with several results returns a table of pointers to them.
     table = POINTER * len(program.graph.outputs) if len(program.graph.outputs) > 1 else 0
     use = replace(live.use(), temp=live.temp + holes, output=live.output + table)
+    room = Room(min(needed), _largest(run.graph, live))
     several = f"arguments are sharded over {shards} devices: static bytes are of all together, exact ones of one device"
     return Estimate(
         name=name,
         target=device.name,
         use=use,
-        low=use.device - int(LOW * use.temp),
-        high=use.device + int(HIGH * use.temp),
+        low=use.device - use.temp + max(room.least - compiler.low.of(use.temp, room.largest), 0),
+        high=use.device + compiler.high.of(use.temp, room.largest),
+        room=room,
         parts=parts(use, program.graph, device, shards),
         held=held_at_the_peak(program, run.graph, origin, live, holes),
         timeline=Timeline(_track(program, origin, live, use), None),
@@ -292,6 +299,13 @@ def static_estimate(
         shards=shards,
         notes=(several,) if shards > 1 else (),
         capacity=device.capacity,
+    )
+
+
+def _largest(graph: Graph, live: Liveness) -> Bytes:
+    """Bytes of the largest array that is stored."""
+    return max(
+        (r.nbytes for r in (*live.ranges, *(graph.values[v] for v in (*graph.inputs, *graph.outputs)))), default=0
     )
 
 

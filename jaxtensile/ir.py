@@ -42,6 +42,8 @@ class Op:
     has no kernel for is written out, 0 where there is none; where it is ``turned``, of the transposed operand 0; for
     a ``pad`` with as many zeros on either side, bytes of the result;
     ``turned``: for convolutions, the gradient of a dilated one's filter: XLA swaps batch and features of both operands;
+    ``across``: for products and convolutions, in which order of its axes a library that takes arrays by rows needs
+    each operand, none where that is its own;
     ``rereads``: for windowed reductions and their gradients, how often an element of the operand is read.
     """
 
@@ -58,6 +60,7 @@ class Op:
     reverse: bool = False
     padded: Bytes = 0
     turned: bool = False
+    across: tuple[tuple[int, ...], ...] = ()
     rereads: float = 1.0
 
     def on(self, id: int, operands: Sequence[int], results: Sequence[int]) -> Op:
@@ -76,6 +79,7 @@ class Op:
             reverse=self.reverse,
             padded=self.padded,
             turned=self.turned,
+            across=self.across,
             rereads=self.rereads,
         )
 

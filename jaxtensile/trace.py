@@ -317,6 +317,7 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
         reverse=name == "scan" and bool(eqn.params["reverse"]),
         padded=_padded(eqn) if name != "pad" else _padded_with_zeros(equation, zeros),
         turned=_is_turned(eqn),
+        across=_across(eqn),
         rereads=_rereads(eqn),
     )
 
@@ -390,6 +391,35 @@ def _is_filters_gradient(eqn: Any) -> bool:
         return False
     batch, feature, *_ = eqn.params["dimension_numbers"].lhs_spec
     return feature < batch
+
+
+def _across(eqn: Any) -> tuple[tuple[int, ...], ...]:
+    """``Op.across`` of an equation: products as ``xla/service/dot_decomposer.cc`` writes them, images with their
+    channels last."""
+    if eqn.primitive.name == "dot_general":
+        (summed_a, summed_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
+        ranks = [v.aval.ndim for v in eqn.invars]
+        batch = tuple(range(len(batch_a)))
+        alike = tuple(batch_a) == tuple(batch_b) == batch and len(summed_a) == 1
+        if alike and all(rank <= len(batch) + 2 for rank in ranks):
+            return ()
+        free_a, free_b = (
+            tuple(d for d in range(rank) if d not in taken)
+            for rank, taken in zip(ranks, ({*summed_a, *batch_a}, {*summed_b, *batch_b}), strict=True)
+        )
+        orders = (*batch_a, *free_a, *summed_a), (*batch_b, *summed_b, *free_b)
+    elif eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        (batch, feature, *spatial), (out, inner, *taps) = numbers.lhs_spec, numbers.rhs_spec
+        orders = (batch, *spatial, feature), (*taps, inner, out)
+    else:
+        return ()
+    large = ([d for d in order if v.aval.shape[d] > 1] for order, v in zip(orders, eqn.invars, strict=True))
+    # What swaps the last two axes a product does by itself (``transpose_folding.cc``).
+    swaps = eqn.primitive.name == "dot_general"
+    orders = [[*o[:-2], *sorted(o[-2:])] if swaps and sorted(o[-2:]) == sorted(o)[-2:] else o for o in large]
+    found = tuple(() if order == sorted(order) else tuple(order) for order in orders)
+    return found if any(found) else ()
 
 
 def _padded_behind(low: int, high: int, stride: int) -> tuple[int, int]:

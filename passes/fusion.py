@@ -41,6 +41,7 @@ MOVES = frozenset(
     """broadcast_in_dim broadcast concatenate dynamic_slice gather iota pad rev slice split transpose copy
     stack unstack random_unwrap random_fold_in random_split random_gamma""".split()
 )
+_SHIFTS = frozenset("concatenate dynamic_slice gather pad rev slice".split())
 REDUCTIONS = frozenset(
     """reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor argmax argmin reduce
     reduce_window reduce_window_sum reduce_window_max reduce_window_min""".split()
@@ -51,6 +52,8 @@ IN_PLACE = frozenset(
     scatter_max dynamic_update_slice""".split()
 )
 """Write into operand 0 when nobody reads it afterwards."""
+DECOMPOSITIONS = frozenset("cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal".split())
+"""Library calls that write over a copy of what they read."""
 
 DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 """Random numbers."""
@@ -70,7 +73,7 @@ _SLOW = frozenset({"div", "sqrt", "rsqrt", "rem"})
 HALVES = frozenset({"bfloat16", "float16"})
 
 SMALL = 1 << 26
-"""Elements up to which XLA:GPU stores what it would compute twice in larger arrays: GPT-2's softmax at 62.9 and 75.5
+"""Elements below which XLA:GPU stores what it would compute twice in larger arrays: GPT-2's softmax at 62.9 and 75.5
 million elements, H200, jax 0.10.2."""
 _MAX_LEAVES = 24
 
@@ -87,20 +90,38 @@ def is_fusible(primitive: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Fuser:
+    """How a target's compiler fuses.
+
+    ``twice``: whether it computes in several kernels what several read, where that is cheaper; the compiler for the CPU
+    does so with what takes no time. ``products``: whether products compute what they read; the generator of such
+    products needs compute capability 8.0. ``work``: how long arithmetic takes beside memory traffic, in that of an
+    H200.
+    """
+
+    twice: bool = True
+    products: bool = True
+    work: float = 1.0
+
+
+H200 = Fuser()
+CPU = Fuser(twice=False, products=False)
+
+
+@dataclass(frozen=True, slots=True)
 class Kernels:
     """The fused program.
 
     ``home[v]``: the value whose buffer holds ``v`` (-1: never materialised); ``reads[i]``: the
     buffers op ``i`` reads if it is the root of a kernel (empty for ops that fused away);
-    ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from;
-    ``twice``: whether what several kernels read may be computed in each.
+    ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from; ``by``: who fused.
     """
 
     home: list[int]
     reads: list[tuple[int, ...]]
     is_root: list[bool]
     leaves: list[tuple[int, ...]]
-    twice: bool = True
+    by: Fuser = H200
 
     def in_order(self, order: Sequence[int]) -> Kernels:
         """The same kernels, of the same ops in another order: what fuses depends on who reads what, not on when."""
@@ -111,24 +132,22 @@ RECENT = 4
 """Graphs of which the kernels are remembered: who prices a program, and who plans it, ask for the same ones."""
 
 
-def fuse(graph: Graph, *, twice: bool = True, written: bool = False) -> Kernels:
+def fuse(graph: Graph, *, by: Fuser = H200, written: bool = False) -> Kernels:
     """Group ops into kernels. Linear in edges.
 
-    ``twice``: whether XLA computes in several kernels what several read, and in products what they read, where that is
-    cheaper; its compiler for the CPU does so with what takes no time. ``written``: of a program that is compiled as it
-    was written, what has been measured of such programs alone.
+    ``written``: of a program that is compiled as it was written, what has been measured of such programs alone.
     """
-    return _fused(Same(graph), twice, written)
+    return _fused(Same(graph), by, written)
 
 
 @lru_cache(maxsize=RECENT)
-def _fused(same: Same, twice: bool, written: bool) -> Kernels:
-    graph = same.graph
+def _fused(same: Same, by: Fuser, written: bool) -> Kernels:
+    graph, twice = same.graph, by.twice
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
     views = _views(graph, read_by, wanted)
-    products = prologues(graph, views, read_by, numbers=written) if twice else Prologues.none(graph)
+    products = prologues(graph, views, read_by, numbers=written) if by.products else Prologues.none(graph)
     must_exist = _needed_in_memory(graph, views, wanted, products)
     _store_arguments_of_erf(graph, read_by, must_exist)
     alone = _read_by_one_kernel(graph, read_by, must_exist)
@@ -166,7 +185,7 @@ def _fused(same: Same, twice: bool, written: bool) -> Kernels:
             r0 = op.results[0]
             effort = work[operands[0]] if len(operands) == 1 else sum([work[v] for v in dict.fromkeys(operands)])
             if name in WORK:
-                effort += WORK[name] * math.prod(values[r0].shape)
+                effort += by.work * WORK[name] * math.prod(values[r0].shape)
             stored = must_exist[r0] or (len(op.results) > 1 and any(must_exist[r] for r in op.results))
             others = readers[r0]
             if products.inside[r0]:
@@ -179,6 +198,8 @@ def _fused(same: Same, twice: bool, written: bool) -> Kernels:
                 nbytes = values[r0].nbytes
                 fused = not stored and _worth_fusing(effort, nbytes, users, times, sources, values, again=written)
             else:
+                if users == 1 and len(read_by[r0]) > 1 and any(ops[o].primitive in _SHIFTS for o in read_by[r0]):
+                    users = len(others)  # which read other places of it in the same kernel
                 effort += name in _SLOW or any(values[v].dtype in HALVES for v in (*operands, r0))
                 fused = not stored and (users <= 1 or not effort)
             if fused:
@@ -191,7 +212,7 @@ def _fused(same: Same, twice: bool, written: bool) -> Kernels:
         is_root[i] = True
         for r in op.results:
             leaves[r] = (r,)
-    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, twice=twice)
+    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, by=by)
 
 
 def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> None:
@@ -200,7 +221,7 @@ def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: 
         if op.primitive in ("erf", "erfc"):
             for v in op.operands:
                 value = graph.values[v]
-                if value.dtype in HALVES and len(read_by[v]) > 1 and math.prod(value.shape) <= SMALL:
+                if value.dtype in HALVES and len(read_by[v]) > 1 and math.prod(value.shape) < SMALL:
                     must_exist[v] = True
 
 
@@ -210,7 +231,7 @@ def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read
     count = math.prod(result.shape)
     return (
         result.dtype == "float32"
-        and count <= SMALL
+        and count < SMALL
         and len(read_by[result.id]) > 1
         and any(graph.values[s].dtype in HALVES and math.prod(graph.values[s].shape) == count for s in sources)
     )

@@ -11,7 +11,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from jaxtensile.ir import Graph, Same
-from jaxtensile.passes.fusion import IN_PLACE, RECENT, Kernels, fuse, is_fusible
+from jaxtensile.passes.fusion import DECOMPOSITIONS, IN_PLACE, RECENT, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.plan import TO_HOST, MemoryUse
 from jaxtensile.units import Bytes
 
@@ -115,7 +115,7 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
         delta[stop[v]] -= nbytes
     for op in ops:
         if op.bodies and kernels.is_root[op.id]:
-            inner = max(_body_temp(Same(b), kernels.twice) for b in op.bodies)
+            inner = max(_body_temp(Same(b), kernels.by) for b in op.bodies)
             delta[op.id] += inner
             delta[op.id + 1] -= inner
     profile = list(accumulate(delta))[:n]
@@ -165,9 +165,9 @@ def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _body_temp(body: Same, twice: bool) -> Bytes:
+def _body_temp(body: Same, by: Fuser) -> Bytes:
     """Bytes a loop body or branch needs beyond its arguments and results; schedule after schedule shares bodies."""
-    return live_ranges(body.graph, fuse(body.graph, twice=twice)).temp
+    return live_ranges(body.graph, fuse(body.graph, by=by)).temp
 
 
 def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> list[int]:
@@ -189,7 +189,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
             continue
         if not kernels.is_root[i]:
             continue
-        if op.primitive in IN_PLACE:
+        if op.primitive in IN_PLACE or op.primitive in DECOMPOSITIONS:
             pool = [home[v] for v in op.operands[:1] if home[v] >= 0]  # none where all it reads are literals
         elif op.primitive == "scan":
             consts, carries = op.carried

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.fusion import REDUCTIONS, Kernels, fuse, is_fusible
+from jaxtensile.passes.fusion import H200, REDUCTIONS, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.units import Bytes
 
@@ -38,18 +38,22 @@ class Scheduled:
     live: Liveness
 
 
-def as_scheduled(graph: Graph, *, twice: bool = True) -> tuple[Scheduled, Scheduled]:
+def as_scheduled(graph: Graph, *, by: Fuser = H200) -> tuple[Scheduled, ...]:
     """The order of XLA's three in which the program needs least, of several the first; and that of the trace.
+
+    XLA:CPU takes the order in which kernels could run side by side, whatever it needs: that one alone.
 
     XLA counts results as well, from when they are written on, those too that will take over an argument. In the order
     of the trace results are written as soon as they can be, or where they stand if that needs less. Where it needs more
-    than XLA's, those are not known well enough to promise less. ``twice``: as of ``fuse``.
+    than XLA's, those are not known well enough to promise less.
     """
-    nodes = _Nodes(graph, fuse(graph, twice=twice, written=True))
+    nodes = _Nodes(graph, fuse(graph, by=by, written=True))
 
     def ordered(schedules: Sequence[Callable[[_Nodes], list[int]]]) -> list[Scheduled]:
         return [_in_order(graph, nodes.with_fused(schedule(nodes)), nodes.kernels) for schedule in schedules]
 
+    if not by.twice:
+        return tuple(ordered((_breadth_first,)))
     traced = ordered((_as_traced, _results_early))
     return min(ordered(SCHEDULES), key=_bytes_as_xla_counts), min(traced, key=lambda s: s.live.temp)
 
@@ -189,6 +193,30 @@ def _results_early(nodes: _Nodes) -> list[int]:
     """The order of the trace, but for kernels that make results alone: each right after the last that it reads."""
     last = {i: max(nodes.operands[i], default=-1) for i in nodes.roots if nodes.makes[i] and not nodes.readers[i]}
     return sorted(nodes.roots, key=lambda i: (last.get(i, i), i))
+
+
+def _breadth_first(nodes: _Nodes) -> list[int]:
+    """Kernels in the order in which all that they read is there (``BFScheduler``)."""
+    kernels, given = nodes.kernels, dict[int, list[int]]()
+    waits: dict[int, int] = {}
+    for i in nodes.roots:
+        read = {b for o in (i, *nodes.parts.get(i, ())) for b in kernels.reads[o] if nodes.maker[b] < 0}
+        waits[i] = len(nodes.operands[i]) + len(read)
+        for b in read:
+            given.setdefault(b, []).append(i)
+    out = [i for i in nodes.roots if not waits[i]]
+
+    def ready(users: Sequence[int]) -> None:
+        for o in users:
+            waits[o] -= 1
+            if not waits[o]:
+                out.append(o)
+
+    for v in nodes.graph.inputs:
+        ready(given.get(v, ()))
+    for i in out:  # which grows meanwhile
+        ready(nodes.readers[i])
+    return out
 
 
 def _list_schedule(nodes: _Nodes) -> list[int]:

@@ -102,9 +102,10 @@ MAY_IMPORT = {
     "stepping": "units errors _compat ladder request suspension tenancy waiting runtime",
     "jobs": "units errors options arbitration ladder request suspension tenancy stepping runtime",
     "process": f"{VOCABULARY} passes",
+    "compilers": "units device gpu_description ir passes",
     "estimate_text": "units places report_text",
-    "estimation": f"""{VOCABULARY} faults workload _compat trace merge target measured compile location passes process
-    estimate_text timeline report options identity""",
+    "estimation": f"""{VOCABULARY} faults workload _compat trace merge target measured compile compilers location passes
+    process estimate_text timeline report options identity""",
     "loading": "errors workload",
     "doctor": "units errors device measured hardware config_text",
     "interrupts": "",

@@ -8,6 +8,7 @@ import pytest
 
 import jaxtensile
 from benchmarks import workloads
+from benchmarks.estimate import small, targets
 from jaxtensile.errors import TargetError
 
 H200 = "nvidia-h200"
@@ -181,3 +182,23 @@ def test_of_any_planned_function_what_it_would_be_as_written(exact):
     gradient = jaxtensile.estimate(jax.grad(Squared().step), x, exact=exact)
     assert jaxtensile.estimate(jax.grad(jaxtensile.jit(Squared().step)), x, exact=exact).use == gradient.use
     assert gradient.use != expected.use
+
+
+STEPS = ("mlp, 4 x 512, batch 1024", "mlp, bf16", "mlp, forward", "scan", "scan, checkpoint", "conv")
+
+
+@pytest.mark.parametrize(
+    ("target", "names"),
+    [
+        ("cpu", STEPS),
+        pytest.param("nvidia-l4", STEPS[1:4], marks=pytest.mark.cuda_aot),
+        pytest.param("nvidia-v100-16gb", STEPS[1:3], marks=pytest.mark.cuda_aot),
+    ],
+)
+def test_bounds_hold_on_every_kind_of_device(target, names, tmp_path):
+    """Ordinary small steps: XLA's figure is between low and high; benchmarks/estimate/targets.py has more of them."""
+    for name in names:
+        program = small.programs()[name]
+        row = {"target": target} | targets.allocated(program, target, tmp_path / "kernels")
+        targets.estimated(program, [row])
+        assert row["static"]["low"] <= row["device"] <= row["static"]["high"], name

@@ -6,7 +6,7 @@ import pytest
 
 import jaxtensile
 from jaxtensile.ir import producers
-from jaxtensile.passes.widened import widened
+from jaxtensile.passes.widened import BEFORE_8, BEFORE_9, widened
 from jaxtensile.trace import trace_jaxpr
 
 HALF = jnp.bfloat16
@@ -68,3 +68,21 @@ def test_a_network_on_the_cpu_needs_what_was_said(step, dtype):
     args = jax.jit(jax.grad(loss)), weights, jax.ShapeDtypeStruct((8192, 256), dtype)
     static, exact = (jaxtensile.estimate(*args, target="cpu", exact=flag) for flag in (False, True))
     assert static.device == pytest.approx(exact.device, rel=0.1)
+
+
+def test_what_is_only_widened_again_is_not_rounded_on_a_gpu():
+    """The sum along a residual stream is f32 to its next reader; products read it in 16 bits, or in f32 before 8.0."""
+
+    def stream(x, w):
+        y = x + x @ w
+        return y + y @ w
+
+    g = graph(stream, (4, 4), (4, 4))
+    for wide, product in ((BEFORE_9, "bfloat16"), (BEFORE_8, "float32")):
+        low = widened(g, wide).graph
+        made = producers(low)
+        assert [kind for kind, _ in kinds(low)] == [[product] * 3] * 2
+        first, second = (op for op in low.ops if op.primitive == "add")
+        assert first.results[0] in second.operands
+        assert low.values[second.results[0]].dtype == "float32"
+        assert low.ops[made[low.outputs[0]]].primitive == "convert_element_type"

@@ -2,8 +2,9 @@
 
     python -m benchmarks.estimate.run [--again]
 
-The static figure is made from the jaxpr alone. ``LOW`` and ``HIGH`` of ``jaxtensile.estimation`` come from the
-calibration half of the models, the errors are those of the other half. Seconds are the processor's. Beside them what
+The static figure is made from the jaxpr alone. ``low`` and ``high`` of ``jaxtensile.compilers`` come from the
+calibration half of these models and from that of small programs on each kind of device (``targets.py``); the errors are
+those of the other half. Seconds are the processor's. Beside them what
 xMem publishes: median relative error, PEF (share of runs whose running out of memory is mispredicted, or that would run
 out in a process capped at the estimate) and MCP (bytes of the device that capped runs leave, less the device for a
 failure). A run is capped at ``Estimate.high``; the truth is XLA's allocation for an H200, held against the memory of
