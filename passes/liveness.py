@@ -6,11 +6,13 @@ Invariant: a buffer is live in ``[start, stop)`` steps; the profile at step ``i`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from jaxtensile.ir import Graph, Same
+from jaxtensile.ir import Graph, Same, producers
+from jaxtensile.passes.added import added
 from jaxtensile.passes.fusion import DECOMPOSITIONS, IN_PLACE, RECENT, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.plan import TO_HOST, MemoryUse
 from jaxtensile.units import Bytes
@@ -95,7 +97,8 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
         for b in kernels.reads[i]:
             stop[b] = max(stop[b], i + 1)
     _copies_take_time(graph, kernels, stop)
-    merged = _share(graph, kernels, start, stop)
+    inside = _products_inside(graph, kernels, start, stop)
+    merged = _share(graph, kernels, start, stop, inside)
     if together:
         _stacks_begin_together(graph, start)
     is_input = set(graph.inputs)
@@ -122,6 +125,19 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
     argument = sum(values[v].nbytes for v in graph.inputs if values[v].space != "host")
     output = sum(values[v].nbytes for v in graph.outputs if values[v].space != "host")
     return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias)
+
+
+def _products_inside(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> dict[int, tuple[int, ...]]:
+    """For each kernel that computes a product the buffers that this reads; the product itself is none."""
+    found = added(graph, kernels)
+    made = producers(graph) if found else []
+    inside: dict[int, tuple[int, ...]] = {}
+    for i, v in found.items():
+        start[v] = -2
+        inside[i] = kernels.reads[made[v]]
+        for b in inside[i]:
+            stop[b] = max(stop[b], i + 1)
+    return inside
 
 
 def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
@@ -170,12 +186,14 @@ def _body_temp(body: Same, by: Fuser) -> Bytes:
     return live_ranges(body.graph, fuse(body.graph, by=by)).temp
 
 
-def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> list[int]:
+def _share(
+    graph: Graph, kernels: Kernels, start: list[int], stop: list[int], inside: Mapping[int, tuple[int, ...]]
+) -> list[int]:
     """Buffers that take over the memory of an operand that dies in the same kernel.
 
     In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
-    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier.
-    Extends the first owner's lifetime; returns each value's owner.
+    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, nor over what a product
+    ``inside`` of it reads. Extends the first owner's lifetime; returns each value's owner.
     """
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
@@ -198,12 +216,12 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
         elif op.bodies:
             pool = list(kernels.reads[i])
         elif is_fusible(op.primitive):
-            pool = [b for b in kernels.reads[i] if b not in behind]
+            pool = [b for b in kernels.reads[i] if b not in behind and b not in inside.get(i, ())]
         else:
             continue
         free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]
         for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
-            if home[r] != r:
+            if home[r] != r or (r in final and i in inside):
                 continue
             for b in free:
                 if values[b].nbytes == values[r].nbytes:

@@ -19,13 +19,13 @@ from jaxtensile.ir import Graph, Op, producers
 PRODUCT = "dot_general"
 BROADCAST = "broadcast_in_dim"
 
-_STEPS = frozenset(
+STEPS = frozenset(
     """abs add add_any cbrt ceil convert_element_type cos div erf exp exp2 expm1 floor log log1p logistic max min mul
     neg rsqrt sin sqrt sub tan tanh""".split()
 )
 """What XLA's generator of products can write."""
-_MAY_BE_CHEAP = _STEPS | {BROADCAST}
-_FLOATS = frozenset({"float32", "bfloat16", "float16"})
+_MAY_BE_CHEAP = STEPS | {BROADCAST}
+FLOATS = frozenset({"float32", "bfloat16", "float16"})
 """Products of other types are the library's, which reads buffers."""
 
 
@@ -60,7 +60,7 @@ def prologues(
     kept = set(graph.outputs)
     for op in reversed(graph.ops):
         if op.primitive == PRODUCT:
-            silent[op.id] = graph.values[op.operands[0]].dtype in _FLOATS if op.operands else False
+            silent[op.id] = graph.values[op.operands[0]].dtype in FLOATS if op.operands else False
         elif len(op.results) == 1 and inside[op.results[0]] and op.results[0] not in kept:
             silent[op.id] = bool(read_by[op.results[0]]) and all(silent[o] for o in read_by[op.results[0]])
     return Prologues(inside, silent)
@@ -70,7 +70,7 @@ def _is_cheap(graph: Graph, op: Op, made: Sequence[int], numbers: bool) -> bool:
     """An elementwise step that reads one array, and nothing else that is not a number or a broadcast input."""
     if op.primitive == BROADCAST:
         return _is_broadcast_input(graph, op.results[0], made)
-    if op.primitive not in _STEPS or not op.operands:
+    if op.primitive not in STEPS or not op.operands:
         return False
     source, result = graph.values[op.operands[0]], graph.values[op.results[0]]
     if len(op.operands) == 1:
