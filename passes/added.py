@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 from jaxtensile.ir import Graph, Op, consumers, producers
 from jaxtensile.passes.fusion import Kernels
 from jaxtensile.passes.prologue import BROADCAST, FLOATS, PRODUCT, STEPS
+from jaxtensile.units import KIB
 
 _ADD = frozenset({"add", "add_any"})
-_TOLERANCE = 1024
+_TOLERANCE = KIB
 """Bytes by which a step may write more than it reads."""
 
 
@@ -33,7 +34,7 @@ def added(graph: Graph, kernels: Kernels) -> dict[int, int]:
     if not kernels.by.twice:
         return found
     read_by, made = consumers(graph), producers(graph)
-    given, wanted = set(graph.inputs), set(graph.outputs)
+    given, wanted = set[int](graph.inputs), set[int](graph.outputs)
 
     def is_number(v: int) -> bool:
         op = graph.ops[made[v]] if made[v] >= 0 else None

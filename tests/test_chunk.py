@@ -412,6 +412,20 @@ def test_gradients_of_small_tables_are_added_up():
         np.testing.assert_allclose(*(a.astype(np.float32) for a in (made, expected)), rtol=2e-2)
 
 
+def test_weights_that_products_read_in_another_order_are_not_copied():
+    def fun(w, x):
+        return jax.grad(lambda w: jnp.tanh(jnp.sin(x @ w.T) @ w).sum())(w)
+
+    args = normal(0, 5, 8), normal(1, BATCH, 8)
+    closed, traced = opened(fun, args)
+    own = find_stretch(traced, 1)
+    assert own is not None
+    new = in_chunks(traced, closed, own, 4)
+    np.testing.assert_allclose(jax.extend.core.jaxpr_as_fun(new)(*args)[0], fun(*args), rtol=1e-5)
+    (loop,) = (eqn for eqn in new.jaxpr.eqns if eqn.primitive.name == "scan")
+    assert {*loop.invars[: loop.params["num_consts"]]} == {*new.jaxpr.invars}
+
+
 def test_no_rows_no_stretch():
     _, traced = opened(lambda x: jnp.fft.fft(x).real.sum(), (jnp.ones((64, 64)),))
     assert find_stretch(traced, 1 << 20) is None

@@ -1,0 +1,82 @@
+"""`passes.added`: products that are added to what is there already."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxtensile
+from jaxtensile.passes.added import added
+from jaxtensile.passes.fusion import CPU, Fuser, fuse
+from jaxtensile.passes.liveness import live_ranges
+from jaxtensile.trace import trace_jaxpr
+
+N = 64
+SQUARE = N * N * 4
+
+
+def product(x, y):
+    return lax.dot_general(x, y, (((0,), (0,)), ((), ())))
+
+
+ADDED = {
+    "added": lambda c, x, y: c + product(x, y),
+    "taken off": lambda c, x, y: c - 0.1 * product(x, y),
+    "in steps": lambda c, x, y: jnp.tanh(c * product(x, y)) + 1,
+}
+APART = {
+    "read twice": lambda c, x, y: (lambda d: (c + d, d * 2))(product(x, y)),
+    "to what is computed": lambda c, x, y: jnp.sort(c) + product(x, y),
+    "to its own operand": lambda c, x, y: x + product(x, y),
+    "of nothing else": lambda c, x, y: jnp.tanh(product(x, y)),
+    "turned": lambda c, x, y: c.T[:, None] + product(x, y)[None],
+}
+
+
+def graph(fun):
+    return trace_jaxpr(jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct((N, N), jnp.float32)] * 3)).graph
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_a_product_that_is_added_to_what_is_given_takes_no_memory(name):
+    g = graph(ADDED[name])
+    assert len(added(g, fuse(g))) == 1
+    assert live_ranges(g).temp == 0
+    assert live_ranges(g, fuse(g, by=CPU)).temp == SQUARE
+
+
+@pytest.mark.parametrize("name", APART)
+def test_others_are_stored(name):
+    g = graph(APART[name])
+    assert not added(g, fuse(g))
+
+
+def test_a_library_adds_one_array_alone():
+    old = Fuser(products=False)
+    found = {name: len(added(g, fuse(g, by=old))) for name, fun in ADDED.items() for g in (graph(fun),)}
+    assert found == {"added": 1, "taken off": 0, "in steps": 0}
+
+
+def test_its_operands_are_there_until_it_is_added():
+    def fun(c, x, y):
+        h = jnp.sort(x)
+        d = product(h, y)
+        z = jnp.sort(jnp.cos(y))
+        return c + d, z
+
+    g = graph(fun)
+    assert live_ranges(g).temp == 2 * SQUARE  # what was sorted, and the cosines: two where the product would be one
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("target", ["nvidia-h200", "nvidia-v100-16gb"])
+def test_what_a_loop_adds_up_is_there_once(target):
+    def step(w, xs, ys):
+        total = lax.scan(lambda c, p: (c + product(*p), None), jnp.zeros_like(w), (xs, ys))[0]
+        return w - 0.1 * total
+
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((4096, 1024), (8, 64, 4096), (8, 64, 1024))]
+    static, exact = (
+        jaxtensile.estimate(step, *shapes, target=target, donate_argnums=0, exact=flag) for flag in (False, True)
+    )
+    assert static.device == pytest.approx(exact.device, rel=0.15)
