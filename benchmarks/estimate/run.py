@@ -50,6 +50,8 @@ def estimated(name: str, batch: int, optimizer: str) -> dict[str, Any]:
     done = time.process_time()
     return {
         **{key: getattr(found, key) for key in ("device", "argument", "output", "temp", "alias", "low", "high")},
+        "least": found.room.least,
+        "largest": found.room.largest,
         "process": found.process,
         "equations": len(program.equations),
         "trace_seconds": round(traced_at - started, 3),
