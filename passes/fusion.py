@@ -191,6 +191,8 @@ def _fused(same: Same, by: Fuser, written: bool) -> Kernels:
             if products.inside[r0]:
                 others = [o for o in others if not products.silent[o]]
             users = 1 if alone[i] else len(others)
+            if users == 1 and len(read_by[r0]) > 1 and any(ops[o].primitive in _SHIFTS for o in read_by[r0]):
+                users = len(others)  # which read other places of it in the same kernel
             if twice:
                 stored = stored or (slow[r0] and not alone[i])
                 stored = stored or (name == "exp" and _is_widened_exponential(graph, op, sources, read_by))
@@ -198,8 +200,6 @@ def _fused(same: Same, by: Fuser, written: bool) -> Kernels:
                 nbytes = values[r0].nbytes
                 fused = not stored and _worth_fusing(effort, nbytes, users, times, sources, values, again=written)
             else:
-                if users == 1 and len(read_by[r0]) > 1 and any(ops[o].primitive in _SHIFTS for o in read_by[r0]):
-                    users = len(others)  # which read other places of it in the same kernel
                 effort += name in _SLOW or any(values[v].dtype in HALVES for v in (*operands, r0))
                 fused = not stored and (users <= 1 or not effort)
             if fused:
