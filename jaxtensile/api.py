@@ -127,7 +127,7 @@ def jit(
 
     Raises ``BudgetError`` (``.needs``, ``.has``, ``.culprits``) when no plan fits, at the call that
     needs the plan, ``TargetError`` for a target that cannot be compiled for, ``SolverError`` for an unknown
-    solver or one that cannot plan this program, ``ConfigError`` for a config that cannot be meant, and
+    solver or one that cannot plan this program, ``ConfigError`` for an invalid config, and
     ``AgreementError``, in all processes of a program, where they cannot run one plan.
     """
     _require_known(jax_jit_options)

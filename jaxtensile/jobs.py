@@ -226,7 +226,7 @@ def job(
     The coordinator is this process's own, unless ``$JAXTENSILE_SOCKET`` or the config names the socket of
     ``jaxtensile serve``.
 
-    Raises ``ConfigError`` for what cannot be meant. Steps raise ``RejectedError`` when the job can never fit.
+    Raises ``ConfigError`` where the config is invalid. Steps raise ``RejectedError`` when the job can never fit.
     """
     name = os.environ.get(JOB_VARIABLE) if name is None else name
     if not isinstance(name, str) or not 1 <= len(name) <= 128 or not name.isprintable():

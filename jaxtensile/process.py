@@ -20,6 +20,7 @@ from jaxtensile.units import MIB, Bytes
 
 CONTEXT = 512 * MIB
 """The CUDA context, with the kernels and library handles that JAX loads."""
+_ROUNDING_HOW = "each array in multiples of 256 bytes, and the results of the call before, which are still there"
 _CONTEXT_HOW = "assumed: 300 to 700 MB are reported for CUDA 11.7 and newer; not yet measured"
 _CALLS = 3
 """After so many calls of the same program the pool does not change any more."""
@@ -119,7 +120,7 @@ def parts(use: MemoryUse, graph: Graph, device: DeviceProfile, shards: int) -> t
     handed, pool = pool_of(traffic(graph, use.temp))
     return (
         program,
-        Part("rounding", max(handed - use.device, 0), "multiples of 256 bytes, and what the call before returned"),
+        Part("rounding", max(handed - use.device, 0), _ROUNDING_HOW),
         Part("fragmentation", pool - max(handed, use.device), "a simulation of XLA's BFC allocator over three calls"),
         Part("context", CONTEXT, _CONTEXT_HOW),
     )
