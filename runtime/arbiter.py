@@ -8,8 +8,8 @@ nothing. It decides in this order:
 2. waiters, by class and arrival: admit if the floor fits; else, if it fits beside the floors of all, make room;
 3. give out and shift the surplus that no waiter is to get.
 
-A job *can give up* bytes if it speaks, is not known to keep them, and has held them for ``min_hold`` or is of a lower
-class than whoever gains. All others count with what they are charged.
+A job *can give up* bytes if it speaks and is not known to keep them; to one that has a lease already, only if it has
+held them for ``min_hold`` or is of a lower class. All others count with what they are charged.
 """
 
 from __future__ import annotations
@@ -39,8 +39,6 @@ from jaxtensile.runtime.leases import (
 from jaxtensile.runtime.ledger import Capacity, Ledger
 from jaxtensile.runtime.policy import Claim, Option, Room, ahead, divide
 from jaxtensile.units import Seconds, format_bytes
-
-_SPEAKING = (HELD, REVOKING)
 
 
 class _Ways(Struct, eq=False):
@@ -210,9 +208,9 @@ class Arbiter:
 
     def _drain(self, now: Seconds, over: set[str]) -> None:
         """Bring what is charged down to what there is, as far as the jobs can give up bytes."""
-        if not self._shrink(now, over, {}, None, None):
+        if not self._shrink(now, over, {}, None):
             for lease in [self.leases[k] for k in sorted(self.above)]:
-                if lease.touched & over and self._can_give(lease, now, None):
+                if lease.touched & over and self._has_held(lease, now, None):
                     self._revoke(lease, lease.low, now)
 
     def _admit(self, now: Seconds) -> set[str]:
@@ -236,14 +234,12 @@ class Arbiter:
             if beside_floors:
                 held_back |= lease.touched
                 extra = dict(zip(lease.resources, floor, strict=True))
-                self._shrink(now, lease.touched, extra, lease.priority, lease.id)
+                self._shrink(now, lease.touched, extra, lease.id)
             if len(behind) == len(self.ledger.accounts):
                 break
         return held_back
 
-    def _can_give(self, lease: Lease, now: Seconds, priority: int | None) -> bool:
-        if lease.state not in _SPEAKING or lease.stuck:
-            return False
+    def _has_held(self, lease: Lease, now: Seconds, priority: int | None) -> bool:
         return now >= lease.since + self.settings.min_hold or (priority is not None and lease.priority < priority)
 
     def _promised(self, lease: Lease) -> tuple[Charge, ...]:
@@ -255,10 +251,10 @@ class Arbiter:
         now: Seconds,
         resources: Collection[str],
         extra: Mapping[str, Charge],
-        priority: int | None,
         waiter: int | None,
     ) -> bool:
-        """Ask jobs to shrink so that ``extra`` fits on ``resources``; False if that is impossible as yet."""
+        """Ask jobs to shrink so that ``extra`` fits on ``resources``; False if that is impossible as yet. A waiter has
+        nothing, and runs no step meanwhile: for it a minimum hold does not count."""
         asked = [self.leases[k] for k in sorted(self.above | self.revoking)]
         touching = [a for a in asked if not a.touched.isdisjoint(resources)]
         promised = {a.id: self._promised(a) for a in touching}
@@ -273,7 +269,7 @@ class Arbiter:
         accounts = self.ledger.accounts
         if all(accounts[name].used_instead(instead) <= accounts[name].limit for name, instead in coming.items()):
             return True  # when those have shrunk that were told to
-        able = [a for a in touching if a.id in self.above and self._can_give(a, now, priority)]
+        able = [a for a in touching if a.id in self.above and (waiter is not None or self._has_held(a, now, None))]
         ids = {a.id for a in able}
         rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
         if any(room.free < room.temp for room in rooms.values()):
@@ -447,7 +443,7 @@ class Arbiter:
         while lower := {
             a.id: options
             for a in held
-            if a.id in self.above and self._can_give(a, now, top) and (options := self._lower(a))
+            if a.id in self.above and self._has_held(a, now, top) and (options := self._lower(a))
         }:
             claims = [_claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in held]
             stay = {c.id: [o.rung for o in c.options].index(grown[c.id].rung) for c in claims}
@@ -457,7 +453,7 @@ class Arbiter:
                 return None
             wanted = {c.id: c.options[shares[c.id]] for c in claims}
             gaining = max((a.priority for a in held if wanted[a.id].rung > a.rung), default=None)
-            if all(wanted[a.id].rung >= a.rung or self._can_give(a, now, gaining) for a in held):
+            if all(wanted[a.id].rung >= a.rung or self._has_held(a, now, gaining) for a in held):
                 return wanted
             top = gaining  # lower than it was, so that this ends
         return None

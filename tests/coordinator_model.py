@@ -405,7 +405,8 @@ class World:
         return False
 
     def _sent(self, message):
-        """Tokens only grow, and a revoke aims above the floor, and inside a minimum hold only for a higher class."""
+        """Tokens only grow, and a revoke aims above the floor, and inside a minimum hold only for a waiter or a higher
+        class."""
         token = (message.token.epoch, message.token.sequence)
         if token <= self.token:
             raise Violation(f"token {token} after {self.token}")
@@ -420,8 +421,10 @@ class World:
             return
         if message.rung < lease.low:
             raise Violation("revoked below the floor")
-        if self.now - at < self.settings.min_hold - 1e-9 and not any(
-            other.priority > lease.priority for other in self.daemon.arbiter.leases.values()
+        if (
+            self.now - at < self.settings.min_hold - 1e-9
+            and lease.wanted_by is None
+            and not any(other.priority > lease.priority for other in self.daemon.arbiter.leases.values())
         ):
             raise Violation("revoked inside its minimum hold")
 
@@ -1397,14 +1400,11 @@ class World:
 
     def _check_first(self, d, first):
         """The first waiter gets in as soon as it fits, and room is made for it as soon as it may be."""
-        now, hold = self.ticked, self.settings.min_hold
         others = [a for a in d.arbiter.leases.values() if a.rung >= 0]
         charged = self._charged
 
         def gives(a):
-            if a.stuck or a.state not in (State.HELD, State.REVOKING):
-                return False
-            return now >= a.since + hold or a.priority < first.priority
+            return not a.stuck and a.state in (State.HELD, State.REVOKING)
 
         floor = (first, first.needs[first.low])
         floors = [(a, self._guaranteed(a)) for a in others]

@@ -77,17 +77,13 @@ def test_room_is_made_on_one_device_whatever_the_steps_on_another_one_need():
     assert talk.said(Grant, to=3)
 
 
-def test_nobody_is_asked_inside_the_minimum_hold_but_for_a_higher_class():
-    talk = Talk(capacity=9, min_hold=30.0, lease_ttl=100.0)
-    talk.admit(1)
-    talk.admit(2)
-    assert not talk.said(Revoke) and talk.it.wake == 130.0
-    talk.tick(30.0)
-    assert talk.said(Revoke, to=1)
+def test_a_minimum_hold_keeps_no_job_from_being_admitted():
+    """A waiter runs no step meanwhile."""
     talk = Talk(capacity=9, min_hold=30.0)
     talk.admit(1)
-    talk.admit(2, priority=1)
-    assert talk.said(Revoke, to=1)
+    talk.admit(2)
+    talk.ack(1, talk.said(Revoke, to=1)[0])
+    assert talk.said(Grant, to=2)
 
 
 @pytest.mark.parametrize(("gain", "moved"), [(0.05, True), (0.4, False)])

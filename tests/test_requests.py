@@ -177,15 +177,15 @@ def test_what_is_withdrawn_is_free_whether_it_was_granted_or_not(granted):
 
 def test_who_never_heard_of_its_grant_has_it_from_when_it_is_told():
     """What it was granted was written down, and the coordinator killed before it said so."""
-    ladder = LADDER[:2]
+    ladder = Rung(persistent=4, seconds=1.7), Rung(persistent=8, seconds=1.0)
     talk = Talk(min_hold=30.0)
-    talk.admit(1, ladder=ladder)
+    talk.admit(1, ladder=ladder, weight=0.1)
     again = Talk(records=talk.journal, min_hold=30.0, lease_ttl=100.0)
     again.tick(1.5)
     again.meet(7, Process(1, 1))
     grant = again.hear(7, Admit(job="a", devices=(GPU,), ladder=ladder))[-1]
     assert (grant.rung, again.charged()) == (1, 8)
-    again.admit(8, job="b", ladder=(Rung(persistent=8, seconds=1.0),))
+    again.admit(8, job="b", ladder=(Rung(persistent=4, seconds=1.5), Rung(persistent=8, seconds=1.0)))
     again.tick(29.0)
     assert not again.said(Revoke, to=7), "30.5 s after the start, 29 s after it was told"
     again.tick(1.0)
