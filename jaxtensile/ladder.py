@@ -26,9 +26,12 @@ from jaxtensile.units import Bytes, Seconds
 
 RUNGS = 4
 """Plans at most; each is a few compiles."""
+SURE, CPU_SURE = 0.25, 0.5
+"""What XLA may need more temporaries than the model says; a CPU's keeps no plan's order. So many are asked for, since a
+first step waits where they are too few."""
 MARGIN, TOP_MARGIN = 0.2, 0.25
-"""What XLA may need more temporaries than the model says: of the smallest plan, and of the program as it is. Plans
-between are made to fit what they are given."""
+"""The same of the smallest plan, and of the program as it is, where nobody waits and another plan may be compiled.
+Plans between are made to fit what they are given."""
 STEPS = 5
 """Measured steps of a rung that are remembered; the one after a switch is none of them."""
 _LEAST: Seconds = 1e-9
@@ -50,6 +53,10 @@ class Place:
     host: Bytes
     seconds: Seconds
     """Predicted."""
+    aim: Bytes
+    """Asked for so many bytes, the model finds it again."""
+    budget: Bytes
+    """For which it is compiled where nobody waits for it."""
     fitted: Fitted | None = None
     measured: list[Seconds] = field(default_factory=list[Seconds])
 
@@ -68,6 +75,8 @@ class Ladder:
         self._lock = threading.Lock()
         self._compiling = threading.Lock()
         self._asked: dict[Bytes, Fitted | None] = {}
+        self._soon: set[Bytes] = set()
+        """Budgets for which the first plan that fitted was taken."""
         self._places = self._predicted()
         self.smallest = self._places[0].level
         """As far as is known, the fewest bytes that it runs in."""
@@ -82,6 +91,11 @@ class Ladder:
         return max(p.persistent for p in self._places)
 
     @property
+    def complete(self) -> bool:
+        """Whether all plans are compiled, and the best for their bytes."""
+        return not self._soon and self.compiled == len(self._places)
+
+    @property
     def compiled(self) -> int:
         """How many plans are."""
         return sum(p.fitted is not None for p in self._places)
@@ -90,6 +104,10 @@ class Ladder:
         """The plans, ascending in bytes."""
         with self._lock:
             return tuple(self._places)
+
+    def share(self, rung: Rung) -> Bytes:
+        """What a plan of the step may need on a rung of its job."""
+        return min(self.persistent, rung.persistent) + rung.temp
 
     def runs(self, budget: Bytes) -> Place | None:
         """The fastest compiled plan within ``budget``."""
@@ -116,28 +134,42 @@ class Ladder:
         """
         with self._lock:
             known = self._within(budget)
-        return known if known is not None else self.compile(budget, watch)
+            promised = [p.level for p in self._places if p.fitted is None and p.level <= budget]
+        if known is not None:
+            return known
+        if promised and promised[-1] < budget:
+            with suppress(BudgetError):
+                return self.compile(promised[-1], watch, soon=True)
+        return self.compile(budget, watch, soon=True)
 
     def fits(self, fitted: Fitted, budget: Bytes) -> bool:
         """Whether a plan of this ladder needs no more than ``budget``."""
         return _place(fitted).level <= budget
 
-    def compile(self, budget: Bytes, watch: Watch = nothing) -> Fitted:
-        """Make a plan for exactly that many bytes. Raises ``BudgetError``."""
+    def compile(self, budget: Bytes, watch: Watch = nothing, *, soon: bool = False) -> Fitted:
+        """Make a plan for exactly that many bytes; ``soon``: the predicted one, where one has that level. Raises
+        ``BudgetError``."""
         with self._compiling:
             with self._lock:
                 if budget in self._asked and (known := self._within(budget)) is not None:
                     return known
+                place = next((p for p in self._places if p.fitted is None and p.level == budget and soon), None)
             try:
-                found = pipeline.fit(replace(self.request, budget=budget), watch=watch, plans=self._plans)
+                aim = None if place is None else place.aim
+                found = pipeline.fit(replace(self.request, budget=budget), watch=watch, plans=self._plans, aim=aim)
             except BudgetError as error:
                 with self._lock:
                     self._asked[budget] = None
+                    self._soon.discard(budget)
                     self.smallest = max(self.smallest, error.needs or 0)
-                    self._places = [p for p in self._places if p.fitted is not None or p.level > budget] or self._places
+                    left = [p for p in self._places if p.fitted is not None or min(p.level, p.budget) > budget]
+                    self._places = left or self._places
                 raise
             with self._lock:
                 self._asked[budget] = found
+                self._soon.discard(budget)
+                if place is not None and found.evaluate is not None and place.budget not in self._asked:
+                    self._soon.add(place.budget)
                 self._put(found, budget)
                 best = self._within(budget)
         assert best is not None, "what was just compiled is within its budget"
@@ -145,7 +177,7 @@ class Ladder:
 
     def build(self, watch: Watch = nothing, *, between: Callable[[], object] = lambda: None) -> None:
         """Compile all that is only predicted: the smallest first, which others may ask for at any time, then the
-        largest. ``between``: called after each."""
+        largest; and what is best where the first that fitted was taken. ``between``: called after each."""
         while (budget := self._next()) is not None:
             try:
                 self.compile(budget, watch)
@@ -185,14 +217,21 @@ class Ladder:
         found = pipeline.sketches(job, RUNGS)
         self._tightest = found[0].use.temp
         rounding = _ROUNDING * (1 + len(job.donated) + len(job.jaxpr.out_avals))
+        sure = CPU_SURE if job.device.platform == "cpu" else SURE
         places: list[Place] = []
         for k, sketch in enumerate(found):
-            bottom, top = k == 0, k == len(found) - 1
-            margin = max(TOP_MARGIN if top else 0.0, MARGIN if bottom else 0.0)
-            temp = int(sketch.use.temp * (1 + margin))
-            stays = persistent(sketch.use) + rounding
-            if not places or stays + temp > places[-1].level:
-                places.append(Place(stays, temp, sketch.use.host, max(sketch.seconds, _LEAST)))
+            stays, temp = persistent(sketch.use) + rounding, sketch.use.temp
+            more = max(TOP_MARGIN if k == len(found) - 1 else 0.0, MARGIN if k == 0 else 0.0)
+            place = Place(
+                stays,
+                int(temp * (1 + sure)),
+                sketch.use.host,
+                max(sketch.seconds, _LEAST),
+                sketch.aim,
+                stays + int(temp * (1 + more)),
+            )
+            if not places or place.level > places[-1].level:
+                places.append(place)
         within = [p for p in places if p.level <= job.budget]
         return self._quick(within or places[:1])
 
@@ -216,15 +255,17 @@ class Ladder:
 
     def _next(self) -> Bytes | None:
         with self._lock:
-            left = [p.level for p in self._places if p.fitted is None and p.level not in self._asked]
+            left = [p.budget for p in self._places if p.fitted is None and p.budget not in self._asked]
+            if not left and self._soon:
+                return min(self._soon)
             if not left:  # the program as it is, where what was predicted for it was too little
                 return self.request.budget if self.request.budget not in self._asked and self._planned() else None
-            return left[0] if left[0] == self._places[0].level else left[-1]
+            return left[0] if left[0] == self._places[0].budget else left[-1]
 
     def _put(self, found: Fitted, budget: Bytes) -> None:
         """A compiled plan takes the place of what was predicted for its budget, and of what it is better than."""
         new = _place(found)
-        places = [p for p in self._places if p.fitted is not None or p.level != budget]
+        places = [p for p in self._places if p.fitted is not None or budget not in (p.level, p.budget)]
         better = [p for p in places if p.fitted is not None and p.level <= new.level and p.seconds <= new.seconds]
         if not better:
             worse = [p for p in places if p.level >= new.level and p.seconds >= new.seconds and not p.measured]
@@ -235,7 +276,7 @@ class Ladder:
 
 def _place(found: Fitted) -> Place:
     use = found.report.compiled
-    return Place(persistent(use), use.temp, use.host, max(found.report.step, _LEAST), found)
+    return Place(persistent(use), use.temp, use.host, max(found.report.step, _LEAST), use.device, use.device, found)
 
 
 def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung, ...]:

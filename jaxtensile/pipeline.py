@@ -39,7 +39,7 @@ from jaxtensile.smallest import Smallest
 from jaxtensile.subject import Subject, bound_of, subject_of, with_state
 from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, checkpoints_in_loops, undo
-from jaxtensile.units import TIB, Seconds, format_bytes
+from jaxtensile.units import TIB, Bytes, Seconds, format_bytes
 from jaxtensile.upperbound import all_values
 from jaxtensile.variants import Variant, program_key
 
@@ -65,24 +65,29 @@ def fit(
     *,
     baseline: bool = False,
     plans: Plans | None = None,
+    aim: Bytes | None = None,
 ) -> Fitted:
     """Fit one job. ``prepare``: the solver, the job's own if None; ``baseline``: compile the plain program even
-    when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too.
+    when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too; ``aim``: as many bytes
+    in the model are taken to fit, and the first plan that does is good enough, as somebody waits for it.
 
     What fails by a fault of ours is left out; where all does, it is the program as written, or ``PlanningError``.
     """
     with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
         return job.faults.without(
-            lambda: _fit(job, prepare, watch, baseline, plans), lambda error: without_plan(job, error)
+            lambda: _fit(job, prepare, watch, baseline, plans, aim), lambda error: without_plan(job, error)
         )
 
 
-def _fit(job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans: Plans | None) -> Fitted:
+def _fit(
+    job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans: Plans | None, aim: Bytes | None
+) -> Fitted:
     if all_values(job.jaxpr) is None:
         note = "its sizes are symbolic, or of a type that does not say them: it is passed on as it is"
         told = unplanned(job, (note,))
         return Fitted(jitted=job.make(None, job.options), evaluate=None, options=job.options, report=told)
     page = _opened(job, prepare or named(job.solver), Clock(watch), baseline)
+    page.aim = aim
     fitted = job.faults.spared(CACHE, lambda: page.recalled(plans), lambda: None)
     if fitted is not None:
         return fitted
@@ -145,6 +150,8 @@ class Sketch:
 
     use: MemoryUse
     seconds: Seconds
+    aim: Bytes
+    """Asked for so many bytes, the model finds it again."""
 
 
 @seldom()
@@ -161,7 +168,7 @@ def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]
 
 def _as_compiled(job: Job) -> Sketch:
     use = without_plan(replace(job, budget=TIB)).report.compiled
-    return Sketch(use=use, seconds=0.0)
+    return Sketch(use=use, seconds=0.0, aim=use.device)
 
 
 def _raised(error: Exception) -> NoReturn:
@@ -177,18 +184,15 @@ def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
     whole = sum(page.costs().seconds)
     found: list[Sketch] = []
 
-    def consider(variant: Variant, plan: Plan) -> None:
-        seconds = ways.step_time(variant, plan, whole).at()
-        if not found or (plan.predicted.device < found[-1].use.device and seconds > found[-1].seconds):
-            found.append(Sketch(use=plan.predicted, seconds=seconds))
-
     bottom = max(page.program.bound.nbytes, 1)
     step = max((bottom / top) ** (1 / max(count - 1, 1)), STEEPEST)
     for k in range(count):
         aim = int(top * step**k)
         with page.clock("solve"):
             variant, plan = candidates.readily(aim)
-        consider(variant, plan)
+        use, seconds = plan.predicted, ways.step_time(variant, plan, whole).at()
+        if not found or (use.device < found[-1].use.device and seconds > found[-1].seconds):
+            found.append(Sketch(use=use, seconds=seconds, aim=max(aim, use.device)))
         if plan.predicted.device > aim:
             break
     return tuple(reversed(found))
@@ -246,6 +250,8 @@ class _Page:
         """The program without the user's checkpoints, where it has some and may fit."""
         self.lighter: Variant | None = None
         """The program without the user's checkpoints, where that was tried."""
+        self.aim: Bytes | None = None
+        """Bytes in the model that are taken to fit, where a plan is wanted soon."""
 
     def costs(self) -> Costs:
         """Of the program as written."""
@@ -269,10 +275,16 @@ class _Page:
             return self.known[key].anew()
 
     def cheapest(self, candidates: Candidates) -> tuple[Variant, Plan]:
-        return self.rounds().cheapest(candidates, self.job.budget)
+        return self.rounds().cheapest(candidates, self.aim or self.job.budget)
+
+    def may_fit(self, program: Subject) -> bool:
+        """Whether XLA is worth asking about a program as it is."""
+        return program.may_fit(self.job) if self.aim is None else program.predicted.device <= self.aim
 
     def rounds(self) -> Rounds:
         """Across shards the plain program says how many bytes in the model are one on a device."""
+        if self.aim is not None:
+            return Rounds(self.attempts, self.aim / self.job.budget, soon=True)
         plain, scale = self.attempts.plain, 1.0
         if self.job.shards > 1 and plain is not None and plain.memory is not None:
             scale = self.program.predicted.device / max(plain.device, 1)
@@ -289,7 +301,7 @@ class _Page:
         if plans is None:
             return None
         with self.clock("recall"):
-            found = plans.find(key_of(self.job, self.program.traced.graph))
+            found = plans.find(key_of(self.job, self.program.traced.graph, self.aim))
         notes, self.plans = self.notes, plans
         if found is None:
             return None
@@ -354,17 +366,17 @@ class _Page:
             return candidates, first
 
         # Where nothing may be found, no program is compiled for the report alone before something is.
-        tight = job.shards == 1 and job.budget < TIGHT * bound.nbytes and not program.may_fit(job)
+        tight = job.shards == 1 and job.budget < TIGHT * bound.nbytes and not self.may_fit(program)
         baseline = self.baseline and not tight
         if baseline and job.state:
             self.attempts.own()
-        if job.state and program.may_fit(job):
+        if job.state and self.may_fit(program):
             start = self.written()
             meanwhile = ahead if program.predicted.device > job.budget else None
             made = self.attempts.unplanned(start, meanwhile)
             if made.compiled.device <= job.budget:
                 return self.unchanged() if self.saves_nothing(made) else self.planned(made, bound, 0)
-        elif not job.state and (baseline or job.shards > 1 or program.may_fit(job)):
+        elif not job.state and (baseline or job.shards > 1 or self.may_fit(program)):
             # By the model it does not fit: plan while XLA has its say.
             plain = self.attempts.own(ahead if program.predicted.device > job.budget else None)
             if plain.device <= job.budget:
@@ -472,7 +484,7 @@ class _Page:
             candidates = self.candidates(start, [self.written()])
             return candidates, self.cheapest(candidates)
 
-        if lighter.may_fit(job):
+        if self.may_fit(lighter):
             meanwhile = ahead if lighter.predicted.device > job.budget else None
             if not undone.barriers and not job.state:
                 # Nothing keeps XLA from merging what they recompute: it does so in the user's own function.
@@ -539,7 +551,7 @@ class _Page:
     def entry(self, made: Made) -> Entry:
         """A plan as later processes find it."""
         return Entry(
-            key=key_of(self.job, self.program.traced.graph),
+            key=key_of(self.job, self.program.traced.graph, self.aim),
             name=self.job.name,
             choice=made.choice,
             recipe=recipe_of(made.variant, made.plan),

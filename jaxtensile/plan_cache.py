@@ -121,8 +121,9 @@ def plan_cache() -> PlanCache | None:
     return None if folder is None else PlanCache(folder / "plans")
 
 
-def key_of(job: Job, graph: Graph) -> str:
-    """What a plan depends on, as one word: the question, the program, the device and all versions."""
+def key_of(job: Job, graph: Graph, aim: int | None = None) -> str:
+    """What a plan depends on, as one word: the question, the program, the device and all versions; ``aim``: as
+    ``pipeline.fit`` has it, where that plan is one of many."""
     where = shardings((job.args, dict(job.kwargs))) if job.shards > 1 else []
     question = (
         FORMAT,
@@ -132,6 +133,7 @@ def key_of(job: Job, graph: Graph) -> str:
         [os.environ.get(name, "") for name in FLAGS],
         fingerprint(graph),
         job.budget,
+        aim,
         job.host_budget,
         job.state,
         repr(job.device),

@@ -41,16 +41,19 @@ plans for an H200, XLA allocated 0.88 of what was predicted at least."""
 
 
 class Rounds:
-    """Rounds for one job; ``scale``: bytes in the model per byte on one device, which the model knows nothing of."""
+    """Rounds for one job; ``scale``: bytes in the model per byte on one device, which the model knows nothing of;
+    ``soon``: the first plan that fits is good enough."""
 
-    def __init__(self, attempts: Attempts, scale: float) -> None:
-        self.job, self.attempts, self.scale = attempts.job, attempts, scale
+    def __init__(self, attempts: Attempts, scale: float, soon: bool = False) -> None:
+        self.job, self.attempts, self.scale, self.soon = attempts.job, attempts, scale, soon
         self.worth: Callable[[Variant, Plan], bool] = lambda _, __: True
         """Whether a plan is worth a compile."""
 
     def cheapest(self, candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
         """The cheapest variant, and what its plan becomes before it is compiled."""
         with self.attempts.clock("solve"):
+            if self.soon and (found := candidates.readily(aim))[1].predicted.device <= aim:
+                return found
             variant, plan = candidates.cheapest(aim)
             return variant, variant.finished(plan, aim)
 
@@ -143,7 +146,7 @@ class Rounds:
                 best = None if best is made else best
                 break
             if made.compiled.device <= job.budget:
-                best, more = self.cheaper(candidates, made, seen[-1] if seen else None)
+                best, more = (made, 0) if self.soon else self.cheaper(candidates, made, seen[-1] if seen else None)
                 rounds += more
                 break
             if made.compiled.memory is None:

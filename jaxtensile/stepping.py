@@ -1,7 +1,8 @@
 """Which plan does a call of a job run, and when is its turn?
 
 The plan of the rung that was granted is compiled and verified in the first call; the others are compiled in the
-background. A job that is told to go elsewhere does so at a step boundary, or at once while no step runs.
+background, some time after that has run. A job that is told to go elsewhere does so at a step boundary, or at once
+while no step runs.
 
 Invariant: one step of the job runs at a time, and only while the job holds its turn; it is waited for. Both are held by
 the frame of the step (``runtime.holds``), so they end with it wherever it is interrupted.
@@ -33,9 +34,6 @@ from jaxtensile.waiting import Waiting
 
 T = TypeVar("T")
 
-_FIRST: Seconds = 10.0
-"""For so long a job that compiles its first plan stays where it is, so that its first step can run with that; but for
-half of the time at most in which it is to shrink, since it may be ended after that."""
 _REMEASURED = 8
 """Steps after which it is looked whether they are as fast as was told, and again each time there are twice as many."""
 _log = logging.getLogger("jaxtensile")
@@ -60,6 +58,8 @@ class Stepping(Owned):
         self._fresh = False
         """The call plans, compiles or loads: its time says nothing."""
         self._builder: threading.Thread | None = None
+        self._hurry = threading.Event()
+        """Somebody waits for what is compiled in the background."""
         self._watcher: threading.Thread | None = None
         self._ended = False
         """Its lease is given back, for good."""
@@ -89,6 +89,8 @@ class Stepping(Owned):
                 took = time.perf_counter() - began
                 self._end_turn()
             self._measured(took)
+            if self._fresh:
+                self._build(took)
             self._calling = None
         return out
 
@@ -99,7 +101,10 @@ class Stepping(Owned):
         self.waiting.known(ladder, devices)
         while (fitted := self._found(ladder)) is None:
             pass
-        self._build()
+        if not self.steps and not self._on.told():
+            # What was promised of the plan is more than it takes, and others may wait for that.
+            self._on.renew = True
+            self._on.boundary()
         self._take_turn()
         runs = self._runs.get(self._calling, (ladder, fitted))
         self._runs[self._calling] = (ladder, fitted) if runs is not None and runs[0] is ladder else None
@@ -127,17 +132,16 @@ class Stepping(Owned):
         return fitted if ladder.fits(fitted, self._on.bytes_for(ladder)) else None
 
     def _moving(self, compiles: Callable[[], T]) -> T:
-        """What takes long, while the job goes where it is told to be. Its first plan is worth waiting for, for a while:
-        else it would compile another one, and another one, before its first step."""
+        """What takes long, while the job goes where it is told to be. Its first plan is worth waiting for, half of the
+        time in which it is to shrink, since it may be ended after that: else it would compile another one, and another
+        one, before its first step."""
         mark, over = self._lock.holder, threading.Event()
         assert mark is not None
 
         def gives() -> None:
-            end = time.monotonic() + (0.0 if self.steps else _FIRST)
-            while not over.wait(min(max(end - time.monotonic(), 0.0), LOOK)):
+            while not over.wait(0.0 if self.steps else LOOK):
                 halfway = None if self._on.client is None else self._on.client.halfway
-                end = end if halfway is None else min(end, halfway)
-                if time.monotonic() >= end:
+                if self.steps or (halfway is not None and time.monotonic() >= halfway):
                     self._place.give(mark)
                     self.settle()
                     return
@@ -286,22 +290,27 @@ class Stepping(Owned):
         self.require_mine()
         builder = self._builder
         if builder is not None:
+            self._hurry.set()
             builder.join(timeout)
             if builder.is_alive():
                 return False
         self.settle()
         return True
 
-    def _build(self) -> None:
-        """Compile what is only predicted."""
+    def _build(self, pause: Seconds) -> None:
+        """Compile what is only predicted; after a pause, as jobs that begin together would else have to wait for it
+        with their first steps."""
         if self.compiles:
             return
-        if all(ladder.compiled == len(ladder.places()) for ladder in self._on.ladders):
+        if all(ladder.complete for ladder in self._on.ladders):
             return
-        enter = _compat.configuration()
+        enter, end = _compat.configuration(), time.monotonic() + pause
+        self._hurry.clear()
 
         def build() -> None:
             try:
+                while time.monotonic() < end and not self._hurry.wait(LOOK):
+                    self._on.watch("pause")
                 if enter():
                     for ladder in [*self._on.ladders]:
                         ladder.build(self._on.watch, between=self._on.forget)

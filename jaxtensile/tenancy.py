@@ -19,7 +19,6 @@ from msgspec import structs
 from jaxtensile.arbitration import Arbitration
 from jaxtensile.errors import BudgetError, CoordinatorError, StoppedError
 from jaxtensile.ladder import Ladder, together
-from jaxtensile.request import Fitted
 from jaxtensile.runtime.client import Client
 from jaxtensile.runtime.gate import Turns
 from jaxtensile.runtime.messages import Admit, Rung
@@ -122,11 +121,7 @@ class Tenancy:
     def bytes_for(self, ladder: Ladder) -> Bytes:
         """What a plan of a step may need now."""
         assert self.now is not None
-        return min(ladder.persistent, self.now.persistent) + self.now.temp
-
-    def fitted(self, ladder: Ladder) -> Fitted:
-        """The plan that a step runs now. Raises ``BudgetError`` where there is none."""
-        return ladder.fitted(self.bytes_for(ladder), self.watch)
+        return ladder.share(self.now)
 
     def compile_more(self, ladder: Ladder, error: BudgetError) -> bool:
         """Compile the smallest plan that there is, before asking for its bytes."""

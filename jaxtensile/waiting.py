@@ -30,6 +30,8 @@ from jaxtensile.runtime.uninterrupted import uninterrupted
 from jaxtensile.tenancy import Tenancy
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
+_AT_ONCE: Seconds = 0.05
+"""In which a coordinator answers who need not wait."""
 _TELL_AFTER: Seconds = 5.0
 _TELL_AT_LEAST: Seconds = 60.0
 """That a job waits is told, and then ever more rarely."""
@@ -91,7 +93,8 @@ class Waiting:
             client = uninterrupted(lambda: self._ask(self._on.asked(self._on.together()), _weakly(self._changed)))
             try:
                 with self._going_on():
-                    self._wait_for(client)
+                    if not self._wait_for(client):
+                        continue
             except RejectedError as error:
                 self.close()
                 if [ladder for ladder in self._on.ladders if ladder.tight()]:
@@ -101,7 +104,7 @@ class Waiting:
                 self.close()
                 raise
             uninterrupted(self._admitted, client)
-            if not self._has_plans():
+            if not self._has_plans(client.admit.ladder[client.rung]):
                 uninterrupted(self._leave)
 
     def _admitted(self, client: Client) -> None:
@@ -127,23 +130,30 @@ class Waiting:
             f"{format_bytes(smallest)}: shrink the batch, donate the arguments that are updated, or {more}"
         )
 
-    def _has_plans(self) -> bool:
-        """Whether there are plans for the rung that was granted; the ladders know better if not."""
+    def _has_plans(self, rung: Rung) -> bool:
+        """Whether there are plans for a rung; the ladders know better if not."""
         for ladder in self._on.ladders:
             try:
-                self._compiling(lambda ladder=ladder: self._on.fitted(ladder))
+                self._compiling(lambda ladder=ladder: ladder.fitted(ladder.share(rung), self._on.watch))
             except BudgetError as error:
                 if ladder.compiled == 0 and not self._on.compile_more(ladder, error):
                     raise RejectedError(f"job {self._name!r} cannot be admitted: {error}") from error
                 return False
         return True
 
-    def _wait_for(self, client: Client) -> None:
+    def _wait_for(self, client: Client) -> bool:
+        """Until it is admitted. Meanwhile the plans of the guaranteed rung are compiled, which any grant covers; False
+        where they need more than that, so that it has to ask for more."""
+        with suppress(NotAdmittedError):
+            client.wait(_AT_ONCE)
+            return True
+        if not self._has_plans(next(r for r in client.admit.ladder if r.level >= client.admit.floor)):
+            return False
         patience = _TELL_AFTER
         while True:
             try:
                 client.wait(patience)
-                return
+                return True
             except NotAdmittedError as waits:
                 patience = min(2 * patience, _TELL_AT_LEAST)
                 _log.warning("%s; waiting until others end or are suspended", str(waits).partition(":")[0])

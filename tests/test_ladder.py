@@ -3,8 +3,8 @@
 import pytest
 
 import job_programs as programs
-from jaxtensile import api
-from jaxtensile.errors import BudgetError
+from jaxtensile import api, pipeline
+from jaxtensile.errors import BudgetError, StoppedError
 from jaxtensile.feedback import without_arrays
 from jaxtensile.ladder import Ladder, persistent, together
 from jaxtensile.location import location
@@ -110,6 +110,24 @@ def test_several_steps_have_one_ladder_together(built):
         for one in (ladder, half):
             assert any(p.temp <= rung.temp for p in one.places()), "every step has a plan on every rung"
     assert together([half])[0].temp < rungs[0].temp
+
+
+def test_what_somebody_waits_for_is_the_predicted_plan_and_a_better_one_comes_later(monkeypatch):
+    ladder, asked, real = Ladder(request_of(rows=programs.ROWS // 2)), [], pipeline.fit
+    monkeypatch.setattr(pipeline, "fit", lambda job, **m: (asked.append((job.budget, m["aim"])), real(job, **m))[1])
+    low = ladder.places()[0]
+    found = ladder.fitted(low.level + 1)
+    assert asked == [(low.level, low.aim)]
+    assert found.report.compiled.device <= low.level
+    assert found.report.rounds == 1, "XLA is asked once"
+    assert not ladder.complete
+    with pytest.raises(StoppedError):
+        ladder.build(stopped)
+    assert [aim for _, aim in asked[1:]] == [None]
+
+
+def stopped(_):
+    raise StoppedError
 
 
 def test_a_budget_caps_the_ladder():

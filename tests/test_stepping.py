@@ -10,7 +10,6 @@ import pytest
 
 import jaxtensile
 import job_programs as programs
-from jaxtensile import stepping
 from jaxtensile.ladder import Ladder
 from jaxtensile.runtime.leases import HOST
 from jaxtensile.runtime.ledger import Capacity
@@ -158,7 +157,6 @@ def test_the_first_plan_runs_once_before_the_job_goes_to_a_smaller_one(ladder, m
 
 def test_a_first_plan_is_not_worth_more_than_half_of_the_time_there_is_to_shrink(ladder, monkeypatch):
     """A daemon may end who has not shrunk after that."""
-    monkeypatch.setattr(stepping, "_FIRST", 10 * WAIT)
     with jaxtensile.job("hurries", config=programs.config(ROOM, revoke_deadline="400ms")) as job:
         low, seen = ladder[-1].level - 1, []
 

@@ -89,7 +89,7 @@ def test_a_job_that_is_told_to_shrink_below_its_smallest_plan_gets_what_that_nee
         return [low, *others]
 
     monkeypatch.setattr(Ladder, "_predicted", too_low)
-    monkeypatch.setattr(stepping.Stepping, "_build", lambda _: None)  # which would tell it
+    monkeypatch.setattr(stepping.Stepping, "_build", lambda *_: None)  # which would tell it
     with jaxtensile.job("misjudged", config=programs.config("63MiB")) as job:
         training = Training(job)
         training.step._ladders = weakref.WeakKeyDictionary()

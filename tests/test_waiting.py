@@ -1,5 +1,7 @@
 """Jobs are admitted, refused, or wait, and so is what needs more than they have."""
 
+import threading
+
 import jax.numpy as jnp
 import pytest
 
@@ -85,3 +87,20 @@ def test_a_job_that_waits_can_be_ended_from_another_thread(ladder):
         assert said == ["job 'waits' has ended while it waited"]
         assert office().status().waiting == 0
     assert charged() == 0
+
+
+def test_a_job_that_waits_compiles_its_smallest_plan_meanwhile(ladder):
+    """It needs no bytes for that, and its first step need not wait once more."""
+    room = ladder[0].level + 65536
+    with jaxtensile.job("holds", config=programs.config(room)) as first:
+        Training(first).run(1)
+        with jaxtensile.job("waits", config=programs.config(room)) as second:
+            training = Training(second)
+            training.step = jaxtensile.jit(lambda *args: programs.step(*args), job=second, donate_argnums=0)
+            thread = threading.Thread(target=training.run, args=(1,))
+            thread.start()
+            until(lambda: [x.compiled for x in second._tenancy.ladders] == [1])
+            assert office().status().waiting == 1
+            first.close()
+            thread.join(WAIT)
+    same(training.losses)
