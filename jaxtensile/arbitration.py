@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxtensile.errors import ConfigError
+from jaxtensile.errors import ConfigError, CoordinatorError
 from jaxtensile.hardware import host_memory
 from jaxtensile.location import device_name, profile_of
 from jaxtensile.runtime.client import Client, Link
@@ -26,12 +26,15 @@ from jaxtensile.runtime.events import Settings
 from jaxtensile.runtime.gate import Turns
 from jaxtensile.runtime.ledger import Capacity
 from jaxtensile.runtime.local import LOCAL, LocalCoordinator
+from jaxtensile.runtime.messages import Snapshot
 from jaxtensile.runtime.place import VARIABLE, checked
 from jaxtensile.runtime.uninterrupted import uninterrupted
-from jaxtensile.units import GIB, Bytes
+from jaxtensile.units import GIB, Bytes, Seconds
 
 _RESERVE = GIB
 """Of a device of which the config says nothing."""
+_ANSWERS: Seconds = 1.0
+"""In which a coordinator says what is free; who does not know asks for what it gets by."""
 
 _lock = threading.Lock()
 _jobs: set[str] = set()
@@ -54,6 +57,17 @@ class Arbitration:
     name: str
     connect: Callable[[Client], Link]
     local: LocalCoordinator | None
+    status: Callable[[], Snapshot]
+    """What the coordinator says of itself."""
+
+    def has_room(self, devices: Sequence[str], need: Bytes) -> bool:
+        """Whether so many bytes are free on each device, and nobody waits."""
+        try:
+            now = self.status()
+        except CoordinatorError:
+            return False
+        free = {d.device: d.capacity - d.reserve - d.charged for d in now.devices}
+        return not now.waiting and all(free.get(name, 0) >= need for name in devices)
 
     def turns(self, devices: Sequence[str], priority: int, weight: float) -> tuple[Turns, ...]:
         """The job's places at the gates of its devices, in the order in which all jobs take them; none where its jobs
@@ -77,9 +91,11 @@ def arbitration(job: str, config: Config) -> Arbitration:
         if job in _jobs:
             raise ConfigError(f"a job {job!r} is already there: end it by close() or its 'with', or give another name")
         if socket:
+            from jaxtensile.runtime.inquiry import ask
             from jaxtensile.runtime.socket_link import SocketLink
 
-            found = Arbitration(job, SocketLink.to(str(checked(Path(socket).absolute()))), None)
+            place = checked(Path(socket).absolute())
+            found = Arbitration(job, SocketLink.to(str(place)), None, lambda: ask(place, _ANSWERS))
         else:
             if _local is None or not _jobs:
                 _local = (
@@ -91,7 +107,7 @@ def arbitration(job: str, config: Config) -> Arbitration:
                     f"the jobs {', '.join(sorted(_jobs))} of this process share its devices by another config: give "
                     f"job {job!r} the same one, or end them first"
                 )
-            found = Arbitration(job, _local[1].link, _local[1])
+            found = Arbitration(job, _local[1].link, _local[1], _local[1].status)
         _jobs.add(job)
     return found
 

@@ -1,8 +1,9 @@
 """Which plans does one step have, from the smallest that can be reached up to the program with nothing recomputed?
 
-A *ladder* is first what the model says, without a compile; then plans are compiled, verified by XLA's allocation, and
-take the places of the predicted ones. A rung divides a program's bytes into those that are there whether it runs or
-not (arguments, and results that replace none of them) and those of a running step (temporaries).
+A *ladder* is first what the model says, without a compile: the program as it is, and once they are asked for the
+smaller plans, which take longer to find. Then plans are compiled, verified by XLA's allocation, and take the places of
+the predicted ones. A rung divides a program's bytes into those that are there whether it runs or not (arguments, and
+results that replace none of them) and those of a running step (temporaries).
 
 Invariant: what ``fitted`` returns was compiled, and needs no more than the bytes it was asked for.
 """
@@ -77,7 +78,10 @@ class Ladder:
         self._asked: dict[Bytes, Fitted | None] = {}
         self._soon: set[Bytes] = set()
         """Budgets for which the first plan that fitted was taken."""
-        self._places = self._predicted()
+        self._sketching = threading.Lock()
+        self._places = self._predicted(1)
+        self.sketched = request.shards > 1
+        """Whether the smaller plans are predicted too."""
         self.smallest = self._places[0].level
         """As far as is known, the fewest bytes that it runs in."""
 
@@ -93,7 +97,7 @@ class Ladder:
     @property
     def complete(self) -> bool:
         """Whether all plans are compiled, and the best for their bytes."""
-        return not self._soon and self.compiled == len(self._places)
+        return self.sketched and not self._soon and self.compiled == len(self._places)
 
     @property
     def compiled(self) -> int:
@@ -108,6 +112,19 @@ class Ladder:
     def share(self, rung: Rung) -> Bytes:
         """What a plan of the step may need on a rung of its job."""
         return min(self.persistent, rung.persistent) + rung.temp
+
+    def sketch(self) -> None:
+        """Predict the smaller plans, too."""
+        with self._sketching:
+            if self.sketched:
+                return
+            found = self._predicted(RUNGS)
+            with self._lock:
+                known = [p for p in self._places if p.fitted is not None]
+                new = [p for p in found if not any(k.level <= p.level and k.seconds <= p.seconds for k in known)]
+                self._places = sorted([*new, *known], key=lambda p: p.level)
+                self.smallest = self._places[0].level
+                self.sketched = True
 
     def runs(self, budget: Bytes) -> Place | None:
         """The fastest compiled plan within ``budget``."""
@@ -178,7 +195,9 @@ class Ladder:
     def build(self, watch: Watch = nothing, *, between: Callable[[], object] = lambda: None) -> None:
         """Compile all that is only predicted: the smallest first, which others may ask for at any time, then the
         largest; and what is best where the first that fitted was taken. ``between``: called after each."""
+        self.sketch()
         while (budget := self._next()) is not None:
+            watch("build")
             try:
                 self.compile(budget, watch)
             except BudgetError as error:
@@ -204,9 +223,7 @@ class Ladder:
                 for p in self._places
             }
 
-    # ---- under the lock ----
-
-    def _predicted(self) -> list[Place]:
+    def _predicted(self, count: int) -> list[Place]:
         job = self.request
         if job.shards > 1:
             # The model knows programs, not what one of several devices has of them: the plain one, as XLA says.
@@ -214,7 +231,7 @@ class Ladder:
             self._asked[job.budget] = found
             self._tightest = found.report.compiled.temp
             return [_place(found)]
-        found = pipeline.sketches(job, RUNGS)
+        found = pipeline.sketches(job, count)
         self._tightest = found[0].use.temp
         rounding = _ROUNDING * (1 + len(job.donated) + len(job.jaxpr.out_avals))
         sure = CPU_SURE if job.device.platform == "cpu" else SURE
@@ -241,6 +258,8 @@ class Ladder:
             return places
         fastest = min(p.seconds for p in places)
         return [p for p in places if p.seconds <= self._most_overhead * fastest]
+
+    # ---- under the lock ----
 
     def _within(self, budget: Bytes) -> Fitted | None:
         fit = [p for p in self._places if p.fitted is not None and p.level <= budget]

@@ -34,6 +34,8 @@ from jaxtensile.waiting import Waiting
 
 T = TypeVar("T")
 
+_LONG: Seconds = 2.0
+"""Where the first plan takes longer, others are not to wait for it: they are told what the job can do with less."""
 _REMEASURED = 8
 """Steps after which it is looked whether they are as fast as was told, and again each time there are twice as many."""
 _log = logging.getLogger("jaxtensile")
@@ -58,6 +60,8 @@ class Stepping(Owned):
         self._fresh = False
         """The call plans, compiles or loads: its time says nothing."""
         self._builder: threading.Thread | None = None
+        self._ran, self._rest = threading.Event(), 0.0
+        """The step has run that had to wait for a plan; until when the builder rests."""
         self._hurry = threading.Event()
         """Somebody waits for what is compiled in the background."""
         self._watcher: threading.Thread | None = None
@@ -90,7 +94,10 @@ class Stepping(Owned):
                 self._end_turn()
             self._measured(took)
             if self._fresh:
-                self._build(took)
+                # Jobs that begin together would wait for what is compiled now with their first steps.
+                self._build()
+                self._rest = time.monotonic() + took
+                self._ran.set()
             self._calling = None
         return out
 
@@ -101,10 +108,10 @@ class Stepping(Owned):
         self.waiting.known(ladder, devices)
         while (fitted := self._found(ladder)) is None:
             pass
-        if not self.steps and not self._on.told():
+        if not self.steps:
             # What was promised of the plan is more than it takes, and others may wait for that.
             self._on.renew = True
-            self._on.boundary()
+            self._on.tell()
         self._take_turn()
         runs = self._runs.get(self._calling, (ladder, fitted))
         self._runs[self._calling] = (ladder, fitted) if runs is not None and runs[0] is ladder else None
@@ -137,6 +144,7 @@ class Stepping(Owned):
         one, before its first step."""
         mark, over = self._lock.holder, threading.Event()
         assert mark is not None
+        self._build()
 
         def gives() -> None:
             while not over.wait(0.0 if self.steps else LOOK):
@@ -145,6 +153,7 @@ class Stepping(Owned):
                     self._place.give(mark)
                     self.settle()
                     return
+                self._on.tell()
 
         giver = threading.Thread(target=gives, name=f"jaxtensile-moves-{self._name}", daemon=True)
         uninterrupted(giver.start)
@@ -297,21 +306,29 @@ class Stepping(Owned):
         self.settle()
         return True
 
-    def _build(self, pause: Seconds) -> None:
-        """Compile what is only predicted; after a pause, as jobs that begin together would else have to wait for it
-        with their first steps."""
+    def _build(self) -> None:
+        """Predict what is not, and compile what is only predicted: once the step has run, or where that takes long."""
         if self.compiles:
             return
         if all(ladder.complete for ladder in self._on.ladders):
             return
-        enter, end = _compat.configuration(), time.monotonic() + pause
+        enter = _compat.configuration()
         self._hurry.clear()
+        self._ran.clear()
 
         def build() -> None:
             try:
-                while time.monotonic() < end and not self._hurry.wait(LOOK):
-                    self._on.watch("pause")
-                if enter():
+                inside = enter()
+                self._ran.wait(_LONG)
+                self._on.watch("sketch")
+                if inside and not all(ladder.sketched for ladder in self._on.ladders):
+                    for ladder in [*self._on.ladders]:
+                        ladder.sketch()
+                    self._on.renew = True
+                    self.settle()
+                while not (self._hurry.wait(LOOK) or (self._ran.is_set() and time.monotonic() >= self._rest)):
+                    self._on.watch("rest")
+                if inside:
                     for ladder in [*self._on.ladders]:
                         ladder.build(self._on.watch, between=self._on.forget)
             except StoppedError:

@@ -146,14 +146,20 @@ class Tenancy:
 
     # Where it was told to be.
 
+    @property
+    def told_to_go(self) -> bool:
+        """Whether it is to go to another rung, or to a rung of another ladder."""
+        client = self.client
+        if client is None or not client.admitted:
+            return False
+        return client.target != client.rung or client.admit is not self.admit
+
     def told(self) -> bool:
         """Whether there is something to do at its next boundary."""
         client = self.client
         if client is None or not client.admitted:
             return False
-        if client.target != client.rung or client.admit is not self.admit:
-            return True
-        return (self.renew or self._clamped) and not client.renewing
+        return self.told_to_go or ((self.renew or self._clamped) and not client.renewing)
 
     def boundary(self) -> None:
         """Between two steps: go where it was told to be, and say what ladder it has now."""
@@ -169,6 +175,13 @@ class Tenancy:
         elif client.rung >= 0 and not client.renewing and (self._clamped or client.admit is not self.admit):
             self.put(client.admit, client.rung)
         if self.renew and not client.renewing:
+            self.renew = False
+            self.renewal(client)
+
+    def tell(self) -> None:
+        """While it compiles for the rung that it is on: say what ladder it has now."""
+        client = self.client
+        if client is not None and self.renew and not self.told_to_go and not client.renewing:
             self.renew = False
             self.renewal(client)
 
@@ -229,11 +242,12 @@ class Tenancy:
         return tuple(structs.replace(r, host=r.host + self.waits) for r in rungs) if self.waits else rungs
 
     def lowest(self, *, covering: bool = True) -> Rung:
-        """The lowest rung of the ladder as it is known now that is no lower than ``least``, and covers what runs."""
+        """The lowest rung of the ladder as it is known now that is no lower than ``least``, and covers what runs or is
+        compiled."""
         assert self.now is not None
         rungs = self.together()
         runs = [p.temp for ladder in self.ladders if (p := ladder.runs(self.bytes_for(ladder))) is not None]
-        used, floor = max(runs, default=0) if covering else 0, self.asked(rungs).floor
+        used, floor = max(runs, default=self.now.temp) if covering else 0, self.asked(rungs).floor
         return next((r for r in rungs if r.temp >= used and r.level >= floor), rungs[-1])
 
     def misjudged(self) -> bool:

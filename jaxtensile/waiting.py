@@ -1,7 +1,9 @@
 """How does a job come to a lease, or to more of one?
 
-It is admitted with what is predicted, and waits for that. What comes later, another shape or the way back from the
-host, has room made for it by a second lease: that waits as any job does, and its bytes then go over to the first one.
+It is admitted with what is predicted: where there is room with its programs as they are, and says which smaller plans
+there are when those have run, or meanwhile; else with all plans, and waits for that. What comes later, another shape or
+the way back from the host, has room made for it by a second lease: that waits as any job does, and its bytes then go
+over to the first one.
 
 Invariant: what waits can be ended by ``close``, from whatever thread; and whatever fails, the lease is as it was. What
 asks is on record in ``Taken`` from its beginning to its end, so that what an interrupt leaves behind is given back by
@@ -80,6 +82,7 @@ class Waiting:
                 self._on.ladders.append(ladder)
             self._enter(devices)
         elif ladder not in self._on.ladders:
+            ladder.sketch()
             self._join(ladder)
 
     def _enter(self, devices: Sequence[Any]) -> None:
@@ -89,6 +92,10 @@ class Waiting:
             self._on.devices = tuple(map(device_name, devices))
         if not self._on.turns:
             self._on.turns = self._on.by.turns(self._on.devices, self._on.terms.priority, self._on.terms.weight)
+        if self._as_they_are():
+            return
+        for ladder in self._on.ladders:
+            ladder.sketch()
         while self._on.client is None:
             client = uninterrupted(lambda: self._ask(self._on.asked(self._on.together()), _weakly(self._changed)))
             try:
@@ -106,6 +113,30 @@ class Waiting:
             uninterrupted(self._admitted, client)
             if not self._has_plans(client.admit.ladder[client.rung]):
                 uninterrupted(self._leave)
+
+    def _as_they_are(self) -> bool:
+        """Be admitted with the programs as they are, where nobody else wants the bytes; whether it was."""
+        assert self._on.by is not None and self._on.devices is not None
+        rung = self._on.together()[-1]
+        if all(ladder.sketched for ladder in self._on.ladders) or rung.level > self._on.terms.want or rung.host:
+            return False
+        if not self._on.by.has_room(self._on.devices, rung.level):
+            return False
+        client = uninterrupted(lambda: self._ask(self._on.asked((rung,)), _weakly(self._changed)))
+        try:
+            with self._going_on():
+                client.wait(_AT_ONCE)
+            uninterrupted(self._admitted, client)
+            for ladder in self._on.ladders:
+                self._compiling(lambda ladder=ladder: ladder.fitted(ladder.share(rung), self._on.watch))
+        except (NotAdmittedError, RejectedError, BudgetError):
+            uninterrupted(self._leave)  # others were quicker, or XLA needs more than was predicted
+            self.close()
+            return False
+        except BaseException:
+            self.close()
+            raise
+        return True
 
     def _admitted(self, client: Client) -> None:
         """What it asked for is the job's lease."""

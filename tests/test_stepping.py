@@ -10,6 +10,7 @@ import pytest
 
 import jaxtensile
 import job_programs as programs
+from jaxtensile import stepping
 from jaxtensile.ladder import Ladder
 from jaxtensile.runtime.leases import HOST
 from jaxtensile.runtime.ledger import Capacity
@@ -131,6 +132,33 @@ def while_compiling(monkeypatch, does):
         return real(self, budget, *rest, **more)
 
     monkeypatch.setattr(Ladder, "compile", compile_)
+
+
+def test_the_first_step_waits_for_no_smaller_plans_where_there_is_room(ladder, monkeypatch):
+    monkeypatch.setattr(stepping, "_LONG", WAIT)
+    with jaxtensile.job("first", config=programs.config(ROOM)) as job:
+        steps, real = [], Ladder.sketch
+        monkeypatch.setattr(Ladder, "sketch", lambda self: (steps.append(job.steps), real(self))[1])
+        training = Training(job)
+        training.step = jaxtensile.jit(lambda *args: programs.step(*args), job=job, donate_argnums=0)
+        training.run(1)
+        assert job.wait(WAIT)
+        assert steps and min(steps) == 1
+        assert [r.level for r in job.ladder] == [r.level for r in ladder]
+    same(training.losses)
+
+
+def test_others_do_not_wait_for_a_first_plan_that_takes_long(ladder, monkeypatch):
+    """While it compiles, the job says what it could do with less, and stays where it is."""
+    monkeypatch.setattr(stepping, "_LONG", 0.0)
+    with jaxtensile.job("long", config=programs.config(ROOM)) as job:
+        while_compiling(monkeypatch, lambda: until(lambda: len(job._tenancy.client.admit.ladder) > 1))
+        training = Training(job)
+        training.step = jaxtensile.jit(lambda *args: programs.step(*args), job=job, donate_argnums=0)
+        training.run(2)
+        assert job.wait(WAIT)
+        assert job.rung == len(job.ladder) - 1
+    same(training.losses)
 
 
 def test_the_first_plan_runs_once_before_the_job_goes_to_a_smaller_one(ladder, monkeypatch):

@@ -83,8 +83,8 @@ def test_a_job_that_is_told_to_shrink_below_its_smallest_plan_gets_what_that_nee
     """It was admitted by a prediction that was too low, and the coordinator goes by that until it knows more."""
     predicted = Ladder._predicted
 
-    def too_low(self):
-        low, *others = predicted(self)
+    def too_low(self, count):
+        low, *others = predicted(self, count)
         low.temp //= 4
         return [low, *others]
 
