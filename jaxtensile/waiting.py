@@ -174,11 +174,15 @@ class Waiting:
 
     def _wait_for(self, client: Client) -> bool:
         """Until it is admitted. Meanwhile the plans of the guaranteed rung are compiled, which any grant covers; False
-        where they need more than that, so that it has to ask for more."""
+        where they need more than that, or less, for which there may be room: it asks again, once, by what it knows."""
         with suppress(NotAdmittedError):
             client.wait(_AT_ONCE)
             return True
-        if not self._has_plans(next(r for r in client.admit.ladder if r.level >= client.admit.floor)):
+        low = _guaranteed(client.admit)
+        if not self._has_plans(low):
+            return False
+        less = _guaranteed(self._on.asked(self._on.together()))
+        if not client.admitted and less.level < low.level:
             return False
         patience = _TELL_AFTER
         while True:
@@ -356,6 +360,10 @@ class Waiting:
         except BaseException:
             self._on.resting, self._on.renew = resting, True
             raise
+
+
+def _guaranteed(admit: Admit) -> Rung:
+    return next(r for r in admit.ladder if r.level >= admit.floor)
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:

@@ -90,7 +90,7 @@ def test_a_job_that_waits_can_be_ended_from_another_thread(ladder):
 
 
 def test_a_job_that_waits_compiles_its_smallest_plan_meanwhile(ladder):
-    """It needs no bytes for that, and its first step need not wait once more."""
+    """It needs no bytes for that, and waits for no more than that takes."""
     room = ladder[0].level + 65536
     with jaxtensile.job("holds", config=programs.config(room)) as first:
         Training(first).run(1)
@@ -100,7 +100,9 @@ def test_a_job_that_waits_compiles_its_smallest_plan_meanwhile(ladder):
             thread = threading.Thread(target=training.run, args=(1,))
             thread.start()
             until(lambda: [x.compiled for x in second._tenancy.ladders] == [1])
-            assert office().status().waiting == 1
+            known = second._tenancy.together()[0]
+            until(lambda: (asks := second._tenancy.taken.asking) and asks.admit.ladder[0] == known)
+            until(lambda: office().status().waiting == 1)
             first.close()
             thread.join(WAIT)
     same(training.losses)
