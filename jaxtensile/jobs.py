@@ -1,9 +1,10 @@
 """``jaxtensile.job``: a lease on device memory whose steps change plans as others come and go.
 
-The first call of a step says what it needs: its predicted ladder is what the job asks to be admitted with. The plan of
-the rung that it is granted is compiled and verified; the others are compiled in the background, and the compiled ladder
-takes the predicted one's place. From then on GRANT and REVOKE move the job from plan to plan: at a step boundary, or at
-once while no step runs. All plans of a step compute the same, from the same arguments, so there is nothing to move.
+The first call of a step says what it needs: what is predicted of the program as it is, or of its whole ladder where
+there is no room for that, is what the job asks to be admitted with. The plan of the rung that it is granted is compiled
+and verified; the others are compiled in the background, and the compiled ladder takes the predicted one's place. From
+then on GRANT and REVOKE move the job from plan to plan: at a step boundary, or at once while no step runs. All plans of
+a step compute the same, from the same arguments, so there is nothing to move.
 
 A suspended job keeps its lease, and with it its place in the status, at the bytes that may still be on the device;
 what waits on the host is charged there. To come back it waits for the rest as a job does that waits to be admitted.
