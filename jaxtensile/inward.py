@@ -54,7 +54,9 @@ def find_moved(graph: Graph, least: Bytes) -> dict[int, Moved]:
         def stays(v: int, there: Callable[[int], bool] = there) -> bool:
             """Whether it is, cannot be made again, or is not worth it."""
             value, op = graph.values[v], graph.ops[made[v]]
-            fixed = op.pinned or bool(op.bodies) or op.primitive == "optimization_barrier" or value.space == "host"
+            # A loop that carries nothing makes each slice by itself, as the loop that reads it then may.
+            loops = bool(op.bodies) and (op.primitive != "scan" or op.carried[1] > 0)
+            fixed = op.pinned or loops or op.primitive == "optimization_barrier" or value.space == "host"
             return there(v) or fixed or value.nbytes < least
 
         constants = {v for v in loop.slots[: loop.carried[0]] if v >= 0}

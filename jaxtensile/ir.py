@@ -141,3 +141,13 @@ def consumers(graph: Graph) -> list[list[int]]:
         for v in operands if len(operands) < 2 else dict.fromkeys(operands):
             read_by[v].append(op.id)
     return read_by
+
+
+def of_nothing(graph: Graph) -> set[int]:
+    """The ops that depend on no input, and are neither pinned, loops or branches, nor products."""
+    made, found = set[int](), set[int]()
+    for op in graph.ops:
+        if not (op.pinned or op.bodies or op.flops) and made.issuperset(op.operands):
+            made.update(op.results)
+            found.add(op.id)
+    return found

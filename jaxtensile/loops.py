@@ -11,7 +11,7 @@ forwards, and gradients are silently wrong. An index that is loaded from memory 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -25,33 +25,61 @@ from jaxtensile.trace import Equation, Traced, bind, retrace, trace_jaxpr
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 
 
-def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan], *, load_index: bool = False) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) with the loops of ``plans`` rewritten.
+class Evaluation:
+    """A program on its way through JAX's tracers, with some of its equations changed: ``env`` is what there is so far,
+    values and what changed equations hand on to others."""
+
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.env: dict[Any, Any] = dict(traced.consts)
+
+    def of(self, args: Sequence[Any]) -> list[Any]:
+        """The results of the whole program."""
+        self.env.update(zip(self.traced.arguments, args, strict=True))
+        self.run(range(len(self.traced.equations)))
+        return [self.read(o) for o in self.traced.outputs]
+
+    def run(self, numbers: Iterable[int]) -> None:
+        for i in numbers:
+            equation = self.traced.equations[i]
+            self.env.update((v, r) for v, r in zip(equation.results, self.results(i), strict=True) if r is not None)
+
+    def read(self, atom: Any) -> Any:
+        return self.env[atom] if isinstance(atom, int) else atom.val
+
+    def operands(self, i: int) -> list[Any]:
+        """Of equation ``i``; None for what is no longer made."""
+        atoms = self.traced.equations[i].operands
+        return [self.read(a) if not isinstance(a, int) or a in self.env else None for a in atoms]
+
+    def results(self, i: int) -> Sequence[Any]:
+        """Of equation ``i``; None for what is no longer made."""
+        return bind(self.traced.equations[i], self.operands(i))
+
+
+class Rewriting(Evaluation):
+    """With the loops of ``plans`` rewritten.
 
     ``load_index``: slices of stacks in host memory are read at an index that comes from memory.
     """
-    fronts = {p.pair.forward: [q for q in plans if q.pair.forward == p.pair.forward] for p in plans}
-    backs = {p.pair.backward: [q for q in plans if q.pair.backward == p.pair.backward] for p in plans}
 
-    def evaluate(*flat: Any) -> list[Any]:
-        env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
-        env.update(traced.consts)
-        extra: dict[tuple[int, int], Any] = {}
+    def __init__(self, traced: Traced, plans: Sequence[LoopPlan], load_index: bool = False) -> None:
+        super().__init__(traced)
+        self.load_index = load_index
+        self.fronts = {p.pair.forward: [q for q in plans if q.pair.forward == p.pair.forward] for p in plans}
+        self.backs = {p.pair.backward: [q for q in plans if q.pair.backward == p.pair.backward] for p in plans}
 
-        def read(atom: Any) -> Any:
-            return env[atom] if isinstance(atom, int) else atom.val
+    def results(self, i: int) -> Sequence[Any]:
+        if i not in self.fronts and i not in self.backs:
+            return super().results(i)
+        sources = [_Source(self.traced, plan, self.env, self.read) for plan in self.backs.get(i, ())]
+        equation, plans = self.traced.equations[i], self.fronts.get(i, ())
+        return _loop(equation, self.operands(i), plans, sources, self.env, self.load_index)
 
-        for i, equation in enumerate(traced.equations):
-            operands = [read(a) if not (isinstance(a, int) and a not in env) else None for a in equation.operands]
-            if i in fronts or i in backs:
-                sources = [_Source(traced, plan, extra, read) for plan in backs.get(i, ())]
-                results = _loop(equation, operands, fronts.get(i, ()), sources, extra, load_index)
-            else:
-                results = bind(equation, operands)
-            env.update((v, r) for v, r in zip(equation.results, results, strict=True) if r is not None)
-        return [read(o) for o in traced.outputs]
 
-    return retrace(evaluate, closed)
+def rewrite_loops(traced: Traced, closed: Any, plans: Sequence[LoopPlan], *, load_index: bool = False) -> Any:
+    """The closed jaxpr of ``traced`` (of ``closed``) with the loops of ``plans`` rewritten."""
+    return retrace(lambda *flat: Rewriting(traced, plans, load_index).of(flat), closed)
 
 
 def _loop(
@@ -59,7 +87,7 @@ def _loop(
     operands: Sequence[Any],
     plans: Sequence[LoopPlan],
     sources: Sequence[_Source],
-    extra: dict[tuple[int, int], Any],
+    extra: dict[Any, Any],
     load_index: bool,
 ) -> list[Any]:
     """The scan that is the forward one of ``plans`` and the backward one of ``sources``; it may be both.
@@ -94,8 +122,8 @@ def _loop(
         left = iter(others)
         count = len(body.arguments) - consts - carries
         full = [recomputed[k] if k in missing else next(left) for k in range(count)]
-        env = _run(body, [*operands[:consts], *carry, *full])
-        outs = [_read(env, o) for o in body.outputs]
+        work = Evaluation(body)
+        outs, env = work.of([*operands[:consts], *carry, *full]), work.env
         ys = [y for k, y in enumerate(outs[carries:]) if k not in dropped]
         # Copies last, so that nothing of the iteration waits for them.
         return outs[:carries], (ys, [jax.device_put(env[v], HOST) if v in hosted else env[v] for v in stacked])
@@ -127,17 +155,19 @@ def _reads(body: Traced, plan: LoopPlan, consts: int, carries: int) -> set[int]:
 class _Source:
     """Where one backward scan gets the values of one forward body from."""
 
-    def __init__(self, traced: Traced, plan: LoopPlan, extra: dict[tuple[int, int], Any], read: Any) -> None:
+    def __init__(self, traced: Traced, plan: LoopPlan, extra: dict[Any, Any], read: Any) -> None:
         equation = traced.equations[plan.pair.forward]
         params = equation.eqn.params
         consts, carries = _compat.scan_split(params)
         self.body = trace_jaxpr(params["jaxpr"])
         self.again = plan.again
-        self.constants = {v: read(a) for v, a in zip(self.body.arguments[:consts], equation.operands, strict=False)}
-        self.constants.update(self.body.consts)
         outs = self.body.outputs[carries:]
-        wanted = dict(plan.pair.links)
-        self.position = {y: wanted[y] for y in plan.dropped}
+        wanted = {a for o in plan.again for a in self.body.equations[o].operands if isinstance(a, int)}
+        wanted |= {outs[y] for y in plan.dropped if isinstance(outs[y], int)}
+        given = zip(self.body.arguments[:consts], equation.operands, strict=False)
+        self.constants = {v: read(a) for v, a in given if v in wanted} | self.body.consts
+        links = dict(plan.pair.links)
+        self.position = {y: links[y] for y in plan.dropped}
         self.outs = outs
         # New stacks, slices, and stacks that stay.
         number = plan.pair.forward
@@ -160,16 +190,6 @@ class _Source:
             equation = self.body.equations[o]
             env.update(zip(equation.results, bind(equation, [_read(env, a) for a in equation.operands]), strict=True))
         return {x: env[self.outs[y]] for y, x in self.position.items()}
-
-
-def _run(body: Traced, args: Sequence[Any]) -> dict[int, Any]:
-    """Every value of one iteration."""
-    env: dict[int, Any] = dict(zip(body.arguments, args, strict=True))
-    env.update(body.consts)
-    for equation in body.equations:
-        results = bind(equation, [_read(env, a) for a in equation.operands])
-        env.update(zip(equation.results, results, strict=True))
-    return env
 
 
 def _read(env: dict[int, Any], atom: Any) -> Any:

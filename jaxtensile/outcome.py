@@ -17,7 +17,7 @@ from jaxtensile.faults import REPORT, told
 from jaxtensile.ir import producers
 from jaxtensile.passes.cost import op_costs, unknown_primitives
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import LoopPlan, find_pairs
+from jaxtensile.passes.loops import InnerPlan, LoopPlan, find_pairs
 from jaxtensile.passes.lowerbound import Bound
 from jaxtensile.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
 from jaxtensile.report import Decision, Report
@@ -240,6 +240,10 @@ def report(
     if variant.nested:
         sizes = ", ".join(map(str, sorted({k for _, k in variant.nested})))
         notes.insert(0, f"{len(variant.nested)} loops are loops of loops, of {sizes} iterations each")
+    if variant.inner:
+        count = sum(map(_pairs, variant.inner))
+        what = "a pair of loops" if count == 1 else f"{count} pairs of loops"
+        notes.insert(0, f"{what} in iterations of loops compute again what they would stack")
     if variant.inward:
         notes.insert(0, f"{variant.inward} loops make in every iteration what was made for them once")
     if variant.joined:
@@ -276,6 +280,11 @@ def report(
         notes=tuple(dict.fromkeys(notes)),
         **common,
     )
+
+
+def _pairs(plan: InnerPlan) -> int:
+    """How many pairs of loops change in the iterations of one."""
+    return len(plan.loops) + sum(map(_pairs, plan.inner))
 
 
 def _left_alone(traced: Traced) -> list[str]:

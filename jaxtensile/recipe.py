@@ -16,7 +16,7 @@ import msgspec
 
 from jaxtensile.bodies import bodies_of
 from jaxtensile.ir import Graph, Op, OpId, ValueId
-from jaxtensile.passes.loops import LoopPlan, find_pairs
+from jaxtensile.passes.loops import InnerPlan, LoopPlan, find_pairs
 from jaxtensile.plan import Action, Costs, Keep, MemoryUse, Offload, Plan, Program, Remat
 from jaxtensile.stretch import Seed
 from jaxtensile.variants import (
@@ -30,6 +30,7 @@ from jaxtensile.variants import (
     sliced,
     sunk,
     with_chunks,
+    with_inner,
     with_inside,
     with_nests,
 )
@@ -93,6 +94,7 @@ class Recipe(msgspec.Struct, frozen=True):
     chunked: tuple[Seed, int] | None = None
     prompt: bool = False
     inward: bool = False
+    inner: tuple[InnerPlan, ...] = ()
 
 
 class InBody(msgspec.Struct, frozen=True):
@@ -124,6 +126,7 @@ def recipe_of(variant: Variant, plan: Plan) -> Recipe:
         joined=variant.joined > 0,
         inward=variant.inward > 0,
         nested=variant.nested,
+        inner=variant.inner,
         loops=variant.loops,
         inside=tuple(InBody(*i.key, recipe_of(i.variant, i.plan)) for i in variant.inside),
         graph=fingerprint(variant.traced.graph),
@@ -160,6 +163,8 @@ def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Pl
         variant = in_parts
     if recipe.nested:
         variant = with_nests(variant, costs, dict(recipe.nested))
+    if recipe.inner:
+        variant = with_inner(variant, recipe.inner)
     if recipe.loops:
         pairs = find_pairs(variant.base.graph)
         if any(plan.pair not in pairs for plan in recipe.loops):

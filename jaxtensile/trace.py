@@ -212,7 +212,35 @@ def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: boo
     jaxpr, _ = _compat.open_jaxpr(closed)
     flat = _Flattener()
     args = [flat.new(v.aval) for v in jaxpr.invars]
-    outs = flat.inline(closed, list(args), _compat.EMPTY_STACK)
+    return _described(flat, args, flat.inline(closed, list(args), _compat.EMPTY_STACK), donated, keep_unused)
+
+
+def trace_in_turn(first: Any, second: Any, given: Mapping[int, int]) -> tuple[Traced, int]:
+    """Two closed jaxprs as one program, and how many of its equations are those of ``first``.
+
+    ``given``: argument of ``second`` → the result of ``first`` that it is, or ``~k`` for argument ``k`` of ``first``.
+    The other arguments follow those of ``first``; its results that are given are none of the program's.
+    """
+    first, second = (_compat.without_dead_code(_compat.lowered(closed)) for closed in (first, second))
+    flat = _Flattener()
+    args = [flat.new(v.aval) for v in _compat.open_jaxpr(first)[0].invars]
+    made = flat.inline(first, list(args), _compat.EMPTY_STACK)
+    count = len(flat.equations)
+    others = [
+        flat.new(v.aval) if k not in given else made[given[k]] if given[k] >= 0 else args[~given[k]]
+        for k, v in enumerate(_compat.open_jaxpr(second)[0].invars)
+    ]
+    outs = flat.inline(second, list(others), _compat.EMPTY_STACK)
+    handed_on = set(given.values())
+    args += [v for k, v in enumerate(others) if k not in given]
+    outs = [*(v for k, v in enumerate(made) if k not in handed_on), *outs]
+    return _described(flat, args, outs, (), keep_unused=True), count
+
+
+def _described(
+    flat: _Flattener, args: Sequence[int], outs: Sequence[Any], donated: tuple[bool, ...], keep_unused: bool
+) -> Traced:
+    """What was flattened, and its Graph."""
     donated_ids = frozenset(ValueId(a) for a, d in zip(args, donated or (False,) * len(args), strict=True) if d)
     used = {v for e in (*(e.operands for e in flat.equations), outs) for v in e if isinstance(v, int)}
     inputs = tuple(ValueId(v) for v in (*args, *flat.consts) if keep_unused or v in used)
@@ -475,8 +503,14 @@ def jaxpr_flops(jaxpr: Any) -> float:
 def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
     """The closed jaxpr of ``evaluate`` on arguments of the very types of those of ``closed``, references too."""
     jaxpr, _ = _compat.open_jaxpr(closed)
-    with _compat.as_wide_as(jaxpr.invars):
-        return jax.make_jaxpr(evaluate)(*(_compat.OfType(v.aval) for v in jaxpr.invars))
+    return trace_on(evaluate, [v.aval for v in jaxpr.invars])
+
+
+def trace_on(evaluate: Callable[..., Any], avals: Iterable[Any]) -> Any:
+    """The closed jaxpr of ``evaluate`` on arguments of these very types."""
+    kinds = [_compat.OfType(aval) for aval in avals]
+    with _compat.as_wide_as(kinds):
+        return jax.make_jaxpr(evaluate)(*kinds)
 
 
 def exchanged(traced: Traced, closed: Any, new: Mapping[int, Callable[[Callable[[Any], Any]], Sequence[Any]]]) -> Any:

@@ -10,21 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
 from jaxtensile.chunk import in_chunks
+from jaxtensile.device import DeviceProfile
 from jaxtensile.faults import leaves_out
 from jaxtensile.inward import find_moved, move_inward
 from jaxtensile.ir import Graph
 from jaxtensile.join import find_cond_pairs, join_conds
+from jaxtensile.levels import inner_ways, rewrite_inner, without_loops_between
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.merge import rebuilt
 from jaxtensile.nest import nest_loops
 from jaxtensile.passes.cost import launches, op_costs
 from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import Ladder, LoopPlan, Way, find_pairs, repeated
+from jaxtensile.passes.loops import InnerPlan, Ladder, LoopPlan, Way, find_pairs, repeated
 from jaxtensile.passes.prompt import prompt
 from jaxtensile.passes.solvers import finished, named
 from jaxtensile.passes.steptime import LoopCopies, StepTime
@@ -75,8 +77,9 @@ class Variant:
     in those loops; ``sliced``: products that are made slice by slice; ``chunked``: where the rows come from of the
     stretch that is done for some of them at a time, and in how many parts; ``joined``: branches that compute again what
     they handed on to their gradients; ``inward``: loops that make themselves what was made for them; ``nested``: (op,
-    iterations of its inner loop) of loops that became loops of loops; ``inside``: what became of the bodies of its
-    loops and branches; ``finer``: steps between this and the next dearer one.
+    iterations of its inner loop) of loops that became loops of loops; ``inner``: what became of loops in the iterations
+    of pairs of loops; ``inside``: what became of the bodies of its loops and branches; ``finer``: steps between this
+    and the next dearer one.
     """
 
     job: Job
@@ -93,6 +96,7 @@ class Variant:
     joined: int = 0
     inward: int = 0
     nested: tuple[tuple[int, int], ...] = ()
+    inner: tuple[InnerPlan, ...] = ()
     inside: tuple[Inside, ...] = ()
     host: bool = True
     known: Costs | None = None
@@ -114,7 +118,7 @@ class Variant:
             (JOINED, self.joined),
             (SLICED, self.sliced),
             (PARTS, self.chunked),
-            (LOOPS, self.loops),
+            (LOOPS, self.loops or self.inner),
             (PROMPT, self.prompt),
             (SUNK, self.sunk),
             (UNDONE, self.undone),
@@ -127,7 +131,7 @@ class Variant:
     def as_it_is(self) -> bool:
         """Whether nothing of it is rewritten but the user's checkpoints: the order of its ops is the compiler's."""
         changed = self.sunk or self.sliced or self.chunked or self.joined or self.inward
-        return not (changed or self.nested or self.loops or self.inside)
+        return not (changed or self.nested or self.inner or self.loops or self.inside)
 
     @property
     def deep(self) -> bool:
@@ -344,10 +348,17 @@ def joined(start: Variant, costs: Costs) -> Variant | None:
 @leaves_out(INWARD, _none)
 def inward(start: Variant, costs: Costs) -> Variant | None:
     """``start`` with loops that make themselves what was made for them; None when there are none."""
-    moved = find_moved(start.base.graph, _large(start) // 4)
+    # What counts is large beside what is left once the loops stack as little as they can.
+    least = _with_loops(replace(start, host=False))[-1]
+    moved = find_moved(start.base.graph, max(int(LARGE * least.plain.temp) // 4, 1))
     if not moved:
         return None
-    jaxpr = _if_types_allow(lambda: move_inward(start.base, start.job.jaxpr, moved))
+
+    def change() -> Any:
+        jaxpr = move_inward(start.base, start.job.jaxpr, moved)
+        return without_loops_between(trace_jaxpr(jaxpr), jaxpr)
+
+    jaxpr = _if_types_allow(change)
     if jaxpr is None:
         return None
     base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
@@ -357,7 +368,7 @@ def inward(start: Variant, costs: Costs) -> Variant | None:
 @leaves_out(NESTED, lambda _: [])
 def nested(start: Variant, costs: Costs) -> list[Variant]:
     """``start`` with the loops that stack large values as loops of loops."""
-    ways = _ladder(start, None).nests(_large(start))
+    ways = _ladder(start.base.graph, start.job.device, None).nests(_large(start))
     made = (_if_types_allow(lambda inner=inner: with_nests(start, costs, inner)) for inner in ways)
     return [variant for variant in made if variant is not None]
 
@@ -386,11 +397,30 @@ def _priced(start: Variant, costs: Costs) -> Variant:
 
 @leaves_out(LOOPS, lambda start: [start])
 def with_loops(start: Variant) -> list[Variant]:
+    """``start`` as it is, and with more and more of what its loops stack recomputed instead; then the same where more
+    and more of that is done for the loops in their iterations. Each is cheapest first."""
+    device = start.job.device
+    ways = inner_ways(start.base, lambda graph: _ladder(graph, device, None), _large(start))
+    made = (_if_types_allow(lambda way=way: with_inner(start, way)) for way in ways)
+    return [v for base in (start, *made) if base is not None for v in _with_loops(base)]
+
+
+def with_inner(start: Variant, plans: tuple[InnerPlan, ...]) -> Variant:
+    """``start`` with loops in the iterations of pairs of loops rewritten."""
+    jaxpr = rewrite_inner(start.base, start.job.jaxpr, plans)
+    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    before, own = (op_costs(graph, start.job.device) for graph in (start.base.graph, base.graph))
+    charge, seconds = sum(own.charge) - sum(before.charge), sum(own.seconds) - sum(before.seconds)
+    costs = {"known": own, "charge": start.charge + charge, "seconds": start.seconds + seconds}
+    return replace(start, base=base, inner=plans, **costs)
+
+
+def _with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
     graph = start.base.graph
     # Asked only where there are loops: the device may have to be tried for the answer. What it says is of plain loops.
     link = start.job.loop_link if start.host and not start.nested and find_pairs(graph) else None
-    ladder, faults = _ladder(start, link), start.job.faults
+    ladder, faults = _ladder(graph, start.job.device, link), start.job.faults
     room = start.job.host_budget
     at = looping(start)
 
@@ -459,12 +489,12 @@ def with_inside(start: Variant, found: Sequence[Inside]) -> Variant:
     return made
 
 
-def _ladder(start: Variant, link: Link | None) -> Ladder:
+def _ladder(graph: Graph, device: DeviceProfile, link: Link | None) -> Ladder:
 
     def costs(body: Graph) -> Costs:
-        return op_costs(body, start.job.device, body=True)
+        return op_costs(body, device, body=True)
 
-    return Ladder(start.base.graph, lambda body: costs(body).charge, link, lambda body: costs(body).seconds)
+    return Ladder(graph, lambda body: costs(body).charge, link, lambda body: costs(body).seconds)
 
 
 def charge_of(variant: Variant, plan: Plan) -> Seconds:
@@ -501,6 +531,6 @@ def program_key(variant: Variant, plan: Plan) -> int:
     return hash(
         (
             (variant.undone is not None, variant.sunk, variant.sliced, variant.chunked, variant.joined),
-            (variant.inward, variant.nested, variant.loops, inside, plan.program.origin, ops),
+            (variant.inward, variant.nested, variant.inner, variant.loops, inside, plan.program.origin, ops),
         )
     )

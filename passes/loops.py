@@ -57,6 +57,16 @@ class LoopPlan:
     wait: Seconds = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class InnerPlan:
+    """What becomes of the loops in one iteration of a pair, forwards and backwards, as a program of its own: first of
+    the loops in their iterations (``inner``), then of themselves (``loops``)."""
+
+    pair: ScanPair
+    inner: tuple[InnerPlan, ...]
+    loops: tuple[LoopPlan, ...]
+
+
 def copying(trips: int, one_way: Seconds, forward: Seconds) -> Seconds:
     """Seconds that copies add to a pair of loops; ``one_way``: the copies of one iteration, ``forward``: its work.
 

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "flops": "units",
     "trace": "units errors ir _compat flops",
     "loops": "units errors ir plan _compat trace passes",
+    "levels": "units ir _compat bodies loops passes trace",
     "hosted": "ir plan trace loops passes rewrite state target",
     "bodies": "_compat trace",
     "host_stacks": "ir plan passes",
@@ -67,7 +68,8 @@ MAY_IMPORT = {
     "upperbound": "units _compat",
     "request": f"{VOCABULARY} faults _compat passes compile report",
     "nest": "_compat trace",
-    "variants": f"{EDGE} faults bodies chunk merge stretch nest sink join inward split state undo request _compat",
+    "variants": f"""{EDGE} levels faults bodies chunk merge stretch nest sink join inward split state undo request
+    _compat""",
     "cheapest": f"{EDGE} variants",
     "candidates": f"{EDGE} bodies cheapest variants",
     "recipe": f"{EDGE} bodies stretch variants",
@@ -122,7 +124,7 @@ MAY_IMPORT = {
 }
 MAY_USE_JAX = set(
     """_compat trace merge undo undo_loops upperbound split numbered made_rows stretch chunk sink join inward nest
-    loops hosted host_stacks rewrite compile attempts target location processes placement feedback api filtered
+    levels loops hosted host_stacks rewrite compile attempts target location processes placement feedback api filtered
     estimation calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
