@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxtensile import numbered
+from jaxtensile.batched import batched
 from jaxtensile.passes import fusion
 
 ELEMENTWISE = (fusion.ELEMENTWISE - {"random_bits", "threefry2x32"}) | frozenset(
@@ -93,8 +94,8 @@ def passing(eqn: Any, given: Sequence[Row | None], rows: int) -> Passing | None:
     if _placed(eqn) or eqn.effects:
         return None
     name = eqn.primitive.name
-    rule = _RULES.get(name) or (_elementwise if name in ELEMENTWISE else None)
-    return None if rule is None else rule(eqn, tuple(given), rows)
+    rule = _RULES.get(name) or (_elementwise if name in ELEMENTWISE else _batched)
+    return rule(eqn, tuple(given), rows)
 
 
 def made_of_whole(eqn: Any, wanted: Row, rows: int) -> Passing | None:
@@ -345,6 +346,21 @@ def _scatter(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | No
     for needs in ways if len(blocks) == 1 else ():
         if all(g in (None, need) for g, need in zip(given, needs, strict=True)):
             return Passing(needs, (needs[0],))
+    return None
+
+
+def _batched(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
+    """By JAX's own batching rule: of the rows that are given alone, or of the same rows of the other operands too."""
+    found = {row.block for row in given if row is not None}
+    if len(found) != 1:
+        return None
+    (block,) = found
+    row, shapes = _only(given), [_shape(v) for v in eqn.invars]
+    also = [row if row is not None and s[row.dim : row.dim + 1] == (rows * block,) else None for s in shapes]
+    for needs in dict.fromkeys((given, tuple(g or a for g, a in zip(given, also, strict=True)))):
+        dim = batched(eqn, tuple(None if need is None else need.dim for need in needs))
+        if dim is not None:
+            return Passing(needs, (Row(dim, block),) * len(eqn.outvars))
     return None
 
 

@@ -53,10 +53,11 @@ MAY_IMPORT = {
     "calibration": "units errors device measured _compat",
     "split": "units ir _compat trace",
     "numbered": "_compat",
-    "rows": "passes numbered",
+    "batched": "_compat trace",
+    "rows": "passes batched numbered",
     "made_rows": "ir rows trace",
     "loop_rows": "_compat ir made_rows rows trace",
-    "stretch": "units ir rows made_rows loop_rows trace",
+    "stretch": "units ir passes rows made_rows loop_rows trace",
     "chunk": "ir _compat rows loop_rows stretch trace passes",
     "sink": "ir _compat trace",
     "join": "units ir _compat trace",
@@ -123,9 +124,9 @@ MAY_IMPORT = {
     "__main__": "cli",
 }
 MAY_USE_JAX = set(
-    """_compat trace merge undo undo_loops upperbound split numbered made_rows stretch chunk sink join inward nest
-    levels loops hosted host_stacks rewrite compile attempts target location processes placement feedback api filtered
-    estimation calibration arbitration suspension stepping""".split()
+    """_compat trace merge undo undo_loops upperbound split numbered batched made_rows stretch chunk sink join inward
+    nest levels loops hosted host_stacks rewrite compile attempts target location processes placement feedback api
+    filtered estimation calibration arbitration suspension stepping""".split()
 )
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]

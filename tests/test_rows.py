@@ -8,6 +8,7 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.rows import ELEMENTWISE, Passing, Row, adding_scatter, made_of_whole, passing
+from jaxtensile.trace import trace_jaxpr
 
 KEY = jax.random.key(0)
 
@@ -134,7 +135,7 @@ def run(eqn, operands, params):
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def agrees(eqn, operands, how: Passing, rows, parts):
+def agrees(eqn, operands, how: Passing, rows, parts, rtol=0.0):
     """Whether the parts make what the whole makes."""
     expected = run(eqn, operands, {})
     n = rows // parts
@@ -145,8 +146,7 @@ def agrees(eqn, operands, how: Passing, rows, parts):
     for i, (row, all_of_it) in enumerate(zip(how.gives, expected, strict=True)):
         pieces = [m[i] for m in made]
         if isinstance(row, Row):
-            got = jnp.concatenate(pieces, row.dim)
-            np.testing.assert_array_equal(got, all_of_it)
+            np.testing.assert_allclose(jnp.concatenate(pieces, row.dim), all_of_it, rtol, atol=rtol)
         else:
             got = {"add": sum, "max": lambda p: jnp.max(jnp.stack(p), 0), "min": lambda p: jnp.min(jnp.stack(p), 0)}[
                 row
@@ -197,6 +197,47 @@ def test_operands_that_disagree_pass_nothing_on():
 def test_what_has_no_rule_is_for_whole_arrays(fun):
     eqn = equation(fun, (normal(4, 4),))
     assert passing(eqn, [Row(0)], 4) is None
+
+
+SPD = jnp.stack([jnp.eye(3) * (k + 2) + 0.1 * jnp.ones((3, 3)) for k in range(4)])
+LOWER = jnp.tril(SPD)
+DERIVED = {
+    "cholesky": (lambda x: lax.linalg.cholesky(x, symmetrize_input=False), (SPD,)),
+    "triangular_solve": (lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True), (LOWER, SPD)),
+    "eigh": (lambda x: lax.linalg.eigh(x, symmetrize_input=False), (SPD,)),
+    "svd": (lambda x: lax.linalg.svd(x, full_matrices=False), (SPD[:, :2],)),
+    "lu": (lax.linalg.lu, (SPD,)),
+    "householder_product": (lax.linalg.householder_product, (SPD, SPD[:, 0])),
+    "qr": (lambda x: lax.linalg.qr(x, full_matrices=False), (SPD,)),
+    "tridiagonal_solve": (lax.linalg.tridiagonal_solve, (*(SPD[:, k] for k in range(3)), SPD)),
+    "fft": (lambda x: jnp.fft.rfft(x), (SPD,)),
+}
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_rows_that_the_batching_rule_of_jax_knows(name):
+    """Of a batch of matrices, and of a batch of such; not of the matrices themselves, for all that they have rows."""
+    fun, operands = DERIVED[name]
+    for batches in (1, 2):
+        args = operands if batches == 1 else tuple(jnp.stack([x, x + 0.1 * jnp.eye(*x.shape[-2:])]) for x in operands)
+        traced = trace_jaxpr(jax.make_jaxpr(fun)(*args))
+        values = dict(zip(traced.arguments, args, strict=True)) | traced.consts
+        for equation in traced.equations:
+            given = [values[a] if isinstance(a, int) else a.val for a in equation.operands]
+            made = run(equation.eqn, given, {})
+            values.update(zip(equation.results, made, strict=True))
+            if equation.eqn.primitive.name != name:
+                continue
+            passed = set()
+            for dim in range(given[0].ndim):
+                how = passing(equation.eqn, [Row(dim), *(None for _ in given[1:])], given[0].shape[dim])
+                if how is not None:
+                    passed.add(dim)
+                    agrees(equation.eqn, given, how, given[0].shape[dim], given[0].shape[dim], rtol=1e-4)
+            assert passed == set(range(given[0].ndim - 1 if name == "fft" else batches))
+            break
+        else:
+            raise AssertionError(f"no {name} in it")
 
 
 def test_barriers_pass_everything_on():
