@@ -8,7 +8,7 @@ the parts' totals, added in float32 where they are of fewer bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +19,11 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.ir import Graph, producers
-from jaxtensile.loop_rows import Loop
+from jaxtensile.loop_rows import Branches, Loop
 from jaxtensile.passes.prologue import PRODUCT
 from jaxtensile.rows import SAME, Passing, Row, Section
 from jaxtensile.stretch import Stretch
-from jaxtensile.trace import Equation, Traced, bind, retrace
+from jaxtensile.trace import Equation, Traced, bind, retrace, trace_on
 
 _JOIN: dict[str, Callable[[Any, Any], Any]] = {
     "add": lax.add,
@@ -93,11 +93,13 @@ def _loop(
     n = own.seed.rows // parts
 
     def part(i: Any) -> dict[int, Any]:
-        made = _Part(traced, own, read, i, n, mixed)
+        # What else it reads is made of these, in the kernels that read it.
+        known = {own.root(v): read(v) for v in (*own.whole, *(v for v, _ in own.sliced))}
+        made = _Part(traced, own, _reader(traced, own, known), i, n, mixed)
         made.make()
         return {v: made.rows[v] for v in own.leaving}
 
-    shapes = jax.eval_shape(part, jax.ShapeDtypeStruct((), np.int32))
+    shapes = jax.eval_shape(part, jax.ShapeDtypeStruct((), np.uint32))
     values = traced.graph.values
     carried = [v for v, how in own.leaving.items() if isinstance(how, str) or how.dim > 0]
     stacked = [v for v in own.leaving if v not in carried]
@@ -110,8 +112,7 @@ def _loop(
             made.shape, _identity(how, made.dtype), np.float32 if how == "add" and _is_short(made.dtype) else made.dtype
         )
 
-    def step(state: Any, _: None) -> Any:
-        i, totals = state
+    def step(totals: Any, i: Any) -> Any:
         made = part(i)
         new: list[Any] = []
         for v, before in zip(carried, totals, strict=True):
@@ -120,9 +121,9 @@ def _loop(
                 new.append(lax.dynamic_update_slice_in_dim(before, made[v], i * n * how.block, how.dim))
             else:
                 new.append(_JOIN[how](before, lax.convert_element_type(made[v], before.dtype)))
-        return (i + 1, new), [made[v] for v in stacked]
+        return new, [made[v] for v in stacked]
 
-    (_, totals), parts_of = lax.scan(step, (np.int32(0), [start(v) for v in carried]), None, length=parts)
+    totals, parts_of = lax.scan(step, [start(v) for v in carried], np.arange(parts, dtype=np.uint32))
     for v, x in zip(carried, totals, strict=True):
         yield v, lax.convert_element_type(x, jnp.dtype(values[v].dtype))
     for v, x in zip(stacked, parts_of, strict=True):
@@ -198,21 +199,16 @@ class _Part:
         if isinstance(how.inside, Loop):
             with _compat.equation_context(equation.eqn, equation.stack):
                 return self._scanned(equation.eqn.params, how.inside, operands)
+        if isinstance(how.inside, Branches):
+            return self._branched(equation, how.inside, operands)
         return _bound(equation, how, operands, self.n, self.mixed, self.wide)
 
     def _scanned(self, params: dict[str, Any], own: Loop, operands: list[Any]) -> list[Any]:
         """A scan whose body makes some rows."""
         consts, carries = _compat.scan_split(params)
-        body = own.body
 
         def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
-            given = zip(body.arguments, [*operands[:consts], *carry, *slices], strict=True)
-            known = {v: (x, takes) for (v, x), takes in zip(given, own.takes, strict=True)}
-            whole = {**body.consts, **{v: x for v, (x, takes) in known.items() if takes is None}}
-            part = _Part(body, own, _reader(body, own, whole), self.i, self.n, self.mixed, wide=False)
-            part.rows.update((v, x) for v, (x, takes) in known.items() if takes is not None)
-            part.make()
-            out = [part.get(a, g if isinstance(g, Row) else None) for a, g in zip(body.outputs, own.gives, strict=True)]
+            out = self._inside(own, [*operands[:consts], *carry, *slices], self.i)
             return out[:carries], out[carries:]
 
         last, stacks = lax.scan(
@@ -225,9 +221,27 @@ class _Part:
         )
         return [*last, *stacks]
 
+    def _branched(self, equation: Equation, own: Branches, operands: list[Any]) -> list[Any]:
+        """Branches that make some rows; for which platforms they are stays."""
+        which, *given = operands
+        avals = [jax.typeof(x) for x in (self.i, *given)]
+        made = tuple(trace_on(lambda i, *args, b=branch: self._inside(b, args, i), avals) for branch in own.each)
+        eqn = equation.eqn.replace(params={**equation.eqn.params, "branches": made})
+        return bind(replace(equation, eqn=eqn), [which, self.i, *given])
+
+    def _inside(self, own: Loop, args: Sequence[Any], i: Any) -> list[Any]:
+        """What a body makes of some rows."""
+        body = own.body
+        known = {v: (x, takes) for v, x, takes in zip(body.arguments, args, own.takes, strict=True)}
+        whole = {**body.consts, **{v: x for v, (x, takes) in known.items() if takes is None}}
+        part = _Part(body, own, _reader(body, own, whole), i, self.n, self.mixed, wide=False)
+        part.rows.update((v, x) for v, (x, takes) in known.items() if takes is not None)
+        part.make()
+        return [part.get(a, g if isinstance(g, Row) else None) for a, g in zip(body.outputs, own.gives, strict=True)]
+
 
 def _reader(body: Traced, own: Section, known: dict[int, Any]) -> Callable[[Any], Any]:
-    """Any whole value of a body, made when it is first read."""
+    """Any whole value, made when it is first read where it is not ``known``."""
     made = producers(body.graph)
 
     def read(atom: Any) -> Any:

@@ -1,7 +1,9 @@
-"""How does a loop pass rows on?
+"""How do loops and branches pass rows on?
 
 A scan does when its body does: every row of what it carries and stacks is made from the same row of what it carries and
 reads. Totals over rows may be stacked, or added up in what is carried if that begins at zero, as gradients of weights.
+
+A branch does when each of the branches does, alike.
 
 Invariant: a loop on some rows makes exactly those rows of what it makes of all; a total only differs by the order in
 which its terms are added.
@@ -46,6 +48,13 @@ class Loop(Section):
     """Whether it multiplies what has no rows: once for each part."""
 
 
+@dataclass(kw_only=True)
+class Branches(Section):
+    """Branches that pass rows on alike."""
+
+    each: tuple[Loop, ...]
+
+
 class Loops:
     """How the equations of a program, or of a ``body``, pass rows on, loops among them."""
 
@@ -60,6 +69,8 @@ class Loops:
         equation = self.traced.equations[o]
         if equation.eqn is not None and equation.eqn.primitive.name == "scan":
             how = self._of_scan(equation, given, rows)
+        elif equation.eqn is not None and equation.eqn.primitive.name == "cond":
+            how = self._of_cond(equation, given, rows)
         elif (needs := adding_scatter(equation.eqn, given)) is not None and self._is_small(equation):
             how = Passing(needs, ("add",))
         else:
@@ -84,6 +95,18 @@ class Loops:
         needs = [*map(_row, made.takes[:stacks]), *(_outer(_row(t)) for t in made.takes[stacks:])]
         gives = [*made.gives[:carries], *map(_outer, made.gives[carries:])]
         return Passing(tuple(needs), tuple(g or SAME for g in gives), inside=made)
+
+    def _of_cond(self, equation: Equation, given: Sequence[Row | None], rows: int) -> Passing | None:
+        eqn = equation.eqn
+        if eqn.effects or given[0] is not None:
+            return None
+        takes, wanted = given[1:], [v in self.read for v in equation.results]
+        found = [_through(_body(branch), takes, rows, wanted) for branch in eqn.params["branches"]]
+        each = tuple(own for own in found if own is not None and own.takes == tuple(takes) and not own.again)
+        gives = {own.gives for own in each}
+        if len(each) < len(found) or len(gives) != 1:
+            return None
+        return Passing(tuple(given), tuple(g or SAME for g in gives.pop()), inside=Branches(each=each))
 
     def _is_small(self, equation: Equation) -> bool:
         """Whether what a scatter adds to begins at zero and is small beside what it adds, or is in a body."""

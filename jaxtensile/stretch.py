@@ -7,21 +7,28 @@ gradient accumulation; where it is the loss of a language model, logits of all t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from jaxtensile.ir import Graph, producers
 from jaxtensile.loop_rows import Loops
 from jaxtensile.made_rows import Outer, on_the_device, row_at
+from jaxtensile.passes.fusion import ELEMENTWISE, EXPENSIVE, MOVES, REDUCTIONS, VIEWS
 from jaxtensile.rows import SAME, TOTALS, Row, Section
 from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
 
 SEEDS = 12
 """Places of rows that are tried at most, of arguments and of what large products read."""
+LARGEST = 4
+"""Values whose rows are followed back to where they begin."""
 CHEAP = 1 / 64
 """Share of what rows go through that is little enough to make for all rows first."""
+
+
+_FREE = frozenset(name for name in (ELEMENTWISE | MOVES | VIEWS) - EXPENSIVE if not name.startswith("random"))
+"""What costs nothing in a kernel that reads its result."""
 
 
 class Seed(NamedTuple):
@@ -61,7 +68,8 @@ def stretch_of(traced: Traced, seed: Seed) -> Stretch | None:
 
 
 def _seeds(traced: Traced, smallest: Bytes) -> list[tuple[int, Row, int]]:
-    """(value, rows, how many) of arguments that come back as no result, and of what large products read."""
+    """(value, rows, how many) of arguments that come back as no result, of what large products read, and of what the
+    rows of the largest values begin with: a number for each of a batch of vectors, say."""
     graph = traced.graph
     kinds = {(graph.values[v].shape, graph.values[v].dtype) for v in graph.outputs}
     values = [v for v in graph.inputs if (graph.values[v].shape, graph.values[v].dtype) not in kinds]
@@ -75,7 +83,27 @@ def _seeds(traced: Traced, smallest: Bytes) -> list[tuple[int, Row, int]]:
         for dim, size in enumerate(graph.values[v].shape[:2]):
             if size > 1:
                 found[int(v), Row(dim), size] = None
+    made = producers(graph)
+    results = [v for op in graph.ops for v in op.results if graph.values[v].nbytes >= smallest]
+    begun: dict[tuple[int, Row, int], None] = {}
+    for v in sorted(results, key=lambda v: -graph.values[v].nbytes)[:LARGEST]:
+        for size in {size for size in graph.values[v].shape[:2] if size > 1}:
+            begun.update(dict.fromkeys(_beginning(graph, made, v, size)))
+    found.update(dict.fromkeys(sorted(begun, key=lambda seed: (made[seed[0]], seed))[:SEEDS]))
     return list(found)
+
+
+def _beginning(graph: Graph, made: Sequence[int], v: int, size: int) -> Iterator[tuple[int, Row, int]]:
+    """The values made of ``size`` places along a dimension that lead to ``v``, and no other of so many to them."""
+    seen, todo = {v}, [v]
+    while todo:
+        v = todo.pop()
+        before = graph.ops[made[v]].operands if made[v] >= 0 else ()
+        more = [u for u in before if size in graph.values[u].shape]
+        todo += [u for u in more if u not in seen]
+        seen.update(more)
+        if not more and made[v] >= 0:
+            yield from ((v, Row(dim), size) for dim, n in enumerate(graph.values[v].shape) if n == size)
 
 
 def stretches(traced: Traced, value: int, row: Row, rows: int) -> list[Stretch]:
@@ -174,6 +202,7 @@ def _complete(
 ) -> None:
     """What a stretch reads from outside, and what is read of it there."""
     graph = traced.graph
+    _leave_moves(graph, own, at)
     own.same = {v: a for v, a in same.items() if made[v] in own.members}
     inner: set[int] = {v for o in own.members for v in graph.ops[o].results if v in at}
     outer = Outer(traced, own.seed.rows, inner, made)
@@ -185,8 +214,47 @@ def _complete(
                 own.whole[a] = None
             elif need is not None:
                 own.reads(outer.rows_of(a, need))
+    _from_less(graph, own, made)
     outside = {v for op in graph.ops if op.id not in own.members for v in op.operands} | set(graph.outputs)
     own.leaving = {v: at[v] for v in sorted(inner & outside - own.same.keys())}
     totals = {v for v in inner if isinstance(at[v], str)}
     leaving = sum(graph.values[v].nbytes for v, how in own.leaving.items() if isinstance(how, Row))
     own.inside = sum(graph.values[v].nbytes for v in inner - outside - totals) - leaving
+
+
+def _leave_moves(graph: Graph, own: Stretch, at: Mapping[int, Row | str]) -> None:
+    """Take out what at the end only moves first rows elsewhere: done once for all, it costs a kernel, and rows that are
+    first are stacked as they are."""
+    read = [0] * len(graph.values)
+    for o in own.members:
+        for v in graph.ops[o].operands:
+            read[v] += 1
+    for o in sorted(own.members, reverse=True):
+        op = graph.ops[o]
+        moves = op.primitive in MOVES | VIEWS and len(op.operands) == len(own.members[o].needs) == 1
+        first = moves and isinstance(rows := at.get(op.operands[0]), Row) and rows.dim == 0
+        last = first and not any(read[v] for v in op.results)
+        if last and graph.values[op.operands[0]].nbytes <= sum(graph.values[v].nbytes for v in op.results):
+            del own.members[o]
+            read[op.operands[0]] -= 1
+
+
+def _from_less(graph: Graph, own: Stretch, made: Sequence[int]) -> None:
+    """Have whole values made anew where they are read, if what they are made from has fewer bytes beside what is read
+    anyway: masks above all, of no bytes at all."""
+    fused = _FREE | REDUCTIONS
+    stored = {v for o in own.members for v in graph.ops[o].operands if graph.ops[o].primitive not in fused}
+    for v in sorted(own.whole, key=lambda v: -made[v]):
+        ops, left, needed = set[int](), [v], set[int]()
+        while left:
+            u = left.pop()
+            op = graph.ops[made[u]] if made[u] >= 0 else None
+            if op is None or op.primitive not in _FREE or op.pinned:
+                needed.add(u)
+            elif op.id not in ops:
+                ops.add(op.id)
+                left += op.operands
+        more = sum(graph.values[u].nbytes for u in needed - own.whole.keys())
+        if ops and more < graph.values[v].nbytes and not (needed and v in stored):
+            del own.whole[v]
+            own.whole.update(dict.fromkeys(sorted(needed)))

@@ -426,8 +426,49 @@ def test_weights_that_products_read_in_another_order_are_not_copied():
     assert {*loop.invars[: loop.params["num_consts"]]} == {*new.jaxpr.invars}
 
 
+def test_branches_pass_rows_on_alike():
+    """Also those for platforms, and what they make beside rows."""
+
+    def fun(w, x, k):
+        def wide(y):
+            return jnp.sin(y @ w), y.sum(0), jnp.arange(3.0)
+
+        def narrow(y):
+            return jnp.tanh(y[:, :1] * jnp.arange(5.0)), (y * y).sum(0), jnp.arange(3.0) + 1
+
+        a, total, same = jax.lax.switch(k, [wide, narrow], x)
+        square = jnp.einsum("bi,bj->bij", a, a)
+        return a * same.sum(), total, jax.vmap(jnp.diagonal)(square)
+
+    args = normal(0, 8, 5), normal(1, 12, 8), jnp.int32(1)
+    closed, traced = opened(fun, args)
+    (own, *_) = stretches(traced, traced.arguments[1], Row(0), 12)
+    assert sum(traced.graph.ops[o].primitive == "cond" for o in own.members) == 2
+    for a, b in zip(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4))(*args), fun(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_that_no_argument_has():
+    """Basis vectors of a Hessian: they begin with a number, and end with the columns of the result."""
+
+    def energy(x):
+        return jnp.sum(1 / (1 + ((x[:, None] - x[None, :]) ** 2).sum(-1)) ** 3)
+
+    x = normal(0, 6, 2)
+    fun = jax.jacfwd(jax.grad(energy))
+    closed, traced = opened(fun, (x,))
+    own = find_stretch(traced, 1)
+    assert own.seed.rows == 12 and traced.graph.ops[max(own.members)].primitive != "transpose"
+    assert all(how.dim == 0 for how in own.leaving.values())
+    made = jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4))(x)[0]
+    np.testing.assert_allclose(made, fun(x), rtol=1e-5, atol=1e-5)
+    (loop,) = (op for op in trace_jaxpr(in_chunks(traced, closed, own, 4)).graph.ops if op.primitive == "scan")
+    large = [v for v in loop.slots[: loop.carried[0]] if v >= 0]
+    assert len(large) <= 2, "what is made of the argument in a few operations is made in the loop"
+
+
 def test_no_rows_no_stretch():
-    _, traced = opened(lambda x: jnp.fft.fft(x).real.sum(), (jnp.ones((64, 64)),))
+    _, traced = opened(lambda x: jnp.cumsum(jnp.cumsum(x, 0), 1).sum(), (jnp.ones((64, 64)),))
     assert find_stretch(traced, 1 << 20) is None
     assert stretch_of(traced, Seed(0, 0, 64, 3)) is None
 
