@@ -26,7 +26,7 @@ from jaxtensile.timeline import Sites, Timeline, Track
 from jaxtensile.trace import Traced, why_pinned
 from jaxtensile.undo import Undone
 from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
-from jaxtensile.variants import Chunks, Variant, step_time
+from jaxtensile.variants import Chunks, Variant, step_time, why_not_in_parts
 
 BY_XLA = -1
 """The way in which the user's own function is compiled and XLA recomputes by itself."""
@@ -83,9 +83,11 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     ways.append("shrink the batch")
     if not any(job.donated):
         ways.append("donate the arguments that are updated")
+    no_parts = why_not_in_parts(job, traced)
     return BudgetError(
         f"budget {format_bytes(job.budget)} is below {smallest}: {because}; "
-        f"{', '.join(ways)}, or shard the program{other}{_unit_left_out(job.budget, needs)}",
+        f"{', '.join(ways)}, or shard the program{other}{_unit_left_out(job.budget, needs)}"
+        f"{no_parts and f' ({no_parts})'}",
         needs=needs,
         has=job.budget,
         culprits=culprits,
@@ -251,6 +253,8 @@ def report(
     if variant.chunked is not None:
         seed, parts = variant.chunked
         notes.insert(0, f"work on {seed.rows} rows is done in {parts} parts, {seed.rows // parts} rows at a time")
+    elif why := why_not_in_parts(job, traced):
+        notes.append(why)
     if variant.prompt:
         notes.insert(0, "updates are done behind their own gradients, not behind all")
     if variant.sliced:

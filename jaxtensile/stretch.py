@@ -61,6 +61,14 @@ def find_stretch(traced: Traced, smallest: Bytes) -> Stretch | None:
     return best if best is not None and best.inside >= smallest else None
 
 
+def ends(traced: Traced, smallest: Bytes) -> list[int]:
+    """The ops that get rows and pass none on, those of the most bytes first: why there is no stretch."""
+    found = {o for seed in _seeds(traced, smallest) for o in _passed_on(traced, *seed, set())[-1]}
+    graph = traced.graph
+    size = {o: sum(graph.values[v].nbytes for v in (*graph.ops[o].operands, *graph.ops[o].results)) for o in found}
+    return sorted(found, key=lambda o: (-size[o], o))
+
+
 def stretch_of(traced: Traced, seed: Seed) -> Stretch | None:
     """The stretch that comes from a seed; None where there is none."""
     found = stretches(traced, seed.value, Row(seed.dim), seed.rows)
@@ -114,7 +122,7 @@ def stretches(traced: Traced, value: int, row: Row, rows: int) -> list[Stretch]:
     graph = traced.graph
     aside: set[int] = set()
     while True:
-        at, found, same = _passed_on(traced, value, row, rows, aside)
+        at, found, same, _ = _passed_on(traced, value, row, rows, aside)
         more = _cheap_totals(graph, at, found)
         if not more:
             break
@@ -127,15 +135,16 @@ def stretches(traced: Traced, value: int, row: Row, rows: int) -> list[Stretch]:
 
 def _passed_on(
     traced: Traced, value: int, row: Row, rows: int, aside: set[int]
-) -> tuple[dict[int, Row | str], dict[int, Stretch], dict[int, int]]:
-    """Where rows of all values are that have them, the stretches by their stage, and what barriers only hand on;
-    ``aside``: ops that are for whole values."""
+) -> tuple[dict[int, Row | str], dict[int, Stretch], dict[int, int], list[int]]:
+    """Where rows of all values are that have them, the stretches by their stage, what barriers only hand on, and the
+    ops that get rows and pass none on; ``aside``: ops that are for whole values."""
     graph = traced.graph
     at: dict[int, Row | str] = {value: row}
     stage = [0] * len(graph.values)
     found: dict[int, Stretch] = {}
     same = Section()
     made = set[int]()
+    ended: list[int] = []
     of_loops = Loops(traced)
     for op, equation in zip(graph.ops, traced.equations, strict=True):
         given = [row_at(at, a) for a in equation.operands]
@@ -147,6 +156,8 @@ def _passed_on(
         for v in op.results:
             stage[v] = level
         if how is None:
+            if any(given) and op.id not in aside:
+                ended.append(op.id)
             continue
         own = found.setdefault(level, Stretch(seed=Seed(value, row.dim, rows, level)))
         own.members[op.id] = how
@@ -160,7 +171,7 @@ def _passed_on(
                 same.same[v] = before
             elif v in at:
                 made.add(v)
-    return at, found, same.same
+    return at, found, same.same, ended
 
 
 def _cheap_totals(graph: Graph, at: Mapping[int, Row | str], found: Mapping[int, Stretch]) -> set[int]:

@@ -36,7 +36,7 @@ from jaxtensile.rewrite import rewrite
 from jaxtensile.sink import sink
 from jaxtensile.split import sliced_products, split_products
 from jaxtensile.state import on_host
-from jaxtensile.stretch import Seed, Stretch, find_stretch, stretch_of
+from jaxtensile.stretch import Seed, Stretch, ends, find_stretch, stretch_of
 from jaxtensile.trace import Traced, trace_jaxpr
 from jaxtensile.undo import Undone
 from jaxtensile.units import Bytes, Seconds
@@ -44,6 +44,8 @@ from jaxtensile.units import Bytes, Seconds
 T = TypeVar("T")
 LARGE = 1 / 16
 """From this share of the temporaries on products are worth slicing, loops nesting and bodies planning."""
+FEW = 2
+"""Ops named at most that end the rows."""
 MOST_PARTS = 256
 """Work is done in so many parts at most."""
 
@@ -299,6 +301,21 @@ class Chunks:
             own = self.stretch
             self._made[parts] = None if own is None else _in_parts(self.start, self._costs, own, parts)
         return self._made[parts]
+
+
+def why_not_in_parts(job: Job, traced: Traced) -> str:
+    """Why a program that may be worked on in parts cannot be; empty where it can, or was not asked to."""
+    if not job.chunk:
+        return ""
+    if job.shards > 1:
+        return "chunk=True has no effect on arguments that are sharded over several devices"
+    least = max(int(LARGE * live_ranges(traced.graph).temp), 1)
+    if job.faults.spared(PARTS, lambda: find_stretch(traced, least), lambda: None) is not None:
+        return ""
+    named = [f"{traced.graph.ops[o].primitive} at {traced.source(o)}" for o in ends(traced, least)]
+    told = list(dict.fromkeys(named))[:FEW]
+    why = f"{' and '.join(told)} cannot be done for some rows of an array" if told else "nothing large has any"
+    return f"chunk=True found no rows to work on in parts: {why}"
 
 
 def with_chunks(start: Variant, costs: Costs, seed: Seed, parts: int) -> Variant | None:

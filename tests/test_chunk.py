@@ -467,6 +467,18 @@ def test_rows_that_no_argument_has():
     assert len(large) <= 2, "what is made of the argument in a few operations is made in the loop"
 
 
+def test_what_ends_the_rows_is_told():
+    """Asked for, and nothing found: the report and the error name the operation and the line."""
+
+    def fun(x):
+        y = jnp.sort(x.ravel())
+        return jnp.cumsum(y), y
+
+    args = (jax.ShapeDtypeStruct((64, 64), np.float32),)
+    with pytest.raises(jaxtensile.BudgetError, match=r"no rows to work on in parts: .*sort at .*test_chunk.py"):
+        jaxtensile.jit(fun, budget=1000, chunk=True).plan(*args)
+
+
 def test_no_rows_no_stretch():
     _, traced = opened(lambda x: jnp.cumsum(jnp.cumsum(x, 0), 1).sum(), (jnp.ones((64, 64)),))
     assert find_stretch(traced, 1 << 20) is None
