@@ -39,6 +39,7 @@ from jaxtensile.errors import (
     BudgetError,
     IgnoredBudgetWarning,
     InternalError,
+    ManyPlansWarning,
     OptionError,
     SolverError,
     TargetError,
@@ -68,13 +69,15 @@ from jaxtensile.plan_cache import plan_cache
 from jaxtensile.report import Report, Setting
 from jaxtensile.request import Evaluate, Fitted, Job, loads_index
 from jaxtensile.target import compiler_options, is_absent, resolve_all, tracing_for
-from jaxtensile.units import TIB, Bytes
+from jaxtensile.units import TIB, Bytes, Seconds
 from jaxtensile.upperbound import AMPLE, WORTHWHILE, all_values, recomputes
 from jaxtensile.workload import Transformed, name_of, told_of_modules
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
 _SHARING = threading.Lock()
+MANY = 8
+"""Plans of one function after which it is told that each shape of its arguments has its own."""
 
 
 def jit(
@@ -247,6 +250,7 @@ class Planned(Transformed):
         "_lock",
         "_placement",
         "_plain",
+        "_plans",
         "_refused",
         "_without_jit",
     )
@@ -258,6 +262,7 @@ class Planned(Transformed):
         self._fun, self._asked = fun, asked
         self._found: Resolved | None = None
         self._ignored = False
+        self._plans: tuple[int, Seconds] = 0, 0.0
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
@@ -429,6 +434,17 @@ class Planned(Transformed):
             stacklevel=outside(),
         )
 
+    def _say_many(self, seconds: Seconds) -> None:
+        """Once, that another plan was made for other shapes, in so many seconds."""
+        count, spent = self._plans = self._plans[0] + 1, self._plans[1] + seconds
+        if count == MANY:
+            warnings.warn(
+                f"{name_of(self._fun)} was planned for {count} shapes of its arguments, in {spent:.0f} s: pad them to "
+                "a few sizes, since each new one is planned and compiled anew",
+                ManyPlansWarning,
+                stacklevel=outside(),
+            )
+
     def _chosen_for(
         self, traced: Any, known: Any, named: Any, args: Any, kwargs: Any
     ) -> tuple[Any, Any, Any, _compat.Run | None]:
@@ -571,6 +587,8 @@ class Planned(Transformed):
                 feedback = Feedback(fitted, job.device, self._dispatch._clear_cache)
                 measured = measure or not fitted.report.compiled.exact  # nothing can be measured of that
                 entry = entries[place.key] = _Entry(feedback, measured, place.device, watched=False)
+                if not fitted.report.unchanged:
+                    self._say_many(sum(fitted.report.seconds.values()))
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)
             entry.feedback.change()

@@ -78,6 +78,10 @@ class IgnoredBudgetWarning(UserWarning):
     """A planned function was called inside of another transformation, where its budget has no effect."""
 
 
+class ManyPlansWarning(UserWarning):
+    """A function was planned for many shapes of its arguments, which takes seconds each time."""
+
+
 class InternalError(JaxtensileError, RuntimeError):
     """A fault of jaxtensile itself, which could not be worked around; its cause is what went wrong."""
 

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from decimal import Decimal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ import pytest
 
 import jaxtensile
 from jaxtensile import target as targets
-from jaxtensile.errors import IgnoredBudgetWarning
+from jaxtensile.errors import IgnoredBudgetWarning, ManyPlansWarning
 from jaxtensile.units import GIB, MIB
 from programs import FAST
 
@@ -284,6 +285,22 @@ def test_a_budget_inside_of_another_transformation_is_told_once(transform):
         transform(inner)(jnp.ones((4, 4)))
         transform(inner)(jnp.ones((4, 5)))
     assert len(told) == 1
+
+
+def test_many_shapes_are_told_once_where_they_are_planned():
+    def loss(w, x):
+        for _ in range(4):
+            x = jnp.tanh(x @ w)
+        return x.sum()
+
+    w = jax.ShapeDtypeStruct((32, 32), jnp.float32)
+    room = jaxtensile.jit(jax.grad(loss), compiler_options=FAST)
+    plain = room.plan(w, jax.ShapeDtypeStruct((4096, 32), jnp.float32)).compiled.device
+    step = jaxtensile.jit(jax.grad(loss), budget=int(0.9 * plain), compiler_options=FAST)
+    with pytest.warns(ManyPlansWarning, match=r"planned for 8 shapes of its arguments, in \d+ s: pad them") as told:
+        for rows in range(4096, 4096 + 9):
+            step.plan(w, jax.ShapeDtypeStruct((rows, 32), jnp.float32))
+    assert [Path(warning.filename).name for warning in told] == ["test_bad_input.py"]
 
 
 def test_advice_is_what_can_be_done():
