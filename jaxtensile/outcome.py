@@ -78,7 +78,7 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {job.name}"
     other = ", or plan with solver='auto'" if job.solver == "chain" else ""
     ways = ["raise the budget"]
-    if not job.chunk and job.shards == 1 and Chunks(candidates.written, op_costs(traced.graph, job.device)).parts:
+    if not job.chunk and job.shards == 1 and Chunks(candidates.written, op_costs(traced.graph, job.device)).helps:
         ways.append("work on the batch in parts (chunk=True)")
     ways.append("shrink the batch")
     if not any(job.donated):

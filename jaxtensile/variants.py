@@ -46,6 +46,8 @@ LARGE = 1 / 16
 """From this share of the temporaries on products are worth slicing, loops nesting and bodies planning."""
 FEW = 2
 """Ops named at most that end the rows."""
+TRIED = 3
+"""Which of the numbers of parts says whether parts help at all, 8 of most batches; the last where there are fewer."""
 MOST_PARTS = 256
 """Work is done in so many parts at most."""
 
@@ -294,6 +296,12 @@ class Chunks:
         rows = self.stretch.seed.rows if self.stretch is not None else 1
         most = min(rows, MOST_PARTS)
         return tuple(k for k in range(2, most + 1) if rows % k == 0 and (not k & (k - 1) or k == rows))
+
+    @property
+    def helps(self) -> bool:
+        """Whether a few parts need fewer bytes, by the model."""
+        made = self.at(self.parts[:TRIED][-1]) if self.parts else None
+        return made is not None and live_ranges(made.base.graph).temp < live_ranges(self.start.base.graph).temp
 
     def at(self, parts: int) -> Variant | None:
         """In so many parts; None where it cannot be."""
