@@ -1,18 +1,19 @@
 """What are some rows of a value made from, where none of those that are passed on gives them?
 
 A mask for dropout is made from random bits for the rows that need it; rows of what another argument of the batch says
-come from the same rows of that argument. What is not made from less comes as a slice.
+come from the same rows of that argument, products as well where nobody else reads them. What is not made from less
+comes as a slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxtensile.ir import Graph
+from jaxtensile.ir import Graph, consumers
 from jaxtensile.rows import Passing, Row, Section, made_of_whole, passing
 from jaxtensile.trace import Equation, Traced
 
@@ -21,26 +22,37 @@ DEEP = 64
 
 
 class Outer:
-    """Rows of values that no member makes: of a mask for dropout, or of what the rows of another argument give."""
+    """Rows of values that no member makes: of a mask for dropout, or of what the rows of another argument give.
 
-    def __init__(self, traced: Traced, rows: int, inner: set[int], made: Sequence[int]) -> None:
-        self.traced, self.rows, self.inner, self.made = traced, rows, inner, made
+    ``members``: who reads rows.
+    """
+
+    def __init__(
+        self, traced: Traced, rows: int, inner: set[int], made: Sequence[int], members: Container[int] = ()
+    ) -> None:
+        self.traced, self.rows, self.inner, self.made, self.members = traced, rows, inner, made, members
+        self._readers = consumers(traced.graph)
+        self._kept = set(traced.graph.outputs)
         self._found: dict[tuple[int, Row], Section] = {}
 
-    def rows_of(self, v: int, row: Row, depth: int = 0) -> Section:
-        """What some rows of ``v`` had best be made from: from less than they are, or by a slice of ``v``."""
+    def rows_of(self, v: int, row: Row, depth: int = 0, by: int = -1) -> Section:
+        """What some rows of ``v`` had best be made from: from less than they are, or by a slice of ``v``; ``by``: who
+        reads them, where that is no member."""
         if (v, row) not in self._found:
-            made = self._from_less(v, row, depth) if depth < DEEP else None
+            made = self._from_less(v, row, depth, by) if depth < DEEP else None
             self._found[v, row] = made or Section(sliced={(v, row): None})
         return self._found[v, row]
 
-    def _from_less(self, v: int, row: Row, depth: int) -> Section | None:
-        """The rows made anew, by an op that multiplies nothing; None where a slice is as good."""
+    def _from_less(self, v: int, row: Row, depth: int, by: int) -> Section | None:
+        """The rows made anew, by an op that multiplies nothing unless it does so for them alone; None where a slice is
+        as good."""
         graph, o = self.traced.graph, self.made[v]
         equation = self.traced.equations[o]
         if o < 0 or equation.eqn is None or graph.ops[o].pinned or graph.ops[o].bodies or len(graph.ops[o].results) > 1:
             return None
-        how = self._how(o, row)
+        (reader, *others) = self._readers[v] or (-1,)
+        alone = v not in self._kept and not others and reader in (self.members if by < 0 else (by,))
+        how = self._how(o, row, alone)
         if how is None or self.inner.intersection(graph.ops[o].operands):
             return None
         found = Section(pulled={(v, row): (o, how)})
@@ -50,17 +62,18 @@ class Outer:
             if need is None:
                 found.whole[a] = None
             else:
-                found.reads(self.rows_of(a, need, depth + 1))
+                found.reads(self.rows_of(a, need, depth + 1, o))
         size = graph.values
         kept = (a for a in found.whole if self.made[a] >= 0)
-        read = sum(size[a].nbytes for a in (*(a for a, _ in found.sliced), *kept))
+        sliced = (a for a, _ in found.sliced if not (alone and self.made[a] < 0))  # what is given is there anyway
+        read = sum(size[a].nbytes for a in (*sliced, *kept))
         return found if read <= size[v].nbytes // 2 else None
 
-    def _how(self, o: int, row: Row) -> Passing | None:
+    def _how(self, o: int, row: Row, alone: bool) -> Passing | None:
         """How op ``o`` makes some rows of its result."""
         op, equation = self.traced.graph.ops[o], self.traced.equations[o]
         found = made_of_whole(equation.eqn, row, self.rows)
-        if found is not None or op.flops:
+        if found is not None or (op.flops and not alone):
             return found
         shapes = [self.traced.graph.values[a].shape if isinstance(a, int) else () for a in equation.operands]
         for k, shape in enumerate(shapes):

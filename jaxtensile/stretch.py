@@ -216,7 +216,7 @@ def _complete(
     _leave_moves(graph, own, at)
     own.same = {v: a for v, a in same.items() if made[v] in own.members}
     inner: set[int] = {v for o in own.members for v in graph.ops[o].results if v in at}
-    outer = Outer(traced, own.seed.rows, inner, made)
+    outer = Outer(traced, own.seed.rows, inner, made, own.members)
     for o, how in own.members.items():
         for a, need in zip(traced.equations[o].operands, how.needs, strict=True):
             if not isinstance(a, int) or (need is not None and a in inner):

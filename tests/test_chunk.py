@@ -296,7 +296,8 @@ def test_masks_are_made_for_the_rows_that_need_them():
 
 def test_rows_come_by_slices_where_they_are_made_from_as_much():
     def fun(w, x, y):
-        return (jnp.tanh(x @ w) * jnp.sin(y)).sum()
+        s = jnp.sin(y)
+        return (jnp.tanh(x @ w) * s).sum(), s
 
     _, traced = opened(fun, (jnp.ones((8, 5)), jnp.ones((12, 8)), jnp.ones((12, 5))))
     own = stretch_of(traced, Seed(traced.arguments[1], 0, 12, 0))
@@ -446,6 +447,24 @@ def test_branches_pass_rows_on_alike():
     assert sum(traced.graph.ops[o].primitive == "cond" for o in own.members) == 2
     for a, b in zip(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4))(*args), fun(*args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_what_another_argument_of_the_batch_gives_is_made_in_parts_where_nobody_else_reads_it():
+    """Its rows are those of no seed, products included; what is read outside as well is made once, for all."""
+
+    def fun(w, x, y):
+        towards = jnp.sin(y @ w)
+        both = jnp.tanh((x @ w) * towards)
+        return both.sum(), (2.0 * y * both[:, :1]).sum(0)
+
+    args = normal(0, 8, 5), normal(1, 12, 8), normal(2, 12, 8)
+    for f, outside in ((fun, 0), (lambda *a: (*fun(*a), jnp.sin(a[2] @ a[0])), 1)):
+        closed, traced = opened(f, args)
+        (own, *_) = stretches(traced, traced.arguments[1], Row(0), 12)
+        new = in_chunks(traced, closed, own, 4)
+        for a, b in zip(jax.extend.core.jaxpr_as_fun(new)(*args), jax.tree.leaves(f(*args)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        assert sum(op.primitive == "dot_general" for op in trace_jaxpr(new).graph.ops) == outside
 
 
 def test_rows_that_no_argument_has():
