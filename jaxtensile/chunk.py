@@ -20,7 +20,6 @@ from jax import lax
 from jaxtensile import _compat
 from jaxtensile.ir import Graph, producers
 from jaxtensile.loop_rows import Branches, Loop
-from jaxtensile.passes.prologue import PRODUCT
 from jaxtensile.rows import SAME, Passing, Row, Section
 from jaxtensile.stretch import Stretch
 from jaxtensile.trace import Equation, Traced, bind, retrace, trace_on
@@ -142,34 +141,17 @@ class _Part:
         """Rows and totals of rows, of what passes them on."""
         self.outer: dict[tuple[int, Row], Any] = {}
         """Rows of other values."""
-        self.makers = producers(traced.graph)
 
     def get(self, atom: Any, need: Row | None) -> Any:
         """The rows of a value, or all of it."""
         if isinstance(atom, int) and atom in self.rows:
             return self.rows[atom]
         if need is None or not isinstance(atom, int):
-            return self._whole(atom)
+            return self.read(atom)
         if (atom, need) not in self.outer:
             size = self.n * need.block
             self.outer[atom, need] = lax.dynamic_slice_in_dim(self.read(atom), self.i * size, size, need.dim)
         return self.outer[atom, need]
-
-    def _whole(self, atom: Any) -> Any:
-        """All of a value. What products alone read in another order they do so in each part: outside it would be a
-        copy."""
-        graph = self.traced.graph
-        o = self.makers[atom] if isinstance(atom, int) else -1
-        if o < 0 or graph.ops[o].primitive != "transpose" or o in self.own.members or not self._is_multiplied(atom):
-            return self.read(atom)
-        equation = self.traced.equations[o]
-        with _compat.equation_context(equation.eqn, equation.stack):
-            return bind(equation, [self.read(a) for a in equation.operands])[0]
-
-    def _is_multiplied(self, v: int) -> bool:
-        """Whether all that read a value here are products."""
-        readers = {o for o in self.own.members if v in self.traced.equations[o].operands}
-        return all(self.traced.graph.ops[o].primitive == PRODUCT for o in readers)
 
     def make(self) -> None:
         """Make all rows, in the order of the program."""

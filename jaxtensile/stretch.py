@@ -15,6 +15,7 @@ from jaxtensile.ir import Graph, producers
 from jaxtensile.loop_rows import Loops
 from jaxtensile.made_rows import Outer, on_the_device, row_at
 from jaxtensile.passes.fusion import ELEMENTWISE, EXPENSIVE, MOVES, REDUCTIONS, VIEWS
+from jaxtensile.passes.prologue import PRODUCT
 from jaxtensile.rows import SAME, TOTALS, Row, Section
 from jaxtensile.trace import Traced
 from jaxtensile.units import Bytes
@@ -252,7 +253,11 @@ def _leave_moves(graph: Graph, own: Stretch, at: Mapping[int, Row | str]) -> Non
 
 def _from_less(graph: Graph, own: Stretch, made: Sequence[int]) -> None:
     """Have whole values made anew where they are read, if what they are made from has fewer bytes beside what is read
-    anyway: masks above all, of no bytes at all."""
+    anyway: masks above all, of no bytes at all; and what products alone read in another order turned by each part:
+    outside it would be a copy."""
+    for v in [v for v in own.whole if _is_turned(graph, own, made, v)]:
+        del own.whole[v]
+        own.whole[graph.ops[made[v]].operands[0]] = None
     fused = _FREE | REDUCTIONS
     stored = {v for o in own.members for v in graph.ops[o].operands if graph.ops[o].primitive not in fused}
     for v in sorted(own.whole, key=lambda v: -made[v]):
@@ -269,3 +274,10 @@ def _from_less(graph: Graph, own: Stretch, made: Sequence[int]) -> None:
         if ops and more < graph.values[v].nbytes and not (needed and v in stored):
             del own.whole[v]
             own.whole.update(dict.fromkeys(sorted(needed)))
+
+
+def _is_turned(graph: Graph, own: Stretch, made: Sequence[int], v: int) -> bool:
+    """Whether a value is another one in another order of its dimensions, and all that read it here are products."""
+    if made[v] < 0 or graph.ops[made[v]].primitive != "transpose" or not graph.ops[made[v]].operands:
+        return False
+    return all(graph.ops[o].primitive == PRODUCT for o in own.members if v in graph.ops[o].operands)

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "made_rows": "ir rows trace",
     "loop_rows": "_compat ir made_rows rows trace",
     "stretch": "units ir passes rows made_rows loop_rows trace",
-    "chunk": "ir _compat rows loop_rows stretch trace passes",
+    "chunk": "ir _compat rows loop_rows stretch trace",
     "sink": "ir _compat trace",
     "join": "units ir _compat trace",
     "inward": "units ir _compat trace passes",

@@ -415,7 +415,7 @@ def test_gradients_of_small_tables_are_added_up():
 
 def test_weights_that_products_read_in_another_order_are_not_copied():
     def fun(w, x):
-        return jax.grad(lambda w: jnp.tanh(jnp.sin(x @ w.T) @ w).sum())(w)
+        return jax.grad(lambda w: jnp.tanh(jnp.sin(x @ w.T * (jnp.arange(5.0) + 1)) @ w).sum())(w)
 
     args = normal(0, 5, 8), normal(1, BATCH, 8)
     closed, traced = opened(fun, args)
