@@ -31,6 +31,18 @@ MODULE = "reports.run"
 TARGET = "nvidia-h200"
 LIMIT = 1500.0
 SHARES = (0.7, 0.5, 0.0)
+SAME = 1.002
+"""Predicted times this near count as one: the default objective counts products, which may be this much dearer."""
+WHY = {
+    "lm_head_step": "sums over parts are kept in float32, 1,050 MB of gradients that by hand are summed in bfloat16 "
+    "(525 MB, rounded once a part), so that less is left for a part and there are more of them",
+    "variational_monte_carlo": "XLA merges the products of the samples and of their neighbours, which copies both and "
+    "keeps seven arrays between the steps of a complex cosh: the model is 72 % too low, and the number of parts is "
+    "found by compiles that each halve the aim",
+    "refine_windows": "in the loop of parts the model keeps two arrays of windows that XLA fuses, so that by its "
+    "figure only 256 parts fit, where by hand 48 do",
+}
+"""What keeps ours from being as good, where it is not."""
 EPSILON = 1e-30
 
 
@@ -157,7 +169,10 @@ def ours(found: list[dict[str, Any]]) -> str:
 def table(result: dict[str, Any]) -> str:
     labels = list(result["runs"])
     out = heading("Programs after public reports", result["runs"][labels[-1]]["machine"], __doc__)
-    out += ["MB by XLA's account · predicted milliseconds of a step; **bold**: no more of either than by hand.", ""]
+    out += [
+        "MB by XLA's account · predicted milliseconds of a step; **bold**: no more of either than by hand (0.2 %).",
+        "",
+    ]
     out += ["| case | as written | by hand | " + " | ".join(f"ours, {name}" for name in labels) + " |"]
     out += ["|---|---|---|" + "---|" * len(labels)]
     rows = {label: {r["case"]: r for r in result["runs"][label]["rows"]} for label in labels}
@@ -167,11 +182,14 @@ def table(result: dict[str, Any]) -> str:
             for label in labels:
                 found = rows[label].get(name, {}).get("hand", {}).get(way, {}).get("ours", [])
                 one, text = best(found), ours(found)
-                good = one and one["device"] <= hand["device"] and one["step"] <= hand["step"] * 1.0005
+                good = one and one["device"] <= hand["device"] and one["step"] <= hand["step"] * SAME
                 cells.append(f"**{text}**" if good else text)
             plain = f"{last['plain']['device'] / 1e6:,.0f} · {1e3 * last['plain']['step']:.3g}"
             by_hand = f"{way}: {hand['device'] / 1e6:,.0f} · {1e3 * hand['step']:.3g}"
             out.append(f"| {name} | {plain} | {by_hand} | {' | '.join(cells)} |")
+    out += ["", "Where it is not as good:", ""] + [
+        f"* {name}: {why}." for name, why in WHY.items() if name in rows[labels[-1]]
+    ]
     out += ["", "Asked for the arguments alone, MB that the error names, and whether those are met:", ""]
     out += ["| case | " + " | ".join(f"{label}: {what}" for label in labels for what in ("names", "met")) + " |"]
     out += ["|---|" + "---|---|" * len(labels)]
