@@ -218,13 +218,9 @@ def estimate_on(
         program = program_of(traced, bool(options.get("keep_unused", False)))
         if not targets:
             devices = [best_known(profile_of(where.device), where.device.device_kind)]
-        first = static_estimate(program, devices[0], name=name, seconds=seconds, shards=where.count)
+        static = [static_estimate(program, d, name=name, seconds=seconds, shards=where.count) for d in devices]
     out: list[Estimate] = []
-    for device, target in zip(devices, targets or (None,), strict=True):
-        found = first
-        if device is not devices[0]:
-            needed = parts(first.use, program.graph, device, where.count)  # all of it that depends on the device
-            found = replace(first, target=device.name, capacity=device.capacity, parts=needed)
+    for device, target, found in zip(devices, targets or (None,), static, strict=True):
         if exact:
             tell(f"compiling for {device.name} ...")
             found = _exactly(found, plain, args, program.graph, device, target)

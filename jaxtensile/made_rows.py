@@ -47,8 +47,10 @@ class Outer:
         """The rows made anew, by an op that multiplies nothing unless it does so for them alone; None where a slice is
         as good."""
         graph, o = self.traced.graph, self.made[v]
+        if o < 0:
+            return None
         equation = self.traced.equations[o]
-        if o < 0 or equation.eqn is None or graph.ops[o].pinned or graph.ops[o].bodies or len(graph.ops[o].results) > 1:
+        if equation.eqn is None or graph.ops[o].pinned or graph.ops[o].bodies or len(graph.ops[o].results) > 1:
             return None
         (reader, *others) = self._readers[v] or (-1,)
         alone = v not in self._kept and not others and reader in (self.members if by < 0 else (by,))

@@ -6,12 +6,12 @@ Invariant: a buffer is live in ``[start, stop)`` steps; the profile at step ``i`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from jaxtensile.ir import Graph, Same, producers
+from jaxtensile.ir import Graph, Same
 from jaxtensile.passes.added import added
 from jaxtensile.passes.fusion import DECOMPOSITIONS, IN_PLACE, RECENT, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.plan import TO_HOST, MemoryUse
@@ -97,7 +97,7 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
         for b in kernels.reads[i]:
             stop[b] = max(stop[b], i + 1)
     _copies_take_time(graph, kernels, stop)
-    inside = _products_inside(graph, kernels, start, stop)
+    inside = _products_inside(graph, kernels, start)
     merged = _share(graph, kernels, start, stop, inside)
     if together:
         _stacks_begin_together(graph, start)
@@ -127,17 +127,13 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
     return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias)
 
 
-def _products_inside(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> dict[int, tuple[int, ...]]:
-    """For each kernel that computes a product the buffers that this reads; the product itself is none."""
+def _products_inside(graph: Graph, kernels: Kernels, start: list[int]) -> Set[int]:
+    """The kernels that add a product: their result is written when that is, and the product itself is no buffer."""
     found = added(graph, kernels)
-    made = producers(graph) if found else []
-    inside: dict[int, tuple[int, ...]] = {}
     for i, v in found.items():
-        start[v] = -2
-        inside[i] = kernels.reads[made[v]]
-        for b in inside[i]:
-            stop[b] = max(stop[b], i + 1)
-    return inside
+        (r,) = graph.ops[i].results
+        start[r], start[v] = start[v], -2
+    return found.keys()
 
 
 def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
@@ -186,14 +182,12 @@ def _body_temp(body: Same, by: Fuser) -> Bytes:
     return live_ranges(body.graph, fuse(body.graph, by=by)).temp
 
 
-def _share(
-    graph: Graph, kernels: Kernels, start: list[int], stop: list[int], inside: Mapping[int, tuple[int, ...]]
-) -> list[int]:
+def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], inside: Set[int]) -> list[int]:
     """Buffers that take over the memory of an operand that dies in the same kernel.
 
     In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
-    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, nor over what a product
-    ``inside`` of it reads. Extends the first owner's lifetime; returns each value's owner.
+    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, and those with a product
+    ``inside`` begin earlier. Extends the first owner's lifetime; returns each value's owner.
     """
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
@@ -216,12 +210,12 @@ def _share(
         elif op.bodies:
             pool = list(kernels.reads[i])
         elif is_fusible(op.primitive):
-            pool = [b for b in kernels.reads[i] if b not in behind and b not in inside.get(i, ())]
+            pool = [b for b in kernels.reads[i] if b not in behind] if i not in inside else []
         else:
             continue
         free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]
         for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
-            if home[r] != r or (r in final and i in inside):
+            if home[r] != r:
                 continue
             for b in free:
                 if values[b].nbytes == values[r].nbytes:
