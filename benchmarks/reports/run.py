@@ -41,8 +41,8 @@ WHY = {
     "found by compiles that each halve the aim",
     "ragged_experts": "the model of plans counts a product by groups by its rows, and XLA writes it out for every "
     "group, so the plan that is compiled needs 4,316 MB of 6,044",
-    "whitening_eigh": "the smallest plan that was found needs 273 MB more, about two activations of 134 MB; why was not "
-    "found out",
+    "whitening_eigh": "the smallest plan that was found needs 273 MB more, about two activations of 134 MB; why was "
+    "not found out",
     "refine_windows": "in the loop of parts the model keeps two arrays of windows that XLA fuses, so that by its "
     "figure only 256 parts fit, where by hand 48 do",
 }
@@ -174,7 +174,7 @@ def table(result: dict[str, Any]) -> str:
     labels = list(result["runs"])
     out = heading("Programs after public reports", result["runs"][labels[-1]]["machine"], __doc__)
     out += [
-        "MB by XLA's account · milliseconds of a step as predicted by that version, which has prices of its own; **bold**: no more of either than by hand (0.2 %).",
+        "MB by XLA's account · milliseconds of a step as predicted by that version, which has prices of its own.",
         "",
     ]
     out += ["**Bold**: no more of either than by hand (0.2 %).", ""]
