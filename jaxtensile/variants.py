@@ -48,6 +48,8 @@ FEW = 2
 """Ops named at most that end the rows."""
 TRIED = 3
 """Which of the numbers of parts says whether parts help at all, 8 of most batches; the last where there are fewer."""
+MOST_ROWS = 2**31 - 1
+"""A loop counts them with 32 bits."""
 MOST_PARTS = 256
 """Work is done in so many parts at most."""
 
@@ -294,7 +296,7 @@ class Chunks:
     def parts(self) -> tuple[int, ...]:
         """The numbers of parts there may be."""
         rows = self.stretch.seed.rows if self.stretch is not None else 1
-        most = min(rows, MOST_PARTS)
+        most = min(rows, MOST_PARTS) if rows <= MOST_ROWS else 1
         return tuple(k for k in range(2, most + 1) if rows % k == 0 and (not k & (k - 1) or k == rows))
 
     @property
