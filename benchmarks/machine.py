@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ def describe() -> dict[str, Any]:
         "cpus": os.cpu_count(),
         "machine": platform.machine(),
     }
+
+
+def commit() -> str:
+    """Of the code that is measured."""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return asked.stdout.strip()
 
 
 def placed(args: Any, target: str) -> Any:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.isolate import ROOT, heading
+from benchmarks.isolate import ROOT, heading, save
 
 HERE = Path(__file__).parent
 SCRIPTS = HERE / "newcomer"
@@ -46,19 +46,20 @@ def run(name: str) -> list[dict[str, Any]]:
     for arguments in commands(name):
         print(name, *arguments[2:], "…", flush=True)
         began = time.perf_counter()
-        with subprocess.Popen(
-            [sys.executable, *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            cwd=ROOT,
-            env=environment,
-        ) as child:
-            try:
-                told, status = child.communicate(timeout=LIMIT)[0], str(child.returncode)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                told, status = child.communicate()[0], f"ended after {LIMIT:.0f} s"
+        command = [sys.executable, *arguments]
+        try:
+            done = subprocess.run(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                cwd=ROOT,
+                env=environment,
+                timeout=LIMIT,
+            )
+            told, status = done.stdout, str(done.returncode)
+        except subprocess.TimeoutExpired as late:
+            told, status = (late.stdout or b"").decode(errors="replace"), f"ended after {LIMIT:.0f} s"
         lines = [line[:WIDEST].rstrip() for line in told.replace(str(ROOT) + os.sep, "").splitlines()]
         seconds = round(time.perf_counter() - began, 1)
         out.append({"command": ["python", *arguments], "status": status, "seconds": seconds, "lines": lines})
@@ -88,17 +89,15 @@ def main() -> None:
     parser.add_argument("scripts", nargs="*", metavar="SCRIPT", help="all without them")
     parser.add_argument("--label", default="now")
     options = parser.parse_args()
-    from benchmarks.machine import describe
+    from benchmarks.machine import commit, describe
 
     path = HERE / f"hour-jax{describe()['jax']}.json"
     result = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     known = result["runs"].get(options.label, {}).get("scripts", {})
     for name in options.scripts or sorted(p.stem for p in SCRIPTS.glob("*.py") if p.stem != "__init__"):
         known[name] = run(name)
-        result["runs"][options.label] = {"machine": describe(), "commit": commit, "scripts": known}
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        path.with_suffix(".md").write_text(table(result))
+        result["runs"][options.label] = {"machine": describe(), "commit": commit(), "scripts": known}
+        save(path, result, table)
 
 
 if __name__ == "__main__":

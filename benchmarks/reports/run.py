@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.isolate import command, heading, isolated
+from benchmarks.isolate import command, heading, isolated, save
 
 HERE = Path(__file__).parent
 MODULE = "reports.run"
@@ -224,21 +224,17 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help="all without them")
     parser.add_argument("--label", default="now")
     options = parser.parse_args()
-    import subprocess
-
-    from benchmarks.machine import describe
+    from benchmarks.machine import commit, describe
 
     path = HERE / f"results-jax{describe()['jax']}.json"
     result = json.loads(path.read_text()) if path.exists() else {"runs": {}}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
     kept = result["runs"].get(options.label, {}).get("rows", [])
     known = {row["case"]: row for row in kept}
     for name in options.cases or cases():
         known[name] = isolated(MODULE, name, key="case", limit=LIMIT, environment={"JAXTENSILE_PLAN_CACHE": "off"})
         rows = [known[n] for n in cases() if n in known]
-        result["runs"][options.label] = {"machine": describe(), "commit": commit, "rows": rows}
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        path.with_suffix(".md").write_text(table(result))
+        result["runs"][options.label] = {"machine": describe(), "commit": commit(), "rows": rows}
+        save(path, result, table)
 
 
 if __name__ == "__main__":
