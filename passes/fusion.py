@@ -13,12 +13,13 @@ or -1 when it never exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
 from jaxtensile.ir import Graph, Op, Same, Value, consumers, producers
+from jaxtensile.passes.added import added
 from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.sums import centred, read_by_slow_sums
 from jaxtensile.units import Bytes
@@ -114,7 +115,8 @@ class Kernels:
 
     ``home[v]``: the value whose buffer holds ``v`` (-1: never materialised); ``reads[i]``: the
     buffers op ``i`` reads if it is the root of a kernel (empty for ops that fused away);
-    ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from; ``by``: who fused.
+    ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from; ``by``: who fused;
+    ``added``: for the result of a kernel that adds a product to something, the product, which is no buffer.
     """
 
     home: list[int]
@@ -122,6 +124,7 @@ class Kernels:
     is_root: list[bool]
     leaves: list[tuple[int, ...]]
     by: Fuser = H200
+    added: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def in_order(self, order: Sequence[int]) -> Kernels:
         """The same kernels, of the same ops in another order: what fuses depends on who reads what, not on when."""
@@ -212,7 +215,8 @@ def _fused(same: Same, by: Fuser, written: bool) -> Kernels:
         is_root[i] = True
         for r in op.results:
             leaves[r] = (r,)
-    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, by=by)
+    sums = added(graph, read_by, home, reads, is_root, generated=by.products) if twice else {}
+    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, by=by, added=sums)
 
 
 def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> None:

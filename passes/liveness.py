@@ -6,13 +6,11 @@ Invariant: a buffer is live in ``[start, stop)`` steps; the profile at step ``i`
 
 from __future__ import annotations
 
-from collections.abc import Set
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
 from jaxtensile.ir import Graph, Same
-from jaxtensile.passes.added import added
 from jaxtensile.passes.fusion import DECOMPOSITIONS, IN_PLACE, RECENT, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.plan import TO_HOST, MemoryUse
 from jaxtensile.units import Bytes
@@ -97,8 +95,9 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
         for b in kernels.reads[i]:
             stop[b] = max(stop[b], i + 1)
     _copies_take_time(graph, kernels, stop)
-    inside = _products_inside(graph, kernels, start)
-    merged = _share(graph, kernels, start, stop, inside)
+    for r, product in kernels.added.items():  # what it is added up to is written when the product is
+        start[r], start[product] = start[product], -2
+    merged = _share(graph, kernels, start, stop)
     if together:
         _stacks_begin_together(graph, start)
     is_input = set(graph.inputs)
@@ -125,15 +124,6 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
     argument = sum(values[v].nbytes for v in graph.inputs if values[v].space != "host")
     output = sum(values[v].nbytes for v in graph.outputs if values[v].space != "host")
     return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias)
-
-
-def _products_inside(graph: Graph, kernels: Kernels, start: list[int]) -> Set[int]:
-    """The kernels that add a product: their result is written when that is, and the product itself is no buffer."""
-    found = added(graph, kernels)
-    for i, v in found.items():
-        (r,) = graph.ops[i].results
-        start[r], start[v] = start[v], -2
-    return found.keys()
 
 
 def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
@@ -182,12 +172,12 @@ def _body_temp(body: Same, by: Fuser) -> Bytes:
     return live_ranges(body.graph, fuse(body.graph, by=by)).temp
 
 
-def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], inside: Set[int]) -> list[int]:
+def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> list[int]:
     """Buffers that take over the memory of an operand that dies in the same kernel.
 
     In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
-    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, and those with a product
-    ``inside`` begin earlier. Extends the first owner's lifetime; returns each value's owner.
+    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, and those that add a
+    product begin earlier. Extends the first owner's lifetime; returns each value's owner.
     """
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
@@ -210,7 +200,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], in
         elif op.bodies:
             pool = list(kernels.reads[i])
         elif is_fusible(op.primitive):
-            pool = [b for b in kernels.reads[i] if b not in behind] if i not in inside else []
+            pool = [b for b in kernels.reads[i] if b not in behind] if op.results[0] not in kernels.added else []
         else:
             continue
         free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]

@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.added import added
 from jaxtensile.passes.liveness import Liveness, LiveRange, taken_over
 from jaxtensile.units import Bytes
 
@@ -69,8 +68,7 @@ def _own_memory(graph: Graph, live: Liveness) -> list[_Host]:
     values, home = graph.values, live.kernels.home
     given = set(graph.inputs)
     written = {int(r): op.id for op in graph.ops for r in op.results}
-    for i, v in added(graph, live.kernels).items():
-        written[graph.ops[i].results[0]] = written[v]
+    written |= {r: written[product] for r, product in live.kernels.added.items()}
     hosts: list[_Host] = []
     seen = set[int]()
     for v, taken in zip(graph.outputs, taken_over(graph), strict=True):

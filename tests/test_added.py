@@ -6,7 +6,6 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jaxtensile.passes.added import added
 from jaxtensile.passes.fusion import CPU, Fuser, fuse
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.trace import trace_jaxpr
@@ -40,7 +39,7 @@ def graph(fun):
 @pytest.mark.parametrize("name", ADDED)
 def test_a_product_that_is_added_to_what_is_given_takes_no_memory(name):
     g = graph(ADDED[name])
-    assert len(added(g, fuse(g))) == 1
+    assert len(fuse(g).added) == 1
     assert live_ranges(g).temp == 0
     assert live_ranges(g, fuse(g, by=CPU)).temp == SQUARE
 
@@ -48,12 +47,12 @@ def test_a_product_that_is_added_to_what_is_given_takes_no_memory(name):
 @pytest.mark.parametrize("name", APART)
 def test_others_are_stored(name):
     g = graph(APART[name])
-    assert not added(g, fuse(g))
+    assert not fuse(g).added
 
 
 def test_a_library_adds_one_array_alone():
     old = Fuser(products=False)
-    found = {name: len(added(g, fuse(g, by=old))) for name, fun in ADDED.items() for g in (graph(fun),)}
+    found = {name: len(fuse(g, by=old).added) for name, fun in ADDED.items() for g in (graph(fun),)}
     assert found == {"added": 1, "taken off": 0, "in steps": 0}
 
 
