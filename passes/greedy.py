@@ -129,8 +129,13 @@ class Searches:
 
     @cached_property
     def least(self) -> Trial:
-        """What has the fewest bytes of all that is found without a budget and for easier ones."""
-        return min((self.search(budget) for budget in (0, *self._easier)), key=lambda t: t.device)
+        """What has the fewest bytes of all that is found without a budget and for easier ones, and then for somewhat
+        less than that for as long as it leads lower (Mixer: 2,078 MB, then 1,914)."""
+        best = min((self.search(budget) for budget in (0, *self._easier)), key=lambda t: t.device)
+        step = max(1, int(_LOWER[0] * self.unchanged.temp))
+        while best.device > step and (lower := self.search(best.device - step)).device < best.device:
+            best = lower
+        return best
 
     def cheapest(self, budget: Bytes, least: bool) -> Trial:
         """The cheapest of searches for ``budget`` and, where that finds nothing cheap, for somewhat less.
