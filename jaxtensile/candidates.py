@@ -8,7 +8,7 @@ of their own.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
@@ -43,8 +43,8 @@ from jaxtensile.variants import (
 
 WORTH = 0.005
 """Plans that add no more than this share of the step's work are good enough not to look for ways to work in parts."""
-FEWER = 2
-"""Numbers of parts below what is enough by itself that are planned as well."""
+FEWER = (4, 2)
+"""By so much fewer parts than are enough by themselves are planned as well."""
 ABOUT = 1.02
 """Where nothing fits, plans within this factor of the smallest are as good."""
 
@@ -302,8 +302,8 @@ class Candidates:
 
         found = bisect_left(parts, True, key=lambda k: plain(k) <= budget)
         # Where the most parts are not enough, fewer are less so.
-        fewer = FEWER if found < len(parts) else 1
-        for k in parts[max(found - fewer, 0) : found + 1]:
+        fewer = [bisect_right(parts, parts[found] // by) for by in FEWER] if found < len(parts) else []
+        for k in dict.fromkeys([*(parts[j - 1] for j in fewer if j), *(parts[found : found + 1] or parts[-1:])]):
             variant = chunks.at(k)
             if variant is None or (best[1].predicted.device <= budget and charge_of(*best) <= variant.charge):
                 continue

@@ -100,6 +100,13 @@ class Rounds:
             (variant, plan), first = first or self.cheapest(candidates, aim), None
             if not self.worth(variant, plan):
                 break
+            if best is None and plan.predicted.device > aim:
+                written = candidates.written
+                if attempts.known(written) is None and written.plain.device <= CLOSE * plan.predicted.device:
+                    # The model sees nothing fit, nor a plan save much.
+                    made = attempts.as_it_is(written, written.solve(written.plain.device))
+                    if made.compiled.device <= job.budget:
+                        return made, rounds, tried
             if plan.changes_nothing and variant.as_it_is:
                 plain = attempts.known(variant)
                 if variant.undone is None and plain is None and plan.predicted.device <= aim:

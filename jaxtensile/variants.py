@@ -46,8 +46,8 @@ LARGE = 1 / 16
 """From this share of the temporaries on products are worth slicing, loops nesting and bodies planning."""
 FEW = 2
 """Ops named at most that end the rows."""
-TRIED = 3
-"""Which of the numbers of parts says whether parts help at all, 8 of most batches; the last where there are fewer."""
+TRIED = 8
+"""So many parts at least say whether parts help at all; the most there may be where those are fewer."""
 MOST_ROWS = 2**31 - 1
 """A loop counts them with 32 bits."""
 MOST_PARTS = 256
@@ -280,8 +280,8 @@ def _stretch(start: Variant) -> Stretch | None:
 
 
 class Chunks:
-    """``start`` with its batch, or whatever has many rows, worked on in parts: 2, 4, 8, ... up to as many as there are
-    rows. Made when first asked for."""
+    """``start`` with its batch, or whatever has many rows, worked on in parts of equally many rows. Made when first
+    asked for."""
 
     def __init__(self, start: Variant, costs: Costs) -> None:
         self.start, self._costs = start, costs
@@ -297,12 +297,12 @@ class Chunks:
         """The numbers of parts there may be."""
         rows = self.stretch.seed.rows if self.stretch is not None else 1
         most = min(rows, MOST_PARTS) if rows <= MOST_ROWS else 1
-        return tuple(k for k in range(2, most + 1) if rows % k == 0 and (not k & (k - 1) or k == rows))
+        return tuple(k for k in range(2, most + 1) if rows % k == 0)
 
     @property
     def helps(self) -> bool:
         """Whether a few parts need fewer bytes, by the model."""
-        made = self.at(self.parts[:TRIED][-1]) if self.parts else None
+        made = self.at(next((k for k in self.parts if k >= TRIED), self.parts[-1])) if self.parts else None
         return made is not None and live_ranges(made.base.graph).temp < live_ranges(self.start.base.graph).temp
 
     def at(self, parts: int) -> Variant | None:

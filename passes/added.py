@@ -1,4 +1,4 @@
-"""Which products does XLA add to what is there already?
+"""Which products and scatters does XLA add to what is there already?
 
 A product with one reader, an elementwise op whose other operand is what the program or the body of a loop is given, or
 a number, is computed together with it: the product by itself is never stored, and what it is added to is written over.
@@ -7,6 +7,9 @@ or make a result (``FuseTowardUsers`` in ``xla/service/gpu/transforms/gemm_fusio
 ``xla/service/gpu/triton_tiling_propagation.cc``); its library adds one array
 (``xla/service/gpu/transforms/gemm_rewriter.cc``). So the gradients of parts that a loop adds up take no memory of their
 own, and those that a step of gradient descent takes off a donated weight take that of the weight.
+
+What is scattered into zeros and then added to something is scattered into that (``HandleAdd`` in
+``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``): the gradient of a table of which rows are read.
 
 Invariant: what is not stored is read by one kernel alone.
 """
@@ -20,6 +23,7 @@ from jaxtensile.passes.prologue import BROADCAST, FLOATS, PRODUCT, STEPS
 from jaxtensile.units import KIB
 
 _ADD = frozenset({"add", "add_any"})
+_SCATTER = frozenset({"scatter-add", "scatter_add"})
 _TOLERANCE = KIB
 """Bytes by which a step may write more than it reads."""
 
@@ -75,4 +79,32 @@ def added(
             result = added_up(op)
             if result is not None:
                 found.setdefault(result, op.results[0])
+    return found
+
+
+def scattered(
+    graph: Graph, read_by: Sequence[Sequence[int]], home: Sequence[int], is_root: Sequence[bool]
+) -> dict[int, int]:
+    """For the sum of something and what is scattered into zeros, the scatter; for the scatter, the zeros.
+
+    ``read_by``, ``home``, ``is_root``: as of ``added``. Linear in edges.
+    """
+    made, wanted = producers(graph), set(graph.outputs)
+
+    def alone(v: int) -> bool:
+        return home[v] == v and made[v] >= 0 and len(read_by[v]) == 1 and v not in wanted
+
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.primitive not in _SCATTER or not op.operands:
+            continue
+        zeros, v = op.operands[0], op.results[0]
+        if not (alone(zeros) and alone(v)):
+            continue
+        number, step = graph.ops[made[zeros]], graph.ops[read_by[v][0]]
+        if number.primitive != BROADCAST or number.operands or step.primitive not in _ADD or not is_root[step.id]:
+            continue
+        others = [s for s in step.operands if s != v]
+        if len(others) == 1 and home[others[0]] >= 0 and step.results[0] not in found:
+            found |= {v: zeros, step.results[0]: v}
     return found

@@ -19,7 +19,7 @@ from functools import lru_cache
 from itertools import chain
 
 from jaxtensile.ir import Graph, Op, Same, Value, consumers, producers
-from jaxtensile.passes.added import added
+from jaxtensile.passes.added import added, scattered
 from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.sums import centred, read_by_slow_sums
 from jaxtensile.units import Bytes
@@ -116,7 +116,8 @@ class Kernels:
     ``home[v]``: the value whose buffer holds ``v`` (-1: never materialised); ``reads[i]``: the
     buffers op ``i`` reads if it is the root of a kernel (empty for ops that fused away);
     ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from; ``by``: who fused;
-    ``added``: for the result of a kernel that adds a product to something, the product, which is no buffer.
+    ``added``: for the result of a kernel that adds a product or a scatter to something, that, which is no buffer; for
+    a scatter the zeros that it would add to, which are none either.
     """
 
     home: list[int]
@@ -215,7 +216,13 @@ def _fused(same: Same, by: Fuser, written: bool) -> Kernels:
         is_root[i] = True
         for r in op.results:
             leaves[r] = (r,)
-    sums = added(graph, read_by, home, reads, is_root, generated=by.products) if twice else {}
+    sums = scattered(graph, read_by, home, is_root)
+    for op in ops if sums else ():
+        if op.primitive in IN_PLACE and op.results[0] in sums:  # which waits for what it is added to
+            (step,) = read_by[op.results[0]]
+            reads[step] += reads[op.id]
+    if twice:
+        sums = added(graph, read_by, home, reads, is_root, generated=by.products) | sums
     return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, by=by, added=sums)
 
 
@@ -230,12 +237,16 @@ def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: 
 
 
 def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
-    """A softmax in f32 of scores in 16 bits: XLA stores the exponentials, not the scores, of small arrays."""
+    """A softmax in f32 of scores in 16 bits: XLA stores the exponentials, not the scores, of small arrays.
+
+    Not where only sums and gradients read them, as of a cross entropy: 6 bytes a logit, not 10, from 2 to 412 million.
+    """
     result = graph.values[op.results[0]]
     count = math.prod(result.shape)
     return (
         result.dtype == "float32"
         and count < SMALL
+        and any(graph.ops[o].primitive == "div" for o in read_by[result.id])
         and len(read_by[result.id]) > 1
         and any(graph.values[s].dtype in HALVES and math.prod(graph.values[s].shape) == count for s in sources)
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 
-from jaxtensile.ir import Graph, Same
+from jaxtensile.ir import Graph, Op, Same
 from jaxtensile.passes.fusion import DECOMPOSITIONS, IN_PLACE, RECENT, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.plan import TO_HOST, MemoryUse
 from jaxtensile.units import Bytes
@@ -97,13 +97,12 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
     _copies_take_time(graph, kernels, stop)
     for r, product in kernels.added.items():  # what it is added up to is written when the product is
         start[r], start[product] = start[product], -2
-    merged = _share(graph, kernels, start, stop)
+    final = _in_outputs(graph, kernels, start, stop)
+    merged = _share(graph, kernels, start, stop, final)
     if together:
         _stacks_begin_together(graph, start)
-    is_input = set(graph.inputs)
-    out_homes = {home[v] for v in graph.outputs if home[v] >= 0}
     alias = _donate(graph)
-    fixed = {b for b in out_homes if b not in is_input}
+    fixed = final.difference(graph.inputs)
     ranges: list[LiveRange] = []
     delta = [0] * (n + 1)
     for v in range(len(values)):
@@ -124,6 +123,34 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
     argument = sum(values[v].nbytes for v in graph.inputs if values[v].space != "host")
     output = sum(values[v].nbytes for v in graph.outputs if values[v].space != "host")
     return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias)
+
+
+def _written_over(graph: Graph, home: list[int], op: Op) -> list[int] | None:
+    """The buffers that ``op`` has to write its results over, once nobody else reads them; None where it need not."""
+    if op.primitive in IN_PLACE or op.primitive in DECOMPOSITIONS:
+        return [home[v] for v in op.operands[:1] if home[v] >= 0]  # none where all it reads are literals
+    if op.primitive == "scan":
+        consts, carries = op.carried
+        # What is stacked is written while all that the loop reads is there.
+        return [home[v] for v in op.slots[consts : consts + carries] if v >= 0 and home[v] >= 0]
+    return None
+
+
+def _in_outputs(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> set[int]:
+    """The buffers of outputs, and those that updates and loops write outputs over: they are there from the first on."""
+    home, values = kernels.home, graph.values
+    found = {home[v] for v in graph.outputs if home[v] >= 0}
+    for op in reversed(graph.ops):
+        if kernels.is_root[op.id] and not found.isdisjoint(op.results):
+            pool = _written_over(graph, home, op) or []
+            free = [b for b in pool if start[b] >= 0 and stop[b] == op.id + 1 and b not in found]
+            for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
+                b = next((b for b in free if values[b].nbytes == values[r].nbytes), None)
+                if b is not None:
+                    free.remove(b)
+                    if r in found:
+                        found.add(b)
+    return found
 
 
 def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
@@ -172,17 +199,17 @@ def _body_temp(body: Same, by: Fuser) -> Bytes:
     return live_ranges(body.graph, fuse(body.graph, by=by)).temp
 
 
-def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> list[int]:
+def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], final: set[int]) -> list[int]:
     """Buffers that take over the memory of an operand that dies in the same kernel.
 
     In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
     operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, and those that add a
-    product begin earlier. Extends the first owner's lifetime; returns each value's owner.
+    product begin earlier. Nothing takes over the memory of outputs (``final``), and they have their own. Extends the
+    first owner's lifetime; returns each value's owner.
     """
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
     last = list(stop)
-    final = {home[v] for v in graph.outputs}  # never dies, so nothing takes over its memory
     behind: set[int] = set()
     for op in graph.ops:
         i = op.id
@@ -191,21 +218,22 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) ->
             continue
         if not kernels.is_root[i]:
             continue
-        if op.primitive in IN_PLACE or op.primitive in DECOMPOSITIONS:
-            pool = [home[v] for v in op.operands[:1] if home[v] >= 0]  # none where all it reads are literals
-        elif op.primitive == "scan":
-            consts, carries = op.carried
-            # What is stacked is written while all that the loop reads is there.
-            pool = [home[v] for v in op.slots[consts : consts + carries] if v >= 0 and home[v] >= 0]
+        over = _written_over(graph, home, op)
+        if over is not None:
+            pool = over
         elif op.bodies:
             pool = list(kernels.reads[i])
         elif is_fusible(op.primitive):
-            pool = [b for b in kernels.reads[i] if b not in behind] if op.results[0] not in kernels.added else []
+            what = kernels.added.get(op.results[0])
+            if what is None:
+                pool = [b for b in kernels.reads[i] if b not in behind]
+            else:  # over what a product is added to it is written before; a scatter is into the rest of the sum
+                pool = [home[v] for v in op.operands] if what in kernels.added else []
         else:
             continue
         free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]
         for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
-            if home[r] != r:
+            if home[r] != r or r in final:
                 continue
             for b in free:
                 if values[b].nbytes == values[r].nbytes:
