@@ -245,7 +245,7 @@ def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read
     count = math.prod(result.shape)
     return (
         result.dtype == "float32"
-        and count < SMALL
+        and count <= SMALL
         and any(graph.ops[o].primitive == "div" for o in read_by[result.id])
         and len(read_by[result.id]) > 1
         and any(graph.values[s].dtype in HALVES and math.prod(graph.values[s].shape) == count for s in sources)

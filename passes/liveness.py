@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from jaxtensile.ir import Graph, Op, Same
-from jaxtensile.passes.fusion import DECOMPOSITIONS, IN_PLACE, RECENT, Fuser, Kernels, fuse, is_fusible
+from jaxtensile.passes.fusion import DECOMPOSITIONS, IN_PLACE, RECENT, REDUCTIONS, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.plan import TO_HOST, MemoryUse
 from jaxtensile.units import Bytes
+
+ROW = 1 << 14
+"""Elements of the longest row of which XLA:GPU makes sums and what follows in one kernel."""
+COMPLEX = frozenset({"complex64", "complex128"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,18 +203,38 @@ def _body_temp(body: Same, by: Fuser) -> Bytes:
     return live_ranges(body.graph, fuse(body.graph, by=by)).temp
 
 
+def _rows_reduced(graph: Graph, kernels: Kernels) -> dict[int, tuple[int, ...]]:
+    """For the buffer of sums or maxima of rows, what they are of: XLA:GPU makes both of them and what follows in one
+    kernel, which it does not write over what that reads (softmax, normalization; H200, rows of 1,024 to 32,768)."""
+    values, home, reads = graph.values, kernels.home, kernels.reads
+    found: dict[int, tuple[int, ...]] = {}
+    for op in graph.ops if kernels.by.twice and kernels.by.products else ():
+        r = op.results[0] if op.results else -1
+        if not kernels.is_root[op.id] or home[r] != r:
+            continue
+        source = values[op.operands[0]].shape if op.primitive in REDUCTIONS else ()
+        if len(source) > 1 and values[r].shape == source[:-1] and source[-1] <= ROW:
+            found[r] = reads[op.id]
+        if source or is_fusible(op.primitive):  # what is made of them, row by row
+            of = [b for b in reads[op.id] if b in found and values[b].nbytes >= values[r].nbytes]
+            if of:
+                found[r] = tuple({*found.get(r, ()), *chain.from_iterable(found[b] for b in of)})
+    return found
+
+
 def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], final: set[int]) -> list[int]:
     """Buffers that take over the memory of an operand that dies in the same kernel.
 
     In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
-    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, and those that add a
-    product begin earlier. Nothing takes over the memory of outputs (``final``), and they have their own. Extends the
-    first owner's lifetime; returns each value's owner.
+    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, nor over complex numbers,
+    whose parts it reads by themselves, and those that add a product begin earlier. Nothing takes over the memory of
+    outputs (``final``), and they have their own. Extends the first owner's lifetime; returns each value's owner.
     """
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
     last = list(stop)
     behind: set[int] = set()
+    rows, gpu = _rows_reduced(graph, kernels), kernels.by.twice
     for op in graph.ops:
         i = op.id
         if op.primitive == "optimization_barrier":
@@ -226,7 +250,8 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], fi
         elif is_fusible(op.primitive):
             what = kernels.added.get(op.results[0])
             if what is None:
-                pool = [b for b in kernels.reads[i] if b not in behind]
+                apart = behind.union(*(rows[b] for b in kernels.reads[i] if b in rows)) if rows else behind
+                pool = [b for b in kernels.reads[i] if b not in apart and not (gpu and values[b].dtype in COMPLEX)]
             else:  # over what a product is added to it is written before; a scatter is into the rest of the sum
                 pool = [home[v] for v in op.operands] if what in kernels.added else []
         else:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from jax import lax
 
+import jaxtensile
 from graphs import SOLID, Builder, graphs, train_steps
 from jaxtensile.passes.check import naive_peak
 from jaxtensile.passes.liveness import live_ranges
@@ -313,3 +314,53 @@ def test_a_stack_takes_over_nothing_that_its_loop_reads():
     g = trace_jaxpr(jax.make_jaxpr(fun)(jax.ShapeDtypeStruct((16, 64, 128), jnp.float32))).graph
     scan = next(op.id for op in g.ops if op.primitive == "scan")
     assert live_ranges(g).profile[scan] >= 2 * 16 * 64 * 128 * 4
+
+
+def turned(f):
+    """What ``f`` makes of products, read by a product alone."""
+    return lambda w, x: f(x @ w).T @ x
+
+
+def attention(q, k, v):
+    scores = jnp.einsum("bqd,bkd->bqk", q, k).astype(jnp.float32)
+    return jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores).astype(q.dtype), v).astype(jnp.float32).mean()
+
+
+def cross_entropy(w, x, labels):
+    logits = (x @ w).astype(jnp.float32)
+    own = jnp.take_along_axis(logits, labels[:, None], 1)[:, 0]
+    return (jax.nn.logsumexp(logits, -1) - own).mean()
+
+
+def table_in_parts(table, w, ids):
+    """Rows of a table, whose gradient a loop adds up."""
+    add = lambda c, i: (c + jax.grad(lambda t: jnp.sum(jnp.sin(t[i] @ w)))(table), None)  # noqa: E731
+    return lax.scan(add, jnp.zeros_like(table), ids)[0]
+
+
+def bf16(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+
+def f32(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+COMPILED = {
+    "softmax": (turned(jax.nn.softmax), f32(512, 4096), f32(8192, 512)),
+    "long rows": (turned(jax.nn.softmax), f32(128, 32768), f32(2048, 128)),
+    "functions": (turned(jnp.exp), *(jax.ShapeDtypeStruct(shape, "complex64") for shape in ((512, 4096), (8192, 512)))),
+    "attention": (jax.grad(attention, argnums=(0, 1, 2)), *[bf16(16, 2048, 64)] * 3),
+    "cross entropy": (jax.grad(cross_entropy), bf16(256, 32000), bf16(1024, 256), jax.ShapeDtypeStruct((1024,), "i4")),
+    "table": (table_in_parts, f32(32768, 512), f32(512, 512), jax.ShapeDtypeStruct((8, 4096), "i4")),
+}
+
+
+@pytest.mark.cuda_aot
+@pytest.mark.parametrize("name", COMPILED)
+def test_the_temporaries_are_those_of_xla(name):
+    fun, *args = COMPILED[name]
+    exact = jaxtensile.estimate(fun, *args, target="nvidia-h200", exact=True)
+    made = jax.jit(fun).trace(*args)
+    predicted = live_ranges(trace_jaxpr(made.jaxpr).graph).temp
+    assert predicted == pytest.approx(exact.temp, rel=0.04)
