@@ -23,6 +23,12 @@ Shapes = list[tuple[int, ...]]
 _Rule = Callable[[Shapes, Shapes, Mapping[str, Any]], Flops]
 
 
+def sums(params: Mapping[str, Any], left: tuple[int, ...]) -> bool:
+    """Whether a ``dot_general`` adds anything up; XLA makes a plain multiplication of one that does not."""
+    (contract, _), _ = params["dimension_numbers"]
+    return math.prod(left[d] for d in contract) != 1
+
+
 def _dot(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
     (contract, _), _ = params["dimension_numbers"]
     return 2.0 * math.prod(made[0]) * math.prod(read[0][d] for d in contract)

@@ -16,6 +16,11 @@ ValueId = NewType("ValueId", int)
 OpId = NewType("OpId", int)
 
 
+OUTER = "outer_product"
+"""The primitive of a ``dot_general`` that adds nothing up: XLA multiplies its operands, spread out (``HandleDot`` in
+``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``)."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
     """One array: its bytes on the device that runs the program."""

@@ -21,7 +21,7 @@ ROUNDS = 4
 
 Twice as many where the program without the user's checkpoints is tried first, and in vain.
 """
-SPARE, LIFTS = 0.01, 2
+SPARE, LIFTS = 0.01, 3
 """After a plan that fits: share of the budget that is worth a plan that uses it, and how many are compiled at most."""
 GAIN, UNSURE = 0.001, 0.01
 """Shares of the step's work that such a plan has to save: at all, and where only the model says what it will need."""
@@ -226,13 +226,13 @@ class Rounds:
         job, scale = self.job, self.scale
         budget = job.budget * scale
         work = sum(fits.variant.problem.costs.charge)
-        gain, most = GAIN * work, LIFTS
+        gain = GAIN * work
         if missed is None:
             spare = 2 * int(budget - fits.compiled.device * scale)
             missed = fits.plan.predicted.device + spare, int(fits.compiled.device * scale) + spare
-            gain, most = UNSURE * work, 1
+            gain = UNSURE * work
         count = 0
-        for _ in range(most):
+        for _ in range(LIFTS):
             predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
             if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
                 break

@@ -22,8 +22,8 @@ import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
-from jaxtensile.flops import leaf_flops
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
+from jaxtensile.flops import leaf_flops, sums
+from jaxtensile.ir import OUTER, Graph, Op, OpId, Value, ValueId
 
 _CALLS = {
     "jit": "jaxpr",
@@ -326,6 +326,8 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
         return Op(id=OpId(i), primitive="optimization_barrier", operands=operands, results=results, slots=positions)
     eqn = equation.eqn
     name = eqn.primitive.name if eqn.primitive.name != "optimization_barrier" else REFERENCE_BARRIER
+    if name == "dot_general" and not sums(eqn.params, eqn.invars[0].aval.shape):
+        name = OUTER
     bodies, trips = _bodies(eqn)
     inner = tuple(trace_jaxpr(b).graph for b in bodies)
     return Op(

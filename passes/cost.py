@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from jaxtensile.device import DeviceProfile
-from jaxtensile.ir import Graph, Op
+from jaxtensile.ir import OUTER, Graph, Op
 from jaxtensile.passes.fusion import DRAWS, ELEMENTWISE, EXPENSIVE, IN_PLACE, MOVES, REDUCTIONS, VIEWS, WORK, fuse
 from jaxtensile.plan import TO_DEVICE, TO_HOST, Costs
 from jaxtensile.units import Seconds
@@ -57,6 +57,7 @@ KNOWN = (
     | FREE
     | _SCANS
     | _SORTS
+    | {OUTER}
     | frozenset(
         """dot_general conv_general_dilated scaled_dot scaled_matmul scaled_matmul_wrapper
         dot_product_attention_fwd dot_product_attention_fwd_wrapper dot_product_attention_bwd

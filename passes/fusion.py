@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
-from jaxtensile.ir import Graph, Op, Same, Value, consumers, producers
+from jaxtensile.ir import OUTER, Graph, Op, Same, Value, consumers, producers
 from jaxtensile.passes.added import added, scattered
 from jaxtensile.passes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.sums import centred, read_by_slow_sums
@@ -76,10 +76,12 @@ HALVES = frozenset({"bfloat16", "float16"})
 SMALL = 1 << 26
 """Elements below which XLA:GPU stores what it would compute twice in larger arrays: GPT-2's softmax at 62.9 and 75.5
 million elements, H200, jax 0.10.2."""
+ROW = 1 << 14
+"""Elements of the longest row of which XLA:GPU makes sums and what follows in one kernel."""
 _MAX_LEAVES = 24
 
 
-_FUSIBLE = ELEMENTWISE | MOVES
+_FUSIBLE = ELEMENTWISE | MOVES | {OUTER}
 _FUSIBLE_OR_VIEWS = _FUSIBLE | VIEWS
 _READ_ANYWHERE = _FUSIBLE | REDUCTIONS
 """What takes its operands as they come, stored or not."""
@@ -239,14 +241,15 @@ def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: 
 def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
     """A softmax in f32 of scores in 16 bits: XLA stores the exponentials, not the scores, of small arrays.
 
-    Not where only sums and gradients read them, as of a cross entropy: 6 bytes a logit, not 10, from 2 to 412 million.
+    Of long rows only where a quotient reads them: a cross entropy takes 6 bytes a logit, not 10, from 16 million on.
     """
     result = graph.values[op.results[0]]
     count = math.prod(result.shape)
+    divided = any(graph.ops[o].primitive == "div" for o in read_by[result.id])
     return (
         result.dtype == "float32"
         and count <= SMALL
-        and any(graph.ops[o].primitive == "div" for o in read_by[result.id])
+        and (divided or result.shape[-1] <= ROW)
         and len(read_by[result.id]) > 1
         and any(graph.values[s].dtype in HALVES and math.prod(graph.values[s].shape) == count for s in sources)
     )

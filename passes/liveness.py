@@ -11,12 +11,10 @@ from functools import lru_cache
 from itertools import accumulate, chain
 
 from jaxtensile.ir import Graph, Op, Same
-from jaxtensile.passes.fusion import DECOMPOSITIONS, IN_PLACE, RECENT, REDUCTIONS, Fuser, Kernels, fuse, is_fusible
+from jaxtensile.passes.fusion import DECOMPOSITIONS, IN_PLACE, RECENT, REDUCTIONS, ROW, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.plan import TO_HOST, MemoryUse
 from jaxtensile.units import Bytes
 
-ROW = 1 << 14
-"""Elements of the longest row of which XLA:GPU makes sums and what follows in one kernel."""
 COMPLEX = frozenset({"complex64", "complex128"})
 
 
