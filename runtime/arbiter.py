@@ -177,7 +177,7 @@ class Arbiter:
             self._under = self.settings
         over = self.ledger.over()
         if over:
-            self._drain(now, over)
+            self._shrink(now, over, {}, None)  # as far as the jobs can give up bytes
         if grants and (self.queue or self.hungry):
             held_back = self._admit(now) | over if self.queue else over
             # Where steps take turns, a division was made for some largest temp: one that is smaller leaves bytes.
@@ -205,13 +205,6 @@ class Arbiter:
             lease = self.leases[k]
             if lease.wanted_by == waiter:
                 self._tell(lease, self.covered(lease), GRANT, lease.since)
-
-    def _drain(self, now: Seconds, over: set[str]) -> None:
-        """Bring what is charged down to what there is, as far as the jobs can give up bytes."""
-        if not self._shrink(now, over, {}, None):
-            for lease in [self.leases[k] for k in sorted(self.above)]:
-                if lease.touched & over and self._has_held(lease, now, None):
-                    self._revoke(lease, lease.low, now)
 
     def _admit(self, now: Seconds) -> set[str]:
         """Admit waiters; the resources of which nothing may be given to others, as waiters are to get it."""
@@ -252,9 +245,14 @@ class Arbiter:
         resources: Collection[str],
         extra: Mapping[str, Charge],
         waiter: int | None,
-    ) -> bool:
-        """Ask jobs to shrink so that ``extra`` fits on ``resources``; False if that is impossible as yet. A waiter has
-        nothing, and runs no step meanwhile: for it a minimum hold does not count."""
+        divisions: int = 2,
+    ) -> None:
+        """Ask jobs to shrink so that ``extra`` fits on ``resources``. A waiter has nothing, and runs no step meanwhile:
+        for it a minimum hold does not count.
+
+        The ways of some may need the same bytes. For those that find none left it is divided once more, beside those
+        that were told; after ``divisions``, and where too few have a way, all go down as far as they can: whoever has
+        gone opens the ways of others."""
         asked = [self.leases[k] for k in sorted(self.above | self.revoking)]
         touching = [a for a in asked if not a.touched.isdisjoint(resources)]
         promised = {a.id: self._promised(a) for a in touching}
@@ -268,23 +266,21 @@ class Arbiter:
                     coming[name][k] = charge
         accounts = self.ledger.accounts
         if all(accounts[name].used_instead(instead) <= accounts[name].limit for name, instead in coming.items()):
-            return True  # when those have shrunk that were told to
+            return  # when those have shrunk that were told to
         able = [a for a in touching if a.id in self.above and (waiter is not None or self._has_held(a, now, None))]
         ids = {a.id for a in able}
         rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
-        if any(room.free < room.temp for room in rooms.values()):
-            return False
         claims = [_claim(a, (*self._lower(a), self._way(a).stay)) for a in able]
-        shares = divide(claims, rooms, self.settings.policy)
+        shares = divide(claims, rooms, self.settings.policy) if divisions and _least_fit((), rooms) else None
         if shares is None:
-            if not _least_fit(claims, rooms):
-                return False
+            if waiter is not None and not self.revoking.isdisjoint(promised) and not _least_fit(claims, rooms):
+                return  # those that were told to shrink may open ways first
             shares = {c.id: 0 for c in claims}
-        for lease, claim in zip(able, claims, strict=True):
-            rung = claim.options[shares[claim.id]].rung
-            if rung < lease.rung:
-                self._revoke(lease, rung, now, waiter)
-        return True
+        rungs = [c.options[shares[c.id]].rung for c in claims]
+        downward = [(a, rung) for a, rung in zip(able, rungs, strict=True) if rung < a.rung]
+        blocked = [a for a, rung in downward if not self._revoke(a, rung, now, waiter)]
+        if blocked and divisions:
+            self._shrink(now, resources, extra, waiter, divisions - 1)
 
     def _rooms(
         self,
@@ -321,16 +317,18 @@ class Arbiter:
             rooms[name] = Room(free if name in exceeded else max(free, now), account.gated, temp)
         return rooms
 
-    def _revoke(self, lease: Lease, rung: int, now: Seconds, waiter: int | None = None) -> None:
-        """Ask a job to go down. Until it says that it has, it is charged what covers both rungs."""
+    def _revoke(self, lease: Lease, rung: int, now: Seconds, waiter: int | None = None) -> bool:
+        """Ask a job to go down, if there is a way. Until it says that it has, it is charged what covers both rungs."""
         charges = lease.needs[rung]
         if self.rules.charge_until_ack:
             charges = self.ledger.wider(lease.resources, self.charged(lease), charges)
         more = self.rules.charge_until_ack and charges != self.charged(lease)
-        if self.ledger.fits(lease.id, lease.resources, charges) and (self.grants or not more):
-            self.ledger.charge(lease.id, lease.resources, charges)
-            lease.wanted_by = waiter
-            self._tell(lease, rung, REVOKE, now)
+        if not self.ledger.fits(lease.id, lease.resources, charges) or (more and not self.grants):
+            return False
+        self.ledger.charge(lease.id, lease.resources, charges)
+        lease.wanted_by = waiter
+        self._tell(lease, rung, REVOKE, now)
+        return True
 
     # The surplus.
 

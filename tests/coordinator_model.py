@@ -1243,12 +1243,14 @@ class World:
         if d.arbiter.queue:
             first = d.arbiter.queue[0]
             accounts = d.arbiter.ledger.accounts
-            others = [a for a in d.arbiter.leases.values() if a.rung >= 0]
-            floors = [(a, self._guaranteed(a)) for a in others]
-            if (
-                all(self._way(a, others) for a in others)
-                and not any(c.free < 0 for c in accounts.values())
-                and _fit(d, [*floors, (first, first.needs[first.low])])
+            others = [(a, self._charged(a)) for a in d.arbiter.leases.values() if a.rung >= 0]
+            floor = (first, first.needs[first.low])
+            if any(c.free < 0 for c in accounts.values()):
+                return
+            if _fit(d, [*self._down(others), floor], first):
+                raise Violation("the first waiter fits when all have gone down and was not admitted")
+            if all(self._way(a, others) for a, _ in others) and _fit(
+                d, [*((a, self._guaranteed(a)) for a, _ in others), floor]
             ):
                 raise Violation("the first waiter fits beside all floors and was not admitted")
 
@@ -1388,9 +1390,17 @@ class World:
             rows.append((max(p, y.persistent), max(t, y.temp)) if gated else (max(p + t, y.persistent + y.temp), 0))
         return tuple(rows)
 
-    def _way(self, a, others):
-        """May it go down to its floor, charged what covers both ends?"""
-        return _fit(self.daemon, [(b, self._both(b) if b is a else self._charged(b)) for b in others])
+    def _way(self, a, rows):
+        """May it go down to its floor beside these charges, charged what covers both ends?"""
+        return _fit(self.daemon, [(b, self._both(b) if b is a else kept) for b, kept in rows])
+
+    def _down(self, rows):
+        """What is charged when all have gone down that can, one after another: each may open ways of others."""
+        for _ in rows:
+            for k, (a, _) in enumerate(rows):
+                if _gives(a) and self._way(a, rows):
+                    rows = [*rows[:k], (a, a.needs[a.low]), *rows[k + 1 :]]
+        return rows
 
     def _guaranteed(self, a):
         """What a job may count on: its floor while it speaks, what it keeps for good, else both."""
@@ -1402,23 +1412,23 @@ class World:
         """The first waiter gets in as soon as it fits, and room is made for it as soon as it may be."""
         others = [a for a in d.arbiter.leases.values() if a.rung >= 0]
         charged = self._charged
-
-        def gives(a):
-            return not a.stuck and a.state in (State.HELD, State.REVOKING)
-
         floor = (first, first.needs[first.low])
         floors = [(a, self._guaranteed(a)) for a in others]
         if not _fit(d, [*floors, floor], first):
             return
         if _fit(d, [*((a, charged(a)) for a in others), floor], first):
             raise Violation("the first waiter fits and was not admitted")
-        promised = [(a, a.needs[a.rung] if a.state is State.REVOKING else charged(a)) for a in others]
-
-        least = [(a, a.needs[a.low] if gives(a) and self._way(a, others) else kept) for a, kept in promised]
+        now = [(a, charged(a)) for a in others]
+        promised = [(a, a.needs[a.rung] if a.state is State.REVOKING else kept) for a, kept in now]
         if d.wake is None:
             raise Violation("a waiter, and nothing to wake up for")
-        if _fit(d, [*least, floor], first) and not _fit(d, [*promised, floor], first):
+        if _fit(d, [*promised, floor], first):
+            return
+        least = [(a, a.needs[a.low] if _gives(a) and self._way(a, now) else kept) for a, kept in promised]
+        if _fit(d, [*least, floor], first):
             raise Violation("room could be made for the first waiter, and nobody was asked")
+        if not any(a.state is State.REVOKING for a in others) and _fit(d, [*self._down(now), floor], first):
+            raise Violation("one could open the way of another for the first waiter, and nobody was asked")
 
     def _check_idle(self, d):
         """No bytes are free that somebody would be faster with."""
@@ -1448,6 +1458,11 @@ class World:
                         break
                 else:
                     raise Violation(f"lease {lease.id} could be on rung {rung}, and is on {lease.rung}")
+
+
+def _gives(a):
+    """Can it be asked for bytes?"""
+    return not a.stuck and a.state in (State.HELD, State.REVOKING)
 
 
 def _fit(d, rows, only=None):

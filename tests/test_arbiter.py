@@ -86,6 +86,31 @@ def test_a_minimum_hold_keeps_no_job_from_being_admitted():
     assert talk.said(Grant, to=2)
 
 
+def beside_host(capacity, *ladders):
+    """Jobs that have come to the highest rungs that there is room for, of bytes on the device and two on the host."""
+    talk = Talk(capacity=capacity, host=2)
+    for k, rungs in enumerate(ladders, 1):
+        ladder = tuple(Rung(persistent=p, host=h, seconds=1 + 1 / p) for p, h in rungs)
+        talk.ack(k, talk.admit(k, ladder=ladder))
+    return talk
+
+
+def test_who_finds_its_way_taken_by_another_one_is_asked_to_take_another_way():
+    """On the host is one byte for the ways of two; when all have gone there is one for each."""
+    talk = beside_host(18, [(2, 1), (6, 0)], [(1, 0), (2, 1), (6, 0)], [(2, 0), (6, 1)])
+    assert talk.charged() == 18 and isinstance(talk.admit(4, ladder=(Rung(persistent=10, seconds=1.0),)), Queued)
+    assert {(told.lease, told.rung) for told in talk.said(Revoke)} == {(1, 0), (2, 0), (3, 0)}
+
+
+def test_who_goes_down_opens_the_way_of_another_one_for_a_waiter():
+    """The host bytes that the first needs to shrink are those of the second."""
+    talk = beside_host(12, [(2, 2), (6, 0)], [(2, 0), (6, 2)])
+    assert talk.charged() == 12 and isinstance(talk.admit(3, ladder=(Rung(persistent=8, seconds=1.0),)), Queued)
+    for k in (2, 1):
+        talk.ack(k, talk.said(Revoke)[0])
+    assert talk.said(Grant, to=3)
+
+
 @pytest.mark.parametrize(("gain", "moved"), [(0.05, True), (0.4, False)])
 def test_surplus_moves_only_for_a_gain_that_is_worth_it(gain, moved):
     """The second job would gain far more than the first, which has the bytes, would lose."""
