@@ -17,6 +17,8 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
 from math import inf
+from types import MappingProxyType
+from typing import Final
 
 from msgspec import Struct
 
@@ -39,6 +41,9 @@ from jaxtensile.runtime.leases import (
 from jaxtensile.runtime.ledger import Capacity, Ledger
 from jaxtensile.runtime.policy import Claim, Option, Room, ahead, divide
 from jaxtensile.units import Seconds, format_bytes
+
+WAYS: Final = 4
+"""Jobs at most that have no way down for which room is made in one decision: each takes a division."""
 
 
 class _Ways(Struct, eq=False):
@@ -198,13 +203,13 @@ class Arbiter:
         self.told[lease.id] = lease
         self.changed(lease)
 
-    def _call_off(self, waiter: int) -> None:
-        """A waiter is gone: whoever was asked to shrink for it need not. It may just have done so, and said so: that
-        is stale by then, and it grows again."""
-        for k in [*self.revoking]:
-            lease = self.leases[k]
-            if lease.wanted_by == waiter:
-                self._tell(lease, self.covered(lease), GRANT, lease.since)
+    def _call_off(self, waiter: int) -> bool:
+        """A waiter is gone: whoever was asked to shrink for it need not; whether there was any. It may just have done
+        so, and said so: that is stale by then, and it grows again."""
+        asked = [lease for k in self.revoking if (lease := self.leases[k]).wanted_by == waiter]
+        for lease in asked:
+            self._tell(lease, self.covered(lease), GRANT, lease.since)
+        return bool(asked)
 
     def _admit(self, now: Seconds) -> set[str]:
         """Admit waiters; the resources of which nothing may be given to others, as waiters are to get it."""
@@ -220,8 +225,8 @@ class Arbiter:
                 self.queue.remove(lease)
                 self.ledger.put(lease.id, lease.resources, floor)
                 self._tell(lease, lease.low, GRANT, now)
-                if self.revoking:
-                    self._call_off(lease.id)
+                if self.revoking and self._call_off(lease.id):
+                    return self._admit(now)  # those before it may have counted on that
                 continue
             behind |= lease.touched
             if beside_floors:
@@ -245,20 +250,21 @@ class Arbiter:
         resources: Collection[str],
         extra: Mapping[str, Charge],
         waiter: int | None,
-        divisions: int = 2,
-    ) -> None:
-        """Ask jobs to shrink so that ``extra`` fits on ``resources``. A waiter has nothing, and runs no step meanwhile:
-        for it a minimum hold does not count.
+        going: Mapping[int, tuple[Charge, ...]] = MappingProxyType({}),
+        tries: int = 2,
+    ) -> bool:
+        """Ask jobs to shrink so that ``extra`` fits on ``resources``, or what those need on their way that are
+        ``going``; whether anybody is asked. A waiter has nothing, and runs no step meanwhile: for it a minimum hold
+        does not count.
 
-        The ways of some may need the same bytes. For those that find none left it is divided once more, beside those
-        that were told; after ``divisions``, and where too few have a way, all go down as far as they can: whoever has
-        gone opens the ways of others."""
+        The ways of some may need the same bytes. For those that find none left it is divided again, beside those that
+        were told. Where too few have a way, it is divided as if all had one, and first there is made room for that."""
         asked = [self.leases[k] for k in sorted(self.above | self.revoking)]
         touching = [a for a in asked if not a.touched.isdisjoint(resources)]
-        promised = {a.id: self._promised(a) for a in touching}
+        promised = {a.id: going.get(a.id) or self._promised(a) for a in touching}
         coming: dict[str, dict[int, Charge]] = {name: {} for name in resources}
         for k, names, charges in [
-            *((a.id, a.resources, promised[a.id]) for a in touching if a.state is REVOKING),
+            *((a.id, a.resources, promised[a.id]) for a in touching if a.state is REVOKING or a.id in going),
             *([] if waiter is None else [(waiter, extra, extra.values())]),
         ]:
             for name, charge in zip(names, charges, strict=True):
@@ -266,21 +272,36 @@ class Arbiter:
                     coming[name][k] = charge
         accounts = self.ledger.accounts
         if all(accounts[name].used_instead(instead) <= accounts[name].limit for name, instead in coming.items()):
-            return  # when those have shrunk that were told to
-        able = [a for a in touching if a.id in self.above and (waiter is not None or self._has_held(a, now, None))]
+            return True  # when those have shrunk that were told to
+        waits = waiter is not None
+        able = [
+            a for a in touching if a.id in self.above and a.id not in going and (waits or self._has_held(a, now, None))
+        ]
         ids = {a.id for a in able}
         rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
         claims = [_claim(a, (*self._lower(a), self._way(a).stay)) for a in able]
-        shares = divide(claims, rooms, self.settings.policy) if divisions and _least_fit((), rooms) else None
+        divides = tries > 0 and _least_fit((), rooms)
+        shares = divide(claims, rooms, self.settings.policy) if divides else None
+        closed = divides and waits and shares is None and not _least_fit(claims, rooms)
+        if closed:
+            rooms = self._rooms(able, going, extra, accounts, self.floors)
+            claims = [_claim(a, (*self._lower(a, closed), self._way(a).stay)) for a in able]
+            shares = divide(claims, rooms, self.settings.policy)
         if shares is None:
-            if waiter is not None and not self.revoking.isdisjoint(promised) and not _least_fit(claims, rooms):
-                return  # those that were told to shrink may open ways first
+            if waits and not _least_fit(claims, rooms):
+                return False
             shares = {c.id: 0 for c in claims}
-        rungs = [c.options[shares[c.id]].rung for c in claims]
-        downward = [(a, rung) for a, rung in zip(able, rungs, strict=True) if rung < a.rung]
-        blocked = [a for a, rung in downward if not self._revoke(a, rung, now, waiter)]
-        if blocked and divisions:
-            self._shrink(now, resources, extra, waiter, divisions - 1)
+        options = [c.options[shares[c.id]] for c in claims]
+        downward = [(a, o) for a, o in zip(able, options, strict=True) if o.rung < a.rung]
+        blocked = [(a, o) for a, o in downward if not self._revoke(a, o.rung, now, waiter)]
+        told = len(blocked) < len(downward)
+        if blocked and tries and not closed:
+            return self._shrink(now, resources, extra, waiter, going, tries - 1) or told
+        for lease, option in blocked[: WAYS if tries else 0]:
+            both = self.ledger.wider(lease.resources, self.charged(lease), option.needs)
+            if self._shrink(now, lease.touched, {}, waiter, {**going, lease.id: both}, tries - 1):
+                return True
+        return told
 
     def _rooms(
         self,
@@ -288,9 +309,11 @@ class Arbiter:
         instead: Mapping[int, Sequence[Charge]],
         extra: Mapping[str, Charge],
         exceeded: Collection[str] = (),
+        ledger: Ledger | None = None,
     ) -> dict[str, Room]:
-        """What is left of each resource for some leases, when the others keep what they are charged, or have what
-        counts ``instead``. Where more is charged than there is and that is not the question, it may stay so."""
+        """What is left of each resource for some leases, when the others keep what they are charged, in
+        ``ledger`` if that is another one, or have what counts ``instead``. Where more is charged than there is and
+        that is not the question, it may stay so."""
         ids = {a.id for a in deciding}
         promised: dict[str, list[Charge]] = {}
         for k, charges in instead.items():
@@ -298,7 +321,7 @@ class Arbiter:
                 promised.setdefault(name, []).append(charge)
         rooms: dict[str, Room] = {}
         for name in {r for a in deciding for r in a.resources} | extra.keys():
-            account = self.ledger.accounts[name]
+            account = (ledger or self.ledger).accounts[name]
             others, mine = [extra.get(name, NOTHING), *promised.get(name, ())], list[Charge]()
             for k, charge in account.charges.items():
                 if k in ids:
@@ -471,9 +494,10 @@ class Arbiter:
             )
         return known
 
-    def _lower(self, lease: Lease) -> tuple[Option, ...]:
+    def _lower(self, lease: Lease, closed: bool = False) -> tuple[Option, ...]:
         """The rungs below to which there is a way: what covers both ends of it fits. A lower rung may need more host
-        memory, or more of what is counted once where steps take turns."""
+        memory, or more of what is counted once where steps take turns. ``closed``: those as well to which there is
+        none as yet."""
         way = self._way(lease)
         if way.lower is None:
             now, rungs = self.charged(lease), range(lease.low, lease.rung)
@@ -483,7 +507,7 @@ class Arbiter:
                 for r, wider in zip(rungs, both, strict=True)
             )
         fits = self.ledger.fits
-        return tuple([o for o, wider in way.lower if wider is None or fits(lease.id, lease.resources, wider)])
+        return tuple([o for o, wider in way.lower if closed or wider is None or fits(lease.id, lease.resources, wider)])
 
 
 def _least_fit(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> bool:

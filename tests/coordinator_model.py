@@ -337,6 +337,8 @@ class World:
         self.told = False
         """Something since the last check."""
         self.token = (0, 0)
+        self.ladders = {}
+        """Of leases, as a daemon that was killed knew them."""
         self.risen = {}
         self.crash = 0.004
         self.counted = Counter()
@@ -436,9 +438,9 @@ class World:
         if not program.stopped and handles and all(h.job.doing == "compile" and h.job.client is h for h in handles):
             raise Violation(f"{program.process} is ended because it compiles")
 
-    def _renumbered(self, lease):
+    def _renumbered(self, lease, renewed=1):
         """Rungs are those of another ladder: what it has now it has had since the last time it rose."""
-        self.counted["ladders renewed"] += 1
+        self.counted["ladders renewed"] += renewed
         self.risen[lease] = (1 << 30, self.risen.get(lease, (-1, 0.0))[1])
 
     def _daemon_starts(self):
@@ -448,6 +450,9 @@ class World:
             decode(b"".join(self.journal) + self.rnd.choice((b"", b'0f3a91c2 {"wha'))) if self.text else self.journal
         )
         known = replay(records, "boot")
+        for k, lease in known.leases.items():
+            if self.ladders.get(k, lease.ladder) != lease.ladder:  # that it had another one since is not on record
+                self._renumbered(k, 0)
         self.daemon = Coordinator(self.capacities, self.settings, self.rules)
         self.watched.clear()
         self.counts = dict.fromkeys(self.physical, 1 << 60)  # a shrink may not have been written down
@@ -457,6 +462,7 @@ class World:
     def _daemon_dies(self):
         if self.daemon is None:
             return False
+        self.ladders = {k: lease.ladder for k, lease in self.daemon.arbiter.leases.items()}
         self.daemon = None
         self.counted["daemon kills"] += 1
         for line in self.lines.values():
@@ -1245,12 +1251,10 @@ class World:
             accounts = d.arbiter.ledger.accounts
             others = [(a, self._charged(a)) for a in d.arbiter.leases.values() if a.rung >= 0]
             floor = (first, first.needs[first.low])
-            if any(c.free < 0 for c in accounts.values()):
-                return
-            if _fit(d, [*self._down(others), floor], first):
-                raise Violation("the first waiter fits when all have gone down and was not admitted")
-            if all(self._way(a, others) for a, _ in others) and _fit(
-                d, [*((a, self._guaranteed(a)) for a, _ in others), floor]
+            if (
+                not any(c.free < 0 for c in accounts.values())
+                and _fit(d, [*((a, self._guaranteed(a)) for a, _ in others), floor])
+                and (all(self._way(a, others) for a, _ in others) or _fit(d, [*self._down(others), floor]))
             ):
                 raise Violation("the first waiter fits beside all floors and was not admitted")
 

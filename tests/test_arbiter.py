@@ -86,28 +86,54 @@ def test_a_minimum_hold_keeps_no_job_from_being_admitted():
     assert talk.said(Grant, to=2)
 
 
-def beside_host(capacity, *ladders):
-    """Jobs that have come to the highest rungs that there is room for, of bytes on the device and two on the host."""
-    talk = Talk(capacity=capacity, host=2)
+def beside_host(capacity, *ladders, last=GPU):
+    """Jobs that have come to the highest rungs that there is room for, of bytes on a device and two on the host."""
+    talk = Talk(host=2)
+    talk.do(
+        CapacityChanged({GPU: Capacity(capacity=capacity), "cuda:1": Capacity(capacity=6), HOST: Capacity(capacity=2)})
+    )
     for k, rungs in enumerate(ladders, 1):
         ladder = tuple(Rung(persistent=p, host=h, seconds=1 + 1 / p) for p, h in rungs)
-        talk.ack(k, talk.admit(k, ladder=ladder))
+        talk.meet(k)
+        device = GPU if k < len(ladders) else last
+        talk.ack(k, talk.hear(k, Admit(job="a", devices=(device,), ladder=ladder))[-1])
+        assert talk.lease(k).rung == len(ladder) - 1
     return talk
 
 
 def test_who_finds_its_way_taken_by_another_one_is_asked_to_take_another_way():
     """On the host is one byte for the ways of two; when all have gone there is one for each."""
     talk = beside_host(18, [(2, 1), (6, 0)], [(1, 0), (2, 1), (6, 0)], [(2, 0), (6, 1)])
-    assert talk.charged() == 18 and isinstance(talk.admit(4, ladder=(Rung(persistent=10, seconds=1.0),)), Queued)
+    assert isinstance(talk.admit(4, ladder=(Rung(persistent=10, seconds=1.0),)), Queued)
     assert {(told.lease, told.rung) for told in talk.said(Revoke)} == {(1, 0), (2, 0), (3, 0)}
 
 
-def test_who_goes_down_opens_the_way_of_another_one_for_a_waiter():
-    """The host bytes that the first needs to shrink are those of the second."""
-    talk = beside_host(12, [(2, 2), (6, 0)], [(2, 0), (6, 2)])
-    assert talk.charged() == 12 and isinstance(talk.admit(3, ladder=(Rung(persistent=8, seconds=1.0),)), Queued)
+@pytest.mark.parametrize("device", [GPU, "cuda:1"])
+def test_who_goes_down_opens_the_way_of_another_one_for_a_waiter(device):
+    """The host bytes that the first needs to shrink are those of the second, which has the same device or not."""
+    talk = beside_host(12, [(2, 2), (6, 0)], [(2, 0), (6, 2)], last=device)
+    assert isinstance(talk.admit(3, ladder=(Rung(persistent=8, seconds=1.0),)), Queued)
     for k in (2, 1):
         talk.ack(k, talk.said(Revoke)[0])
+    assert talk.said(Grant, to=3)
+
+
+def test_who_shrinks_for_two_waiters_does_so_when_one_of_them_is_admitted_without():
+    """Each waits for another device of the first job."""
+    talk = Talk()
+    talk.do(CapacityChanged({**talk.capacities, "cuda:1": Capacity(capacity=13)}))
+    asked = [(GPU, "cuda:1"), (2, 4, 8)], [("cuda:1",), (5,)], [(GPU,), (6,)], [("cuda:1",), (5,)]
+    for k, (devices, sizes) in enumerate(asked, 1):
+        talk.meet(k)
+        ladder = tuple(Rung(persistent=n, seconds=1 / n) for n in sizes)
+        talk.hear(k, Admit(job="a", devices=devices, ladder=ladder))
+        assert talk.lease(k).state is (State.QUEUED if k > 2 else State.HELD)
+        if k == 1:
+            talk.ack(k, talk.said(Grant)[-1])
+    assert [talk.lease(1).rung, talk.said(Revoke)[0].rung] == [0, 0]
+    talk.do(ProcessDied(Process(2, 1)))
+    assert talk.said(Grant, to=4)
+    talk.ack(1, talk.said(Revoke, to=1)[0])
     assert talk.said(Grant, to=3)
 
 
