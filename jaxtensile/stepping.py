@@ -97,7 +97,7 @@ class Stepping(Owned):
                 # Jobs that begin together would wait for what is compiled now with their first steps.
                 self._build()
                 self._rest = time.monotonic() + took
-                self._ran.set()
+                uninterrupted(self._ran.set)
             self._calling = None
         return out
 
@@ -160,7 +160,7 @@ class Stepping(Owned):
         try:
             return compiles()
         finally:
-            over.set()
+            uninterrupted(over.set)
             giver.join()
             if self._place.holder is not mark:
                 self._place.take(mark)
@@ -299,7 +299,7 @@ class Stepping(Owned):
         self.require_mine()
         builder = self._builder
         if builder is not None:
-            self._hurry.set()
+            uninterrupted(self._hurry.set)
             builder.join(timeout)
             if builder.is_alive():
                 return False
@@ -313,8 +313,8 @@ class Stepping(Owned):
         if all(ladder.complete for ladder in self._on.ladders):
             return
         enter = _compat.configuration()
-        self._hurry.clear()
-        self._ran.clear()
+        uninterrupted(self._hurry.clear)
+        uninterrupted(self._ran.clear)
 
         def build() -> None:
             try:

@@ -1,7 +1,9 @@
 """Steps of jobs take turns, in threads and in other shapes, and errors give the turn back."""
 
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -220,3 +222,26 @@ def test_a_job_that_compiles_goes_where_it_is_told_to_be(ladder, monkeypatch):
         assert seen
         training.run(2)
     same(training.losses)
+
+
+def test_the_main_thread_takes_no_lock_of_an_event():
+    """Ctrl-C at the end of ``Condition.__enter__`` leaves it taken, and who sets the event next waits for ever."""
+    package, taken = str(Path(jaxtensile.__file__).parent), []
+
+    def trace(frame, event, _):
+        if frame.f_code is threading.Condition.__enter__.__code__:
+            while frame.f_code.co_filename == threading.__file__:
+                frame = frame.f_back
+            if frame.f_code.co_filename.startswith(package):
+                taken.append((frame.f_code.co_qualname, frame.f_lineno))
+
+    with jaxtensile.job("events", config=programs.config(ROOM)) as job:
+        step = jaxtensile.jit(lambda x: x + 1, job=job)
+        sys.settrace(trace)
+        try:
+            state = job.resume(job.suspend(step(jnp.ones(8))))
+            job.wait()
+            step(state)
+        finally:
+            sys.settrace(None)
+    assert not taken
