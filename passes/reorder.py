@@ -20,6 +20,7 @@ from itertools import accumulate, count
 from jaxtensile.ir import Graph
 from jaxtensile.passes.fusion import H200, REDUCTIONS, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.passes.liveness import Liveness, live_ranges
+from jaxtensile.passes.schedule import BARRIER
 from jaxtensile.units import Bytes
 
 BROADCAST, COPY, CONVOLUTION = "broadcast_in_dim", "written copy", "conv_general_dilated"
@@ -97,11 +98,30 @@ class _Nodes:
             read = dict.fromkeys(b for o in all_of_it for b in kernels.reads[o] if maker[b] >= 0)
             self.makes[i] = tuple(sorted(own))
             self.reads[i] = tuple(b for b in read if b not in own)
-        self.operands: list[tuple[int, ...]] = [tuple(dict.fromkeys(maker[b] for b in r)) for r in self.reads]
+        behind = self._behind()
+        self.operands: list[tuple[int, ...]] = [
+            tuple(dict.fromkeys((*(maker[b] for b in r), *behind.get(i, ())))) for i, r in enumerate(self.reads)
+        ]
         self.readers: list[list[int]] = [[] for _ in range(n)]
         for i in self.roots:
             for o in self.operands[i]:
                 self.readers[o].append(i)
+
+    def _behind(self) -> dict[int, list[int]]:
+        """The barriers that each kernel reads something behind: what a barrier hands on stays where it is."""
+        of: dict[int, list[int]] = {}
+        found: dict[int, list[int]] = {}
+        into = {o: i for i, joined in self.parts.items() for o in joined}
+        for op in self.graph.ops:
+            if not (barriers := [b for v in op.operands for b in of.get(v, ())]) and op.primitive != BARRIER:
+                continue
+            if op.primitive == BARRIER:
+                of.update((r, [op.id]) for r in op.results)
+            elif not self.kernels.is_root[op.id]:
+                of.update((r, list(dict.fromkeys(barriers))) for r in op.results)
+            if self.kernels.is_root[op.id]:
+                found.setdefault(into.get(op.id, op.id), []).extend(barriers)
+        return found
 
     def _made_together(self) -> set[int]:
         """Join numbers in an array to the first kernel that reads them, if that is elementwise, or their copies to

@@ -26,6 +26,19 @@ def test_every_order_has_every_op_after_what_it_reads(graph):
             there.update(graph.ops[i].results)
 
 
+def test_what_is_behind_a_barrier_waits_for_it():
+    b = Builder()
+    early = b.op("dot_general", b.input(8))
+    late = b.op("dot_general", early, shape=(800,))
+    held, beside = b.op("optimization_barrier", early, late, results=[(8,), (800,)])
+    again = b.op("dot_general", b.op("tanh", held), shape=(2,))
+    graph = b.graph(again, b.op("dot_general", beside, again, shape=(8,)))
+    nodes = _Nodes(graph, fuse(graph))
+    for schedule in SCHEDULES:
+        order = schedule(nodes)
+        assert order.index(2) < order.index(4)
+
+
 @QUICK
 @given(graphs())
 def test_the_best_of_the_three_is_said_results_included(graph):
