@@ -5,14 +5,17 @@ Invariant: what is said here is a rule of a platform or of a compute capability,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import is_
 from typing import Final
 
 from jaxtensile.device import DeviceProfile, profile
 from jaxtensile.gpu_description import FACTS
-from jaxtensile.ir import Graph
+from jaxtensile.ir import Graph, Op, ValueId
 from jaxtensile.passes.expanded import expanded
-from jaxtensile.passes.fusion import CPU, H200, Fuser
+from jaxtensile.passes.fusion import CPU, H200, Fuser, fuse
+from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.lowered import Lowered, lowered
 from jaxtensile.passes.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide, widened
 from jaxtensile.units import Bytes
@@ -71,12 +74,35 @@ class Compiler:
         """How far it may be above."""
         return MARGINS[self.kind][1]
 
+    @property
+    def spreads(self) -> bool:
+        """Whether it writes products by groups as one product."""
+        return self.kind != "tpu"
+
     def lowered(self, graph: Graph) -> Lowered:
         """The graph as this compiler fuses it."""
-        found = expanded(graph, self.processors)
+        found = expanded(graph, self.processors, groups=self.spreads)
         if self.wide is not None:
             found = _then(found, widened(found.graph, self.wide))
         return found if self.fuser == CPU else _then(found, lowered(found.graph))
+
+    def with_workspaces(self, graph: Graph) -> Graph:
+        """The graph whose products by groups say what each needs by itself; the same one where there are none."""
+        ops = tuple(map(partial(self._with_workspace, graph), graph.ops))
+        return graph if all(map(is_, ops, graph.ops)) else replace(graph, ops=ops)
+
+    def _with_workspace(self, graph: Graph, op: Op) -> Op:
+        bodies = tuple(map(self.with_workspaces, op.bodies))
+        if not all(map(is_, bodies, op.bodies)):
+            return replace(op, bodies=bodies)
+        if not op.groups or not self.spreads:
+            return op
+        ids = {v: ValueId(n) for n, v in enumerate(dict.fromkeys((*op.operands, *op.results)))}
+        operands, results = (tuple(ids[v] for v in of) for of in (op.operands, op.results))
+        values = tuple(replace(graph.values[v], id=n) for v, n in ids.items())
+        inputs = tuple(dict.fromkeys(operands))
+        alone = self.lowered(Graph(values=values, ops=(op.on(0, operands, results),), inputs=inputs, outputs=results))
+        return replace(op, workspace=live_ranges(alone.graph, fuse(alone.graph, by=self.fuser)).temp)
 
 
 def _then(first: Lowered, second: Lowered) -> Lowered:

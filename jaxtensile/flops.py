@@ -19,6 +19,7 @@ def leaf_flops(eqn: Any) -> Flops:
     return rule([v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars], eqn.params) if rule else 0.0
 
 
+BY_GROUPS: Final = ("ragged_dot", "ragged_dot_general")
 Shapes = list[tuple[int, ...]]
 _Rule = Callable[[Shapes, Shapes, Mapping[str, Any]], Flops]
 
@@ -39,8 +40,17 @@ def _ragged(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
     numbers = params["ragged_dot_dimension_numbers"]
     (contract, _), _ = numbers.dot_dimension_numbers
     flops = 2.0 * math.prod(made[0]) * math.prod(read[0][d] for d in contract)
-    summed = set(numbers.lhs_ragged_dimensions) & set(contract)  # then the result has a matrix for every group
-    return flops if summed else flops * read[2][-1]
+    # Where both are spread, the result has a matrix for every group.
+    return flops * read[2][-1] if spread(params, read)[1:] == (1,) else flops
+
+
+def spread(params: Mapping[str, Any], read: Shapes) -> tuple[int, ...]:
+    """How often GPUs and CPUs write each operand of a product by groups: once for each group, zero where rows are
+    others'. None where groups are of batches: that is a product like any other."""
+    numbers = params["ragged_dot_dimension_numbers"]
+    (contract, _), (batch, _) = numbers.dot_dimension_numbers
+    (rows,), count = numbers.lhs_ragged_dimensions, read[2][-1]
+    return () if rows in batch else (count, count if rows in contract else 1)
 
 
 def _convolution(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
@@ -103,8 +113,7 @@ def _sparse(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
 _RULES: Final[dict[str, _Rule]] = {
     "dot_general": _dot,
     "conv_general_dilated": _convolution,
-    "ragged_dot": _ragged,
-    "ragged_dot_general": _ragged,
+    **dict.fromkeys(BY_GROUPS, _ragged),
     **dict.fromkeys(("scaled_dot", "scaled_matmul", "scaled_matmul_wrapper"), _scaled),
     **dict.fromkeys(("dot_product_attention_fwd", "dot_product_attention_fwd_wrapper"), _attention(2)),
     **dict.fromkeys(("dot_product_attention_bwd", "dot_product_attention_bwd_wrapper"), _attention(5)),
@@ -132,4 +141,4 @@ _RULES: Final[dict[str, _Rule]] = {
     ),
 }
 
-__all__ = ["leaf_flops"]
+__all__ = ["BY_GROUPS", "leaf_flops", "spread"]

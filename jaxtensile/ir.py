@@ -49,6 +49,8 @@ class Op:
     ``turned``: for convolutions, the gradient of a dilated one's filter: XLA swaps batch and features of both operands;
     ``across``: for products and convolutions, in which order of its axes a library that takes arrays by rows needs
     each operand, none where that is its own;
+    ``groups``: for products by groups, how many copies of each operand a compiler writes that multiplies all as one;
+    ``workspace``: bytes that the op needs beside its operands and results while it runs, as far as they are known;
     ``rereads``: for windowed reductions and their gradients, how often an element of the operand is read.
     """
 
@@ -66,6 +68,8 @@ class Op:
     padded: Bytes = 0
     turned: bool = False
     across: tuple[tuple[int, ...], ...] = ()
+    groups: tuple[int, ...] = ()
+    workspace: Bytes = 0
     rereads: float = 1.0
 
     def on(self, id: int, operands: Sequence[int], results: Sequence[int]) -> Op:
@@ -85,6 +89,8 @@ class Op:
             padded=self.padded,
             turned=self.turned,
             across=self.across,
+            groups=self.groups,
+            workspace=self.workspace,
             rereads=self.rereads,
         )
 

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
-from jaxtensile.flops import leaf_flops, sums
+from jaxtensile.flops import BY_GROUPS, leaf_flops, spread, sums
 from jaxtensile.ir import OUTER, Graph, Op, OpId, Value, ValueId
 
 _CALLS = {
@@ -348,6 +348,7 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
         padded=_padded(eqn) if name != "pad" else _padded_with_zeros(equation, zeros),
         turned=_is_turned(eqn),
         across=_across(eqn),
+        groups=spread(eqn.params, [v.aval.shape for v in eqn.invars]) if name in BY_GROUPS else (),
         rereads=_rereads(eqn),
     )
 
@@ -424,8 +425,8 @@ def _is_filters_gradient(eqn: Any) -> bool:
 
 
 def _across(eqn: Any) -> tuple[tuple[int, ...], ...]:
-    """``Op.across`` of an equation: products as ``xla/service/dot_decomposer.cc`` writes them, images with their
-    channels last."""
+    """``Op.across`` of an equation: products as ``xla/service/dot_decomposer.cc`` writes them, the matrices of those by
+    groups one below the other, images with their channels last."""
     if eqn.primitive.name == "dot_general":
         (summed_a, summed_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
         ranks = [v.aval.ndim for v in eqn.invars]
@@ -442,9 +443,14 @@ def _across(eqn: Any) -> tuple[tuple[int, ...], ...]:
         numbers = eqn.params["dimension_numbers"]
         (batch, feature, *spatial), (out, inner, *taps) = numbers.lhs_spec, numbers.rhs_spec
         orders = (batch, *spatial, feature), (*taps, inner, out)
+    elif eqn.primitive.name in BY_GROUPS:
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, summed), (_, batch) = numbers.dot_dimension_numbers
+        before = (*batch, *numbers.rhs_group_dimensions, *summed)
+        orders = (), (*before, *(d for d in range(eqn.invars[1].aval.ndim) if d not in before))
     else:
         return ()
-    large = ([d for d in order if v.aval.shape[d] > 1] for order, v in zip(orders, eqn.invars, strict=True))
+    large = ([d for d in order if v.aval.shape[d] > 1] for order, v in zip(orders, eqn.invars[:2], strict=True))
     # What swaps the last two axes a product does by itself (``transpose_folding.cc``).
     swaps = eqn.primitive.name == "dot_general"
     orders = [[*o[:-2], *sorted(o[-2:])] if swaps and sorted(o[-2:]) == sorted(o)[-2:] else o for o in large]

@@ -1,7 +1,10 @@
 """What does XLA write out as other ops, or hand to a library that takes memory of its own?
 
 * A product by groups of rows (``ragged_dot``) becomes one product, with a copy of the rows for each group that is zero
-  where rows are others'; where the result has groups, both operands are copied so.
+  where rows are others'; where the result has groups, both operands are copied so. Otherwise a row's copies stand side
+  by side, and the matrices one below the other: both are transposed for that, the matrices on a CPU as they may be. XLA
+  makes such copies once for all products of the same rows, however long they wait for the last (``apart``). A TPU has
+  products by groups.
 * Decompositions are those of LAPACK or cuSOLVER, which read and write by columns and write over what they read: what
   they read is a transposed copy, and what they write is transposed again, NaN where they failed.
 * XLA:CPU multiplies matrices by rows, and convolves images whose channels are last: what is otherwise is copied. On
@@ -18,11 +21,10 @@ import math
 from dataclasses import replace
 
 from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
-from jaxtensile.passes.fusion import DECOMPOSITIONS
+from jaxtensile.passes.fusion import DECOMPOSITIONS, SPREAD
 from jaxtensile.passes.lowered import Lowered
 from jaxtensile.passes.prologue import PRODUCT
 
-_GROUPED = "ragged_dot_general"
 _TILE = 128 * 64
 """Elements of a result that one processor makes at a time."""
 _EVEN = 128
@@ -31,12 +33,15 @@ _LONG = 8 * _EVEN
 """What is summed over is not split where it is shorter."""
 
 
-def expanded(graph: Graph, processors: int = 0) -> Lowered:
-    """The graph with those ops; the same one where there are none. ``processors``: of a GPU, 0 on a CPU."""
-    if not _any(graph, processors):
+def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lowered:
+    """The graph with those ops; the same one where there are none. ``processors``: of a GPU, 0 on a CPU; ``groups``:
+    whether products by groups are written out."""
+    if not _any(graph, processors, groups):
         return Lowered(graph, tuple(range(len(graph.ops))))
     values, ops, origin = list(graph.values), list[Op](), list[int]()
     turned: dict[tuple[ValueId, tuple[int, ...]], ValueId] = {}
+    spread: dict[tuple[ValueId, ValueId], ValueId] = {}
+    """By operand and sizes of groups: its copies."""
 
     def put(op: Op, operands: tuple[ValueId, ...], results: tuple[ValueId, ...], of: int) -> None:
         ops.append(op.on(len(ops), operands, results))
@@ -50,31 +55,40 @@ def expanded(graph: Graph, processors: int = 0) -> Lowered:
         values.append(Value(id=new, nbytes=nbytes, shape=shape, dtype=old.dtype))
         return new
 
-    def move(primitive: str, v: ValueId, new: ValueId, of: int) -> ValueId:
-        put(Op(id=OpId(0), primitive=primitive, operands=(), results=()), (v,), (new,), of)
+    def move(primitive: str, v: ValueId, new: ValueId, of: int, *beside: ValueId) -> ValueId:
+        put(Op(id=OpId(0), primitive=primitive, operands=(), results=()), (v, *beside), (new,), of)
         return new
+
+    def turn(v: ValueId, order: tuple[int, ...], of: int) -> ValueId:
+        """``v`` with its axes in another order, once for all that read it so."""
+        if (v, order) not in turned:
+            turned[v, order] = move("transpose", v, like(v), of)
+        return turned[v, order]
+
+    def copied(v: ValueId, sizes: ValueId, times: int, of: int) -> ValueId:
+        if (v, sizes) not in spread:
+            spread[v, sizes] = move(SPREAD, v, like(v, times), of, sizes)
+        return spread[v, sizes]
 
     for op in graph.ops:
         if op.bodies:
-            op = replace(op, bodies=tuple(expanded(body, processors).graph for body in op.bodies))
-        if op.primitive == _GROUPED:
-            rows, other, sizes = op.operands[:3]
-            groups = values[sizes].shape[-1]
-            apart = len(values[other].shape) <= len(values[rows].shape)
-            spread = [move("select_n", v, like(v, groups), op.id) for v in ((rows, other) if apart else (rows,))]
-            put(replace(op, primitive=PRODUCT), (*spread, other)[:2], op.results, op.id)
+            op = replace(op, bodies=tuple(expanded(b, processors, groups=groups).graph for b in op.bodies))
+        if groups and op.groups:
+            sizes = op.operands[2]
+            a, b = (copied(v, sizes, n, op.id) if n > 1 else v for v, n in zip(op.operands, op.groups, strict=False))
+            if op.groups[1] == 1:
+                a = turn(a, (1, 0), op.id)
+                b = turn(b, op.across[1] if op.across else (), op.id) if op.across or not processors else b
+            put(replace(op, primitive=PRODUCT), (a, b), op.results, op.id)
         elif op.primitive in DECOMPOSITIONS:
             read = move("transpose", op.operands[0], like(op.operands[0]), op.id)
             made = tuple(map(like, op.results))
             put(op, (read, *op.operands[1:]), made, op.id)
             for v, r in zip(made, op.results, strict=True):
                 move("transpose", v, r, op.id)
-        elif op.across and not processors:
-            for key in zip(op.operands, op.across, strict=False):
-                if key[1] and key not in turned:
-                    turned[key] = move("transpose", key[0], like(key[0]), op.id)
+        elif op.across and not op.groups and not processors:
             read = zip(op.operands, op.across, strict=False)
-            put(op, tuple(turned.get(key, key[0]) for key in read), op.results, op.id)
+            put(op, tuple(turn(v, order, op.id) if order else v for v, order in read), op.results, op.id)
         elif _is_uneven(graph, op, processors):
             summed = _summed(graph, op)
             put(op, tuple(move("pad", v, like(v, 1, summed), op.id) for v in op.operands), op.results, op.id)
@@ -101,12 +115,12 @@ def _summed(graph: Graph, op: Op) -> int:
     return math.isqrt(a * b // made)
 
 
-def _any(graph: Graph, processors: int) -> bool:
+def _any(graph: Graph, processors: int, groups: bool) -> bool:
     return any(
-        op.primitive == _GROUPED
+        (groups and op.groups)
         or op.primitive in DECOMPOSITIONS
-        or (op.across and not processors)
+        or (op.across and not op.groups and not processors)
         or _is_uneven(graph, op, processors)
-        or any(_any(body, processors) for body in op.bodies)
+        or any(_any(body, processors, groups) for body in op.bodies)
         for op in graph.ops
     )

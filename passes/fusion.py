@@ -42,6 +42,8 @@ MOVES = frozenset(
     """broadcast_in_dim broadcast concatenate dynamic_slice gather iota pad rev slice split transpose copy
     stack unstack random_unwrap random_fold_in random_split random_gamma""".split()
 )
+SPREAD = "spread"
+"""What XLA writes of the rows of a product by groups (``expanded``)."""
 _SHIFTS = frozenset("concatenate dynamic_slice gather pad rev slice".split())
 REDUCTIONS = frozenset(
     """reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor argmax argmin reduce
@@ -81,7 +83,7 @@ ROW = 1 << 14
 _MAX_LEAVES = 24
 
 
-_FUSIBLE = ELEMENTWISE | MOVES | {OUTER}
+_FUSIBLE = ELEMENTWISE | MOVES | {OUTER, SPREAD}
 _FUSIBLE_OR_VIEWS = _FUSIBLE | VIEWS
 _READ_ANYWHERE = _FUSIBLE | REDUCTIONS
 """What takes its operands as they come, stored or not."""

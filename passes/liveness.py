@@ -117,8 +117,8 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
         delta[start[v]] += nbytes
         delta[stop[v]] -= nbytes
     for op in ops:
-        if op.bodies and kernels.is_root[op.id]:
-            inner = max(_body_temp(Same(b), kernels.by) for b in op.bodies)
+        if (op.bodies or op.workspace) and kernels.is_root[op.id]:
+            inner = max((_body_temp(Same(b), kernels.by) for b in op.bodies), default=op.workspace)
             delta[op.id] += inner
             delta[op.id + 1] -= inner
     profile = list(accumulate(delta))[:n]

@@ -251,6 +251,6 @@ def others(nodes: Nodes, live: Liveness, sometimes: list[Sometimes] | None = Non
             delta[stop[b]] -= graph.values[b].nbytes
     inner = [0] * n
     for op in graph.ops:
-        if op.bodies and kernels.is_root[op.id]:
-            inner[op.id] = max(live_ranges(body).temp for body in op.bodies)
+        if (op.bodies or op.workspace) and kernels.is_root[op.id]:
+            inner[op.id] = max((live_ranges(body).temp for body in op.bodies), default=op.workspace)
     return [int(a + b) for a, b in zip(np.cumsum(delta)[:n], inner, strict=True)]

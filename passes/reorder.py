@@ -5,7 +5,8 @@ XLA knows no order but that of the data. It makes three schedules and takes the 
 bytes, of like ones the one that can run most lately), a depth-first one (the operand first whose history has most other
 readers, then most bytes), and the plain post-order of the results. Before, it makes one kernel of some
 (``xla/service/gpu/transforms/multi_output_fusion.cc``): numbers in an array are written by the first elementwise kernel
-that reads them; what is little of something large comes out of another kernel that reads that.
+that reads them; what is little of something large comes out of another kernel that reads that; rows that are spread
+alike over the same groups come out of one, where none waits for another.
 
 Invariant: each order has every op once, after what it reads.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
 from jaxtensile.ir import Graph
-from jaxtensile.passes.fusion import H200, REDUCTIONS, Fuser, Kernels, fuse, is_fusible
+from jaxtensile.passes.fusion import H200, REDUCTIONS, SPREAD, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.passes.liveness import Liveness, live_ranges
 from jaxtensile.passes.schedule import BARRIER
 from jaxtensile.units import Bytes
@@ -150,6 +151,39 @@ class _Nodes:
                 self.parts.setdefault(into, []).extend(joined)
                 inside.update(joined)
             for r in (r for o in joined for r in graph.ops[o].results):
+                maker[r] = into
+        return inside | self._spread_together()
+
+    def _spread_together(self) -> set[int]:
+        """Join what spreads rows to the first kernel that does so alike; what is joined to another kernel."""
+        graph, kernels, maker = self.graph, self.kernels, self.maker
+        alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        inside = set[int]()
+
+        def waits(i: int, first: int) -> bool:
+            seen, left = {i}, [i]
+            while left:
+                top = left.pop()
+                for o in (top, *self.parts.get(top, ())):
+                    for m in {maker[b] for b in kernels.reads[o]} - seen:
+                        if m == first:
+                            return True
+                        if m >= 0:
+                            seen.add(m)
+                            left.append(m)
+            return False
+
+        for op in graph.ops:
+            if op.primitive != SPREAD or not kernels.is_root[op.id]:
+                continue
+            r, sizes = op.results[0], op.operands[1]
+            firsts = alike.setdefault((graph.values[r].shape, sizes), [])
+            into = next((i for i in firsts if not waits(op.id, i) and not waits(i, op.id)), None)
+            if into is None:
+                firsts.append(op.id)
+            else:
+                self.parts.setdefault(into, []).append(op.id)
+                inside.add(op.id)
                 maker[r] = into
         return inside
 

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxtensile.compilers import compiler_of
+from jaxtensile.device import profile
 from jaxtensile.passes.expanded import expanded
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.trace import trace_jaxpr
@@ -26,12 +28,64 @@ def test_programs_without_such_ops_stay_as_they_are():
     assert expanded(g, GPU).graph is g and expanded(g).graph is g
 
 
-def test_a_product_by_groups_copies_the_rows_for_each_and_both_where_the_result_has_groups():
-    sizes = jnp.full(3, 8, jnp.int32)
-    g = graph(lambda x, w: jax.lax.ragged_dot(x, w, sizes), (24, 4), (3, 4, 5))
-    assert read(expanded(g).graph) == [[((3, 24, 4), "select_n"), ((3, 4, 5), None)]]
-    g = graph(jax.grad(lambda w, x: jax.lax.ragged_dot(x, w, sizes).sum()), (3, 4, 5), (24, 4))
-    assert [[shape for shape, _ in pair] for pair in read(expanded(g).graph)][-1] == [(3, 24, 4), (3, 24, 5)]
+def by_groups(summed, batch, rows, groups):
+    numbers = jax.lax.RaggedDotDimensionNumbers((summed, batch), rows, groups)
+    return lambda a, b, sizes: jax.lax.ragged_dot_general(a, b, sizes, numbers)
+
+
+NONE, B, M, K, N, G = ((), ()), 2, 24, 4, 5, 3
+ROWS, MATRICES = (by_groups(((1,), (1,)), NONE, [0], [0]), (M, K), (G, K, N)), (by_groups(((0,), (0,)), NONE, [0], []),)
+GROUPED = {
+    "rows": (*ROWS, (G,), ["transpose", "given"]),
+    "rows by matrices on their side": (
+        by_groups(((1,), (2,)), NONE, [0], [0]), (M, K), (G, N, K), (G,), ["transpose", "transpose"],
+    ),
+    "rows by matrices behind one another": (
+        by_groups(((1,), (0,)), NONE, [0], [2]), (M, K), (K, N, G), (G,), ["transpose", "transpose"],
+    ),
+    "rows in a batch": (
+        by_groups(((2,), (2,)), ((0,), (0,)), [1], [1]), (B, M, K), (B, G, K, N), (B, G), ["transpose", "given"],
+    ),
+    "a matrix for each group": (*MATRICES, (M, K), (M, N), (G,), ["spread", "spread"]),
+    "groups of a batch": (by_groups(((1,), (1,)), ((0,), (0,)), [0], []), (M, K, N), (M, K, N), (G,), None),
+}  # fmt: skip
+
+
+def grouped(fun, *shapes):
+    *arrays, sizes = shapes
+    args = [*(jax.ShapeDtypeStruct(s, jnp.float32) for s in arrays), jax.ShapeDtypeStruct(sizes, jnp.int32)]
+    return trace_jaxpr(jax.make_jaxpr(fun)(*args)).graph, args
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_a_product_by_groups_reads_a_copy_of_the_rows_for_each(name):
+    fun, *shapes, makers = GROUPED[name]
+    g, _ = grouped(fun, *shapes)
+    found = expanded(g, GPU).graph
+    assert expanded(g, GPU, groups=False).graph is g
+    if makers is None:
+        assert found is g
+        return
+    assert [[maker or "given" for _, maker in pair] for pair in read(found)] == [makers]
+    spread = [found.values[op.results[0]].shape for op in found.ops if op.primitive == "spread"]
+    assert spread == [(G, *shape) for shape in shapes[: len(spread)]]
+
+
+def test_rows_are_spread_once_for_all_that_read_them():
+    sizes = jnp.full(G, M // G, jnp.int32)
+    g = graph(jax.value_and_grad(lambda w, x: jax.lax.ragged_dot(x, w, sizes).sum()), (G, K, N), (M, K))
+    found = expanded(g).graph
+    assert sum(op.primitive == "spread" for op in found.ops) == 2 and len(read(found)) == 2
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_what_a_product_by_groups_needs_by_itself_is_what_a_cpu_allocates(name):
+    fun, *shapes, _ = GROUPED[name]
+    g, args = grouped(fun, *(tuple(64 * n if n == M else 8 * n if n > G else n for n in s) for s in shapes))
+    (op,) = compiler_of(profile("cpu")).with_workspaces(g).ops
+    assert compiler_of(profile("tpu-v5e")).with_workspaces(g) is g
+    allocated = jax.jit(fun).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    assert op.workspace == pytest.approx(allocated, rel=0.01, abs=100)  # of the sizes
 
 
 @pytest.mark.parametrize("loop", [False, True])

@@ -47,6 +47,9 @@ def test_every_row_meets_the_matrix_of_every_group():
     dense = 4 * 2 * M * N * 32
     assert flops(loss, x, w) == dense
     assert flops(jax.value_and_grad(loss, (0, 1)), x, w) == 3 * dense
+    batch = lax.RaggedDotDimensionNumbers((((1,), (1,)), ((0,), (0,))), [0], [])  # as XLA does it: no row is another's
+    b = jax.ShapeDtypeStruct((M, N, 4), jnp.float32)
+    assert flops(lambda x, y: lax.ragged_dot_general(x, y, sizes, batch), b, b) == 2 * M * N * 4 * 4
 
 
 def test_sparse_products_count_what_is_stored():

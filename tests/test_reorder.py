@@ -39,6 +39,16 @@ def test_what_is_behind_a_barrier_waits_for_it():
         assert order.index(2) < order.index(4)
 
 
+def test_rows_are_spread_by_one_kernel_where_none_waits_for_another():
+    b = Builder()
+    x, y, sizes = b.input(24), b.input(24), b.input(3, dtype="int32")
+    spread = [b.op("spread", v, sizes, shape=(3, 24)) for v in (x, y)]
+    made = b.op("dot_general", *spread, shape=(24,))
+    later = b.op("spread", made, sizes, shape=(3, 24))
+    graph = b.graph(b.op("dot_general", later, spread[0], shape=(24,)))
+    assert _Nodes(graph, fuse(graph)).parts == {0: [1]}
+
+
 @QUICK
 @given(graphs())
 def test_the_best_of_the_three_is_said_results_included(graph):
