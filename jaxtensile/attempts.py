@@ -26,6 +26,7 @@ from jaxtensile.compile import (
 )
 from jaxtensile.outcome import BY_XLA, Evaluate, Made
 from jaxtensile.passes.answer import answer
+from jaxtensile.passes.apart import apart
 from jaxtensile.passes.check import check
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.ties import tied
@@ -227,7 +228,8 @@ class Attempts:
 
         @cache
         def program_of(tie: bool) -> Program:
-            return tied(plan.program) if tie else plan.program
+            program = apart(plan.program) if cuda else plan.program
+            return tied(program) if tie else program
 
         @cache
         def evaluate_of(program: Program) -> Evaluate:

@@ -17,6 +17,7 @@ from functools import cache, cached_property
 from jaxtensile.bodies import Body, Key, bodies_of
 from jaxtensile.cheapest import cheapest, ordered, rank, without_host
 from jaxtensile.passes.answer import answer
+from jaxtensile.passes.apart import apart
 from jaxtensile.passes.check import check
 from jaxtensile.passes.in_order import in_order
 from jaxtensile.passes.liveness import live_ranges
@@ -34,6 +35,7 @@ from jaxtensile.variants import (
     inward,
     joined,
     nested,
+    on_device,
     prompted,
     sliced,
     sunk,
@@ -53,7 +55,7 @@ def _large_bodies(start: Variant, temp: Bytes) -> Iterator[tuple[Key, Body, Trac
     """Those bodies of ``start``, of so many temporary bytes, that are worth planning, and what each needs."""
     for op in start.looped.graph.ops:
         for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not op.pinned else ()):
-            inner = body.traced()
+            inner = on_device(start.job, body.traced())
             use = live_ranges(inner.graph).use()
             if use.temp >= max(LARGE * temp, 1):
                 yield (op.id, k), body, inner, use
@@ -140,7 +142,7 @@ class _Bodies:
             if deeper is not None and again.predicted.device <= planned.plan.predicted.device:
                 variant, program = deeper, again.program
         before = planned.variant if planned is not None else None
-        ordered = program if planned is not None and planned.held else in_order(program)
+        ordered = program if planned is not None and planned.held else apart(in_order(program))
         if ordered is program and (variant is before or variant.as_it_is):
             return None
         check(variant.problem.graph, ordered)

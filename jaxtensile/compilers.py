@@ -86,6 +86,10 @@ class Compiler:
             found = _then(found, widened(found.graph, self.wide))
         return found if self.fuser == CPU else _then(found, lowered(found.graph))
 
+    def as_written(self, graph: Graph) -> Graph:
+        """A graph with workspaces as it is where nothing keeps products by groups apart: with the copies they share."""
+        return self.lowered(graph).graph if _shares(graph) else graph
+
     def with_workspaces(self, graph: Graph) -> Graph:
         """The graph whose products by groups say what each needs by itself; the same one where there are none."""
         ops = tuple(map(partial(self._with_workspace, graph), graph.ops))
@@ -103,6 +107,10 @@ class Compiler:
         inputs = tuple(dict.fromkeys(operands))
         alone = self.lowered(Graph(values=values, ops=(op.on(0, operands, results),), inputs=inputs, outputs=results))
         return replace(op, workspace=live_ranges(alone.graph, fuse(alone.graph, by=self.fuser)).temp)
+
+
+def _shares(graph: Graph) -> bool:
+    return any(op.workspace or any(map(_shares, op.bodies)) for op in graph.ops)
 
 
 def _then(first: Lowered, second: Lowered) -> Lowered:

@@ -37,7 +37,6 @@ from jaxtensile.rewrite import rewrite
 from jaxtensile.rounds import Rounds
 from jaxtensile.smallest import Smallest
 from jaxtensile.subject import Subject, bound_of, subject_of, with_state
-from jaxtensile.trace import trace_jaxpr
 from jaxtensile.undo import Undone, checkpoints_in_loops, undo
 from jaxtensile.units import TIB, Bytes, Seconds, format_bytes
 from jaxtensile.upperbound import all_values
@@ -201,7 +200,7 @@ def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
 def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> _Page:
     """The page of a job."""
     with clock("graph"):
-        faults, flat = job.faults, trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
+        faults, flat = job.faults, ways.traced_for(job, job.jaxpr)
         traced = faults.spared(MERGING, lambda: merged(flat), lambda: flat)
         host = replace(job, host_budget=0 if ways.OFFLOAD in faults else job.host_budget)
         there = replace(host, place=None), ()
@@ -211,6 +210,8 @@ def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> _Page:
         undone = faults.spared(
             ways.UNDONE, lambda: undo(traced, job.jaxpr, keep_unused=unused) if wanted else None, lambda: None
         )
+        if undone is not None:
+            undone = replace(undone, traced=ways.on_device(job, undone.traced))
         lighter = subject_of(job, undone.traced) if undone is not None else None
     page = _Page(job, prepare, clock, baseline, program, (*notes, *_of_checkpoints(job, program)))
     if undone is not None and lighter is not None and lighter.bound.nbytes <= job.budget:

@@ -119,13 +119,15 @@ class Rounds:
                 if loose is None and more > 0 and candidates.hold(variant, more, aim) and plain is not None:
                     loose = plain.device
                     continue
-                # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
-                over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
-                lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else aim
-                if lower >= aim or lower >= plan.predicted.device:
-                    break
-                aim = lower
-                continue
+                plan = ways.separated(variant, plan)
+                if plan.changes_nothing:
+                    # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
+                    over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
+                    lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else aim
+                    if lower >= aim or lower >= plan.predicted.device:
+                        break
+                    aim = lower
+                    continue
             if (key := program_key(variant, plan)) in keys:
                 break
             if best is None and variant.deep:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxtensile import variants as ways
+from jaxtensile.compilers import compiler_of
+from jaxtensile.ir import Graph
 from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.lowerbound import Bound, lower_bound
@@ -12,6 +14,7 @@ from jaxtensile.plan import MemoryUse
 from jaxtensile.request import Job
 from jaxtensile.state import choose
 from jaxtensile.trace import Traced
+from jaxtensile.units import Bytes
 
 SURELY_OVER = 1.25
 """The plain program is compiled unless the model puts it over the budget by this factor."""
@@ -35,12 +38,16 @@ class Subject:
 
 def subject_of(job: Job, traced: Traced) -> Subject:
     """The program of a job, measured by the model."""
-    placed = ways.streamed(job, traced)
-    plain = live_ranges(traced.graph, together=True).use()
+    placed, compiler = ways.streamed(job, traced), compiler_of(job.device)
+
+    def use(graph: Graph, host: Bytes = 0) -> MemoryUse:
+        return live_ranges(compiler.as_written(graph), together=True).use(host=host)
+
+    plain = use(traced.graph)
     return Subject(
         traced=traced,
         plain=plain,
-        predicted=plain if placed is traced else live_ranges(placed.graph, together=True).use(host=job.state_bytes),
+        predicted=plain if placed is traced else use(placed.graph, job.state_bytes),
         bound=bound_of(job, placed),
     )
 

@@ -10,6 +10,7 @@ import math
 from typing import Any
 
 from jaxtensile import _compat
+from jaxtensile.flops import BY_GROUPS, spread
 from jaxtensile.units import MIB, Bytes
 
 AMPLE = 4
@@ -58,8 +59,16 @@ def _bodies(closed: Any) -> list[Any]:
 
 
 def _of(jaxpr: Any) -> Bytes:
-    made = (v for eqn in jaxpr.eqns for v in eqn.outvars)
+    made = (v for eqn in jaxpr.eqns for v in (*eqn.outvars, *_copies(eqn)))
     return sum(_bytes(v.aval) for v in (*jaxpr.constvars, *jaxpr.invars, *made))
+
+
+def _copies(eqn: Any) -> list[Any]:
+    """What a compiler writes several times: the rows of products by groups."""
+    if eqn.primitive.name not in BY_GROUPS:
+        return []
+    times = spread(eqn.params, [v.aval.shape for v in eqn.invars])
+    return [v for v, n in zip(eqn.invars, times, strict=False) for _ in range(n)]
 
 
 def _bytes(aval: Any) -> Bytes:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from jaxtensile import _compat
 from jaxtensile.bodies import Body, Key, with_bodies
 from jaxtensile.chunk import in_chunks
+from jaxtensile.compilers import compiler_of
 from jaxtensile.device import DeviceProfile
 from jaxtensile.faults import leaves_out
 from jaxtensile.inward import find_moved, move_inward
@@ -24,6 +25,8 @@ from jaxtensile.levels import inner_ways, rewrite_inner, without_loops_between
 from jaxtensile.loops import rewrite_loops
 from jaxtensile.merge import rebuilt
 from jaxtensile.nest import nest_loops
+from jaxtensile.passes.answer import answer
+from jaxtensile.passes.apart import apart
 from jaxtensile.passes.cost import launches, op_costs
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.passes.loops import InnerPlan, Ladder, LoopPlan, Way, find_pairs, repeated
@@ -151,7 +154,7 @@ class Variant:
             return self.base
         with self.job.faults.of(LOOPS):
             changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
-            return trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
+            return traced_for(self.job, changed)
 
     @cached_property
     def traced(self) -> Traced:
@@ -161,7 +164,7 @@ class Variant:
             with self.job.faults.of(BODIES):
                 new = {i.key: rewrite(i.variant.traced, i.plan.program) for i in self.inside}
                 changed = with_bodies(traced, self.job.jaxpr, new)
-                traced = trace_jaxpr(changed, self.job.donated, keep_unused=self.job.keep_unused)
+                traced = traced_for(self.job, changed)
         return streamed(self.job, traced)
 
     @cached_property
@@ -227,6 +230,17 @@ class Inside:
         return self.trips * (self.variant.seconds + self.plan.overhead)
 
 
+def traced_for(job: Job, jaxpr: Any) -> Traced:
+    """A program of the job as it is planned."""
+    return on_device(job, trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused))
+
+
+def on_device(job: Job, traced: Traced) -> Traced:
+    """``traced`` with what its ops need by themselves on the job's device."""
+    graph = compiler_of(job.device).with_workspaces(traced.graph)
+    return traced if graph is traced.graph else replace(traced, graph=graph)
+
+
 def streamed(job: Job, traced: Traced) -> Traced:
     """``traced`` with the job's state on the host."""
     if not job.state:
@@ -270,7 +284,7 @@ def sliced(start: Variant, costs: Costs) -> Variant | None:
     jaxpr = _if_types_allow(lambda: split_products(start.base, start.job.jaxpr, chosen))
     if jaxpr is None:
         return None
-    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    base = traced_for(start.job, jaxpr)
     return _priced(replace(start, base=base, sliced=len(chosen)), costs)
 
 
@@ -341,7 +355,7 @@ def _in_parts(start: Variant, costs: Costs, own: Stretch, parts: int) -> Variant
     jaxpr = _if_types_allow(lambda: in_chunks(start.base, job.jaxpr, own, parts, mixed=mixed))
     if jaxpr is None:
         return None
-    base = trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused)
+    base = traced_for(job, jaxpr)
     made = _priced(replace(start, base=base, chunked=(own.seed, parts)), costs)
     # Kernels are started while others run: what it takes to start them counts once it takes longer than they do.
     starting = launches(base.graph, job.device)
@@ -355,7 +369,7 @@ def sunk(start: Variant, costs: Costs) -> Variant | None:
     jaxpr = _if_types_allow(lambda: sink(start.base, start.job.jaxpr))
     if jaxpr is None:
         return None
-    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    base = traced_for(start.job, jaxpr)
     return _priced(replace(start, base=base, sunk=True), costs)
 
 
@@ -368,7 +382,7 @@ def joined(start: Variant, costs: Costs) -> Variant | None:
     jaxpr = _if_types_allow(lambda: join_conds(start.base, start.job.jaxpr, pairs))
     if jaxpr is None:
         return None
-    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    base = traced_for(start.job, jaxpr)
     return _priced(replace(start, base=base, joined=len(pairs)), costs)
 
 
@@ -388,7 +402,7 @@ def inward(start: Variant, costs: Costs) -> Variant | None:
     jaxpr = _if_types_allow(change)
     if jaxpr is None:
         return None
-    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    base = traced_for(start.job, jaxpr)
     return _priced(replace(start, base=base, inward=len(moved)), costs)
 
 
@@ -403,7 +417,7 @@ def nested(start: Variant, costs: Costs) -> list[Variant]:
 def with_nests(start: Variant, costs: Costs, inner: Mapping[int, int]) -> Variant:
     """``start`` with loops as loops of loops; ``inner``: op → iterations of its inner loop."""
     jaxpr = nest_loops(start.base, start.job.jaxpr, inner)
-    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    base = traced_for(start.job, jaxpr)
     return _priced(replace(start, base=base, nested=tuple(sorted(inner.items()))), costs)
 
 
@@ -435,7 +449,7 @@ def with_loops(start: Variant) -> list[Variant]:
 def with_inner(start: Variant, plans: tuple[InnerPlan, ...]) -> Variant:
     """``start`` with loops in the iterations of pairs of loops rewritten."""
     jaxpr = rewrite_inner(start.base, start.job.jaxpr, plans)
-    base = trace_jaxpr(jaxpr, start.job.donated, keep_unused=start.job.keep_unused)
+    base = traced_for(start.job, jaxpr)
     before, own = (op_costs(graph, start.job.device) for graph in (start.base.graph, base.graph))
     charge, seconds = sum(own.charge) - sum(before.charge), sum(own.seconds) - sum(before.seconds)
     costs = {"known": own, "charge": start.charge + charge, "seconds": start.seconds + seconds}
@@ -497,7 +511,7 @@ def looping(start: Variant) -> Callable[[Way], Variant]:
 def body_alone(job: Job, body: Body, traced: Traced | None = None) -> tuple[Variant, Costs]:
     """A body of one of the job's loops or branches as a program of its own, and its costs; ``traced``: the body."""
     own = replace(job, jaxpr=body.closed, donated=body.donated, keep_unused=True, host_budget=0, place=None, state=())
-    traced = body.traced() if traced is None else traced
+    traced = on_device(own, body.traced()) if traced is None else traced
     costs = op_costs(traced.graph, job.device, body=True)
     # The default solver: others may take a minute for each body, or want a program of one kind.
     return written(own, traced, costs, named("auto")), costs
@@ -528,6 +542,15 @@ def charge_of(variant: Variant, plan: Plan) -> Seconds:
     """What a plan of ``variant`` costs over the program as written: work, and waiting for copies."""
     costs = variant.problem.costs
     return variant.charge + plan.wait * costs.per_second + plan.program.again(costs.charge)
+
+
+def separated(variant: Variant, plan: Plan) -> Plan:
+    """A plan that changes nothing, but for ops that make their own copies of what they read; the same one where there
+    are none, or the compiler heeds no barriers when it schedules."""
+    if variant.job.device.platform != "cuda":
+        return plan
+    program = apart(plan.program)
+    return plan if program is plan.program else answer(variant.problem, program, live_ranges(program.graph), "greedy")
 
 
 def step_time(variant: Variant, plan: Plan, written: Seconds) -> StepTime:

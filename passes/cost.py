@@ -108,7 +108,7 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
         if op.primitive in MOVES or op.primitive in IN_PLACE:
             read = min(read, written)
         compute = op.flops / matmul_rate(op, graph, device)
-        traffic = (read + written) / bandwidth
+        traffic = (read + written + 2 * op.workspace) / bandwidth
         return device.kernel_launch, compute + _passes(op, graph) * traffic, traffic
 
     rows = [both(op) for op in graph.ops]

@@ -66,11 +66,11 @@ MAY_IMPORT = {
     "merge": "ir _compat trace",
     "undo_loops": "_compat merge passes trace",
     "undo": "ir _compat merge trace undo_loops",
-    "upperbound": "units _compat",
+    "upperbound": "units flops _compat",
     "request": f"{VOCABULARY} faults _compat passes compile report",
     "nest": "_compat trace",
-    "variants": f"""{EDGE} levels faults bodies chunk merge stretch nest sink join inward split state undo request
-    _compat""",
+    "variants": f"""{EDGE} compilers levels faults bodies chunk merge stretch nest sink join inward split state undo
+    request _compat""",
     "cheapest": f"{EDGE} variants",
     "candidates": f"{EDGE} bodies cheapest variants",
     "recipe": f"{EDGE} bodies stretch variants",
@@ -80,7 +80,7 @@ MAY_IMPORT = {
     "attempts": f"{EDGE} faults request variants outcome",
     "rounds": f"{EDGE} attempts candidates variants outcome",
     "smallest": f"{EDGE} rounds candidates variants outcome",
-    "subject": f"{EDGE} request state variants",
+    "subject": f"{EDGE} compilers request state variants",
     "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
     remembered upperbound variants outcome timeline report""",
     "keystore": "units errors _compat",
