@@ -1,5 +1,10 @@
 """The solver keeps its promises: right programs, true predictions, nothing done that is not needed."""
 
+import importlib
+import sys
+from pathlib import Path
+
+import jax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +17,10 @@ from jaxtensile.passes.cost import op_costs
 from jaxtensile.passes.greedy import prepare, solve
 from jaxtensile.passes.liveness import live_ranges
 from jaxtensile.plan import Keep, Problem, Remat
+from jaxtensile.trace import trace_jaxpr
 from oracles import same_outputs
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 DEVICE = profile("nvidia-h200")
 
@@ -115,6 +123,13 @@ def test_what_is_found_does_not_depend_on_what_was_asked_before(graph, shares):
         for least in (False, True):
             found, alone = known.cheapest(budget, least), greedy.Searches(graph, price).cheapest(budget, least)
             assert (found.device, found.price) == (alone.device, alone.price)
+
+
+def test_the_least_of_layers_with_eigh():
+    """Whitening layers: below 2,021 MB nothing was searched for, and from 2,040 on there is a plan of 1,988."""
+    case = importlib.import_module("benchmarks.reports.cases.whitening_eigh").case("big")
+    graph = trace_jaxpr(jax.make_jaxpr(case["fun"])(*case["args"]), (True,) * 8 + (False,) * 2).graph
+    assert greedy.Searches(graph, op_costs(graph, DEVICE).charge).least.device < 2e9
 
 
 def test_what_comes_near_a_budget_is_not_looked_for_without_one(monkeypatch):
