@@ -39,10 +39,6 @@ WHY = {
     "variational_monte_carlo": "XLA merges the products of the samples and of their neighbours, which copies both and "
     "keeps seven arrays between the steps of a complex cosh: the model is 72 % too low, and the number of parts is "
     "found by compiles that each halve the aim",
-    "ragged_experts": "the model of plans counts a product by groups by its rows, and XLA writes it out for every "
-    "group, so the plan that is compiled needs 4,316 MB of 6,044",
-    "whitening_eigh": "the smallest plan that was found needs 273 MB more, about two activations of 134 MB; why was "
-    "not found out",
     "refine_windows": "in the loop of parts the model keeps two arrays of windows that XLA fuses, so that by its "
     "figure only 256 parts fit, where by hand 48 do",
 }
