@@ -158,6 +158,7 @@ def of_a_loop(x):
         (lambda x: jax.new_ref(x)[...], [np.zeros(16, "f")], 2 * 16 * 4),
         (jax.jit(jax.jit(jnp.sin)), [np.zeros(16, "f")], 2 * 16 * 4),
         (lambda x: jax.lax.after_all(jax.lax.create_token(x)), [1.0], 4),
+        (jax.lax.ragged_dot, [np.zeros((64, 8), "f"), np.zeros((16, 8, 8), "f"), np.zeros(16, "i")], 16 * 64 * 8 * 4),
     ],
 )
 def test_all_values_are_at_least_what_must_be_there(fun, args, least):
