@@ -1,6 +1,8 @@
 """A stretch of a program done for some rows after the other: the batch in parts, as a loop inside the step.
 
-What the stretch makes on the way is as much smaller, and the multiplications are the same.
+What the stretch makes on the way is as much smaller, and the multiplications are the same; rows that others read are
+made again afterwards instead of stacked where that is little beside the stretch (a mean over the batch, and then the
+gradient of something small).
 
 Invariant: every element is made by the same operations from the same elements as before; totals over rows are totals of
 the parts' totals, added in float32 where they are of fewer bits.
@@ -21,7 +23,7 @@ from jaxtensile import _compat
 from jaxtensile.ir import Graph, producers
 from jaxtensile.loop_rows import Branches, Loop
 from jaxtensile.rows import SAME, Passing, Row, Section
-from jaxtensile.stretch import Stretch
+from jaxtensile.stretch import CHEAP, Stretch
 from jaxtensile.trace import Equation, Traced, bind, retrace, trace_on
 
 _JOIN: dict[str, Callable[[Any, Any], Any]] = {
@@ -41,6 +43,8 @@ def in_chunks(traced: Traced, closed: Any, own: Stretch, parts: int, *, mixed: b
     order = _order(traced.graph, own)
     if order is None:
         return None
+    again = _made_again(traced.graph, own)
+    kept = [v for v in own.leaving if not any(v in traced.graph.ops[o].results for o in again)]
 
     def evaluate(*flat: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
@@ -51,9 +55,9 @@ def in_chunks(traced: Traced, closed: Any, own: Stretch, parts: int, *, mixed: b
 
         for o in order:
             if o < 0:
-                env.update(_loop(traced, own, read, parts, mixed))
-            else:
-                equation = traced.equations[o]
+                env.update(_loop(traced, own, kept, read, parts, mixed))
+            for i in again if o < 0 else [o]:
+                equation = traced.equations[i]
                 env.update(zip(equation.results, bind(equation, [read(a) for a in equation.operands]), strict=True))
         return [read(a) for a in traced.outputs]
 
@@ -85,10 +89,33 @@ def _order(graph: Graph, own: Stretch) -> list[int] | None:
     return order
 
 
+def _made_again(graph: Graph, own: Stretch) -> list[int]:
+    """The ops that make rows that leave the stretch, in their order, of those for which that is little beside the
+    stretch: rows of all parts need not wait for the last part then. Nothing larger is made on the way."""
+    made, found = producers(graph), set[int]()
+    little = CHEAP * sum(graph.ops[o].flops for o in own.members)
+
+    def also(v: int) -> set[int] | None:
+        ops, todo = set(found), [made[v]]
+        while todo:
+            op = graph.ops[todo.pop()]
+            if op.id not in ops:
+                if op.pinned or op.bodies or any(graph.values[r].nbytes > graph.values[v].nbytes for r in op.results):
+                    return None
+                ops.add(op.id)
+                todo += [made[own.root(a)] for a in op.operands if made[own.root(a)] in own.members]
+        return ops if sum(graph.ops[o].flops for o in ops) <= little else None
+
+    rows = [v for v, how in own.leaving.items() if isinstance(how, Row) and made[v] in own.members]
+    for v in sorted(rows, key=lambda v: (-graph.values[v].nbytes, v)):
+        found = also(v) or found
+    return sorted(found)
+
+
 def _loop(
-    traced: Traced, own: Stretch, read: Callable[[Any], Any], parts: int, mixed: bool
+    traced: Traced, own: Stretch, leaving: Sequence[int], read: Callable[[Any], Any], parts: int, mixed: bool
 ) -> Iterator[tuple[int, Any]]:
-    """What leaves the stretch, made part by part."""
+    """What leaves the stretch, made part by part: ``leaving`` of it."""
     n = own.seed.rows // parts
 
     def part(i: Any) -> dict[int, Any]:
@@ -96,12 +123,13 @@ def _loop(
         known = {own.root(v): read(v) for v in (*own.whole, *(v for v, _ in own.sliced))}
         made = _Part(traced, own, _reader(traced, own, known), i, n, mixed)
         made.make()
-        return {v: made.rows[v] for v in own.leaving}
+        return {v: made.rows[v] for v in leaving}
 
     shapes = jax.eval_shape(part, jax.ShapeDtypeStruct((), np.uint32))
     values = traced.graph.values
-    carried = [v for v, how in own.leaving.items() if isinstance(how, str) or how.dim > 0]
-    stacked = [v for v in own.leaving if v not in carried]
+    totals_or_inner = {v for v, how in own.leaving.items() if isinstance(how, str) or how.dim > 0}
+    carried = [v for v in leaving if v in totals_or_inner]
+    stacked = [v for v in leaving if v not in totals_or_inner]
 
     def start(v: int) -> Any:
         how, made = own.leaving[v], shapes[v]

@@ -266,6 +266,24 @@ def test_keys_and_host_memory_are_left_whole():
             np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+def test_rows_that_are_little_work_are_made_again_and_not_stacked():
+    def fun(w, x):
+        own = jnp.cosh(x @ w)
+        near = jnp.tanh((x[:, None] + jnp.eye(100, LENGTH * WIDTH)) @ w).sum((1, 2)) - own.sum(-1)
+        return near.mean(), x.T @ (own * jnp.sin(near - near.mean())[:, None])
+
+    args = normal(0, LENGTH * WIDTH, WIDTH), normal(1, BATCH, LENGTH * WIDTH)
+    closed, traced = opened(fun, args)
+    own = stretch_of(traced, Seed(traced.arguments[1], 0, BATCH, 0))
+    assert own is not None
+    new = in_chunks(traced, closed, own, 3)
+    (loop,) = (eqn for eqn in new.eqns if eqn.primitive.name == "scan")
+    assert jaxpr_flops(closed) < jaxpr_flops(new) < 1.02 * jaxpr_flops(closed)
+    assert max(v.aval.size for v in loop.outvars) == BATCH, "a number a row, of what is dear alone"
+    for a, b in zip(jax.extend.core.jaxpr_as_fun(new)(*args), jax.jit(fun)(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
 def masked(w, x, valid, key):
     """Attention with dropout, noise, and a second argument that says what counts."""
     q, k, v = jnp.split(x @ w["qkv"], 3, axis=-1)
