@@ -201,22 +201,32 @@ def _body_temp(body: Same, by: Fuser) -> Bytes:
     return live_ranges(body.graph, fuse(body.graph, by=by)).temp
 
 
-def _rows_reduced(graph: Graph, kernels: Kernels) -> dict[int, tuple[int, ...]]:
-    """For the buffer of sums or maxima of rows, what they are of: XLA:GPU makes both of them and what follows in one
-    kernel, which it does not write over what that reads (softmax, normalization; H200, rows of 1,024 to 32,768)."""
+def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, set[int]]:
+    """By op, what it reads of rows that it needs sums or maxima of as well which nobody else reads: XLA:GPU makes those
+    and what follows in one kernel, and does not write over what that reads (softmax, normalization; H200, rows of
+    1,024 to 32,768)."""
     values, home, reads = graph.values, kernels.home, kernels.reads
-    found: dict[int, tuple[int, ...]] = {}
+    totals = dict[int, tuple[int, ...]]()
+    made, read_by, found = dict[int, int](), dict[int, set[int]](), dict[int, set[int]]()
     for op in graph.ops if kernels.by.twice and kernels.by.products else ():
         r = op.results[0] if op.results else -1
-        if not kernels.is_root[op.id] or home[r] != r:
+        if not kernels.is_root[op.id]:
             continue
+        of = [b for b in reads[op.id] if b in totals]
+        for b in of:
+            read_by[b].add(op.id)
         source = values[op.operands[0]].shape if op.primitive in REDUCTIONS else ()
-        if len(source) > 1 and values[r].shape == source[:-1] and source[-1] <= ROW:
-            found[r] = reads[op.id]
-        if source or is_fusible(op.primitive):  # what is made of them, row by row
-            of = [b for b in reads[op.id] if b in found and values[b].nbytes >= values[r].nbytes]
-            if of:
-                found[r] = tuple({*found.get(r, ()), *chain.from_iterable(found[b] for b in of)})
+        of_rows = len(source) > 1 and values[r].shape == source[:-1] and source[-1] <= ROW
+        small = [b for b in of if values[b].nbytes >= values[r].nbytes]
+        if home[r] == r and (of_rows or (small and (source or is_fusible(op.primitive)))):
+            known = chain.from_iterable(totals[b] for b in small)
+            totals[r], made[r], read_by[r] = tuple({*known, *(reads[op.id] if of_rows else ())}), op.id, set()
+        elif of and is_fusible(op.primitive):
+            found[op.id] = set(of)
+    for i, of in found.items():
+        inside = {i, *(made[b] for b in of)}
+        alone = [b for b in of if b not in final and read_by[b] <= inside]
+        found[i] = set(chain.from_iterable(totals[b] for b in alone))
     return found
 
 
@@ -232,7 +242,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], fi
     owner = list(range(len(values)))
     last = list(stop)
     behind: set[int] = set()
-    rows, gpu = _rows_reduced(graph, kernels), kernels.by.twice
+    rows, gpu = _rows_apart(graph, kernels, final), kernels.by.twice
     for op in graph.ops:
         i = op.id
         if op.primitive == "optimization_barrier":
@@ -248,7 +258,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], fi
         elif is_fusible(op.primitive):
             what = kernels.added.get(op.results[0])
             if what is None:
-                apart = behind.union(*(rows[b] for b in kernels.reads[i] if b in rows)) if rows else behind
+                apart = rows.get(i, set[int]()) | behind
                 pool = [b for b in kernels.reads[i] if b not in apart and not (gpu and values[b].dtype in COMPLEX)]
             else:  # over what a product is added to it is written before; a scatter is into the rest of the sum
                 pool = [home[v] for v in op.operands] if what in kernels.added else []
