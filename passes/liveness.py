@@ -127,15 +127,16 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
     return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias)
 
 
-def _written_over(graph: Graph, home: list[int], op: Op) -> list[int] | None:
-    """The buffers that ``op`` has to write its results over, once nobody else reads them; None where it need not."""
-    if op.primitive in IN_PLACE or op.primitive in DECOMPOSITIONS:
+_WRITING_OVER = IN_PLACE | DECOMPOSITIONS | {"scan"}
+
+
+def _written_over(home: list[int], op: Op) -> list[int]:
+    """The buffers that one of ``_WRITING_OVER`` has to write its results over, once nobody else reads them."""
+    if op.primitive != "scan":
         return [home[v] for v in op.operands[:1] if home[v] >= 0]  # none where all it reads are literals
-    if op.primitive == "scan":
-        consts, carries = op.carried
-        # What is stacked is written while all that the loop reads is there.
-        return [home[v] for v in op.slots[consts : consts + carries] if v >= 0 and home[v] >= 0]
-    return None
+    consts, carries = op.carried
+    # What is stacked is written while all that the loop reads is there.
+    return [home[v] for v in op.slots[consts : consts + carries] if v >= 0 and home[v] >= 0]
 
 
 def _in_outputs(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> set[int]:
@@ -143,8 +144,8 @@ def _in_outputs(graph: Graph, kernels: Kernels, start: list[int], stop: list[int
     home, values = kernels.home, graph.values
     found = {home[v] for v in graph.outputs if home[v] >= 0}
     for op in reversed(graph.ops):
-        if kernels.is_root[op.id] and not found.isdisjoint(op.results):
-            pool = _written_over(graph, home, op) or []
+        if op.primitive in _WRITING_OVER and kernels.is_root[op.id] and not found.isdisjoint(op.results):
+            pool = _written_over(home, op)
             free = [b for b in pool if start[b] >= 0 and stop[b] == op.id + 1 and b not in found]
             for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
                 b = next((b for b in free if values[b].nbytes == values[r].nbytes), None)
@@ -209,10 +210,12 @@ def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, se
     totals = dict[int, tuple[int, ...]]()
     made, read_by, found = dict[int, int](), dict[int, set[int]](), dict[int, set[int]]()
     for op in graph.ops if kernels.by.twice and kernels.by.products else ():
-        r = op.results[0] if op.results else -1
         if not kernels.is_root[op.id]:
             continue
-        of = [b for b in reads[op.id] if b in totals]
+        of = [b for b in reads[op.id] if b in totals] if totals else []
+        if not of and op.primitive not in REDUCTIONS:
+            continue
+        r = op.results[0] if op.results else -1
         for b in of:
             read_by[b].add(op.id)
         source = values[op.operands[0]].shape if op.primitive in REDUCTIONS else ()
@@ -250,16 +253,18 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], fi
             continue
         if not kernels.is_root[i]:
             continue
-        over = _written_over(graph, home, op)
-        if over is not None:
-            pool = over
+        if op.primitive in _WRITING_OVER:
+            pool = _written_over(home, op)
         elif op.bodies:
             pool = list(kernels.reads[i])
         elif is_fusible(op.primitive):
             what = kernels.added.get(op.results[0])
             if what is None:
-                apart = rows.get(i, set[int]()) | behind
-                pool = [b for b in kernels.reads[i] if b not in apart and not (gpu and values[b].dtype in COMPLEX)]
+                pool = [b for b in kernels.reads[i] if b not in behind]
+                if i in rows:
+                    pool = [b for b in pool if b not in rows[i]]
+                if gpu and values[op.results[0]].dtype in COMPLEX:
+                    pool = []
             else:  # over what a product is added to it is written before; a scatter is into the rest of the sum
                 pool = [home[v] for v in op.operands] if what in kernels.added else []
         else:
