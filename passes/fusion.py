@@ -251,7 +251,7 @@ def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read
     return (
         result.dtype == "float32"
         and count <= SMALL
-        and (divided or result.shape[-1] <= ROW)
+        and (divided or result.shape[-1:] <= (ROW,))
         and len(read_by[result.id]) > 1
         and any(graph.values[s].dtype in HALVES and math.prod(graph.values[s].shape) == count for s in sources)
     )

@@ -218,7 +218,7 @@ def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, se
         r = op.results[0] if op.results else -1
         for b in of:
             read_by[b].add(op.id)
-        source = values[op.operands[0]].shape if op.primitive in REDUCTIONS else ()
+        source = values[op.operands[0]].shape if op.primitive in REDUCTIONS and op.operands else ()
         of_rows = len(source) > 1 and values[r].shape == source[:-1] and source[-1] <= ROW
         small = [b for b in of if values[b].nbytes >= values[r].nbytes]
         if home[r] == r and (of_rows or (small and (source or is_fusible(op.primitive)))):

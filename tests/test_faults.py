@@ -143,7 +143,7 @@ def test_a_rewrite_that_fails_is_left_out(program, rewrite, place, name, monkeyp
 
 
 STAGES = {
-    "trace": (pipeline, "trace_jaxpr"),
+    "trace": (variants, "trace_jaxpr"),
     "liveness": (subject, "live_ranges"),
     "costs": (pipeline, "op_costs"),
     "candidates": (pipeline, "Candidates"),
