@@ -45,11 +45,11 @@ max_clients = 4096
 
 
 @contextmanager
-def daemon(capacity: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
+def daemon(config_text: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     """A daemon's socket and process."""
     with tempfile.TemporaryDirectory(prefix="jt-") as folder:
         path = Path(folder) / "s"
-        (config := Path(folder) / "c.toml").write_text(CONFIG.format(capacity=capacity))
+        (config := Path(folder) / "c.toml").write_text(config_text)
         command = [sys.executable, "-m", "jaxtensile.cli", "serve", "--config", str(config), "--socket", str(path)]
         with (
             open(Path(folder) / "log", "wb") as log,
@@ -66,7 +66,7 @@ def daemon(capacity: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
 
 def grants(clients: int, seconds: float) -> dict[str, float]:
     """Of the daemon, with room for all."""
-    with daemon("8TiB") as (path, process):
+    with daemon(CONFIG.format(capacity="8TiB")) as (path, process):
         before = cpu(process.pid)
         found = load([Caller(str(path), k) for k in range(clients)], seconds)
         return {**found, "cpu_seconds": cpu(process.pid) - before}
@@ -114,7 +114,7 @@ sys.stdin.read()
 def freed(kills: int) -> dict[str, float]:
     """From SIGKILL to one job until another has its bytes."""
     took: list[float] = []
-    with daemon("4MiB") as (path, _):  # for one of them
+    with daemon(CONFIG.format(capacity="4MiB")) as (path, _):  # for one of them
         waiter = Caller(str(path), 1)
         for _ in range(kills):
             with subprocess.Popen(
@@ -144,7 +144,7 @@ def cpu(pid: int) -> float:
 
 def idle(seconds: float) -> dict[str, float]:
     """CPU and memory of a daemon that nobody asks for anything, with leases held."""
-    with daemon("8TiB") as (path, process):
+    with daemon(CONFIG.format(capacity="8TiB")) as (path, process):
         callers = [Caller(str(path), k) for k in range(8)]
         for caller in callers:
             caller.ask()

@@ -353,7 +353,7 @@ def main() -> None:
         keep()
     print(table(result))
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(any(r["bad"] for r in [*result["lines"], result.get("random", {"bad": []})]))
 
 
 if __name__ == "__main__":
