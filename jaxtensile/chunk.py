@@ -43,7 +43,8 @@ def in_chunks(traced: Traced, closed: Any, own: Stretch, parts: int, *, mixed: b
     order = _order(traced.graph, own)
     if order is None:
         return None
-    again = _made_again(traced.graph, own)
+    first = {v for o in order[: order.index(-1)] for v in traced.graph.ops[o].results}
+    again = _made_again(traced.graph, own, first.union(traced.arguments, traced.consts))
     kept = [v for v in own.leaving if not any(v in traced.graph.ops[o].results for o in again)]
 
     def evaluate(*flat: Any) -> list[Any]:
@@ -89,9 +90,10 @@ def _order(graph: Graph, own: Stretch) -> list[int] | None:
     return order
 
 
-def _made_again(graph: Graph, own: Stretch) -> list[int]:
-    """The ops that make rows that leave the stretch, in their order, of those for which that is little beside the
-    stretch: rows of all parts need not wait for the last part then. Nothing larger is made on the way."""
+def _made_again(graph: Graph, own: Stretch, there: set[int]) -> list[int]:
+    """The ops that make rows that leave the stretch of what is ``there`` before it, in their order, of those for which
+    that is little beside the stretch: rows of all parts need not wait for the last part then. Nothing larger is made on
+    the way."""
     made, found = producers(graph), set[int]()
     little = CHEAP * sum(graph.ops[o].flops for o in own.members)
 
@@ -103,7 +105,10 @@ def _made_again(graph: Graph, own: Stretch) -> list[int]:
                 if op.pinned or op.bodies or any(graph.values[r].nbytes > graph.values[v].nbytes for r in op.results):
                     return None
                 ops.add(op.id)
-                todo += [made[own.root(a)] for a in op.operands if made[own.root(a)] in own.members]
+                others = {own.root(a) for a in op.operands} - there
+                if any(made[a] not in own.members for a in others):
+                    return None
+                todo += [made[a] for a in others]
         return ops if sum(graph.ops[o].flops for o in ops) <= little else None
 
     rows = [v for v, how in own.leaving.items() if isinstance(how, Row) and made[v] in own.members]

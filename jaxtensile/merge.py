@@ -20,10 +20,9 @@ import numpy as np
 
 from jaxtensile import _compat
 from jaxtensile.ir import Graph, Op, OpId, ValueId
-from jaxtensile.passes.fusion import IN_PLACE
 from jaxtensile.trace import Equation, Traced
 
-_RANDOM = ("random_", "rng_", "threefry")
+_RANDOM, _SCATTER = ("random_", "rng_", "threefry"), ("scatter",)
 _APART = frozenset({"optimization_barrier"})
 """Written to keep equal values apart."""
 
@@ -97,7 +96,7 @@ def values(equation: Equation) -> list[int]:
 def is_cheap(op: Op) -> bool:
     """Whether an op on constants costs next to nothing: no matrix work, no loop, no random numbers, and nothing that is
     stored wherever it is read."""
-    return not (op.flops or op.bodies or op.primitive.startswith(_RANDOM) or op.primitive in IN_PLACE)
+    return not (op.flops or op.bodies or op.primitive.startswith(_RANDOM + _SCATTER))
 
 
 def key_of(traced: Traced, i: int, number: Mapping[int, Hashable]) -> Hashable | None:

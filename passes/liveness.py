@@ -239,13 +239,15 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], fi
     In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
     operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, nor over complex numbers,
     whose parts it reads by themselves, and those that add a product begin earlier. Nothing takes over the memory of
-    outputs (``final``), and they have their own. Extends the first owner's lifetime; returns each value's owner.
+    outputs (``final``), and what outputs are written over later has its own. Extends the first owner's lifetime; returns
+    each value's owner.
     """
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
     last = list(stop)
     behind: set[int] = set()
     rows, gpu = _rows_apart(graph, kernels, final), kernels.by.twice
+    later = final.difference(home[v] for v in graph.outputs)
     for op in graph.ops:
         i = op.id
         if op.primitive == "optimization_barrier":
@@ -271,7 +273,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], fi
             continue
         free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]
         for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
-            if home[r] != r or r in final:
+            if home[r] != r or r in later:
                 continue
             for b in free:
                 if values[b].nbytes == values[r].nbytes:
