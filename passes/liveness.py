@@ -239,8 +239,8 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], fi
     In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
     operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, nor over complex numbers,
     whose parts it reads by themselves, and those that add a product begin earlier. Nothing takes over the memory of
-    outputs (``final``), and what outputs are written over later has its own. Extends the first owner's lifetime; returns
-    each value's owner.
+    outputs (``final``), and what outputs are written over later has its own. Extends the first owner's lifetime;
+    returns each value's owner.
     """
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
