@@ -134,14 +134,15 @@ class Steps:
     def __call__(self, *args):
         import jax
 
-        fresh = self._chooses
+        fresh, steps = self._chooses, self._job._steps
+        compiled = steps.compiles  # it may end while the step runs
         if not fresh:
             forget_peak()
             self._rest = resident("VmRSS")
             self._begin()
         out = jax.block_until_ready(self._inner(*args))
-        compiles = self._job._steps.compiles
-        self._log.tell("ran", 0 if fresh or compiles else max(resident("VmHWM") - self._rest, 1))
+        unseen = fresh or compiled or steps.compiles
+        self._log.tell("ran", 0 if unseen else max(resident("VmHWM") - self._rest, 1))
         return out
 
 
