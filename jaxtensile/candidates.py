@@ -309,18 +309,32 @@ class Candidates:
             variant = chunks.at(k)
             if variant is None or (best[1].predicted.device <= budget and charge_of(*best) <= variant.charge):
                 continue
-            known = [v for v in self.variants if v.base is variant.base]
-            more = known or self._ways.loops(variant)
-            if not known:
-                self.variants = ordered([*self.variants, *more])
-                self._starts += more[-1:]
-            second = cheapest(more, budget, least=best[1].predicted.device > budget)
-            if second[1].predicted.device > budget:
-                if k not in self._parts:
-                    self._parts[k] = self._ways.bodies(variant).anew()
-                second = self._fitted(self._parts[k], second, budget)
+            second = self._in(k, variant, budget, least=best[1].predicted.device > budget)
             best = min(best, second, key=lambda found: rank(found, budget))
         return best
+
+    def _in(self, k: int, variant: Variant, budget: Bytes, least: bool) -> tuple[Variant, Plan]:
+        """The cheapest plan of ``variant``, which works in ``k`` parts."""
+        known = [v for v in self.variants if v.base is variant.base]
+        more = known or self._ways.loops(variant)
+        if not known:
+            self.variants = ordered([*self.variants, *more])
+            self._starts += more[-1:]
+        found = cheapest(more, budget, least=least)
+        if found[1].predicted.device > budget:
+            if k not in self._parts:
+                self._parts[k] = self._ways.bodies(variant).anew()
+            found = self._fitted(self._parts[k], found, budget)
+        return found
+
+    def between(self, fewer: int, more: int) -> list[int]:
+        """The numbers of parts between two."""
+        return [k for k in self._ways.chunks.parts if fewer < k < more]
+
+    def in_parts(self, k: int, budget: Bytes) -> tuple[Variant, Plan] | None:
+        """The cheapest plan of work in ``k`` parts; None where it cannot be done so."""
+        variant = self._ways.chunks.at(k)
+        return self._in(k, variant, budget, least=True) if variant is not None else None
 
     def readily(self, budget: Bytes) -> tuple[Variant, Plan]:
         """The cheapest that fits of those that are there; nothing more is tried where none does."""

@@ -91,7 +91,7 @@ class Rounds:
         rounds, tried = 0, set[str]()
         seen: list[tuple[Bytes, Bytes]] = []
         keys: set[int] = set()
-        beside = 0
+        parts, beside = 1, 0
         loose: Bytes | None = None
         """What the program needs as it is, where its bodies are kept in order instead."""
         while rounds - beside < (
@@ -155,9 +155,12 @@ class Rounds:
                 best = None if best is made else best
                 break
             if made.compiled.device <= job.budget:
-                best, more = (made, 0) if self.soon else self.cheaper(candidates, made, seen[-1] if seen else None)
+                best, more = (
+                    (made, 0) if self.soon else self.lifted(candidates, made, seen[-1] if seen else None, parts)
+                )
                 rounds += more
                 break
+            parts = max(parts, variant.chunked[1] if variant.chunked else 1)
             if made.compiled.memory is None:
                 target = int(min(aim, plan.predicted.device) * REFUSED)
             else:
@@ -219,6 +222,35 @@ class Rounds:
         others = (self.cheapest(alone, self.job.budget) for alone in with_and_without_host(candidates)[1:])
         return all(self.hopeless(variant, plan.predicted.device) for variant, plan in others)
 
+    def lifted(
+        self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None, parts: int
+    ) -> tuple[Made, int]:
+        """What does less work than one that fits, in fewer parts or in a cheaper plan, and how many were compiled."""
+        fewer, count = self.in_fewer_parts(candidates, fits, parts)
+        if fewer is not fits:
+            return fewer, count
+        cheaper, more = self.cheaper(candidates, fits, missed)
+        return cheaper, count + more
+
+    def in_fewer_parts(self, candidates: Candidates, fits: Made, missed: int) -> tuple[Made, int]:
+        """The plan in the fewest parts that fits, between so many that missed and those of one that fits, and how many
+        were compiled: what the model is wrong by in some parts says little of others."""
+        budget, count = int(self.job.budget * self.scale), 0
+        own = fits.variant.chunked
+        numbers = candidates.between(missed, own[1]) if own else []
+        while numbers and count < LIFTS:
+            middle = len(numbers) // 2
+            found = candidates.in_parts(numbers[middle], budget)
+            made = None
+            if found is not None and found[1].predicted.device <= budget and self._saves(found, fits):
+                made = self.attempts.planned(*found)
+                count += 1
+            if made is not None and made.compiled.device <= self.job.budget:
+                fits, numbers = made, numbers[:middle]
+            else:
+                numbers = numbers[middle + 1 :]
+        return fits, count
+
     def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None) -> tuple[Made, int]:
         """A plan with less work between one that missed, of (predicted, compiled) bytes, and one that fits with bytes
         to spare; the one that fits if there is no such, and how many were compiled.
@@ -240,9 +272,8 @@ class Rounds:
                 break
             aim = predicted + int((budget - compiled) / (missed[1] - compiled) * (missed[0] - predicted))
             variant, plan = self.cheapest(candidates, aim)
-            less = ways.charge_of(variant, plan) + gain < ways.charge_of(fits.variant, fits.plan)
             same = plan.changes_nothing and variant.as_it_is
-            if same or not less or plan.predicted.device > aim or not self.worth(variant, plan):
+            if same or not self._saves((variant, plan), fits, gain) or plan.predicted.device > aim:
                 break
             made, more = self.planned(candidates, variant, plan, aim)
             count += more
@@ -253,6 +284,10 @@ class Rounds:
             else:
                 missed = made.plan.predicted.device, int(made.compiled.device * scale)
         return fits, count
+
+    def _saves(self, found: tuple[Variant, Plan], fits: Made, gain: Seconds = 0.0) -> bool:
+        """Whether a plan does so much less work than one that fits, and is worth a compile."""
+        return ways.charge_of(*found) + gain < ways.charge_of(fits.variant, fits.plan) and self.worth(*found)
 
 
 def with_and_without_host(candidates: Candidates) -> list[Candidates]:

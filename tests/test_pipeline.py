@@ -185,6 +185,35 @@ def test_between_a_miss_and_a_fit_with_bytes_to_spare_less_is_recomputed(monkeyp
     assert found[2].overhead < found[0].overhead
 
 
+def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monkeypatch):
+    """The model is far too low for few parts alone: what it is wrong by there says nothing of others."""
+
+    def examples(w, xs):
+        return jnp.sum(jax.vmap(lambda x: jnp.tanh(jnp.outer(x, x) @ w) ** 2)(xs), 0)
+
+    args = jnp.ones((16, 16)), jnp.ones((64, 16))
+    least = 8
+
+    def wrong(made, variant):
+        few = variant.chunked is not None and variant.chunked[1] < least
+        return replace(made.memory, temp=made.memory.temp + (1 << 20 if few else 0))
+
+    tried = []
+
+    class Wrong(attempts.Attempts):
+        def _planned(self, variant, plan, *args):
+            made = super()._planned(variant, plan, *args)
+            tried.append(variant.chunked[1] if variant.chunked else 1)
+            return replace(made, compiled=replace(made.compiled, memory=wrong(made.compiled, variant)))
+
+    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr("jaxtensile.pipeline.Attempts", Wrong)
+    plain = live_ranges(trace_jaxpr(jax.jit(examples).trace(*args).jaxpr).graph)
+    report = fit(job(plain.device - plain.temp // 2, examples, args, chunk=True), greedy).report
+    assert report.fits and tried[0] < least < max(tried), tried
+    assert f"in {least} parts" in report.notes[0], (tried, report.notes)
+
+
 def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
     monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     compiler = Compiler(monkeypatch, add=100 * predicted().temp)
