@@ -56,7 +56,8 @@ def lowered(closed: Any) -> Any:
 def without_dead_code(closed: Any) -> Any:
     """The same program without what nothing reads, inside loops too; its arguments and constants stay."""
     jaxpr, consts = open_jaxpr(closed)
-    new, _ = _partial_eval.dce_jaxpr(jaxpr, True, instantiate=True)
+    with jax.enable_checks(False):  # JAX would check bodies of shard_map without the axes that they are in
+        new, _ = _partial_eval.dce_jaxpr(jaxpr, True, instantiate=True)
     return new if hasattr(new, "consts") else type(closed)(new, consts)
 
 

@@ -5,6 +5,7 @@
 
 import copy
 import dataclasses
+import functools
 import inspect
 import os
 import re
@@ -258,6 +259,30 @@ def test_shard_map_and_pallas_inside():
     ours, theirs = pressed(fun, *ARGS)
     for a, b in zip(ours(*ARGS), theirs(*ARGS), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_loops_inside_of_shard_map_with_and_without_the_checks_of_jax(checks):
+    """A body knows its axes from the ``shard_map`` around it, which whoever looks at the body alone is not told."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(PartitionSpec(), PartitionSpec("d")), out_specs=PartitionSpec()
+    )
+    def inside(weights, x):
+        def body(carry, w):
+            return jax.lax.psum(jnp.tanh(carry @ w), "d") + jnp.zeros_like(carry), None
+
+        return jax.lax.psum(jax.lax.scan(body, x, jnp.stack(weights))[0].sum(), "d")
+
+    def fun(weights, x):
+        return jax.value_and_grad(inside)(weights, x)
+
+    with jax.enable_checks(checks):
+        ours, theirs = jaxtensile.jit(fun, budget="1GiB"), jax.jit(fun)
+        alike(ours(*ARGS), theirs(*ARGS))
+        with pytest.raises(jaxtensile.BudgetError, match="smallest"):
+            jaxtensile.jit(fun, budget=100).plan(*ARGS)
 
 
 def test_first_calls_from_many_threads_with_several_shapes(both):
