@@ -373,7 +373,7 @@ def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | N
     origin = program.origin if program is not None else ()
     early = set(origin[: origin.index(-1)] if -1 in origin else range(len(traced.graph.ops)))
     made = {r: op.id for op in traced.graph.ops for r in op.results}
-    home = live_ranges(traced.graph).kernels.home if actions else []
+    held = {r.value for r in live_ranges(traced.graph).at_peak()[1]} if actions else set()
     out: list[Decision] = []
     for action in actions:
         if action.value not in made or (isinstance(action, Keep) and made[action.value] not in early):
@@ -387,7 +387,7 @@ def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | N
                 shape=value.shape,
                 nbytes=value.nbytes,
                 source=traced.source(op),
-                stored=home[action.value] == action.value,
+                stored=action.value in held,
             )
         )
     return tuple(out)

@@ -25,8 +25,8 @@ from jaxtensile.units import Bytes, Flops, Seconds
 class Decision:
     """One kept or recomputed residual in the user's words.
 
-    ``stored``: the plain program has it in memory; what is not stored is computed where it is read,
-    and a recomputed one of those is only a step on the way to others.
+    ``stored``: the plain program has it in memory where it needs most. What is recomputed and is not is a step on the
+    way to others, or in memory for a moment alone.
     """
 
     kind: str

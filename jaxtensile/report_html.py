@@ -193,7 +193,7 @@ def _decisions(r: Report, most: int | None = None) -> list[str]:
     if on_the_way and most is None:
         out.append(
             f"<details><summary>On the way: {len(on_the_way)} values that are computed again where they are read, "
-            f"and were never stored</summary>{_groups(groups(on_the_way), None)}</details>"
+            f"and are not there where the plain program needs most</summary>{_groups(groups(on_the_way), None)}</details>"
         )
     return out
 

@@ -54,12 +54,12 @@ def offloaded(report: Report) -> list[Decision]:
 
 
 def dropped(report: Report) -> list[Decision]:
-    """What the plain program stores and the planned one computes again."""
+    """What the plain program holds where it needs most, and the planned one computes again."""
     return [d for d in report.decisions if d.kind == "recompute" and d.stored]
 
 
 def passing(report: Report) -> list[Decision]:
-    """What is computed again on the way to others, and was never stored."""
+    """What is computed again on the way to others, or was there for a moment alone."""
     return [d for d in report.decisions if d.kind == "recompute" and not d.stored]
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import jaxtensile
 from jaxtensile.plan import MemoryUse, Remat
 from jaxtensile.report import Decision, Report
-from jaxtensile.report_text import groups, short_type
+from jaxtensile.report_text import dropped, groups, short_type
 from jaxtensile.timeline import BARRIER, Sites, Stage, Timeline, Track
 from jaxtensile.units import GIB, MIB
 
@@ -124,6 +124,14 @@ def test_what_was_never_stored_is_no_dropped_value():
     text = str(report())
     assert ":3 (layer)" in text
     assert ":9 (layer)" not in text
+
+
+def test_what_is_computed_again_adds_up_to_no_more_than_there_was(real):
+    """Values that are there one after the other would, and so would those on the way to others."""
+    plain = real.timeline.plain
+    again = [d for d in real.decisions if d.kind == "recompute"]
+    peak = max(plain.device) - plain.base
+    assert 0 < sum(d.nbytes for d in dropped(real)) <= peak < sum(d.nbytes for d in again)
 
 
 def test_text_names_what_it_does_not_know():
