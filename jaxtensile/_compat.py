@@ -120,11 +120,28 @@ def as_wide_as(variables: Iterable[Any]) -> AbstractContextManager[Any]:
 
 
 def source_line(eqn: Any) -> str:
-    """``file.py:41 (function)`` of the user's code behind an equation, or the primitive's name."""
-    text = _source.summarize(eqn.source_info)
-    return text if text and text != "<unknown>" else f"<{eqn.primitive.name}>"
+    """``file.py:41 (function)`` of the user's code behind an equation, or the primitive's name.
+
+    The innermost line of the planned function that is in no installed package; where all are, the innermost.
+    """
+    traceback = eqn.source_info.traceback
+    found = None
+    for code, at in zip(*traceback.raw_frames(), strict=True) if traceback is not None else ():
+        if code.co_filename.startswith(_OURS):
+            break  # what lies further out calls the planned function
+        if _source.is_user_filename(code.co_filename):
+            own = _INSTALLED.isdisjoint(code.co_filename.split(os.sep))
+            found = (code, at) if own else found or (code, at)
+            if own:
+                break
+    if found is None:
+        return f"<{eqn.primitive.name}>"
+    frame = _source.raw_frame_to_frame(*found)
+    return f"{frame.file_name}:{frame.start_line} ({frame.function_name})"
 
 
+_OURS = os.path.dirname(__file__) + os.sep
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
 _CHECKPOINTS = _ad_checkpoint.__file__
 _HIGH_LEVEL = _hijax.__file__
 _JAX = os.path.dirname(_CHECKPOINTS) + os.sep

@@ -192,8 +192,8 @@ def _decisions(r: Report, most: int | None = None) -> list[str]:
     on_the_way = passing(r)
     if on_the_way and most is None:
         out.append(
-            f"<details><summary>On the way: {len(on_the_way)} values that are computed again where they are read, "
-            f"and are not there where the plain program needs most</summary>{_groups(groups(on_the_way), None)}</details>"
+            f"<details><summary>On the way: {len(on_the_way)} values that are computed again where they are read, and "
+            f"are not there where the plain program needs most</summary>{_groups(groups(on_the_way), None)}</details>"
         )
     return out
 

@@ -1,5 +1,6 @@
 """What JAX functions become: flat ops, bodies kept, bytes and FLOPs by hand, and evaluation that changes nothing."""
 
+import importlib.util
 import math
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+import jaxtensile
 from jaxtensile.ir import producers
 from jaxtensile.passes.fusion import fuse
 from jaxtensile.trace import bind, jaxpr_flops, trace_jaxpr
@@ -392,6 +394,28 @@ def test_an_op_knows_the_users_line():
     assert f"test_trace.py:{line + 1}" in traced.source(0)
     product = only(traced, "dot_general")
     assert f"test_trace.py:{line + 2}" in traced.source(product.id)
+
+
+def test_the_line_of_an_op_is_the_users_where_a_library_made_it(tmp_path):
+    """Layers come from installed packages; what is all in one keeps its own line, and who calls it is not asked."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "layers.py").write_text("import jax.numpy as jnp\n\n\ndef layer(x):\n    return jnp.tanh(x)\n")
+    spec = importlib.util.spec_from_file_location("layers", folder / "layers.py")
+    layers = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(layers)
+
+    def own(x):
+        return layers.layer(x)
+
+    lines = []
+    for fun in (own, layers.layer):
+        planned = jaxtensile.jit(fun, budget="1GiB")
+        traced = trace_jaxpr(planned.trace(jax.ShapeDtypeStruct((8,), jnp.float32)).jaxpr)
+        lines.append(traced.source(0))
+    line = own.__code__.co_firstlineno + 1
+    assert lines[0].endswith(f"test_trace.py:{line} ({own.__qualname__})")
+    assert lines[1].endswith("layers.py:5 (layer)")
 
 
 def program(x, w):
