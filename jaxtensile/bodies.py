@@ -54,6 +54,21 @@ def _carried(primitive: str, carried: tuple[int, int], params: Mapping[str, Any]
     return tuple(consts <= i < consts + carries for i in range(count))
 
 
+def maker(traced: Traced, o: int, value: int) -> tuple[str, str]:
+    """What made ``value``, a result of op ``o``, and where: of what a scan stacks the op in its body,
+    ``("scan of tanh", "model.py:41 (layer)")``."""
+    op = traced.graph.ops[o]
+    place = op.results.index(value)
+    if op.primitive == "scan" and place >= op.carried[1] and (found := bodies_of(traced, o)):
+        inside = found[0].traced()
+        slot = inside.graph.output_slots[place]
+        by = next((inner.id for inner in inside.graph.ops if slot in inner.results), None)
+        if by is not None and slot is not None:
+            primitive, source = maker(inside, by, slot)
+            return f"scan of {primitive}", source
+    return op.primitive, traced.source(o)
+
+
 def with_bodies(traced: Traced, closed: Any, new: Mapping[Key, Callable[[Sequence[Any]], list[Any]]]) -> Any:
     """The closed jaxpr of ``traced`` (of ``closed``) with other bodies: flat arguments → flat results."""
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxtensile.bodies import maker
 from jaxtensile.candidates import Candidates
 from jaxtensile.compile import Compiled, compile_program
 from jaxtensile.errors import BudgetError, Culprit, PlanningError
@@ -135,10 +136,13 @@ def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, 
     peak, ranges, inside = live_ranges(graph).at_peak()
     made = producers(graph)
     held: Counter[tuple[str, str]] = Counter()
-    for op, nbytes in [*((made[r.value], r.nbytes) for r in ranges), (peak, inside)]:
-        if nbytes:
-            source = variant.traced.source(origin[op]) if origin[op] >= 0 else "a barrier"
-            held[graph.ops[op].primitive, source] += nbytes
+    for r in ranges:
+        op, value = origin[made[r.value]], plan.program.version_of[r.value]
+        key = maker(variant.traced, op, value) if op >= 0 else (graph.ops[made[r.value]].primitive, "a barrier")
+        held[key] += r.nbytes
+    if inside:
+        source = variant.traced.source(origin[peak]) if origin[peak] >= 0 else "a barrier"
+        held[graph.ops[peak].primitive, source] += inside
     return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in held.most_common(most))
 
 
@@ -379,14 +383,15 @@ def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | N
         if action.value not in made or (isinstance(action, Keep) and made[action.value] not in early):
             continue
         value, op = traced.graph.values[action.value], made[action.value]
+        primitive, source = maker(traced, op, action.value)
         out.append(
             Decision(
                 kind=_KINDS[type(action)],
-                primitive=traced.graph.ops[op].primitive,
+                primitive=primitive,
                 dtype=value.dtype,
                 shape=value.shape,
                 nbytes=value.nbytes,
-                source=traced.source(op),
+                source=source,
                 stored=action.value in held,
             )
         )

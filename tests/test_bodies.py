@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile.bodies import bodies_of, with_bodies
+from jaxtensile.bodies import bodies_of, maker, with_bodies
 from jaxtensile.plan import Program
 from jaxtensile.rewrite import rewrite
 from jaxtensile.trace import trace_jaxpr
@@ -149,3 +149,24 @@ def test_a_function_that_switches_to_64_bits_inside():
     step = jaxtensile.jit(grad, budget=plain // 6, compiler_options=FAST)
     assert not step.plan(x).unchanged
     same(step(x), jax.jit(grad, compiler_options=FAST)(x))
+
+
+def test_of_what_a_scan_stacks_the_op_inside_is_named():
+    """In loops of loops too; a carry and the rest are the scan's own."""
+
+    def fun(x, ws):
+        def inner(x, w):
+            return x @ w, jnp.tanh(x)
+
+        def outer(x, ws):
+            x, stacked = jax.lax.scan(inner, x, ws)
+            return x, (stacked, jnp.sin(x))
+
+        return jax.lax.scan(outer, x, ws)
+
+    traced = trace_jaxpr(jax.jit(fun).trace(jnp.ones((4, 4)), jnp.ones((2, 3, 4, 4))).jaxpr)
+    op = next(op for op in traced.graph.ops if op.primitive == "scan")
+    line = fun.__code__.co_firstlineno
+    told = [maker(traced, op.id, value) for value in op.results]
+    assert [primitive for primitive, _ in told] == ["scan", "scan of scan of tanh", "scan of sin"]
+    assert [f".py:{line + n} " in source for n, (_, source) in zip((2, 6), told[1:], strict=True)] == [True, True]
