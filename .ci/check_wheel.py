@@ -4,6 +4,8 @@ python .ci/check_wheel.py files WHEEL    with any Python, in the checkout
 python check_wheel.py use                with the Python the wheel was installed into, anywhere else
 """
 
+import importlib
+import pkgutil
 import subprocess
 import sys
 import tempfile
@@ -29,9 +31,9 @@ def small():
 def check_files(wheel: str) -> None:
     root = Path(__file__).resolve().parent.parent
     expected = {
-        f"{there}/{path.name}": path
+        f"{there}/{path.relative_to(root / here).as_posix()}": path
         for here, there in FOLDERS.items()
-        for path in (root / here).iterdir()
+        for path in (root / here).rglob("*")
         if path.is_file() and path.suffix in (".py", ".typed")
     }
     with zipfile.ZipFile(wheel) as archive:
@@ -47,9 +49,10 @@ def check_files(wheel: str) -> None:
 
 def check_use() -> None:
     import jaxtensile
-    import jaxtensile.passes
-    import jaxtensile.runtime
 
+    for module in pkgutil.walk_packages(jaxtensile.__path__, "jaxtensile."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
     home = Path(jaxtensile.__file__).parent
     assert "site-packages" in home.parts, f"not the installed package: {home}"
     for name in jaxtensile.__all__:

@@ -1,5 +1,5 @@
 """Matrix and convolution FLOPs of a compiled program, for benchmarks."""
 
-from jaxtensile.hlo import hlo_flops
+from jaxtensile.xla.hlo import hlo_flops
 
 __all__ = ["hlo_flops"]

@@ -33,7 +33,7 @@ def commit() -> str:
 
 def placed(args: Any, target: str) -> Any:
     """The shapes of ``args`` on a device that is not here."""
-    from jaxtensile.target import resolve
+    from jaxtensile.xla.target import resolve
 
     sharding = jax.sharding.SingleDeviceSharding(resolve(target))
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)

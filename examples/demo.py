@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import gpt
 import jaxtensile
 import text
-from jaxtensile.interrupts import Interrupts
+from jaxtensile.cli.interrupts import Interrupts
 from jaxtensile.units import format_bytes, format_seconds
 
 CONSOLE = Console(highlight=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from jaxtensile.devices.hardware import quiet_plugins
 from jaxtensile.errors import (
     AgreementError,
     BudgetError,
@@ -23,18 +24,17 @@ from jaxtensile.errors import (
     TargetError,
     VerifyError,
 )
-from jaxtensile.hardware import quiet_plugins
 
 if TYPE_CHECKING:
-    from jaxtensile.api import jit
-    from jaxtensile.calibration import calibrate
-    from jaxtensile.device import DeviceProfile, targets
-    from jaxtensile.estimation import Estimate, estimate
-    from jaxtensile.filtered import filter_jit
-    from jaxtensile.jobs import job
-    from jaxtensile.plan import MemoryUse
-    from jaxtensile.report import Report
-    from jaxtensile.workload import Workload
+    from jaxtensile.api.filter_jit import filter_jit
+    from jaxtensile.api.jit import jit
+    from jaxtensile.devices.profiles import DeviceProfile, targets
+    from jaxtensile.estimation.estimate import Estimate, estimate
+    from jaxtensile.ir.plan import MemoryUse
+    from jaxtensile.jobs.job import job
+    from jaxtensile.program.workload import Workload
+    from jaxtensile.report.report import Report
+    from jaxtensile.xla.calibration import calibrate
 
 __version__ = "0.1.0"
 
@@ -65,17 +65,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "calibrate": "jaxtensile.calibration",
-    "estimate": "jaxtensile.estimation",
-    "filter_jit": "jaxtensile.filtered",
-    "jit": "jaxtensile.api",
-    "job": "jaxtensile.jobs",
-    "targets": "jaxtensile.device",
-    "DeviceProfile": "jaxtensile.device",
-    "Estimate": "jaxtensile.estimation",
-    "MemoryUse": "jaxtensile.plan",
-    "Report": "jaxtensile.report",
-    "Workload": "jaxtensile.workload",
+    "calibrate": "jaxtensile.xla.calibration",
+    "estimate": "jaxtensile.estimation.estimate",
+    "filter_jit": "jaxtensile.api.filter_jit",
+    "jit": "jaxtensile.api.jit",
+    "job": "jaxtensile.jobs.job",
+    "targets": "jaxtensile.devices.profiles",
+    "DeviceProfile": "jaxtensile.devices.profiles",
+    "Estimate": "jaxtensile.estimation.estimate",
+    "MemoryUse": "jaxtensile.ir.plan",
+    "Report": "jaxtensile.report.report",
+    "Workload": "jaxtensile.program.workload",
 }
 
 

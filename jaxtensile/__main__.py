@@ -2,6 +2,6 @@
 
 import sys
 
-from jaxtensile.cli import main
+from jaxtensile.cli.main import main
 
 sys.exit(main())

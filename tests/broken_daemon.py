@@ -3,11 +3,11 @@
 import functools
 import sys
 
-from jaxtensile import cli
-from jaxtensile.runtime import server
-from jaxtensile.runtime.coordinator import Coordinator
-from jaxtensile.runtime.events import Rules
-from jaxtensile.runtime.journal_file import JournalFile
+from jaxtensile.cli import main as cli
+from jaxtensile.runtime.coordinate.coordinator import Coordinator
+from jaxtensile.runtime.daemon import server
+from jaxtensile.runtime.daemon.journal_file import JournalFile
+from jaxtensile.runtime.decide.events import Rules
 
 RULES = {
     "frees on EOF": "free_on_death",

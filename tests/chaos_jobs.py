@@ -195,7 +195,7 @@ def work(spec, log, stop):
     import jax
 
     import jaxtensile
-    from jaxtensile.ladder import Ladder
+    from jaxtensile.jobs.ladder import Ladder
 
     step, weights, given = program(spec.program, spec.seed)
     if spec.plain:
@@ -292,8 +292,8 @@ def obey(order, children):
 def main():
     import jax
 
-    import jaxtensile.api
-    import jaxtensile.jobs  # noqa: F401
+    import jaxtensile.api.jit
+    import jaxtensile.jobs.job  # noqa: F401
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

@@ -80,7 +80,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def not_shared() -> None:
     """No test is spared a plan by another one that has planned the same function."""
-    if (module := sys.modules.get("jaxtensile.shared_dispatch")) is not None:
+    if (module := sys.modules.get("jaxtensile.api.shared_dispatch")) is not None:
         module._KNOWN.clear()
 
 

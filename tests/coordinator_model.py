@@ -19,9 +19,9 @@ from threading import Lock
 from msgspec import structs
 
 from jaxtensile.errors import CoordinatorError
-from jaxtensile.runtime.client import ANSWER, Client
-from jaxtensile.runtime.coordinator import Coordinator
-from jaxtensile.runtime.events import (
+from jaxtensile.runtime.client.client import ANSWER, Client
+from jaxtensile.runtime.coordinate.coordinator import Coordinator
+from jaxtensile.runtime.decide.events import (
     CapacityChanged,
     Close,
     Compact,
@@ -40,10 +40,11 @@ from jaxtensile.runtime.events import (
     Tick,
     Watch,
 )
-from jaxtensile.runtime.journal import decode, encode, replay
-from jaxtensile.runtime.leases import HOST, Process, State
-from jaxtensile.runtime.ledger import Capacity
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.decide.journal import decode, encode, replay
+from jaxtensile.runtime.decide.leases import HOST, Process, State
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.decide.policy import OBJECTIVES
+from jaxtensile.runtime.protocol.messages import (
     Ack,
     Admit,
     Beat,
@@ -57,10 +58,9 @@ from jaxtensile.runtime.messages import (
     Status,
     Token,
 )
-from jaxtensile.runtime.policy import OBJECTIVES
 
 FIRST = 10.0
-"""Seconds for which a job that compiles its first plan stays where it is, as in ``jaxtensile.stepping``."""
+"""Seconds for which a job that compiles its first plan stays where it is, as in ``jaxtensile.jobs.stepping``."""
 SPEAKING = (State.HELD, State.REVOKING, State.OVERDUE)
 
 

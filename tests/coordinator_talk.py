@@ -1,8 +1,8 @@
 """A coordinator that is told one thing at a time, for tests."""
 
-from jaxtensile.runtime import journal
-from jaxtensile.runtime.coordinator import Coordinator
-from jaxtensile.runtime.events import (
+from jaxtensile.runtime.coordinate.coordinator import Coordinator
+from jaxtensile.runtime.decide import journal
+from jaxtensile.runtime.decide.events import (
     Compact,
     Connected,
     Received,
@@ -12,9 +12,9 @@ from jaxtensile.runtime.events import (
     Settings,
     Tick,
 )
-from jaxtensile.runtime.leases import HOST, Process
-from jaxtensile.runtime.ledger import Capacity
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.decide.leases import HOST, Process
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.protocol.messages import (
     VERSION,
     Ack,
     Admit,

@@ -15,11 +15,11 @@ import time
 from pathlib import Path
 
 from jaxtensile.errors import CoordinatorError
-from jaxtensile.runtime.client import Client
-from jaxtensile.runtime.inquiry import ask
-from jaxtensile.runtime.messages import VERSION, Admit, Hello, Reply, Rung, Welcome
-from jaxtensile.runtime.socket_link import SocketLink
-from jaxtensile.runtime.wire import REPLIES, frame, take
+from jaxtensile.runtime.client.client import Client
+from jaxtensile.runtime.client.socket_link import SocketLink
+from jaxtensile.runtime.daemon.inquiry import ask
+from jaxtensile.runtime.protocol.messages import VERSION, Admit, Hello, Reply, Rung, Welcome
+from jaxtensile.runtime.protocol.wire import REPLIES, frame, take
 
 LIMIT = 30.0
 GPU = "cuda:0"
@@ -58,7 +58,7 @@ def until(condition, limit=LIMIT, every=0.005):
 class Daemon:
     """``jaxtensile serve`` in a folder of its own; started, killed and started again."""
 
-    program = ("-m", "jaxtensile.cli")
+    program = ("-m", "jaxtensile")
 
     def __init__(self, folder=None, *options, limits=None, **config):
         self._own = tempfile.TemporaryDirectory(prefix="jt-") if folder is None else None
@@ -174,9 +174,9 @@ class Wire:
 
 CHILD = """
 import sys, time
-from jaxtensile.runtime.client import Client
-from jaxtensile.runtime.messages import Admit, Rung
-from jaxtensile.runtime.socket_link import SocketLink
+from jaxtensile.runtime.client.client import Client
+from jaxtensile.runtime.protocol.messages import Admit, Rung
+from jaxtensile.runtime.client.socket_link import SocketLink
 path, job, low, high = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 ladder = (Rung(persistent=low, seconds=2.0), Rung(persistent=high, seconds=1.0))
 client = Client(Admit(job=job, devices=("cuda:0",), ladder=ladder), SocketLink.to(path))

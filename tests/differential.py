@@ -15,12 +15,16 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
 
-from jaxtensile import _compat, attempts, subject
-from jaxtensile.passes import greedy, loops, segments
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.lowerbound import lower_bound
-from jaxtensile.plan import MemoryUse
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile import _compat
+from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload import loops
+from jaxtensile.passes.recompute import segments
+from jaxtensile.passes.recompute.lowerbound import lower_bound
+from jaxtensile.passes.solvers import greedy
+from jaxtensile.planner import attempts
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.search import subject
 from programs import FAST, bits
 
 QUICK = FAST | {"xla_cpu_parallel_codegen_split_count": 1}

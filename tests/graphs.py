@@ -4,7 +4,7 @@ import math
 
 from hypothesis import strategies as st
 
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
+from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
 
 ITEM = {"float32": 4, "bfloat16": 2, "bool": 1, "int32": 4}
 

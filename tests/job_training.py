@@ -8,11 +8,11 @@ import pytest
 
 import jaxtensile
 import job_programs as programs
-from jaxtensile import arbitration
 from jaxtensile.errors import CoordinatorError
-from jaxtensile.ladder import Ladder
-from jaxtensile.runtime.leases import HOST
-from jaxtensile.runtime.ledger import Capacity
+from jaxtensile.jobs import arbitration
+from jaxtensile.jobs.ladder import Ladder
+from jaxtensile.runtime.decide.leases import HOST
+from jaxtensile.runtime.decide.ledger import Capacity
 
 ROOM = "64MiB"
 WAIT = 120.0

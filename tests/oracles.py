@@ -2,10 +2,10 @@
 
 from itertools import chain, combinations, permutations
 
-from jaxtensile.passes.emit import emit, recomputed_ops
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.stages import find_turn, mountain_at, waists
-from jaxtensile.plan import Program
+from jaxtensile.ir.plan import Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.recompute.emit import emit, recomputed_ops
+from jaxtensile.passes.recompute.stages import find_turn, mountain_at, waists
 
 
 class Meanings:

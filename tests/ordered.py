@@ -1,8 +1,8 @@
 """What a program is like that got barriers and nothing else."""
 
-from jaxtensile.passes.check import BARRIER
-from jaxtensile.passes.fusion import fuse
-from jaxtensile.passes.ties import CONVOLUTION
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.passes.order.ties import CONVOLUTION
+from jaxtensile.passes.verify.check import BARRIER
 
 
 def barriers(before, after):

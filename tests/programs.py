@@ -6,12 +6,12 @@ import jax
 import numpy as np
 
 import jaxtensile
-from jaxtensile import pipeline
-from jaxtensile.compile import compile_program
-from jaxtensile.ir import OpId, ValueId
-from jaxtensile.plan import Program
-from jaxtensile.rewrite import rewrite
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.ir import OpId, ValueId
+from jaxtensile.ir.plan import Program
+from jaxtensile.planner import pipeline
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.xla.compile import compile_program
 
 FAST = {"xla_backend_optimization_level": 0}
 """LLVM's part of a CPU compile is most of it, and no part of what is tested."""

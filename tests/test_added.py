@@ -6,9 +6,9 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jaxtensile.passes.fusion import CPU, Fuser, fuse
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.passes.lifetimes.fusion import CPU, Fuser, fuse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.program.trace import trace_jaxpr
 
 N = 64
 SQUARE = N * N * 4

@@ -7,9 +7,9 @@ import time
 import pytest
 from jax._src.lib import _jax
 
-from jaxtensile.agreement import Question, agree
 from jaxtensile.errors import AgreementError, BudgetError, Culprit, SolverError
-from jaxtensile.keystore import Store
+from jaxtensile.spmd.agreement import Question, agree
+from jaxtensile.spmd.keystore import Store
 
 SHORT = "4"
 """Seconds of patience, the least that there may be."""

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 
 import jaxtensile
 from graphs import Builder, graphs
-from jaxtensile.passes.apart import apart
-from jaxtensile.passes.check import check
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.plan import Program
+from jaxtensile.ir.plan import Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.order.apart import apart
+from jaxtensile.passes.verify.check import check
 from ordered import barriers
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)

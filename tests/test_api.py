@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import api, pipeline
+from jaxtensile.api import jit as api
+from jaxtensile.planner import pipeline
 from programs import FAST, chain_args, close, fit_by_force, same, squeezed, step
 
 ROOM = {"budget": "1TiB", "compiler_options": FAST}
@@ -525,7 +526,7 @@ def test_errors_are_those_of_jax_jit(way, fun, args, options):
 
 
 def _first_line(info):
-    return str(info.value).splitlines()[0].replace("jaxtensile.api.", "").replace("jit()", "")
+    return str(info.value).splitlines()[0].replace("jaxtensile.api.jit.", "").replace("jit()", "")
 
 
 def test_a_leaked_tracer_is_refused_as_by_jax(way):

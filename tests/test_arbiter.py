@@ -6,15 +6,15 @@ import pytest
 
 from coordinator_model import World
 from coordinator_talk import GPU, LADDER, Talk
-from jaxtensile.runtime.arbiter import Arbiter
-from jaxtensile.runtime.events import (
+from jaxtensile.runtime.decide.arbiter import Arbiter
+from jaxtensile.runtime.decide.events import (
     CapacityChanged,
     Disconnected,
     ProcessDied,
 )
-from jaxtensile.runtime.leases import HOST, Process, State
-from jaxtensile.runtime.ledger import Capacity
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.decide.leases import HOST, Process, State
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.protocol.messages import (
     Admit,
     Grant,
     Queued,

@@ -1,197 +1,174 @@
-"""The house stands as drawn: dependencies point down, JAX stays at its edge, 1024 in one room.
+"""The house stands as drawn: a room looks only into rooms on the floors below it, JAX stays at its edge.
 
-A new room is added to the table below with the rooms it may look into.
+A new room is added to a floor, above all rooms that it looks into.
 """
 
 import ast
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-VOCABULARY = "units errors hardware ir plan device"
-EDGE = f"{VOCABULARY} measured irtext workload gpu_description target _compat trace loops rewrite compile hlo passes"
-MAY_IMPORT = {
-    "units": "",
-    "places": "",
-    "errors": "units places",
-    "hardware": "units",
-    "workload": "",
-    "cachefiles": "",
-    "collecting": "",
-    "hushed": "",
-    "faults": "errors",
-    "ir": "units",
-    "irtext": "units errors ir",
-    "device": "units errors hardware",
-    "plan": "units ir",
-    "measured": "units device cachefiles",
-    "gpu_description": "units device",
-    "passes": f"{VOCABULARY} hushed passes",
-    "runtime": "units errors runtime",
-    "_compat": "",
-    "flops": "units",
-    "trace": "units errors ir _compat flops",
-    "loops": "units errors ir plan _compat trace passes",
-    "levels": "units ir _compat bodies loops passes trace",
-    "hosted": "ir plan trace loops passes rewrite state target",
-    "bodies": "_compat trace",
-    "host_stacks": "ir plan passes",
-    "rewrite": "units errors ir plan _compat host_stacks trace passes",
-    "target": "errors device gpu_description hardware _compat",
-    "hlo": "units device plan passes",
-    "compile": "units errors ir plan device target _compat hlo",
-    "timeline": "units",
-    "report_text": "units plan places",
-    "chart": "units timeline report_text",
-    "report_html": "units plan report_text chart",
-    "report_trace": "places timeline",
-    "report": f"{VOCABULARY} timeline report_text report_html report_trace",
-    "calibration": "units errors device measured _compat",
-    "split": "units ir _compat trace",
-    "numbered": "_compat",
-    "batched": "_compat trace",
-    "rows": "passes batched numbered",
-    "made_rows": "ir rows trace",
-    "loop_rows": "_compat ir made_rows rows trace",
-    "stretch": "units ir passes rows made_rows loop_rows trace",
-    "chunk": "ir _compat rows loop_rows stretch trace",
-    "sink": "ir _compat trace",
-    "join": "units ir _compat trace",
-    "inward": "units ir _compat trace passes",
-    "state": "units ir plan trace passes",
-    "merge": "ir _compat trace",
-    "undo_loops": "_compat merge passes trace",
-    "undo": "ir _compat merge trace undo_loops",
-    "upperbound": "units flops _compat",
-    "request": f"{VOCABULARY} faults _compat passes compile report",
-    "nest": "_compat trace",
-    "variants": f"""{EDGE} compilers levels faults bodies chunk merge stretch nest sink join inward split state undo
-    request _compat""",
-    "cheapest": f"{EDGE} variants",
-    "candidates": f"{EDGE} bodies cheapest variants",
-    "recipe": f"{EDGE} bodies stretch variants",
-    "remembered": "units ir plan_cache request",
-    "plan_cache": "ir measured cachefiles request recipe _compat",
-    "outcome": f"{EDGE} faults candidates undo request variants timeline report",
-    "attempts": f"{EDGE} faults request variants outcome",
-    "rounds": f"{EDGE} attempts candidates variants outcome",
-    "smallest": f"{EDGE} rounds candidates variants outcome",
-    "subject": f"{EDGE} compilers request state variants",
-    "pipeline": f"""{EDGE} collecting subject rounds smallest attempts candidates plan_cache recipe merge undo request
-    remembered upperbound variants outcome timeline report""",
-    "keystore": "units errors _compat",
-    "agreement": "units errors keystore",
-    "processes": """units errors device measured _compat trace target location request recipe plan_cache keystore
-    faults agreement attempts pipeline""",
-    "placement": f"{VOCABULARY} target _compat hosted",
-    "location": "errors device target _compat",
-    "feedback": f"{VOCABULARY} _compat calibration request passes pipeline",
-    "api": f"""{EDGE} agreement processes faults plan_cache feedback hosted ladder request location outcome placement
-    jobs report shared_dispatch upperbound options identity""",
-    "filtered": "errors _compat api identity report workload",
-    "ladder": "units errors plan attempts request pipeline plan_cache runtime",
-    "options": "units errors hardware report runtime",
-    "identity": "errors runtime",
-    "shared_dispatch": "options",
-    "config_text": "units places options runtime",
-    "arbitration": "units errors hardware location runtime",
-    "suspension": "units errors _compat target",
-    "tenancy": "units errors arbitration ladder request runtime",
-    "waiting": "units errors location ladder tenancy runtime",
-    "stepping": "units errors _compat ladder request suspension tenancy waiting runtime",
-    "jobs": "units errors options arbitration ladder request suspension tenancy stepping runtime",
-    "process": f"{VOCABULARY} passes",
-    "compilers": "units device gpu_description ir passes",
-    "estimate_text": "units places report_text",
-    "estimation": f"""{VOCABULARY} faults workload _compat trace merge target measured compile compilers location passes
-    process estimate_text timeline report options identity""",
-    "loading": "errors workload",
-    "doctor": "units errors device measured hardware config_text",
-    "interrupts": "",
-    "estimate_table": "measured units errors api estimation loading options runtime target workload",
-    "serving": "units errors hardware runtime",
-    "watching": "units errors serving runtime",
-    "xla_memory": "units",
-    "adopted": "units",
-    "running": "units errors adopted serving watching xla_memory runtime",
-    "cli": f"""{VOCABULARY} api estimate_table calibration runtime report workload loading doctor interrupts serving
-    watching running options identity config_text""",
-    "__init__": "errors hardware api filtered jobs estimation calibration device plan report workload",
-    "__main__": "cli",
+HOUSE = {"": ROOT / "jaxtensile", "passes": ROOT / "passes", "runtime": ROOT / "runtime"}
+FLOORS = [
+    ["top"],
+    ["ir", "devices", "runtime.protocol"],
+    ["report", "passes.lifetimes", "runtime.decide"],
+    ["passes.order", "passes.pack", "runtime.config", "runtime.coordinate"],
+    ["program", "settings", "passes.recompute", "passes.verify", "runtime.daemon"],
+    ["rewrites.rows", "passes.offload", "runtime.client"],
+    ["passes.seconds", "passes.solvers"],
+    ["xla"],
+    ["rewrites"],
+    ["search"],
+    ["planner"],
+    ["spmd"],
+    ["estimation", "jobs"],
+    ["api"],
+    ["cli"],
+]
+"""From the ground up. ``top``: the files of the package itself."""
+ONLY = {
+    "passes": ("top", "ir", "devices", "passes"),
+    "runtime": ("top", "runtime"),
+    "passes.verify": ("top", "ir", "passes.pack"),
 }
-MAY_USE_JAX = set(
-    """_compat trace merge undo undo_loops upperbound split numbered batched made_rows stretch chunk sink join inward
-    nest levels loops hosted host_stacks rewrite compile attempts target location processes placement feedback api
-    filtered estimation calibration arbitration suspension stepping""".split()
-)
+"""Rooms that look into these alone, wherever they stand."""
+MAY_USE_JAX = {"program", "xla", "rewrites", "rewrites.rows", "planner", "spmd", "estimation", "jobs", "api"}
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
-FILES = [p for folder in ("jaxtensile", "passes", "runtime") for p in sorted((ROOT / folder).glob("*.py"))]
+MOST_FILES = 14
 
 
-def room_of(path):
-    return path.parent.name if path.parent.name in ("passes", "runtime") else path.stem
+def modules() -> dict[str, Path]:
+    """Every file of the package by its name below ``jaxtensile``; files of the package itself as ``top.units``."""
+    found = {}
+    for above, folder in HOUSE.items():
+        for path in sorted(folder.rglob("*.py")):
+            inside = path.relative_to(folder).with_suffix("").parts
+            name = ".".join(filter(None, (above, *(p for p in inside if p != "__init__"))))
+            if path.name != "__init__.py":
+                found[name if "." in name else f"top.{name}"] = path
+    return found
 
 
-def imports(tree):
-    """Absolute module names that a file imports, wherever in the file, except for type checkers."""
-    for node in ast.iter_child_nodes(tree):
+MODULES = modules()
+ROOMS = {name.rpartition(".")[0] for name in MODULES}
+ENTRANCE = {"top.__main__"}
+"""Files of the package itself that look up."""
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """What a file imports by its full name, wherever in the file, for type checkers too."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
-            whole = node.module in ("jaxtensile", "jax")  # `from jaxtensile import x` is about x
-            yield from (f"{node.module}.{a.name}" for a in node.names) if whole else [node.module]
-        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
-            yield from imports(node)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_a_room_looks_only_into_rooms_below(path):
-    room, tree = room_of(path), ast.parse(path.read_text())
-    assert room in MAY_IMPORT, f"{room} is a new room: say in {Path(__file__).name} what it may import"
-    for name in imports(tree):
-        top, _, rest = name.partition(".")
-        if top == "jaxtensile":
-            target = rest.partition(".")[0]
-            assert target in (*MAY_IMPORT[room].split(), "__version__"), f"{room} imports {name}"
-        elif top in ("jax", "jaxlib"):
-            assert room in MAY_USE_JAX, f"{room} imports {name}"
-            assert "_src" not in name or room == "_compat", f"{room} imports {name}"
-        elif top not in sys.stdlib_module_names and room in THIRD_PARTY:
-            assert top in THIRD_PARTY[room], f"{room} imports {name}"
-    if room != "units":
+def module_of(name: str) -> str | None:
+    """The file that an import is about; None for what ``jaxtensile`` itself defines."""
+    rest = name.removeprefix("jaxtensile.")
+    for known in (rest, rest.rpartition(".")[0]):
+        if known in MODULES:
+            return known
+        if f"top.{known}" in MODULES:
+            return f"top.{known}"
+    assert rest in ("__version__", "jaxtensile"), f"{name} is imported, and is no file"
+    return None
+
+
+LOOKS_INTO = {
+    name: {
+        found
+        for imported in imports(ast.parse(path.read_text()))
+        if imported.partition(".")[0] == "jaxtensile" and (found := module_of(imported))
+    }
+    for name, path in MODULES.items()
+}
+
+
+def room(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+def within(room: str, others: tuple[str, ...]) -> bool:
+    return any(room == other or room.startswith(f"{other}.") for other in others)
+
+
+def test_every_room_stands_on_a_floor():
+    assert sorted(r for floor in FLOORS for r in floor) == sorted(ROOMS)
+
+
+def test_a_room_looks_only_into_rooms_below():
+    floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+    up = [
+        f"{name} imports {other}"
+        for name, others in LOOKS_INTO.items()
+        for other in others
+        if name not in ENTRANCE and room(other) != room(name) and floor[room(other)] >= floor[room(name)]
+    ]
+    assert not up, up
+    out = [
+        f"{name} imports {other}"
+        for whose, allowed in ONLY.items()
+        for name, others in LOOKS_INTO.items()
+        for other in others
+        if within(room(name), (whose,)) and not within(room(other), (*allowed, room(name)))
+    ]
+    assert not out, out
+
+
+def test_no_file_looks_into_itself_through_others():
+    left = {name: others - {name} for name, others in LOOKS_INTO.items()}
+    while ground := [name for name, others in left.items() if not others & left.keys()]:
+        for name in ground:
+            del left[name]
+    assert not left, f"these import each other: {sorted(left)}"
+
+
+def test_no_room_is_a_hall():
+    for name in sorted(ROOMS):
+        files = [m for m in MODULES if room(m) == name]
+        assert len(files) <= MOST_FILES, f"{name} has {len(files)} files: {files}"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_what_a_file_imports_beside_ours(name):
+    path, where = MODULES[name], room(name)
+    tree = ast.parse(path.read_text())
+    for imported in imports(tree):
+        top = imported.partition(".")[0]
+        if top in ("jax", "jaxlib"):
+            assert name == "top._compat" or where in MAY_USE_JAX, f"{name} imports {imported}"
+            assert "_src" not in imported or name == "top._compat", f"{name} imports {imported}"
+        elif top != "jaxtensile" and top not in sys.stdlib_module_names:
+            allowed = THIRD_PARTY.get(where.partition(".")[0])
+            assert allowed is None or top in allowed, f"{name} imports {imported}"
+    if name != "top.units":
         assert not [
             n.lineno for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value in (1024, 1024**2, 1024**3)
         ]
 
 
-def test_no_room_looks_into_itself_through_others():
-    """The table has no cycle: following it down always ends."""
-    left = {room: set(below.split()) - {room} for room, below in MAY_IMPORT.items()}
-    while ground := [room for room, below in left.items() if not below & left.keys()]:
-        for room in ground:
-            del left[room]
-    assert not left
-
-
 def test_the_wheel_has_every_folder():
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = {"jaxtensile": "jaxtensile", "jaxtensile.passes": "passes", "jaxtensile.runtime": "runtime"}
-    assert tool["package-dir"] == folders
-    assert sorted(tool["packages"]) == sorted(folders)
-    nested = {p.parent.relative_to(ROOT) for f in folders.values() for p in (ROOT / f).glob("*/**/*.py")}
-    assert nested == {Path("jaxtensile/passes"), Path("jaxtensile/runtime")} or not nested
+    """They are found, through the links."""
+    found = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    assert found == {"where": ["."], "include": ["jaxtensile*"]}
     for name in ("passes", "runtime"):
         assert (ROOT / "jaxtensile" / name).readlink() == Path("..") / name
+    for folder in HOUSE.values():
+        assert not [p.parent for p in folder.rglob("*.py") if not (p.parent / "__init__.py").is_file()]
 
 
 @pytest.mark.parametrize(
     "arguments",
-    [["-c", "import jaxtensile, jaxtensile.runtime; jaxtensile.targets()"], ["-m", "jaxtensile.cli", "--help"]],
+    [["-c", "import jaxtensile, jaxtensile.runtime; jaxtensile.targets()"], ["-m", "jaxtensile", "--help"]],
 )
 def test_jax_is_not_imported_before_it_is_needed(arguments):
     found = subprocess.run([sys.executable, "-X", "importtime", *arguments], capture_output=True, text=True, check=True)

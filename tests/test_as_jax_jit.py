@@ -14,7 +14,10 @@ from jax import export
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 import jaxtensile
-from jaxtensile import _compat, api, pipeline, upperbound
+from jaxtensile import _compat
+from jaxtensile.api import jit as api
+from jaxtensile.planner import pipeline
+from jaxtensile.program import upperbound
 from programs import chain_args, squeezed, step
 
 X = jax.ShapeDtypeStruct((8, 4), jnp.float32)

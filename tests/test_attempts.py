@@ -6,17 +6,17 @@ from math import inf
 import jax
 import pytest
 
-from jaxtensile import attempts
-from jaxtensile.attempts import Attempts, Clock, nothing
-from jaxtensile.compile import RESERVED, Compiled, Options
-from jaxtensile.device import profile
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare
-from jaxtensile.passes.ties import tied
-from jaxtensile.plan import MemoryUse
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.passes.order.ties import tied
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.greedy import prepare
+from jaxtensile.planner import attempts
+from jaxtensile.planner.attempts import Attempts, Clock, nothing
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.search.variants import written
 from jaxtensile.units import GIB
-from jaxtensile.variants import written
+from jaxtensile.xla.compile import RESERVED, Compiled, Options
 from programs import chain_args, step
 from test_pipeline import job
 

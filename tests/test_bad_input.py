@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import target as targets
 from jaxtensile.errors import IgnoredBudgetWarning, ManyPlansWarning
 from jaxtensile.units import GIB, MIB
+from jaxtensile.xla import target as targets
 from programs import FAST
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtensile.passes.bfc import BFC, FIRST_REGION, GRAIN, SPARE, OutOfMemory, rounded
+from jaxtensile.passes.pack.bfc import BFC, FIRST_REGION, GRAIN, SPARE, OutOfMemory, rounded
 from jaxtensile.units import GIB, MIB
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile.bodies import bodies_of, maker, with_bodies
-from jaxtensile.plan import Program
-from jaxtensile.rewrite import rewrite
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.plan import Program
+from jaxtensile.program.bodies import bodies_of, maker, with_bodies
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import trace_jaxpr
 from programs import FAST, same
 
 

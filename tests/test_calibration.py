@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import calibration, cli, measured
-from jaxtensile.calibration import Effort, _rate, _sampled, copies, measure, products, stream
-from jaxtensile.device import profile, profile_for_kind
+from jaxtensile.cli import main as cli
+from jaxtensile.devices import measured
+from jaxtensile.devices.profiles import profile, profile_for_kind
 from jaxtensile.units import MIB
+from jaxtensile.xla import calibration
+from jaxtensile.xla.calibration import Effort, _rate, _sampled, copies, measure, products, stream
 from programs import FAST, chain_args, squeezed, step
 
 CPU = jax.devices("cpu")[0]
@@ -122,7 +124,7 @@ def test_copies_to_the_host_and_back_have_a_rate_where_they_count():
 def test_the_compiler_of_a_gpu_says_that_the_copy_counts():
     from jax.sharding import SingleDeviceSharding
 
-    from jaxtensile.target import resolve
+    from jaxtensile.xla.target import resolve
 
     device = resolve("nvidia-h200")
     host = SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -239,7 +241,7 @@ def test_a_target_that_is_not_here_uses_what_was_measured_on_its_kind():
 
 @pytest.mark.cuda_aot
 def test_a_device_that_is_not_here_cannot_be_measured():
-    from jaxtensile.target import resolve
+    from jaxtensile.xla.target import resolve
 
     with pytest.raises(jaxtensile.TargetError, match="H200 is not here"):
         jaxtensile.calibrate(resolve("nvidia-h200"))

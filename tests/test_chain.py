@@ -8,12 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from graphs import network, solid_chain, train_steps
-from jaxtensile.device import profile
+from jaxtensile.devices.profiles import profile
 from jaxtensile.errors import SolverError
-from jaxtensile.passes.chain import END, NOTHING, WHOLE, Link, cheapest, solve
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.plan import Costs, Problem
+from jaxtensile.ir.plan import Costs, Problem
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.chain import END, NOTHING, WHOLE, Link, cheapest, solve
 from oracles import every_schedule, least_charge, one_turn
 from test_greedy import check_plan
 

@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 
 from graphs import Builder, graphs, train_steps
 from jaxtensile.errors import VerifyError
-from jaxtensile.ir import Graph, Op, OpId, ValueId
-from jaxtensile.passes.check import check, naive_peak
-from jaxtensile.passes.emit import emit
-from jaxtensile.passes.fusion import fuse
-from jaxtensile.passes.greedy import solve
-from jaxtensile.passes.stages import mountain_at, waists
-from jaxtensile.plan import Costs, Problem, Program
+from jaxtensile.ir.ir import Graph, Op, OpId, ValueId
+from jaxtensile.ir.plan import Costs, Problem, Program
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.passes.recompute.emit import emit
+from jaxtensile.passes.recompute.stages import mountain_at, waists
+from jaxtensile.passes.solvers.greedy import solve
+from jaxtensile.passes.verify.check import check, naive_peak
 from oracles import completed, same_outputs
 
 

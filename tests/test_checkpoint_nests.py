@@ -18,8 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 import jaxtensile
 from checkpoints import CHECKPOINTS, checkpoints_are
 from jax_lines import SOAK
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
-from jaxtensile.undo import undo
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.rewrites.undo import undo
 from programs import FAST
 
 P = jax.checkpoint_policies

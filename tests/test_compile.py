@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtensile import compile as compiling
-from jaxtensile.compile import RESERVED, compile_program, memory_of, planned_options, within
 from jaxtensile.units import MIB
+from jaxtensile.xla import compile as compiling
+from jaxtensile.xla.compile import RESERVED, compile_program, memory_of, planned_options, within
 from programs import FAST
 
 COMPILES: list[str] = []

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import api, identity, options, pipeline
-from jaxtensile.device import WEIGHTS
-from jaxtensile.jobs import job as make_job
-from jaxtensile.options import RESERVE
+from jaxtensile.api import jit as api
+from jaxtensile.devices.profiles import WEIGHTS
+from jaxtensile.jobs.job import job as make_job
+from jaxtensile.planner import pipeline
+from jaxtensile.settings import identity, options
+from jaxtensile.settings.options import RESERVE
 from jaxtensile.units import GIB, MIB
 
 N = 512

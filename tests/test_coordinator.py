@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from coordinator_model import Care, Violation, World, broken_walks
 from coordinator_talk import GPU, LADDER, Talk
 from jax_lines import SOAK
-from jaxtensile.runtime import journal
-from jaxtensile.runtime.events import (
+from jaxtensile.runtime.decide import journal
+from jaxtensile.runtime.decide.events import (
     Close,
     Compact,
     Connected,
@@ -31,8 +31,8 @@ from jaxtensile.runtime.events import (
     Terminate,
     Watch,
 )
-from jaxtensile.runtime.leases import Process, State
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.decide.leases import Process, State
+from jaxtensile.runtime.protocol.messages import (
     Admit,
     Beat,
     Error,

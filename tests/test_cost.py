@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 
 from graphs import Builder, graphs
-from jaxtensile.device import TRAFFIC_WEIGHT, profile
-from jaxtensile.passes import cost
-from jaxtensile.passes.cost import matmul_rate, op_costs, unknown_primitives
-from jaxtensile.passes.fusion import IN_PLACE
+from jaxtensile.devices.profiles import TRAFFIC_WEIGHT, profile
+from jaxtensile.passes.lifetimes.fusion import IN_PLACE
+from jaxtensile.passes.seconds import cost
+from jaxtensile.passes.seconds.cost import matmul_rate, op_costs, unknown_primitives
 
 DEVICE = profile("nvidia-h200")
 BANDWIDTH = DEVICE.memory_bandwidth * cost.COPY_SHARE

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtensile
-from jaxtensile.compile import memory_of
-from jaxtensile.location import as_for
-from jaxtensile.target import tracing_for
+from jaxtensile.spmd.location import as_for
+from jaxtensile.xla.compile import memory_of
+from jaxtensile.xla.target import tracing_for
 
 TARGET = "nvidia-h100-80gb"
 pytestmark = pytest.mark.xdist_group("cudnn")

@@ -1,8 +1,8 @@
 """What a ladder asks for is worked out rung by rung, once for all that bring the same."""
 
-from jaxtensile.runtime.demand import demand_of, needs_of
-from jaxtensile.runtime.leases import HOST, Charge
-from jaxtensile.runtime.messages import Rung
+from jaxtensile.runtime.decide.demand import demand_of, needs_of
+from jaxtensile.runtime.decide.leases import HOST, Charge
+from jaxtensile.runtime.protocol.messages import Rung
 
 
 def test_the_needs_of_a_rung_are_on_each_device_and_once_on_the_host():

@@ -3,9 +3,9 @@
 from msgspec import msgpack
 
 from coordinator_talk import GPU, LADDER, Talk
-from jaxtensile.runtime import journal
-from jaxtensile.runtime.chronicle import SHORT
-from jaxtensile.runtime.events import (
+from jaxtensile.runtime.coordinate.chronicle import SHORT
+from jaxtensile.runtime.decide import journal
+from jaxtensile.runtime.decide.events import (
     Compact,
     Garbled,
     JournalFailed,
@@ -15,8 +15,8 @@ from jaxtensile.runtime.events import (
     Send,
     Watch,
 )
-from jaxtensile.runtime.leases import HOST
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.decide.leases import HOST
+from jaxtensile.runtime.protocol.messages import (
     Ack,
     Admit,
     Grant,
@@ -29,7 +29,7 @@ from jaxtensile.runtime.messages import (
     Status,
     Token,
 )
-from jaxtensile.runtime.wire import LIMIT, REQUESTS, take
+from jaxtensile.runtime.protocol.wire import LIMIT, REQUESTS, take
 
 
 def test_a_job_alone_gets_what_it_wants_written_down_before_it_is_said():

@@ -6,8 +6,8 @@ import os
 import pytest
 
 import jaxtensile
-from jaxtensile.device import NUMBERS, DeviceProfile, profile, profile_for_kind, targets
-from jaxtensile.gpu_description import FACTS, target_config
+from jaxtensile.devices.gpu_description import FACTS, target_config
+from jaxtensile.devices.profiles import NUMBERS, DeviceProfile, profile, profile_for_kind, targets
 from jaxtensile.units import GIB, KIB, MIB
 
 RATES = ("memory_bandwidth", "matmul_flops_bf16", "matmul_flops_f32", "elementwise_flops", "link_bandwidth")

@@ -15,11 +15,11 @@ from jax.sharding import SingleDeviceSharding
 
 import jaxtensile
 from jax_lines import in_a_soak
-from jaxtensile import pipeline
-from jaxtensile.feedback import slowed
-from jaxtensile.location import location
-from jaxtensile.target import resolve
-from jaxtensile.trace import jaxpr_flops
+from jaxtensile.api.feedback import slowed
+from jaxtensile.planner import pipeline
+from jaxtensile.program.trace import jaxpr_flops
+from jaxtensile.spmd.location import location
+from jaxtensile.xla.target import resolve
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 workloads = importlib.import_module("benchmarks.workloads")

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, graphs, train_steps
-from jaxtensile.passes.check import check
-from jaxtensile.passes.emit import Recomputation, emit, recomputed_ops
-from jaxtensile.passes.fusion import fuse
-from jaxtensile.passes.stages import mountain_at, waists
-from jaxtensile.plan import Program
+from jaxtensile.ir.plan import Program
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.passes.recompute.emit import Recomputation, emit, recomputed_ops
+from jaxtensile.passes.recompute.stages import mountain_at, waists
+from jaxtensile.passes.verify.check import check
 from oracles import completed, recomputed_by_hand, same_outputs
 
 BARRIER = "optimization_barrier"

@@ -5,10 +5,10 @@ from textwrap import dedent
 
 import pytest
 
-from jaxtensile import cli
-from jaxtensile.estimate_table import BaselineError, compare, read_baseline, tabulate
-from jaxtensile.estimation import estimate_on
-from jaxtensile.loading import load_maker
+from jaxtensile.cli import main as cli
+from jaxtensile.cli.estimate import BaselineError, compare, read_baseline, tabulate
+from jaxtensile.cli.loading import load_maker
+from jaxtensile.estimation.estimate import estimate_on
 
 TARGETS = ("nvidia-h200", "nvidia-rtx-3060")
 FILE = """

@@ -5,16 +5,16 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, graphs, network, solid_chain, train_steps
-from jaxtensile.device import profile
-from jaxtensile.passes import greedy
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.emit import recomputed_ops
-from jaxtensile.passes.exact import prepare, solve
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.milp import Model
-from jaxtensile.passes.nodes import Nodes
-from jaxtensile.passes.stages import mountain_at
-from jaxtensile.plan import Costs, Problem
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Costs, Problem
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.recompute.emit import recomputed_ops
+from jaxtensile.passes.recompute.nodes import Nodes
+from jaxtensile.passes.recompute.stages import mountain_at
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers import greedy
+from jaxtensile.passes.solvers.exact import prepare, solve
+from jaxtensile.passes.solvers.milp import Model
 from oracles import every_schedule, least_charge, one_turn
 from test_greedy import check_plan
 

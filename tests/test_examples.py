@@ -15,7 +15,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxtensile.runtime import config as configs
+from jaxtensile.runtime.config import config as configs
 from jaxtensile.units import parse_bytes
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
@@ -187,7 +187,7 @@ def test_search_as_processes(tmp_path):
     config = configs.read(EXAMPLES / "search.toml")
     assert config.devices[""].capacity == parse_bytes(search.CAPACITY)
     assert {float(job.command[-1]) for job in config.jobs.values()} == set(search.RATES)
-    command = [sys.executable, "-m", "jaxtensile.cli", "run", "rate-3", "rate-4", "--config", EXAMPLES / "search.toml"]
+    command = [sys.executable, "-m", "jaxtensile", "run", "rate-3", "rate-4", "--config", EXAMPLES / "search.toml"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"(?m)^rate-4 \| +[\d.]+s  rate-4 +is done: loss 0\.\d+$", done.stdout), done.stdout

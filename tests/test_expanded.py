@@ -4,11 +4,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtensile.compilers import compiler_of
-from jaxtensile.device import profile
-from jaxtensile.passes.expanded import expanded
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.passes.lifetimes.expanded import expanded
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.xla.compilers import compiler_of
 
 GPU = 132
 

@@ -12,9 +12,14 @@ from jax import lax
 
 import jaxtensile
 from jax_lines import SOAK
-from jaxtensile import api, attempts, candidates, chunk, estimation, faults, pipeline, plan_cache, subject, variants
+from jaxtensile import faults
+from jaxtensile.api import jit as api
 from jaxtensile.errors import VerifyError
-from jaxtensile.passes import trials
+from jaxtensile.estimation import estimate as estimation
+from jaxtensile.passes.solvers import trials
+from jaxtensile.planner import attempts, pipeline, plan_cache
+from jaxtensile.rewrites.rows import chunk
+from jaxtensile.search import candidates, subject, variants
 from programs import FAST, close
 
 N, BATCH = 16, 64

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import api, feedback, pipeline
-from jaxtensile.device import profile
-from jaxtensile.feedback import OFF, PATIENCE, RENEWALS, SKIPPED, TIMED, slowed
+from jaxtensile.api import feedback
+from jaxtensile.api import jit as api
+from jaxtensile.api.feedback import OFF, PATIENCE, RENEWALS, SKIPPED, TIMED, slowed
+from jaxtensile.devices.profiles import profile
+from jaxtensile.planner import pipeline
 from programs import chain_args, squeezed
 from programs import step as descent
 from test_offload_state import batch, init, train_step, where
@@ -423,7 +425,7 @@ import jax
 from dataclasses import replace
 import jaxtensile
 from jaxtensile import api, attempts, feedback
-from jaxtensile.device import profile
+from jaxtensile.devices.profiles import profile
 from test_feedback import Clock, batch, init, jitted, renewals, run, WATCHED
 
 api.best_known = lambda *_: replace(

@@ -202,7 +202,7 @@ except ModuleNotFoundError as error:
 
 
 def test_equinox_is_imported_late_and_named_where_it_is_missing():
-    late = "import sys, jaxtensile.filtered; jaxtensile.jit; assert 'equinox' not in sys.modules"
+    late = "import sys, jaxtensile.api.filter_jit; jaxtensile.jit; assert 'equinox' not in sys.modules"
     subprocess.run([sys.executable, "-c", late], check=True)
     said = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True).stdout
     assert "pip install equinox" in said and said.count("\n") == 1

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 from jax.experimental import sparse
 
-from jaxtensile.trace import jaxpr_flops
+from jaxtensile.program.trace import jaxpr_flops
 
 M, N = 96, 64
 SQUARE, TALL = jax.ShapeDtypeStruct((5, N, N), jnp.float32), jax.ShapeDtypeStruct((5, M, N), jnp.float32)

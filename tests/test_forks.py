@@ -13,9 +13,9 @@ from daemons import LIMIT, Daemon, until
 PARENT = """
 import json, os, sys, threading, time
 from jaxtensile.errors import CoordinatorError
-from jaxtensile.runtime.client import Client
-from jaxtensile.runtime.messages import Admit, Rung
-from jaxtensile.runtime.socket_link import SocketLink
+from jaxtensile.runtime.client.client import Client
+from jaxtensile.runtime.protocol.messages import Admit, Rung
+from jaxtensile.runtime.client.socket_link import SocketLink
 
 path, what = sys.argv[1:]
 client = Client(Admit(job="a", devices=("cuda:0",), ladder=(Rung(persistent=8, seconds=1.0),)), SocketLink.to(path))
@@ -50,7 +50,7 @@ JOB = """
 import json, os, sys
 import jax.numpy as jnp, jaxtensile
 from jaxtensile import arbitration
-from jaxtensile.runtime.holds import Hold
+from jaxtensile.runtime.client.holds import Hold
 
 def told(use):
     try:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtensile.device import WEIGHTS
+from jaxtensile.devices.profiles import WEIGHTS
 from jaxtensile.errors import ConfigError
-from jaxtensile.runtime.config import parse
-from jaxtensile.runtime.functions import KEYS, FunctionConfig, Identity, nearest_first, said_of
+from jaxtensile.runtime.config.config import parse
+from jaxtensile.runtime.config.functions import KEYS, FunctionConfig, Identity, nearest_first, said_of
 
 STEP = Identity(("train_step", "Trainer.train_step", "project.train.Trainer.train_step"), "/home/u/project/train.py")
 HOLD = (

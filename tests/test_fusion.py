@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from jax import lax
 
 from graphs import Builder, graphs
-from jaxtensile.ir import consumers, producers
-from jaxtensile.passes import fusion
-from jaxtensile.passes.fusion import VIEWS, fuse, is_fusible
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.prologue import PRODUCT, prologues
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.ir import consumers, producers
+from jaxtensile.passes.lifetimes import fusion
+from jaxtensile.passes.lifetimes.fusion import VIEWS, fuse, is_fusible
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.lifetimes.prologue import PRODUCT, prologues
+from jaxtensile.program.trace import trace_jaxpr
 
 N = 1000
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxtensile.runtime.gate import CLASS, Gate, GateError
+from jaxtensile.runtime.client.gate import CLASS, Gate, GateError
 
 PATIENCE = 30.0
 
@@ -164,7 +164,7 @@ def test_idle_time_is_not_saved_up():
 
 def test_who_ends_a_turn_lets_the_next_one_begin(monkeypatch):
     """Otherwise it would go on until it waits for something, with the device standing still."""
-    monkeypatch.setattr("jaxtensile.runtime.gate.HANDED_OVER", PATIENCE)
+    monkeypatch.setattr("jaxtensile.runtime.client.gate.HANDED_OVER", PATIENCE)
     gate, saw, over = Gate(), [], threading.Event()
 
     def work():
@@ -185,7 +185,7 @@ def test_who_ends_a_turn_lets_the_next_one_begin(monkeypatch):
 
 
 def test_who_ends_a_turn_does_not_wait_for_one_that_never_begins(monkeypatch):
-    monkeypatch.setattr("jaxtensile.runtime.gate.HANDED_OVER", 0.01)
+    monkeypatch.setattr("jaxtensile.runtime.client.gate.HANDED_OVER", 0.01)
     gate = Gate()
     other = threading.Thread(target=lambda: gate.member()().__enter__())
     with gate.member()():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jaxtensile import _compat
-from jaxtensile.hardware import has_nvidia_driver
+from jaxtensile.devices.hardware import has_nvidia_driver
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))

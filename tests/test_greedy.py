@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, graphs, network, train_steps
-from jaxtensile.device import profile
-from jaxtensile.passes import greedy
-from jaxtensile.passes.check import check
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare, solve
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.plan import Keep, Problem, Remat
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Keep, Problem, Remat
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers import greedy
+from jaxtensile.passes.solvers.greedy import prepare, solve
+from jaxtensile.passes.verify.check import check
+from jaxtensile.program.trace import trace_jaxpr
 from oracles import same_outputs
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))

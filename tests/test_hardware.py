@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxtensile import hardware
-from jaxtensile.hardware import host_memory
+import jaxtensile
+from jaxtensile.devices import hardware
+from jaxtensile.devices.hardware import host_memory
 from jaxtensile.units import GIB, MIB
 
 PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -123,8 +124,8 @@ def test_this_machine_has_memory_for_this_process():
 
 
 def test_nobody_else_asks_the_kernel():
-    root = Path(hardware.__file__).parent
-    files = [*root.glob("*.py"), *root.glob("passes/*.py"), *root.glob("runtime/*.py")]
+    root = Path(jaxtensile.__file__).parent
+    files = [*root.rglob("*.py"), *(root / "passes").rglob("*.py"), *(root / "runtime").rglob("*.py")]
     words = ("SC_PHYS_PAGES", "memory.max", "limit_in_bytes", "/proc/meminfo")
     assert [p.name for p in files if any(word in p.read_text() for word in words)] == ["hardware.py"]
 

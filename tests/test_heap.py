@@ -5,12 +5,12 @@ import random
 import pytest
 
 from graphs import Builder
-from jaxtensile.passes.best_fit import best_fit
-from jaxtensile.passes.buffers import Buffer, max_load
-from jaxtensile.passes.heap import heap
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.pack import pack
-from jaxtensile.passes.pack_check import faults
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.pack.best_fit import best_fit
+from jaxtensile.passes.pack.buffers import Buffer, max_load
+from jaxtensile.passes.pack.heap import heap
+from jaxtensile.passes.pack.pack import pack
+from jaxtensile.passes.verify.pack_check import faults
 
 
 def test_the_smallest_hole_is_taken_and_of_like_holes_the_lowest():

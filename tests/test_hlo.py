@@ -7,12 +7,12 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxtensile
-from jaxtensile.compile import not_recomputing, recomputing
-from jaxtensile.device import profile
-from jaxtensile.hlo import hlo_flops, recomputed
-from jaxtensile.plan import NOTHING_AGAIN
-from jaxtensile.target import resolve
-from jaxtensile.trace import jaxpr_flops
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import NOTHING_AGAIN
+from jaxtensile.program.trace import jaxpr_flops
+from jaxtensile.xla.compile import not_recomputing, recomputing
+from jaxtensile.xla.hlo import hlo_flops, recomputed
+from jaxtensile.xla.target import resolve
 
 A100 = "nvidia-a100-40gb"
 LAYERS, WIDTH, ROWS = 12, 4096, 65536

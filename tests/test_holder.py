@@ -1,8 +1,8 @@
 """A job stays where it is until it is told, moves between two steps, and says so."""
 
 from coordinator_talk import GPU, LADDER
-from jaxtensile.runtime.holder import Holder
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.client.holder import Holder
+from jaxtensile.runtime.protocol.messages import (
     VERSION,
     Ack,
     Admit,

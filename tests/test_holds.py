@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from jaxtensile.runtime.holds import LOOK, Bell, Cell, Exclusive, Hold, until
+from jaxtensile.runtime.client.holds import LOOK, Bell, Cell, Exclusive, Hold, until
 
 PATIENCE = 30.0
 

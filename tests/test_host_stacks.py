@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtensile.host_stacks import HostStacks, _zero
-from jaxtensile.passes import offload as offloading
-from jaxtensile.passes.check import check
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.offload import offload
-from jaxtensile.passes.schedule import Schedule
-from jaxtensile.plan import TO_DEVICE, TO_HOST, Link, Program
-from jaxtensile.rewrite import rewrite
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.plan import TO_DEVICE, TO_HOST, Link, Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload import offload as offloading
+from jaxtensile.passes.offload.offload import offload
+from jaxtensile.passes.order.schedule import Schedule
+from jaxtensile.passes.verify.check import check
+from jaxtensile.program.host_stacks import HostStacks, _zero
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import trace_jaxpr
 from programs import bits
 
 FAST = Link(bandwidth=1e15, latency=0.0)

@@ -5,7 +5,7 @@ import sys
 
 PROGRAM = """
 import ctypes, os, sys, threading
-from jaxtensile.hushed import hushed
+from jaxtensile.devices.hushed import hushed
 libc = ctypes.CDLL(None)
 print("before")
 with hushed(b"noise"):

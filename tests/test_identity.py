@@ -10,10 +10,10 @@ import jax
 import pytest
 
 import jaxtensile
-from jaxtensile import identity
 from jaxtensile.errors import ConfigError, ConfigWarning
-from jaxtensile.identity import identity_of, planned, stand_in, tell
-from jaxtensile.runtime.config import from_tables, parse
+from jaxtensile.runtime.config.config import from_tables, parse
+from jaxtensile.settings import identity
+from jaxtensile.settings.identity import identity_of, planned, stand_in, tell
 
 HERE = str(Path(__file__).resolve())
 
@@ -184,7 +184,8 @@ def test_nothing_is_told_where_nothing_was_planned(fresh):
 def test_the_process_tells_it_on_its_way_out(tmp_path):
     (tmp_path / "jaxtensile.toml").write_text('[functions.evaluate]\nbudget = "1GiB"\n')
     (tmp_path / "train.py").write_text(
-        "from jaxtensile.identity import identity_of, planned\nfrom jaxtensile.options import config_of\n"
+        "from jaxtensile.settings.identity import identity_of, planned\n"
+        "from jaxtensile.settings.options import config_of\n"
         "def step(x): ...\nfor _ in range(2): planned(config_of(None), identity_of(step))\n"
     )
     done = subprocess.run(

@@ -8,12 +8,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from graphs import graphs, network
-from jaxtensile.device import profile
-from jaxtensile.passes import exact, greedy, improve, milp, solvers
-from jaxtensile.passes.check import check
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.plan import Costs, Problem
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Costs, Problem
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers import by_name as solvers
+from jaxtensile.passes.solvers import exact, greedy, improve, milp
+from jaxtensile.passes.verify.check import check
 from oracles import every_schedule, least_charge, one_turn
 from test_exact import chains
 

@@ -12,18 +12,18 @@ from hypothesis import given, settings
 import jaxtensile
 from differential import same_bits
 from graphs import Builder, graphs, train_steps
-from jaxtensile import variants as ways
-from jaxtensile.candidates import Candidates
-from jaxtensile.device import profile
-from jaxtensile.passes.check import BARRIER, check
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare
-from jaxtensile.passes.in_order import in_order, valleys
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.plan import Problem, Program
-from jaxtensile.request import Job
-from jaxtensile.rewrite import rewrite
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Problem, Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.order.in_order import in_order, valleys
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.greedy import prepare
+from jaxtensile.passes.verify.check import BARRIER, check
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.search import variants as ways
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.request import Job
 from ordered import barriers, same_kernels
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))

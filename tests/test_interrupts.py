@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxtensile.interrupts import Interrupts
+from jaxtensile.cli.interrupts import Interrupts
 
 
 def pressed_within():

@@ -7,8 +7,8 @@ from jax import lax
 
 import jaxtensile
 from differential import agree, same_bits
-from jaxtensile.inward import find_moved, move_inward
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.rewrites.inward import find_moved, move_inward
 
 LAYERS, ROWS, WIDTH, TRIPS = 6, 256, 8, 4
 WEIGHTS = list(0.5 * jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)))

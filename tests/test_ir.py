@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 
 from graphs import Builder, graphs
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
-from jaxtensile.plan import MemoryUse, Plan, Program
+from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
+from jaxtensile.ir.plan import MemoryUse, Plan, Program
 
 
 def diamond():

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from graphs import Builder, graphs, train_steps
 from jaxtensile.errors import JaxtensileError
-from jaxtensile.ir import Graph
-from jaxtensile.irtext import TextError, format_graph, parse_graph
-from jaxtensile.passes.check import check
-from jaxtensile.passes.emit import emit
-from jaxtensile.passes.fusion import fuse
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.stages import mountain_at
-from jaxtensile.plan import Program
+from jaxtensile.ir.ir import Graph
+from jaxtensile.ir.plan import Program
+from jaxtensile.ir.text import TextError, format_graph, parse_graph
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.recompute.emit import emit
+from jaxtensile.passes.recompute.stages import mountain_at
+from jaxtensile.passes.verify.check import check
 from jaxtensile.units import format_bytes
 
 GOLDEN = Path(__file__).parent / "golden"

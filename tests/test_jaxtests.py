@@ -70,7 +70,7 @@ PLANTED = """
 import sys
 
 if "jaxtensile" in sys.modules:
-    from jaxtensile.api import Planned
+    from jaxtensile.api.jit import Planned
 
     right = Planned.__call__
     Planned.__call__ = lambda self, *a, **k: right(self, *a, **k) + 1

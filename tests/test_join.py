@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jaxtensile.join import find_cond_pairs, join_conds
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.rewrites.join import find_cond_pairs, join_conds
 
 W = 0.5 * jax.random.normal(jax.random.key(0), (8, 8))
 X = jax.random.normal(jax.random.key(1), (64, 8))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import structs
 
-from jaxtensile.runtime.journal import (
+from jaxtensile.runtime.decide.journal import (
     FORMAT,
     Admitted,
     Charged,
@@ -20,8 +20,8 @@ from jaxtensile.runtime.journal import (
     replay,
     revived,
 )
-from jaxtensile.runtime.leases import HOST, Charge, Process, State
-from jaxtensile.runtime.messages import Rung
+from jaxtensile.runtime.decide.leases import HOST, Charge, Process, State
+from jaxtensile.runtime.protocol.messages import Rung
 
 OPENED = Opened(format=FORMAT, boot_id="boot", epoch=2, sequence=5, lease=3)
 LADDER = (Rung(persistent=4, temp=2, seconds=2.0), Rung(persistent=9, host=1, seconds=1.0))

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtensile.runtime import knapsack_kinds
-from jaxtensile.runtime.knapsack_kinds import NODES, cheapest_of, class_of
+from jaxtensile.runtime.decide import knapsack_kinds
+from jaxtensile.runtime.decide.knapsack_kinds import NODES, cheapest_of, class_of
 
 CLOSE = 1e-9
 KINDS = 4

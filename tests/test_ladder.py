@@ -3,12 +3,13 @@
 import pytest
 
 import job_programs as programs
-from jaxtensile import api, pipeline
+from jaxtensile.api import jit as api
+from jaxtensile.api.feedback import without_arrays
 from jaxtensile.errors import BudgetError
-from jaxtensile.feedback import without_arrays
-from jaxtensile.ladder import Ladder, persistent, together
-from jaxtensile.location import location
-from jaxtensile.plan_cache import PlanCache
+from jaxtensile.jobs.ladder import Ladder, persistent, together
+from jaxtensile.planner import pipeline
+from jaxtensile.planner.plan_cache import PlanCache
+from jaxtensile.spmd.location import location
 
 pytestmark = pytest.mark.xdist_group("ladder")  # one process: what all of them need is made once
 

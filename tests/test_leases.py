@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtensile.runtime.leases import TABLE, Charge, Happening, LeaseError, State, after
+from jaxtensile.runtime.decide.leases import TABLE, Charge, Happening, LeaseError, State, after
 
 CHARGED = {State.HELD, State.REVOKING, State.OVERDUE, State.QUARANTINED}
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtensile.runtime.leases import HOST, NOTHING, Charge
-from jaxtensile.runtime.ledger import Capacity, Ledger, OvercommitError
+from jaxtensile.runtime.decide.leases import HOST, NOTHING, Charge
+from jaxtensile.runtime.decide.ledger import Capacity, Ledger, OvercommitError
 
 DEVICES = ("cuda:0", "cuda:1", HOST)
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from jax import lax
 
 from differential import same_bits
-from jaxtensile import variants as ways
-from jaxtensile.candidates import Candidates
-from jaxtensile.levels import inner_ways, rewrite_inner, without_loops_between
-from jaxtensile.loops import rewrite_loops
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import find_pairs
-from jaxtensile.recipe import Unlike, recipe_of, replay
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload.loops import find_pairs
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.levels import inner_ways, rewrite_inner, without_loops_between
+from jaxtensile.rewrites.loops import rewrite_loops
+from jaxtensile.search import variants as ways
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.recipe import Unlike, recipe_of, replay
 from test_loops import ladder
 from test_recipe import opened, there_and_back
 

@@ -10,9 +10,9 @@ from jax import lax
 
 import jaxtensile
 from graphs import SOLID, Builder, graphs, train_steps
-from jaxtensile.passes.check import naive_peak
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.verify.check import naive_peak
+from jaxtensile.program.trace import trace_jaxpr
 
 N = 100
 B = 4 * N

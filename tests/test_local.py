@@ -6,12 +6,12 @@ import time
 import pytest
 
 from jaxtensile.errors import NotAdmittedError, RejectedError
-from jaxtensile.runtime.client import Client
-from jaxtensile.runtime.events import Settings
-from jaxtensile.runtime.leases import HOST
-from jaxtensile.runtime.ledger import Capacity
-from jaxtensile.runtime.local import LocalCoordinator
-from jaxtensile.runtime.messages import Admit, Rung
+from jaxtensile.runtime.client.client import Client
+from jaxtensile.runtime.client.local import LocalCoordinator
+from jaxtensile.runtime.decide.events import Settings
+from jaxtensile.runtime.decide.leases import HOST
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.protocol.messages import Admit, Rung
 
 CPU = "cpu:0"
 LADDER = (Rung(persistent=2, temp=2, seconds=2.0), Rung(persistent=2, temp=6, seconds=1.0))

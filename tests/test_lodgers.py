@@ -8,8 +8,8 @@ import pytest
 
 import jaxtensile
 from graphs import Builder
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.lodgers import without_lodgers
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.lifetimes.lodgers import without_lodgers
 
 WORD = 4
 

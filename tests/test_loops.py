@@ -5,13 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtensile.device import profile
-from jaxtensile.loops import rewrite_loops
-from jaxtensile.nest import nest_loops
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.loops import Ladder, PairCut, find_pairs
-from jaxtensile.plan import Link
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Link
+from jaxtensile.passes.offload.loops import Ladder, PairCut, find_pairs
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.rewrites.loops import rewrite_loops
+from jaxtensile.rewrites.nest import nest_loops
 from loop_programs import PROGRAMS, arguments, chained, rnn
 
 DEVICE = profile("nvidia-h200")
@@ -27,7 +27,7 @@ def program(request):
 def patch_sizes(monkeypatch):
     """Let everything wait on the host, however small."""
     for name in ("SLICE", "SMALLEST"):
-        monkeypatch.setattr(f"jaxtensile.passes.loops.{name}", 1)
+        monkeypatch.setattr(f"jaxtensile.passes.offload.loops.{name}", 1)
 
 
 def ladder(graph, link=None):

@@ -10,14 +10,14 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from graphs import Builder, graphs, train_steps
-from jaxtensile.compile import compile_program
-from jaxtensile.device import profile
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import solve
-from jaxtensile.passes.lowerbound import lower_bound
-from jaxtensile.plan import Problem
-from jaxtensile.target import resolve
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Problem
+from jaxtensile.passes.recompute.lowerbound import lower_bound
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.greedy import solve
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.xla.compile import compile_program
+from jaxtensile.xla.target import resolve
 
 N = 64
 M = 4 * N * N

@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jaxtensile.ir import producers
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.lowered import lowered
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.ir import producers
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.lifetimes.lowered import lowered
+from jaxtensile.program.trace import trace_jaxpr
 from programs import descent
 
 H200 = "nvidia-h200"

@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 
-from jaxtensile import measured
-from jaxtensile.cachefiles import cache_folder
-from jaxtensile.device import OF_MEASURED, profile, profile_for_kind
-from jaxtensile.measured import Measurement, applied, best_known, file_of, keep, load
-from jaxtensile.passes.cost import COPY_SHARE
-from jaxtensile.request import LINK_SHARE
+from jaxtensile.devices import measured
+from jaxtensile.devices.cachefiles import cache_folder
+from jaxtensile.devices.measured import Measurement, applied, best_known, file_of, keep, load
+from jaxtensile.devices.profiles import OF_MEASURED, profile, profile_for_kind
+from jaxtensile.passes.seconds.cost import COPY_SHARE
+from jaxtensile.search.request import LINK_SHARE
 
 H200 = "NVIDIA H200"
 

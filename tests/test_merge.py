@@ -9,11 +9,11 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jaxtensile import merge
-from jaxtensile.merge import merged
-from jaxtensile.plan import Program
-from jaxtensile.rewrite import rewrite
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.plan import Program
+from jaxtensile.program import merge
+from jaxtensile.program.merge import merged
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import trace_jaxpr
 from programs import alike, squeezed
 
 H200 = "nvidia-h200"

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.protocol.messages import (
     MOST_BYTES,
     VERSION,
     Ack,
@@ -30,7 +30,7 @@ from jaxtensile.runtime.messages import (
     Token,
     Welcome,
 )
-from jaxtensile.runtime.wire import HEADER, LIMIT, REPLIES, REQUESTS, ProtocolError, frame, longest_rest, take
+from jaxtensile.runtime.protocol.wire import HEADER, LIMIT, REPLIES, REQUESTS, ProtocolError, frame, longest_rest, take
 
 TOKEN = Token(3, 7)
 ADMIT = Admit(job="bert", devices=("cuda:0",), ladder=(Rung(persistent=4, temp=2, host=1, seconds=0.5),), want=9)

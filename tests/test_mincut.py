@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, graphs, train_steps
-from jaxtensile.passes.emit import recomputed_ops
-from jaxtensile.passes.mincut import Network, ResidualCut, price_ladder
-from jaxtensile.passes.stages import Mountain, mountain_at
+from jaxtensile.passes.recompute.emit import recomputed_ops
+from jaxtensile.passes.recompute.mincut import Network, ResidualCut, price_ladder
+from jaxtensile.passes.recompute.stages import Mountain, mountain_at
 from oracles import best_kept_set, cost_of
 
 KINDS = ("exp", "dot_general", "add", "reshape")

@@ -8,7 +8,7 @@ import jaxtensile
 import loop_programs
 from differential import QUICK, every
 from jax_lines import SOAK
-from jaxtensile import remembered
+from jaxtensile.planner import remembered
 from random_programs import RULES, programs
 
 

@@ -7,13 +7,13 @@ import pytest
 
 import jaxtensile
 from jaxtensile import _compat
-from jaxtensile.device import profile
-from jaxtensile.loops import rewrite_loops
-from jaxtensile.nest import nest_loops
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.loops import Ladder, find_pairs
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload.loops import Ladder, find_pairs
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.rewrites.loops import rewrite_loops
+from jaxtensile.rewrites.nest import nest_loops
 from loop_programs import PROGRAMS, arguments, chained
 from programs import same
 

@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphs import Builder, network, solid_chain, train_steps
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.nodes import Nodes, others
-from jaxtensile.passes.stages import mountain_at
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.recompute.nodes import Nodes, others
+from jaxtensile.passes.recompute.stages import mountain_at
 from oracles import one_turn
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtensile import numbered
+from jaxtensile.rewrites.rows import numbered
 
 KEY = jax.random.key(11)
 

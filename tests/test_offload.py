@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, graphs
-from jaxtensile.passes import insertion
-from jaxtensile.passes import offload as module
-from jaxtensile.passes.check import check
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.offload import insert, offload
-from jaxtensile.plan import TO_DEVICE, TO_HOST, Link, Program
+from jaxtensile.ir.plan import TO_DEVICE, TO_HOST, Link, Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload import insertion
+from jaxtensile.passes.offload import offload as module
+from jaxtensile.passes.offload.offload import insert, offload
+from jaxtensile.passes.verify.check import check
 from jaxtensile.units import GIB, MIB
 
 FAST = Link(bandwidth=1e15, latency=0.0)

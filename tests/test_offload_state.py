@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import api, pipeline, placement
-from jaxtensile.feedback import SKIPPED, TIMED
+from jaxtensile.api import jit as api
+from jaxtensile.api.feedback import SKIPPED, TIMED
+from jaxtensile.planner import pipeline
+from jaxtensile.spmd import placement
 from programs import squeezed
 
 N, LAYERS = 512, 3

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxtensile
+from jaxtensile.devices.hardware import host_memory
 from jaxtensile.errors import BudgetError, ConfigError
-from jaxtensile.hardware import host_memory
-from jaxtensile.options import RESERVE, Asked, Unsaid, config_of, resolved
-from jaxtensile.runtime.config import Config, from_tables, parse
-from jaxtensile.runtime.functions import KEYS, Identity
+from jaxtensile.runtime.config.config import Config, from_tables, parse
+from jaxtensile.runtime.config.functions import KEYS, Identity
+from jaxtensile.settings.options import RESERVE, Asked, Unsaid, config_of, resolved
 from jaxtensile.units import GIB, MIB
 
 STEP = Identity(("step",))

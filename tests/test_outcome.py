@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jaxtensile.trace import trace_jaxpr, why_pinned
+from jaxtensile.program.trace import trace_jaxpr, why_pinned
 
 W, X = jnp.ones((16, 16)), jnp.ones((64, 16))
 

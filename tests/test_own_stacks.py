@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jaxtensile.plan import Program
-from jaxtensile.rewrite import rewrite
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.plan import Program
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import trace_jaxpr
 from programs import same
 
 H200 = "nvidia-h200"

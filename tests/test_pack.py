@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtensile.passes.buffers import Buffer, Packing, max_load, packing
-from jaxtensile.passes.pack import pack
-from jaxtensile.passes.pack_check import faults
-from jaxtensile.passes.pack_exact import pack_exact
-from jaxtensile.passes.skyline import RULES, stack
-from jaxtensile.passes.valleys import Tactic, search
+from jaxtensile.passes.pack.buffers import Buffer, Packing, max_load, packing
+from jaxtensile.passes.pack.pack import pack
+from jaxtensile.passes.pack.pack_exact import pack_exact
+from jaxtensile.passes.pack.skyline import RULES, stack
+from jaxtensile.passes.pack.valleys import Tactic, search
+from jaxtensile.passes.verify.pack_check import faults
 from oracles import fits, lowest_height, overlaps
 
 INSTANCES = Path(__file__).resolve().parent.parent / "benchmarks" / "pack" / "instances"

@@ -21,8 +21,8 @@ def test_every_lazy_name_has_a_home():
 
 
 def test_a_lazy_name_is_the_object_of_its_module():
-    from jaxtensile.plan import MemoryUse
-    from jaxtensile.workload import Workload
+    from jaxtensile.ir.plan import MemoryUse
+    from jaxtensile.program.workload import Workload
 
     assert jaxtensile.Workload is Workload
     assert jaxtensile.MemoryUse is MemoryUse
@@ -35,10 +35,10 @@ def test_an_unknown_name_is_an_attribute_error():
 
 def test_a_submodule_does_not_hide_a_function():
     """``jaxtensile.targets`` is a function: no module of that name may be imported over it."""
-    import jaxtensile.device
-    import jaxtensile.target
+    import jaxtensile.devices.profiles
+    import jaxtensile.xla.target
 
-    assert jaxtensile.targets() == jaxtensile.device.targets()
+    assert jaxtensile.targets() == jaxtensile.devices.profiles.targets()
 
 
 @pytest.mark.parametrize("name", [n for n in jaxtensile.__all__ if n.islower()])

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import attempts, remembered, rounds, subject
-from jaxtensile.device import profile
-from jaxtensile.passes.greedy import prepare as greedy
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.lowerbound import Bound
-from jaxtensile.pipeline import Job, fit
-from jaxtensile.plan import MemoryUse
-from jaxtensile.trace import trace_jaxpr
-from jaxtensile.undo import undo
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.recompute.lowerbound import Bound
+from jaxtensile.passes.solvers.greedy import prepare as greedy
+from jaxtensile.planner import attempts, remembered, rounds
+from jaxtensile.planner.pipeline import Job, fit
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.undo import undo
+from jaxtensile.search import subject
 from jaxtensile.units import GIB
 from programs import FAST, chain_args, close, step
 
@@ -207,7 +208,7 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
             return replace(made, compiled=replace(made.compiled, memory=wrong(made.compiled, variant)))
 
     monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
-    monkeypatch.setattr("jaxtensile.pipeline.Attempts", Wrong)
+    monkeypatch.setattr("jaxtensile.planner.pipeline.Attempts", Wrong)
     plain = live_ranges(trace_jaxpr(jax.jit(examples).trace(*args).jaxpr).graph)
     report = fit(job(plain.device - plain.temp // 2, examples, args, chunk=True), greedy).report
     assert report.fits and tried[0] < least < max(tried), tried

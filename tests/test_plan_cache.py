@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile import attempts, pipeline, plan_cache
-from jaxtensile.plan_cache import MOST, VARIABLE, PlanCache
+from jaxtensile.planner import attempts, pipeline, plan_cache
+from jaxtensile.planner.plan_cache import MOST, VARIABLE, PlanCache
 from programs import FAST, chain_args, squeezed, step
 
 ARGS = chain_args(layers=8, width=8, rows=256)

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from jaxtensile.runtime import knapsack
-from jaxtensile.runtime.knapsack import Row, cheapest
-from jaxtensile.runtime.leases import Charge
-from jaxtensile.runtime.policy import EXACT, OBJECTIVES, WITHIN, Claim, Option, Room, ahead, divide
+from jaxtensile.runtime.decide import knapsack
+from jaxtensile.runtime.decide.knapsack import Row, cheapest
+from jaxtensile.runtime.decide.leases import Charge
+from jaxtensile.runtime.decide.policy import EXACT, OBJECTIVES, WITHIN, Claim, Option, Room, ahead, divide
 
 CLOSE = 1e-9
 
@@ -74,7 +74,7 @@ def test_a_search_looks_at_few_answers(monkeypatch):
 
 
 def test_what_cannot_be_searched_whole_says_how_far_it_may_be_off(monkeypatch):
-    monkeypatch.setattr("jaxtensile.runtime.knapsack.LABELS", 3)
+    monkeypatch.setattr("jaxtensile.runtime.decide.knapsack.LABELS", 3)
     rnd = Random(5)
     items = [
         [Row(size := rnd.randrange(1, 1000), 10 - size / 1000 + rnd.random() / 100, i) for i in range(4)]

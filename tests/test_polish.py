@@ -4,13 +4,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, solid_chain, train_steps
-from jaxtensile.passes.emit import Recomputation, emit
-from jaxtensile.passes.fusion import fuse
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.polish import polish
-from jaxtensile.passes.stages import mountain_at
-from jaxtensile.passes.trials import Trial
-from jaxtensile.plan import Program
+from jaxtensile.ir.plan import Program
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.recompute.emit import Recomputation, emit
+from jaxtensile.passes.recompute.polish import polish
+from jaxtensile.passes.recompute.stages import mountain_at
+from jaxtensile.passes.solvers.trials import Trial
 from oracles import completed
 
 

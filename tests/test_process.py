@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxtensile.device import profile
-from jaxtensile.ir import Graph, Value
-from jaxtensile.passes.bfc import BFC, OutOfMemory
-from jaxtensile.plan import MemoryUse
-from jaxtensile.process import CONTEXT, Traffic, parts, pool_of, run, total, traffic
+from jaxtensile.devices.profiles import profile
+from jaxtensile.estimation.process import CONTEXT, Traffic, parts, pool_of, run, total, traffic
+from jaxtensile.ir.ir import Graph, Value
+from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.passes.pack.bfc import BFC, OutOfMemory
 from jaxtensile.units import MIB
 
 H200 = profile("nvidia-h200")

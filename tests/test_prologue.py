@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtensile
-from jaxtensile.ir import consumers
-from jaxtensile.passes.fusion import VIEWS
-from jaxtensile.passes.prologue import PRODUCT, prologues
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.ir import consumers
+from jaxtensile.passes.lifetimes.fusion import VIEWS
+from jaxtensile.passes.lifetimes.prologue import PRODUCT, prologues
+from jaxtensile.program.trace import trace_jaxpr
 
 ROWS, WIDTH, LAYERS = 16384, 1024, 6
 

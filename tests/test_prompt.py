@@ -9,20 +9,20 @@ from hypothesis import given
 
 import jaxtensile
 from graphs import Builder, graphs
-from jaxtensile.candidates import Candidates
-from jaxtensile.device import profile
-from jaxtensile.ir import producers
-from jaxtensile.merge import rebuilt
-from jaxtensile.passes.check import check
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.prompt import prompt
-from jaxtensile.recipe import recipe_of, replay
-from jaxtensile.request import Job
-from jaxtensile.rewrite import rewrite
-from jaxtensile.trace import trace_jaxpr
-from jaxtensile.variants import prompted, written
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.ir import producers
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.order.prompt import prompt
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.greedy import prepare
+from jaxtensile.passes.verify.check import check
+from jaxtensile.program.merge import rebuilt
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.recipe import recipe_of, replay
+from jaxtensile.search.request import Job
+from jaxtensile.search.variants import prompted, written
 
 LAYERS, WIDTH, BATCH = 6, 1024, 2048
 

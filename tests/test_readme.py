@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtensile
-from jaxtensile import cli
-from jaxtensile.runtime import config as configs
-from jaxtensile.runtime.functions import KEYS
+from jaxtensile.cli import main as cli
+from jaxtensile.runtime.config import config as configs
+from jaxtensile.runtime.config.functions import KEYS
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BLOCKS = re.findall(r"(?ms)^( *)```(\w*)\n(.*?)^\1```$", README.read_text())

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import msgspec
 import pytest
 
-from jaxtensile import variants as ways
-from jaxtensile.candidates import Candidates
-from jaxtensile.device import profile
+from jaxtensile.devices.profiles import profile
 from jaxtensile.errors import VerifyError
-from jaxtensile.passes.check import check
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare
-from jaxtensile.recipe import Recipe, Unlike, fingerprint, recipe_of, replay
-from jaxtensile.request import Job
-from jaxtensile.trace import trace_jaxpr
-from jaxtensile.undo import undo
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.greedy import prepare
+from jaxtensile.passes.verify.check import check
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.undo import undo
+from jaxtensile.search import variants as ways
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.recipe import Recipe, Unlike, fingerprint, recipe_of, replay
+from jaxtensile.search.request import Job
 from loop_programs import PROGRAMS, arguments
 
 X, W = jnp.zeros((1024, 256)), jnp.zeros((256, 256))

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 
 from graphs import Builder, graphs
-from jaxtensile.passes.fusion import fuse
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.reorder import SCHEDULES, _depth_first, _in_order, _list_schedule, _Nodes, as_scheduled
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.order.reorder import SCHEDULES, _depth_first, _in_order, _list_schedule, _Nodes, as_scheduled
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 

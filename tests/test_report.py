@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxtensile
-from jaxtensile.plan import MemoryUse, Remat
-from jaxtensile.report import Decision, Report
-from jaxtensile.report_text import dropped, groups, short_type
-from jaxtensile.timeline import BARRIER, Sites, Stage, Timeline, Track
+from jaxtensile.ir.plan import MemoryUse, Remat
+from jaxtensile.ir.timeline import BARRIER, Sites, Stage, Timeline, Track
+from jaxtensile.report.facts import Decision
+from jaxtensile.report.report import Report
+from jaxtensile.report.text import dropped, groups, short_type
 from jaxtensile.units import GIB, MIB
 
 pytestmark = pytest.mark.xdist_group("report")  # one process: what all of them need is made once

@@ -3,15 +3,15 @@
 import pytest
 
 from coordinator_talk import GPU, LADDER, Talk
-from jaxtensile.runtime import journal
-from jaxtensile.runtime.events import (
+from jaxtensile.runtime.decide import journal
+from jaxtensile.runtime.decide.events import (
     Close,
     Connected,
     Disconnected,
     ProcessDied,
 )
-from jaxtensile.runtime.leases import HOST, Process, State
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.decide.leases import HOST, Process, State
+from jaxtensile.runtime.protocol.messages import (
     VERSION,
     Ack,
     Admit,

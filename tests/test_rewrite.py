@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtensile import rewrite as rewriting
-from jaxtensile.plan import Program
-from jaxtensile.rewrite import rewrite
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.plan import Program
+from jaxtensile.program import rewrite as rewriting
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import trace_jaxpr
 from programs import bits, doubled
 
 V = np.linspace(-1, 1, 8, dtype=np.float32)

@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 from jaxtensile import _compat
-from jaxtensile.rows import ELEMENTWISE, Passing, Row, adding_scatter, made_of_whole, passing
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.rows.rows import ELEMENTWISE, Passing, Row, adding_scatter, made_of_whole, passing
 
 KEY = jax.random.key(0)
 

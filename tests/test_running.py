@@ -14,16 +14,16 @@ from textwrap import dedent
 import pytest
 
 from daemons import LIMIT, Daemon, until
-from jaxtensile import cli
+from jaxtensile.cli import main as cli
+from jaxtensile.cli.xla_memory import variables
 from jaxtensile.units import GIB
-from jaxtensile.xla_memory import variables
 
 JOB = """
 import glob, os, sys, time
-from jaxtensile.runtime.client import Client
-from jaxtensile.runtime.messages import Admit, Rung
-from jaxtensile.runtime.place import JOB_VARIABLE, VARIABLE
-from jaxtensile.runtime.socket_link import SocketLink
+from jaxtensile.runtime.client.client import Client
+from jaxtensile.runtime.protocol.messages import Admit, Rung
+from jaxtensile.runtime.daemon.place import JOB_VARIABLE, VARIABLE
+from jaxtensile.runtime.client.socket_link import SocketLink
 
 steps, status = int(sys.argv[1]), int(sys.argv[2])
 ladder = (Rung(persistent=4, seconds=0.02), Rung(persistent=8, seconds=0.01))
@@ -170,7 +170,7 @@ def test_ctrl_c_ends_the_jobs_and_their_coordinator(folder, number):
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN)" if number == signal.SIGINT else ""
     stubborn = f"import signal, time; {ignored}; print('here'); time.sleep(600)".replace("; ;", ";")
     write(folder, one=(100_000, 0), two=[sys.executable, "-c", stubborn])
-    command = [sys.executable, "-m", "jaxtensile.cli", "run"]
+    command = [sys.executable, "-m", "jaxtensile", "run"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as run:
         said = ""
         while "two | here" not in said or "one | begins" not in said:
@@ -193,7 +193,7 @@ def test_ctrl_c_ends_the_jobs_and_their_coordinator(folder, number):
 
 def test_jobs_go_on_when_their_coordinator_is_killed_and_it_is_said(folder):
     write(folder, one=(200, 0))
-    with subprocess.Popen([sys.executable, "-m", "jaxtensile.cli", "run"], stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen([sys.executable, "-m", "jaxtensile", "run"], stdout=subprocess.PIPE, text=True) as run:
         said = ""
         while "one | begins" not in said:
             said += run.stdout.readline()
@@ -207,7 +207,7 @@ def test_jobs_go_on_when_their_coordinator_is_killed_and_it_is_said(folder):
 
 def test_the_private_coordinator_ends_when_its_jobs_starter_is_killed(folder):
     write(folder, one=(100_000, 0))
-    with subprocess.Popen([sys.executable, "-m", "jaxtensile.cli", "run"], stdout=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen([sys.executable, "-m", "jaxtensile", "run"], stdout=subprocess.PIPE, text=True) as run:
         said = ""
         while "one | begins" not in said:
             said += run.stdout.readline()

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtensile.errors import ConfigError
-from jaxtensile.runtime.config import NAME, VARIABLE, find, parse, read
-from jaxtensile.runtime.events import Settings
-from jaxtensile.runtime.leases import HOST
-from jaxtensile.runtime.ledger import Capacity
+from jaxtensile.runtime.config.config import NAME, VARIABLE, find, parse, read
+from jaxtensile.runtime.decide.events import Settings
+from jaxtensile.runtime.decide.leases import HOST
+from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.units import GIB
 
 EVERYTHING = """

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
-from jaxtensile.passes.emit import recomputed_ops
-from jaxtensile.passes.segments import Menu, Needs
-from jaxtensile.passes.stages import Mountain, mountain_at
+from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
+from jaxtensile.passes.recompute.emit import recomputed_ops
+from jaxtensile.passes.recompute.segments import Menu, Needs
+from jaxtensile.passes.recompute.stages import Mountain, mountain_at
 
 
 def train_step(sizes, extra_reads=()):

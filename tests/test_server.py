@@ -63,10 +63,11 @@ from msgspec import msgpack, structs
 
 from daemons import GPU, LADDER, LIMIT, Child, Daemon, Wire, until
 from jaxtensile.errors import LostLeaseError, RejectedError
-from jaxtensile.runtime import peers
-from jaxtensile.runtime.journal import Freed, decode, encode
-from jaxtensile.runtime.leases import Process
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.daemon import peers
+from jaxtensile.runtime.daemon.place import Place, PlaceError, socket_path
+from jaxtensile.runtime.decide.journal import Freed, decode, encode
+from jaxtensile.runtime.decide.leases import Process
+from jaxtensile.runtime.protocol.messages import (
     VERSION,
     Ack,
     Admit,
@@ -85,8 +86,7 @@ from jaxtensile.runtime.messages import (
     Status,
     Token,
 )
-from jaxtensile.runtime.place import Place, PlaceError, socket_path
-from jaxtensile.runtime.wire import frame
+from jaxtensile.runtime.protocol.wire import frame
 
 
 @pytest.fixture(scope="module")
@@ -166,8 +166,8 @@ def test_a_killed_job_is_freed_by_its_death_and_never_before(daemon):
 
 KILLED = """
 import os, socket, sys, time
-from jaxtensile.runtime.messages import *
-from jaxtensile.runtime.wire import REPLIES, frame, take
+from jaxtensile.runtime.protocol.messages import *
+from jaxtensile.runtime.protocol.wire import REPLIES, frame, take
 path, ladder = sys.argv[1], (Rung(persistent=4, seconds=2.0), Rung(persistent=8, seconds=1.0))
 lease, token, rest, link = 1, Token(1, 1), b"", None
 def connect(_):
@@ -326,7 +326,7 @@ def impatient():
     """A daemon whose ten seconds are shorter."""
     shorter = "import sys; from jaxtensile.runtime import server; server.HELLO_WITHIN = server.READ_WITHIN = 0.1\n"
     daemon = Daemon()
-    daemon.program = "-c", shorter + "from jaxtensile.cli import main; sys.exit(main())"
+    daemon.program = "-c", shorter + "from jaxtensile.cli.main import main; sys.exit(main())"
     with daemon:
         yield daemon
 
@@ -428,9 +428,9 @@ def test_a_ladder_that_lies_is_found_out_and_an_allocator_that_keeps_bytes_shrin
 
 LIAR = """
 import json, sys
-from jaxtensile.runtime.client import Client
-from jaxtensile.runtime.messages import Admit, Rung
-from jaxtensile.runtime.socket_link import SocketLink
+from jaxtensile.runtime.client.client import Client
+from jaxtensile.runtime.protocol.messages import Admit, Rung
+from jaxtensile.runtime.client.socket_link import SocketLink
 admit = Admit(job="liar", devices=("cuda:0",), ladder=(Rung(persistent=4, seconds=1.0),))
 client = Client(admit, SocketLink.to(sys.argv[1]))
 print(json.dumps({"rung": client.wait(60)}), flush=True)

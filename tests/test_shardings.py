@@ -80,7 +80,7 @@ planned(trained(branched), 0.8, lambda: arguments(AxisType.Explicit))
 """,
     "what is made again has the types that it had": """
 from jax.extend.core import jaxpr_as_fun
-from jaxtensile.trace import retrace
+from jaxtensile.program.trace import retrace
 
 def mixed(ws, x):
     y = jax.lax.while_loop(lambda s: s[1] < 3, lambda s: (layer(s[0], ws[0]), s[1] + 1), (x, 0))[0]
@@ -95,11 +95,11 @@ for kind in KINDS:
 """,
     "what explicit types do not allow is left out": """
 from jaxtensile import variants as ways
-from jaxtensile.device import profile
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare
-from jaxtensile.request import Job
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.greedy import prepare
+from jaxtensile.search.request import Job
+from jaxtensile.program.trace import trace_jaxpr
 
 def in_slices(x, w):
     y = jnp.einsum("ij,jk->ik", x, w, out_sharding=NamedSharding(mesh[AxisType.Explicit], P()))

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtensile
-from jaxtensile import api
-from jaxtensile.options import Asked
-from jaxtensile.shared_dispatch import stand_in
+from jaxtensile.api import jit as api
+from jaxtensile.api.shared_dispatch import stand_in
+from jaxtensile.settings.options import Asked
 from programs import chain_args, close, squeezed, step
 
 

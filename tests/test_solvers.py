@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 import jaxtensile
 from graphs import network, train_steps
-from jaxtensile import cli
-from jaxtensile.device import profile
-from jaxtensile.passes import exact, greedy, solvers
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.solvers import NAMES, named
-from jaxtensile.plan import Problem
+from jaxtensile.cli import main as cli
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Problem
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers import by_name as solvers
+from jaxtensile.passes.solvers import exact, greedy
+from jaxtensile.passes.solvers.by_name import NAMES, named
 from programs import FAST, chain_args, squeezed, step
 from test_greedy import check_plan
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from jaxtensile.runtime.demand import demand_of
-from jaxtensile.runtime.events import Rules
-from jaxtensile.runtime.leases import HOST, Lease, Process
-from jaxtensile.runtime.messages import Rung
-from jaxtensile.runtime.speakers import Speakers
+from jaxtensile.runtime.coordinate.speakers import Speakers
+from jaxtensile.runtime.decide.demand import demand_of
+from jaxtensile.runtime.decide.events import Rules
+from jaxtensile.runtime.decide.leases import HOST, Lease, Process
+from jaxtensile.runtime.protocol.messages import Rung
 
 ONE, OTHER = Process(7, 1), Process(7, 2)
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtensile.split import sliced_products, split_products
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.rewrites.split import sliced_products, split_products
 
 
 def pairs(vs):

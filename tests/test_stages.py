@@ -7,8 +7,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, graphs, train_steps
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.stages import buffer_steps, find_turn, idle_window, mountain_at, use_steps, waists
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.recompute.stages import buffer_steps, find_turn, idle_window, mountain_at, use_steps, waists
 
 
 def tower(layers, widths=(64, 16, 64)):

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtensile.device import profile
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.state import choose
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.state import choose
 
 N = 512  # f32[512,512] is 1 MiB
 LAYERS = 3

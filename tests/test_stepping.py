@@ -12,10 +12,10 @@ import pytest
 
 import jaxtensile
 import job_programs as programs
-from jaxtensile import stepping
-from jaxtensile.ladder import Ladder
-from jaxtensile.runtime.leases import HOST
-from jaxtensile.runtime.ledger import Capacity
+from jaxtensile.jobs import stepping
+from jaxtensile.jobs.ladder import Ladder
+from jaxtensile.runtime.decide.leases import HOST
+from jaxtensile.runtime.decide.ledger import Capacity
 from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, resize, same, until
 
 pytestmark = pytest.mark.xdist_group("stepping")  # one process: what all of them need is made once

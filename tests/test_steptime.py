@@ -2,10 +2,10 @@
 
 import pytest
 
-from jaxtensile.ir import Graph, Op, OpId, Value, ValueId
-from jaxtensile.passes.loops import copying
-from jaxtensile.passes.steptime import LoopCopies, StepTime
-from jaxtensile.plan import TO_DEVICE, TO_HOST, Link, Program
+from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
+from jaxtensile.ir.plan import TO_DEVICE, TO_HOST, Link, Program
+from jaxtensile.passes.offload.loops import copying
+from jaxtensile.passes.seconds.steptime import LoopCopies, StepTime
 
 LINK = Link(bandwidth=1e6, latency=0.0)
 

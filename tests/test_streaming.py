@@ -7,18 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtensile.device import profile
+from jaxtensile.devices.profiles import profile
 from jaxtensile.errors import VerifyError
-from jaxtensile.passes import streaming as module
-from jaxtensile.passes.check import check
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.state import movable
-from jaxtensile.passes.streaming import waiting
-from jaxtensile.plan import TO_DEVICE, TO_HOST, Link, Program
-from jaxtensile.rewrite import rewrite
-from jaxtensile.state import choose, on_host
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.plan import TO_DEVICE, TO_HOST, Link, Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload import streaming as module
+from jaxtensile.passes.offload.state import movable
+from jaxtensile.passes.offload.streaming import waiting
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.verify.check import check
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.state import choose, on_host
 from test_state import LAYERS, N, adam, loss
 
 LINK = Link(bandwidth=1e10, latency=1e-6)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from jaxtensile.runtime.streams import MOST_UNREAD, Stream
+from jaxtensile.runtime.daemon.streams import MOST_UNREAD, Stream
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from jax import lax
 
 import jaxtensile
 from graphs import Builder
-from jaxtensile.passes.fusion import fuse
+from jaxtensile.passes.lifetimes.fusion import fuse
 from programs import descent
 
 H200 = "nvidia-h200"

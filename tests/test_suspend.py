@@ -15,9 +15,9 @@ import jaxtensile
 import job_programs as programs
 from daemons import Daemon
 from jaxtensile.errors import CoordinatorError, NotAdmittedError, UnreachableError
-from jaxtensile.runtime.gate import GateError
-from jaxtensile.runtime.leases import HOST
-from jaxtensile.suspension import Suspended
+from jaxtensile.jobs.suspension import Suspended
+from jaxtensile.runtime.client.gate import GateError
+from jaxtensile.runtime.decide.leases import HOST
 from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, refused, same, until
 
 pytestmark = pytest.mark.xdist_group("suspend")  # one process: what all of them need is made once
@@ -244,7 +244,7 @@ LEAVES = """
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtensile.errors import CoordinatorError
-from jaxtensile.suspension import Suspended
+from jaxtensile.jobs.suspension import Suspended
 
 mesh = Mesh(np.array(jax.devices()), "a")
 twice = jnp.ones(3)
@@ -347,7 +347,7 @@ def test_processes_that_take_turns_through_the_daemon(ladder, monkeypatch, tmp_p
             training.run(1)
             daemon.kill()
             with monkeypatch.context() as soon:
-                soon.setattr("jaxtensile.waiting.PATIENCE", 0.2)
+                soon.setattr("jaxtensile.jobs.waiting.PATIENCE", 0.2)
                 with pytest.raises(UnreachableError, match="no coordinator answers job 'left'"):
                     job.suspend(training.weights)
             training.run(1)

@@ -12,10 +12,11 @@ from jax.sharding import PartitionSpec as P
 
 import compiled_once
 import jaxtensile
-from jaxtensile import hardware, target
-from jaxtensile.device import profile, profile_for_kind, targets
-from jaxtensile.target import compiler_options, resolve, resolve_all
+from jaxtensile.devices import hardware
+from jaxtensile.devices.profiles import profile, profile_for_kind, targets
 from jaxtensile.units import MIB
+from jaxtensile.xla import target
+from jaxtensile.xla.target import compiler_options, resolve, resolve_all
 
 CUDA = [n for n in targets() if profile(n).platform == "cuda"]
 TPU = [n for n in targets() if profile(n).platform == "tpu"]
@@ -206,7 +207,7 @@ def test_a_compiler_that_refuses_is_a_target_error(monkeypatch):
 CHILD = """
 import os, sys
 import jax, jaxtensile
-from jaxtensile.target import resolve
+from jaxtensile.xla.target import resolve
 before = dict(os.environ)
 for word in sys.argv[1:]:
     if word == "devices":
@@ -255,7 +256,7 @@ def test_jax_used_before_the_package_was_imported(monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "")
     without_the_packages_own(monkeypatch)
     code = (
-        "import jax; jax.devices(); from jaxtensile.target import resolve; "
+        "import jax; jax.devices(); from jaxtensile.xla.target import resolve; "
         "print(resolve('nvidia-l4').device_kind, jax.devices())"
     )
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
@@ -265,7 +266,7 @@ def test_jax_used_before_the_package_was_imported(monkeypatch):
 
 @pytest.mark.tpu_aot
 def test_two_processes_may_compile_for_tpus_at_once():
-    code = "from jaxtensile.target import resolve; print(resolve('tpu-v5e').device_kind, flush=True); input()"
+    code = "from jaxtensile.xla.target import resolve; print(resolve('tpu-v5e').device_kind, flush=True); input()"
     both = [
         subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         for _ in range(2)

@@ -6,8 +6,8 @@ import pytest
 
 import jaxtensile
 import job_programs as programs
-from jaxtensile import stepping
-from jaxtensile.ladder import Ladder
+from jaxtensile.jobs import stepping
+from jaxtensile.jobs.ladder import Ladder
 from job_training import ROOM, WAIT, Training, charged, ladder, plans, resize, same, until
 
 pytestmark = pytest.mark.xdist_group("tenancy")  # one process: what all of them need is made once
@@ -93,7 +93,7 @@ def test_a_job_that_is_told_to_shrink_below_its_smallest_plan_gets_what_that_nee
     with jaxtensile.job("misjudged", config=programs.config("63MiB")) as job:
         training = Training(job)
         training.step._ladders = weakref.WeakKeyDictionary()
-        monkeypatch.setattr("jaxtensile.api._SHARED", {})
+        monkeypatch.setattr("jaxtensile.api.jit._SHARED", {})
         training.run(1)
         assert job.ladder[0].level < ladder[0].level
         lie, room = job.ladder[0].level, ladder[0].level + 4096

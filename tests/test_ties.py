@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given, settings
 
 from graphs import Builder, graphs, train_steps
-from jaxtensile.device import profile
-from jaxtensile.passes.check import check
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.ties import tied, with_weights_late
-from jaxtensile.plan import Problem, Program
-from jaxtensile.rewrite import rewrite
-from jaxtensile.target import compiler_options
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Problem, Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.order.ties import tied, with_weights_late
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.greedy import prepare
+from jaxtensile.passes.verify.check import check
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.xla.target import compiler_options
 from ordered import barriers, same_kernels
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))

@@ -12,9 +12,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxtensile
-from jaxtensile.ir import producers
-from jaxtensile.passes.fusion import fuse
-from jaxtensile.trace import bind, jaxpr_flops, trace_jaxpr
+from jaxtensile.ir.ir import producers
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.program.trace import bind, jaxpr_flops, trace_jaxpr
 
 F32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
 

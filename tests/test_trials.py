@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 
 from graphs import network
-from jaxtensile.device import profile
-from jaxtensile.passes import trials
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import Solver, prepare
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.passes.stages import find_turn
-from jaxtensile.passes.trials import Explored, Trial
-from jaxtensile.plan import Problem, Program
+from jaxtensile.devices.profiles import profile
+from jaxtensile.ir.plan import Problem, Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.recompute.stages import find_turn
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers import trials
+from jaxtensile.passes.solvers.greedy import Solver, prepare
+from jaxtensile.passes.solvers.trials import Explored, Trial
 
 
 @pytest.fixture

@@ -12,11 +12,11 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 import jaxtensile
 from checkpoints import CHECKPOINTS, checkpoints_are
-from jaxtensile.passes.liveness import live_ranges
-from jaxtensile.plan import Program
-from jaxtensile.rewrite import rewrite
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
-from jaxtensile.undo import undo
+from jaxtensile.ir.plan import Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.rewrites.undo import undo
 from programs import FAST, bits
 
 P = jax.checkpoint_policies

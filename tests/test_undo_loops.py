@@ -9,8 +9,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxtensile
 from checkpoints import CHECKPOINTS, checkpoints_are
-from jaxtensile.trace import jaxpr_flops, trace_jaxpr
-from jaxtensile.undo import undo
+from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
+from jaxtensile.rewrites.undo import undo
 from programs import FAST, close
 
 P = jax.checkpoint_policies

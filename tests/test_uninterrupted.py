@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from jaxtensile.runtime import uninterrupted as module
-from jaxtensile.runtime.uninterrupted import later, uninterrupted
+from jaxtensile.runtime.client import uninterrupted as module
+from jaxtensile.runtime.client.uninterrupted import later, uninterrupted
 from test_holds import interrupted, lines_of
 
 PATIENCE = 30.0
@@ -103,7 +103,7 @@ def test_a_thread_that_was_started_twice_is_one():
 )
 def test_the_interpreter_ends(end):
     code = (
-        "from jaxtensile.runtime.uninterrupted import uninterrupted\n"
+        "from jaxtensile.runtime.client.uninterrupted import uninterrupted\n"
         "class Last:\n    def __del__(self): print(uninterrupted(lambda: 7))\n"
         f"uninterrupted(lambda: None)\n{end}\n"
     )

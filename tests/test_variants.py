@@ -8,15 +8,15 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxtensile import variants as ways
-from jaxtensile.candidates import Candidates
-from jaxtensile.cheapest import cheapest, without_host
-from jaxtensile.device import profile
-from jaxtensile.passes.cost import op_costs
-from jaxtensile.passes.greedy import prepare
-from jaxtensile.request import Job
-from jaxtensile.trace import trace_jaxpr
-from jaxtensile.undo import undo
+from jaxtensile.devices.profiles import profile
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.solvers.greedy import prepare
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.undo import undo
+from jaxtensile.search import variants as ways
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.cheapest import cheapest, without_host
+from jaxtensile.search.request import Job
 
 W, X = jnp.eye(16) / 2, jnp.ones((512, 16))
 

@@ -11,8 +11,8 @@ from contextlib import suppress
 import pytest
 
 from daemons import LIMIT, Child, Daemon, until
-from jaxtensile import cli
-from jaxtensile.watching import duration
+from jaxtensile.cli import main as cli
+from jaxtensile.cli.watching import duration
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_top_prints_plainly_where_there_is_no_terminal(daemon, capsys):
 
 def test_top_redraws_on_a_terminal_until_ctrl_c(daemon):
     main, other = pty.openpty()
-    command = [sys.executable, "-m", "jaxtensile.cli", "top", "--every", "0.05", "--socket", str(daemon.path)]
+    command = [sys.executable, "-m", "jaxtensile", "top", "--every", "0.05", "--socket", str(daemon.path)]
     with subprocess.Popen(command, stdout=other, stderr=subprocess.PIPE) as top:
         os.close(other)
         seen = b""

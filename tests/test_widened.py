@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 import jaxtensile
-from jaxtensile.ir import producers
-from jaxtensile.passes.widened import BEFORE_8, BEFORE_9, widened
-from jaxtensile.trace import trace_jaxpr
+from jaxtensile.ir.ir import producers
+from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, widened
+from jaxtensile.program.trace import trace_jaxpr
 
 HALF = jnp.bfloat16
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxtensile.trace import jaxpr_flops
+from jaxtensile.program.trace import jaxpr_flops
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # benchmarks/ is not installed; appended, so a wheel wins
 workloads = importlib.import_module("benchmarks.workloads")

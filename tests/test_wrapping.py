@@ -24,7 +24,7 @@ from flax import nnx
 from jax.experimental import checkify
 
 import jaxtensile
-from jaxtensile.api import Planned
+from jaxtensile.api.jit import Planned
 
 PLANNED = functools.partial(jaxtensile.jit, budget="1GiB")
 W = np.linspace(-1.0, 1.0, 12, dtype=np.float32).reshape(3, 4)

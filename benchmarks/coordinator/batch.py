@@ -35,7 +35,7 @@ def case(name: str) -> dict[str, Any]:
     """The largest batches of one workload, in this process."""
     import jaxtensile
     from benchmarks import workloads
-    from jaxtensile.device import profile
+    from jaxtensile.devices.profiles import profile
 
     @cache
     def needs(batch: int) -> tuple[int, int]:

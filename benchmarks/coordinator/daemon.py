@@ -26,10 +26,10 @@ from typing import Any
 
 from benchmarks.coordinator.load import DEVICE, Caller, Echoed, load, ray_actor, row, start_bare
 from benchmarks.isolate import ROOT, save
-from jaxtensile.runtime.inquiry import ask
-from jaxtensile.runtime.messages import Admit, Grant, Release, Released, Rung, Token
-from jaxtensile.runtime.server import more_descriptors
-from jaxtensile.runtime.wire import frame
+from jaxtensile.runtime.daemon.inquiry import ask
+from jaxtensile.runtime.daemon.server import more_descriptors
+from jaxtensile.runtime.protocol.messages import Admit, Grant, Release, Released, Rung, Token
+from jaxtensile.runtime.protocol.wire import frame
 
 HERE = Path(__file__).parent
 CLIENTS = (1, 100, 1000)
@@ -50,7 +50,7 @@ def daemon(config_text: str) -> Iterator[tuple[Path, subprocess.Popen[bytes]]]:
     with tempfile.TemporaryDirectory(prefix="jt-") as folder:
         path = Path(folder) / "s"
         (config := Path(folder) / "c.toml").write_text(config_text)
-        command = [sys.executable, "-m", "jaxtensile.cli", "serve", "--config", str(config), "--socket", str(path)]
+        command = [sys.executable, "-m", "jaxtensile", "serve", "--config", str(config), "--socket", str(path)]
         with (
             open(Path(folder) / "log", "wb") as log,
             subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT) as process,

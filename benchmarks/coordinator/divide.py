@@ -28,13 +28,13 @@ from typing import Any, Final, cast
 
 from benchmarks.isolate import heading, save
 from benchmarks.machine import describe
-from jaxtensile.runtime.arbiter import Arbiter
-from jaxtensile.runtime.demand import demand_of
-from jaxtensile.runtime.events import Rules, Settings
-from jaxtensile.runtime.leases import HOST, Charge, Happening, Lease, Process, State
-from jaxtensile.runtime.ledger import Capacity
-from jaxtensile.runtime.messages import Rung
-from jaxtensile.runtime.policy import OBJECTIVES, Claim, Objective, Option, Room, Shares, divide
+from jaxtensile.runtime.decide.arbiter import Arbiter
+from jaxtensile.runtime.decide.demand import demand_of
+from jaxtensile.runtime.decide.events import Rules, Settings
+from jaxtensile.runtime.decide.leases import HOST, Charge, Happening, Lease, Process, State
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.decide.policy import OBJECTIVES, Claim, Objective, Option, Room, Shares, divide
+from jaxtensile.runtime.protocol.messages import Rung
 
 HERE: Final = Path(__file__).parent
 RUNGS: Final = 8
@@ -109,7 +109,7 @@ def optimum(claims: Sequence[Claim], rooms: dict[str, Room]) -> float:
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import lil_array
 
-    from jaxtensile.hushed import hushed
+    from jaxtensile.devices.hushed import hushed
 
     rows = {name: len(claims) + k for k, name in enumerate(rooms)}
     count = len(claims) * RUNGS

@@ -90,7 +90,7 @@ def together(count: int, capacity: int | None) -> list[dict[str, Any]]:
             config, place = folder / "jaxtensile.toml", folder / "d" / "c.sock"
             config.write_text(CONFIG.format(capacity=capacity))
             serve = ("serve", "--config", str(config), "--socket", str(place))
-            daemon = subprocess.Popen([sys.executable, "-m", "jaxtensile.cli", *serve], cwd=ROOT, env=environment)
+            daemon = subprocess.Popen([sys.executable, "-m", "jaxtensile", *serve], cwd=ROOT, env=environment)
             environment |= {"JAXTENSILE_SOCKET": str(place), "JAXTENSILE_CONFIG": str(config)}
             while not place.exists():
                 time.sleep(0.02)

@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import jaxtensile
 from benchmarks.isolate import save
 from benchmarks.machine import describe
-from jaxtensile import arbitration
+from jaxtensile.jobs import arbitration
 
 HERE = Path(__file__).parent
 PACKAGE = str(Path(jaxtensile.__file__).parent)

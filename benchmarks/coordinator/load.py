@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxtensile.runtime.messages import VERSION, Admit, Grant, Hello, Release, Released, Rung, Welcome
-from jaxtensile.runtime.wire import REPLIES, frame, take
+from jaxtensile.runtime.protocol.messages import VERSION, Admit, Grant, Hello, Release, Released, Rung, Welcome
+from jaxtensile.runtime.protocol.wire import REPLIES, frame, take
 
 DEVICE = "cuda:0"
 LIMIT = 60.0

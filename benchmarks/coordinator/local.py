@@ -21,15 +21,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.isolate import save
-from jaxtensile.runtime.client import Client
-from jaxtensile.runtime.coordinator import Coordinator
-from jaxtensile.runtime.events import Connected, Received, Restarted
-from jaxtensile.runtime.gate import Gate
-from jaxtensile.runtime.journal import Replayed
-from jaxtensile.runtime.leases import HOST, Charge, Process
-from jaxtensile.runtime.ledger import Account, Capacity
-from jaxtensile.runtime.local import LocalCoordinator
-from jaxtensile.runtime.messages import VERSION, Admit, Hello, Release, Rung, Token
+from jaxtensile.runtime.client.client import Client
+from jaxtensile.runtime.client.gate import Gate
+from jaxtensile.runtime.client.local import LocalCoordinator
+from jaxtensile.runtime.coordinate.coordinator import Coordinator
+from jaxtensile.runtime.decide.events import Connected, Received, Restarted
+from jaxtensile.runtime.decide.journal import Replayed
+from jaxtensile.runtime.decide.leases import HOST, Charge, Process
+from jaxtensile.runtime.decide.ledger import Account, Capacity
+from jaxtensile.runtime.protocol.messages import VERSION, Admit, Hello, Release, Rung, Token
 
 HERE = Path(__file__).parent
 DEVICE = "cpu:0"

@@ -30,7 +30,9 @@ from benchmarks.coordinator.daemon import cpu, daemon
 from benchmarks.coordinator.divide import KINDS, question
 from benchmarks.isolate import ROOT, heading, save
 from benchmarks.machine import describe
-from jaxtensile.runtime.messages import (
+from jaxtensile.runtime.daemon.server import more_descriptors
+from jaxtensile.runtime.decide.policy import Claim
+from jaxtensile.runtime.protocol.messages import (
     VERSION,
     Ack,
     Admit,
@@ -44,9 +46,7 @@ from jaxtensile.runtime.messages import (
     Rung,
     Withdraw,
 )
-from jaxtensile.runtime.policy import Claim
-from jaxtensile.runtime.server import more_descriptors
-from jaxtensile.runtime.wire import REPLIES, frame, take
+from jaxtensile.runtime.protocol.wire import REPLIES, frame, take
 
 HERE: Final = Path(__file__).parent
 DEVICES, JOBS = 64, 1000

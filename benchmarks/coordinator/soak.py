@@ -42,7 +42,7 @@ SAVED_EVERY = 200
 
 def code() -> str:
     """What is walked over, and by what."""
-    files = [*sorted((ROOT / "runtime").glob("*.py")), ROOT / "tests/coordinator_model.py"]
+    files = [*sorted((ROOT / "runtime").rglob("*.py")), ROOT / "tests/coordinator_model.py"]
     return sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:16]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.estimate.truth import TARGET
 from benchmarks.isolate import command, heading, isolated, save
-from jaxtensile.plan import MemoryUse
+from jaxtensile.ir.plan import MemoryUse
 
 HERE = Path(__file__).parent
 MODULE = "estimate.exact"
@@ -30,7 +30,7 @@ def case(name: str) -> dict[str, Any]:
     import jaxtensile
     from benchmarks.estimate import zoo
     from benchmarks.machine import placed
-    from jaxtensile.target import compiler_options
+    from jaxtensile.xla.target import compiler_options
 
     model = zoo.models()[name]
     batch, optimizer = model.batches[0], model.optimizers[0]

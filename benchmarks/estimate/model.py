@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 OPTIMIZERS: Final[dict[str, Callable[[], Any]]] = {
     "momentum": lambda: optax.sgd(0.1, momentum=0.9),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.estimate.run [--again]
 
-The static figure is made from the jaxpr alone. ``low`` and ``high`` of ``jaxtensile.compilers`` come from the
+The static figure is made from the jaxpr alone. ``low`` and ``high`` of ``jaxtensile.xla.compilers`` come from the
 calibration half of these models and from that of small programs on each kind of device (``targets.py``); the errors are
 those of the other half. Seconds are the processor's. Beside them what
 xMem publishes: median relative error, PEF (share of runs whose running out of memory is mispredicted, or that would run
@@ -38,8 +38,8 @@ def estimated(name: str, batch: int, optimizer: str) -> dict[str, Any]:
     import jax
 
     from benchmarks.estimate import zoo
-    from jaxtensile.device import profile
-    from jaxtensile.estimation import program_of, static_estimate
+    from jaxtensile.devices.profiles import profile
+    from jaxtensile.estimation.estimate import program_of, static_estimate
 
     workload = zoo.workload(name, batch, optimizer)
     started = time.process_time()
@@ -85,7 +85,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 def on_card(rows: Sequence[dict[str, Any]], name: str) -> dict[str, float]:
     """PEF in per cent and MCP in GB per run on one card."""
-    from jaxtensile.device import profile
+    from jaxtensile.devices.profiles import profile
 
     capacity = profile(name).capacity
     failures, conserved = 0, 0.0

@@ -30,8 +30,8 @@ def case(layers: int) -> dict[str, Any]:
     import jax
 
     from benchmarks.workloads import gpt2
-    from jaxtensile.device import profile
-    from jaxtensile.estimation import program_of, static_estimate
+    from jaxtensile.devices.profiles import profile
+    from jaxtensile.estimation.estimate import program_of, static_estimate
 
     device = profile("nvidia-h200")
 

@@ -11,7 +11,8 @@ without its own rematerialization, and without optimizing kernels, which come af
 array that is stored. ``fit`` says which, for all targets of one kind together: the least with which on either side
 985 of 1000 programs of the calibration half are inside, where a copy counts as a twentieth of the temporaries. One
 copy is the least, and no share is below what the networks of ``truth.py`` need on an H200: 0.08 below, 0.21 above.
-``jaxtensile.compilers`` has what all versions of jax here need, and for TPUs that there may be no temporaries at all.
+``jaxtensile.xla.compilers`` has what all versions of jax here need, and for TPUs that there may be no temporaries at
+all.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ def allocated(program: small.Program, target: str, kernels: Path) -> dict[str, A
     import jax
 
     from benchmarks.machine import kernel_cache, placed
-    from jaxtensile.compile import compile_program, not_recomputing
-    from jaxtensile.device import profile
-    from jaxtensile.target import compiler_options, tracing_for
+    from jaxtensile.devices.profiles import profile
+    from jaxtensile.xla.compile import compile_program, not_recomputing
+    from jaxtensile.xla.target import compiler_options, tracing_for
 
     on_gpu = profile(target).platform == "cuda"
     options = {**compiler_options(target), **({**kernel_cache(kernels), **UNOPTIMIZED} if on_gpu else {})}
@@ -68,9 +69,9 @@ def estimated(program: small.Program, rows: Sequence[dict[str, Any]]) -> None:
     """Put the static figures of one program into its rows."""
     import jax
 
-    from jaxtensile.device import profile
-    from jaxtensile.estimation import program_of, static_estimate
-    from jaxtensile.target import tracing_for
+    from jaxtensile.devices.profiles import profile
+    from jaxtensile.estimation.estimate import program_of, static_estimate
+    from jaxtensile.xla.target import tracing_for
 
     traced: dict[str, Any] = {}
     for row in rows:
@@ -171,7 +172,7 @@ def main() -> None:
     import jax
 
     from benchmarks.machine import describe
-    from jaxtensile.device import targets
+    from jaxtensile.devices.profiles import targets
 
     machine, programs, halves = describe(), small.programs(), small.halves()
     path = HERE / f"targets-jax{machine['jax']}.json"
@@ -197,8 +198,8 @@ def main() -> None:
 
 def save(path: Path, machine: dict[str, Any], known: dict[tuple[str, str], dict[str, Any]]) -> None:
     """One row a line, in the order of programs and targets, and the table."""
-    from jaxtensile.compilers import kind_of
-    from jaxtensile.device import profile, targets
+    from jaxtensile.devices.profiles import profile, targets
+    from jaxtensile.xla.compilers import kind_of
 
     places = {name: i for i, name in enumerate(small.programs())}
     order = {name: i for i, name in enumerate(targets())}

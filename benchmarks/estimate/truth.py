@@ -6,8 +6,8 @@ One row for every model, batch size and optimizer, in ``truth-jax<version>.json`
 rows that are there are kept, so a run goes on where the last one stopped. A case that crashes or takes more than five
 minutes of processor time is a row too, with ``crash``; ``--retry`` takes those again. Each model has a process of its
 own for all its rows, and XLA keeps the kernels it has compiled in between: memory is assigned before there are
-kernels, and nine tenths of the time are theirs. Bytes are those of ``jaxtensile.plan.MemoryUse``: device = argument +
-output + temp - alias; ``equations`` counts the flat trace; ``trace_seconds`` is JAX's trace, ``seconds`` the
+kernels, and nine tenths of the time are theirs. Bytes are those of ``jaxtensile.ir.plan.MemoryUse``: device = argument
++ output + temp - alias; ``equations`` counts the flat trace; ``trace_seconds`` is JAX's trace, ``seconds`` the
 lowering and the compile by the clock, ``cpu_seconds`` by the processor, which other work does not stretch.
 """
 
@@ -47,9 +47,9 @@ def measured(name: str, batch: int, optimizer: str, kernels: Path) -> dict[str, 
 
     from benchmarks.estimate import zoo
     from benchmarks.machine import kernel_cache, placed
-    from jaxtensile.compile import compile_program
-    from jaxtensile.estimation import program_of
-    from jaxtensile.target import compiler_options
+    from jaxtensile.estimation.estimate import program_of
+    from jaxtensile.xla.compile import compile_program
+    from jaxtensile.xla.target import compiler_options
 
     workload = zoo.workload(name, batch, optimizer)
     args = placed(workload.args, TARGET)

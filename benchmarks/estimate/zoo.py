@@ -19,7 +19,7 @@ from typing import Final
 
 from benchmarks.estimate import zoo_equimo, zoo_haiku, zoo_keras, zoo_suite, zoo_transformers
 from benchmarks.estimate.model import Model
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 CALIBRATION: Final = "calibration"
 REPORT: Final = "report"

@@ -7,7 +7,7 @@ from functools import partial
 
 from benchmarks import workloads
 from benchmarks.estimate.model import OWN, Model
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 STEPS: dict[str, tuple[str, str, str, tuple[int, ...]]] = {
     "resnet50": ("resnet", "image classification", "bfloat16", (32, 64, 128, 256)),

@@ -72,9 +72,9 @@ def plain(
     import jax
 
     from benchmarks.machine import placed
-    from jaxtensile.compile import compile_program
-    from jaxtensile.target import compiler_options
-    from jaxtensile.trace import jaxpr_flops
+    from jaxtensile.program.trace import jaxpr_flops
+    from jaxtensile.xla.compile import compile_program
+    from jaxtensile.xla.target import compiler_options
 
     args = placed(workload.args, target)
 
@@ -109,7 +109,7 @@ def fit(
     """What ``jaxtensile.jit`` makes of the budget; None: what the target has; ``flags``: compiler options; ``chunk``
     and ``offload_state``: the options of these names."""
     import jaxtensile
-    from jaxtensile.trace import jaxpr_flops
+    from jaxtensile.program.trace import jaxpr_flops
 
     options = {**workload.jit_options, "compiler_options": dict(flags) if flags else None}
     given = {"budget": budget, "host_budget": host_budget, "target": target}

@@ -20,7 +20,7 @@ import jax
 import jaxtensile
 from benchmarks import workloads
 from benchmarks.fit.run import SHARE
-from jaxtensile.compile import memory_of
+from jaxtensile.xla.compile import memory_of
 
 STEPS, WARM = 12, 3
 HOST_BUDGET = "48GiB"

@@ -99,7 +99,7 @@ def main() -> int:
     if unknown:
         parser.error(f"no case {unknown[0]!r}: there are {', '.join(CASES)}")
     from benchmarks.machine import describe
-    from jaxtensile.hardware import has_nvidia_driver
+    from jaxtensile.devices.hardware import has_nvidia_driver
 
     if not options.dry_run and not has_nvidia_driver():
         print("no NVIDIA GPU here: nothing is measured; --dry-run tries the script without", file=sys.stderr)

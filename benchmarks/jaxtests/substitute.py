@@ -17,13 +17,14 @@ from typing import Any
 import jax
 
 import jaxtensile
-from jaxtensile import api as api_of_ours
-from jaxtensile import attempts, pipeline, subject
-from jaxtensile.compile import compile_program
+from jaxtensile.api import jit as api_of_ours
 from jaxtensile.errors import BudgetError
-from jaxtensile.passes.lowerbound import Bound
-from jaxtensile.plan import MemoryUse
-from jaxtensile.request import Fitted, Job
+from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.passes.recompute.lowerbound import Bound
+from jaxtensile.planner import attempts, pipeline
+from jaxtensile.search import subject
+from jaxtensile.search.request import Fitted, Job
+from jaxtensile.xla.compile import compile_program
 
 MODES = ("one", "tight", "half", "forced")
 """No budget; the smallest reachable one for every call; half of the temporaries, with ``chunk=True``; the smallest plan

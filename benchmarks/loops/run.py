@@ -46,7 +46,7 @@ def blocks(remat: Any = None) -> Any:
 
     from benchmarks.workloads import gpt2
     from benchmarks.workloads.remat import checkpointed
-    from jaxtensile.workload import Workload
+    from jaxtensile.program.workload import Workload
 
     config = gpt2.Config(scan=True)
     block = checkpointed(partial(gpt2.block, heads=config.heads), remat, loop=True)

@@ -10,7 +10,7 @@ come first, the quickest before the others, and then all others.
 
 It works on a copy of the files that git knows, in a temporary folder. Results go to ``results.json`` and ``.md`` after
 each fault; those of a module whose text has not changed are not tried again, survivors are if the tests have.
-``MODULE`` is a path without its ending, as ``passes/check``; without any all modules are tried.
+``MODULE`` is a path without its ending, as ``passes/verify/check``; without any all modules are tried.
 """
 
 from __future__ import annotations
@@ -44,31 +44,40 @@ STARTING: Final = 60.0
 MOST_BYTES: Final = 8 << 30
 """Of data, for a process with a fault in it."""
 TESTS: Final = {
-    "jaxtensile/candidates": ["variants", "recipe"],
-    "jaxtensile/cheapest": ["variants"],
-    "jaxtensile/loop_rows": ["chunk"],
-    "jaxtensile/made_rows": ["chunk"],
-    "jaxtensile/placement": ["offload_state"],
-    "jaxtensile/plan": ["check", "liveness"],
-    "jaxtensile/rounds": ["pipeline"],
-    "jaxtensile/smallest": ["pipeline"],
-    "jaxtensile/stretch": ["chunk"],
-    "jaxtensile/subject": ["pipeline"],
-    "jaxtensile/suspension": ["suspend"],
-    "passes/answer": ["greedy"],
-    "passes/insertion": ["offload"],
-    "passes/loops": ["loops", "nest"],
-    "passes/milp": ["exact"],
-    "passes/schedule": ["reorder"],
-    "passes/state": ["streaming"],
-    **{f"passes/{name}": ["pack"] for name in ("best_fit", "pack_check", "pack_exact", "skyline", "valleys")},
-    "runtime/admission": ["coordinator"],
-    "runtime/config": ["runtime_config"],
-    "runtime/journal_file": ["journal"],
-    "runtime/knapsack": ["policy"],
-    "runtime/outbox": ["coordinator"],
-    "runtime/peers": ["coordinator"],
-    "runtime/wire": ["messages"],
+    "jaxtensile/search/candidates": ["variants", "recipe"],
+    "jaxtensile/search/cheapest": ["variants"],
+    "jaxtensile/rewrites/rows/loop_rows": ["chunk"],
+    "jaxtensile/rewrites/rows/made_rows": ["chunk"],
+    "jaxtensile/spmd/placement": ["offload_state"],
+    "jaxtensile/ir/plan": ["check", "liveness"],
+    "jaxtensile/planner/rounds": ["pipeline"],
+    "jaxtensile/planner/smallest": ["pipeline"],
+    "jaxtensile/rewrites/rows/stretch": ["chunk"],
+    "jaxtensile/search/subject": ["pipeline"],
+    "jaxtensile/jobs/suspension": ["suspend"],
+    "passes/solvers/answer": ["greedy"],
+    "passes/offload/insertion": ["offload"],
+    "passes/offload/loops": ["loops", "nest"],
+    "passes/solvers/milp": ["exact"],
+    "passes/order/schedule": ["reorder"],
+    "passes/offload/state": ["streaming"],
+    "passes/verify/pack_check": ["pack"],
+    **{f"passes/pack/{name}": ["pack"] for name in ("best_fit", "pack_exact", "skyline", "valleys")},
+    "jaxtensile/api/jit": ["api"],
+    "jaxtensile/cli/estimate": ["estimate_table"],
+    "jaxtensile/cli/main": ["cli"],
+    "jaxtensile/devices/profiles": ["device"],
+    "jaxtensile/estimation/estimate": ["estimation"],
+    "jaxtensile/ir/text": ["irtext"],
+    "jaxtensile/jobs/job": ["jobs"],
+    "passes/solvers/by_name": ["solvers"],
+    "runtime/decide/admission": ["coordinator"],
+    "runtime/config/config": ["runtime_config"],
+    "runtime/daemon/journal_file": ["journal"],
+    "runtime/decide/knapsack": ["policy"],
+    "runtime/coordinate/outbox": ["coordinator"],
+    "runtime/daemon/peers": ["coordinator"],
+    "runtime/protocol/wire": ["messages"],
 }
 
 
@@ -104,15 +113,15 @@ def main() -> None:
 
 def modules() -> list[str]:
     return [
-        f"{folder}/{p.stem}"
+        p.relative_to(ROOT).with_suffix("").as_posix()
         for folder in ("jaxtensile", "passes", "runtime")
-        for p in sorted((ROOT / folder).glob("*.py"))
+        for p in sorted((ROOT / folder).rglob("*.py"))
     ]
 
 
 def tests_of(module: str) -> list[str]:
     """Its test files, relative to the tree; empty where it has none of its own."""
-    names = TESTS.get(module, [module.partition("/")[2]])
+    names = TESTS.get(module, [module.rpartition("/")[2]])
     return [f"tests/test_{name}.py" for name in names if (ROOT / f"tests/test_{name}.py").is_file()]
 
 

@@ -42,7 +42,7 @@ def dense(layers: int) -> Callable[[], Any]:
         import jax
         import jax.numpy as jnp
 
-        from jaxtensile.workload import Workload
+        from jaxtensile.program.workload import Workload
 
         def loss(ws: Any, x: Any) -> Any:
             for w in ws:
@@ -85,7 +85,7 @@ def gpt_blocks(count: int) -> Callable[[], Any]:
         import jax.numpy as jnp
 
         from benchmarks.workloads import gpt2 as model
-        from jaxtensile.workload import Workload
+        from jaxtensile.program.workload import Workload
 
         config = model.Config(layers=count)
 
@@ -114,7 +114,7 @@ def resnet_stage(number: int) -> Callable[[], Any]:
         import jax.numpy as jnp
 
         from benchmarks.workloads import resnet as model
-        from jaxtensile.workload import Workload
+        from jaxtensile.program.workload import Workload
 
         config, k = model.Config(), number - 2
         side = config.image // 4 // 2 ** max(k - 1, 0)
@@ -160,14 +160,15 @@ def case(name: str, limit: float) -> list[dict[str, Any]]:
     """One program at every share, in both objectives: what both solvers say."""
     import jax
 
-    from jaxtensile.device import profile
-    from jaxtensile.passes import exact, solvers
-    from jaxtensile.passes.check import check
-    from jaxtensile.passes.cost import op_costs
-    from jaxtensile.passes.liveness import live_ranges
-    from jaxtensile.passes.stages import find_turn
-    from jaxtensile.plan import Costs, Plan, Problem
-    from jaxtensile.trace import trace_jaxpr
+    from jaxtensile.devices.profiles import profile
+    from jaxtensile.ir.plan import Costs, Plan, Problem
+    from jaxtensile.passes.lifetimes.liveness import live_ranges
+    from jaxtensile.passes.recompute.stages import find_turn
+    from jaxtensile.passes.seconds.cost import op_costs
+    from jaxtensile.passes.solvers import by_name as solvers
+    from jaxtensile.passes.solvers import exact
+    from jaxtensile.passes.verify.check import check
+    from jaxtensile.program.trace import trace_jaxpr
 
     workload = CASES[name]()
     made = jax.jit(workload.fun, **workload.jit_options).trace(*workload.args)

@@ -24,14 +24,14 @@ def case(name: str) -> dict[str, Any]:
     import jax
 
     from benchmarks import workloads
-    from jaxtensile.estimation import program_of
-    from jaxtensile.passes.best_fit import best_fit
-    from jaxtensile.passes.buffers import max_load
-    from jaxtensile.passes.heap import temporaries
-    from jaxtensile.passes.lowered import lowered
-    from jaxtensile.passes.pack import pack
-    from jaxtensile.passes.pack_check import faults
-    from jaxtensile.passes.reorder import as_scheduled
+    from jaxtensile.estimation.estimate import program_of
+    from jaxtensile.passes.lifetimes.lowered import lowered
+    from jaxtensile.passes.order.reorder import as_scheduled
+    from jaxtensile.passes.pack.best_fit import best_fit
+    from jaxtensile.passes.pack.buffers import max_load
+    from jaxtensile.passes.pack.heap import temporaries
+    from jaxtensile.passes.pack.pack import pack
+    from jaxtensile.passes.verify.pack_check import faults
 
     module = workloads.load(name)
     workload = module.workload(module.Config())

@@ -22,10 +22,10 @@ from random import Random
 from typing import Any
 
 from benchmarks.isolate import isolated, save
-from jaxtensile.passes.buffers import Buffer, Packing, aligned, max_load, packing
-from jaxtensile.passes.pack import pack
-from jaxtensile.passes.pack_check import faults
-from jaxtensile.passes.pack_exact import pack_exact
+from jaxtensile.passes.pack.buffers import Buffer, Packing, aligned, max_load, packing
+from jaxtensile.passes.pack.pack import pack
+from jaxtensile.passes.pack.pack_exact import pack_exact
+from jaxtensile.passes.verify.pack_check import faults
 
 HERE = Path(__file__).parent
 MODULE = "pack.run"

@@ -67,13 +67,13 @@ def sweep(name: str, target: str, host_budget: int) -> dict[str, Any]:
 
     import jax
 
-    from jaxtensile.device import WEIGHTS, profile
-    from jaxtensile.passes import solvers
-    from jaxtensile.passes.cost import op_costs
-    from jaxtensile.passes.liveness import live_ranges
-    from jaxtensile.plan import Link, Problem
-    from jaxtensile.request import LINK_SHARE
-    from jaxtensile.trace import trace_jaxpr
+    from jaxtensile.devices.profiles import WEIGHTS, profile
+    from jaxtensile.ir.plan import Link, Problem
+    from jaxtensile.passes.lifetimes.liveness import live_ranges
+    from jaxtensile.passes.seconds.cost import op_costs
+    from jaxtensile.passes.solvers import by_name as solvers
+    from jaxtensile.program.trace import trace_jaxpr
+    from jaxtensile.search.request import LINK_SHARE
 
     work, device = workload(name), replace(profile(target), traffic_weight=WEIGHTS[OBJECTIVE])
     made = jax.jit(work.fun, **work.jit_options).trace(*work.args)

@@ -66,16 +66,16 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
     """One pass over the page without the compiles: seconds of each part, and what came out."""
     import jax
 
-    from jaxtensile.device import profile
-    from jaxtensile.passes.check import check
-    from jaxtensile.passes.cost import op_costs
-    from jaxtensile.passes.liveness import live_ranges
-    from jaxtensile.passes.loops import Ladder
-    from jaxtensile.passes.lowerbound import lower_bound
-    from jaxtensile.passes.solvers import finished, named
-    from jaxtensile.plan import Problem
-    from jaxtensile.rewrite import rewrite
-    from jaxtensile.trace import trace_jaxpr
+    from jaxtensile.devices.profiles import profile
+    from jaxtensile.ir.plan import Problem
+    from jaxtensile.passes.lifetimes.liveness import live_ranges
+    from jaxtensile.passes.offload.loops import Ladder
+    from jaxtensile.passes.recompute.lowerbound import lower_bound
+    from jaxtensile.passes.seconds.cost import op_costs
+    from jaxtensile.passes.solvers.by_name import finished, named
+    from jaxtensile.passes.verify.check import check
+    from jaxtensile.program.rewrite import rewrite
+    from jaxtensile.program.trace import trace_jaxpr
 
     device = profile(TARGET)
     clock = Clock()
@@ -126,7 +126,7 @@ def compile_once(workload: Any) -> tuple[float, float]:
 
 def case(layers: int, *, with_compile: bool) -> dict[str, Any]:
     """One size, in this process."""
-    from jaxtensile.collecting import seldom
+    from jaxtensile.planner.collecting import seldom
 
     workload = gpt2(layers)
     plan_once(gpt2(1))  # imports and first uses are not planning

@@ -20,8 +20,8 @@ import numpy as np
 
 import jaxtensile
 from benchmarks.processes.cases import DEVICES, Case, built
-from jaxtensile import measured
-from jaxtensile.device import profile
+from jaxtensile.devices import measured
+from jaxtensile.devices.profiles import profile
 
 
 def main(address: str, count: int, me: int) -> None:

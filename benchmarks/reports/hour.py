@@ -37,7 +37,7 @@ def commands(name: str) -> list[list[str]]:
     file = str(SCRIPTS.relative_to(ROOT) / f"{name}.py")
     if name not in ESTIMATES:
         return [[file]]
-    return [["-m", "jaxtensile.cli", "estimate", f"{file}:{fun}", *rest] for fun, *rest in ESTIMATES[name]]
+    return [["-m", "jaxtensile", "estimate", f"{file}:{fun}", *rest] for fun, *rest in ESTIMATES[name]]
 
 
 def run(name: str) -> list[dict[str, Any]]:

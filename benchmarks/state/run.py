@@ -29,7 +29,7 @@ SMALLEST = 1 << 30
 def fit(workload: Any, budget: int, offload_state: bool) -> dict[str, Any]:
     """What ``jaxtensile.jit`` makes of the budget."""
     import jaxtensile
-    from jaxtensile.trace import jaxpr_flops
+    from jaxtensile.program.trace import jaxpr_flops
 
     step = jaxtensile.jit(
         workload.fun, budget=budget, target=TARGET, offload_state=offload_state, **workload.jit_options
@@ -63,7 +63,7 @@ def fit(workload: Any, budget: int, offload_state: bool) -> dict[str, Any]:
 def case(name: str) -> dict[str, Any]:
     """One case, in this process: ``plain``, ``without@BYTES`` or ``with@BYTES``; ``@smallest``: what can be reached."""
     from benchmarks import workloads
-    from jaxtensile.outcome import MARGIN
+    from jaxtensile.planner.outcome import MARGIN
 
     workload = workloads.workload("gpt2_small")
     way, _, budget = name.partition("@")

@@ -20,7 +20,7 @@ import importlib
 from types import ModuleType
 from typing import Any
 
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 MODULES = {
     "gpt2_small": "gpt2",

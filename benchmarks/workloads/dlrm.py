@@ -16,7 +16,7 @@ import numpy as np
 import optax
 
 from benchmarks.workloads.remat import checkpointed
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 CRITEO_KAGGLE_ROWS = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.workloads.remat import checkpointed
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

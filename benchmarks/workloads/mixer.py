@@ -13,7 +13,7 @@ import optax
 from flax import nnx
 
 from benchmarks.workloads.remat import named_input
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.workloads.remat import checkpointed
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 TRUE_PHYSICS = {"diffusion": (0.16, 0.08), "feed": 0.035, "kill": 0.065}
 

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from benchmarks.workloads.remat import checkpointed
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

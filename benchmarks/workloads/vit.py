@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from benchmarks.workloads.remat import checkpointed
-from jaxtensile.workload import Workload
+from jaxtensile.program.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

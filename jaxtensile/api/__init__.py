@@ -1,0 +1,1 @@
+"""``jaxtensile.jit`` and ``filter_jit``: the path of a call."""

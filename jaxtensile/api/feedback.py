@@ -1,0 +1,302 @@
+"""Do steps take as long as predicted? The first calls of a plan are timed, and where they do not it is renewed.
+
+A plan of recomputation and copies rests on one ratio, that of work to the link; so what is learned is:
+
+* from the time of the step one factor, by which all work is slower (or faster) than the device's rates say. How
+  work is divided among products, traffic and launches, one time cannot tell: their ratios stay as they are.
+* where the step has copies, the link's rate from a measurement of its own: the one of ``calibrate``, else a short
+  one between two steps. Without either nothing is folded in, because slow work and a slow link look alike.
+
+The program is solved anew with those rates in a thread of its own. A plan is compiled when it is another one and by
+the model shorter, by more than ``WORTH``, than what was measured; calls change to it between two steps, and back if
+it turns out to be longer. A plan by recomputation alone is not renewed: one factor changes no comparison in it.
+
+Invariant: whatever happens here, calls go on with a program that was verified, and return what it returns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from jaxtensile import _compat
+from jaxtensile.devices.profiles import DeviceProfile
+from jaxtensile.errors import StoppedError
+from jaxtensile.planner import pipeline
+from jaxtensile.search.request import OFFLOADS, Fitted, Job
+from jaxtensile.units import Seconds, format_seconds
+from jaxtensile.xla.calibration import link_bandwidth
+
+SKIPPED, TIMED = 1, 5
+"""Calls of a plan that are not timed (the first loads the program), and that are then."""
+OFF = 1.3
+"""Steps that are longer or shorter than predicted by more than this factor are folded in."""
+WORTH = 1.02
+"""By which factor another plan has to be shorter."""
+PATIENCE = 50
+"""Calls after which nothing is timed any more: those that overlap with others, or return no array, cannot be."""
+RENEWALS = 2
+"""Renewals of one signature at most."""
+
+clock = time.perf_counter
+_RATES = ("memory_bandwidth", "matmul_flops_bf16", "matmul_flops_f32", "elementwise_flops")
+
+
+@dataclass(slots=True)
+class _Search:
+    """A renewal under way: what it found, and why it found nothing."""
+
+    found: Fitted | None = None
+    device: DeviceProfile | None = None
+    note: str = ""
+    done: bool = False
+    given_up: bool = False
+
+
+class Feedback:
+    """What one signature runs, and what was learned from running it. ``fitted``: what it runs at present.
+
+    ``device``: the rates it was planned for; ``ask_again``: called, in another thread, once calls that do not come
+    to Python are to come there again.
+    """
+
+    def __init__(self, fitted: Fitted, device: DeviceProfile, ask_again: Callable[[], object]) -> None:
+        self.fitted = fitted
+        self._ask_again = ask_again
+        self._lock = threading.Lock()
+        self._settled = fitted.time is None
+        self._device = device  # as it was planned for, then with what was folded in
+        self._before: tuple[Fitted, Seconds] | None = None
+        self._search: _Search | None = None
+        self._times: list[Seconds] = []
+        self._calls = self._running = 0
+
+    @property
+    def timing(self) -> bool:
+        """Whether calls are to come to ``run``."""
+        return not self._settled and self._search is None
+
+    def give_up(self) -> None:
+        """End what is under way as soon as possible; what runs at present stays."""
+        with self._lock:
+            self._settled = True
+            if self._search is not None:
+                self._search.given_up = True
+
+    def change(self) -> None:
+        """Between two steps: run from now on what a renewal has found."""
+        with self._lock:
+            search = self._search
+            if self._settled or search is None or not search.done:
+                return
+            self._search = None
+            if search.found is None:
+                self._note(search.note)
+                self._settled = True
+                return
+            old, new = self.fitted.report, search.found.report
+            assert old.measured is not None and search.device is not None
+            # Of the plain program XLA's number is known, if at all, from the first fit.
+            baseline = old.baseline if old.baseline.exact else new.baseline
+            notes = tuple(dict.fromkeys((*new.notes, search.note)))
+            report = replace(new, baseline=baseline, notes=notes, renewed=old.renewed + 1)
+            self._before = self.fitted, old.measured
+            self.fitted, self._device = replace(search.found, report=report), search.device
+            self._times, self._calls = [], 0
+
+    def tell(self, **fields: Any) -> None:
+        """Put figures into the report of what runs."""
+        with self._lock:
+            self.fitted = replace(self.fitted, report=replace(self.fitted.report, **fields))
+
+    def run(self, fitted: Fitted, args: Any, kwargs: Any, job: Callable[[], Job], device: Any) -> Any:
+        """Call ``fitted.jitted``, timed where that is wanted; the last timed call decides what follows.
+
+        ``job``: to be fitted again, without arrays; ``device``: where the call runs.
+        """
+        with self._lock:
+            timed = fitted is self.fitted and self.timing
+            self._calls += 1
+            calls, alone = self._calls, self._running == 0
+            self._running += 1
+        try:
+            if timed:
+                _wait_for((args, kwargs))
+            started = clock()
+            outputs = fitted.jitted(*args, **kwargs)
+            timed = timed and _wait_for(outputs)
+            took = clock() - started
+        finally:
+            with self._lock:
+                self._running -= 1
+        with self._lock:
+            if fitted is not self.fitted or not self.timing:
+                return outputs
+            if timed and alone and calls == self._calls:
+                self._times.append(took)
+            if len(self._times) == SKIPPED + TIMED:
+                self._decide(statistics.median(self._times[SKIPPED:]), job, device)
+            elif self._calls >= PATIENCE:
+                self._settled = True
+        return outputs
+
+    # ---- under the lock ----
+
+    def _note(self, text: str) -> None:
+        report = self.fitted.report
+        if text:
+            report = replace(report, notes=tuple(dict.fromkeys((*report.notes, text))))
+            self.fitted = replace(self.fitted, report=report)
+
+    def _decide(self, measured: Seconds, make_job: Callable[[], Job], device: Any) -> None:
+        report = replace(self.fitted.report, measured=measured)
+        self.fitted = replace(self.fitted, report=report)
+        if self._before is not None and measured > self._before[1]:
+            took = format_seconds(measured)
+            self.fitted, self._before = self._before[0], None
+            self._note(f"a renewed plan took longer, {took} a step, and was given up")
+            self._settled = True
+            return
+        self._before = None
+        if report.step / OFF <= measured <= report.step * OFF:
+            self._settled = True
+            return
+        off = f"steps take {format_seconds(measured)} where {format_seconds(report.step)} were predicted"
+        try:
+            job = replace(make_job(), device=self._device)
+            why = self._why_not(job)
+            rate = None if why else self._link(job, device)
+            if not why and rate is None and self.fitted.time is not None and self.fitted.time.copies:
+                why = "the link was never measured, so that slow work and slow copies look alike: run calibrate()"
+            if not why:
+                enter = _compat.configuration()
+                self._start(_Task(running=self.fitted, job=job, measured=measured, link=rate, off=off, enter=enter))
+        except Exception as error:  # the call has been made: nothing here may keep its outputs from the user
+            why = _told(error)
+        if why:
+            self._note(f"{off}; the plan stays: {why}")
+            self._settled = True
+
+    def _why_not(self, job: Job) -> str:
+        """Why this plan cannot be renewed; empty where it can."""
+        link = (job.host_budget > 0 or self.fitted.state) and job.device.platform in OFFLOADS
+        if not (link or job.may_stack_on_host):
+            return "it recomputes alone, and one factor on all work changes nothing in it"
+        return "it has been renewed often enough" if self.fitted.report.renewed >= RENEWALS else ""
+
+    def _link(self, job: Job, device: Any) -> float | None:
+        """Bytes per second of the link, where that matters and is or can be known."""
+        if "link_bandwidth" in job.device.measured:
+            return job.device.link_bandwidth
+        return link_bandwidth(device) if self.fitted.time is not None and self.fitted.time.copies else None
+
+    def _start(self, task: _Task) -> None:
+        search = _Search()
+
+        def renew() -> None:
+            _renew(search, task)
+            if search.found is not None:
+                self._ask_again()
+
+        # No daemon: the interpreter waits for it at exit, or XLA's threads would outlive what they work with.
+        threading.Thread(target=renew, name="jaxtensile-renewal").start()
+        self._search = search
+
+
+# ---- in a thread of its own -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """What is to be renewed: the running plan, the job it was made for, and what was measured.
+
+    ``link``: bytes per second, None to leave it as it is; ``off``: the two times in words; ``enter``: into the
+    context of the calls.
+    """
+
+    running: Fitted
+    job: Job
+    measured: Seconds
+    link: float | None
+    off: str
+    enter: Callable[[], bool]
+
+
+def _renew(search: _Search, task: _Task) -> None:
+    def watch(_: str) -> None:
+        # The main thread is no longer alive once the interpreter waits for the others to end.
+        if search.given_up or not threading.main_thread().is_alive():
+            raise StoppedError
+
+    try:
+        search.note = _find(search, task, watch)
+    except StoppedError:
+        pass
+    except Exception as error:
+        search.found, search.note = None, f"{task.off}; the plan stays: its renewal failed: {_told(error)}"
+    finally:
+        search.done = True
+
+
+def _find(search: _Search, task: _Task, watch: Callable[[str], None]) -> str:
+    """Fill ``search``; returns what is to be told."""
+    stays = f"{task.off}; the plan stays"
+    if not task.enter():
+        return f"{stays}: the calls are made in a context that no other thread can enter"
+    job, running = task.job, task.running
+    if task.link is not None:
+        measured = job.device.measured | {"link_bandwidth"}
+        job = replace(job, device=replace(job.device, link_bandwidth=task.link, measured=measured))
+    assert running.time is not None
+    slower = running.time.slower(task.measured, job.way)
+    if slower is None:
+        return f"{stays}: by the model its copies alone take longer"
+    search.device = slowed(job.device, slower)
+    found = pipeline.renew(replace(job, device=search.device), task.measured / WORTH, running.key, watch)
+    folded = f"with work {slower:.3g} times as long"
+    if found is None:
+        return f"{stays}: {folded} no other is {100 * (WORTH - 1):.0f} % shorter"
+    search.found = found
+    return f"{task.off}; the plan was renewed {folded}"
+
+
+def slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
+    """``device`` with all work ``factor`` times as long, and the link as it is."""
+    rates = {name: getattr(device, name) / factor for name in _RATES}
+    note = f" / {factor:.3g}, from measured steps"
+    told = {name: device.sources.get(name, "") + note for name in (*_RATES, "kernel_launch")}
+    launch = device.kernel_launch * factor
+    return replace(device, **rates, kernel_launch=launch, sources={**device.sources, **told})
+
+
+def without_arrays(x: Any) -> Any:
+    """What a call with ``x`` is lowered for: the shape, and the place where the array is committed to one."""
+    if not isinstance(x, jax.Array) or _compat.is_tracer(x):
+        return x
+    aval = jax.typeof(x)
+    sharding = x.sharding if x.committed else None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
+def _wait_for(tree: Any) -> bool:
+    """Whether there was anything to wait for. Errors are left to whoever uses the arrays."""
+    arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    try:
+        jax.block_until_ready(arrays)
+    except Exception:
+        return False
+    return bool(arrays)
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+__all__ = ["Feedback", "slowed", "without_arrays"]

@@ -1,0 +1,1 @@
+"""The command ``jaxtensile``: a file for each of its commands."""

@@ -1,0 +1,93 @@
+"""``jaxtensile serve``: the coordinator of this user's jobs, until a signal ends it.
+
+SIGTERM or Ctrl-C: no new jobs, and the end when all have released what they hold, at the latest after ``--grace``; a
+second one: at once. SIGHUP: the config is read again; a broken one is reported and changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from pathlib import Path
+
+from jaxtensile.devices.hardware import device_memory, host_memory
+from jaxtensile.errors import CoordinatorError
+from jaxtensile.runtime.config.config import EMPTY, Config, find, read
+from jaxtensile.runtime.config.tables import LONGEST
+from jaxtensile.runtime.daemon.log import Log
+from jaxtensile.runtime.daemon.place import Place, socket_path
+from jaxtensile.runtime.daemon.server import Reading, Server
+from jaxtensile.runtime.decide.leases import HOST
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.units import GIB, Bytes
+
+_RESERVE = GIB
+
+
+def configured(options: argparse.Namespace) -> tuple[Path | None, Config]:
+    """The config that counts here, and its file. Raises ``ConfigError``."""
+    file = find(Path.cwd(), options.config, os.environ)
+    return file, Config() if file is None else read(file, wait=EMPTY)
+
+
+def place_of(options: argparse.Namespace, config: Config) -> Path:
+    """Where the coordinator is. Raises ``PlaceError``."""
+    return socket_path(options.socket, os.environ, config.socket, os.getuid())
+
+
+def reported(config: Config) -> dict[str, Bytes]:
+    """Bytes of the devices that are here, and of those that only the config knows."""
+    devices = device_memory()
+    for name, table in config.devices.items():
+        if ":" in name and table.capacity is not None:
+            devices.setdefault(name, table.capacity)
+    return devices
+
+
+def capacities(config: Config) -> dict[str, Capacity]:
+    """What there is to grant here. Of a device that the config does not mention a part is left to what no plan counts:
+    contexts, libraries, other processes. Raises ``ConfigError``."""
+    found = config.capacities(reported(config), host_memory())
+    for name, capacity in found.items():
+        said = [t for k in (name, name.partition(":")[0], "") if (t := config.devices.get(k)) is not None]
+        if name != HOST and all(t.capacity is None and t.reserve is None for t in said):
+            found[name] = Capacity(capacity=capacity.capacity, reserve=min(_RESERVE, capacity.capacity // 8))
+    return found
+
+
+def serve(options: argparse.Namespace) -> None:
+    """Serve until a signal ends it. Raises ``CoordinatorError`` or ``ConfigError`` before it serves."""
+    if not 0 <= options.grace <= LONGEST:
+        raise CoordinatorError(f"--grace {options.grace:g}: give a number of seconds from 0 to {LONGEST:.0f}")
+    file, config = configured(options)
+
+    unread = [config]
+
+    def reread() -> Reading:
+        """Without a wait once it serves: one who finds the file empty then keeps what was read before."""
+        now = unread.pop() if unread else Config() if file is None else read(file)
+        return capacities(now), now.settings
+
+    Server(
+        Place(place_of(options, config)),
+        reread,
+        log=Log(),
+        metrics=None if options.metrics is None else _listening(options.metrics),
+        parent=os.getppid() if options.with_parent else None,
+        grace=options.grace,
+    ).run()
+
+
+def _listening(port: int) -> socket.socket:
+    """A socket for metrics, for this machine only."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except (OSError, OverflowError) as error:
+        listener.close()
+        why = error.strerror if isinstance(error, OSError) else "a port is a number from 0 to 65535"
+        raise CoordinatorError(f"metrics cannot be served on port {port}: {why}: choose another --metrics") from None
+    listener.listen(16)
+    return listener

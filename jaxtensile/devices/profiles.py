@@ -1,0 +1,395 @@
+"""What a device can hold and how fast it moves: one frozen profile per target name.
+
+Invariant: a rate here is a peak of the hardware (data sheet, or derived from one), in bytes or
+operations per second, and ``sources`` says where each number comes from; ``measured`` puts in
+what ``jaxtensile.calibrate`` found. On an H200 790 of 989 TFLOP/s (bf16 matmul) and 4.3 of
+4.8 TB/s (copy) were measured; what share of a peak a program reaches is the cost model's
+business. No JAX here.
+
+f32 matrix products are counted as XLA runs them by default: TF32 on CUDA from compute
+capability 8.0 on, one bf16 pass on TPU.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+from jaxtensile.devices.hardware import host_memory
+from jaxtensile.errors import TargetError
+from jaxtensile.units import GIB, MIB, Bytes, Seconds
+
+Platform = Literal["cuda", "tpu", "cpu"]
+
+OF_MEASURED: Final = 0.95
+"""Share of a measured rate that programs get: where 0.80 and 0.90 of the peaks of an H200 were measured
+(products, copies), real programs are taken to reach 0.75 and 0.85."""
+
+
+TRAFFIC_WEIGHT: Final = 0.01
+"""Matrix FLOPs come first: they are the same on every card, whereas what recomputed elementwise work costs depends on
+what it fuses with. At the bytes of per-block policies (nine workloads, H200, by the model) 0.03 plans no more FLOPs
+where the policies recompute no products, and up to half a percent more elsewhere, for steps that are up to 5 % shorter;
+compiled, it loses a point of 88 and misses a budget that is met otherwise. At 0.1 five plans need more FLOPs."""
+WEIGHTS: Final = {"flops": TRAFFIC_WEIGHT, "time": 1.0}
+"""What a plan may be asked for, and what memory traffic counts in it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """One device: bytes it can hand out, peak rates, fixed costs, and where they come from."""
+
+    name: str
+    platform: Platform
+    kinds: tuple[str, ...]
+    """``jax.Device.device_kind`` strings of this device; the first is the usual one."""
+    capacity: Bytes
+    """What a program can allocate, not what the box says."""
+    memory_bandwidth: float
+    """Bytes per second of device memory."""
+    matmul_flops_bf16: float
+    matmul_flops_f32: float
+    elementwise_flops: float
+    """f32 operations per second outside the matrix units."""
+    link_bandwidth: float
+    """Bytes per second between host and device, each direction."""
+    link_latency: Seconds
+    kernel_launch: Seconds
+    sources: Mapping[str, str] = field(hash=False, repr=False)
+    """Where each of the numbers above comes from, by its name."""
+    measured: frozenset[str] = frozenset()
+    """Names of the numbers that were measured on a device of this kind."""
+    traffic_weight: float = TRAFFIC_WEIGHT
+    """What a second of memory traffic or of launches counts beside one of matrix work when plans are compared; from 1
+    on the predicted seconds of a step are compared."""
+
+    def reached(self, rate: str, of_peak: float) -> float:
+        """What programs get of the rate of that name: ``of_peak`` of a peak, ``OF_MEASURED`` of a measured rate."""
+        return getattr(self, rate) * (OF_MEASURED if rate in self.measured else of_peak)
+
+
+_MEMORY: Final = ("capacity", "memory_bandwidth")
+_FLOPS: Final = ("matmul_flops_bf16", "matmul_flops_f32", "elementwise_flops")
+_FIXED: Final = ("link_latency", "kernel_launch")
+NUMBERS: Final = (*_MEMORY, *_FLOPS, "link_bandwidth", *_FIXED)
+"""The fields of a profile that have a source."""
+
+_ASSUMED: Final = "assumed, no data sheet states it; keeps tiny copies and ops from looking free"
+_LATENCY: Final = 10e-6
+_LAUNCH: Final = 4e-6
+_XLA: Final = "device description in openxla/xla"
+_XLA_GEN4: Final = f"{_XLA}, which lists PCIe 4 rates for this card"
+_ENCODED: Final = "PCIe 4.0 x16 after encoding"
+_GOOGLE: Final = "Google's TPU system architecture pages"
+_GEN3: Final = 17_179_869_184.0
+_GEN4: Final = 34_359_738_368.0
+_GEN5: Final = 68_719_476_736.0
+
+
+def _gpu(
+    name: str,
+    kinds: tuple[str, ...],
+    *,
+    capacity: Bytes,
+    bandwidth: float,
+    bf16: float,
+    f32: float,
+    elementwise: float,
+    link: float,
+    flops: str,
+    memory: str = _XLA,
+    way: str = _XLA,
+    room: str | None = None,
+    bf16_flops: str | None = None,
+) -> DeviceProfile:
+    """``flops``, ``memory``, ``way``: sources of rates, of capacity and bandwidth, and of the link;
+    ``room`` and ``bf16_flops``: of the capacity and of the bf16 rate where they are others."""
+    return DeviceProfile(
+        name=name,
+        platform="cuda",
+        kinds=kinds,
+        capacity=capacity,
+        memory_bandwidth=bandwidth,
+        matmul_flops_bf16=bf16,
+        matmul_flops_f32=f32,
+        elementwise_flops=elementwise,
+        link_bandwidth=link,
+        link_latency=_LATENCY,
+        kernel_launch=_LAUNCH,
+        sources={
+            "capacity": room or memory,
+            "memory_bandwidth": memory,
+            **dict.fromkeys(_FLOPS, flops),
+            **({"matmul_flops_bf16": bf16_flops} if bf16_flops else {}),
+            "link_bandwidth": way,
+            **dict.fromkeys(_FIXED, _ASSUMED),
+        },
+    )
+
+
+def _tpu(
+    name: str, kinds: tuple[str, ...], *, capacity: Bytes, bandwidth: float, flops: float, vpu: float, link: float
+) -> DeviceProfile:
+    return DeviceProfile(
+        name=name,
+        platform="tpu",
+        kinds=kinds,
+        capacity=capacity,
+        memory_bandwidth=bandwidth,
+        matmul_flops_bf16=flops,
+        matmul_flops_f32=flops,
+        elementwise_flops=vpu,
+        link_bandwidth=link,
+        link_latency=_LATENCY,
+        kernel_launch=_LAUNCH,
+        sources={
+            "capacity": "largest argument + output that libtpu 0.0.52 compiles, rounded down to MiB",
+            "memory_bandwidth": _GOOGLE,
+            "matmul_flops_bf16": _GOOGLE,
+            "matmul_flops_f32": f"{_GOOGLE}: one bf16 pass",
+            "elementwise_flops": "derived: vector lanes x ALUs x clock",
+            "link_bandwidth": "'How to Scale Your Model', part 2",
+            **dict.fromkeys(_FIXED, _ASSUMED),
+        },
+    )
+
+
+_ACCELERATORS: Final = (
+    _gpu(
+        "nvidia-h200",
+        ("NVIDIA H200",),
+        capacity=151_397_597_184,
+        bandwidth=4.8e12,
+        bf16=989.4e12,
+        f32=494.7e12,
+        elementwise=66.9e12,
+        link=_GEN4,
+        flops="H200 SXM data sheet, dense",
+        way=_XLA_GEN4,
+    ),
+    _gpu(
+        "nvidia-h100-80gb",
+        ("NVIDIA H100 80GB HBM3",),
+        capacity=84_929_347_584,
+        bandwidth=3.352e12,
+        bf16=989.4e12,
+        f32=494.7e12,
+        elementwise=66.9e12,
+        link=_GEN4,
+        flops="H100 SXM data sheet, dense",
+        way=_XLA_GEN4,
+    ),
+    _gpu(
+        "nvidia-a100-80gb",
+        ("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"),
+        capacity=85_100_068_864,
+        bandwidth=2.039e12,
+        bf16=312e12,
+        f32=156e12,
+        elementwise=19.5e12,
+        link=_GEN4,
+        flops="A100 data sheet, dense",
+        way=f"{_XLA}, as listed for the 40 GB card",
+    ),
+    _gpu(
+        "nvidia-a100-40gb",
+        ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-PCIE-40GB"),
+        capacity=42_331_013_120,
+        bandwidth=1.555e12,
+        bf16=312e12,
+        f32=156e12,
+        elementwise=19.5e12,
+        link=_GEN4,
+        flops="A100 data sheet, dense",
+    ),
+    _gpu(
+        "nvidia-b200",
+        ("NVIDIA B200",),
+        capacity=191_514_411_008,
+        bandwidth=7.672e12,
+        bf16=2250e12,
+        f32=1125e12,
+        elementwise=75e12,
+        link=_GEN5,
+        flops="HGX B200 data sheet over 8 GPUs, sparse rates halved",
+    ),
+    _gpu(
+        "nvidia-rtx-a6000",
+        ("NVIDIA RTX A6000",),
+        capacity=51_041_271_808,
+        bandwidth=768.1e9,
+        bf16=154.8e12,
+        f32=77.4e12,
+        elementwise=38.7e12,
+        link=31.5e9,
+        flops="RTX A6000 data sheet, sparse rates halved",
+        way=_ENCODED,
+    ),
+    _gpu(
+        "nvidia-v100-16gb",
+        ("Tesla V100-SXM2-16GB",),
+        capacity=16_935_682_048,
+        bandwidth=898e9,
+        bf16=15.7e12,
+        f32=15.7e12,
+        elementwise=15.7e12,
+        link=_GEN3,
+        flops="V100 data sheet; no TF32 units",
+        bf16_flops="V100 data sheet: XLA computes bf16 products in f32 there (its 125 TFLOP/s are for f16 only)",
+    ),
+    _gpu(
+        "nvidia-l4",
+        ("NVIDIA L4",),
+        capacity=22 * GIB,
+        bandwidth=300e9,
+        bf16=121e12,
+        f32=60e12,
+        elementwise=30.3e12,
+        link=31.5e9,
+        flops="L4 data sheet, sparse rates halved",
+        memory="L4 data sheet",
+        way=_ENCODED,
+        room="24 GB board less ECC and the driver's share, rounded down",
+    ),
+    _gpu(
+        "nvidia-rtx-4090",
+        ("NVIDIA GeForce RTX 4090",),
+        capacity=23 * GIB + 640 * MIB,
+        bandwidth=1.008e12,
+        bf16=165.2e12,
+        f32=82.6e12,
+        elementwise=82.6e12,
+        link=31.5e9,
+        flops="Ada architecture white paper, dense, f32 accumulation",
+        memory="Ada architecture white paper",
+        way=_ENCODED,
+        room="24 GiB board less the driver's share (users see 23.6 to 23.7 GiB)",
+    ),
+    _gpu(
+        "nvidia-rtx-3060",
+        ("NVIDIA GeForce RTX 3060",),
+        capacity=11 * GIB + 768 * MIB,
+        bandwidth=360e9,
+        bf16=25.5e12,
+        f32=12.7e12,
+        elementwise=12.7e12,
+        link=31.5e9,
+        flops="RTX 3060 12 GB product page",
+        bf16_flops="twice the f32 rate, as the Ampere white paper has it for GeForce with f32 accumulation",
+        memory="RTX 3060 12 GB product page",
+        way=_ENCODED,
+        room="12 GiB board less the driver's share",
+    ),
+    _tpu(
+        "tpu-v5e",
+        ("TPU v5 lite", "TPU v5e"),
+        capacity=16_124 * MIB,
+        bandwidth=819e9,
+        flops=197e12,
+        vpu=6.1e12,
+        link=15e9,
+    ),
+    _tpu(
+        "tpu-v5p",
+        ("TPU v5", "TPU v5p"),
+        capacity=98_022 * MIB,
+        bandwidth=2.765e12,
+        flops=459e12,
+        vpu=14.3e12,
+        link=15e9,
+    ),
+    _tpu(
+        "tpu-v6e",
+        ("TPU v6 lite", "TPU v6e"),
+        capacity=31_990 * MIB,
+        bandwidth=1.6e12,
+        flops=918e12,
+        vpu=7.2e12,
+        link=32e9,
+    ),
+)
+_RATES: Final = ("memory_bandwidth", "matmul_flops_bf16", "matmul_flops_f32", "elementwise_flops", "link_bandwidth")
+_BY_NAME: Final = {p.name: p for p in _ACCELERATORS}
+_BY_KIND: Final = {kind: p for p in _ACCELERATORS for kind in p.kinds}
+
+
+def targets() -> tuple[str, ...]:
+    """Names that ``target=`` accepts."""
+    return (*_BY_NAME, "cpu")
+
+
+def profile(name: str) -> DeviceProfile:
+    """The profile of a target name; ``TargetError`` with the nearest names when there is none."""
+    if name == "cpu":
+        return _cpu()
+    found = _BY_NAME.get(name)
+    if found is None:
+        raise TargetError(
+            f"unknown target {name!r}: nearest {' or '.join(_nearest(name))}. "
+            f"Known targets are {', '.join(targets())}. Pass one of them, or target=None for the arguments' device."
+        )
+    return found
+
+
+def profile_for_kind(device_kind: str, platform: str) -> DeviceProfile:
+    """The profile of a real device as JAX names it (``device_kind``, ``platform``).
+
+    A kind that is not in the table gets the worst number of its platform in every field,
+    under a name that says so; its capacity should then come from the device itself.
+    """
+    if platform == "cpu":
+        return _cpu()
+    known = _BY_KIND.get(device_kind)
+    if known is not None:
+        return known
+    # JAX says "gpu" for CUDA and ROCm alike; other platforms are treated as the slowest GPU.
+    family: Platform = "tpu" if platform == "tpu" else "cuda"
+    return _worst(device_kind, family)
+
+
+def _nearest(name: str) -> tuple[str, ...]:
+    text = name.strip().lower().replace("_", "-")
+    containing = tuple(t for t in targets() if text and text in t)
+    close = difflib.get_close_matches(text, targets(), n=2, cutoff=0.0)
+    return tuple(f"'{t}'" for t in (containing or close)[:2])
+
+
+def _worst(device_kind: str, platform: Platform) -> DeviceProfile:
+    members = [p for p in _ACCELERATORS if p.platform == platform]
+
+    def over(pick: Callable[[list[float]], float], field: str) -> float:
+        return pick([getattr(p, field) for p in members])
+
+    slowest: dict[str, Any] = {field: over(min, field) for field in _RATES}
+    return DeviceProfile(
+        name=f"{platform}-unknown",
+        platform=platform,
+        kinds=(device_kind,),
+        capacity=min(p.capacity for p in members),
+        link_latency=over(max, "link_latency"),
+        kernel_launch=over(max, "kernel_launch"),
+        sources=dict.fromkeys(NUMBERS, f"no profile for {device_kind!r}: the worst known {platform} number"),
+        **slowest,
+    )
+
+
+def _cpu() -> DeviceProfile:
+    return DeviceProfile(
+        name="cpu",
+        platform="cpu",
+        kinds=("cpu",),
+        capacity=host_memory(),
+        memory_bandwidth=20e9,
+        matmul_flops_bf16=50e9,
+        matmul_flops_f32=100e9,
+        elementwise_flops=20e9,
+        link_bandwidth=10e9,
+        link_latency=1e-6,
+        kernel_launch=1e-6,
+        sources={
+            **dict.fromkeys(NUMBERS, "order of magnitude of two cores"),
+            "capacity": "this machine's memory, or a control group's limit",
+        },
+    )

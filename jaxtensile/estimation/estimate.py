@@ -1,0 +1,279 @@
+"""``jaxtensile.estimate``: how many device bytes a job needs, before it runs and without its device.
+
+Statically, from the jaxpr: JAX traces the function, `passes.fusion` says which values become buffers,
+`passes.liveness` how many bytes are there at once. Exactly, by the target's own compiler.
+
+Invariant: nothing is executed and no device memory is allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, Final
+
+import jax
+
+from jaxtensile import _compat
+from jaxtensile.devices.measured import best_known
+from jaxtensile.devices.profiles import DeviceProfile, profile
+from jaxtensile.errors import TargetError
+from jaxtensile.estimation.figures import Figures, Held, Room, room_of
+from jaxtensile.estimation.process import parts
+from jaxtensile.estimation.text import as_dict, as_text
+from jaxtensile.faults import as_ours
+from jaxtensile.ir.ir import Graph, producers
+from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.ir.timeline import Sites, Timeline, Track
+from jaxtensile.passes.lifetimes.liveness import Liveness
+from jaxtensile.passes.lifetimes.lodgers import without_lodgers
+from jaxtensile.passes.order.reorder import as_scheduled
+from jaxtensile.passes.pack.heap import heap
+from jaxtensile.program.merge import merged
+from jaxtensile.program.trace import Traced, trace_jaxpr
+from jaxtensile.program.workload import Transformed, name_of, told_of_modules
+from jaxtensile.settings.identity import identity_of, planned
+from jaxtensile.settings.options import Asked, ConfigLike, Resolved, config_of, resolved
+from jaxtensile.spmd.location import as_for, device_name, location, profile_of
+from jaxtensile.units import Bytes, Seconds, format_bytes
+from jaxtensile.xla.compile import RECOMPUTES, compile_program, not_recomputing
+from jaxtensile.xla.compilers import compiler_of
+from jaxtensile.xla.target import compiler_options, tracing_for
+
+POINTER = 8
+"""Bytes."""
+HOLES: Final = "holes between buffers"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate(Figures):
+    __doc__ = Figures.__doc__
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: every figure in bytes and seconds."""
+        return as_dict(self)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def estimate(
+    fun: Callable[..., Any],
+    /,
+    *args: Any,
+    target: str | None = None,
+    exact: bool = False,
+    config: ConfigLike | None = None,
+    **jax_jit_options: Any,
+) -> Estimate:
+    """Peak device bytes of ``fun(*args)`` before anything runs.
+
+    ``fun``: any function, or a ``jax.jit`` result (whose own options then count); ``args``: arrays or
+    ``jax.ShapeDtypeStruct``s; ``target``: a name of ``jaxtensile.targets()``, where the arguments are without one;
+    ``exact``: ask the target's own compiler (``False``: from the jaxpr alone); ``config``: a ``jaxtensile.toml`` or its
+    tables, by default the one that counts here, whose budget ``fits()`` heeds; the rest are arguments of ``jax.jit``,
+    ``donate_argnums`` above all.
+
+    Raises ``TargetError`` for an unknown target, or one that cannot be compiled for with ``exact=True``, and
+    ``ConfigError``.
+    """
+    targets = () if target is None else (target,)
+    return estimate_on(fun, args, jax_jit_options, targets=targets, exact=exact, config=config)[0]
+
+
+def estimate_on(
+    fun: Callable[..., Any],
+    args: Sequence[Any],
+    options: Mapping[str, Any],
+    *,
+    targets: Sequence[str] = (),
+    exact: bool = False,
+    name: str = "",
+    config: ConfigLike | None = None,
+    tell: Callable[[str], None] = lambda _: None,
+) -> tuple[Estimate, ...]:
+    """One estimate per target, in their order, of a function that is traced once.
+
+    Without targets one, for the device of the arguments. ``tell`` is told before each compile.
+    """
+    devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
+    wanted = _wanted(fun, config)
+    started = time.perf_counter()
+    plain, args = _jitted(fun, tuple(args), options)
+    with tracing_for(*targets, args=args), told_of_modules(fun, args):
+        traced = plain.trace(*args)
+    seconds = {"trace": time.perf_counter() - started}
+    name = name or name_of(fun)
+    where = location(traced, args, {}, options)
+    if where is None:
+        raise TargetError(f"the arguments of {name} are on devices that do not go together: place them")
+    here = () if targets else tuple(map(device_name, where.devices))
+    with as_ours(f"estimating {name}", "jax.jit(...).lower(...).compile().memory_analysis() asks XLA"):
+        program = program_of(traced, bool(options.get("keep_unused", False)))
+        if not targets:
+            devices = [best_known(profile_of(where.device), where.device.device_kind)]
+        static = [static_estimate(program, d, name=name, seconds=seconds, shards=where.count) for d in devices]
+    out: list[Estimate] = []
+    for device, target, found in zip(devices, targets or (None,), static, strict=True):
+        if exact:
+            tell(f"compiling for {device.name} ...")
+            found = _exactly(found, plain, args, program.graph, device, target)
+        elif device.platform == "cuda" and found.device > (most := int(RECOMPUTES * device.capacity)):
+            note = f"above about {format_bytes(most)} XLA recomputes by itself under jax.jit; exact=True says what"
+            found = replace(found, notes=(*found.notes, note))
+        capacity, budget, setting = room_of(wanted, device, here)
+        out.append(replace(found, capacity=capacity, budget=budget, settings=setting, resolved=wanted))
+    return tuple(out)
+
+
+def _wanted(fun: Callable[..., Any], config: ConfigLike | None) -> Resolved:
+    """What the config says of a function. Raises ``ConfigError``."""
+    known, who = config_of(config), identity_of(fun)
+    planned(known, who)
+    return resolved(Asked(), known, who)
+
+
+def program_of(traced: Any, keep_unused: bool = False) -> Traced:
+    """The flat program of what ``jax.jit``'s ``trace`` gave."""
+    return merged(trace_jaxpr(traced.jaxpr, _compat.donated_inputs(traced), keep_unused=keep_unused))
+
+
+def static_estimate(
+    program: Traced,
+    device: DeviceProfile,
+    *,
+    name: str,
+    seconds: Mapping[str, Seconds],
+    shards: int = 1,
+) -> Estimate:
+    """The estimate from a traced program, without a compiler."""
+    before = time.perf_counter()
+    compiler = compiler_of(device)
+    if compiler.fuser.twice:
+        program = merged(program, cheap=True)  # XLA stores what equal equations compute once
+    low = compiler.lowered(program.graph)
+    orders = as_scheduled(low.graph, by=compiler.fuser)
+    lying = [without_lodgers(run.graph, run.live) for run in orders]
+    needed = [max(heap(live), live.temp) for live in lying]
+    worst = max(range(len(orders)), key=needed.__getitem__)
+    run, live, holes = orders[worst], lying[worst], needed[worst] - lying[worst].temp
+    origin = tuple(low.origin[i] for i in run.origin)
+    # A program with several results returns a table of pointers to them.
+    table = POINTER * len(program.graph.outputs) if len(program.graph.outputs) > 1 else 0
+    use = replace(live.use(), temp=live.temp + holes, output=live.output + table)
+    room = Room(min(needed), _largest(run.graph, live))
+    several = f"arguments are sharded over {shards} devices: static bytes are of all together, exact ones of one device"
+    return Estimate(
+        name=name,
+        target=device.name,
+        use=use,
+        low=use.device - use.temp + max(room.least - compiler.low.of(use.temp, room.largest), 0),
+        high=use.device + compiler.high.of(use.temp, room.largest),
+        room=room,
+        parts=parts(use, program.graph, device, shards),
+        held=held_at_the_peak(program, run.graph, origin, live, holes),
+        timeline=Timeline(_track(program, origin, live, use), None),
+        seconds={**seconds, "estimate": time.perf_counter() - before},
+        shards=shards,
+        notes=(several,) if shards > 1 else (),
+        capacity=device.capacity,
+    )
+
+
+def _largest(graph: Graph, live: Liveness) -> Bytes:
+    """Bytes of the largest array that is stored."""
+    return max(
+        (r.nbytes for r in (*live.ranges, *(graph.values[v] for v in (*graph.inputs, *graph.outputs)))), default=0
+    )
+
+
+def held_at_the_peak(
+    program: Traced, graph: Graph, origin: Sequence[int], live: Liveness, holes: Bytes
+) -> tuple[Held, ...]:
+    """What is there at the peak, like values together, largest first; ``holes``: bytes between them that go unused."""
+    peak, ranges, inside = live.at_peak()
+    made = producers(graph)
+    found: dict[tuple[str, str, tuple[int, ...], str], tuple[int, Bytes]] = {}
+
+    def hold(op: int, dtype: str, shape: tuple[int, ...], nbytes: Bytes) -> None:
+        key = (graph.ops[op].primitive, dtype, shape, program.source(origin[op]))
+        count, before = found.get(key, (0, 0))
+        found[key] = count + 1, before + nbytes
+
+    for r in ranges:
+        hold(made[r.value], graph.values[r.value].dtype, graph.values[r.value].shape, r.nbytes)
+    if inside:
+        hold(peak, "", (), inside)
+    held = [Held(*key, *sums) for key, sums in found.items()]
+    if holes:
+        held.append(Held(HOLES, "", (), "", 1, holes))
+    return tuple(sorted(held, key=lambda h: -h.nbytes))
+
+
+def _track(program: Traced, origin: tuple[int, ...], live: Liveness, use: MemoryUse) -> Track:
+    primitives = tuple(op.primitive for op in program.graph.ops)
+    sites = Sites(primitives=primitives, sources=program.sources(), seconds=(0.0,) * len(primitives))
+    base = use.device - live.temp
+    return Track(sites=sites, origin=origin, device=tuple(base + b for b in live.profile), base=base)
+
+
+def _exactly(
+    static: Estimate,
+    plain: Any,
+    args: Sequence[Any],
+    graph: Graph,
+    device: DeviceProfile,
+    target: str | None,
+) -> Estimate:
+    """The same estimate with XLA's own figures."""
+    options = compiler_options(target) if target is not None else {}
+    placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
+    make, cuda = functools.partial(_Optioned, plain), device.platform == "cuda"
+    counts = device if device.platform == "tpu" else None
+    with tracing_for(args=placed):
+        compiled = compile_program(make, placed, {}, not_recomputing(device.platform, options), counts=counts)
+        use = compiled.memory
+        again, spared, seconds = compiled.again, None, compiled.seconds
+        if cuda and use is not None and use.device > RECOMPUTES * device.capacity:
+            second = compile_program(make, placed, {}, options, counts=device)
+            again, seconds = second.again, seconds + second.seconds
+            spared = second.device if again.count else None
+    found = replace(
+        static,
+        seconds={**static.seconds, "XLA": seconds},
+        notes=(*static.notes, *compiled.notes),
+        refusal=compiled.refusal,
+        xla=again,
+        spared=spared,
+    )
+    if use is None:
+        return found
+    needed = parts(use, graph, device, static.shards)
+    return replace(found, use=use, low=use.device, high=use.device, parts=needed)
+
+
+class _Optioned:
+    """A ``jax.jit`` result whose compiles take more compiler options."""
+
+    def __init__(self, plain: Any, options: Mapping[str, Any]) -> None:
+        self._plain, self._options = plain, dict(options) or None
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        lowered = self._plain.lower(*args, **kwargs)
+        return SimpleNamespace(compile=functools.partial(lowered.compile, compiler_options=self._options))
+
+
+def _jitted(fun: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """A ``jax.jit`` result of the function, as it was written, and its arguments."""
+    plain = fun
+    if isinstance(fun, Transformed):
+        plain, args = fun.as_written(args)
+    if not options and hasattr(plain, "trace") and hasattr(plain, "lower"):
+        return plain, args
+    return jax.jit(plain, **options), args
+
+
+__all__ = ["Estimate", "Held", "estimate", "estimate_on", "program_of", "static_estimate"]

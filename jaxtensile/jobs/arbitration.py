@@ -1,0 +1,137 @@
+"""Which coordinator do the jobs of this process ask: their own, in this process, or one behind a socket?
+
+``JAXTENSILE_SOCKET`` or the config's ``coordinator.socket`` names a socket; without one it is this process's own, with
+the devices that JAX has here and what the config says of them. It begins with the first job and ends with the last.
+
+Invariant: the jobs of one process that hold anything ask the same coordinator.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtensile.devices.hardware import host_memory
+from jaxtensile.errors import ConfigError, CoordinatorError
+from jaxtensile.runtime.client.client import Client, Link
+from jaxtensile.runtime.client.gate import Turns
+from jaxtensile.runtime.client.local import LOCAL, LocalCoordinator
+from jaxtensile.runtime.client.uninterrupted import uninterrupted
+from jaxtensile.runtime.config.config import Config
+from jaxtensile.runtime.daemon.place import VARIABLE, checked
+from jaxtensile.runtime.decide.events import Settings
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.protocol.messages import Snapshot
+from jaxtensile.spmd.location import device_name, profile_of
+from jaxtensile.units import GIB, Bytes, Seconds
+
+_RESERVE = GIB
+"""Of a device of which the config says nothing."""
+_ANSWERS: Seconds = 1.0
+"""In which a coordinator says what is free; who does not know asks for what it gets by."""
+
+_lock = threading.Lock()
+_jobs: set[str] = set()
+_local: tuple[Config, LocalCoordinator] | None = None
+
+
+def _in_child() -> None:
+    """A forked process has no jobs yet, and a coordinator of its own."""
+    global _lock, _jobs, _local
+    _lock, _jobs, _local = threading.Lock(), set(), None
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+@dataclass(frozen=True, slots=True)
+class Arbitration:
+    """How one job is arbitrated. ``local``: the coordinator, where it is of this process."""
+
+    name: str
+    connect: Callable[[Client], Link]
+    local: LocalCoordinator | None
+    status: Callable[[], Snapshot]
+    """What the coordinator says of itself."""
+
+    def has_room(self, devices: Sequence[str], need: Bytes) -> bool:
+        """Whether so many bytes are free on each device, and nobody waits."""
+        try:
+            now = self.status()
+        except CoordinatorError:
+            return False
+        free = {d.device: d.capacity - d.reserve - d.charged for d in now.devices}
+        return not now.waiting and all(free.get(name, 0) >= need for name in devices)
+
+    def turns(self, devices: Sequence[str], priority: int, weight: float) -> tuple[Turns, ...]:
+        """The job's places at the gates of its devices, in the order in which all jobs take them; none where its jobs
+        are processes of their own."""
+        local = self.local
+        return () if local is None else tuple(local.gate(d).member(priority, weight) for d in sorted(devices))
+
+    def end(self) -> None:
+        """The job is no more."""
+        uninterrupted(_end, self.name)
+
+
+def arbitration(job: str, config: Config) -> Arbitration:
+    """Who arbitrates a job, whose name is its own until ``end``. Raises ``ConfigError``.
+
+    Called ``uninterrupted``, by who keeps it: what Ctrl-C takes away here would never end."""
+    global _local
+    config = config.of_jobs
+    socket = os.environ.get(VARIABLE) or config.socket
+    with _lock:
+        if job in _jobs:
+            raise ConfigError(f"a job {job!r} is already there: end it by close() or its 'with', or give another name")
+        if socket:
+            from jaxtensile.runtime.client.socket_link import SocketLink
+            from jaxtensile.runtime.daemon.inquiry import ask
+
+            place = checked(Path(socket).absolute())
+            found = Arbitration(job, SocketLink.to(str(place)), None, lambda: ask(place, _ANSWERS))
+        else:
+            if _local is None or not _jobs:
+                _local = (
+                    config,
+                    LocalCoordinator(_capacities(config), LOCAL if config.settings == Settings() else config.settings),
+                )
+            elif _local[0] != config:
+                raise ConfigError(
+                    f"the jobs {', '.join(sorted(_jobs))} of this process share its devices by another config: give "
+                    f"job {job!r} the same one, or end them first"
+                )
+            found = Arbitration(job, _local[1].link, _local[1], _local[1].status)
+        _jobs.add(job)
+    return found
+
+
+def _end(name: str) -> None:
+    with _lock:
+        _jobs.discard(name)
+
+
+def _capacities(config: Config) -> dict[str, Capacity]:
+    reported = {device_name(d): _bytes_of(d) for d in jax.local_devices()}
+    found = config.capacities(reported, host_memory())
+    for name in reported:
+        tables = [t for t in (config.devices.get(k) for k in (name, name.partition(":")[0], "")) if t is not None]
+        if all(t.capacity is None and t.reserve is None for t in tables):
+            whole = found[name].capacity
+            found[name] = Capacity(capacity=whole, reserve=min(_RESERVE, whole // 8))
+    return found
+
+
+def _bytes_of(device: Any) -> Bytes:
+    stats = device.memory_stats() or {}
+    known = stats.get("bytes_limit") or profile_of(device).capacity
+    return min(known, host_memory()) if device.platform == "cpu" else known
+
+
+__all__ = ["Arbitration", "arbitration"]

@@ -1,0 +1,282 @@
+"""``jaxtensile.job``: a lease on device memory whose steps change plans as others come and go.
+
+The first call of a step says what it needs: what is predicted of the program as it is, or of its whole ladder where
+there is no room for that, is what the job asks to be admitted with. The plan of the rung that it is granted is compiled
+and verified; the others are compiled in the background, and the compiled ladder takes the predicted one's place. From
+then on GRANT and REVOKE move the job from plan to plan: at a step boundary, or at once while no step runs. All plans of
+a step compute the same, from the same arguments, so there is nothing to move.
+
+A suspended job keeps its lease, and with it its place in the status, at the bytes that may still be on the device;
+what waits on the host is charged there. To come back it waits for the rest as a job does that waits to be admitted.
+
+Invariant: a step runs only while the job holds its turn, the plan that it runs fits the rung that the job is charged
+for, and the job says that it has shrunk when no step of the larger plan runs any more: a step is waited for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+from weakref import WeakSet, finalize
+
+from jaxtensile.errors import BudgetError, ConfigError, CoordinatorError
+from jaxtensile.jobs.arbitration import arbitration
+from jaxtensile.jobs.ladder import Ladder
+from jaxtensile.jobs.stepping import Stepping
+from jaxtensile.jobs.suspension import Suspended
+from jaxtensile.jobs.tenancy import Tenancy, Terms
+from jaxtensile.runtime.client.uninterrupted import later, uninterrupted
+from jaxtensile.runtime.config.config import Config
+from jaxtensile.runtime.daemon.place import JOB_VARIABLE
+from jaxtensile.runtime.protocol.messages import MOST_BYTES, Rung
+from jaxtensile.search.request import Fitted
+from jaxtensile.settings.options import config_of
+from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
+
+
+class Job:
+    """One job. A context manager; give it to ``jaxtensile.jit(job=...)``. Made by ``jaxtensile.job``."""
+
+    def __init__(self, terms: Terms, config: Config) -> None:
+        self.name, self.least, self.want = terms.name, terms.least, terms.want
+        self.priority, self.weight = terms.priority, terms.weight
+        self._config = config
+        self._tenancy = Tenancy(terms)
+        self._steps = Stepping(self._tenancy)
+        # Who drops a job without its end has ended it.
+        finalize(self, later, self._tenancy.taken.give_back).atexit = False
+
+    def __enter__(self) -> Job:
+        if self._tenancy.by is not None or self._tenancy.over:
+            raise CoordinatorError(f"job {self.name!r} was entered before: make another one")
+        uninterrupted(self._enter)
+        return self
+
+    def _enter(self) -> None:
+        self._tenancy.taken.by = arbitration(self.name, self._config)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give the lease back; steps of the job cannot be called any more, and one that waits for its lease ends."""
+        self._steps.close()
+
+    def suspend(self, state: Any) -> Any:
+        """Move ``state`` to the host and give the device bytes back to others; returns it with its arrays there.
+
+        ``state`` is a pytree, of all that the job keeps on the device between steps: its arrays go to pinned host
+        memory one by one and are deleted on the device, as donated ones are; what is no array stays as it is. The host
+        bytes are charged. Of the job's device bytes those of ``state`` are given back, and all that only a running
+        step needs; what a step is given beside ``state`` stays charged, since it may still be there, so suspend it too
+        where it is large: ``job.suspend((state, batch))``. Steps of the job are errors until ``resume``.
+
+        Should it fail in between, or be interrupted, ``resume`` gives the state back. Raises ``CoordinatorError`` where
+        there is no room on the host; then nothing has moved.
+        """
+        steps, tenancy, waiting = self._steps, self._tenancy, self._steps.waiting
+        with steps.alone(f"job {self.name!r} was suspended"):
+            if steps.away is not None:
+                raise CoordinatorError(
+                    f"job {self.name!r} is suspended already: give all of its state at once, job.suspend((a, b))"
+                )
+            steps.away, steps.back = (away := Suspended(f"job {self.name!r}", state)), None
+            try:
+                tenancy.boundary()
+                waiting.charge_host(away.host_bytes)
+            except BaseException:
+                steps.away = None
+                waiting.uncharge_host()
+                raise
+            with self._kept():
+                found = away.to_host()
+                waiting.rest(away.device_bytes)
+        return found
+
+    def resume(self, state: Any = None, *, timeout: Seconds | None = None) -> Any:
+        """Move the state of a suspended job back, once there is room; returns it, each array as and where it was.
+
+        ``state``: what ``suspend`` returned, or another one of the same structure, shapes and types; without it, that
+        which was suspended. Its arrays on the host are deleted. Waits for its turn like a job that is to be admitted;
+        after ``timeout`` seconds, if one is given, ``NotAdmittedError``: it is still suspended, and may ask again.
+        Until the next step another ``resume`` returns the same: its caller may have been interrupted just then.
+        """
+        steps, tenancy, waiting = self._steps, self._tenancy, self._steps.waiting
+        with steps.alone(f"job {self.name!r} was resumed"):
+            away = steps.away
+            if away is None:
+                if steps.back is not None:
+                    return steps.back[0]
+                raise CoordinatorError(f"job {self.name!r} is not suspended: nothing is to be resumed")
+            if state is not None:
+                away.take(state)
+            waiting.come_back(timeout)
+            with self._kept():
+                found = away.to_device()
+            steps.back, steps.away = (found,), None
+            waiting.uncharge_host()
+            tenancy.boundary()
+        return found
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Whatever goes wrong, the state is not lost, and the error says where it is."""
+        try:
+            yield
+        except BaseException as error:
+            error.add_note(f"nothing of job {self.name!r} is lost: 'state = job.resume()' gives its state back")
+            raise
+
+    @property
+    def suspended(self) -> Any:
+        """The state of a suspended job, each array where it is; None of one that is not."""
+        return None if self._steps.away is None else self._steps.away.tree
+
+    @property
+    def budget(self) -> Bytes:
+        """Device bytes that steps of the job may use at present; 0 before its first one and while it is suspended."""
+        return self._tenancy.budget
+
+    @property
+    def rung(self) -> int:
+        """Which rung of ``ladder`` it is on, from 0; -1 while it has no lease."""
+        return self._tenancy.rung
+
+    @property
+    def ladder(self) -> tuple[Rung, ...]:
+        """What the coordinator knows of the job's plans."""
+        return self._tenancy.ladder
+
+    @property
+    def steps(self) -> int:
+        """How many were run."""
+        return self._steps.steps
+
+    @property
+    def switches(self) -> int:
+        """How often the job went to another rung."""
+        return self._tenancy.switches
+
+    @property
+    def compiled(self) -> bool:
+        """Whether all its plans are compiled, and the coordinator knows."""
+        return bool(self._tenancy.ladders) and not self._steps.compiles and not self._tenancy.renew
+
+    def wait(self, timeout: Seconds | None = None) -> bool:
+        """Until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds."""
+        return self._steps.wait(timeout)
+
+    def __repr__(self) -> str:
+        tenancy = self._tenancy
+        held = f"{format_bytes(self.budget)}, rung {self.rung} of {len(self.ladder)}" if tenancy.now else "no lease"
+        held = "has ended" if tenancy.over else "suspended" if self._steps.away is not None else held
+        return f"<job {self.name!r}: {held}>"
+
+    # What planned functions ask.
+
+    @property
+    def users(self) -> WeakSet[Any]:
+        """Of each planned function of the job, what calls it."""
+        return self._tenancy.users
+
+    def step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One call of a step, as a turn of the job, up to the end of its work on the device."""
+        return self._steps.step(call, args, kwargs)
+
+    def plan(self, ladder: Ladder, devices: Sequence[Any]) -> Fitted:
+        """What a call is to run now. Its turn is given back while plans are made or the lease is waited for."""
+        return self._steps.plan(ladder, devices)
+
+    @property
+    def overhead(self) -> float | None:
+        """By which factor a step may be slower at most; None: by any."""
+        return self._tenancy.terms.overhead
+
+    @property
+    def config(self) -> Config:
+        """What holds for its steps too, where they have no other."""
+        return self._config
+
+    def bytes_for(self, ladder: Ladder) -> Bytes:
+        """What a plan of a step may need now."""
+        return self._tenancy.bytes_for(ladder)
+
+
+def job(
+    name: str | None = None,
+    *,
+    least: int | str | None = None,
+    want: int | str | None = None,
+    priority: int | None = None,
+    weight: float | None = None,
+    devices: Sequence[str] | None = None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> Job:
+    """A job whose steps share a device with others: ``with jaxtensile.job("a") as j``, ``jaxtensile.jit(f, job=j)``.
+
+    ``name``: its own in this process; without it, the one that ``jaxtensile run`` has given the process. ``least``:
+    bytes (an int, ``"4GiB"``) below which it is never put; ``want``: bytes above which it asks for nothing (without it:
+    all it is faster with). ``priority``: its class, a higher one goes first; ``weight``: its share inside the class.
+    ``devices``: names as ``"cuda:0"``, by default the one its arguments are on. ``config``: a ``jaxtensile.toml`` or
+    its tables as a dict, by default the file found upward from here; its ``[jobs.NAME]`` holds for what is not given.
+    The coordinator is this process's own, unless ``$JAXTENSILE_SOCKET`` or the config names the socket of
+    ``jaxtensile serve``.
+
+    Raises ``ConfigError`` where the config is invalid. Steps raise ``RejectedError`` when the job can never fit.
+    """
+    name = os.environ.get(JOB_VARIABLE) if name is None else name
+    if not isinstance(name, str) or not 1 <= len(name) <= 128 or not name.isprintable():
+        here = f", or start this with 'jaxtensile run', which sets ${JOB_VARIABLE}" if name is None else ""
+        raise CoordinatorError(f"a job's name is a text of 1 to 128 printable letters, not {name!r}: give it one{here}")
+    known = config_of(config)
+    said = known.jobs.get(name)
+    low = _bytes("least", least, said.least if said else 0)
+    high = _bytes("want", want, said.want if said and said.want is not None else MOST_BYTES)
+    if low > high:
+        raise BudgetError(f"job {name!r}: least={format_bytes(low)} is above want={format_bytes(high)}")
+    terms = Terms(
+        name=name,
+        least=low,
+        want=high,
+        priority=_class(priority) if priority is not None else said.priority if said else 0,
+        weight=_share(weight) if weight is not None else said.weight if said else 1.0,
+        devices=None if devices is None else _names(devices),
+        overhead=said.max_overhead if said else None,
+    )
+    return Job(terms, known)
+
+
+def _class(given: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or not -1000 <= given <= 1000:
+        raise ConfigError(f"priority={given!r}: give a whole number from -1000 to 1000; a higher one goes first")
+    return given
+
+
+def _share(given: float) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 1e-3 <= given <= 1e3:
+        raise ConfigError(f"weight={given!r}: give a number from 0.001 to 1000")
+    return float(given)
+
+
+def _names(given: Sequence[str]) -> tuple[str, ...]:
+    names = () if isinstance(given, str) else tuple(given)
+    if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"devices={given!r}: give a list of names like 'cuda:0', each once, or leave it out")
+    return names
+
+
+def _bytes(what: str, given: int | str | None, default: Bytes) -> Bytes:
+    if given is None:
+        return default
+    try:
+        return parse_bytes(given)
+    except ValueError as error:
+        raise BudgetError(f"{what}={given!r}: {error}") from None
+
+
+__all__ = ["Job", "job"]

@@ -1,0 +1,327 @@
+"""Which plans does one step have, from the smallest that can be reached up to the program with nothing recomputed?
+
+A *ladder* is first what the model says, without a compile: the program as it is, and once they are asked for the
+smaller plans, which take longer to find. Then plans are compiled, verified by XLA's allocation, and take the places of
+the predicted ones. A rung divides a program's bytes into those that are there whether it runs or not (arguments, and
+results that replace none of them) and those of a running step (temporaries).
+
+Invariant: what ``fitted`` returns was compiled, and needs no more than the bytes it was asked for.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from jaxtensile.errors import BudgetError
+from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.planner import pipeline
+from jaxtensile.planner.attempts import Watch, nothing
+from jaxtensile.planner.plan_cache import PlanCache
+from jaxtensile.runtime.protocol.messages import Rung
+from jaxtensile.search.request import Fitted, Job
+from jaxtensile.units import Bytes, Seconds
+
+RUNGS = 4
+"""Plans at most; each is a few compiles."""
+SURE, CPU_SURE = 0.25, 0.5
+"""What XLA may need more temporaries than the model says; a CPU's keeps no plan's order. So many are asked for, since a
+first step waits where they are too few."""
+MARGIN, TOP_MARGIN = 0.2, 0.25
+"""The same of the smallest plan, and of the program as it is, where nobody waits and another plan may be compiled.
+Plans between are made to fit what they are given."""
+STEPS = 5
+"""Measured steps of a rung that are remembered; the one after a switch is none of them."""
+_LEAST: Seconds = 1e-9
+_ROUNDING: Bytes = 64
+"""XLA rounds what a program is given and returns up to so many bytes, and returns a table of several results."""
+
+
+def persistent(use: MemoryUse) -> Bytes:
+    """Bytes on the device between steps: what a step is given, and what it returns beside that."""
+    return use.argument + use.output - use.alias
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """One plan: what it needs, as predicted (``fitted`` is None) or as XLA allocated it."""
+
+    persistent: Bytes
+    temp: Bytes
+    host: Bytes
+    seconds: Seconds
+    """Predicted."""
+    aim: Bytes
+    """Asked for so many bytes, the model finds it again."""
+    budget: Bytes
+    """For which it is compiled where nobody waits for it."""
+    fitted: Fitted | None = None
+    measured: list[Seconds] = field(default_factory=list[Seconds])
+
+    @property
+    def level(self) -> Bytes:
+        return self.persistent + self.temp
+
+
+class Ladder:
+    """The plans of one signature. ``request``: without arrays, its budget an upper bound; ``renewed``: called, in
+    whatever thread compiles, when there are other plans than before."""
+
+    def __init__(self, request: Job, plans: PlanCache | None = None, *, most: float | None = None) -> None:
+        self.request, self._plans = request, plans
+        self._most_overhead = most
+        self._lock = threading.Lock()
+        self._compiling = threading.Lock()
+        self._asked: dict[Bytes, Fitted | None] = {}
+        self._soon: set[Bytes] = set()
+        """Budgets for which the first plan that fitted was taken."""
+        self._sketching = threading.Lock()
+        self._places = self._predicted(1)
+        self.sketched = request.shards > 1
+        """Whether the smaller plans are predicted too."""
+        self.smallest = self._places[0].level
+        """As far as is known, the fewest bytes that it runs in."""
+
+    @property
+    def name(self) -> str:
+        return self.request.name
+
+    @property
+    def persistent(self) -> Bytes:
+        """Bytes between steps, of whichever plan has most."""
+        return max(p.persistent for p in self._places)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all plans are compiled, and the best for their bytes."""
+        return self.sketched and not self._soon and self.compiled == len(self._places)
+
+    @property
+    def compiled(self) -> int:
+        """How many plans are."""
+        return sum(p.fitted is not None for p in self._places)
+
+    def places(self) -> tuple[Place, ...]:
+        """The plans, ascending in bytes."""
+        with self._lock:
+            return tuple(self._places)
+
+    def share(self, rung: Rung) -> Bytes:
+        """What a plan of the step may need on a rung of its job."""
+        return min(self.persistent, rung.persistent) + rung.temp
+
+    def sketch(self) -> None:
+        """Predict the smaller plans, too."""
+        with self._sketching:
+            if self.sketched:
+                return
+            found = self._predicted(RUNGS)
+            with self._lock:
+                known = [p for p in self._places if p.fitted is not None]
+                new = [p for p in found if not any(k.level <= p.level and k.seconds <= p.seconds for k in known)]
+                self._places = sorted([*new, *known], key=lambda p: p.level)
+                self.smallest = self._places[0].level
+                self.sketched = True
+
+    def runs(self, budget: Bytes) -> Place | None:
+        """The fastest compiled plan within ``budget``."""
+        with self._lock:
+            found = self._within(budget)
+            return next((p for p in self._places if p.fitted is found), None) if found is not None else None
+
+    def tight(self) -> bool:
+        """Promise the predicted bytes of the smallest plan without a margin; False where that was done, or nothing is
+        gained by it."""
+        with self._lock:
+            low = self._places[0]
+            if low.fitted is not None or self._tightest >= low.temp:
+                return False
+            low.temp = self._tightest
+            self.smallest = low.level
+            return True
+
+    def fitted(self, budget: Bytes, watch: Watch = nothing) -> Fitted:
+        """The fastest plan within ``budget`` device bytes of those that are compiled; where there is none, one that is
+        compiled now. A better one that is only predicted is no reason to wait: ``build`` compiles it.
+
+        Raises ``BudgetError`` where there is none.
+        """
+        with self._lock:
+            known = self._within(budget)
+            promised = [p.level for p in self._places if p.fitted is None and p.level <= budget]
+        if known is not None:
+            return known
+        if promised and promised[-1] < budget:
+            with suppress(BudgetError):
+                return self.compile(promised[-1], watch, soon=True)
+        return self.compile(budget, watch, soon=True)
+
+    def fits(self, fitted: Fitted, budget: Bytes) -> bool:
+        """Whether a plan of this ladder needs no more than ``budget``."""
+        return _place(fitted).level <= budget
+
+    def compile(self, budget: Bytes, watch: Watch = nothing, *, soon: bool = False) -> Fitted:
+        """Make a plan for exactly that many bytes; ``soon``: the predicted one, where one has that level. Raises
+        ``BudgetError``."""
+        with self._compiling:
+            with self._lock:
+                if budget in self._asked and (known := self._within(budget)) is not None:
+                    return known
+                place = next((p for p in self._places if p.fitted is None and p.level == budget and soon), None)
+            try:
+                aim = None if place is None else place.aim
+                found = pipeline.fit(replace(self.request, budget=budget), watch=watch, plans=self._plans, aim=aim)
+            except BudgetError as error:
+                with self._lock:
+                    self._asked[budget] = None
+                    self._soon.discard(budget)
+                    self.smallest = max(self.smallest, error.needs or 0)
+                    left = [p for p in self._places if p.fitted is not None or min(p.level, p.budget) > budget]
+                    self._places = left or self._places
+                raise
+            with self._lock:
+                self._asked[budget] = found
+                self._soon.discard(budget)
+                if place is not None and found.evaluate is not None and place.budget not in self._asked:
+                    self._soon.add(place.budget)
+                self._put(found, budget)
+                best = self._within(budget)
+        assert best is not None, "what was just compiled is within its budget"
+        return best
+
+    def build(self, watch: Watch = nothing, *, between: Callable[[], object] = lambda: None) -> None:
+        """Compile all that is only predicted: the smallest first, which others may ask for at any time, then the
+        largest; and what is best where the first that fitted was taken. ``between``: called after each."""
+        self.sketch()
+        while (budget := self._next()) is not None:
+            watch("build")
+            try:
+                self.compile(budget, watch)
+            except BudgetError as error:
+                if error.needs is not None and error.needs not in self._asked and error.needs < self._top():
+                    with suppress(BudgetError):
+                        self.compile(error.needs, watch)
+            between()
+
+    def took(self, fitted: Fitted, seconds: Seconds) -> None:
+        """What a step of a plan took."""
+        with self._lock:
+            for place in self._places:
+                if place.fitted is fitted:
+                    place.measured = [*place.measured[-STEPS + 1 :], seconds]
+
+    def seconds(self) -> dict[Bytes, Seconds]:
+        """Of a step of each plan, by its level: measured, or predicted and corrected by what was measured of others."""
+        with self._lock:
+            ratios = [statistics.median(p.measured) / p.seconds for p in self._places if p.measured]
+            factor = statistics.median(ratios) if ratios else 1.0
+            return {
+                p.level: max(statistics.median(p.measured) if p.measured else p.seconds * factor, _LEAST)
+                for p in self._places
+            }
+
+    def _predicted(self, count: int) -> list[Place]:
+        job = self.request
+        if job.shards > 1:
+            # The model knows programs, not what one of several devices has of them: the plain one, as XLA says.
+            found = pipeline.fit(job, plans=self._plans)
+            self._asked[job.budget] = found
+            self._tightest = found.report.compiled.temp
+            return [_place(found)]
+        found = pipeline.sketches(job, count)
+        self._tightest = found[0].use.temp
+        rounding = _ROUNDING * (1 + len(job.donated) + len(job.jaxpr.out_avals))
+        sure = CPU_SURE if job.device.platform == "cpu" else SURE
+        places: list[Place] = []
+        for k, sketch in enumerate(found):
+            stays, temp = persistent(sketch.use) + rounding, sketch.use.temp
+            more = max(TOP_MARGIN if k == len(found) - 1 else 0.0, MARGIN if k == 0 else 0.0)
+            place = Place(
+                stays,
+                int(temp * (1 + sure)),
+                sketch.use.host,
+                max(sketch.seconds, _LEAST),
+                sketch.aim,
+                stays + int(temp * (1 + more)),
+            )
+            if not places or place.level > places[-1].level:
+                places.append(place)
+        within = [p for p in places if p.level <= job.budget]
+        return self._quick(within or places[:1])
+
+    def _quick(self, places: list[Place]) -> list[Place]:
+        """Without those that are slower than wanted; the fastest stays."""
+        if self._most_overhead is None:
+            return places
+        fastest = min(p.seconds for p in places)
+        return [p for p in places if p.seconds <= self._most_overhead * fastest]
+
+    # ---- under the lock ----
+
+    def _within(self, budget: Bytes) -> Fitted | None:
+        fit = [p for p in self._places if p.fitted is not None and p.level <= budget]
+        return min(fit, key=lambda p: p.seconds).fitted if fit else None
+
+    def _planned(self) -> bool:
+        """Whether nothing runs the program as it is."""
+        return not any(p.fitted is not None and p.fitted.evaluate is None for p in self._places)
+
+    def _top(self) -> Bytes:
+        return self._places[-1].level
+
+    def _next(self) -> Bytes | None:
+        with self._lock:
+            left = [p.budget for p in self._places if p.fitted is None and p.budget not in self._asked]
+            if not left and self._soon:
+                return min(self._soon)
+            if not left:  # the program as it is, where what was predicted for it was too little
+                return self.request.budget if self.request.budget not in self._asked and self._planned() else None
+            return left[0] if left[0] == self._places[0].budget else left[-1]
+
+    def _put(self, found: Fitted, budget: Bytes) -> None:
+        """A compiled plan takes the place of what was predicted for its budget, and of what it is better than."""
+        new = _place(found)
+        places = [p for p in self._places if p.fitted is not None or budget not in (p.level, p.budget)]
+        better = [p for p in places if p.fitted is not None and p.level <= new.level and p.seconds <= new.seconds]
+        if not better:
+            worse = [p for p in places if p.level >= new.level and p.seconds >= new.seconds and not p.measured]
+            places = [p for p in places if p not in worse] + [new]
+        self._places = sorted(places, key=lambda p: p.level)
+        self.smallest = self._places[0].level
+
+
+def _place(found: Fitted) -> Place:
+    use = found.report.compiled
+    return Place(persistent(use), use.temp, use.host, max(found.report.step, _LEAST), use.device, use.device, found)
+
+
+def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung, ...]:
+    """The ladder of a job with several steps: on each rung every step has the plan that fits it.
+
+    What stays is that of the step with most: the steps of a job are taken to be given the same state. Seconds are the
+    mean over ``calls`` of each.
+    """
+    counts = calls or [1] * len(ladders)
+    tables = [(x.places(), x.seconds(), max(n, 1)) for x, n in zip(ladders, counts, strict=True)]
+    stays = max(p.persistent for places, _, _ in tables for p in places)
+    rungs: dict[Bytes, Rung] = {}
+    for temp in sorted({p.temp for places, _, _ in tables for p in places}):
+        chosen = [_best(places, seconds, temp) for places, seconds, _ in tables]
+        if any(c is None for c in chosen):
+            continue
+        took = [(seconds[c.level], calls) for c, (_, seconds, calls) in zip(chosen, tables, strict=True) if c]
+        mean = sum(s * n for s, n in took) / sum(n for _, n in took)
+        host = max(c.host for c in chosen if c)
+        rungs[stays + temp] = Rung(persistent=stays, temp=temp, host=host, seconds=mean)
+    return tuple(rungs[level] for level in sorted(rungs))
+
+
+def _best(places: Iterable[Place], seconds: dict[Bytes, Seconds], temp: Bytes) -> Place | None:
+    fit = [p for p in places if p.temp <= temp]
+    return min(fit, key=lambda p: seconds.get(p.level, p.seconds)) if fit else None
+
+
+__all__ = ["Ladder", "Place", "persistent", "together"]

@@ -1,0 +1,296 @@
+"""What has been compiled of a job, and what XLA said of it: each program once, each under the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxtensile import faults
+from jaxtensile.ir.plan import Plan, Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.order.apart import apart
+from jaxtensile.passes.order.ties import tied
+from jaxtensile.passes.solvers.answer import answer
+from jaxtensile.passes.verify.check import check
+from jaxtensile.planner.outcome import BY_XLA, Evaluate, Made
+from jaxtensile.program.rewrite import rewrite
+from jaxtensile.search.request import Job
+from jaxtensile.search.variants import Variant, program_key
+from jaxtensile.units import Bytes
+from jaxtensile.xla.compile import (
+    RECOMPUTES,
+    REMATERIALIZATION,
+    Compiled,
+    Options,
+    compile_program,
+    disabled,
+    not_recomputing,
+    planned_options,
+    recomputing,
+    within,
+)
+
+Watch = Callable[[str], None]
+
+SMALL = 0.5 * RECOMPUTES
+"""Programs that the model gives no more than this share of the device are far from what makes XLA:GPU recompute."""
+NARROWLY = 1.05
+"""Plans with bytes on the host that miss the budget by no more than this are compiled without ties as well."""
+
+
+def nothing(_: str) -> None:
+    """The default ``watch``."""
+
+
+class Clock:
+    """Wall seconds per pipeline step, summed over rounds; tells ``watch`` what begins."""
+
+    def __init__(self, watch: Watch) -> None:
+        self.seconds: dict[str, float] = {}
+        self.watch = watch
+        self._within = 0.0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        self.watch(name)
+        started = time.perf_counter()
+        outer, self._within = self._within, 0.0
+        try:
+            yield
+        finally:
+            # What was done meanwhile has a name of its own.
+            took = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + took - self._within
+            self._within = outer + took
+
+
+class _Way(NamedTuple):
+    """Compiler options, whether the program is ``tied``, and whether the compiler is ``told`` what the plan needs."""
+
+    options: Options
+    tied: bool
+    told: bool
+
+    @property
+    def strict(self) -> bool:
+        """Whether the compiler has less of a choice than otherwise: in fewer bytes, as a rule, and at a price."""
+        return self.tied or self.told
+
+
+class Attempts:
+    """Programs of one job, which as it is needs ``predicted`` bytes, compiled. XLA:GPU recomputes nothing by itself but
+    in ``by_xla``, so that plans are compared by work that is known."""
+
+    def __init__(self, job: Job, clock: Clock, predicted: Bytes) -> None:
+        self.job, self.clock = job, clock
+        self._options = not_recomputing(job.device.platform, job.options)
+        self._small = predicted <= SMALL * job.device.capacity
+        self.plain: Compiled | None = None
+        """The user's own function."""
+        self._as_it_is: dict[bool, Compiled] = {}
+        """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
+        # Compilers for CPUs and TPUs heed no barriers when they schedule.
+        ties = (False, True) if job.device.platform == "cuda" else (False,)
+        told = (False, True) if job.device.platform == "tpu" and job.shards == 1 else (False,)
+        options = planned_options(job.device.platform, self._options)
+        self._ways = [_Way(o, tie, tell) for o in options for tie in ties for tell in told]
+        self._missed: dict[tuple[int, int], Made] = {}
+        """Planned programs that do not fit, by their keys and ways, without what runs them."""
+        self._learned: dict[bool, list[_Way]] = {}
+        """For planned programs with and without bytes on the host, those ways first that did best so far; of two that
+        differ in ties, the better one alone without, and what ties first with."""
+
+    def own(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
+        """The user's own function, compiled once."""
+        if self.plain is None:
+            job = self.job
+            # With other options than the user's the function is traced again.
+            options = job.options if self._small else self._options
+            with self.clock("compile plain"), faults.of_the_user(meanwhile) as ahead:
+                self.plain = self._compiled(None, job.args, job.kwargs, options, ahead)
+        return self.plain
+
+    def _compiled(
+        self,
+        evaluate: Evaluate | None,
+        args: Any,
+        kwargs: Any,
+        options: Options,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Compiled:
+        job = self.job
+        counts = job.device if job.device.platform == "tpu" else None
+        return compile_program(lambda o: job.make(evaluate, o), args, kwargs, options, meanwhile, counts)
+
+    def by_xla(self, variant: Variant) -> Made | None:
+        """The user's own function in which XLA:GPU recomputes what it must; None where it may not, or does not fit."""
+        job = self.job
+        if job.device.platform != "cuda" or job.shards > 1 or job.state or REMATERIALIZATION in disabled(job.options):
+            return None
+        options = recomputing(job.options, job.device.capacity, job.budget)
+        with self.clock("compile plain with XLA's recomputation"):
+            made = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, options, None, job.device)
+        if made.device > job.budget:
+            return None
+        return Made(compiled=made, variant=variant, plan=_unchanged(variant, "XLA"), evaluate=None, choice=BY_XLA)
+
+    def plainly(self, variant: Variant) -> Made:
+        """The user's own function, as a plan that changes nothing."""
+        return Made(compiled=self.own(), variant=variant, plan=_unchanged(variant), evaluate=None)
+
+    def unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
+        """The program with its state on the host, or without checkpoints, and with nothing else changed."""
+        with self.job.faults.of(variant.blamed):
+            return self._unplanned(variant, meanwhile)
+
+    def _unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None) -> Made:
+        job = self.job
+        plan, options = _unchanged(variant), self._options
+        evaluate = rewrite(variant.traced, plan.program)
+        args, kwargs = job.arguments()
+        if job.state and job.device.platform == "tpu":
+            # What waits on the host comes in as early as there is room for it.
+            options = within(options, job.device.capacity - max(job.budget, plan.predicted.device))
+        with self.clock("compile undone" if variant.undone is not None else "compile streamed"):
+            compiled = self._compiled(evaluate, args, kwargs, options, meanwhile)
+        self._as_it_is[variant.undone is not None] = compiled
+        return Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate)
+
+    def as_it_is(self, variant: Variant, plan: Plan) -> Made:
+        """The variant's program with nothing recomputed."""
+        if self.job.state:
+            return self.unplanned(variant)
+        return Made(compiled=self.own(), variant=variant, plan=plan, evaluate=None)
+
+    def known(self, variant: Variant) -> Compiled | None:
+        """What XLA said of the variant's program with nothing recomputed, if it was asked."""
+        undone = variant.undone is not None
+        return self._as_it_is.get(undone) if undone or self.job.state else self.plain
+
+    def merged(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
+        """The program without its checkpoints, where XLA makes it of the user's own function by itself."""
+        self._as_it_is[True] = self.own(meanwhile)
+        return self._as_it_is[True]
+
+    def planned(self, variant: Variant, plan: Plan, *, once: bool = False, learned: bool = True) -> Made | None:
+        """The plan, checked and compiled in the first way that fits, else in the best; ``once``: in the first that
+        XLA compiles.
+
+        Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. So is whether a
+        GPU's needs ties to, and a TPU's to be told, except that where bytes wait on the host a plan far over the budget
+        with that is not compiled without, and that what does not fit a TPU at all is not tried again. ``learned``: both
+        that and what other plans taught; else every way counts. None for copies that XLA does not compile: some
+        programs with them it refuses.
+        """
+        with self.job.faults.of(variant.blamed):
+            return self._planned(variant, plan, once, learned)
+
+    def _planned(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made | None:
+        with self.clock("check"):
+            check(variant.problem.graph, plan.program)
+        try:
+            with self.clock("compile planned"):
+                return self._best_way(variant, plan, once, learned)
+        except jax.errors.JaxRuntimeError:
+            if plan.offload_bytes <= self.job.state_bytes:
+                raise
+            return None
+
+    def again(self, variant: Variant, plan: Plan, choice: int, *, only: bool = False) -> Made | None:
+        """What another process planned, ``choice`` as ``Made`` had it there, and ``only`` so; None where it is
+        refused."""
+        if choice == BY_XLA:
+            return self.by_xla(variant)
+        best = self._ways[choice]
+        others = () if only else (way for way in self._ways if way is not best)
+        self._learned[plan.offload_bytes > 0] = [best, *others]
+        try:
+            if plan.changes_nothing and variant.as_it_is:
+                return self.unplanned(variant) if variant.undone is not None else self.as_it_is(variant, plan)
+            return self.planned(variant, plan)
+        except jax.errors.JaxRuntimeError:
+            return None
+
+    def _best_way(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made:
+        # With bytes on the host ties help up to much more than the little that they cost; without, where a plan misses.
+        # So it is with telling a compiler that takes what room there is.
+        copies = plan.offload_bytes > 0
+        ways = sorted(self._ways, key=lambda way: way.strict is not copies)
+        order = self._learned.get(copies, ways) if learned and not once else ways
+        job, cuda = self.job, self.job.device.platform == "cuda"
+        args, kwargs = job.arguments()
+
+        @cache
+        def program_of(tie: bool) -> Program:
+            program = apart(plan.program) if cuda else plan.program
+            return tied(program) if tie else program
+
+        @cache
+        def evaluate_of(program: Program) -> Evaluate:
+            if program is not plan.program:
+                check(variant.problem.graph, program)
+            stacked = job.device.platform == "tpu"
+            return rewrite(variant.traced, program, apart=cuda and job.shards == 1, stacked=stacked)
+
+        key = program_key(variant, plan)
+        tried: list[tuple[_Way, Made]] = []
+        refused: Exception | None = None
+        for way in order:
+            if once and tried:
+                break
+            if learned and copies and not way.strict and any(w.strict and self._is_far(m) for w, m in tried):
+                break
+            if any(w.told is not way.told and m.compiled.memory is None for w, m in tried):
+                continue  # a compiler that runs out of memory has spared what it could, and another try takes minutes
+            choice, program = self._ways.index(way), program_of(way.tied)
+            if (key, choice) in self._missed:
+                tried.append((way, self._missed[key, choice]))
+                continue
+            if any((w.options, w.told) == (way.options, way.told) and program_of(w.tied) is program for w, _ in tried):
+                continue
+            evaluate = evaluate_of(program)
+            options = way.options
+            if way.told:
+                options = within(options, job.device.capacity - plan.predicted.device)
+            try:
+                compiled = self._compiled(evaluate, args, kwargs, options)
+            except jax.errors.JaxRuntimeError as error:
+                refused = error
+                continue
+            made = Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate, choice=choice)
+            tried.append((way, made))
+            if compiled.device <= job.budget:
+                break
+            self._missed[key, choice] = replace(made, compiled=replace(compiled, jitted=None))
+        if refused is not None and not tried:
+            raise refused
+        tried.sort(key=lambda t: t[1].compiled.device)
+        done = [way for way, _ in tried]
+        differ = len({way.tied for way in done}) > 1
+        if not once and not (copies and cuda):
+            self._learned[copies] = done[:1] if differ else [*done, *(way for way in order if way not in done)]
+        return tried[0][1]
+
+    def _is_far(self, made: Made) -> bool:
+        """Whether a program is over the budget by more than ties could cost it."""
+        return made.compiled.memory is not None and made.compiled.device > NARROWLY * self.job.budget
+
+    def misplaced(self, made: Made) -> bool:
+        """Whether the compiler dropped every copy of a plan with copies, or holds more on the host than is allowed:
+        what is left is no plan."""
+        memory, there = made.compiled.memory, self.job.state_bytes
+        if made.plan.offload_bytes <= there or memory is None:
+            return False
+        return not there < memory.host <= there + self.job.host_budget
+
+
+def _unchanged(variant: Variant, solver: str = "none") -> Plan:
+    """The plan that changes nothing."""
+    program = Program.unchanged(variant.traced.graph)
+    return answer(variant.problem, program, live_ranges(program.graph), solver)

@@ -1,0 +1,399 @@
+"""What is told of the end: the Report of a program that fits, the BudgetError of one that cannot.
+
+Invariant: figures are those of the program as the user wrote it, and of the one that runs; ops and
+values are named by the user's lines.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxtensile.errors import BudgetError, Culprit, PlanningError
+from jaxtensile.faults import REPORT, told
+from jaxtensile.ir.ir import producers
+from jaxtensile.ir.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
+from jaxtensile.ir.timeline import Sites, Timeline, Track
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload.loops import InnerPlan, LoopPlan, find_pairs
+from jaxtensile.passes.recompute.lowerbound import Bound
+from jaxtensile.passes.seconds.cost import op_costs, unknown_primitives
+from jaxtensile.program.bodies import maker
+from jaxtensile.program.trace import Traced, why_pinned
+from jaxtensile.report.facts import Decision
+from jaxtensile.report.report import Report
+from jaxtensile.rewrites.undo import Undone
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.request import OFFLOADS, Evaluate, Fitted, Job
+from jaxtensile.search.variants import Chunks, Variant, step_time, why_not_in_parts
+from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
+from jaxtensile.xla.compile import Compiled, compile_program
+
+BY_XLA = -1
+"""The way in which the user's own function is compiled and XLA recomputes by itself."""
+NAMED = 4
+"""Ops that are left alone, at most, in one note."""
+MARGIN = 0.2
+"""Of the smallest plan's predicted bytes: what XLA may add to them, where it was not asked."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """One planned and compiled program; ``evaluate`` is None where it is the user's function itself.
+
+    ``choice``: in which of the ways that there are for its platform.
+    """
+
+    compiled: Compiled
+    variant: Variant
+    plan: Plan
+    evaluate: Evaluate | None
+    choice: int = 0
+
+
+def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:
+    """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
+    traced = candidates.written.traced
+    values = traced.graph.values
+    fixed = sum(values[v].nbytes for v in traced.graph.inputs if values[v].space != "host")
+    if best is not None and best.compiled.memory is not None:
+        needs, about = best.compiled.device, ""
+        culprits = _at_the_peak(best.variant, best.plan)
+    else:
+        variant, plan = candidates.smallest()
+        needs = max(int(plan.predicted.device * (1 + MARGIN)), bound.nbytes)
+        about = "about "
+        graph = traced.graph
+        culprits = tuple(
+            Culprit(primitive=graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
+        ) or _at_the_peak(variant, plan)
+    needs = max(needs, job.budget + 1)
+    if job.budget < fixed:
+        because = f"the arguments alone are {format_bytes(fixed)}"
+    elif job.budget < bound.nbytes:
+        because = f"no plan can need less than {format_bytes(bound.nbytes)}, for {', '.join(map(str, culprits[:1]))}"
+    else:
+        least = ", ".join(map(str, culprits)) or "nothing lives but arguments and results"
+        because = f"at the peak of the smallest plan, {least}"
+    found = "reachable" if not about and needs <= bound.nbytes else "found"
+    smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {job.name}"
+    other = ", or plan with solver='auto'" if job.solver == "chain" else ""
+    ways = ["raise the budget"]
+    if not job.chunk and job.shards == 1 and Chunks(candidates.written, op_costs(traced.graph, job.device)).helps:
+        ways.append("work on the batch in parts (chunk=True)")
+    ways.append("shrink the batch")
+    if not any(job.donated):
+        ways.append("donate the arguments that are updated")
+    no_parts = why_not_in_parts(job, traced)
+    return BudgetError(
+        f"budget {format_bytes(job.budget)} is below {smallest}: {because}; "
+        f"{', '.join(ways)}, or shard the program{other}{_unit_left_out(job.budget, needs)}"
+        f"{no_parts and f' ({no_parts})'}",
+        needs=needs,
+        has=job.budget,
+        culprits=culprits,
+    )
+
+
+def _unit_left_out(budget: Bytes, needs: Bytes) -> str:
+    """What a budget was probably meant to be that is a few bytes."""
+    meant = next((unit for unit in ("MiB", "GiB") if needs <= budget * parse_bytes(f"1{unit}") <= 1000 * needs), "")
+    return f" (did you mean {budget}{meant}?)" if budget < 1000 and meant else ""
+
+
+def unplanned(
+    job: Job, notes: tuple[str, ...], use: MemoryUse | None = None, seconds: Mapping[str, Seconds] | None = None
+) -> Report:
+    """What is told of a program of which no more is known than ``use``, what XLA allocates for it; not even that
+    without."""
+    unknown = MemoryUse(argument=0, output=0, temp=0, alias=0) if use is None else use
+    return Report(
+        name=job.name,
+        target=job.device.name,
+        budget=job.budget,
+        baseline=unknown,
+        predicted=unknown,
+        compiled=unknown,
+        lower_bound=0,
+        actions=(),
+        decisions=(),
+        flops=0.0,
+        recompute_flops=0.0,
+        overhead=0.0,
+        overhead_ratio=0.0,
+        stages=0,
+        rounds=0,
+        unknown_primitives=(),
+        solver="none",
+        notes=notes,
+        seconds=seconds or {},
+    )
+
+
+def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, ...]:
+    """What lives at the predicted peak, by the op and line that made it, largest first."""
+    graph, origin = plan.program.graph, plan.program.origin
+    peak, ranges, inside = live_ranges(graph).at_peak()
+    made = producers(graph)
+    held: Counter[tuple[str, str]] = Counter()
+    for r in ranges:
+        op, value = origin[made[r.value]], plan.program.version_of[r.value]
+        key = maker(variant.traced, op, value) if op >= 0 else (graph.ops[made[r.value]].primitive, "a barrier")
+        held[key] += r.nbytes
+    if inside:
+        source = variant.traced.source(origin[peak]) if origin[peak] >= 0 else "a barrier"
+        held[graph.ops[peak].primitive, source] += inside
+    return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in held.most_common(most))
+
+
+def without_plan(job: Job, error: Exception | None = None) -> Fitted:
+    """The program as it was written, for a job whose planning failed by ``error``; ``PlanningError`` where it does not
+    fit."""
+    plain = compile_program(lambda options: job.make(None, options), job.args, job.kwargs, job.options)
+    if plain.memory is None or plain.device > job.budget:
+        raise too_large(job.name, error, plain, job.budget) from error
+    notes = ("planning failed by a fault of jaxtensile: the program runs as it was written", *job.faults.notes())
+    found = unplanned(job, (*plain.notes, *notes), plain.memory, {"XLA": plain.seconds})
+    return Fitted(jitted=plain.jitted, evaluate=None, options=plain.options, report=found)
+
+
+def too_large(name: str, error: Exception | None, plain: Compiled, budget: Bytes) -> PlanningError:
+    """Of function ``name``, whose planning failed by ``error`` and that does not fit as it was written."""
+    known = plain.memory is not None
+    why = told(error) if error is not None else "no plan"
+    takes = f"takes {format_bytes(plain.device)}" if known else f"does not compile ({plain.refusal})"
+    more = f"raise the budget to {format_bytes(plain.device)}" if known else "shrink the batch"
+    return PlanningError(
+        f"planning {name} failed ({why}), and as it was written it {takes}, of a budget of {format_bytes(budget)}: "
+        f"{more}. {REPORT}",
+        needs=plain.device if known else None,
+        has=budget,
+    )
+
+
+def report(
+    job: Job,
+    traced: Traced,
+    made: Made | None,
+    predicted: MemoryUse,
+    plain: Compiled | None,
+    compiled: Compiled,
+    bound: Bound,
+    rounds: int,
+    seconds: Mapping[str, Seconds],
+) -> Report:
+    """What became of ``traced``, the program as written; ``made`` is None where it runs as it is."""
+    assert compiled.memory is not None
+    notes = [*(plain.notes if plain is not None else ()), *compiled.notes]
+    if plain is not None and plain.refusal:
+        notes.append(f"the plain program does not compile for this device: {plain.refusal}")
+    if job.shards > 1:
+        notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
+    if rates := sorted(job.device.measured - {"capacity"}):
+        notes.append(f"times from rates measured on {job.device.kinds[0]}: {', '.join(rates)}")
+    if job.host_budget and job.device.platform not in OFFLOADS:
+        notes.append(f"host_budget= has no effect on a {job.device.platform.upper()}: its memory is the host's")
+    notes += _left_alone(traced)
+    again = compiled.again
+    costs = op_costs(traced.graph, job.device)
+    step = sum(costs.seconds)
+    sites = _sites(traced, costs.seconds)
+    plain_track = _track(Program.unchanged(traced.graph), sites)
+    common = {
+        "name": job.name,
+        "target": job.device.name,
+        "budget": job.budget,
+        "baseline": plain.memory if plain is not None and plain.memory is not None else predicted,
+        "compiled": compiled.memory,
+        "xla": again,
+        "lower_bound": bound.nbytes,
+        "flops": traced.graph.flops,
+        "rounds": rounds,
+        "unknown_primitives": unknown_primitives(traced.graph),
+        "settings": job.settings,
+        "seconds": seconds,
+    }
+    if made is None or made.choice == BY_XLA:
+        return Report(
+            predicted=predicted,
+            actions=(),
+            decisions=(),
+            recompute_flops=again.flops,
+            overhead=again.seconds,
+            overhead_ratio=again.seconds / step if step else 0.0,
+            stages=0,
+            solver="none" if made is None else "XLA",
+            timeline=Timeline(plain_track, None),
+            step=step + again.seconds,
+            notes=tuple(dict.fromkeys(notes)),
+            **common,
+        )
+    variant, plan = made.variant, made.plan
+    flops = variant.traced.graph.flops + plan.recompute_flops + again.flops
+    actions, decisions = _chosen(variant, plan)
+    kept: tuple[Action, ...] = ()
+    if variant.undone is not None:
+        kept = _kept_again(variant.undone, variant, plan)
+        known = {action.value for action in plan.actions}
+        new = tuple(action for action in kept if action.value not in known)
+        decisions = (*_decisions(variant.base, new), *decisions)
+        count = f"{len(kept)} values kept that it would recompute, " if variant.as_it_is else ""
+        ratio = flops / traced.graph.flops if traced.graph.flops else 1.0
+        notes.insert(0, f"jax.checkpoint undone: {count}matrix FLOPs x {ratio:.3f} of the program as written")
+        kept = new
+    if job.may_stack_on_host and find_pairs(variant.base.graph) and job.loop_link is None:
+        notes.append("loops stack nothing in host memory: a test loop on this device did not get its values back")
+    if variant.nested:
+        sizes = ", ".join(map(str, sorted({k for _, k in variant.nested})))
+        notes.insert(0, f"{len(variant.nested)} loops are loops of loops, of {sizes} iterations each")
+    if variant.inner:
+        count = sum(map(_pairs, variant.inner))
+        what = "a pair of loops" if count == 1 else f"{count} pairs of loops"
+        notes.insert(0, f"{what} in iterations of loops compute again what they would stack")
+    if variant.inward:
+        notes.insert(0, f"{variant.inward} loops make in every iteration what was made for them once")
+    if variant.joined:
+        notes.insert(0, f"{variant.joined} branches compute again in their gradients what they would hand on to them")
+    if variant.chunked is not None:
+        seed, parts = variant.chunked
+        notes.insert(0, f"work on {seed.rows} rows is done in {parts} parts, {seed.rows // parts} rows at a time")
+    elif why := why_not_in_parts(job, traced):
+        notes.append(why)
+    if variant.prompt:
+        notes.insert(0, "updates are done behind their own gradients, not behind all")
+    if variant.sliced:
+        notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
+    if job.state and job.device.platform == "cpu":
+        notes.append("a CPU has one memory: what waits in pinned host memory is counted as device bytes")
+    overhead = plan.overhead + variant.seconds + again.seconds
+    if variant.traced is not traced:
+        sites = _sites(variant.traced, variant.problem.costs.seconds)
+    return Report(
+        predicted=plan.predicted,
+        actions=(*kept, *actions),
+        decisions=decisions,
+        undone=variant.undone is not None,
+        rewritten=not variant.as_it_is,
+        recompute_flops=flops - traced.graph.flops,
+        offload_bytes=plan.offload_bytes,
+        wait=plan.wait + sum(loop.wait for loop in variant.loops),
+        state=job.state,
+        overhead=overhead,
+        overhead_ratio=overhead / step if step else 0.0,
+        stages=_stages(variant, plan),
+        solver=plan.solver,
+        gap=plan.gap,
+        timeline=Timeline(plain_track, _track(plan.program, sites)),
+        step=step_time(variant, plan, step).at() + again.seconds,
+        notes=tuple(dict.fromkeys(notes)),
+        **common,
+    )
+
+
+def _pairs(plan: InnerPlan) -> int:
+    """How many pairs of loops change in the iterations of one."""
+    return len(plan.loops) + sum(map(_pairs, plan.inner))
+
+
+def _left_alone(traced: Traced) -> list[str]:
+    """What plans do not touch, and why: ops (those that only make keys left out), and large constants."""
+    found = Counter(
+        f"{op.primitive} at {traced.source(op.id)} ({why})"
+        for op in traced.graph.ops
+        if (why := why_pinned(traced, op.id)) and why != "random state"
+    )
+    told = [f"{count} x {what}" if count > 1 else what for what, count in found.most_common(NAMED)]
+    notes = (
+        [f"left alone: {', '.join(told)}{f', and {len(found) - NAMED} more' * (len(found) > NAMED)}"] if told else []
+    )
+    values = traced.graph.values
+    large = [size for v in traced.consts if (size := values[v].nbytes) >= MIB]
+    if large:
+        notes.append(
+            f"arrays that the function closes over, {format_bytes(sum(large))} in {len(large)}, are constants of the "
+            "program and in none of XLA's figures: give them as arguments"
+        )
+    return notes
+
+
+def _sites(traced: Traced, seconds: tuple[Seconds, ...]) -> Sites:
+    """The ops of ``traced`` by name and line."""
+    primitives = tuple(op.primitive for op in traced.graph.ops)
+    return Sites(primitives=primitives, sources=traced.sources(), seconds=seconds)
+
+
+def _track(program: Program, sites: Sites) -> Track:
+    live = live_ranges(program.graph)
+    base = live.device - live.temp
+    return Track(sites=sites, origin=program.origin, device=tuple(base + b for b in live.profile), base=base)
+
+
+def _chosen(variant: Variant, plan: Plan) -> tuple[tuple[Action, ...], tuple[Decision, ...]]:
+    """What was done with values: by loops, inside bodies (of which they are values), and by the plan."""
+    loops = _loop_actions(variant.base, variant.loops)
+    bodies = [_chosen(inside.variant, inside.plan) for inside in variant.inside]
+    actions = (*loops, *(a for acts, _ in bodies for a in acts), *plan.actions)
+    own = _decisions(variant.traced, plan.actions, plan.program)
+    return actions, (*_decisions(variant.base, loops), *(d for _, decided in bodies for d in decided), *own)
+
+
+def _stages(variant: Variant, plan: Plan) -> int:
+    """Points at which recomputation begins, loops and bodies included."""
+    return plan.program.stages() + len(variant.loops) + sum(_stages(i.variant, i.plan) for i in variant.inside)
+
+
+def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, ...]:
+    """A stack that a loop no longer makes is recomputed by that loop's body, or stands in host memory."""
+    out: list[Action] = []
+    for plan in loops:
+        front = traced.graph.ops[plan.pair.forward]
+        carries = front.carried[1]
+        stacks, made = front.results[carries:], front.bodies[0].output_slots[carries:]
+        for y in plan.dropped:
+            stack, nbytes = stacks[y], traced.graph.values[stacks[y]].nbytes
+            away = made[y] in plan.hosted
+            out.append(Offload(stack, nbytes, hidden=not plan.wait) if away else Remat(stack, nbytes, front.id))
+    return tuple(out)
+
+
+def _kept_again(undone: Undone, variant: Variant, plan: Plan) -> tuple[Action, ...]:
+    """What waits in memory, or on the host, because the checkpoints are undone.
+
+    Unknown where loops were rewritten too: that program has other values.
+    """
+    if not variant.as_it_is:
+        return ()
+    graph = undone.traced.graph
+    again = {action.value for action in plan.actions if isinstance(action, Remat)}
+    home = live_ranges(graph).kernels.home
+    return tuple(Keep(v, graph.values[v].nbytes) for v in undone.kept if v not in again and home[v] == v)
+
+
+_KINDS = {Keep: "keep", Remat: "recompute", Offload: "offload"}
+
+
+def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | None = None) -> tuple[Decision, ...]:
+    """The actions in the user's words, without what is only held for a moment after the first barrier."""
+    origin = program.origin if program is not None else ()
+    early = set(origin[: origin.index(-1)] if -1 in origin else range(len(traced.graph.ops)))
+    made = {r: op.id for op in traced.graph.ops for r in op.results}
+    held = {r.value for r in live_ranges(traced.graph).at_peak()[1]} if actions else set()
+    out: list[Decision] = []
+    for action in actions:
+        if action.value not in made or (isinstance(action, Keep) and made[action.value] not in early):
+            continue
+        value, op = traced.graph.values[action.value], made[action.value]
+        primitive, source = maker(traced, op, action.value)
+        out.append(
+            Decision(
+                kind=_KINDS[type(action)],
+                primitive=primitive,
+                dtype=value.dtype,
+                shape=value.shape,
+                nbytes=value.nbytes,
+                source=source,
+                stored=action.value in held,
+            )
+        )
+    return tuple(out)

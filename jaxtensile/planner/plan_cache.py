@@ -1,0 +1,168 @@
+"""Plans of earlier processes: found again by the program, the budget, the device and the versions.
+
+One file a plan, in ``plans`` of the user's cache folder (``$XDG_CACHE_HOME/jaxtensile``, else
+``~/.cache/jaxtensile``), or in the folder that ``$JAXTENSILE_PLAN_CACHE`` names; ``off`` keeps and reads none.
+
+Invariant: what lies there never stops anybody and is never taken at its word. A file that is damaged, or about
+something else, is passed over with one warning; a plan that is found is checked, compiled and measured like a new
+one, and one that does not fit is made anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Final, Protocol
+
+import msgspec
+
+from jaxtensile._compat import JAX_VERSION, shardings
+from jaxtensile.devices.cachefiles import cache_folder, write_whole
+from jaxtensile.devices.measured import jaxlib_version
+from jaxtensile.ir.ir import Graph
+from jaxtensile.search.recipe import Recipe, fingerprint
+from jaxtensile.search.request import Job
+
+VARIABLE: Final = "JAXTENSILE_PLAN_CACHE"
+FORMAT: Final = 1
+MOST: Final = 1000
+"""Plans that are kept; beyond them those go that were not used for the longest time."""
+_OFF: Final = frozenset({"0", "off", "none", "false", "no"})
+FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Of the environment; they change what the compiler makes of a plan."""
+_DIGEST: Final = 32
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """One plan: for which question, ``choice`` of the ways to compile in which it fitted, and the plan."""
+
+    key: str
+    name: str
+    choice: int
+    recipe: Recipe
+
+
+class Plans(Protocol):
+    """Where plans are found and kept."""
+
+    @property
+    def folder(self) -> Path: ...
+    def find(self, key: str) -> Entry | None: ...
+    def keep(self, entry: Entry) -> None: ...
+    def pass_over(self, key: str, problem: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class PlanCache:
+    """The plans in one folder."""
+
+    folder: Path
+
+    def find(self, key: str) -> Entry | None:
+        """The plan that was kept under ``key``; None, with a warning if there is a file, without one."""
+        path = self._path(key)
+        try:
+            content = path.read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            return self.pass_over(key, str(error))
+        digest, payload = content[:_DIGEST], content[_DIGEST:]
+        if hashlib.sha256(payload).digest() != digest:
+            return self.pass_over(key, "it is damaged")
+        try:
+            entry = msgspec.msgpack.decode(payload, type=Entry)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return self.pass_over(key, f"it holds no plan: {error}")
+        if entry.key != key:
+            return self.pass_over(key, "it is about another program")
+        _used(path)
+        return entry
+
+    def keep(self, entry: Entry) -> None:
+        """Write a plan for later processes; a folder that cannot be written costs them the planning, no more."""
+        payload = msgspec.msgpack.encode(entry)
+        try:
+            write_whole(self._path(entry.key), hashlib.sha256(payload).digest() + payload)
+            self._forget_oldest()
+        except OSError as error:
+            _say_once(f"no plan is kept in {self.folder}: {error}; ${VARIABLE}=off keeps none")
+
+    def pass_over(self, key: str, problem: str) -> None:
+        """Say that what is kept under ``key`` is of no use."""
+        _say_once(f"{self._path(key)} is passed over, the plan is made anew: {problem}")
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}.plan"
+
+    def _forget_oldest(self) -> None:
+        files = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".plan")]
+        if len(files) > MOST:
+            # More than there are too many of: it is not done at every plan then.
+            for _, path in sorted((entry.stat().st_mtime, entry.path) for entry in files)[
+                : len(files) - MOST * 9 // 10
+            ]:
+                Path(path).unlink(missing_ok=True)
+
+
+def plan_cache() -> PlanCache | None:
+    """Where plans are kept; None where none are to be."""
+    given = os.environ.get(VARIABLE, "").strip()
+    if given.lower() in _OFF:
+        return None
+    if given:
+        return PlanCache(Path(given).expanduser().absolute())
+    folder = cache_folder()
+    return None if folder is None else PlanCache(folder / "plans")
+
+
+def key_of(job: Job, graph: Graph, aim: int | None = None) -> str:
+    """What a plan depends on, as one word: the question, the program, the device and all versions; ``aim``: as
+    ``pipeline.fit`` has it, where that plan is one of many."""
+    where = shardings((job.args, dict(job.kwargs))) if job.shards > 1 else []
+    question = (
+        FORMAT,
+        package(),
+        JAX_VERSION,
+        jaxlib_version(),
+        [os.environ.get(name, "") for name in FLAGS],
+        fingerprint(graph),
+        job.budget,
+        aim,
+        job.host_budget,
+        job.state,
+        repr(job.device),
+        job.shards,
+        where,
+        sorted((name, repr(value)) for name, value in job.options.items()),
+        job.solver,
+        job.undo,
+        job.chunk,
+        job.keep_unused,
+    )
+    return hashlib.sha256(msgspec.msgpack.encode(question, order="deterministic")).hexdigest()
+
+
+@cache
+def package() -> str:
+    """The planner itself: another one makes other plans."""
+    found = hashlib.sha256()
+    home = Path(__file__).parent.parent
+    for path in sorted({*home.rglob("*.py"), *(home / "passes").rglob("*.py")}):  # passes may be a link
+        found.update(path.relative_to(home).as_posix().encode() + path.read_bytes())
+    return found.hexdigest()
+
+
+def _used(path: Path) -> None:
+    with suppress(OSError):  # read-only caches are shared on purpose
+        os.utime(path)
+
+
+@cache
+def _say_once(problem: str) -> None:
+    warnings.warn(problem, RuntimeWarning, stacklevel=2)

@@ -1,0 +1,320 @@
+"""Plan, compile, and on a miss plan again for what XLA added.
+
+Invariant: what comes back was checked and compiled; the only thing that flows from one round to the next is
+a measured number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxtensile.ir.plan import Plan
+from jaxtensile.planner.attempts import Attempts
+from jaxtensile.planner.outcome import Made
+from jaxtensile.search import variants as ways
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.variants import Variant, program_key
+from jaxtensile.units import Bytes, Seconds
+
+ROUNDS = 4
+"""Plans that are compiled at most, each in every way that there is for its platform until one fits.
+
+Twice as many where the program without the user's checkpoints is tried first, and in vain.
+"""
+SPARE, LIFTS = 0.01, 3
+"""After a plan that fits: share of the budget that is worth a plan that uses it, and how many are compiled at most."""
+GAIN, UNSURE = 0.001, 0.01
+"""Shares of the step's work that such a plan has to save: at all, and where only the model says what it will need."""
+ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
+"""Plans at most once one came within this factor of the budget."""
+FLATTEST = 0.4
+"""A byte less in the model is taken to be at least this share of a byte less in XLA's allocation."""
+REFUSED = 0.9
+"""After a compiler ran out of memory without a figure, aim this much lower."""
+DEEP = 1.25
+"""Before bodies are planned or loops nested, what the model puts over the budget by no more than this is compiled."""
+HOPELESS = 2.0
+"""Plans that the model puts over the budget by this factor are not compiled where others have been."""
+SURELY = 1.25
+"""Nor is anything tried for a budget that the model puts all plans over by this factor, where it is sure: of some 300
+plans for an H200, XLA allocated 0.88 of what was predicted at least."""
+
+
+class Rounds:
+    """Rounds for one job; ``scale``: bytes in the model per byte on one device, which the model knows nothing of;
+    ``soon``: the first plan that fits is good enough."""
+
+    def __init__(self, attempts: Attempts, scale: float, soon: bool = False) -> None:
+        self.job, self.attempts, self.scale, self.soon = attempts.job, attempts, scale, soon
+        self.worth: Callable[[Variant, Plan], bool] = lambda _, __: True
+        """Whether a plan is worth a compile."""
+
+    def cheapest(self, candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
+        """The cheapest variant, and what its plan becomes before it is compiled."""
+        with self.attempts.clock("solve"):
+            if self.soon and (found := candidates.readily(aim))[1].predicted.device <= aim:
+                return found
+            variant, plan = candidates.cheapest(aim)
+            return variant, variant.finished(plan, aim)
+
+    def all(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
+        """What comes closest to the budget, and how many plans were compiled.
+
+        Where plans with bytes on the host do not fit, or are refused, recomputation alone has as many rounds:
+        a ``host_budget`` costs compiles and never a fit. So do updates behind their gradients, which XLA may postpone.
+        """
+        budget = self.job.budget
+        best, rounds, tried = self.some(candidates, first)
+        for way, forget in (("host", candidates.forget_host), ("prompt", candidates.forget_prompt)):
+            if best is not None and best.compiled.device <= budget:
+                break
+            if way not in tried:
+                continue
+            forget()
+            first = self.cheapest(candidates, budget)
+            if first[1].predicted.device > HOPELESS * budget:
+                continue
+            second, more, also = self.some(candidates, first)
+            tried |= also
+            made = [m for m in (best, second) if m is not None]
+            best, rounds = min(made, key=lambda m: m.compiled.device, default=None), rounds + more
+        return best, rounds
+
+    def some(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int, set[str]]:
+        """Plan, compile, and on a miss plan again for what XLA added: the smallest, how many were compiled, and
+        whether bytes on the ``host`` and ``prompt`` updates were among what was tried."""
+        job, attempts, scale = self.job, self.attempts, self.scale
+        aim = int(job.budget * scale)
+        if job.device.platform == "cpu":
+            aim -= job.state_bytes  # its host memory is its device memory
+        best: Made | None = None
+        rounds, tried = 0, set[str]()
+        seen: list[tuple[Bytes, Bytes]] = []
+        keys: set[int] = set()
+        parts, beside = 1, 0
+        loose: Bytes | None = None
+        """What the program needs as it is, where its bodies are kept in order instead."""
+        while rounds - beside < (
+            ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE
+        ):
+            (variant, plan), first = first or self.cheapest(candidates, aim), None
+            if not self.worth(variant, plan):
+                break
+            if best is None and plan.predicted.device > aim:
+                written = candidates.written
+                if attempts.known(written) is None and written.plain.device <= CLOSE * plan.predicted.device:
+                    # The model sees nothing fit, nor a plan save much.
+                    made = attempts.as_it_is(written, written.solve(written.plain.device))
+                    if made.compiled.device <= job.budget:
+                        return made, rounds, tried
+            if plan.changes_nothing and variant.as_it_is:
+                plain = attempts.known(variant)
+                if variant.undone is None and plain is None and plan.predicted.device <= aim:
+                    # With its checkpoints it may fit as it is, at the least price.
+                    made = attempts.as_it_is(variant, plan)
+                    if made.compiled.device <= job.budget:
+                        return made, rounds, tried
+                    plain = made.compiled
+                more = int(plain.device * scale) - plan.predicted.device if plain is not None and plain.memory else 0
+                if loose is None and more > 0 and candidates.hold(variant, more, aim) and plain is not None:
+                    loose = plain.device
+                    continue
+                plan = ways.separated(variant, plan)
+                if plan.changes_nothing:
+                    # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
+                    over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
+                    lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else aim
+                    if lower >= aim or lower >= plan.predicted.device:
+                        break
+                    aim = lower
+                    continue
+            if (key := program_key(variant, plan)) in keys:
+                break
+            if best is None and variant.deep:
+                best, more = self._shallow(candidates, aim, ways.charge_of(variant, plan))
+                if best is not None:
+                    rounds, beside = rounds + more, beside + more - 1
+                    keys.add(program_key(best.variant, best.plan))
+                    tried |= _tried(best.variant, best.plan)
+                    if best.compiled.device <= job.budget:
+                        return best, rounds, tried
+            keys.add(key)
+            tried |= _tried(variant, plan)
+            made, more = self.planned(candidates, variant, plan, aim)
+            rounds, beside = rounds + more, beside + more - 1
+            if made is None:
+                break
+            variant, plan = made.variant, made.plan
+            keys.add(program_key(variant, plan))
+            if loose is not None and made.compiled.device >= loose:
+                candidates.release()
+            loose = None
+            if best is None or made.compiled.device < best.compiled.device:
+                best = made
+            if attempts.misplaced(made):
+                best = None if best is made else best
+                break
+            if made.compiled.device <= job.budget:
+                best, more = (
+                    (made, 0) if self.soon else self.lifted(candidates, made, seen[-1] if seen else None, parts)
+                )
+                rounds += more
+                break
+            parts = max(parts, variant.chunked[1] if variant.chunked else 1)
+            if made.compiled.memory is None:
+                target = int(min(aim, plan.predicted.device) * REFUSED)
+            else:
+                seen.append((plan.predicted.device, int(made.compiled.device * scale)))
+                target = _lower(seen, int(job.budget * scale))
+            if plan.predicted.device > aim or target >= aim:
+                break
+            aim = target
+        return best, rounds, tried
+
+    def planned(
+        self, candidates: Candidates, variant: Variant, plan: Plan, aim: Bytes, *, once: bool = False
+    ) -> tuple[Made | None, int]:
+        """The plan compiled, where it misses with bodies in their order as well: the smaller, how many were compiled.
+
+        Where that is smaller, bodies are kept in order from then on. ``once``: in one way.
+        """
+        made = self.attempts.planned(variant, plan, once=once)
+        if made is None or made.compiled.memory is None or made.compiled.device <= self.job.budget:
+            return made, 1
+        more = int(made.compiled.device * self.scale) - plan.predicted.device
+        with self.attempts.clock("solve"):
+            helps = not self.attempts.misplaced(made) and candidates.hold(variant, more, aim)
+            held = candidates.held((variant, plan), aim) if helps else None
+        if not helps:
+            return made, 1
+        second = self.attempts.planned(*held, once=once) if held is not None and self.worth(*held) else None
+        if second is not None and not self.attempts.misplaced(second) and second.compiled.device < made.compiled.device:
+            return second, 2
+        candidates.release()
+        return made, 1 + (second is not None)
+
+    def _shallow(self, candidates: Candidates, aim: Bytes, charge: Seconds) -> tuple[Made | None, int]:
+        """The smallest plan without deep changes, compiled where it costs no more and the model may be wrong of it, and
+        how many were compiled."""
+        with self.attempts.clock("solve"):
+            if candidates.has_shallow(aim):
+                return None, 0  # dearer than what was chosen, as it is among what that was compared with
+            variant, plan = candidates.shallow()
+        as_it_is = plan.changes_nothing and variant.as_it_is
+        if as_it_is or plan.predicted.device > DEEP * aim or ways.charge_of(variant, plan) > charge:
+            return None, 0
+        made, count = self.planned(candidates, variant, plan, aim) if self.worth(variant, plan) else (None, 0)
+        return (None, 0) if made is None or self.attempts.misplaced(made) else (made, count)
+
+    def hopeless(self, variant: Variant, nbytes: Bytes) -> bool:
+        """Whether a program like ``variant`` that needs so many bytes is so far over the budget that nothing can help.
+
+        Loops, and compilers that do not follow the order of a plan, may need much less than the model says.
+        """
+        loops = any(op.bodies for op in variant.base.graph.ops)
+        sure = variant.job.device.platform == "cuda" and not loops and variant.job.shards == 1
+        return nbytes > (SURELY if sure else HOPELESS) * self.job.budget
+
+    def all_hopeless(self, candidates: Candidates, first: tuple[Variant, Plan]) -> bool:
+        """Whether what is planned first is so far over the budget that nothing is, and so is recomputation alone."""
+        if not self.hopeless(first[0], first[1].predicted.device):
+            return False
+        others = (self.cheapest(alone, self.job.budget) for alone in with_and_without_host(candidates)[1:])
+        return all(self.hopeless(variant, plan.predicted.device) for variant, plan in others)
+
+    def lifted(
+        self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None, parts: int
+    ) -> tuple[Made, int]:
+        """What does less work than one that fits, in fewer parts or in a cheaper plan, and how many were compiled."""
+        fewer, count = self.in_fewer_parts(candidates, fits, parts)
+        if fewer is not fits:
+            return fewer, count
+        cheaper, more = self.cheaper(candidates, fits, missed)
+        return cheaper, count + more
+
+    def in_fewer_parts(self, candidates: Candidates, fits: Made, missed: int) -> tuple[Made, int]:
+        """The plan in the fewest parts that fits, between so many that missed and those of one that fits, and how many
+        were compiled: what the model is wrong by in some parts says little of others."""
+        budget, count = int(self.job.budget * self.scale), 0
+        own = fits.variant.chunked
+        numbers = candidates.between(missed, own[1]) if own else []
+        while numbers and count < LIFTS:
+            middle = len(numbers) // 2
+            found = candidates.in_parts(numbers[middle], budget)
+            made = None
+            if found is not None and found[1].predicted.device <= budget and self._saves(found, fits):
+                made = self.attempts.planned(*found)
+                count += 1
+            if made is not None and made.compiled.device <= self.job.budget:
+                fits, numbers = made, numbers[:middle]
+            else:
+                numbers = numbers[middle + 1 :]
+        return fits, count
+
+    def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None) -> tuple[Made, int]:
+        """A plan with less work between one that missed, of (predicted, compiled) bytes, and one that fits with bytes
+        to spare; the one that fits if there is no such, and how many were compiled.
+
+        Where none missed, the model is taken to be as wrong of another plan as it was of this one.
+        """
+        job, scale = self.job, self.scale
+        budget = job.budget * scale
+        work = sum(fits.variant.problem.costs.charge)
+        gain = GAIN * work
+        if missed is None:
+            spare = 2 * int(budget - fits.compiled.device * scale)
+            missed = fits.plan.predicted.device + spare, int(fits.compiled.device * scale) + spare
+            gain = UNSURE * work
+        count = 0
+        for _ in range(LIFTS):
+            predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
+            if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
+                break
+            aim = predicted + int((budget - compiled) / (missed[1] - compiled) * (missed[0] - predicted))
+            variant, plan = self.cheapest(candidates, aim)
+            same = plan.changes_nothing and variant.as_it_is
+            if same or not self._saves((variant, plan), fits, gain) or plan.predicted.device > aim:
+                break
+            made, more = self.planned(candidates, variant, plan, aim)
+            count += more
+            if made is None or made.compiled.memory is None or self.attempts.misplaced(made):
+                break
+            if made.compiled.device <= job.budget:
+                fits = made
+            else:
+                missed = made.plan.predicted.device, int(made.compiled.device * scale)
+        return fits, count
+
+    def _saves(self, found: tuple[Variant, Plan], fits: Made, gain: Seconds = 0.0) -> bool:
+        """Whether a plan does so much less work than one that fits, and is worth a compile."""
+        return ways.charge_of(*found) + gain < ways.charge_of(fits.variant, fits.plan) and self.worth(*found)
+
+
+def with_and_without_host(candidates: Candidates) -> list[Candidates]:
+    """The same candidates, asked nothing yet, and those by recomputation alone where bytes may wait on the host."""
+    anew = [candidates.anew()]
+    if candidates.written.job.host_budget:
+        anew.append(candidates.anew())
+        anew[-1].forget_host()
+    return anew
+
+
+def _tried(variant: Variant, plan: Plan) -> set[str]:
+    """What of a plan may be left out where it misses."""
+    hosted = plan.offload_bytes > variant.job.state_bytes
+    return {way for way, used in (("host", hosted), ("prompt", variant.prompt)) if used}
+
+
+def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
+    """What to aim at after misses: ``seen`` are (predicted, compiled) bytes, the latest last.
+
+    By as much lower as the last one missed by, or as the line through the last two says if that is
+    lower: where the model's error grows with what is dropped, the first alone would never arrive.
+    """
+    (p, c) = seen[-1]
+    target = min(p, budget) - max(c - budget, 0)
+    if len(seen) > 1:
+        (q, d) = seen[-2]
+        slope = min(max((d - c) / (q - p), FLATTEST), 1.0) if q > p else 1.0
+        target = min(target, int(p - (c - budget) / slope))
+    return target

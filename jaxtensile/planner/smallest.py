@@ -1,0 +1,109 @@
+"""The smallest program of a job whose budget is not met: what errors name, and sometimes what meets it after all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import inf
+
+from jaxtensile.ir.plan import Plan
+from jaxtensile.planner.outcome import Made
+from jaxtensile.planner.rounds import CLOSE, Rounds, with_and_without_host
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.variants import Variant, program_key
+from jaxtensile.units import Bytes
+
+
+class Smallest:
+    """Looks for it after ``rounds``, or instead of them."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        self.job, self.attempts, self.rounds = rounds.job, rounds.attempts, rounds
+
+    def glance(self, candidates: Candidates) -> tuple[Made | None, int]:
+        """The smallest plan, compiled in one way, for a budget that is hopeless: what the error names is then no guess,
+        if somewhat more than what is found for a budget that is near.
+
+        Others are compiled only where XLA adds much to the first.
+        """
+        best: Made | None = None
+        count = 0
+        plans = [
+            self.rounds.cheapest(anew, 0)
+            for host in with_and_without_host(candidates)
+            for anew in (host, *host.unprompted())
+        ]
+        for variant, plan in sorted(plans, key=lambda found: found[1].predicted.device):
+            if plan.changes_nothing and variant.as_it_is:
+                break
+            made, count = self.attempts.planned(variant, plan, once=True), count + 1
+            if made is None or made.compiled.memory is None or self.attempts.misplaced(made):
+                continue
+            best = made if best is None or made.compiled.device < best.compiled.device else best
+            if made.compiled.device <= CLOSE * plan.predicted.device:
+                break
+        return best, count
+
+    def found(self, candidates: Candidates, missed: Made | None) -> tuple[Made | None, int]:
+        """The smallest plan of all, and how many were compiled; ``missed``: what came closest to the budget.
+
+        Which plans are compiled on the way to a budget depends on it, and so does how low they get; those compiled
+        here, and in which ways, do not. So a budget of its bytes is met, and lower ones that were met by luck are not
+        promised.
+        """
+        job = self.job
+        found: list[tuple[Made, Candidates]] = []
+        rounds = 0
+        for made, host, more in self._least(candidates, found):
+            rounds += more
+            if made is None or self.attempts.misplaced(made):
+                continue
+            if made.compiled.device <= job.budget:
+                made, more = self._with_what_is_left(host, made, missed)
+                return made, rounds + more
+            found.append((made, host))
+        best = min(found, key=_needs)[0] if found else None
+        plain = self.attempts.plain
+        if best is not None and plain is not None and not job.state and plain.device <= best.compiled.device:
+            best = replace(best, compiled=plain, evaluate=None)
+        return best or missed, rounds
+
+    def _least(
+        self, candidates: Candidates, found: list[tuple[Made, Candidates]]
+    ) -> Iterator[tuple[Made | None, Candidates, int]]:
+        """The smallest plans compiled in one way, and then those that are near the best of what was ``found`` of them
+        in the other ways too; what each was made from, and how many were compiled for it."""
+        keys = set[int]()
+        for host in with_and_without_host(candidates):
+            with self.attempts.clock("solve"):
+                plans: list[tuple[Candidates, Variant, Plan]] = []
+                for anew in (host, *host.unprompted()):
+                    plans.append((anew, *anew.cheapest(0)))
+                    plans += [(anew, *anew.shallow())] if plans[-1][1].deep else []
+            for anew, variant, plan in plans:
+                key = program_key(variant, plan)
+                if key in keys:
+                    continue
+                keys.add(key)
+                if plan.changes_nothing and variant.as_it_is and variant.undone is None:
+                    made, more = self.attempts.as_it_is(variant, plan), 1
+                else:
+                    made, more = self.rounds.planned(anew, variant, plan, 0, once=True)
+                yield made, host, more
+        # Ties make less of a difference than a plan, the CPU's schedulers may make more.
+        near = CLOSE if self.job.device.platform == "cuda" else inf
+        for once, host in sorted(found, key=_needs):
+            if once.evaluate is not None and once.compiled.device <= near * _needs(min(found, key=_needs)):
+                yield self.attempts.planned(once.variant, once.plan, learned=False), host, 1
+
+    def _with_what_is_left(self, candidates: Candidates, fits: Made, missed: Made | None) -> tuple[Made, int]:
+        """What fits, or a plan between it and the one that missed that fits with less work; how many were compiled."""
+        if missed is None or missed.compiled.memory is None:
+            return fits, 0
+        return self.rounds.cheaper(
+            candidates, fits, (missed.plan.predicted.device, int(missed.compiled.device * self.rounds.scale))
+        )
+
+
+def _needs(found: tuple[Made, Candidates]) -> Bytes:
+    return found[0].compiled.device

@@ -1,0 +1,1 @@
+"""Between jaxprs and programs: trace one, change one, evaluate a planned one."""

@@ -1,0 +1,552 @@
+"""What does a function compute: JAX function → flat equations and their Graph.
+
+Nested calls that mean nothing to XLA (``jit`` without shardings, custom rules off the
+differentiated path, remat) are inlined, high-level primitives are expanded; loops and branches stay ops
+with bodies. The user's own ``jax.checkpoint`` becomes its equations behind an
+``optimization_barrier``, as JAX itself lowers it.
+
+Invariant: ``graph.ops[i]`` describes ``equations[i]``; value ids are shared by both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtensile import _compat
+from jaxtensile.ir.ir import OUTER, Graph, Op, OpId, Value, ValueId
+from jaxtensile.program.flops import BY_GROUPS, leaf_flops, spread, sums
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_vjp_call_jaxpr": "fun_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+}
+_FOREIGN = """pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning
+    call_hi_primitive"""
+REFERENCE_BARRIER = "reference_barrier"
+"""What a Graph calls an ``optimization_barrier`` of JAX that holds references."""
+_RANDOM = "rng_uniform"
+_COLLECTIVES = """shard_map xla_pmap pmap psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
+    all_to_all reduce_scatter ragged_all_to_all"""
+_NEVER_CLONED = {
+    name: why
+    for names, why in ((_FOREIGN, "foreign code"), (_RANDOM, "random state"), (_COLLECTIVES, "several devices"))
+    for name in names.split()
+}
+"""Running them twice or elsewhere could change meaning, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Equation:
+    """One flat equation: what to bind, on which values. ``eqn`` None: an inserted barrier, or a ``copy``."""
+
+    eqn: Any
+    stack: Any
+    operands: tuple[Any, ...]
+    """Value ids, or ``Literal`` objects."""
+    results: tuple[int, ...]
+    callers: tuple[Any, ...] = ()
+    """The inlined calls around it, innermost first: where the user is when the equation is JAX's own."""
+    copy: str = ""
+    """``TO_HOST`` or ``TO_DEVICE``: an inserted copy between memory spaces."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced function: its equations, its Graph, the constants it closes over."""
+
+    graph: Graph
+    equations: tuple[Equation, ...]
+    consts: dict[int, Any] = field(repr=False)
+    outputs: tuple[Any, ...]
+    """Value ids or ``Literal`` objects, in the order of the flat outputs."""
+    arguments: tuple[int, ...]
+    """Value ids of the flat arguments (``graph.inputs`` also lists the constants)."""
+
+    def source(self, op: int) -> str:
+        """Where the user wrote op ``op``."""
+        equation = self.equations[op]
+        if equation.eqn is None:
+            return f"<{equation.copy or 'checkpoint'}>"
+        lines = [_compat.source_line(e) for e in (equation.eqn, *equation.callers)]
+        return next((line for line in lines if not line.startswith("<")), lines[0])
+
+    def sources(self) -> tuple[str, ...]:
+        """Where the user wrote each op; equal lines are one string."""
+        known: dict[str, str] = {}
+        return tuple(known.setdefault(line, line) for line in map(self.source, range(len(self.equations))))
+
+
+class _Flattener:
+    """Scratch of one ``flatten``: grows the value table and the equation list."""
+
+    def __init__(self) -> None:
+        self.avals: list[Any] = []
+        self.equations: list[Equation] = []
+        self.consts: dict[int, Any] = {}
+        self.const_ids: dict[int, int] = {}
+
+    def new(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def const(self, val: Any, aval: Any) -> int:
+        known = self.const_ids.get(id(val))
+        if known is None:
+            known = self.const_ids[id(val)] = self.new(aval)
+            self.consts[known] = val
+        return known
+
+    def inline(self, closed: Any, args: list[Any], stack: Any, callers: tuple[Any, ...] = ()) -> list[Any]:
+        jaxpr, consts = _compat.open_jaxpr(closed)
+        env: dict[Any, Any] = {}
+        for var, val in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.const(val, var.aval)
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(atom: Any) -> Any:
+            return atom if isinstance(atom, _compat.Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            operands = [read(a) for a in eqn.invars]
+            if _is_barrier_of_checkpoint(eqn):
+                env.update(zip(eqn.outvars, self.barrier(operands, stack), strict=True))
+                continue
+            body = _inlinable(eqn)
+            if body is not None:
+                inner = stack + eqn.source_info.name_stack
+                operands = self.remat_barrier(eqn, operands, stack)
+                env.update(zip(eqn.outvars, self.inline(body, operands, inner, (eqn, *callers)), strict=True))
+                continue
+            results = tuple(self.new(v.aval) for v in eqn.outvars)
+            env.update(zip(eqn.outvars, results, strict=True))
+            self.equations.append(Equation(eqn, stack, tuple(operands), results, callers))
+        return [read(a) for a in jaxpr.outvars]
+
+    def is_array(self, atom: Any) -> bool:
+        """Whether it is a value, and no literal, that barriers hand on."""
+        return isinstance(atom, int) and type(self.avals[atom]) is _compat.ShapedArray
+
+    def remat_barrier(self, eqn: Any, operands: list[Any], stack: Any) -> list[Any]:
+        """The barrier JAX's own lowering puts in front of a differentiated ``remat``."""
+        if not eqn.params.get("differentiated", False):
+            return operands
+        prevent = eqn.params.get("prevent_cse", True)
+        flags = prevent if isinstance(prevent, tuple) else (prevent,) * len(operands)
+        return self.barrier(operands, stack, flags)
+
+    def barrier(self, operands: list[Any], stack: Any, flags: Sequence[bool] | None = None) -> list[Any]:
+        """What ``operands`` are behind a barrier over those that ``flags`` says; literals are no part of it."""
+        flags = (True,) * len(operands) if flags is None else flags
+        chosen = [i for i, (f, o) in enumerate(zip(flags, operands, strict=True)) if f and self.is_array(o)]
+        behind = list(operands)
+        if chosen:
+            inputs = tuple(operands[i] for i in chosen)
+            results = tuple(self.new(self.avals[v]) for v in inputs)
+            self.equations.append(Equation(None, stack, inputs, results))
+            for i, r in zip(chosen, results, strict=True):
+                behind[i] = r
+        return behind
+
+
+def _is_barrier_of_checkpoint(eqn: Any) -> bool:
+    """Whether it is the barrier in front of what a checkpoint computes again, over arrays alone."""
+    plain = eqn.primitive.name == "optimization_barrier" and not eqn.effects
+    return plain and all(type(v.aval) is _compat.ShapedArray for v in eqn.invars) and _compat.is_checkpoint_barrier(eqn)
+
+
+def _called(eqn: Any) -> Any | None:
+    """What a call calls, as a closed jaxpr; None for anything else."""
+    name, params = eqn.primitive.name, eqn.params
+    body = params.get(_CALLS[name]) if name in _CALLS else None
+    if body is None and name == "eval_jaxpr":
+        body = params.get("jaxpr")  # as on 0.10
+    if body is None or hasattr(body, "consts"):
+        return body
+    return jax.extend.core.ClosedJaxpr(body, ())  # an open jaxpr: remat2 on 0.10
+
+
+def _inlinable(eqn: Any) -> Any | None:
+    name, params = eqn.primitive.name, eqn.params
+    body = _called(eqn)
+    if body is None:
+        return None
+    if name in ("jit", "pjit"):
+        plain = all(_is_unspecified(s) for s in (*params["in_shardings"], *params["out_shardings"]))
+        layouts = any(x is not None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ())))
+        if not plain or layouts or params.get("compiler_options_kvs") or not _mesh_is_empty(params.get("ctx_mesh")):
+            return None
+    return body
+
+
+def _is_unspecified(sharding: Any) -> bool:
+    return type(sharding).__name__ == "UnspecifiedValue"
+
+
+def _mesh_is_empty(mesh: Any) -> bool:
+    return mesh is None or getattr(mesh, "empty", True)
+
+
+def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: bool = True) -> Traced:
+    """Flatten a closed jaxpr into equations and their Graph, without what nothing reads: XLA drops that too.
+
+    ``keep_unused=False``: arguments that nothing reads are no inputs, as ``jax.jit`` drops them.
+    """
+    closed = _compat.without_dead_code(_compat.lowered(closed))
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    flat = _Flattener()
+    args = [flat.new(v.aval) for v in jaxpr.invars]
+    return _described(flat, args, flat.inline(closed, list(args), _compat.EMPTY_STACK), donated, keep_unused)
+
+
+def trace_in_turn(first: Any, second: Any, given: Mapping[int, int]) -> tuple[Traced, int]:
+    """Two closed jaxprs as one program, and how many of its equations are those of ``first``.
+
+    ``given``: argument of ``second`` → the result of ``first`` that it is, or ``~k`` for argument ``k`` of ``first``.
+    The other arguments follow those of ``first``; its results that are given are none of the program's.
+    """
+    first, second = (_compat.without_dead_code(_compat.lowered(closed)) for closed in (first, second))
+    flat = _Flattener()
+    args = [flat.new(v.aval) for v in _compat.open_jaxpr(first)[0].invars]
+    made = flat.inline(first, list(args), _compat.EMPTY_STACK)
+    count = len(flat.equations)
+    others = [
+        flat.new(v.aval) if k not in given else made[given[k]] if given[k] >= 0 else args[~given[k]]
+        for k, v in enumerate(_compat.open_jaxpr(second)[0].invars)
+    ]
+    outs = flat.inline(second, list(others), _compat.EMPTY_STACK)
+    handed_on = set(given.values())
+    args += [v for k, v in enumerate(others) if k not in given]
+    outs = [*(v for k, v in enumerate(made) if k not in handed_on), *outs]
+    return _described(flat, args, outs, (), keep_unused=True), count
+
+
+def _described(
+    flat: _Flattener, args: Sequence[int], outs: Sequence[Any], donated: tuple[bool, ...], keep_unused: bool
+) -> Traced:
+    """What was flattened, and its Graph."""
+    donated_ids = frozenset(ValueId(a) for a, d in zip(args, donated or (False,) * len(args), strict=True) if d)
+    used = {v for e in (*(e.operands for e in flat.equations), outs) for v in e if isinstance(v, int)}
+    inputs = tuple(ValueId(v) for v in (*args, *flat.consts) if keep_unused or v in used)
+    zeros = {r for e in flat.equations if _is_zero(e) for r in e.results}
+    graph = Graph(
+        values=tuple(_value(i, aval) for i, aval in enumerate(flat.avals)),
+        ops=tuple(_op(i, e, zeros) for i, e in enumerate(flat.equations)),
+        inputs=inputs,
+        outputs=tuple(ValueId(o) for o in outs if isinstance(o, int)),
+        donated=donated_ids,
+        output_slots=tuple(ValueId(o) if isinstance(o, int) else None for o in outs),
+    )
+    return Traced(
+        graph=graph,
+        equations=tuple(flat.equations),
+        consts=flat.consts,
+        outputs=tuple(outs),
+        arguments=tuple(args),
+    )
+
+
+def why_pinned(traced: Traced, o: int) -> str:
+    """Why op ``o`` is never cloned, dropped or moved; empty when it may be."""
+    op, eqn = traced.graph.ops[o], traced.equations[o].eqn
+    if not op.pinned or eqn is None:
+        return ""
+    if op.primitive in _NEVER_CLONED:
+        return _NEVER_CLONED[op.primitive]
+    inside = next((inner.primitive for body in op.bodies for inner in body.ops if inner.pinned), None)
+    if inside is not None:
+        return f"{inside} inside"
+    return "effects" if eqn.effects else "values in host memory"
+
+
+def _value(i: int, aval: Any) -> Value:
+    shape = tuple(int(d) for d in getattr(aval, "shape", ()))
+    dtype = getattr(aval, "dtype", None)
+    name = str(dtype) if dtype is not None else type(aval).__name__
+    return Value(id=ValueId(i), nbytes=_nbytes(shape, dtype), shape=shape, dtype=name, space=_space(aval))
+
+
+def _space(aval: Any) -> str:
+    return "host" if "host" in str(getattr(aval, "memory_space", "")).lower() else "device"
+
+
+def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of an array on the device: sub-byte types are packed, tokens are nothing, and extended types (keys, say)
+    count as what they are stored in."""
+    if dtype is None:
+        return 0
+    count = math.prod(shape)
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        element = _compat.stored_element(dtype)
+        return count * _nbytes(element.shape, element.dtype)
+    bits = _bits(np.dtype(dtype))
+    return (count * bits + 7) // 8
+
+
+def _bits(dtype: Any) -> int:
+    name = dtype.name
+    for prefix in ("uint", "int"):
+        if name.startswith(prefix) and name[len(prefix) :].isdigit():
+            return max(int(name[len(prefix) :]), 1)
+    if name.startswith(("float4_", "float6_")):
+        return int(name[5])
+    return dtype.itemsize * 8
+
+
+def is_barrier(eqn: Any) -> bool:
+    """Whether an equation (None: an inserted one) hands each operand on as a result of its own, and does nothing else.
+
+    With references among the operands JAX's barrier is an effect on them, and they have no results.
+    """
+    return eqn is None or (eqn.primitive.name == "optimization_barrier" and not eqn.effects)
+
+
+def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
+    operands = tuple(ValueId(v) for v in equation.operands if isinstance(v, int))
+    results = tuple(ValueId(v) for v in equation.results)
+    slots = tuple(ValueId(v) if isinstance(v, int) else -1 for v in equation.operands)
+    if is_barrier(equation.eqn):
+        positions = slots if len(slots) > len(operands) else ()  # of a literal the result is a buffer of its own
+        return Op(id=OpId(i), primitive="optimization_barrier", operands=operands, results=results, slots=positions)
+    eqn = equation.eqn
+    name = eqn.primitive.name if eqn.primitive.name != "optimization_barrier" else REFERENCE_BARRIER
+    if name == "dot_general" and not sums(eqn.params, eqn.invars[0].aval.shape):
+        name = OUTER
+    bodies, trips = _bodies(eqn)
+    inner = tuple(trace_jaxpr(b).graph for b in bodies)
+    return Op(
+        id=OpId(i),
+        primitive=name,
+        operands=operands,
+        results=results,
+        flops=equation_flops(eqn),
+        pinned=bool(eqn.effects)
+        or name in _NEVER_CLONED
+        or any(o.pinned for g in inner for o in g.ops)
+        or (bool(bodies) and any(_space(v.aval) == "host" for v in eqn.outvars)),
+        bodies=inner,
+        trip_count=trips,
+        slots=slots if bodies else (),
+        carried=_compat.scan_split(eqn.params) if name == "scan" else (0, 0),
+        reverse=name == "scan" and bool(eqn.params["reverse"]),
+        padded=_padded(eqn) if name != "pad" else _padded_with_zeros(equation, zeros),
+        turned=_is_turned(eqn),
+        across=_across(eqn),
+        groups=spread(eqn.params, [v.aval.shape for v in eqn.invars]) if name in BY_GROUPS else (),
+        rereads=_rereads(eqn),
+    )
+
+
+def _rereads(eqn: Any) -> float:
+    """``Op.rereads`` of an equation: the places of all windows over those of the operand."""
+    window = eqn.params.get("window_dimensions")
+    if not window:
+        return 1.0
+    gradient = "select_prim" in eqn.params  # of (what flows back to each window, the operand)
+    read, windows = (eqn.invars[1], eqn.invars[0]) if gradient else (eqn.invars[0], eqn.outvars[0])
+    return max(math.prod(window) * math.prod(windows.aval.shape) / max(math.prod(read.aval.shape), 1), 1.0)
+
+
+def _padded(eqn: Any) -> int:
+    """``Op.padded`` of an equation."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "select_and_scatter_add":
+        aval, pads = eqn.outvars[0].aval, params["padding"]
+        before = any(low > 0 for low, _ in pads)  # XLA leaves out what is added behind
+        return _nbytes(
+            tuple(d + before * (low + high) for d, (low, high) in zip(aval.shape, pads, strict=True)), aval.dtype
+        )
+    if name != "conv_general_dilated":
+        return 0
+    aval, (_, _, *spatial) = eqn.invars[0].aval, params["dimension_numbers"].lhs_spec
+    pads, dilation = params["padding"], params["lhs_dilation"] or (1,) * len(spatial)
+    shape = list(aval.shape)
+    if _is_turned(eqn):
+        # cuDNN dilates the other way round, by itself, what it pads alike on both sides.
+        if any(low != high for low, high in pads):
+            for axis, step in zip(spatial, dilation, strict=True):
+                shape[axis] = (shape[axis] - 1) * step + 1
+        return _nbytes(tuple(shape), aval.dtype)
+    if _is_filters_gradient(eqn):
+        pads = [_padded_behind(low, high, step) for (low, high), step in zip(pads, params["rhs_dilation"], strict=True)]
+    for axis, (low, high), step in zip(spatial, pads, dilation, strict=True):
+        # All of it where there is dilation, else what one side has more than the other.
+        more = max(low, 0) + max(high, 0) if max(dilation) > 1 else abs(high - low)
+        shape[axis] = (shape[axis] - 1) * step + 1 + more
+    return _nbytes(tuple(shape), aval.dtype) if tuple(shape) != aval.shape else 0
+
+
+def _padded_with_zeros(equation: Equation, zeros: set[int]) -> int:
+    """``Op.padded`` of a ``pad``."""
+    eqn, number = equation.eqn, equation.operands[1]
+    zero = number in zeros if isinstance(number, int) else _is_number_zero(number)
+    alike = all(low == high >= 0 and not inside for low, high, inside in eqn.params["padding_config"])
+    aval = eqn.outvars[0].aval
+    return _nbytes(tuple(aval.shape), aval.dtype) if zero and alike else 0
+
+
+def _is_zero(equation: Equation) -> bool:
+    """Whether a number is made that is zero, of a literal."""
+    named = equation.eqn is not None and equation.eqn.primitive.name == "convert_element_type"
+    return named and not isinstance(equation.operands[0], int) and _is_number_zero(equation.operands[0])
+
+
+def _is_number_zero(literal: Any) -> bool:
+    return np.ndim(literal.val) == 0 and not np.any(literal.val)
+
+
+def _is_turned(eqn: Any) -> bool:
+    """``Op.turned`` of an equation."""
+    return _is_filters_gradient(eqn) and max(eqn.params["lhs_dilation"] or (1,)) > 1
+
+
+def _is_filters_gradient(eqn: Any) -> bool:
+    """Whether it is a convolution over the batch, as JAX writes the gradient of a filter."""
+    if eqn.primitive.name != "conv_general_dilated":
+        return False
+    batch, feature, *_ = eqn.params["dimension_numbers"].lhs_spec
+    return feature < batch
+
+
+def _across(eqn: Any) -> tuple[tuple[int, ...], ...]:
+    """``Op.across`` of an equation: products as ``xla/service/dot_decomposer.cc`` writes them, the matrices of those by
+    groups one below the other, images with their channels last."""
+    if eqn.primitive.name == "dot_general":
+        (summed_a, summed_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
+        ranks = [v.aval.ndim for v in eqn.invars]
+        batch = tuple(range(len(batch_a)))
+        alike = tuple(batch_a) == tuple(batch_b) == batch and len(summed_a) == 1
+        if alike and all(rank <= len(batch) + 2 for rank in ranks):
+            return ()
+        free_a, free_b = (
+            tuple(d for d in range(rank) if d not in taken)
+            for rank, taken in zip(ranks, ({*summed_a, *batch_a}, {*summed_b, *batch_b}), strict=True)
+        )
+        orders = (*batch_a, *free_a, *summed_a), (*batch_b, *summed_b, *free_b)
+    elif eqn.primitive.name == "conv_general_dilated":
+        numbers = eqn.params["dimension_numbers"]
+        (batch, feature, *spatial), (out, inner, *taps) = numbers.lhs_spec, numbers.rhs_spec
+        orders = (batch, *spatial, feature), (*taps, inner, out)
+    elif eqn.primitive.name in BY_GROUPS:
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (_, summed), (_, batch) = numbers.dot_dimension_numbers
+        before = (*batch, *numbers.rhs_group_dimensions, *summed)
+        orders = (), (*before, *(d for d in range(eqn.invars[1].aval.ndim) if d not in before))
+    else:
+        return ()
+    large = ([d for d in order if v.aval.shape[d] > 1] for order, v in zip(orders, eqn.invars[:2], strict=True))
+    # What swaps the last two axes a product does by itself (``transpose_folding.cc``).
+    swaps = eqn.primitive.name == "dot_general"
+    orders = [[*o[:-2], *sorted(o[-2:])] if swaps and sorted(o[-2:]) == sorted(o)[-2:] else o for o in large]
+    found = tuple(() if order == sorted(order) else tuple(order) for order in orders)
+    return found if any(found) else ()
+
+
+def _padded_behind(low: int, high: int, stride: int) -> tuple[int, int]:
+    """What cuDNN pads an input by for the gradient of a filter: as much behind as before where its last window, of a
+    stride, leaves that open (``MatchBackwardFilter`` in ``xla/service/gpu/transforms/conv_rewriter.cc``)."""
+    return low, min(max(low, high), high + stride - 1)
+
+
+def _bodies(eqn: Any) -> tuple[list[Any], int]:
+    """Closed jaxprs inside an equation, and how often they run."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return [params["jaxpr"]], int(params["length"])
+    if name == "while":
+        return [params["body_jaxpr"]], 1
+    if name == "cond":
+        return list(params["branches"]), 1
+    if name in ("jit", "pjit", "shard_map"):
+        body = params["jaxpr"]
+        return [body if hasattr(body, "consts") else jax.extend.core.ClosedJaxpr(body, ())], 1
+    return [], 1
+
+
+def equation_flops(eqn: Any) -> float:
+    """Matrix FLOPs of one equation, bodies included.
+
+    A ``cond`` counts its most expensive branch, a ``while`` one trip.
+    """
+    if flops := leaf_flops(eqn):
+        return flops
+    bodies, trips = _bodies(eqn)
+    called = _called(eqn) if not bodies else None
+    inner = bodies or ([called] if called is not None else list(jaxprs_in(eqn.params.values())))
+    return max(map(jaxpr_flops, inner), default=0.0) * trips
+
+
+def jaxprs_in(params: Iterable[Any]) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for param in params:
+        if hasattr(param, "eqns"):
+            yield param
+        elif isinstance(param, (tuple, list)):
+            yield from jaxprs_in(param)
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """Matrix and convolution FLOPs of a (closed) jaxpr: the figure all benchmarks quote."""
+    if hasattr(jaxpr, "consts"):
+        jaxpr, _ = _compat.open_jaxpr(_compat.lowered(jaxpr))
+    return sum(equation_flops(e) for e in jaxpr.eqns)
+
+
+def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
+    """The closed jaxpr of ``evaluate`` on arguments of the very types of those of ``closed``, references too."""
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    return trace_on(evaluate, [v.aval for v in jaxpr.invars])
+
+
+def trace_on(evaluate: Callable[..., Any], avals: Iterable[Any]) -> Any:
+    """The closed jaxpr of ``evaluate`` on arguments of these very types."""
+    kinds = [_compat.OfType(aval) for aval in avals]
+    with _compat.as_wide_as(kinds):
+        return jax.make_jaxpr(evaluate)(*kinds)
+
+
+def exchanged(traced: Traced, closed: Any, new: Mapping[int, Callable[[Callable[[Any], Any]], Sequence[Any]]]) -> Any:
+    """The closed jaxpr of ``traced`` (of ``closed``) with some ops computed in another way.
+
+    ``new``: op → its results, from a function that reads any value made before it.
+    """
+
+    def evaluate(*flat: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
+        env.update(traced.consts)
+
+        def read(atom: Any) -> Any:
+            return env[atom] if isinstance(atom, int) else atom.val
+
+        for i, equation in enumerate(traced.equations):
+            made = new[i](read) if i in new else bind(equation, [read(a) for a in equation.operands])
+            env.update(zip(equation.results, made, strict=True))
+        return [read(a) for a in traced.outputs]
+
+    return retrace(evaluate, closed)
+
+
+def bind(equation: Equation, operands: list[Any]) -> list[Any]:
+    """Evaluate one flat equation on ``operands`` (tracers or arrays)."""
+    if equation.eqn is None:
+        return list(lax.optimization_barrier(tuple(operands)))
+    eqn = equation.eqn
+    with _compat.equation_context(eqn, equation.stack):
+        out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]

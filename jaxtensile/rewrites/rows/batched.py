@@ -1,0 +1,68 @@
+"""Which rows does an equation pass on by JAX's own batching rule, where none of ours knows its primitive?
+
+A batching rule says what a primitive makes of a batch: every element of it alone. Where what it says is the very
+equation, parameter by parameter, that equation makes every row of its results from the same row of its operands, and
+as well of a part of the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from jaxtensile import _compat
+from jaxtensile.program.trace import trace_jaxpr, trace_on
+
+Shapes = Sequence[tuple[int, ...]]
+Dims = Sequence[int | None]
+"""Of each operand the dimension of its rows; None: all of it is read."""
+
+
+@lru_cache(maxsize=1000)
+def batched(eqn: Any, dims: Dims) -> int | None:
+    """Where the rows of all results are, of rows in these dimensions of the operands; None where the batching rule says
+    something else, or there is none."""
+    avals = [v.aval for v in eqn.invars]
+    if eqn.effects or not all(type(a) is _compat.ShapedArray for a in avals):
+        return None
+    return _found(eqn, [a.shape for a in avals], dims)
+
+
+def _found(eqn: Any, shapes: Shapes, dims: Dims) -> int | None:
+    alone = [s if d is None else (*s[:d], 1, *s[d + 1 :]) for s, d in zip(shapes, dims, strict=True)]
+    for out in dict.fromkeys((0, *(d for d in dims if d is not None))):
+        if _is_itself(eqn, shapes, dims, out) and _is_itself(eqn, alone, dims, out):
+            return out
+    # Of a batch of batches the outer one is taken off: what is left has to be the same equation again.
+    inner = [d - 1 for d in dims if d is not None and d > 0]
+    if len(inner) < len(dims) or not _is_itself(eqn, shapes, [0] * len(dims), 0):
+        return None
+    found = _found(eqn, [s[1:] for s in shapes], inner)
+    return None if found is None else found + 1
+
+
+def _is_itself(eqn: Any, shapes: Shapes, dims: Dims, out: int) -> bool:
+    """Whether the rule makes the equation itself of operands of these shapes."""
+
+    def element(*operands: Any) -> Any:
+        return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+
+    try:
+        kinds = [v.aval.update(shape=tuple(s)) for v, s in zip(eqn.invars, shapes, strict=True)]
+        # Rules need not look whether there is such an element.
+        one = [
+            k if d is None else k.update(shape=(*k.shape[:d], *k.shape[d + 1 :]))
+            for k, d in zip(kinds, dims, strict=True)
+        ]
+        trace_on(element, one)
+        made = trace_jaxpr(trace_on(jax.vmap(element, tuple(dims), out), kinds))
+        (own,) = made.equations
+        params = own.eqn.params
+        same = own.eqn.primitive is eqn.primitive and params.keys() == eqn.params.keys()
+        same = same and all(bool(params[k] == eqn.params[k]) for k in params)
+    except Exception:  # what a rule says of shapes that it does not know, or that it does not exist
+        return False
+    return same and (own.operands, own.results) == (made.arguments, made.outputs)

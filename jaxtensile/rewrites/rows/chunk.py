@@ -1,0 +1,306 @@
+"""A stretch of a program done for some rows after the other: the batch in parts, as a loop inside the step.
+
+What the stretch makes on the way is as much smaller, and the multiplications are the same; rows that others read are
+made again afterwards instead of stacked where that is little beside the stretch (a mean over the batch, and then the
+gradient of something small).
+
+Invariant: every element is made by the same operations from the same elements as before; totals over rows are totals of
+the parts' totals, added in float32 where they are of fewer bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxtensile import _compat
+from jaxtensile.ir.ir import Graph, producers
+from jaxtensile.program.trace import Equation, Traced, bind, retrace, trace_on
+from jaxtensile.rewrites.rows.loop_rows import Branches, Loop
+from jaxtensile.rewrites.rows.rows import SAME, Passing, Row, Section
+from jaxtensile.rewrites.rows.stretch import CHEAP, Stretch
+
+_JOIN: dict[str, Callable[[Any, Any], Any]] = {
+    "add": lax.add,
+    "max": lax.max,
+    "min": lax.min,
+    SAME: lambda _, made: made,
+}
+
+
+def in_chunks(traced: Traced, closed: Any, own: Stretch, parts: int, *, mixed: bool = True) -> Any | None:
+    """The closed jaxpr of ``traced`` (of ``closed``) with the stretch in a loop of so many parts of its rows.
+
+    None where what has effects would have to wait for the loop. ``parts`` divides the number of rows; ``mixed``:
+    whether the device multiplies numbers of 16 bits into float32 (XLA:CPU does not for all shapes).
+    """
+    order = _order(traced.graph, own)
+    if order is None:
+        return None
+    first = {v for o in order[: order.index(-1)] for v in traced.graph.ops[o].results}
+    again = _made_again(traced.graph, own, first.union(traced.arguments, traced.consts))
+    kept = [v for v in own.leaving if not any(v in traced.graph.ops[o].results for o in again)]
+
+    def evaluate(*flat: Any) -> list[Any]:
+        env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
+        env.update(traced.consts)
+
+        def read(atom: Any) -> Any:
+            return env[own.root(atom)] if isinstance(atom, int) else atom.val
+
+        for o in order:
+            if o < 0:
+                env.update(_loop(traced, own, kept, read, parts, mixed))
+            for i in again if o < 0 else [o]:
+                equation = traced.equations[i]
+                env.update(zip(equation.results, bind(equation, [read(a) for a in equation.operands]), strict=True))
+        return [read(a) for a in traced.outputs]
+
+    return retrace(evaluate, closed)
+
+
+def _order(graph: Graph, own: Stretch) -> list[int] | None:
+    """The other ops and the loop (-1): it begins as soon as it can, and what waits for it comes right after."""
+    reads = {own.root(v) for v in (*(a for a, _ in own.sliced), *own.whole)}
+    missing = {v for op in graph.ops for v in op.results} & reads
+    late: set[int] = {v for o in own.members for v in graph.ops[o].results if v not in own.same}
+    first, order, waiting, done = min(own.members), list[int](), list[int](), False
+    for op in graph.ops:
+        if not done and op.id >= first and not missing:
+            order += [-1, *waiting]
+            late, done = set(), True
+        if op.id in own.members:
+            continue
+        if not done and any(own.root(v) in late for v in op.operands):
+            if op.pinned:
+                return None
+            waiting.append(op.id)
+            late.update(op.results)
+        else:
+            order.append(op.id)
+            missing.difference_update(op.results)
+    if not done:
+        order += [-1, *waiting]
+    return order
+
+
+def _made_again(graph: Graph, own: Stretch, there: set[int]) -> list[int]:
+    """The ops that make rows that leave the stretch of what is ``there`` before it, in their order, of those for which
+    that is little beside the stretch: rows of all parts need not wait for the last part then. Nothing larger is made on
+    the way."""
+    made, found = producers(graph), set[int]()
+    little = CHEAP * sum(graph.ops[o].flops for o in own.members)
+
+    def also(v: int) -> set[int] | None:
+        ops, todo = set(found), [made[v]]
+        while todo:
+            op = graph.ops[todo.pop()]
+            if op.id not in ops:
+                if op.pinned or op.bodies or any(graph.values[r].nbytes > graph.values[v].nbytes for r in op.results):
+                    return None
+                ops.add(op.id)
+                others = {own.root(a) for a in op.operands} - there
+                if any(made[a] not in own.members for a in others):
+                    return None
+                todo += [made[a] for a in others]
+        return ops if sum(graph.ops[o].flops for o in ops) <= little else None
+
+    rows = [v for v, how in own.leaving.items() if isinstance(how, Row) and made[v] in own.members]
+    for v in sorted(rows, key=lambda v: (-graph.values[v].nbytes, v)):
+        found = also(v) or found
+    return sorted(found)
+
+
+def _loop(
+    traced: Traced, own: Stretch, leaving: Sequence[int], read: Callable[[Any], Any], parts: int, mixed: bool
+) -> Iterator[tuple[int, Any]]:
+    """What leaves the stretch, made part by part: ``leaving`` of it."""
+    n = own.seed.rows // parts
+
+    def part(i: Any) -> dict[int, Any]:
+        # What else it reads is made of these, in the kernels that read it.
+        known = {own.root(v): read(v) for v in (*own.whole, *(v for v, _ in own.sliced))}
+        made = _Part(traced, own, _reader(traced, own, known), i, n, mixed)
+        made.make()
+        return {v: made.rows[v] for v in leaving}
+
+    shapes = jax.eval_shape(part, jax.ShapeDtypeStruct((), np.uint32))
+    values = traced.graph.values
+    totals_or_inner = {v for v, how in own.leaving.items() if isinstance(how, str) or how.dim > 0}
+    carried = [v for v in leaving if v in totals_or_inner]
+    stacked = [v for v in leaving if v not in totals_or_inner]
+
+    def start(v: int) -> Any:
+        how, made = own.leaving[v], shapes[v]
+        if isinstance(how, Row):
+            return lax.full(values[v].shape, 0, made.dtype)
+        return lax.full(
+            made.shape, _identity(how, made.dtype), np.float32 if how == "add" and _is_short(made.dtype) else made.dtype
+        )
+
+    def step(totals: Any, i: Any) -> Any:
+        made = part(i)
+        new: list[Any] = []
+        for v, before in zip(carried, totals, strict=True):
+            how = own.leaving[v]
+            if isinstance(how, Row):
+                new.append(lax.dynamic_update_slice_in_dim(before, made[v], i * n * how.block, how.dim))
+            else:
+                new.append(_JOIN[how](before, lax.convert_element_type(made[v], before.dtype)))
+        return new, [made[v] for v in stacked]
+
+    totals, parts_of = lax.scan(step, [start(v) for v in carried], np.arange(parts, dtype=np.uint32))
+    for v, x in zip(carried, totals, strict=True):
+        yield v, lax.convert_element_type(x, jnp.dtype(values[v].dtype))
+    for v, x in zip(stacked, parts_of, strict=True):
+        yield v, lax.reshape(x, values[v].shape)
+
+
+class _Part:
+    """Part ``i`` of a section of a program: ``n`` rows of what it makes."""
+
+    def __init__(
+        self, traced: Traced, own: Section, read: Callable[[Any], Any], i: Any, n: int, mixed: bool, wide: bool = True
+    ) -> None:
+        self.traced, self.own, self.read, self.i, self.n, self.mixed, self.wide = traced, own, read, i, n, mixed, wide
+        """``read``: any value as a whole; ``wide``: totals of few bits are made with 32."""
+        self.rows: dict[int, Any] = {}
+        """Rows and totals of rows, of what passes them on."""
+        self.outer: dict[tuple[int, Row], Any] = {}
+        """Rows of other values."""
+
+    def get(self, atom: Any, need: Row | None) -> Any:
+        """The rows of a value, or all of it."""
+        if isinstance(atom, int) and atom in self.rows:
+            return self.rows[atom]
+        if need is None or not isinstance(atom, int):
+            return self.read(atom)
+        if (atom, need) not in self.outer:
+            size = self.n * need.block
+            self.outer[atom, need] = lax.dynamic_slice_in_dim(self.read(atom), self.i * size, size, need.dim)
+        return self.outer[atom, need]
+
+    def make(self) -> None:
+        """Make all rows, in the order of the program."""
+        pulled = _by_op(self.own)
+        for o in sorted({*self.own.members, *pulled}):
+            for row, how in pulled.get(o, ()):
+                self.outer[self.traced.equations[o].results[0], row] = self._made(o, how, row)[0]
+            if o in self.own.members:
+                how = self.own.members[o]
+                equation = self.traced.equations[o]
+                if self.traced.graph.ops[o].primitive == "optimization_barrier":
+                    read = [*zip(equation.operands, how.needs, strict=True)]
+                    there = [k for k, (a, need) in enumerate(read) if need is not None or a in self.rows]
+                    made = lax.optimization_barrier(tuple(self.get(*read[k]) for k in there))
+                    self.rows.update((equation.results[k], x) for k, x in zip(there, made, strict=True))
+                else:
+                    self.rows.update(zip(equation.results, self._made(o, how), strict=True))
+
+    def _made(self, o: int, how: Passing, row: Row | None = None) -> list[Any]:
+        """The rows that op ``o`` makes; ``row``: where they are, for what depends on their numbers."""
+        equation = self.traced.equations[o]
+        operands = [*map(self.get, equation.operands, how.needs)]
+        if how.numbered is not None and row is not None:
+            size = self.n * row.block
+            with _compat.equation_context(equation.eqn, equation.stack):
+                return [how.numbered(operands, self.i * size, size)]
+        if isinstance(how.inside, Loop):
+            with _compat.equation_context(equation.eqn, equation.stack):
+                return self._scanned(equation.eqn.params, how.inside, operands)
+        if isinstance(how.inside, Branches):
+            return self._branched(equation, how.inside, operands)
+        return _bound(equation, how, operands, self.n, self.mixed, self.wide)
+
+    def _scanned(self, params: dict[str, Any], own: Loop, operands: list[Any]) -> list[Any]:
+        """A scan whose body makes some rows."""
+        consts, carries = _compat.scan_split(params)
+
+        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = self._inside(own, [*operands[:consts], *carry, *slices], self.i)
+            return out[:carries], out[carries:]
+
+        last, stacks = lax.scan(
+            step,
+            operands[consts : consts + carries],
+            operands[consts + carries :],
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params.get("unroll", 1),
+        )
+        return [*last, *stacks]
+
+    def _branched(self, equation: Equation, own: Branches, operands: list[Any]) -> list[Any]:
+        """Branches that make some rows; for which platforms they are stays."""
+        which, *given = operands
+        avals = [jax.typeof(x) for x in (self.i, *given)]
+        made = tuple(trace_on(lambda i, *args, b=branch: self._inside(b, args, i), avals) for branch in own.each)
+        eqn = equation.eqn.replace(params={**equation.eqn.params, "branches": made})
+        return bind(replace(equation, eqn=eqn), [which, self.i, *given])
+
+    def _inside(self, own: Loop, args: Sequence[Any], i: Any) -> list[Any]:
+        """What a body makes of some rows."""
+        body = own.body
+        known = {v: (x, takes) for v, x, takes in zip(body.arguments, args, own.takes, strict=True)}
+        whole = {**body.consts, **{v: x for v, (x, takes) in known.items() if takes is None}}
+        part = _Part(body, own, _reader(body, own, whole), i, self.n, self.mixed, wide=False)
+        part.rows.update((v, x) for v, (x, takes) in known.items() if takes is not None)
+        part.make()
+        return [part.get(a, g if isinstance(g, Row) else None) for a, g in zip(body.outputs, own.gives, strict=True)]
+
+
+def _reader(body: Traced, own: Section, known: dict[int, Any]) -> Callable[[Any], Any]:
+    """Any whole value, made when it is first read where it is not ``known``."""
+    made = producers(body.graph)
+
+    def read(atom: Any) -> Any:
+        if not isinstance(atom, int):
+            return jnp.asarray(atom.val, atom.aval.dtype)
+        v = own.root(atom)
+        if v not in known:
+            equation = body.equations[made[v]]
+            known.update(zip(equation.results, bind(equation, [read(a) for a in equation.operands]), strict=True))
+        return known[v]
+
+    return read
+
+
+def _by_op(own: Section) -> dict[int, list[tuple[Row, Passing]]]:
+    found: dict[int, list[tuple[Row, Passing]]] = {}
+    for (_, row), (o, how) in own.pulled.items():
+        found.setdefault(o, []).append((row, how))
+    return found
+
+
+def _identity(how: str, dtype: Any) -> Any:
+    if how in ("add", SAME):
+        return 0
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -np.inf if how == "max" else np.inf
+    if dtype == np.bool_:
+        return how == "min"
+    return jnp.iinfo(dtype).min if how == "max" else jnp.iinfo(dtype).max
+
+
+def _is_short(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
+
+
+def _bound(equation: Equation, how: Passing, operands: list[Any], n: int, mixed: bool, wide: bool) -> list[Any]:
+    """The equation on some rows; ``wide``: totals of fewer than 32 bits in float32."""
+    eqn = equation.eqn
+    params = {**eqn.params, **how.params(n)}
+    adds = how.gives == ("add",) and "update_jaxpr" not in params  # a scatter's says of which type it is
+    if wide and adds and _is_short(eqn.outvars[0].aval.dtype):
+        if "preferred_element_type" in params:
+            params["preferred_element_type"] = np.dtype(np.float32)
+        if "preferred_element_type" not in params or not mixed:
+            operands = [lax.convert_element_type(x, np.float32) for x in operands]
+    with _compat.equation_context(eqn, equation.stack):
+        return bind(replace(equation, eqn=eqn.replace(params=params)), operands)

@@ -1,0 +1,252 @@
+"""How do loops and branches pass rows on?
+
+A scan does when its body does: every row of what it carries and stacks is made from the same row of what it carries and
+reads. Totals over rows may be stacked, or added up in what is carried if that begins at zero, as gradients of weights.
+
+A branch does when each of the branches does, alike.
+
+Invariant: a loop on some rows makes exactly those rows of what it makes of all; a total only differs by the order in
+which its terms are added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from jaxtensile import _compat
+from jaxtensile.ir.ir import producers
+from jaxtensile.program.trace import Equation, Traced, trace_jaxpr
+from jaxtensile.rewrites.rows.made_rows import Outer, on_the_device, row_at
+from jaxtensile.rewrites.rows.rows import SAME, Passing, Row, Section, adding_scatter, passing
+
+_ADDING = frozenset(("add", "add_any"))
+_LINEAR = frozenset(
+    """reshape squeeze transpose broadcast_in_dim slice split unstack reduce_sum convert_element_type neg copy
+    copy_p""".split()
+)
+"""What may be done to a total of some rows before it is added to that of the others."""
+
+SMALL = 4
+"""How many times the bytes of a total its terms have to have, to be added up part by part: each part reads it again."""
+
+At = Row | str | None
+"""Where the rows of a value are; None: it is whole, ``"add"``: it is a total of them, ``"same"``: it is made beside
+rows, and is the same whichever they are."""
+
+
+@dataclass(kw_only=True)
+class Loop(Section):
+    """The body of a scan that passes rows on, and where those of its arguments and results are."""
+
+    body: Traced
+    takes: tuple[At, ...] = ()
+    gives: tuple[At, ...] = ()
+    again: bool = False
+    """Whether it multiplies what has no rows: once for each part."""
+
+
+@dataclass(kw_only=True)
+class Branches(Section):
+    """Branches that pass rows on alike."""
+
+    each: tuple[Loop, ...]
+
+
+class Loops:
+    """How the equations of a program, or of a ``body``, pass rows on, loops among them."""
+
+    def __init__(self, traced: Traced, *, body: bool = False) -> None:
+        self.traced, self.body = traced, body
+        graph = traced.graph
+        self.made = producers(graph)
+        self.read = {v for op in graph.ops for v in op.operands} | set(graph.outputs)
+
+    def passing(self, o: int, given: Sequence[Row | None], rows: int) -> Passing | None:
+        """How op ``o`` passes on the rows that it is given of some operands; None where it does not."""
+        equation = self.traced.equations[o]
+        if equation.eqn is not None and equation.eqn.primitive.name == "scan":
+            how = self._of_scan(equation, given, rows)
+        elif equation.eqn is not None and equation.eqn.primitive.name == "cond":
+            how = self._of_cond(equation, given, rows)
+        elif (needs := adding_scatter(equation.eqn, given)) is not None and self._is_small(equation):
+            how = Passing(needs, ("add",))
+        else:
+            how = passing(equation.eqn, given, rows)
+        if how is None or any(g not in (None, n) for g, n in zip(given, how.needs, strict=True)):
+            return None
+        return how
+
+    def _of_scan(self, equation: Equation, given: Sequence[Row | None], rows: int) -> Passing | None:
+        eqn = equation.eqn
+        consts, carries = _compat.scan_split(eqn.params)
+        stacks = consts + carries
+        if eqn.effects or any(g is not None and g.dim == 0 for g in given[stacks:]):
+            return None
+        # Rows of what is stacked are given where somebody reads them.
+        wanted = [k >= carries and v in self.read for k, v in enumerate(equation.results)]
+        made = _settled(_body(eqn.params["jaxpr"]), [*given[:stacks], *map(_inner, given[stacks:])], rows, wanted, eqn)
+        if made is None or any(
+            t == "add" and not self._is_zero(a) for t, a in zip(made.takes, equation.operands, strict=True)
+        ):
+            return None
+        needs = [*map(_row, made.takes[:stacks]), *(_outer(_row(t)) for t in made.takes[stacks:])]
+        gives = [*made.gives[:carries], *map(_outer, made.gives[carries:])]
+        return Passing(tuple(needs), tuple(g or SAME for g in gives), inside=made)
+
+    def _of_cond(self, equation: Equation, given: Sequence[Row | None], rows: int) -> Passing | None:
+        eqn = equation.eqn
+        if eqn.effects or given[0] is not None:
+            return None
+        takes, wanted = given[1:], [v in self.read for v in equation.results]
+        found = [_through(_body(branch), takes, rows, wanted) for branch in eqn.params["branches"]]
+        each = tuple(own for own in found if own is not None and own.takes == tuple(takes) and not own.again)
+        gives = {own.gives for own in each}
+        if len(each) < len(found) or len(gives) != 1:
+            return None
+        return Passing(tuple(given), tuple(g or SAME for g in gives.pop()), inside=Branches(each=each))
+
+    def _is_small(self, equation: Equation) -> bool:
+        """Whether what a scatter adds to begins at zero and is small beside what it adds, or is in a body."""
+        target, _, updates = equation.operands
+        size = self.traced.graph.values
+        known = isinstance(updates, int) and size[updates].nbytes >= SMALL * size[equation.results[0]].nbytes
+        return (known or self.body) and self._is_zero(target)
+
+    def _is_zero(self, atom: Any) -> bool:
+        """Whether a value is made of a literal zero alone."""
+        while isinstance(atom, int):
+            equation = self.traced.equations[self.made[atom]] if self.made[atom] >= 0 else None
+            if equation is None or equation.eqn is None or equation.eqn.primitive.name not in _LINEAR:
+                return False
+            atom = equation.operands[0]
+        return _is_literal_zero(atom)
+
+
+@lru_cache(maxsize=64)
+def _body(closed: Any) -> Traced:
+    """A body, traced once for all places that rows are looked for in."""
+    return trace_jaxpr(closed)
+
+
+def _settled(body: Traced, takes: list[At], rows: int, wanted: Sequence[bool], eqn: Any) -> Loop | None:
+    """How a body passes rows on when what it carries from one iteration to the next is the same; None where not.
+
+    What is carried may get rows, or become a total, in one iteration for the next: once each at most.
+    """
+    consts, carries = _compat.scan_split(eqn.params)
+    carry = slice(consts, consts + carries)
+    while True:
+        made = _through(body, takes, rows, wanted)
+        if made is None:
+            return None
+        after = [*made.takes]
+        if [*after[: carry.start], *after[carry.stop :]] != [*takes[: carry.start], *takes[carry.stop :]]:
+            return None
+        for k in range(carries):
+            before, gives = after[consts + k], made.gives[k]
+            if before is None:
+                after[consts + k] = gives
+            elif gives != before:
+                return None
+        if after == takes:
+            return None if made.again else made
+        takes = after
+
+
+def _through(body: Traced, takes: Sequence[At], rows: int, wanted: Sequence[bool]) -> Loop | None:
+    """How a body passes rows on in one iteration; None where it does not. ``wanted``: results whose rows are read."""
+    graph, of_loops = body.graph, Loops(body, body=True)
+    arguments = frozenset(body.arguments)
+    at: dict[int, Row | str] = {v: t for v, t in zip(body.arguments, takes, strict=True) if t is not None}
+    own = Loop(body=body)
+    for op, equation in zip(graph.ops, body.equations, strict=True):
+        if not any(v in at for v in op.operands):
+            own.again |= bool(op.flops or op.bodies)
+            continue
+        if op.pinned or not on_the_device(graph, equation):
+            return None
+        given = [row_at(at, a) for a in equation.operands]
+        # What a total, or a row after the other, is added to is one, too.
+        begun = {a: "add" for a in op.operands if a in arguments and a not in at}
+        needs = adding_scatter(equation.eqn, given)
+        target = equation.operands[0] if needs is not None else None
+        if needs is not None and isinstance(target, int) and (at | begun).get(target) == "add":
+            how = Passing(needs, ("add",))
+            at[target] = "add"
+        elif any(at.get(v) == "add" for v in op.operands):
+            how = _of_totals(equation, at | begun) or _of_totals(equation, at)
+            if how is not None and equation.eqn.primitive.name in _ADDING:
+                at |= begun
+        else:
+            how = of_loops.passing(op.id, given, rows)
+        if how is None or any(gives in ("max", "min") for gives in how.gives):
+            return None
+        own.members[op.id] = how
+        for i, (v, gives) in enumerate(zip(equation.results, how.gives, strict=True)):
+            a = equation.operands[i] if op.primitive == "optimization_barrier" else None
+            before = own.root(a) if isinstance(a, int) else -1
+            if gives is not None or at.get(before) == SAME:
+                at[v] = gives or SAME
+            elif before >= 0:
+                own.same[v] = before
+    outer = Outer(body, rows, set(at), of_loops.made)
+    for o, how in own.members.items():
+        for a, need in zip(body.equations[o].operands, how.needs, strict=True):
+            if isinstance(a, int) and need is not None and a not in at:
+                own.reads(outer.rows_of(a, need))
+    results: list[At] = []
+    for a, want in zip(body.outputs, wanted, strict=True):
+        found = at.get(a) if isinstance(a, int) else None
+        if found is None and want and isinstance(a, int):
+            found = _row_of(outer, own, a, graph.values[a].shape, rows)
+        results.append(found)
+    own.takes, own.gives = tuple(at.get(v) for v in body.arguments), tuple(results)
+    return own
+
+
+def _row_of(outer: Outer, own: Section, v: int, shape: Sequence[int], rows: int) -> Row | None:
+    """Where rows are that can be made of a value which nothing passes any to, such as a mask for dropout."""
+    for dim in (d for d, size in enumerate(shape) if size == rows):
+        found = outer.rows_of(v, Row(dim))
+        if found.pulled:
+            own.reads(found)
+            return Row(dim)
+    return None
+
+
+def _of_totals(equation: Equation, at: Mapping[int, Row | str]) -> Passing | None:
+    """What an equation makes of totals of some rows; None where that is no total."""
+    name = equation.eqn.primitive.name if equation.eqn is not None else ""
+    kinds = [at.get(a) if isinstance(a, int) else None for a in equation.operands]
+    first, *others = [k == "add" for k in kinds]
+    linear = (
+        (name in _ADDING and first and all(others))
+        or (name in _LINEAR and first)
+        or (name == "mul" and first + sum(others) == 1)
+        or (name == "div" and first and not any(others))
+        or (name == "pad" and first and _is_literal_zero(equation.operands[1]))
+    )
+    if not linear or any(isinstance(k, Row) for k in kinds):
+        return None
+    return Passing((None,) * len(kinds), ("add",) * len(equation.results))
+
+
+def _is_literal_zero(atom: Any) -> bool:
+    return not isinstance(atom, int) and not getattr(atom.val, "ndim", 0) and not atom.val
+
+
+def _row(how: At) -> Row | None:
+    return how if isinstance(how, Row) else None
+
+
+def _inner(row: Row | None) -> Row | None:
+    """Where the rows of a slice are, by where those of the stack are."""
+    return None if row is None else Row(row.dim - 1, row.block)
+
+
+def _outer(how: Any) -> Any:
+    """Where the rows of a stack are, by where those of its slices are."""
+    return Row(how.dim + 1, how.block) if isinstance(how, Row) else how

@@ -1,0 +1,406 @@
+"""What does an equation make of some rows of its operands?
+
+A row of an array is what lies at one place of one dimension, or at ``block`` places next to each other. An equation
+passes rows on when every row of its results is made from the same row of those operands that have it, and from all of
+the others; a sum over rows is a sum of sums. Everything else is for whole arrays.
+
+Invariant: an equation on some rows makes exactly those rows of what it makes of all; a total only differs by the order
+in which its terms are added.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxtensile.passes.lifetimes import fusion
+from jaxtensile.rewrites.rows import numbered
+from jaxtensile.rewrites.rows.batched import batched
+
+ELEMENTWISE = (fusion.ELEMENTWISE - {"random_bits", "threefry2x32"}) | frozenset(
+    """bitcast_convert_type copy copy_p igamma igamma_grad_a igammac polygamma regularized_incomplete_beta
+    stop_gradient zeta""".split()
+)
+"""Also the ones that XLA makes no kernel of, or does not fuse; random bits depend on their place in the array."""
+SAME = "same"
+"""How a result is given that is whole, and made beside rows by an equation that cannot be parted."""
+TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min"}
+_REDUCTIONS = frozenset({*TOTALS, "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"})
+_CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
+_SCATTERS = frozenset("scatter scatter-add scatter_add scatter-mul scatter_mul scatter-min scatter-max".split())
+_WINDOWS = frozenset("reduce_window_max reduce_window_min reduce_window_sum select_and_scatter_add".split())
+_PLACES = ("sharding", "out_sharding")
+
+
+class Row(NamedTuple):
+    """Where the rows of an array are: the dimension, and how many of its places are one row."""
+
+    dim: int
+    block: int = 1
+
+
+@dataclass(frozen=True)
+class Passing:
+    """How an equation passes rows on.
+
+    ``needs``: for each operand where its rows are, None: it reads all of it; ``gives``: for each result the same, None:
+    it is the operand of the same number, or how totals of rows become the total (``"add"``, ``"max"``, ``"min"``;
+    ``SAME``: it is no total); ``params``: for a number of rows those parameters that say how many there are;
+    ``numbered``: for what depends on which rows they are, how some of them are made from the operands, the first place
+    and the number of places; ``inside``: how the body of a loop passes them on.
+    """
+
+    needs: tuple[Row | None, ...]
+    gives: tuple[Row | str | None, ...]
+    params: Callable[[int], Mapping[str, Any]] = lambda _: {}
+    numbered: Callable[[Sequence[Any], Any, int], Any] | None = None
+    inside: Section | None = None
+
+
+@dataclass(kw_only=True)
+class Section:
+    """Ops of a program or of a body that pass rows on, and what they read.
+
+    ``members``: op → how; ``pulled``: (value, rows) that are made anew, from less than they are, by an op → how;
+    ``sliced``: (value, rows) that come as slices of the value; ``whole``: values that are read as they are; ``same``:
+    results of barriers → what they are, for whoever reads all of it.
+    """
+
+    members: dict[int, Passing] = field(default_factory=dict)
+    pulled: dict[tuple[int, Row], tuple[int, Passing]] = field(default_factory=dict)
+    sliced: dict[tuple[int, Row], None] = field(default_factory=dict)
+    whole: dict[int, None] = field(default_factory=dict)
+    same: dict[int, int] = field(default_factory=dict)
+
+    def reads(self, other: Section) -> None:
+        """This one reads what the other one is made from."""
+        self.pulled.update(other.pulled)
+        self.sliced.update(other.sliced)
+        self.whole.update(other.whole)
+
+    def root(self, v: int) -> int:
+        """What ``v`` is, behind all barriers."""
+        while v in self.same:
+            v = self.same[v]
+        return v
+
+
+def passing(eqn: Any, given: Sequence[Row | None], rows: int) -> Passing | None:
+    """How ``eqn`` passes on ``rows`` rows that it is ``given`` of some operands; None where it does not."""
+    if eqn is None or (eqn.primitive.name == "optimization_barrier" and not eqn.effects):
+        return Passing(tuple(given), tuple(given))
+    if _placed(eqn) or eqn.effects:
+        return None
+    name = eqn.primitive.name
+    rule = _RULES.get(name) or (_elementwise if name in ELEMENTWISE else _batched)
+    return rule(eqn, tuple(given), rows)
+
+
+def made_of_whole(eqn: Any, wanted: Row, rows: int) -> Passing | None:
+    """How some rows of the result are made from whole operands, and from no other rows; None where they are not."""
+    name, shape = eqn.primitive.name, _shape(eqn.outvars[0])
+    if _placed(eqn) or eqn.effects:
+        return None
+    if name == "iota" and eqn.params["dimension"] != wanted.dim:
+        return Passing((), (wanted,), lambda n: {"shape": _resized(shape, wanted, n)})
+    if name == "iota":
+        dtype = eqn.outvars[0].aval.dtype
+        return Passing((), (wanted,), numbered=lambda _, at, n: numbered.iota(dtype, shape, wanted.dim, at, n))
+    if name == "random_bits" and numbered.are_counted(eqn):
+        width = eqn.params["bit_width"]
+        return Passing(
+            (None,), (wanted,), numbered=lambda given, at, n: numbered.bits(given[0], width, shape, wanted.dim, at, n)
+        )
+    if name == "broadcast_in_dim" and len(eqn.invars) == 1:
+        dims = [int(d) for d in eqn.params["broadcast_dimensions"]]
+        if wanted.dim not in dims or _shape(eqn.invars[0])[dims.index(wanted.dim)] == 1:
+            return Passing((None,), (wanted,), lambda n: {"shape": _resized(shape, wanted, n)})
+    return None
+
+
+def _placed(eqn: Any) -> bool:
+    """Whether it says on which of several devices its result is."""
+    places = (eqn.params.get(name) for name in _PLACES)
+    return any(place is not None and not getattr(getattr(place, "mesh", None), "empty", False) for place in places)
+
+
+def _shape(atom: Any) -> tuple[int, ...]:
+    return tuple(int(d) for d in getattr(atom.aval, "shape", ()))
+
+
+def _resized(shape: Sequence[int], row: Row, n: int) -> tuple[int, ...]:
+    """The shape with ``n`` rows."""
+    return (*shape[: row.dim], n * row.block, *shape[row.dim + 1 :])
+
+
+def _only(given: Sequence[Row | None]) -> Row | None:
+    """Where the rows are that operands of one shape have; None where they are in several places."""
+    found = {row for row in given if row is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _elementwise(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
+    row, shape = _only(given), _shape(eqn.outvars[0])
+    if row is None or row.dim >= len(shape) or shape[row.dim] != rows * row.block:
+        return None
+    shapes = [_shape(v) for v in eqn.invars]
+    if any(s and (len(s) != len(shape) or s[row.dim] not in (1, shape[row.dim])) for s in shapes):
+        return None
+    return Passing(tuple(row if s and s[row.dim] > 1 else None for s in shapes), (row,))
+
+
+def _broadcast(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
+    row, shape = given[0], _shape(eqn.outvars[0])
+    if row is None or len(given) > 1:
+        return None
+    made = Row(int(eqn.params["broadcast_dimensions"][row.dim]), row.block)
+    if shape[made.dim] != rows * row.block:
+        return None
+    return Passing(given, (made,), lambda n: {"shape": _resized(shape, made, n)})
+
+
+def _reshape(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
+    row, old, new = given[0], _shape(eqn.invars[0]), _shape(eqn.outvars[0])
+    if row is None or len(given) > 1 or eqn.params.get("dimensions") is not None:
+        return None
+    before = math.prod(old[: row.dim])
+    found = (Row(d, n // rows) for d, n in enumerate(new) if n > 1 and n % rows == 0 and math.prod(new[:d]) == before)
+    made = next(found, None)
+    if made is None:
+        return None
+    return Passing(given, (made,), lambda n: {"new_sizes": _resized(new, made, n)})
+
+
+def _squeeze(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    (row,) = given
+    gone = [int(d) % len(_shape(eqn.invars[0])) for d in eqn.params["dimensions"]]
+    if row is None or row.dim in gone:
+        return None
+    return Passing(given, (Row(row.dim - sum(d < row.dim for d in gone), row.block),))
+
+
+def _transpose(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    (row,) = given
+    return None if row is None else Passing(given, (Row(list(eqn.params["permutation"]).index(row.dim), row.block),))
+
+
+def _reduction(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    (row,) = given
+    axes = eqn.params["axes"]
+    if row is None:
+        return None
+    if row.dim in axes:
+        how = TOTALS.get(eqn.primitive.name)
+        return None if how is None else Passing(given, (how,))
+    return Passing(given, (Row(row.dim - sum(a < row.dim for a in axes), row.block),))
+
+
+def _dot(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    (sums, batches) = eqn.params["dimension_numbers"]
+    side = 0 if given[0] is not None else 1
+    row = given[side]
+    if row is None:
+        return None
+    for dims, total in ((sums, True), (batches, False)):
+        if row.dim in dims[side]:
+            at = list(dims[side]).index(row.dim)
+            other = Row(dims[1 - side][at], row.block)
+            needs = (row, other) if side == 0 else (other, row)
+            if given[1 - side] not in (None, other):
+                return None
+            return Passing(needs, ("add" if total else Row(at, row.block),))
+    if given[1 - side] is not None:
+        return None
+    free = [d for d in range(len(_shape(eqn.invars[side]))) if d not in (*sums[side], *batches[side])]
+    made = len(batches[0]) + free.index(row.dim)
+    if side == 1:
+        made += len(_shape(eqn.invars[0])) - len(sums[0]) - len(batches[0])
+    return Passing(given, (Row(made, row.block),))
+
+
+def _convolution(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    numbers, params = eqn.params["dimension_numbers"], eqn.params
+    if params["batch_group_count"] != 1:
+        return None
+    left, right = given
+    batch, feature, *_rest = numbers.lhs_spec
+    if left is not None and left.dim == batch and right is None:
+        return Passing(given, (Row(numbers.out_spec[0], left.block),))
+    inner = numbers.rhs_spec[1]
+    if params["feature_group_count"] != 1:
+        return None
+    if left is not None and left.dim == feature and right in (None, Row(inner, left.block)):
+        return Passing((left, Row(inner, left.block)), ("add",))
+    if right is not None and right.dim == inner and left is None:
+        return Passing((Row(feature, right.block), right), ("add",))
+    if right is not None and right.dim == numbers.rhs_spec[0] and left is None:
+        return Passing(given, (Row(numbers.out_spec[1], right.block),))
+    return None
+
+
+def _alike(eqn: Any, given: tuple[Row | None, ...], axis: int | None) -> Passing | None:
+    """Operands and results have their rows in one place, which is not ``axis``."""
+    row = _only(given)
+    if row is None or row.dim == axis:
+        return None
+    return Passing((row,) * len(given), (row,) * len(eqn.outvars))
+
+
+def _along(name: str) -> Callable[[Any, tuple[Row | None, ...], int], Passing | None]:
+    return lambda eqn, given, _: _alike(eqn, given, int(eqn.params[name]) % max(len(_shape(eqn.invars[0])), 1))
+
+
+def _top_k(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    rank = len(_shape(eqn.invars[0]))
+    return _alike(eqn, given, int(eqn.params.get("axis", -1)) % rank)
+
+
+def _rev(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    (row,) = given
+    return None if row is None or row.dim in eqn.params["dimensions"] else Passing(given, given)
+
+
+def _pad(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    row = given[0]
+    if row is None or given[1] is not None or tuple(eqn.params["padding_config"][row.dim]) != (0, 0, 0):
+        return None
+    return Passing(given, (row,))
+
+
+def _slice(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
+    (row,) = given
+    params = eqn.params
+    if row is None or params["start_indices"][row.dim] != 0 or params["limit_indices"][row.dim] != rows * row.block:
+        return None
+    if params.get("strides") is not None and params["strides"][row.dim] != 1:
+        return None
+    return Passing(given, given, lambda n: {"limit_indices": _resized(params["limit_indices"], row, n)})
+
+
+def _unstack(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    (row,) = given
+    axis = eqn.params["axis"] % len(_shape(eqn.invars[0]))
+    if row is None or row.dim == axis:
+        return None
+    return Passing(given, (Row(row.dim - (row.dim > axis), row.block),) * len(eqn.outvars))
+
+
+def _stack(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    row = _only(given)
+    if row is None:
+        return None
+    axis = eqn.params["axis"] % len(_shape(eqn.outvars[0]))
+    return Passing((row,) * len(given), (Row(row.dim + (row.dim >= axis), row.block),))
+
+
+def _windows(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | None:
+    row, params = _only(given), eqn.params
+    if row is None:
+        return None
+    ones = ("window_dimensions", "window_strides", "base_dilation", "window_dilation")
+    if any(params.get(name) is not None and params[name][row.dim] != 1 for name in ones):
+        return None
+    return _alike(eqn, given, None) if tuple(params["padding"][row.dim]) == (0, 0) else None
+
+
+def _gather(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
+    numbers, sizes = eqn.params["dimension_numbers"], tuple(eqn.params["slice_sizes"])
+    operand, indices = given
+    source, rank = _shape(eqn.invars[0]), len(_shape(eqn.outvars[0]))
+    outer = [d for d in range(rank) if d not in numbers.offset_dims]
+    pairs = [*zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)]
+    for of_operand, of_indices in pairs:
+        block = next((r.block for r, d in ((operand, of_operand), (indices, of_indices)) if r and r.dim == d), None)
+        if block is not None:
+            needs = Row(of_operand, block), Row(of_indices, block)
+            if any(g not in (None, need) for g, need in zip(given, needs, strict=True)):
+                return None
+            return Passing(needs, (Row(outer[of_indices], block),))
+    if operand is None and indices is not None and indices.dim < len(outer):
+        return Passing(given, (Row(outer[indices.dim], indices.block),))
+    if operand is None or indices is not None or operand.dim in numbers.start_index_map:
+        return None
+    kept = [d for d in range(len(source)) if d not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
+    if operand.dim not in kept or sizes[operand.dim] != rows * operand.block:
+        return None
+    made = Row(numbers.offset_dims[kept.index(operand.dim)], operand.block)
+    return Passing(given, (made,), lambda n: {"slice_sizes": _resized(sizes, operand, n)})
+
+
+def _scatter(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
+    numbers = eqn.params["dimension_numbers"]
+    target, updates = _shape(eqn.invars[0]), _shape(eqn.invars[2])
+    outer = [d for d in range(len(updates)) if d not in numbers.update_window_dims]
+    ways: list[tuple[Row | None, Row | None, Row | None]] = []
+    pairs = zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True)
+    blocks = {r.block for r in given if r is not None}
+    for block in blocks:
+        ways += [(Row(o, block), Row(i, block), Row(outer[i], block)) for o, i in pairs]
+        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        kept = [d for d in range(len(target)) if d not in gone]
+        for d, u in zip(kept, numbers.update_window_dims, strict=True):
+            if d not in numbers.scatter_dims_to_operand_dims and updates[u] == target[d] == rows * block:
+                ways.append((Row(d, block), None, Row(u, block)))
+    for needs in ways if len(blocks) == 1 else ():
+        if all(g in (None, need) for g, need in zip(given, needs, strict=True)):
+            return Passing(needs, (needs[0],))
+    return None
+
+
+def _batched(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
+    """By JAX's own batching rule: of the rows that are given alone, or of the same rows of the other operands too."""
+    found = {row.block for row in given if row is not None}
+    if len(found) != 1:
+        return None
+    (block,) = found
+    row, shapes = _only(given), [_shape(v) for v in eqn.invars]
+    also = [row if row is not None and s[row.dim : row.dim + 1] == (rows * block,) else None for s in shapes]
+    for needs in dict.fromkeys((given, tuple(g or a for g, a in zip(given, also, strict=True)))):
+        dim = batched(eqn, tuple(None if need is None else need.dim for need in needs))
+        if dim is not None:
+            return Passing(needs, (Row(dim, block),) * len(eqn.outvars))
+    return None
+
+
+def adding_scatter(eqn: Any, given: Sequence[Row | None]) -> tuple[None, Row, Row] | None:
+    """Which rows a scatter needs that adds up all of its updates, each row of them from the same row of the indices;
+    None where it does something else."""
+    if eqn is None or eqn.primitive.name not in ("scatter-add", "scatter_add") or _placed(eqn):
+        return None
+    numbers = eqn.params["dimension_numbers"]
+    outer = [d for d in range(len(_shape(eqn.invars[2]))) if d not in numbers.update_window_dims]
+    target, indices, updates = given
+    if target is not None or numbers.operand_batching_dims:
+        return None
+    for k, d in enumerate(outer):
+        block = next((r.block for r in (indices, updates) if r is not None), 1)
+        needs = Row(k, block), Row(d, block)
+        if any(given[1:]) and all(g in (None, need) for g, need in zip(given[1:], needs, strict=True)):
+            return None, *needs
+    return None
+
+
+_RULES: dict[str, Callable[[Any, tuple[Row | None, ...], int], Passing | None]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshape,
+    "squeeze": _squeeze,
+    "transpose": _transpose,
+    "dot_general": _dot,
+    "conv_general_dilated": _convolution,
+    "concatenate": _along("dimension"),
+    "split": _along("axis"),
+    "sort": _along("dimension"),
+    "top_k": _top_k,
+    "rev": _rev,
+    "pad": _pad,
+    "slice": _slice,
+    "unstack": _unstack,
+    "stack": _stack,
+    "gather": _gather,
+    **dict.fromkeys(_REDUCTIONS, _reduction),
+    **dict.fromkeys(_CUMULATIVE, _along("axis")),
+    **dict.fromkeys(_SCATTERS, _scatter),
+    **dict.fromkeys(_WINDOWS, _windows),
+}

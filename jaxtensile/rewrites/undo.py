@@ -1,0 +1,118 @@
+"""What would a program be without its ``jax.checkpoint``s: their recomputation merged away.
+
+The same equations without the barriers in front of recomputation, and with equal ones computed
+once: the same primitive, parameters and configuration, on the same values. What a checkpoint
+would compute again is then an ordinary residual, which a plan may keep or recompute. Only what is
+made of nothing but constants, as masks are, is still made wherever it is read.
+
+Invariant: an equation is merged only with one that computes the same bits; what has effects, is
+foreign code or touches mutable state runs as often as before. Programs that send anything to the
+host are left alone, and so are loops that are computed again as a whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtensile import _compat
+from jaxtensile.ir.ir import Graph, ValueId
+from jaxtensile.program.merge import Equal, rebuilt, values
+from jaxtensile.program.trace import Equation, Traced, jaxprs_in, trace_jaxpr
+from jaxtensile.rewrites.undo_loops import without_recomputation
+
+
+@dataclass(frozen=True)
+class Undone:
+    """A program without its checkpoints.
+
+    ``kept``: values of ``traced`` that the program as written computes again instead of waiting;
+    ``barriers``: how many stood in the way of merging, and loops as well. Without any, XLA merges by itself.
+    """
+
+    traced: Traced
+    kept: tuple[ValueId, ...]
+    barriers: int
+
+
+def undo(traced: Traced, closed: Any | None = None, *, keep_unused: bool = True) -> Undone | None:
+    """The program without its checkpoints; None where they recompute nothing, or send it to the host.
+
+    ``closed``: what ``traced`` is of; without it those in loops are left alone.
+    """
+    if _uses_host(traced.graph):
+        return None
+    undone = _straight(traced)
+    looped = None if closed is None else _looped(undone or Undone(traced, (), 0), closed, keep_unused)
+    return looped or undone
+
+
+def checkpoints_in_loops(jaxpr: Any) -> int:
+    """How many of the user's checkpoints, differentiated, stand inside of loops."""
+    return _checkpoints(jaxpr, False)
+
+
+def _checkpoints(jaxpr: Any, inside: bool) -> int:
+    count = 0
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        count += inside and name in ("remat2", "checkpoint") and bool(eqn.params.get("differentiated"))
+        count += sum(_checkpoints(body, inside or name in ("scan", "while")) for body in jaxprs_in(eqn.params.values()))
+    return count
+
+
+def _straight(traced: Traced) -> Undone | None:
+    """The program with what is computed again outside of loops merged."""
+    again = [_recomputes(e) for e in traced.equations]
+    if not any(again):
+        return None
+    equal = Equal(traced, barriers=False)
+    stays: list[int] = []
+    merged: set[int] = set()
+    barriers = 0
+    for i, first in equal.each():
+        if first < 0:
+            barriers += 1
+        elif first == i:
+            stays.append(i)
+        elif again[i]:
+            merged.update(traced.equations[i].results)
+    if not merged:
+        return None
+    read = {v for i in stays for v in values(traced.equations[i])} | {v for v in traced.outputs if isinstance(v, int)}
+    made, number = rebuilt(traced, equal.same, stays)
+    return Undone(made, tuple(sorted({number[equal.now(v)] for v in merged & read})), barriers)
+
+
+def _looped(before: Undone, closed: Any, keep_unused: bool) -> Undone | None:
+    """The same with what loops compute again stacked; None where they do not."""
+    old = before.traced
+    found = without_recomputation(old, closed, _recomputes)
+    if found is None:
+        return None
+    jaxpr, more = found
+    donated = tuple(a in old.graph.donated for a in old.arguments)
+    new = trace_jaxpr(jaxpr, donated, keep_unused=keep_unused)
+    kept: set[ValueId] = set()
+    if [op.primitive for op in old.graph.ops] == [op.primitive for op in new.graph.ops]:
+        ops = zip(old.graph.ops, new.graph.ops, strict=True)
+        number = {v: w for a, b in ops for v, w in zip(a.results, b.results, strict=False)}  # loops have more
+        kept = {number[v] for v in before.kept if v in number}
+    loops = ([op for op in g.ops if op.primitive == "scan"] for g in (old.graph, new.graph))
+    for a, b in zip(*loops, strict=True):
+        kept.update(b.results[len(b.results) - more.get(a.id, 0) :])
+    return Undone(new, tuple(sorted(kept)), before.barriers + len(more))
+
+
+def _recomputes(equation: Equation) -> bool:
+    """Whether the equation is of a differentiated checkpoint: its recomputation, and of ``remat2`` the rest of it."""
+    if any(map(_compat.is_recomputation, equation.callers)):
+        return True
+    return equation.eqn is not None and _compat.is_recomputation(equation.eqn, equation.stack)
+
+
+def _uses_host(graph: Graph) -> bool:
+    return any(v.space == "host" for v in graph.values) or any(_uses_host(b) for op in graph.ops for b in op.bodies)
+
+
+__all__ = ["Undone", "undo"]

@@ -1,0 +1,221 @@
+"""What would a program be whose backward loops compute nothing again that its forward loops made?
+
+A checkpoint around the body of a scan leaves two scans: the forward one stacks its carry, and the body of the backward
+one begins with the forward body. Here the forward scan stacks what of that is read, and the backward one reads it. What
+the stacks cost is then for a plan to decide, as for any pair of scans.
+
+Invariant: an equation of one body is dropped only for one of another, or of its own, that computes the same bits from
+the same values in the same iteration. What has effects, is foreign code or behind a barrier of the user's runs as often
+as before, and so does what is the same in every iteration, or a view of an argument: that is not stacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax import lax
+
+from jaxtensile import _compat
+from jaxtensile.passes.lifetimes.fusion import VIEWS
+from jaxtensile.program.merge import key_of, literal_key, values
+from jaxtensile.program.trace import Equation, Traced, bind, exchanged, trace_jaxpr
+
+_VIEWS = VIEWS | {"transpose", "convert_element_type"}
+"""What is made anew of an argument for less than a stack of it costs."""
+
+Place = tuple[int, int]
+"""A scan, and a value of its body."""
+
+
+@dataclass
+class _Loop:
+    """One scan: what of it is not done any more, and what is handed on instead.
+
+    ``again``: equations of its body that a checkpoint computes again, ``gone``: those that are not any more; ``given``:
+    value of its body → where it is stacked; ``known``: value of its body → the one that it is; ``stacked``: values of
+    its body that others read.
+    """
+
+    body: Traced
+    again: set[int] = field(default_factory=set)
+    gone: set[int] = field(default_factory=set)
+    given: dict[int, Place] = field(default_factory=dict)
+    known: dict[int, int] = field(default_factory=dict)
+    stacked: dict[int, None] = field(default_factory=dict)
+
+    def now(self, v: int) -> int:
+        while v in self.known:
+            v = self.known[v]
+        return v
+
+
+def without_recomputation(
+    traced: Traced, closed: Any, is_again: Callable[[Equation], bool]
+) -> tuple[Any, dict[int, int]] | None:
+    """The closed jaxpr of ``traced`` (of ``closed``) whose scans compute nothing again, and by scan how many stacks it
+    has more, behind those that it had; None where there is nothing of it.
+
+    ``is_again``: whether an equation of a body is of what a checkpoint computes again.
+    """
+    scans = [i for i, op in enumerate(traced.graph.ops) if op.primitive == "scan" and not op.pinned]
+    loops = {i: _Loop(trace_jaxpr(traced.equations[i].eqn.params["jaxpr"])) for i in scans}
+    if not any(is_again(e) for loop in loops.values() for e in loop.body.equations):
+        return None
+    search = _Search(traced, loops)
+    for i in scans:
+        search.look_through(i, is_again)
+    changed = {i for i, loop in loops.items() if loop.gone or loop.stacked}
+    if not changed:
+        return None
+    stacks: dict[Place, Any] = {}
+    new = {i: lambda read, i=i: _scan(traced.equations[i], loops[i], i, stacks, read) for i in changed}
+    return exchanged(traced, closed, new), {i: len(loop.stacked) for i, loop in loops.items() if loop.stacked}
+
+
+class _Search:
+    """Which equations of bodies are equal, one scan after the other."""
+
+    def __init__(self, traced: Traced, loops: dict[int, _Loop]) -> None:
+        self.traced, self.loops = traced, loops
+        self.first: dict[Hashable, tuple[int, int]] = {}
+        """Key of an equation → the scan and the equation of its body that was first."""
+        self.made: dict[int, tuple[int, int]] = {
+            v: (i, y - traced.graph.ops[i].carried[1])
+            for i in loops
+            for y, v in enumerate(traced.equations[i].results)
+            if y >= traced.graph.ops[i].carried[1]
+        }
+        """Stack → the scan that makes it, and which of its stacks it is."""
+        self.number: dict[Place, Hashable] = {}
+        """Value of a body → what stands for it and its equals: the first of them, or a value outside for a constant."""
+        self.outside: dict[Hashable, tuple[int, ...]] = {}
+        """Key of an equation outside of loops → its results: forward loops have some of what is constant from there."""
+        for i, equation in enumerate(traced.equations):
+            key = None if equation.eqn is None else key_of(traced, i, {})
+            if key is not None:
+                self.outside.setdefault(key, equation.results)
+
+    def look_through(self, i: int, is_again: Callable[[Equation], bool]) -> None:
+        """Find what scan ``i`` need not do."""
+        loop, trips = self.loops[i], self.traced.graph.ops[i].trip_count
+        body = loop.body
+        number, fixed = self._arguments(i)
+        near = fixed | {*body.arguments}
+        """What is at hand: arguments, and views of them."""
+        behind: dict[int, int] = {}
+        """Results of barriers of checkpoints → what they are."""
+        for j, equation in enumerate(body.equations):
+            if equation.eqn is None:
+                for r, v in zip(equation.results, equation.operands, strict=True):
+                    behind[r], number[r] = v, number[v]
+                    fixed.update({r} if v in fixed else ())
+                    near.update({r} if v in near else ())
+                continue
+            key = key_of(body, j, number)
+            front, first = (i, j) if key is None else self._first((trips, key), (i, j))
+            there = self.loops[front].body.equations[first].results
+            reads = values(equation)
+            if fixed.issuperset(reads):
+                fixed.update(equation.results)
+            if fixed.issuperset(reads) or (near.issuperset(reads) and body.graph.ops[j].primitive in _VIEWS):
+                near.update(equation.results)
+            if is_again(equation):
+                loop.again.add(j)
+                if front == i and first != j:
+                    loop.gone.add(j)
+                    loop.known.update(zip(equation.results, there, strict=True))
+                elif front != i and near.isdisjoint(equation.results):
+                    loop.gone.add(j)
+            out = self.outside.get(key, ()) if fixed.issuperset(reads) else ()
+            number.update(zip(equation.results, out or ((front, v) for v in there), strict=True))
+        self.number.update(((i, v), n) for v, n in number.items())
+        if loop.again:
+            loop.known.update(behind)
+            self._hand_on(i, number)
+        if not loop.gone:
+            loop.known.clear()
+
+    def _first(self, key: Hashable, here: tuple[int, int]) -> tuple[int, int]:
+        """The first equation of a key that is still there, and that is ``here`` where there is none."""
+        front, first = self.first.setdefault(key, here)
+        if front != here[0] and first in self.loops[front].gone:
+            self.first[key] = here
+        return self.first[key]
+
+    def _arguments(self, i: int) -> tuple[dict[int, Hashable], set[int]]:
+        """What is known of the arguments of a body, and which are the same in every iteration."""
+        body, operands, ops = self.loops[i].body, self.traced.equations[i].operands, self.traced.graph.ops
+        consts, carries = ops[i].carried
+        number: dict[int, Hashable] = {}
+        for k, (v, outer) in enumerate(zip(body.arguments, operands, strict=True)):
+            number[v] = i, v
+            if consts <= k < consts + carries:
+                continue
+            if not isinstance(outer, int):
+                number[v] = literal_key(outer) if k < consts else number[v]
+                continue
+            number[v] = outer if k < consts else ("slice", outer)
+            if k >= consts and outer in self.made:
+                front, y = self.made[outer]
+                made = self.loops[front].body.outputs[ops[front].carried[1] + y]
+                if isinstance(made, int) and ops[front].trip_count == ops[i].trip_count:
+                    number[v] = self.number[front, made]
+        number.update((v, ("value", id(x))) for v, x in body.consts.items())
+        return number, {*body.arguments[:consts], *body.consts}
+
+    def _hand_on(self, i: int, number: dict[int, Hashable]) -> None:
+        """Say where what scan ``i`` no longer makes, and reads, comes from."""
+        loop = self.loops[i]
+        read = {loop.now(a) for a in loop.body.outputs if isinstance(a, int)}
+        for j in reversed(range(len(loop.body.equations))):
+            equation = loop.body.equations[j]
+            if equation.eqn is None or j in loop.gone:
+                continue
+            if j in loop.again and not loop.body.graph.ops[j].pinned and read.isdisjoint(equation.results):
+                loop.gone.add(j)  # what it was computed again for is not
+            else:
+                read.update(map(loop.now, values(equation)))
+        for v in sorted(read & {r for j in loop.gone for r in loop.body.equations[j].results}):
+            at = number[v]
+            assert isinstance(at, tuple)
+            loop.given[v] = front, there = at
+            self.loops[front].stacked[there] = None
+
+
+def _scan(
+    equation: Equation, loop: _Loop, i: int, stacks: dict[Place, Any], read: Callable[[Any], Any]
+) -> Sequence[Any]:
+    """The scan without what it need not do; what it stacks for others is in ``stacks``."""
+    params, body = equation.eqn.params, loop.body
+    consts, carries = _compat.scan_split(params)
+    operands = [read(a) for a in equation.operands]
+
+    def step(carry: Any, x: Any) -> Any:
+        slices, given = x
+        env = dict(zip(body.arguments, [*operands[:consts], *carry, *slices], strict=True)) | body.consts | given
+
+        def value(atom: Any) -> Any:
+            return env[loop.now(atom)] if isinstance(atom, int) else atom.val
+
+        for j, e in enumerate(body.equations):
+            if j not in loop.gone and not loop.known.keys() & e.results:
+                env.update(zip(e.results, bind(e, [value(a) for a in e.operands]), strict=True))
+        outs = [value(a) for a in body.outputs]
+        return outs[:carries], (outs[carries:], [env[v] for v in loop.stacked])
+
+    with _compat.equation_context(equation.eqn, equation.stack):
+        carry, (ys, new) = lax.scan(
+            step,
+            operands[consts : consts + carries],
+            (operands[consts + carries :], {v: stacks[at] for v, at in loop.given.items()}),
+            length=params["length"],
+            reverse=params["reverse"],
+            unroll=params["unroll"],
+        )
+    stacks.update(((i, v), s) for v, s in zip(loop.stacked, new, strict=True))
+    return [*carry, *ys]
+
+
+__all__ = ["without_recomputation"]

@@ -1,0 +1,397 @@
+"""In which ways is a program rewritten, one after the other, until one has a plan that fits?
+
+Those that are there are compared (``cheapest``). Work is done in parts where that is cheaper than doing
+anything twice. Once nothing else fits, products are made slice
+by slice, branches joined with their gradients, loops nested, and the bodies of loops and branches planned as programs
+of their own.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+from functools import cache, cached_property
+
+from jaxtensile.ir.plan import Costs, MemoryUse, Plan, Program
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.order.apart import apart
+from jaxtensile.passes.order.in_order import in_order
+from jaxtensile.passes.solvers.answer import answer
+from jaxtensile.passes.verify.check import check
+from jaxtensile.program.bodies import Body, Key, bodies_of
+from jaxtensile.program.trace import Traced
+from jaxtensile.search.cheapest import cheapest, ordered, rank, without_host
+from jaxtensile.search.variants import (
+    BODIES,
+    LARGE,
+    Chunks,
+    Inside,
+    Variant,
+    body_alone,
+    charge_of,
+    inward,
+    joined,
+    nested,
+    on_device,
+    prompted,
+    sliced,
+    sunk,
+    with_inside,
+    with_loops,
+)
+from jaxtensile.units import Bytes
+
+WORTH = 0.005
+"""Plans that add no more than this share of the step's work are good enough not to look for ways to work in parts."""
+FEWER = (4, 2)
+"""By so much fewer parts than are enough by themselves are planned as well."""
+ABOUT = 1.02
+"""Where nothing fits, plans within this factor of the smallest are as good."""
+
+
+def _large_bodies(start: Variant, temp: Bytes) -> Iterator[tuple[Key, Body, Traced, MemoryUse]]:
+    """Those bodies of ``start``, of so many temporary bytes, that are worth planning, and what each needs."""
+    for op in start.looped.graph.ops:
+        for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not op.pinned else ()):
+            inner = on_device(start.job, body.traced())
+            use = live_ranges(inner.graph).use()
+            if use.temp >= max(LARGE * temp, 1):
+                yield (op.id, k), body, inner, use
+
+
+class _Bodies:
+    """The bodies of ``start`` that need much memory of their own, and plans for them."""
+
+    def __init__(self, start: Variant) -> None:
+        self.start = start
+        with start.job.faults.of(start.blamed):
+            self.live = live = live_ranges(start.looped.graph)
+        alone = start.job.shards == 1
+        self.large = start.job.faults.spared(BODIES, lambda: [*_large_bodies(start, live.temp)] if alone else [], list)
+        self._unasked = cache(self._of)
+        self._candidates = self._anew()
+
+    def _of(self, i: int) -> Candidates:
+        _, body, inner, _ = self.large[i]
+        return Candidates(*body_alone(self.start.job, body, inner))
+
+    def anew(self) -> _Bodies:
+        """The same bodies, asked nothing yet."""
+        again = copy(self)
+        again._candidates = self._anew()
+        return again
+
+    def _anew(self) -> Callable[[int], Candidates]:
+        return cache(lambda i: self._unasked(i).anew())
+
+    def _over(self, key: Key, budget: Bytes) -> Bytes:
+        """By how much the program is over the budget while a body runs."""
+        return self.live.device - self.live.temp + self.live.profile[key[0]] - budget
+
+    def may_do(self, budget: Bytes) -> bool:
+        """Whether nothing is over the budget by more than the temporaries of a body, unless it is elsewhere."""
+        return all(self._over(key, budget) <= use.temp for key, _, _, use in self.large)
+
+    def fitted(self, budget: Bytes) -> Variant | None:
+        """``start`` with its large bodies planned for what ``budget`` leaves them where they run, or as far as that
+        goes; None where all have what they need."""
+        return self.start.job.faults.spared(BODIES, lambda: self._fitted(budget), lambda: None)
+
+    def _fitted(self, budget: Bytes) -> Variant | None:
+        start, found = self.start, list[Inside]()
+        for i, (key, body, _, use) in enumerate(self.large):
+            over = self._over(key, budget)
+            if over <= 0:
+                continue
+            variant, plan = self._candidates(i).cheapest(max(use.device - over, 0))
+            if variant.as_it_is and plan.changes_nothing:
+                continue
+            check(variant.problem.graph, plan.program)
+            found.append(Inside(key=key, trips=body.trips, variant=variant, plan=plan))
+        if not found:
+            return None
+        return with_inside(start, found)
+
+    def over(self, budget: Bytes) -> bool:
+        """Whether the program is over the budget while one of them runs."""
+        return any(self._over(key, budget) > 0 for key, *_ in self.large)
+
+    @cached_property
+    def held(self) -> Variant | None:
+        """``start`` with its large bodies, and those in them, kept in their order; None where they are."""
+        return self.start.job.faults.spared(BODIES, self._in_order, lambda: None)
+
+    def _in_order(self) -> Variant | None:
+        planned = {i.key: i for i in self.start.inside}
+        found = {key: self._held(key, body, inner, planned.get(key)) for key, body, inner, _ in self.large}
+        held = {key: i for key, i in found.items() if i is not None}
+        return with_inside(self.start, list((planned | held).values())) if held else None
+
+    def _held(self, key: Key, body: Body, traced: Traced, planned: Inside | None) -> Inside | None:
+        """What becomes of a body that is kept in its order; None where it is, or has no other."""
+        if planned is None:
+            alone, _ = body_alone(self.start.job, body, traced)
+            variant = _Bodies(alone).held or alone
+            program = Program.unchanged(variant.traced.graph)
+        else:
+            variant, program = planned.variant, planned.plan.program
+            deeper = _Bodies(variant).held if not planned.held else None
+            again = deeper.solve(planned.plan.predicted.device) if deeper is not None else planned.plan
+            if deeper is not None and again.predicted.device <= planned.plan.predicted.device:
+                variant, program = deeper, again.program
+        before = planned.variant if planned is not None else None
+        ordered = program if planned is not None and planned.held else apart(in_order(program))
+        if ordered is program and (variant is before or variant.as_it_is):
+            return None
+        check(variant.problem.graph, ordered)
+        plan = answer(variant.problem, ordered, live_ranges(ordered.graph), "in order")
+        return Inside(key=key, trips=body.trips, variant=variant, plan=plan, held=True)
+
+
+class _Ways:
+    """The programs that one is rewritten to, each made when it is first asked for: the same whoever asks.
+
+    So are their solvers, which remember what they have laid out.
+    """
+
+    def __init__(self, written: Variant, costs: Costs, base: Variant | None = None, prompt: bool = True) -> None:
+        self.written, self.costs = written, costs
+        alone = written.job.shards == 1
+        self.base = base or (sunk(written, costs) if alone else None) or written
+        """What needs no more than the program as written, and the same work."""
+        hosted = written.host and written.job.host_budget > 0
+        # With copies to the host XLA orders updates by them, and gradients wait after all.
+        self.prompted = prompted(replace(self.base, host=False), costs) if prompt and alone else None
+        self.start = self.base if hosted or self.prompted is None else self.prompted
+        self.chunks = Chunks(self.start, costs)
+        self.loops = cache(with_loops)
+        self.bodies = cache(_Bodies)
+
+    @cached_property
+    def first(self) -> list[Variant]:
+        """What is tried first."""
+        as_it_is = [self.written] if not self.start.as_it_is else []
+        beside = self.loops(self.prompted) if self.prompted not in (None, self.start) else []
+        return [*as_it_is, *self.loops(self.start), *beside]
+
+    @cached_property
+    def more(self) -> list[Callable[[], list[Variant]]]:
+        """Ways that are worth their time once nothing else fits."""
+        start, costs, alone = self.start, self.costs, self.start.job.shards == 1
+        return [
+            cache(lambda: _some(sliced(start, costs))),
+            cache(lambda: _some(joined(start, costs)) if alone else []),
+            cache(lambda: _some(inward(start, costs)) if alone else []),
+            cache(lambda: nested(start, costs) if alone else []),
+        ]
+
+    @cached_property
+    def without_host(self) -> _Ways:
+        """The same programs, to be planned by recomputation alone."""
+        written, base = (replace(v, host=False) for v in (self.written, self.base))
+        return _Ways(written, self.costs, written if self.base is self.written else base, self.prompted is not None)
+
+    @cached_property
+    def unprompted(self) -> _Ways:
+        """The same programs with their updates where they were written."""
+        return _Ways(self.written, self.costs, self.base, prompt=False)
+
+
+class Candidates:
+    """The variants of one program, cheapest first; once nothing else fits, large products are made slice by slice,
+    and bodies of loops and branches are planned.
+
+    ``written``: what they are made from; ``costs``: of the program as written; ``others``: variants that are taken
+    as they are.
+    """
+
+    def __init__(self, start: Variant, costs: Costs, others: Sequence[Variant] = (), ways: _Ways | None = None) -> None:
+        self._costs, self._others = costs, others
+        self._begin(ways or _Ways(start, costs))
+
+    def _begin(self, ways: _Ways) -> None:
+        self._ways = ways
+        self.variants = ordered([*ways.first, *self._others])
+        self._more = [*ways.more]
+        self._starts: list[Variant] = []
+        """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, joined branches,
+        and loops that make what they read: what they save is in their bodies."""
+        self._bodies: list[_Bodies] = []
+        self._parts: dict[int, _Bodies] = {}
+        """Of work in so many parts."""
+        self._hold = False
+
+    @property
+    def written(self) -> Variant:
+        """The program as it was written."""
+        return self._ways.written
+
+    def cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
+        """The cheapest variant and plan that fit; the smallest when none does."""
+        best = self._cheapest(budget)
+        return (self.held(best, budget) or best) if self._hold else best
+
+    def hold(self, variant: Variant, more: Bytes, budget: Bytes) -> bool:
+        """Whether it may help ``variant``, which needs ``more`` than predicted, to keep its bodies in their order.
+
+        If so, those of all variants are from now on.
+        """
+        if variant.job.device.platform != "cuda":
+            return False  # compilers for CPUs and TPUs heed no barriers when they schedule
+        bodies = self._ways.bodies(variant)
+        helps = bodies.over(budget - more) and bodies.held is not None
+        self._hold = self._hold or helps
+        return helps
+
+    def release(self) -> None:
+        """Leave the order in bodies to the compiler again."""
+        self._hold = False
+
+    def held(self, found: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan] | None:
+        """The same with bodies in the order of their traces; None where they are, or where that does not fit."""
+        variant, plan = found
+        held = self._ways.bodies(variant).held
+        if held is None:
+            return None
+        again = held, held.solve(max(budget, plan.predicted.device))
+        return again if again[1].predicted.device <= max(budget, plan.predicted.device) else None
+
+    def _cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
+        best = self._in_chunks(cheapest(self.variants, budget), budget)
+        while best[1].predicted.device > budget and self._more:
+            for start in self._more.pop(0)():
+                more = self._ways.loops(start)
+                self._starts += more[-1:] if start.nested or start.joined or start.inward else []
+                second = cheapest(more, budget)
+                if rank(second, budget) < rank(best, budget):
+                    self.variants = ordered([*self.variants, *more])
+                    best = second
+        if best[1].predicted.device > budget:
+            if not self._bodies:
+                aside = [v for v in self.variants if v.aside]
+                hosted = [cheapest(aside, budget)[0]] if aside and not best[0].aside else []
+                starts = dict.fromkeys((best[0], *hosted, *self._starts))
+                self._bodies = [self._ways.bodies(variant).anew() for variant in starts]
+            for bodies in sorted(self._bodies, key=lambda b: not b.may_do(budget)):
+                if best[1].predicted.device <= budget and not bodies.may_do(budget):
+                    break  # there is one that fits
+                best = self._fitted(bodies, best, budget)
+        return best if best[1].predicted.device <= budget else self._about(best)
+
+    def _fitted(self, bodies: _Bodies, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
+        """``best``, or what becomes of a program whose bodies are planned, where that is better."""
+        variant = bodies.fitted(budget)
+        found = cheapest([variant], budget) if variant is not None else best
+        if variant is None or rank(found, budget) >= rank(best, budget):
+            return best
+        self.variants = ordered([*self.variants, variant])
+        return found
+
+    def _in_chunks(self, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
+        """``best``, or what is cheaper than it with work done in parts: in as many as it takes to need nothing else,
+        or in fewer, with more done again."""
+        job, chunks = self.written.job, self._ways.chunks
+        enough = WORTH * sum(self._costs.charge)
+        if not job.chunk or job.shards > 1 or (best[1].predicted.device <= budget and charge_of(*best) <= enough):
+            return best
+        parts = chunks.parts
+
+        def plain(k: int) -> Bytes:
+            variant = chunks.at(k)
+            return variant.plain.device if variant is not None else budget + 1
+
+        found = bisect_left(parts, True, key=lambda k: plain(k) <= budget)
+        # Where the most parts are not enough, fewer are less so.
+        fewer = [bisect_right(parts, parts[found] // by) for by in FEWER] if found < len(parts) else []
+        for k in dict.fromkeys([*(parts[j - 1] for j in fewer if j), *(parts[found : found + 1] or parts[-1:])]):
+            variant = chunks.at(k)
+            if variant is None or (best[1].predicted.device <= budget and charge_of(*best) <= variant.charge):
+                continue
+            second = self._in(k, variant, budget, least=best[1].predicted.device > budget)
+            best = min(best, second, key=lambda found: rank(found, budget))
+        return best
+
+    def _in(self, k: int, variant: Variant, budget: Bytes, least: bool) -> tuple[Variant, Plan]:
+        """The cheapest plan of ``variant``, which works in ``k`` parts."""
+        known = [v for v in self.variants if v.base is variant.base]
+        more = known or self._ways.loops(variant)
+        if not known:
+            self.variants = ordered([*self.variants, *more])
+            self._starts += more[-1:]
+        found = cheapest(more, budget, least=least)
+        if found[1].predicted.device > budget:
+            if k not in self._parts:
+                self._parts[k] = self._ways.bodies(variant).anew()
+            found = self._fitted(self._parts[k], found, budget)
+        return found
+
+    def between(self, fewer: int, more: int) -> list[int]:
+        """The numbers of parts between two."""
+        return [k for k in self._ways.chunks.parts if fewer < k < more]
+
+    def in_parts(self, k: int, budget: Bytes) -> tuple[Variant, Plan] | None:
+        """The cheapest plan of work in ``k`` parts; None where it cannot be done so."""
+        variant = self._ways.chunks.at(k)
+        return self._in(k, variant, budget, least=True) if variant is not None else None
+
+    def readily(self, budget: Bytes) -> tuple[Variant, Plan]:
+        """The cheapest that fits of those that are there; nothing more is tried where none does."""
+        return cheapest(self.variants, budget)
+
+    def _about(self, smallest: tuple[Variant, Plan]) -> tuple[Variant, Plan]:
+        """The cheapest of about as many bytes: what a plan does for the last ones the compiler rarely rewards."""
+        return cheapest(self.variants, int(ABOUT * smallest[1].predicted.device))
+
+    def smallest(self) -> tuple[Variant, Plan]:
+        """The smallest plan that is found when nothing fits; the same one whatever was asked before."""
+        return self.anew().cheapest(0)
+
+    def anew(self) -> Candidates:
+        """The same candidates, asked nothing yet."""
+        return Candidates(self.written, self._costs, self._others, self._ways)
+
+    @property
+    def _shallow(self) -> list[Variant]:
+        return [v for v in self.variants if not v.deep]
+
+    def has_shallow(self, budget: Bytes) -> bool:
+        """Whether a plan that leaves bodies and the depth of loops as they are is within ``budget``."""
+        return cheapest(self._shallow, budget, least=False)[1].predicted.device <= budget
+
+    def shallow(self) -> tuple[Variant, Plan]:
+        """The smallest plan of those that leave bodies and the depth of loops as they are.
+
+        The model knows such programs best: once it puts them over the budget, they may still be under it, and what
+        is done to bodies for its sake may need more.
+        """
+        plain = self._shallow
+        return cheapest(plain, int(ABOUT * cheapest(plain, 0)[1].predicted.device))
+
+    @property
+    def prompt(self) -> bool:
+        """Whether updates stand behind their gradients."""
+        return self._ways.prompted is not None
+
+    def unprompted(self) -> list[Candidates]:
+        """The same candidates with updates where they were written, asked nothing yet; none where they are."""
+        return [Candidates(self.written, self._costs, self._others, self._ways.unprompted)] if self.prompt else []
+
+    def forget_prompt(self) -> None:
+        """From now on leave updates where they were written."""
+        self._begin(self._ways.unprompted)
+
+    def forget_host(self) -> None:
+        """From now on plan by recomputation alone."""
+        if not self.written.job.host_budget:
+            return  # as ever
+        self.variants = without_host(self.variants)
+        self._ways = self._ways.without_host
+        self._more = self._ways.more[len(self._ways.more) - len(self._more) :]
+        self._others = without_host([*self._others])
+        self._starts, self._bodies, self._parts = without_host(self._starts), [], {}
+
+
+def _some(variant: Variant | None) -> list[Variant]:
+    return [] if variant is None else [variant]

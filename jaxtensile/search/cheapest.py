@@ -1,0 +1,83 @@
+"""Which of some ways to rewrite a program has the cheapest plan?
+
+All are compared by what they cost over the program as written.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import replace
+from functools import cache
+
+from jaxtensile.ir.plan import Plan
+from jaxtensile.search.variants import Variant, charge_of
+from jaxtensile.units import Bytes
+
+
+def ordered(variants: list[Variant]) -> list[Variant]:
+    """Cheapest first, by what they cost before anything is planned."""
+    return sorted(variants, key=lambda v: v.charge)
+
+
+def without_host(variants: list[Variant]) -> list[Variant]:
+    """The same variants, to be planned by recomputation alone; none that stacks in host memory."""
+    return [replace(v, host=False, finer=cache(lambda v=v: without_host(v.finer()))) for v in variants if not v.aside]
+
+
+def cheapest(variants: list[Variant], budget: Bytes, *, least: bool = True) -> tuple[Variant, Plan]:
+    """The cheapest variant and plan that fit; the smallest when none does, unless that is not asked for (``least``).
+    ``variants``: cheapest first.
+
+    Of those that recompute more and more in the same loops, the dearer ones are taken to need less. With stacks
+    on the host they need not: the dearest stacks most, and what it cannot stack there stays on the device.
+    """
+    # What each needs at least matters only where none fits.
+    found = _cheapest(variants, budget, False) if budget > 0 or not least else None
+    if found is not None and (not least or found[1].predicted.device <= budget):
+        return found
+    return _cheapest(variants, budget, True)
+
+
+def _cheapest(variants: list[Variant], budget: Bytes, least: bool) -> tuple[Variant, Plan]:
+    best: tuple[Variant, Plan] | None = None
+
+    @cache
+    def solved(variant: Variant) -> Plan:
+        return variant.solve(max(budget, 0), least=least)
+
+    def fits(variant: Variant) -> bool:
+        return solved(variant).predicted.device <= budget
+
+    def consider(variant: Variant) -> None:
+        nonlocal best
+        if best is not None and best[1].predicted.device <= budget and charge_of(*best) <= variant.charge:
+            return
+        found = variant, solved(variant)
+        if best is None or rank(found, budget) < rank(best, budget):
+            best = found
+
+    for similar in _chains(variants):
+        first = 0
+        if not similar[0].aside:
+            first = bisect_left(similar, True, key=fits) if fits(similar[-1]) else len(similar) - 1
+        for variant in similar[first:]:
+            consider(variant)
+    assert best is not None, "there is always the program as it is"
+    if best[1].predicted.device <= budget:
+        for variant in best[0].finer():
+            consider(variant)
+    return best
+
+
+def _chains(variants: list[Variant]) -> list[list[Variant]]:
+    """Variants that differ in their loops alone, with and without stacks on the host."""
+    chains: dict[tuple[int, bool, bool], list[Variant]] = {}
+    for variant in variants:
+        chains.setdefault((id(variant.base), variant.aside > 0, bool(variant.inside)), []).append(variant)
+    return list(chains.values())
+
+
+def rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:
+    """Of two, the one of lower rank is better: what fits first, and what costs less; of what does not, the smaller."""
+    device = found[1].predicted.device
+    return (device > budget, device if device > budget else charge_of(*found))

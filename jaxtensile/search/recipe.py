@@ -1,0 +1,280 @@
+"""How a program was rewritten and planned, as data, and the way back to both.
+
+Invariant: what comes back is the variant and the plan that the recipe was written of, or ``Unlike`` is raised:
+every step is taken again by the code that took it first, loops must be linked as they were, and the program that
+results must have the graph it had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from jaxtensile.ir.ir import Graph, Op, OpId, ValueId
+from jaxtensile.ir.plan import Action, Costs, Keep, MemoryUse, Offload, Plan, Program, Remat
+from jaxtensile.passes.offload.loops import InnerPlan, LoopPlan, find_pairs
+from jaxtensile.program.bodies import bodies_of
+from jaxtensile.rewrites.rows.stretch import Seed
+from jaxtensile.search.variants import (
+    Inside,
+    Variant,
+    body_alone,
+    inward,
+    joined,
+    looping,
+    prompted,
+    sliced,
+    sunk,
+    with_chunks,
+    with_inner,
+    with_inside,
+    with_nests,
+)
+
+
+class Unlike(ValueError):
+    """The recipe is about another program."""
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True):
+    """An op of a planned program: the original op that it repeats (-1: ``primitive``, inserted) on these values."""
+
+    origin: int
+    primitive: str
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+class Schedule(msgspec.Struct, frozen=True, array_like=True):
+    """A planned program; a number alone is an op of the original on its own values.
+
+    ``versions``: (value of the original, memory space) of every further value.
+    """
+
+    steps: tuple[int | Step, ...]
+    versions: tuple[tuple[int, str], ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    donated: tuple[int, ...]
+    output_slots: tuple[int | None, ...]
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """A plan; ``actions``: (kind, value, bytes, recipe or whether it is hidden)."""
+
+    schedule: Schedule
+    actions: tuple[tuple[str, int, int, int], ...]
+    predicted: MemoryUse
+    overhead: float
+    recompute_flops: float
+    solver: str
+    offload_bytes: int
+    wait: float
+    gap: float | None
+    bound: float | None
+
+
+class Recipe(msgspec.Struct, frozen=True):
+    """Ways of rewriting in their order, the plan, and ``graph``: what the rewritten program must look like."""
+
+    undone: bool
+    host: bool
+    sunk: bool
+    sliced: bool
+    joined: bool
+    nested: tuple[tuple[int, int], ...]
+    loops: tuple[LoopPlan, ...]
+    inside: tuple[InBody, ...]
+    graph: str
+    plan: Planned
+    chunked: tuple[Seed, int] | None = None
+    prompt: bool = False
+    inward: bool = False
+    inner: tuple[InnerPlan, ...] = ()
+
+
+class InBody(msgspec.Struct, frozen=True):
+    """What became of a body: of which op, and which of its bodies."""
+
+    op: int
+    body: int
+    recipe: Recipe
+
+
+_KINDS: Final = {"keep": Keep, "remat": Remat, "offload": Offload}
+_NAMES: Final = {kind: name for name, kind in _KINDS.items()}
+
+
+def fingerprint(graph: Graph) -> str:
+    """Equal for equal graphs, in every process."""
+    return hashlib.sha256(msgspec.msgpack.encode(graph, order="deterministic")).hexdigest()
+
+
+def recipe_of(variant: Variant, plan: Plan) -> Recipe:
+    """How ``variant`` and its plan came about."""
+    return Recipe(
+        undone=variant.undone is not None,
+        host=variant.host,
+        prompt=variant.prompt,
+        sunk=variant.sunk,
+        sliced=variant.sliced > 0,
+        chunked=variant.chunked,
+        joined=variant.joined > 0,
+        inward=variant.inward > 0,
+        nested=variant.nested,
+        inner=variant.inner,
+        loops=variant.loops,
+        inside=tuple(InBody(*i.key, recipe_of(i.variant, i.plan)) for i in variant.inside),
+        graph=fingerprint(variant.traced.graph),
+        plan=_written(variant.traced.graph, plan),
+    )
+
+
+def replay(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Plan]:
+    """The variant and the plan of a recipe.
+
+    ``start``: the program as written, or without its checkpoints where the recipe says so; ``costs``: of the
+    program as written. Raises ``Unlike`` where the recipe does not go with it.
+    """
+    try:
+        return _replayed(recipe, start, costs)
+    except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
+        raise error if isinstance(error, Unlike) else Unlike(f"{type(error).__name__}: {error}") from None
+
+
+def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Plan]:
+    if (start.undone is not None) != recipe.undone:
+        raise Unlike("its checkpoints are undone in one and not in the other")
+    variant = replace(start, host=recipe.host)
+    taken = (recipe.sunk, sunk), (recipe.prompt, prompted), (recipe.sliced, sliced), (recipe.joined, joined)
+    for wanted, way in (*taken, (recipe.inward, inward)):
+        found = way(variant, costs) if wanted else variant
+        if found is None:
+            raise Unlike(f"nothing of it can be {way.__name__}")
+        variant = found
+    if recipe.chunked is not None:
+        in_parts = with_chunks(variant, costs, *recipe.chunked)
+        if in_parts is None:
+            raise Unlike("nothing of it can be done in parts")
+        variant = in_parts
+    if recipe.nested:
+        variant = with_nests(variant, costs, dict(recipe.nested))
+    if recipe.inner:
+        variant = with_inner(variant, recipe.inner)
+    if recipe.loops:
+        pairs = find_pairs(variant.base.graph)
+        if any(plan.pair not in pairs for plan in recipe.loops):
+            raise Unlike("its loops are linked in another way")
+        variant = looping(variant)(recipe.loops)
+    if recipe.inside:
+        variant = with_inside(variant, [_inside(variant, inner) for inner in recipe.inside])
+    if fingerprint(variant.traced.graph) != recipe.graph:
+        raise Unlike("the rewritten program is another one")
+    return variant, _plan(variant.traced.graph, recipe.plan)
+
+
+def _inside(variant: Variant, inner: InBody) -> Inside:
+    body = bodies_of(variant.looped, inner.op)[inner.body]
+    made, plan = _replayed(inner.recipe, *body_alone(variant.job, body))
+    return Inside(key=(inner.op, inner.body), trips=body.trips, variant=made, plan=plan)
+
+
+# ---- plans --------------------------------------------------------------------------------------
+
+
+def _written(graph: Graph, plan: Plan) -> Planned:
+    program = plan.program
+    return Planned(
+        schedule=Schedule(
+            steps=tuple(_step(graph, op, program.origin[op.id]) for op in program.graph.ops),
+            versions=tuple(
+                (program.version_of[value.id], value.space) for value in program.graph.values[len(graph.values) :]
+            ),
+            inputs=program.graph.inputs,
+            outputs=program.graph.outputs,
+            donated=tuple(sorted(program.graph.donated)),
+            output_slots=program.graph.output_slots,
+        ),
+        actions=tuple(map(_told, plan.actions)),
+        predicted=plan.predicted,
+        overhead=plan.overhead,
+        recompute_flops=plan.recompute_flops,
+        solver=plan.solver,
+        offload_bytes=plan.offload_bytes,
+        wait=plan.wait,
+        gap=plan.gap,
+        bound=plan.bound,
+    )
+
+
+def _step(graph: Graph, op: Op, origin: int) -> int | Step:
+    old = graph.ops[origin] if origin >= 0 else None
+    if old is not None and (old.operands, old.results) == (op.operands, op.results):
+        return origin
+    return Step(origin, "" if old is not None else op.primitive, op.operands, op.results)
+
+
+def _told(action: Action) -> tuple[str, int, int, int]:
+    last = action.recipe if isinstance(action, Remat) else int(isinstance(action, Offload) and action.hidden)
+    return _NAMES[type(action)], action.value, action.nbytes, last
+
+
+def _plan(graph: Graph, planned: Planned) -> Plan:
+    return Plan(
+        program=_program(graph, planned.schedule),
+        actions=tuple(_action(*told) for told in planned.actions),
+        predicted=planned.predicted,
+        overhead=planned.overhead,
+        recompute_flops=planned.recompute_flops,
+        solver=planned.solver,
+        offload_bytes=planned.offload_bytes,
+        wait=planned.wait,
+        gap=planned.gap,
+        bound=planned.bound,
+    )
+
+
+def _action(kind: str, value: int, nbytes: int, last: int) -> Action:
+    if kind == "keep":
+        return Keep(ValueId(value), nbytes)
+    return Remat(ValueId(value), nbytes, OpId(last)) if kind == "remat" else Offload(ValueId(value), nbytes, bool(last))
+
+
+def _program(graph: Graph, schedule: Schedule) -> Program:
+    count = len(graph.values)
+    values = list(graph.values)
+    for v, space in schedule.versions:
+        values.append(replace(graph.values[v], id=ValueId(len(values)), space=space))
+    ops: list[Op] = []
+    origin: list[int] = []
+    for step in schedule.steps:
+        if isinstance(step, int):
+            step = Step(step, "", graph.ops[step].operands, graph.ops[step].results)
+        ops.append(_op(graph, step, len(ops)))
+        origin.append(step.origin)
+    laid = Graph(
+        values=tuple(values),
+        ops=tuple(ops),
+        inputs=_ids(schedule.inputs),
+        outputs=_ids(schedule.outputs),
+        donated=frozenset(_ids(schedule.donated)),
+        output_slots=tuple(None if v is None else ValueId(v) for v in schedule.output_slots),
+    )
+    return Program(laid, tuple(origin), (*range(count), *(v for v, _ in schedule.versions)))
+
+
+def _op(graph: Graph, step: Step, id: int) -> Op:
+    if step.origin < 0:
+        return Op(id=OpId(id), primitive=step.primitive, operands=_ids(step.operands), results=_ids(step.results))
+    return graph.ops[step.origin].on(id, step.operands, step.results)
+
+
+def _ids(numbers: Sequence[Any]) -> tuple[ValueId, ...]:
+    return tuple(map(ValueId, numbers))
+
+
+__all__ = ["Recipe", "Unlike", "fingerprint", "recipe_of", "replay"]

@@ -1,0 +1,1 @@
+"""Which options does a function get: its code's, the config's, or the defaults?"""

@@ -1,0 +1,180 @@
+"""What may a function be called in a config, and which names in configs are no planned function's?
+
+A name that nothing has is told once: when a function is planned that has almost that name and no table of its own,
+else when the process ends, unless it is one in a script that was not loaded. It is a ``ConfigWarning`` at the line of
+the config.
+
+Invariant: nothing here keeps a function alive.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path, PurePath
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from jaxtensile.errors import ConfigError, ConfigWarning
+from jaxtensile.runtime.config.config import Config
+from jaxtensile.runtime.config.functions import Identity, is_pattern, nearest_first
+from jaxtensile.runtime.config.tables import dotted
+
+NEAR: Final = 0.8
+"""Likeness of two names, from 0 to 1 (``difflib``), from which a function is taken to be meant by another's table."""
+_DEPTH: Final = 100
+"""Wrappers in one another, at most."""
+
+_lock = threading.Lock()
+_stand_ins: WeakKeyDictionary[Any, Identity] = WeakKeyDictionary()
+
+
+# ---- names of a function --------------------------------------------------------------------------
+
+
+def identity_of(fun: Any) -> Identity:
+    """What ``fun`` may be called, with what it wraps (``functools.partial``, ``functools.wraps``, methods)."""
+    with _lock:
+        known = _stand_ins.get(fun) if inspect.isfunction(fun) else None
+    if known is not None:
+        return known
+    layers = list(_layers(fun))
+    names = dict.fromkeys(name for layer in layers for name in _names(layer))
+    code = next((c for layer in reversed(layers) if (c := getattr(layer, "__code__", None)) is not None), None)
+    file = getattr(code, "co_filename", "")
+    return Identity(tuple(names), os.path.abspath(file) if file else "")
+
+
+def stand_in(made: Callable[..., Any], fun: Any) -> None:
+    """From now on ``made``, a function of our own, is called what ``fun`` is."""
+    found = identity_of(fun)
+    with _lock:
+        _stand_ins[made] = found
+
+
+def _layers(fun: Any) -> Iterator[Any]:
+    """``fun`` and what it wraps, from the outside in; of a callable object the class and its ``__call__`` last."""
+    for _ in range(_DEPTH):
+        yield fun
+        if isinstance(fun, partial):
+            fun = fun.func
+        elif inspect.ismethod(fun):
+            fun = fun.__func__
+        elif callable(wrapped := getattr(fun, "__wrapped__", None)):
+            fun = wrapped
+        else:
+            break
+    if not hasattr(fun, "__name__"):
+        yield type(fun)
+        yield type(fun).__call__
+
+
+def _names(layer: Any) -> Iterator[str]:
+    """``step``, ``Trainer.step``, ``train.Trainer.step``, ...: its own name first."""
+    name, long = getattr(layer, "__name__", None), getattr(layer, "__qualname__", None)
+    if not isinstance(name, str) or name == "__call__":
+        return
+    yield name
+    module = getattr(layer, "__module__", None)
+    parts = [part for part in (module, long) if isinstance(part, str)]
+    parts = ".".join(parts).replace("<locals>.", "").split(".")
+    yield from (".".join(parts[k:]) for k in reversed(range(len(parts))))
+
+
+# ---- names that nothing has -----------------------------------------------------------------------
+
+
+@dataclass
+class _File:
+    """What is known of one config's ``[functions]``: the places of those not yet matched nor told, and the functions
+    that were planned, by their shortest names."""
+
+    places: dict[str, str] = field(default_factory=dict[str, str])
+    done: set[str] = field(default_factory=set[str])
+    planned: dict[str, None] = field(default_factory=dict[str, None])
+
+
+_files: dict[Hashable, _File] = {}
+"""By the file's name; of tables that were in no file, with the names in them."""
+
+
+def planned(config: Config, who: Identity) -> None:
+    """A function is planned by this config: tell whether another's table was meant for it."""
+    if not config.functions or not who.names:
+        return
+    with _lock:
+        written = any(place != config.file for place in config.places.values())
+        known = _files.setdefault(config.file if written else (config.file, *config.functions), _File())
+        known.places = {name: _place(config, name) for name in config.functions}  # a file may have been mended
+        mine = nearest_first(config.functions, who)
+        known.done.update(mine)
+        known.planned[who.names[0]] = None
+        near: list[str] = []
+        if all(is_pattern(name) for name in mine):
+            left = [name for name in known.places if name not in known.done and not is_pattern(name)]
+            open_ = {name.rpartition(":")[2]: name for name in left if not _is_elsewhere(name, known.places[name])}
+            near = [open_[n] for own in who.names for n in get_close_matches(own, open_, 1, NEAR)][:1]
+            known.done.update(near)
+        places = dict(known.places)
+    for name in near:
+        _warn(places[name], f"[{dotted(('functions', name))}] names no function so far: did you mean {who.names[0]!r}?")
+
+
+def _place(config: Config, name: str) -> str:
+    """Where the first key of a table is."""
+    keys = (("functions", name, key) for key in config.functions[name].said())
+    return next((config.places[key] for key in keys if key in config.places), config.file)
+
+
+def tell() -> None:
+    """Warn of names that no function had that was planned so far, each once; at the end this is called by itself."""
+    with _lock:
+        told = [
+            (place, name, tuple(known.planned))
+            for known in _files.values()
+            for name, place in known.places.items()
+            if name not in known.done and not _is_elsewhere(name, place)
+        ]
+        for known in _files.values():
+            known.done.update(known.places)
+    for place, name, functions in told:
+        close = get_close_matches(name.rpartition(":")[2], functions, 1, 0.0)
+        nearest = f"the nearest of {len(functions)} is {close[0]!r}" if close else "there was none"
+        _warn(place, f"[{dotted(('functions', name))}] names no function that was planned: {nearest}")
+
+
+def _is_elsewhere(name: str, place: str) -> bool:
+    """Whether a table is of a script that this process has not loaded: several may share a config."""
+    file = name.rpartition(":")[0]
+    if not file:
+        return False
+    loaded = (getattr(module, "__file__", None) for module in tuple(sys.modules.values()))
+    if any(PurePath(os.path.abspath(path)).match(file) for path in loaded if isinstance(path, str)):
+        return False
+    folders = Path(place).parent, Path()
+    try:
+        return any(folder.joinpath(file).is_file() or next(folder.glob(file), None) for folder in folders)
+    except (OSError, ValueError, NotImplementedError):  # an absolute pattern
+        return False
+
+
+def _warn(place: str, text: str) -> None:
+    file, _, line = place.rpartition(":")
+    here = (file, int(line)) if line.isdigit() else (place, 0)
+    try:
+        warnings.warn_explicit(text, ConfigWarning, *here)
+    except ConfigWarning:  # where warnings are to be errors, it is one of the config's
+        raise ConfigError(f"{place}: {text}") from None
+
+
+atexit.register(tell)
+
+__all__ = ["identity_of", "planned", "stand_in", "tell"]

@@ -1,0 +1,150 @@
+"""On which devices does a call run, and as what does a compiler for another device want its arguments?
+
+Invariant: nothing here moves or copies an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
+
+from jaxtensile import _compat
+from jaxtensile.devices.profiles import DeviceProfile, profile_for_kind
+from jaxtensile.errors import TargetError
+from jaxtensile.xla.target import PINNED_HOST, resolve_all
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a call runs: a device to ask for its kind, and over how many devices it is spread."""
+
+    device: Any
+    count: int
+    key: Hashable
+    """Equal where the same executable serves."""
+    devices: tuple[Any, ...] = ()
+    """All of them, by their ids."""
+
+
+def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Location | None:
+    """The devices of a call; None when its arguments are on devices that do not go together.
+
+    ``traced``: what ``jax.jit``'s ``trace`` gave; ``options``: the arguments of ``jax.jit``.
+    """
+    leaves = [x for x in jax.tree.leaves((args, kwargs)) if _is_committed(x)]
+    sets = {frozenset(x.sharding.device_set) for x in leaves} | _compat.device_sets(traced)
+    if len(sets) > 1:
+        return None
+    devices = next(iter(sets), None) or frozenset([_default_device(options)])
+    device = min(devices, key=lambda d: d.id)
+    where: Hashable = (device.client, device.device_kind)
+    if len(devices) > 1:
+        where = (devices, *map(_spread, leaves))
+    kinds = tuple(sorted({str(x.sharding.memory_kind) for x in leaves} - {"None", "device"}))
+    return Location(device, len(devices), (where, kinds), tuple(sorted(devices, key=lambda d: d.id)))
+
+
+def placements(args: Any, kwargs: Any) -> list[str]:
+    """Where each argument has been put, in words that are the same in every process; empty where nobody has."""
+    return [str(x.sharding) if _is_committed(x) else "" for x in jax.tree.leaves((args, kwargs))]
+
+
+def is_nowhere(traced: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a program is looked at for a mesh without devices: no device can be asked for its bytes."""
+    leaves = (x.sharding for x in jax.tree.leaves((args, kwargs)) if _is_committed(x))
+    return any(map(_compat.is_abstract, (*leaves, *_compat.asked_shardings(traced))))
+
+
+def profile_of(device: Any) -> DeviceProfile:
+    """What the table knows of a device that JAX has."""
+    return profile_for_kind(device.device_kind, device.platform)
+
+
+def device_name(device: Any) -> str:
+    """How configs and coordinators name a device: ``cuda:0``."""
+    return f"{profile_of(device).platform}:{device.id}"
+
+
+def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """The arguments of ``plain``, a ``jax.jit`` result, as the compiler of ``target`` wants them: abstract, placed.
+
+    Arguments with ``NamedSharding``s over several devices have the same ones over as many devices of the target.
+    Raises ``TargetError`` for arguments sharded in other ways.
+    """
+    given = {d: None for x in jax.tree.leaves((args, kwargs)) for d in _mesh_devices(x)}
+    devices = resolve_all(target, max(len(given), 1))
+    there = dict(zip(sorted(given, key=_order), devices, strict=bool(given))) if given else {}
+    numbers, names = _compat.static_arguments(plain)
+
+    def abstract(x: Any) -> Any:
+        sharding = _sharding_there(x, there) if there else SingleDeviceSharding(devices[0])
+        if not isinstance(x, jax.ShapeDtypeStruct):
+            if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+                return x  # Python scalars go where the arrays are; anything else is JAX's to refuse
+            x = jax.typeof(x)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+
+    placed = (x if i in numbers else jax.tree.map(abstract, x) for i, x in enumerate(args))
+    return tuple(placed), {k: x if k in names else jax.tree.map(abstract, x) for k, x in kwargs.items()}
+
+
+def _mesh_devices(x: Any) -> Sequence[Any]:
+    """The devices of a sharded argument in their order, numbers for those of an abstract mesh; none for any other."""
+    sharding: Any = getattr(x, "sharding", None) if _is_committed(x) else None
+    if isinstance(sharding, NamedSharding) and sharding.memory_kind != PINNED_HOST:
+        mesh = sharding.mesh
+        found = list(range(mesh.size)) if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
+    elif sharding is None or len(sharding.device_set) == 1:
+        return ()
+    else:
+        raise TargetError(
+            f"an argument of shape {x.shape} is sharded by {sharding}, which cannot be carried over to the devices of "
+            "a target: give it a NamedSharding in device memory"
+        )
+    return found if len(found) > 1 else ()
+
+
+def _order(device: Any) -> int:
+    return device if isinstance(device, int) else device.id
+
+
+def _sharding_there(x: Any, there: Mapping[Any, Any]) -> NamedSharding | None:
+    """The sharding of an argument over the devices of the target; None where it says nothing."""
+    if not _is_committed(x):
+        return None
+    if not _mesh_devices(x):
+        raise TargetError(
+            f"an argument of shape {x.shape} is on one device and others are sharded over {len(there)}, so that they "
+            "do not go together: give it a NamedSharding of their mesh, or none"
+        )
+    mesh, spec = x.sharding.mesh, x.sharding.spec
+    placed = np.array([there[d] for d in _mesh_devices(x)]).reshape(mesh.axis_sizes)
+    return NamedSharding(Mesh(placed, mesh.axis_names, axis_types=mesh.axis_types), spec)
+
+
+def _is_committed(x: Any) -> bool:
+    """Whether an argument says where the program runs: committed arrays and placed abstract ones."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.sharding is not None
+    return isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.committed
+
+
+def _spread(x: Any) -> Hashable:
+    """How an array lies on its devices: equal where the same program serves."""
+    try:
+        return str(x.sharding.devices_indices_map(x.shape))
+    except NotImplementedError:  # partial sums: which device holds what says too little
+        return x.sharding
+
+
+def _default_device(options: Mapping[str, Any]) -> Any:
+    backend = options.get("backend")
+    return options.get("device") or (jax.local_devices(backend=backend)[0] if backend else _compat.default_device())
+
+
+__all__ = ["Location", "as_for", "device_name", "is_nowhere", "location", "placements", "profile_of"]

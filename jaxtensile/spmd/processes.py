@@ -1,0 +1,204 @@
+"""Which plan runs where the devices of one call belong to several processes? The one that the first of them makes.
+
+It decides all: whether the program fits as it is, which plan, under which compiler options. The others are sent the
+plan as data, as the plan cache keeps it, with the rates and the budget that it was made for; they make the same
+program of it and compile that alone. Nothing runs before all were found to hold the same text and options.
+
+Invariant: every process of a call runs one program, or all of them raise one error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import msgspec
+
+from jaxtensile._compat import JAX_VERSION, lower
+from jaxtensile.devices.measured import jaxlib_version
+from jaxtensile.devices.profiles import DeviceProfile
+from jaxtensile.errors import AgreementError
+from jaxtensile.faults import told, unless_faulty
+from jaxtensile.planner import pipeline
+from jaxtensile.planner.attempts import Watch, nothing
+from jaxtensile.planner.plan_cache import FLAGS, Entry, Plans, package, plan_cache
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.search.recipe import fingerprint
+from jaxtensile.search.request import Fitted, Job
+from jaxtensile.spmd.agreement import Agreed, Question, agree
+from jaxtensile.spmd.keystore import store
+from jaxtensile.spmd.location import placements
+from jaxtensile.units import Bytes
+from jaxtensile.xla.target import is_absent
+
+_OF_ONE_PROCESS: Final = ("--xla_dump", "--xla_force_host_platform_device_count")
+"""Flags that may differ: they do not change what a program is compiled to."""
+_ALONE: Final = {"cuda": {"xla_gpu_shard_autotuning": False}}
+"""Compiler options for programs that one process compiles without the others: XLA:GPU shares out the tuning of kernels
+among the processes of a program, and would wait for those that do not compile it."""
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """``entry``: the plan, None for the program as it is; ``device`` and ``budget``: what it was made for."""
+
+    entry: Entry | None
+    device: DeviceProfile
+    budget: Bytes
+
+
+def members_of(devices: Sequence[Any]) -> tuple[int, ...]:
+    """The processes whose devices these are, where that takes an agreement: none for those of one process."""
+    if jax.process_count() == 1 or not devices or is_absent(devices[0]):
+        return ()
+    found = tuple(sorted({d.process_index for d in devices}))
+    return found if found != (jax.process_index(),) else ()
+
+
+def fit(
+    job: Job, devices: Sequence[Any], *, budget: object, known: dict[str, Agreed], baseline: bool = False
+) -> Fitted:
+    """``pipeline.fit``, and one plan for all processes of the call.
+
+    ``devices``: of the call; ``budget``: as the user wrote it; ``known``: what was agreed on before, by question: asked
+    again, it needs no other process. Raises ``AgreementError`` in all processes, or in none.
+    """
+    members = members_of(devices)
+    if not members:
+        return pipeline.fit(job, baseline=baseline, plans=plan_cache())
+    me = jax.process_index()
+    if me not in members:
+        raise AgreementError(
+            f"process {me} has none of the devices of {job.name}, which are those of processes "
+            f"{', '.join(map(str, members))}: plan it there"
+        )
+    job = replace(job, options={**_ALONE.get(job.device.platform, {}), **job.options})
+    question = _question(job, devices, budget)
+    key = hashlib.sha256(msgspec.msgpack.encode(question.same, order="deterministic")).hexdigest()
+    here = _Here(job, members, baseline)
+    if key in known:
+        before = known[key]
+        fitted, digest = here.follow(before.answer, nothing)
+        if digest != before.digest:
+            raise AgreementError(
+                f"{job.name} has become another program than the one that was agreed on (digests {digest[:12]} and "
+                f"{before.digest[:12]}): call its clear_cache() in all processes, so that they agree anew"
+            )
+        return fitted
+    shared = store()
+    if shared is None:
+        raise AgreementError(
+            f"{job.name} runs on devices of {len(members)} processes, and they have no way to agree on a plan: call "
+            "jax.distributed.initialize() first"
+        )
+    fitted, known[key] = agree(shared, me, members, job.name, question, here.lead, here.follow)
+    return fitted
+
+
+def refuse(devices: Sequence[Any], name: str, what: str) -> None:
+    """``AgreementError`` for what can only be decided by one process, where the devices are those of several."""
+    members = members_of(devices)
+    if members:
+        raise AgreementError(
+            f"{name} runs on devices of {len(members)} processes, and {what} changes the plan in one of them alone: "
+            "leave it out, and give all of them the same budget="
+        )
+
+
+def _question(job: Job, devices: Sequence[Any], budget: object) -> Question:
+    program = unless_faulty(lambda: _told(job), told)
+    where = placements(job.args, job.kwargs)
+    same = {
+        "the version of jaxtensile": package()[:12],
+        "the version of jax": ".".join(map(str, JAX_VERSION)),
+        "the version of jaxlib": jaxlib_version(),
+        **{f"${name}": _flags(os.environ.get(name, "")) for name in FLAGS},
+        "the function": job.name,
+        "the traced program": program,
+        "the device kind": job.device.name,
+        "the devices": ", ".join(str(d.id) for d in devices),
+        "where the arguments are": "; ".join(where),
+        "budget": repr(budget),
+        "solver": repr(job.solver),
+        "the weight of memory traffic, which objective= gives": str(job.device.traffic_weight),
+        "undo": str(job.undo),
+        "chunk": str(job.chunk),
+        "offload_state": str(job.place is not None),
+        "host_budget": "none" if not job.host_budget else "given",
+        "keep_unused": str(job.keep_unused),
+        "compiler_options": repr(sorted((name, repr(value)) for name, value in job.options.items())),
+    }
+    return Question(same, msgspec.msgpack.encode(job.budget))
+
+
+def _told(job: Job) -> str:
+    graph = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused).graph
+    return f"one of {len(graph.ops)} operations ({fingerprint(graph)[:12]})"
+
+
+def _flags(given: str) -> str:
+    return " ".join(sorted(flag for flag in given.split() if not flag.startswith(_OF_ONE_PROCESS)))
+
+
+class _Kept:
+    """Plans of earlier processes; ``entry``: the last that was found or kept."""
+
+    def __init__(self, plans: Plans | None) -> None:
+        self.plans = plans
+        self.entry: Entry | None = None
+
+    @property
+    def folder(self) -> Path:
+        assert self.plans is not None, "asked only of what was found there"
+        return self.plans.folder
+
+    def find(self, key: str) -> Entry | None:
+        self.entry = self.plans.find(key) if self.plans is not None else None
+        return self.entry
+
+    def keep(self, entry: Entry) -> None:
+        self.entry = entry
+        if self.plans is not None:
+            self.plans.keep(entry)
+
+    def pass_over(self, key: str, problem: str) -> None:
+        if self.plans is not None:
+            self.plans.pass_over(key, problem)
+
+
+@dataclass
+class _Here:
+    """This process in a round. ``made``: the leader's own."""
+
+    job: Job
+    members: tuple[int, ...]
+    baseline: bool
+    made: Fitted | None = None
+
+    def lead(self, own: Sequence[bytes], watch: Watch) -> bytes:
+        """Plan for the smallest of the budgets: the same percentage is not the same everywhere."""
+        job = replace(self.job, budget=min(msgspec.msgpack.decode(b, type=int) for b in own))
+        kept = _Kept(plan_cache())
+        self.made = pipeline.fit(job, watch=watch, baseline=self.baseline, plans=kept)
+        entry = None if self.made.evaluate is None else kept.entry
+        return msgspec.msgpack.encode(Answer(entry, job.device, job.budget))
+
+    def follow(self, answer: bytes, watch: Watch) -> tuple[Fitted, str]:
+        """What the answer leads to here, compiled, and the digest of its text and options."""
+        fitted, job = self.made, self.job
+        if fitted is None:
+            given = msgspec.msgpack.decode(answer, type=Answer)
+            job = replace(job, budget=given.budget, device=given.device)
+            fitted = pipeline.follow(job, given.entry, watch, baseline=self.baseline)
+        text = lower(fitted.jitted, job.args, job.kwargs).as_text()
+        options = sorted((name, repr(value)) for name, value in fitted.options.items())
+        digest = hashlib.sha256(text.encode() + repr(options).encode()).hexdigest()
+        note = f"one plan for {len(self.members)} processes, made by process {self.members[0]}"
+        return replace(fitted, report=replace(fitted.report, notes=(*fitted.report.notes, note))), digest
+
+
+__all__ = ["fit", "members_of", "refuse"]

@@ -1,0 +1,172 @@
+"""What does XLA say: lower and compile, read the allocation back, survive the known failures.
+
+Invariant: the executable measured here is the one the jit object runs afterwards: options are
+part of the jit object, never of a separate compile.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxtensile import _compat
+from jaxtensile.devices.profiles import DeviceProfile
+from jaxtensile.errors import TargetError
+from jaxtensile.ir.plan import NOTHING_AGAIN, MemoryUse, Recomputed
+from jaxtensile.units import Bytes, Seconds
+from jaxtensile.xla.hlo import recomputed
+
+Options = Mapping[str, Any]
+"""``compiler_options`` of ``jax.jit``."""
+
+RESERVED = "xla_tpu_user_reserved_hbm_bytes"
+_SLOP = "xla_gpu_memory_limit_slop_factor"
+_DISABLED = "xla_disable_hlo_passes"
+REMATERIALIZATION = "rematerialization"
+"""The pass in which XLA recomputes by itself."""
+_SCHEDULED = 0.8
+"""Of a GPU's memory XLA schedules for this share, times percent of ``_SLOP`` (95, unless told otherwise)."""
+RECOMPUTES = 0.95 * _SCHEDULED
+"""Share of a GPU's memory from which on XLA recomputes by itself."""
+_TILE_SIZES = "output tile sizes"
+_NO_BACKEND = "Unknown backend"
+_OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CompileTimeHbmOom", "Ran out of memory")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One executable: the jit object that owns it and what XLA allocates for it.
+
+    ``memory`` is None when the compiler refused for lack of memory; ``needs`` is then its own
+    figure if it gave one.
+    """
+
+    jitted: Any
+    memory: MemoryUse | None
+    options: Options
+    seconds: Seconds
+    notes: tuple[str, ...] = field(default=())
+    refusal: str = ""
+    again: Recomputed = NOTHING_AGAIN
+    """What XLA computes twice by itself, where that was asked."""
+
+    @property
+    def device(self) -> Bytes:
+        """Bytes on the device; larger than any budget when the compiler refused."""
+        return self.memory.device if self.memory is not None else 1 << 62
+
+
+def compile_program(
+    make: Callable[[Options], Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    meanwhile: Callable[[], object] | None = None,
+    counts: DeviceProfile | None = None,
+) -> Compiled:
+    """Compile ``make(options)`` (a jit object) for the arguments and read its allocation.
+
+    ``meanwhile`` is called while XLA, which needs no Python, works in another thread; ``counts``: the device for which
+    what XLA recomputes is counted.
+    """
+    started = time.perf_counter()
+    notes: tuple[str, ...] = ()
+    for attempt in _attempts(options):
+        jitted = make(attempt)
+        try:
+            # Only XLA's part runs elsewhere: tracing and lowering read this thread's configuration.
+            lowered = _compat.lower(jitted, args, kwargs)
+            if meanwhile is None:
+                executable = lowered.compile()
+            else:
+                with ThreadPoolExecutor(1) as pool:
+                    compiling = pool.submit(lowered.compile)
+                    now, meanwhile = meanwhile, None
+                    now()
+                executable = compiling.result()
+        except Exception as error:
+            text = str(error)
+            if _TILE_SIZES in text and "xla_gpu_enable_triton_gemm" not in attempt:
+                notes = ("XLA found no tile sizes for a product: compiled with xla_gpu_enable_triton_gemm=False",)
+                continue
+            if _NO_BACKEND in text:
+                raise TargetError(
+                    "callbacks into Python cannot be compiled for a device that is not here: leave them out to plan "
+                    f"for it, or plan where the device is ({text.partition(chr(10))[0]})"
+                ) from None
+            if any(mark in text for mark in _OUT_OF_MEMORY):
+                seconds = time.perf_counter() - started
+                return Compiled(jitted, None, attempt, seconds, notes, text.split("\n", 1)[0][:300])
+            raise
+        again = recomputed(executable.as_text(), counts) if counts is not None else NOTHING_AGAIN
+        seconds = time.perf_counter() - started
+        return Compiled(jitted, memory_of(executable), attempt, seconds, notes, again=again)
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def _attempts(options: Options) -> list[Options]:
+    return [options, {**options, "xla_gpu_enable_triton_gemm": False}]
+
+
+def memory_of(executable: Any) -> MemoryUse:
+    """XLA's own allocation of a compiled executable."""
+    m = executable.memory_analysis()
+    return MemoryUse(
+        argument=int(m.argument_size_in_bytes),
+        output=int(m.output_size_in_bytes),
+        temp=int(m.temp_size_in_bytes),
+        alias=int(m.alias_size_in_bytes),
+        host=int(m.host_temp_size_in_bytes)
+        + int(m.host_argument_size_in_bytes)
+        + int(m.host_output_size_in_bytes)
+        - int(m.host_alias_size_in_bytes),
+        exact=True,
+    )
+
+
+def within(options: Options, spare: Bytes) -> Options:
+    """``options`` for XLA:TPU, and that ``spare`` bytes of the chip's are in use by others.
+
+    It schedules for speed as long as there is room on the chip. Told of less, it spares bytes, by computing things
+    twice where it must; nothing is refused for it.
+    """
+    return options if RESERVED in options else {**options, RESERVED: max(spare, 0)}
+
+
+def disabled(options: Options) -> tuple[str, ...]:
+    """The passes that the user, or ``$XLA_FLAGS``, has XLA leave out."""
+    flags = re.findall(rf"--{_DISABLED}=(\S+)", os.environ.get("XLA_FLAGS", ""))
+    return tuple(filter(None, str(options.get(_DISABLED, flags[-1] if flags else "")).split(",")))
+
+
+def _without_pass(options: Options, name: str) -> Options:
+    return {**options, _DISABLED: ",".join(dict.fromkeys((*disabled(options), name)))}
+
+
+def not_recomputing(platform: str, options: Options) -> Options:
+    """``options`` under which XLA computes nothing twice of its own accord, where that can be told: on GPUs."""
+    return _without_pass(options, REMATERIALIZATION) if platform == "cuda" else options
+
+
+def recomputing(options: Options, capacity: Bytes, aim: Bytes) -> Options:
+    """``options`` under which XLA:GPU recomputes by itself what it must to need no more than ``aim``."""
+    return options if _SLOP in options else {**options, _SLOP: max(int(100 * aim / (_SCHEDULED * capacity)), 1)}
+
+
+def planned_options(platform: str, user: Options) -> list[Options]:
+    """Options under which a rewritten program is worth compiling, best first.
+
+    XLA:CPU of jax 0.10 drops barriers before it schedules, which undoes every recomputation;
+    without its ``cse_barrier_expander`` pass it keeps them, as newer versions do (measured:
+    hand-written remat of a GPT step 592 → 592 MiB with it, 592 → 129 MiB without; same bits).
+    The memory-optimized scheduler is the second choice on both.
+    """
+    if platform != "cpu":
+        return [dict(user)]
+    first = _without_pass(user, "cse_barrier_expander") if _compat.JAX_VERSION < (0, 11) else dict(user)
+    return [first, {**first, "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}]

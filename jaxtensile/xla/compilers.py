@@ -1,0 +1,142 @@
+"""How does a target's compiler differ from the others, as far as static estimates know it?
+
+Invariant: what is said here is a rule of a platform or of a compute capability, never of one program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import is_
+from typing import Final
+
+from jaxtensile.devices.gpu_description import FACTS
+from jaxtensile.devices.profiles import DeviceProfile, profile
+from jaxtensile.ir.ir import Graph, Op, ValueId
+from jaxtensile.passes.lifetimes.expanded import expanded
+from jaxtensile.passes.lifetimes.fusion import CPU, H200, Fuser, fuse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.lifetimes.lowered import Lowered, lowered
+from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide, widened
+from jaxtensile.units import Bytes
+
+_TRITON: Final = (8, 0)
+"""Compute capability from which on XLA:GPU generates products itself."""
+_BF16: Final = (9, 0)
+"""Compute capability from which on XLA:GPU adds and multiplies bf16 as such."""
+_NEW_GPU: Final = "GPU from 9.0"
+_GPU: Final = "GPU from 8.0"
+_OLD_GPU: Final = "older GPU"
+_WIDE: Final = {_GPU: BEFORE_9, _OLD_GPU: BEFORE_8}
+_LIKE_H200: Final = FACTS["nvidia-h200"].multiprocessors
+
+
+@dataclass(frozen=True, slots=True)
+class Margin:
+    """A share of the temporaries, and copies of the largest array that is stored."""
+
+    share: float
+    copies: float
+
+    def of(self, temp: Bytes, largest: Bytes) -> Bytes:
+        """The same in bytes."""
+        return int(self.share * temp + self.copies * largest)
+
+
+MARGINS: Final = {
+    _NEW_GPU: (Margin(0.08, 4), Margin(0.21, 2.5)),
+    _GPU: (Margin(0.08, 4), Margin(0.21, 2.5)),
+    _OLD_GPU: (Margin(0.21, 2.5), Margin(0.21, 2.5)),
+    "cpu": (Margin(0.08, 3), Margin(0.5, 8)),
+    "tpu": (Margin(1.0, 0), Margin(0.21, 1)),
+}
+"""Below and above, by kind of compiler: what ``benchmarks/estimate/targets.py`` finds on its calibration half, of the
+versions of jax there the more. A TPU keeps small arrays on the chip, where they count nothing: there may be none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """``fuser``: how it fuses; ``wide``: what it computes in f32; ``processors``: of a GPU; ``kind``: whose
+    margins count."""
+
+    fuser: Fuser = H200
+    wide: Wide | None = None
+    processors: int = _LIKE_H200
+    kind: str = _NEW_GPU
+
+    @property
+    def low(self) -> Margin:
+        """How far XLA's figure may be below the static one."""
+        return MARGINS[self.kind][0]
+
+    @property
+    def high(self) -> Margin:
+        """How far it may be above."""
+        return MARGINS[self.kind][1]
+
+    @property
+    def spreads(self) -> bool:
+        """Whether it writes products by groups as one product."""
+        return self.kind != "tpu"
+
+    def lowered(self, graph: Graph) -> Lowered:
+        """The graph as this compiler fuses it."""
+        found = expanded(graph, self.processors, groups=self.spreads)
+        if self.wide is not None:
+            found = _then(found, widened(found.graph, self.wide))
+        return found if self.fuser == CPU else _then(found, lowered(found.graph))
+
+    def as_written(self, graph: Graph) -> Graph:
+        """A graph with workspaces as it is where nothing keeps products by groups apart: with the copies they share."""
+        return self.lowered(graph).graph if _shares(graph) else graph
+
+    def with_workspaces(self, graph: Graph) -> Graph:
+        """The graph whose products by groups say what each needs by itself; the same one where there are none."""
+        ops = tuple(map(partial(self._with_workspace, graph), graph.ops))
+        return graph if all(map(is_, ops, graph.ops)) else replace(graph, ops=ops)
+
+    def _with_workspace(self, graph: Graph, op: Op) -> Op:
+        bodies = tuple(map(self.with_workspaces, op.bodies))
+        if not all(map(is_, bodies, op.bodies)):
+            return replace(op, bodies=bodies)
+        if not op.groups or not self.spreads:
+            return op
+        ids = {v: ValueId(n) for n, v in enumerate(dict.fromkeys((*op.operands, *op.results)))}
+        operands, results = (tuple(ids[v] for v in of) for of in (op.operands, op.results))
+        values = tuple(replace(graph.values[v], id=n) for v, n in ids.items())
+        inputs = tuple(dict.fromkeys(operands))
+        alone = self.lowered(Graph(values=values, ops=(op.on(0, operands, results),), inputs=inputs, outputs=results))
+        return replace(op, workspace=live_ranges(alone.graph, fuse(alone.graph, by=self.fuser)).temp)
+
+
+def _shares(graph: Graph) -> bool:
+    return any(op.workspace or any(map(_shares, op.bodies)) for op in graph.ops)
+
+
+def _then(first: Lowered, second: Lowered) -> Lowered:
+    return Lowered(second.graph, tuple(first.origin[i] for i in second.origin))
+
+
+def kind_of(device: DeviceProfile) -> str:
+    """The kind of compiler for a device; a GPU of unknown compute capability is taken for a new one."""
+    if device.platform != "cuda" or device.name not in FACTS:
+        return _NEW_GPU if device.platform == "cuda" else device.platform
+    capability = FACTS[device.name].compute_capability
+    return _NEW_GPU if capability >= _BF16 else _GPU if capability >= _TRITON else _OLD_GPU
+
+
+def compiler_of(device: DeviceProfile) -> Compiler:
+    """The compiler for a device."""
+    kind = kind_of(device)
+    if kind == "cpu":
+        return Compiler(CPU, ON_CPU, 0, kind)
+    if device.name not in FACTS:
+        return Compiler(kind=kind)
+    fuser = Fuser(products=kind != _OLD_GPU, work=_work(device) / _work(profile("nvidia-h200")))
+    return Compiler(fuser, _WIDE.get(kind), FACTS[device.name].multiprocessors, kind)
+
+
+def _work(device: DeviceProfile) -> float:
+    """How long arithmetic takes beside memory traffic, as XLA's cost model has it."""
+    gpu = FACTS[device.name]
+    return device.memory_bandwidth / (gpu.multiprocessors * gpu.fpus * gpu.clock_ghz * 1e9)

@@ -1,0 +1,277 @@
+"""The compile-only device of a target name: the target's own compiler, without the hardware.
+
+Invariant: resolving a target leaves the process as it was. ``jax.devices()`` is what it would
+have been, nothing is printed, and environment variables that libtpu needs otherwise than the user
+set them are so only while its topology is built. (A CUDA target is tried on a small program, which starts JAX's
+usual backends.)
+
+What was found on jax 0.10.2 and 0.12.0.1 (none of it needs a driver):
+
+- XLA:GPU calls ``ptxas`` and reads ``libdevice``: a toolkit in its usual place or the wheels
+  nvidia-cuda-nvcc and nvidia-nvvm; without either every compile fails.
+- CUDA 13's ptxas accepts compute capability 7.5 and newer. For a V100 (7.0) CUDA 12's ptxas
+  (wheel nvidia-cuda-nvcc-cu12) does it, through the compiler option ``xla_gpu_cuda_data_dir``.
+  Compiling for 7.5 instead is no substitute: an f16 step came out 25 % too small.
+- The CUDA plugin looks for cuDNN and the driver once, at the first use of JAX, and if that
+  fails it is out for the process: ``hardware.quiet_plugins`` and the second try here.
+- libtpu takes ``v5e:1x1``, ``v5p:1x1x1``, ``v6e:1x1``. It refuses a second process on the
+  machine (a lock file) unless ``ALLOW_MULTIPLE_LIBTPU_LOAD`` is set, and complains on stderr
+  when JAX loads it on a machine with no TPU: ``hardware.quiet_plugins`` again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from jaxtensile import _compat
+from jaxtensile.devices.gpu_description import CUDNN, FACTS, OLDEST_CUDA13, target_config
+from jaxtensile.devices.hardware import WITHOUT_TPU, has_tpu
+from jaxtensile.devices.profiles import profile
+from jaxtensile.errors import TargetError
+
+Device = Any
+"""``jax.Device``, which is no class to a type checker."""
+
+PINNED_HOST: Final = "pinned_host"
+"""Memory kind of host memory that a device reads and writes by itself."""
+
+_CUDA_PLUGINS: Final = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
+_TPU_TOPOLOGIES: Final = {"tpu-v5e": ("v5e", 2), "tpu-v5p": ("v5p", 3), "tpu-v6e": ("v6e", 2)}
+"""Generation, and in how many directions its chips are wired."""
+_LOCK: Final = threading.RLock()
+
+
+def resolve(name: str) -> Device:
+    """The device to put in a ``SingleDeviceSharding`` to compile for ``name``; the same object every time.
+
+    Raises ``TargetError`` for an unknown name, a missing plugin (with the extra to install) or
+    a compiler that refuses.
+    """
+    with _LOCK:
+        return _resolve(name)
+
+
+def compiler_options(name: str) -> Mapping[str, str]:
+    """Options that every compile for ``name`` needs, to be merged under the user's own."""
+    if name not in FACTS or FACTS[name].compute_capability >= OLDEST_CUDA13:
+        return {}
+    root = _wheel_folder("nvidia.cuda_nvcc")
+    if root is None or not (root / "bin" / "ptxas").is_file():
+        raise TargetError(
+            f"target {name!r} has compute capability {_dotted(FACTS[name].compute_capability)}; CUDA 13's ptxas "
+            f"accepts {_dotted(OLDEST_CUDA13)} and newer, and CUDA 12's is not installed. {_install('cuda-aot')}"
+        )
+    return {"xla_gpu_cuda_data_dir": str(root)}
+
+
+def resolve_all(name: str, count: int) -> tuple[Device, ...]:
+    """``count`` devices to compile one program for; the same objects every time.
+
+    Raises ``TargetError`` as ``resolve``, and where no more than fewer of them go together.
+    """
+    if count == 1:
+        return (resolve(name),)
+    with _LOCK:
+        return _resolve_all(name, count)
+
+
+@cache
+def _resolve_all(name: str, count: int) -> tuple[Device, ...]:
+    resolve(name)  # says what is missing
+    try:
+        match profile(name).platform:
+            case "cpu":
+                found = jax.local_devices(backend="cpu")
+            case "tpu":
+                found = _tpu_topology(_grid(name, count))
+            case "cuda":
+                found = _cuda_topology(target_config(name), count=count)
+    except Exception as error:
+        raise TargetError(f"{count} devices of target {name!r} cannot be compiled for: {_reason(error)}") from error
+    if len(found) < count:
+        raise TargetError(
+            f"the arguments are sharded over {count} devices, and target {name!r} has {len(found)} here: set "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count} before JAX is first used"
+        )
+    return tuple(sorted(found, key=lambda d: d.id)[:count])
+
+
+@cache
+def _resolve(name: str) -> Device:
+    match profile(name).platform:
+        case "cpu":
+            return jax.local_devices(backend="cpu")[0]
+        case "tpu":
+            return _tpu_device(name)
+        case "cuda":
+            return _cuda_device(name)
+
+
+def _cuda_device(name: str) -> Device:
+    plugin = next((p for p in _CUDA_PLUGINS if _wheel_folder(p) is not None), None)
+    if plugin is None:
+        raise TargetError(f"target {name!r} needs JAX's CUDA plugin, which is not installed. {_install('cuda-aot')}")
+    options = compiler_options(name)
+    try:
+        (device,) = _cuda_topology(target_config(name), plugin)
+        _compile_something(device, options)
+    except Exception as error:
+        raise TargetError(
+            f"target {name!r} cannot be compiled for: {_reason(error)}. Needed are JAX's CUDA plugin in jax's own "
+            f"version ({jax.__version__}) and a CUDA toolkit or its wheels. {_install('cuda-aot')}"
+        ) from error
+    return device
+
+
+def _cuda_topology(config: str, plugin: str = "", count: int = 1) -> Sequence[Device]:
+    """``count`` GPUs of one host; ``plugin``: whose it is, before the first time."""
+
+    def build() -> Sequence[Device]:
+        described = topologies.get_topology_desc(
+            platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=config
+        )
+        return described.devices
+
+    try:
+        return build()
+    except NotImplementedError:
+        # Plugins were discovered before the variable was set: register this one again.
+        importlib.import_module(plugin).initialize()
+        return build()
+
+
+class _PinnedHost(SingleDeviceSharding):
+    """Pinned host memory of a compile-only GPU.
+
+    Such a device lists no memories, and JAX drops the memory kind of its shardings; then XLA takes the argument
+    for one in device memory and lets kernels read it across the link.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+
+    @property
+    def memory_kind(self) -> str:
+        return PINNED_HOST
+
+
+def is_absent(device: Device) -> bool:
+    """Whether programs can be compiled for ``device`` and not be run."""
+    return "CompileOnly" in type(device.client).__name__
+
+
+def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
+    """While a program is traced for targets by name, or for the absent GPUs that its ``args`` are on.
+
+    JAX then sees cuDNN and the least compute capability of them, in this thread. With neither: of the newest, for a
+    program that is only looked at, unless a GPU is here. Nothing is done for other targets.
+    """
+    placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+    devices = {d for s in placed if isinstance(s, Sharding) and not _compat.is_abstract(s) for d in s.device_set}
+    kinds = {d.device_kind for d in devices if d.platform == "gpu" and is_absent(d)}
+    found = [gpu for name, gpu in FACTS.items() if name in targets or kinds.intersection(profile(name).kinds)]
+    if not targets and not devices and jax.default_backend() != "gpu":
+        found = [max(FACTS.values(), key=lambda gpu: gpu.compute_capability)]
+    if not found:
+        return nullcontext()
+    return _compat.as_on((CUDNN[0] * 10_000 + CUDNN[1] * 100, min(gpu.compute_capability for gpu in found)))
+
+
+def host_sharding(device: Device) -> SingleDeviceSharding:
+    """Pinned host memory beside ``device``; ``TargetError`` where it has none."""
+    if device.platform == "gpu" and is_absent(device):
+        return _PinnedHost(device)
+    try:
+        kinds = [m.kind for m in device.addressable_memories()]
+    except Exception:  # what a backend without memories raises is its own affair
+        kinds = []
+    if PINNED_HOST not in kinds:
+        raise TargetError(
+            f"{device} has no pinned host memory ({', '.join(kinds) or 'it lists no memories'}), so nothing can wait "
+            "there between steps: leave offload_state= out"
+        )
+    return SingleDeviceSharding(device, memory_kind=PINNED_HOST)
+
+
+def _compile_something(device: Device, options: Mapping[str, str]) -> None:
+    """Raise what the compiler raises for a program that needs ptxas and libdevice."""
+    x = jax.ShapeDtypeStruct((128,), jnp.float32, sharding=SingleDeviceSharding(device))
+    jax.jit(lambda x: jnp.log1p(x).sum()).lower(x).compile(compiler_options=dict(options))
+
+
+def _tpu_device(name: str) -> Device:
+    if _wheel_folder("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise TargetError(f"target {name!r} needs libtpu, which is not installed. {_install('tpu-aot')}")
+    try:
+        return _tpu_topology(_grid(name, 1))[0]
+    except Exception as error:
+        raise TargetError(
+            f"target {name!r} cannot be compiled for: {_reason(error)}. "
+            f"The installed libtpu does not offer it here. {_install('tpu-aot')}"
+        ) from error
+
+
+def _tpu_topology(topology: str) -> Sequence[Device]:
+    with _environment({} if has_tpu() else WITHOUT_TPU):
+        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+
+
+def _grid(name: str, count: int) -> str:
+    """The topology of so many chips that is nearest to a square or a cube: ``v5e:2x4``."""
+    generation, directions = _TPU_TOPOLOGIES[name]
+    sides: list[int] = []
+    for left in range(directions, 0, -1):
+        fit = [n for n in range(1, count + 1) if count % n == 0 and n**left <= count]
+        sides.append(fit[-1])
+        count //= fit[-1]
+    return f"{generation}:{'x'.join(map(str, sides))}"
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {key: os.environ.get(key) for key in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for key, value in before.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+
+
+def _wheel_folder(module: str) -> Path | None:
+    try:
+        spec = find_spec(module)
+    except ModuleNotFoundError:  # the parent package is missing
+        return None
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    return Path(places[0]) if places else None
+
+
+def _reason(error: Exception) -> str:
+    """The first sentence of an XLA error; the rest is advice to XLA's developers."""
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0].split(". ")[0].rstrip(".")
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _install(extra: str) -> str:
+    return f'Install it: pip install "jaxtensile[{extra}]"'

@@ -1,0 +1,110 @@
+"""Which products and scatters does XLA add to what is there already?
+
+A product with one reader, an elementwise op whose other operand is what the program or the body of a loop is given, or
+a number, is computed together with it: the product by itself is never stored, and what it is added to is written over.
+So XLA:GPU does from compute capability 8.0 on, as often as such steps follow that read no fewer bytes than they write,
+or make a result (``FuseTowardUsers`` in ``xla/service/gpu/transforms/gemm_fusion.cc``, ``IsOutputWorthFusing`` in
+``xla/service/gpu/triton_tiling_propagation.cc``); its library adds one array
+(``xla/service/gpu/transforms/gemm_rewriter.cc``). So the gradients of parts that a loop adds up take no memory of their
+own, and those that a step of gradient descent takes off a donated weight take that of the weight.
+
+What is scattered into zeros and then added to something is scattered into that (``HandleAdd`` in
+``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``): the gradient of a table of which rows are read.
+
+Invariant: what is not stored is read by one kernel alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtensile.ir.ir import Graph, Op, producers
+from jaxtensile.passes.lifetimes.prologue import BROADCAST, FLOATS, PRODUCT, STEPS
+from jaxtensile.units import KIB
+
+_ADD = frozenset({"add", "add_any"})
+_SCATTER = frozenset({"scatter-add", "scatter_add"})
+_TOLERANCE = KIB
+"""Bytes by which a step may write more than it reads."""
+
+
+def added(
+    graph: Graph,
+    read_by: Sequence[Sequence[int]],
+    home: Sequence[int],
+    reads: Sequence[Sequence[int]],
+    is_root: Sequence[bool],
+    *,
+    generated: bool,
+) -> dict[int, int]:
+    """For the result of each kernel that adds a product to what it is given, the product; of several the first.
+
+    ``read_by``: for each value its readers; ``home``, ``reads``, ``is_root``: as of ``Kernels``; ``generated``: whether
+    products compute what follows them. Linear in edges.
+    """
+    values, made = graph.values, producers(graph)
+    given, wanted = set[int](graph.inputs), set[int](graph.outputs)
+
+    def is_number(v: int) -> bool:
+        op = graph.ops[made[v]] if made[v] >= 0 else None
+        return not values[v].shape or (op is not None and op.primitive == BROADCAST and not op.operands)
+
+    def added_up(op: Op) -> int | None:
+        """What a product is added up to, None where it is stored."""
+        v, over = op.results[0], False
+        by_steps = generated and all(values[s].dtype in FLOATS for s in (*op.operands, v))
+        while v not in wanted and len(read_by[v]) == 1:
+            step = graph.ops[read_by[v][0]]
+            if step.primitive not in (STEPS if by_steps else _ADD) or len(step.results) != 1:
+                return None
+            result, others = step.results[0], [s for s in step.operands if s != v]
+            if not all(s in given or is_number(s) for s in others):
+                return None
+            read = sum(values[s].nbytes for s in step.operands)
+            if read < values[result].nbytes - _TOLERANCE and result not in wanted:
+                return None
+            over = over or any(
+                s in given and values[s].nbytes == values[result].nbytes and s not in reads[op.id] for s in others
+            )
+            if is_root[step.id]:
+                return result if over else None
+            if not by_steps:
+                return None
+            v = result
+        return None
+
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.primitive == PRODUCT and home[op.results[0]] == op.results[0]:
+            result = added_up(op)
+            if result is not None:
+                found.setdefault(result, op.results[0])
+    return found
+
+
+def scattered(
+    graph: Graph, read_by: Sequence[Sequence[int]], home: Sequence[int], is_root: Sequence[bool]
+) -> dict[int, int]:
+    """For the sum of something and what is scattered into zeros, the scatter; for the scatter, the zeros.
+
+    ``read_by``, ``home``, ``is_root``: as of ``added``. Linear in edges.
+    """
+    made, wanted = producers(graph), set(graph.outputs)
+
+    def alone(v: int) -> bool:
+        return home[v] == v and made[v] >= 0 and len(read_by[v]) == 1 and v not in wanted
+
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.primitive not in _SCATTER or not op.operands:
+            continue
+        zeros, v = op.operands[0], op.results[0]
+        if not (alone(zeros) and alone(v)):
+            continue
+        number, step = graph.ops[made[zeros]], graph.ops[read_by[v][0]]
+        if number.primitive != BROADCAST or number.operands or step.primitive not in _ADD or not is_root[step.id]:
+            continue
+        others = [s for s in step.operands if s != v]
+        if len(others) == 1 and home[others[0]] >= 0 and step.results[0] not in found:
+            found |= {v: zeros, step.results[0]: v}
+    return found

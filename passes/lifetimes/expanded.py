@@ -1,0 +1,126 @@
+"""What does XLA write out as other ops, or hand to a library that takes memory of its own?
+
+* A product by groups of rows (``ragged_dot``) becomes one product, with a copy of the rows for each group that is zero
+  where rows are others'; where the result has groups, both operands are copied so. Otherwise a row's copies stand side
+  by side, and the matrices one below the other: both are transposed for that, the matrices on a CPU as they may be. XLA
+  makes such copies once for all products of the same rows, however long they wait for the last (``apart``). A TPU has
+  products by groups.
+* Decompositions are those of LAPACK or cuSOLVER, which read and write by columns and write over what they read: what
+  they read is a transposed copy, and what they write is transposed again, NaN where they failed.
+* XLA:CPU multiplies matrices by rows, and convolves images whose channels are last: what is otherwise is copied. On
+  other devices the arrays are laid out so from the start.
+* XLA:GPU splits a product with a small result along what it sums over, so that all of the device is busy, and pads
+  what does not split evenly (``xla/service/gpu/transforms/splitk_rewriter.cc``): both operands are copied.
+
+Invariant: inputs and outputs are the same values, and every op of the original is there once, in its order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
+from jaxtensile.passes.lifetimes.fusion import DECOMPOSITIONS, SPREAD
+from jaxtensile.passes.lifetimes.lowered import Lowered
+from jaxtensile.passes.lifetimes.prologue import PRODUCT
+
+_TILE = 128 * 64
+"""Elements of a result that one processor makes at a time."""
+_EVEN = 128
+"""What is summed over splits evenly where it is a multiple of this: 16 parts of 8."""
+_LONG = 8 * _EVEN
+"""What is summed over is not split where it is shorter."""
+
+
+def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lowered:
+    """The graph with those ops; the same one where there are none. ``processors``: of a GPU, 0 on a CPU; ``groups``:
+    whether products by groups are written out."""
+    if not _any(graph, processors, groups):
+        return Lowered(graph, tuple(range(len(graph.ops))))
+    values, ops, origin = list(graph.values), list[Op](), list[int]()
+    turned: dict[tuple[ValueId, tuple[int, ...]], ValueId] = {}
+    spread: dict[tuple[ValueId, ValueId], ValueId] = {}
+    """By operand and sizes of groups: its copies."""
+
+    def put(op: Op, operands: tuple[ValueId, ...], results: tuple[ValueId, ...], of: int) -> None:
+        ops.append(op.on(len(ops), operands, results))
+        origin.append(of)
+
+    def like(v: ValueId, times: int = 1, padded: int = 1) -> ValueId:
+        old, new = values[v], ValueId(len(values))
+        shape = (times, *old.shape) if times > 1 else old.shape
+        even = padded + -padded % _EVEN if padded > 1 else 1
+        nbytes = times * old.nbytes // padded * even
+        values.append(Value(id=new, nbytes=nbytes, shape=shape, dtype=old.dtype))
+        return new
+
+    def move(primitive: str, v: ValueId, new: ValueId, of: int, *beside: ValueId) -> ValueId:
+        put(Op(id=OpId(0), primitive=primitive, operands=(), results=()), (v, *beside), (new,), of)
+        return new
+
+    def turn(v: ValueId, order: tuple[int, ...], of: int) -> ValueId:
+        """``v`` with its axes in another order, once for all that read it so."""
+        if (v, order) not in turned:
+            turned[v, order] = move("transpose", v, like(v), of)
+        return turned[v, order]
+
+    def copied(v: ValueId, sizes: ValueId, times: int, of: int) -> ValueId:
+        if (v, sizes) not in spread:
+            spread[v, sizes] = move(SPREAD, v, like(v, times), of, sizes)
+        return spread[v, sizes]
+
+    for op in graph.ops:
+        if op.bodies:
+            op = replace(op, bodies=tuple(expanded(b, processors, groups=groups).graph for b in op.bodies))
+        if groups and op.groups:
+            sizes = op.operands[2]
+            a, b = (copied(v, sizes, n, op.id) if n > 1 else v for v, n in zip(op.operands, op.groups, strict=False))
+            if op.groups[1] == 1:
+                a = turn(a, (1, 0), op.id)
+                b = turn(b, op.across[1] if op.across else (), op.id) if op.across or not processors else b
+            put(replace(op, primitive=PRODUCT), (a, b), op.results, op.id)
+        elif op.primitive in DECOMPOSITIONS:
+            read = move("transpose", op.operands[0], like(op.operands[0]), op.id)
+            made = tuple(map(like, op.results))
+            put(op, (read, *op.operands[1:]), made, op.id)
+            for v, r in zip(made, op.results, strict=True):
+                move("transpose", v, r, op.id)
+        elif op.across and not op.groups and not processors:
+            read = zip(op.operands, op.across, strict=False)
+            put(op, tuple(turn(v, order, op.id) if order else v for v, order in read), op.results, op.id)
+        elif _is_uneven(graph, op, processors):
+            summed = _summed(graph, op)
+            put(op, tuple(move("pad", v, like(v, 1, summed), op.id) for v in op.operands), op.results, op.id)
+        else:
+            put(op, op.operands, op.results, op.id)
+    return Lowered(replace(graph, values=tuple(values), ops=tuple(ops)), tuple(origin))
+
+
+def _is_uneven(graph: Graph, op: Op, processors: int) -> bool:
+    """Whether it is a product that is split, of matrices, and not evenly."""
+    if op.primitive != PRODUCT or len(set(op.operands)) != 2:
+        return False
+    shapes = [graph.values[v].shape for v in (*op.operands, *op.results)]
+    if any(len(shape) != 2 or not math.prod(shape) for shape in shapes):
+        return False
+    summed = _summed(graph, op)
+    small = math.prod(shapes[2]) < processors * _TILE
+    return small and summed > _LONG and summed % _EVEN > 0
+
+
+def _summed(graph: Graph, op: Op) -> int:
+    """What a product of matrices sums over."""
+    a, b, made = (math.prod(graph.values[v].shape) for v in (*op.operands, *op.results))
+    return math.isqrt(a * b // made)
+
+
+def _any(graph: Graph, processors: int, groups: bool) -> bool:
+    return any(
+        (groups and op.groups)
+        or op.primitive in DECOMPOSITIONS
+        or (op.across and not op.groups and not processors)
+        or _is_uneven(graph, op, processors)
+        or any(_any(body, processors, groups) for body in op.bodies)
+        for op in graph.ops
+    )

@@ -1,0 +1,373 @@
+"""Which values become buffers, and which op reads each buffer, once XLA has fused the program.
+
+A fusible op (elementwise, broadcast, slice, …) disappears into its consumers unless somebody
+needs its result in memory: a library call, a loop, a barrier, an output. Model of XLA's
+producer-consumer fusion: a producer is fused into all of its consumers or into none, and only
+while that reads fewer bytes than writing the result once (priority fusion,
+``xla/service/gpu/transforms/priority_fusion.cc``). Consumers that have become one kernel are one.
+
+Invariant: every value has a ``home``: itself when it is a buffer, the buffer it is a view of,
+or -1 when it never exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import chain
+
+from jaxtensile.ir.ir import OUTER, Graph, Op, Same, Value, consumers, producers
+from jaxtensile.passes.lifetimes.added import added, scattered
+from jaxtensile.passes.lifetimes.prologue import PRODUCT, Prologues, prologues
+from jaxtensile.passes.lifetimes.sums import centred, read_by_slow_sums
+from jaxtensile.units import Bytes
+
+VIEWS = frozenset(
+    """reshape squeeze expand_dims bitcast_convert_type stop_gradient copy_p pvary name reduced_vary_cast
+    vary_unreduced_cast""".split()
+)
+"""Same bytes in the same order: XLA makes them bitcasts."""
+
+ELEMENTWISE = frozenset(
+    """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2
+    logistic lt max min mul ne neg nextafter not one_minus_square or population_count pow real imag complex conj
+    reduce_precision rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh
+    sqrt square sub tan tanh xor mul_add clz eq_to le_to lt_to bessel_i0e bessel_i1e random_bits threefry2x32 erf_p
+    mulhi""".split()
+)
+MOVES = frozenset(
+    """broadcast_in_dim broadcast concatenate dynamic_slice gather iota pad rev slice split transpose copy
+    stack unstack random_unwrap random_fold_in random_split random_gamma""".split()
+)
+SPREAD = "spread"
+"""What XLA writes of the rows of a product by groups (``expanded``)."""
+_SHIFTS = frozenset("concatenate dynamic_slice gather pad rev slice".split())
+REDUCTIONS = frozenset(
+    """reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor argmax argmin reduce
+    reduce_window reduce_window_sum reduce_window_max reduce_window_min""".split()
+)
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+IN_PLACE = frozenset(
+    """scatter scatter-add scatter_add scatter-sub scatter-mul scatter_mul scatter-min scatter-max scatter_min
+    scatter_max dynamic_update_slice""".split()
+)
+"""Write into operand 0 when nobody reads it afterwards."""
+DECOMPOSITIONS = frozenset("cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal".split())
+"""Library calls that write over a copy of what they read."""
+
+DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
+"""Random numbers."""
+WORK = {
+    **dict.fromkeys("exp exp2 log log1p logistic cbrt".split(), 1.0),
+    "expm1": 6.0,
+    **dict.fromkeys("tanh erf erfc erf_inv pow sin cos tan atan2 lgamma digamma".split(), 8.0),
+    **dict.fromkeys(DRAWS, 32.0),
+}
+"""Arithmetic of one element, in bytes of memory traffic that take as long; what is missing is free."""
+EXPENSIVE = frozenset(WORK)
+
+_SLOW = frozenset({"div", "sqrt", "rsqrt", "rem"})
+"""Arithmetic that XLA's compiler for the CPU does not do twice either (``InstructionFusion::IsExpensive`` in
+``xla/service/instruction_fusion.cc``), nor what it rounds to 16 bits and back."""
+
+HALVES = frozenset({"bfloat16", "float16"})
+
+SMALL = 1 << 26
+"""Elements below which XLA:GPU stores what it would compute twice in larger arrays: GPT-2's softmax at 62.9 and 75.5
+million elements, H200, jax 0.10.2."""
+ROW = 1 << 14
+"""Elements of the longest row of which XLA:GPU makes sums and what follows in one kernel."""
+_MAX_LEAVES = 24
+
+
+_FUSIBLE = ELEMENTWISE | MOVES | {OUTER, SPREAD}
+_FUSIBLE_OR_VIEWS = _FUSIBLE | VIEWS
+_READ_ANYWHERE = _FUSIBLE | REDUCTIONS
+"""What takes its operands as they come, stored or not."""
+
+
+def is_fusible(primitive: str) -> bool:
+    """Whether XLA can compute the op inside its consumer."""
+    return primitive in _FUSIBLE
+
+
+@dataclass(frozen=True, slots=True)
+class Fuser:
+    """How a target's compiler fuses.
+
+    ``twice``: whether it computes in several kernels what several read, where that is cheaper; the compiler for the CPU
+    does so with what takes no time. ``products``: whether products compute what they read; the generator of such
+    products needs compute capability 8.0. ``work``: how long arithmetic takes beside memory traffic, in that of an
+    H200.
+    """
+
+    twice: bool = True
+    products: bool = True
+    work: float = 1.0
+
+
+H200 = Fuser()
+CPU = Fuser(twice=False, products=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The fused program.
+
+    ``home[v]``: the value whose buffer holds ``v`` (-1: never materialised); ``reads[i]``: the
+    buffers op ``i`` reads if it is the root of a kernel (empty for ops that fused away);
+    ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from; ``by``: who fused;
+    ``added``: for the result of a kernel that adds a product or a scatter to something, that, which is no buffer; for
+    a scatter the zeros that it would add to, which are none either.
+    """
+
+    home: list[int]
+    reads: list[tuple[int, ...]]
+    is_root: list[bool]
+    leaves: list[tuple[int, ...]]
+    by: Fuser = H200
+    added: Mapping[int, int] = field(default_factory=dict[int, int])
+
+    def in_order(self, order: Sequence[int]) -> Kernels:
+        """The same kernels, of the same ops in another order: what fuses depends on who reads what, not on when."""
+        return replace(self, reads=[self.reads[i] for i in order], is_root=[self.is_root[i] for i in order])
+
+
+RECENT = 4
+"""Graphs of which the kernels are remembered: who prices a program, and who plans it, ask for the same ones."""
+
+
+def fuse(graph: Graph, *, by: Fuser = H200, written: bool = False) -> Kernels:
+    """Group ops into kernels. Linear in edges.
+
+    ``written``: of a program that is compiled as it was written, what has been measured of such programs alone.
+    """
+    return _fused(Same(graph), by, written)
+
+
+@lru_cache(maxsize=RECENT)
+def _fused(same: Same, by: Fuser, written: bool) -> Kernels:
+    graph, twice = same.graph, by.twice
+    values, ops = graph.values, graph.ops
+    read_by = consumers(graph)
+    wanted: set[int] = set(graph.outputs)
+    views = _views(graph, read_by, wanted)
+    products = prologues(graph, views, read_by, numbers=written) if by.products else Prologues.none(graph)
+    must_exist = _needed_in_memory(graph, views, wanted, products)
+    _store_arguments_of_erf(graph, read_by, must_exist)
+    alone = _read_by_one_kernel(graph, read_by, must_exist)
+    slow = [False] * len(values)
+    if twice:
+        slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
+    readers = _readers(graph, read_by, views, must_exist)
+    home = list(range(len(values)))
+    leaves: list[tuple[int, ...]] = [() for _ in values]
+    work = [0.0] * len(values)  # arithmetic inside a fused value, in bytes of traffic that take as long
+    for v in graph.inputs:
+        leaves[v] = (v,)
+    reads: list[tuple[int, ...]] = [()] * len(ops)
+    is_root = [False] * len(ops)
+    for i, op in enumerate(ops):
+        name, operands = op.primitive, op.operands
+        if len(operands) == 1:
+            sources = leaves[operands[0]]  # each once already
+        else:
+            sources = tuple(dict.fromkeys(chain.from_iterable([leaves[v] for v in operands])))
+        if views[i] and operands and op.results:
+            v, r = operands[0], op.results[0]
+            home[r] = home[v]
+            leaves[r] = leaves[v]
+            work[r] = work[v]
+            continue
+        if name == "optimization_barrier":
+            for v, r in zip(op.slots or operands, op.results, strict=True):
+                home[r] = home[v] if v >= 0 and home[v] >= 0 else r
+                leaves[r] = (home[r],)
+            reads[i] = sources
+            is_root[i] = True
+            continue
+        if name in _FUSIBLE:
+            r0 = op.results[0]
+            effort = work[operands[0]] if len(operands) == 1 else sum([work[v] for v in dict.fromkeys(operands)])
+            if name in WORK:
+                effort += by.work * WORK[name] * math.prod(values[r0].shape)
+            stored = must_exist[r0] or (len(op.results) > 1 and any(must_exist[r] for r in op.results))
+            others = readers[r0]
+            if products.inside[r0]:
+                others = [o for o in others if not products.silent[o]]
+            users = 1 if alone[i] else len(others)
+            if users == 1 and len(read_by[r0]) > 1 and any(ops[o].primitive in _SHIFTS for o in read_by[r0]):
+                users = len(others)  # which read other places of it in the same kernel
+            if twice:
+                stored = stored or (slow[r0] and not alone[i])
+                stored = stored or (name == "exp" and _is_widened_exponential(graph, op, sources, read_by))
+                times = sum([ops[o].rereads for o in others]) if users > 1 else users
+                nbytes = values[r0].nbytes
+                fused = not stored and _worth_fusing(effort, nbytes, users, times, sources, values, again=written)
+            else:
+                effort += name in _SLOW or any(values[v].dtype in HALVES for v in (*operands, r0))
+                fused = not stored and (users <= 1 or not effort)
+            if fused:
+                for r in op.results:
+                    home[r] = -1
+                    leaves[r] = sources
+                    work[r] = effort
+                continue
+        reads[i] = sources
+        is_root[i] = True
+        for r in op.results:
+            leaves[r] = (r,)
+    sums = scattered(graph, read_by, home, is_root)
+    for op in ops if sums else ():
+        if op.primitive in IN_PLACE and op.results[0] in sums:  # which waits for what it is added to
+            (step,) = read_by[op.results[0]]
+            reads[step] += reads[op.id]
+    if twice:
+        sums = added(graph, read_by, home, reads, is_root, generated=by.products) | sums
+    return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, by=by, added=sums)
+
+
+def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> None:
+    """Its polynomials are in f32: XLA rounds the argument once to 16 bits, and gradients read what was rounded."""
+    for op in graph.ops:
+        if op.primitive in ("erf", "erfc"):
+            for v in op.operands:
+                value = graph.values[v]
+                if value.dtype in HALVES and len(read_by[v]) > 1 and math.prod(value.shape) < SMALL:
+                    must_exist[v] = True
+
+
+def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
+    """A softmax in f32 of scores in 16 bits: XLA stores the exponentials, not the scores, of small arrays.
+
+    Of long rows only where a quotient reads them: a cross entropy takes 6 bytes a logit, not 10, from 16 million on.
+    """
+    result = graph.values[op.results[0]]
+    count = math.prod(result.shape)
+    divided = any(graph.ops[o].primitive == "div" for o in read_by[result.id])
+    return (
+        result.dtype == "float32"
+        and count <= SMALL
+        and (divided or result.shape[-1:] <= (ROW,))
+        and len(read_by[result.id]) > 1
+        and any(graph.values[s].dtype in HALVES and math.prod(graph.values[s].shape) == count for s in sources)
+    )
+
+
+def _worth_fusing(
+    effort: float,
+    nbytes: Bytes,
+    users: int,
+    times: float,
+    sources: Sequence[int],
+    values: Sequence[Value],
+    *,
+    again: bool = False,
+) -> bool:
+    """Whether computing a value in every reader beats writing it once and reading it back.
+
+    ``times``: how often the ``users`` compute an element; what was written they find in the cache when they read again,
+    or read ``again`` from memory, as XLA has it whatever its size (max pools, H200, jax 0.10.2).
+    """
+    if len(sources) > _MAX_LEAVES:
+        return False
+    if users <= 1:
+        return True
+    read = sum([min(values[s].nbytes, nbytes) for s in sources])
+    fused = times * (read + effort)
+    unfused = read + effort + nbytes + (times if again else users) * nbytes
+    return fused < unfused
+
+
+def _readers(graph: Graph, read_by: list[list[int]], views: list[bool], must_exist: list[bool]) -> list[Sequence[int]]:
+    """For each value the ops that read it, or read what is no more than another type of it and is never stored."""
+    out: list[Sequence[int]] = [*read_by]
+    for op in reversed(graph.ops):
+        if not op.operands or len(op.results) != 1 or must_exist[op.results[0]]:
+            continue
+        v, r = op.operands[0], op.results[0]
+        if (views[op.id] or _widens(graph, op)) and out[r] and len(out[v]) + len(out[r]) <= _MAX_LEAVES:
+            out[v] = tuple(dict.fromkeys([*(o for o in out[v] if o != op.id), *out[r]]))
+    return out
+
+
+def _widens(graph: Graph, op: Op) -> bool:
+    """Whether an op turns numbers into as wide or wider ones: XLA fuses that into every reader first of all."""
+    is_cast = op.primitive == "convert_element_type" and bool(op.operands)
+    return is_cast and graph.values[op.operands[0]].nbytes <= graph.values[op.results[0]].nbytes
+
+
+def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
+    """For each op whether its result is its operand's buffer: bitcasts, and matrices transposed next to products.
+
+    A product reads a matrix in either order, and writes one in either order where nobody wants the other, so XLA folds
+    the transpose into it.
+    """
+    out = [op.primitive in VIEWS for op in graph.ops]
+    transposes = [op for op in graph.ops if op.primitive == "transpose"]
+    made = producers(graph) if transposes else []
+    for op in transposes:
+        if op.operands and len(graph.values[op.results[0]].shape) == 2:
+            source, result = op.operands[0], op.results[0]
+            readers = read_by[result]
+            read = bool(readers) and all(graph.ops[o].primitive == PRODUCT for o in readers)
+            written = made[source] >= 0 and graph.ops[made[source]].primitive == PRODUCT and len(read_by[source]) == 1
+            out[op.id] = (read and result not in wanted) or (written and source not in wanted)
+    return out
+
+
+def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], products: Prologues) -> list[bool]:
+    """Values that some reader takes as a buffer; views and what products compute pass the demand on to their base."""
+    needed = [False] * len(graph.values)
+    multiplied = [False] * len(graph.values)
+    """Products read what it is made from."""
+
+    def multiply(operands: Iterable[int]) -> None:
+        for v in operands:
+            (multiplied if products.inside[v] else needed)[v] = True
+
+    # XLA makes a constant of a loop that is one number in every place inside of the loop (WhileLoopConstantSinking).
+    splats = {r for op in graph.ops if op.primitive == "broadcast_in_dim" and not op.operands for r in op.results}
+    for v in wanted:
+        needed[v] = True
+    for op in reversed(graph.ops):
+        name = op.primitive
+        if len(op.results) == 1 and multiplied[op.results[0]]:
+            multiply(op.operands)
+        if views[op.id]:
+            if op.results and needed[op.results[0]]:
+                for v in op.operands[:1]:  # none where it is a view of a literal
+                    needed[v] = True
+        elif products.silent[op.id] and name == PRODUCT:
+            multiply(op.operands)
+        elif name not in _READ_ANYWHERE:
+            inside = set(op.slots[: op.carried[0]]) & splats
+            for v in op.operands:
+                needed[v] = needed[v] or v not in inside
+    return needed
+
+
+def _read_by_one_kernel(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> list[bool]:
+    """For each op whether all that reads it ends in one kernel: computed there, it is computed once."""
+    ops = graph.ops
+    sink = list(range(len(ops)))
+    alone = [False] * len(ops)
+    for op in reversed(ops):
+        if op.primitive not in _FUSIBLE_OR_VIEWS:
+            continue
+        readers = read_by[op.results[0]] if len(op.results) == 1 else [o for r in op.results for o in read_by[r]]
+        if not readers:
+            continue
+        end = sink[readers[0]]
+        if len(readers) > 1 and any(sink[o] != end for o in readers):
+            continue
+        # No kernel, but another name for what several read, or numbers that each of them makes of it.
+        if ops[end].primitive in VIEWS or _widens(graph, ops[end]):
+            continue
+        alone[op.id] = True
+        if not any(must_exist[r] for r in op.results):
+            sink[op.id] = end
+    return alone

@@ -1,0 +1,228 @@
+"""What does XLA make of a program before it fuses it, where that takes memory of its own?
+
+* Convolutions in cuDNN pad alike on both sides: what is padded otherwise, or dilated without being the gradient of a
+  strided convolution (whose filter is reversed), is padded first. The convolutions of one gradient share the copy.
+* What is padded with zeros, alike on both sides, for convolutions alone is padded by them.
+* The gradient of a dilated convolution's filter is no gradient to XLA but a convolution whose batch are the features:
+  transposed copies of both operands are written for it.
+* The gradient of a max pool becomes a pool that also gives the places of the maxima, an s32 for each axis, and
+  a scatter into zeros. XLA merges equal constants, so these zeros are those that a ``relu`` of the same shape compares
+  with: there from its first kernel on, and copied where another gradient still wants them.
+* What is added to a scatter into zeros is what the scatter adds to: of a table that is read by rows and as a matrix.
+
+Measured on compiled networks for an H200 (``docs/xla.md``); planned programs avoid the second by a barrier.
+Invariant: inputs and outputs are the same values, and every other op of the original is there once, in its order.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
+from jaxtensile.units import Bytes
+
+_DILATED = 1.5
+_INDEX = 4
+"""Bytes of an s32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """``origin[i]``: the original op that op ``i`` is, or is made for."""
+
+    graph: Graph
+    origin: tuple[int, ...]
+
+
+def lowered(graph: Graph) -> Lowered:
+    """The graph with what XLA adds to it; the same one where that is nothing."""
+    onto = _added_to_sums(graph)
+    if not onto and not any(op.padded for op in graph.ops):
+        return Lowered(graph, tuple(range(len(graph.ops))))
+    return _Lowering(graph, onto).run()
+
+
+def _added_to_sums(graph: Graph) -> dict[int, int]:
+    """Sums of a product and a scatter into zeros that nobody reads otherwise, by op: the scatter."""
+    made, read_by = producers(graph), consumers(graph)
+    found: dict[int, int] = {}
+    for op in graph.ops:
+        if op.primitive not in ("add", "add_any") or len(set(op.operands)) < 2:
+            continue
+        for v in reversed(op.operands):
+            scatter = graph.ops[made[v]] if made[v] >= 0 else op
+            if scatter.primitive not in ("scatter-add", "scatter_add") or not scatter.operands:
+                continue
+            zeros = graph.ops[made[scatter.operands[0]]] if made[scatter.operands[0]] >= 0 else op
+            (other,) = (o for o in op.operands if o != v)
+            alone = all(len(read_by[o]) == 1 and o not in graph.outputs for o in op.operands)
+            numbers = zeros.primitive == "broadcast_in_dim" and not zeros.operands
+            if alone and numbers and _is_product(graph, made, other) and op.results:
+                found[op.id] = scatter.id
+                break
+    return found
+
+
+def _is_product(graph: Graph, made: list[int], v: int) -> bool:
+    """Whether it is a matrix product, transposed or not."""
+    while made[v] >= 0 and graph.ops[made[v]].primitive in ("transpose", "reshape"):
+        v = graph.ops[made[v]].operands[0]
+    return made[v] >= 0 and graph.ops[made[v]].primitive == "dot_general"
+
+
+class _Lowering:
+    """Scratch of one ``lowered``."""
+
+    def __init__(self, graph: Graph, onto: dict[int, int]) -> None:
+        self.old, self.onto = graph, onto
+        """Of sums, what scatters its share into the rest."""
+        self.values = list(graph.values)
+        self.ops: list[Op] = []
+        self.origin: list[int] = []
+        self.made = producers(graph)
+        self.read_by = consumers(graph)
+        self.pads: dict[tuple[int, Bytes], int] = {}
+        self.zeros: dict[tuple[tuple[int, ...], str], int] = {}
+        """By type: the zeros that gradients of pools of that type add to."""
+        adding = [
+            self.kind(op.results[0])
+            for op in graph.ops
+            if op.primitive == "select_and_scatter_add" and op.padded == graph.values[op.results[0]].nbytes
+        ]
+        self.wanted = frozenset(adding)
+        selected = {self.kind(op.results[0]) for op in graph.ops if op.primitive == "select_n" and op.results}
+        self.kept = {kind for kind in adding if adding.count(kind) > 1 or kind in selected}
+        """Types whose zeros are read after a gradient has been added to them, which is why it gets a copy."""
+
+    def run(self) -> Lowered:
+        scatters = set(self.onto.values())
+        for op in self.old.ops:
+            if op.id in scatters:
+                continue
+            if op.id in self.onto:
+                scatter = self.old.ops[self.onto[op.id]]
+                (rest,) = (v for v in op.operands if v not in scatter.results)
+                self.add(replace(op, primitive=scatter.primitive), (rest, *scatter.operands[1:]))
+            elif op.primitive == "select_and_scatter_add":
+                self.pool_gradient(op)
+            elif op.turned:
+                sizes = [op.padded, *(self.old.values[v].nbytes for v in op.operands[1:])]
+                self.add(op, tuple(self.transposed(op, v, n) for v, n in zip(op.operands, sizes, strict=True)))
+            elif self.is_padded(op):
+                self.add(op, (self.pad(op), *op.operands[1:]))
+            elif self.is_folded(op):
+                self.add(replace(op, primitive="reshape"), op.operands[:1])
+            elif self.compares_with_zeros(op):
+                self.add(op, (*op.operands, self.zeros_of(op, self.kind(op.results[0]))))
+            else:
+                self.add(op, op.operands)
+        graph = replace(self.old, values=tuple(self.values), ops=tuple(self.ops))
+        return Lowered(graph, tuple(self.origin))
+
+    def kind(self, v: int) -> tuple[tuple[int, ...], str]:
+        return self.old.values[v].shape, self.old.values[v].dtype
+
+    def is_padded(self, op: Op) -> bool:
+        """A convolution for which a padded copy is written."""
+        return op.primitive == "conv_general_dilated" and op.padded > 0 and not op.turned and not self.is_gradient(op)
+
+    def is_folded(self, op: Op) -> bool:
+        """A ``pad`` that convolutions do themselves (``FoldConvInputPad`` in
+        ``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``)."""
+        if op.primitive != "pad" or not op.padded or op.results[0] in self.old.outputs:
+            return False
+        readers = [self.old.ops[o] for o in self.read_by[op.results[0]]]
+        return all(
+            r.primitive == "conv_general_dilated" and not r.padded and op.results[0] not in r.operands[1:]
+            for r in readers
+        )
+
+    def is_gradient(self, op: Op) -> bool:
+        """Whether the filter is reversed: then cuDNN has a kernel for it that dilates by itself."""
+        made = self.made[op.operands[1]] if len(op.operands) > 1 else -1
+        return made >= 0 and self.old.ops[made].primitive == "rev"
+
+    def compares_with_zeros(self, op: Op) -> bool:
+        """A ``relu`` of a type whose zeros have to exist, or its gradient once they do."""
+        if not op.results or self.kind(op.results[0]) not in self.wanted:
+            return False
+        if op.primitive == "max":
+            return len(op.operands) == 1
+        if op.primitive == "select_n" and self.kind(op.results[0]) in self.zeros:
+            makers = (self.made[v] for v in op.operands)
+            return any(
+                m >= 0 and self.old.ops[m].primitive == "broadcast_in_dim" and not self.old.ops[m].operands
+                for m in makers
+            )
+        return False
+
+    def zeros_of(self, op: Op, kind: tuple[tuple[int, ...], str]) -> int:
+        if kind not in self.zeros:
+            self.zeros[kind] = self.constant(op, self.old.values[op.results[0]].nbytes, *kind)
+        return self.zeros[kind]
+
+    def pool_gradient(self, op: Op) -> None:
+        """Places of the maxima, then a scatter into zeros: in place where nobody wants those afterwards."""
+        source, operand = op.operands[0], op.operands[-1]
+        result = self.old.values[op.results[0]]
+        windows = self.old.values[source]
+        count = math.prod(windows.shape)
+        places = tuple(self.value(_INDEX * count, windows.shape, "int32") for _ in result.shape)
+        pooled = self.value(windows.nbytes, windows.shape, windows.dtype)  # comes with them, and nobody reads it
+        self.insert(op, "reduce_window_max", (operand,), (*places, pooled), rereads=op.rereads)
+        if op.padded == result.nbytes:
+            kind = self.kind(op.results[0])
+            into = self.zeros_of(op, kind)
+            if kind in self.kept:
+                copied = self.value(result.nbytes, *kind)
+                self.insert(op, "written copy", (into,), (copied,))  # no fusion makes it
+                into = copied
+            self.insert(op, "scatter-add", (into, source, *places), op.results)
+            return
+        size = max(op.padded, result.nbytes)
+        into = self.constant(op, size, (size,), "uint8")
+        summed = self.value(size, (size,), "uint8")
+        self.insert(op, "scatter-add", (into, source, *places), (summed,))
+        self.insert(op, "slice", (summed,), op.results)
+
+    def pad(self, op: Op) -> int:
+        key = (op.operands[0], op.padded)
+        known = self.old.values[op.operands[0]]
+        # What is dilated is about twice as large or more, and is padded otherwise by each convolution.
+        if key not in self.pads or op.padded >= _DILATED * known.nbytes:
+            self.pads[key] = self.value(op.padded, (op.padded,), known.dtype)
+            self.insert(op, "pad", op.operands[:1], (self.pads[key],))
+        return self.pads[key]
+
+    def transposed(self, op: Op, v: int, nbytes: Bytes) -> int:
+        known = self.old.values[v]
+        made = self.value(nbytes, known.shape, known.dtype)
+        self.insert(op, "transpose", (v,), (made,))
+        return made
+
+    def constant(self, op: Op, nbytes: Bytes, shape: tuple[int, ...], dtype: str) -> int:
+        made = self.value(nbytes, shape, dtype)
+        self.insert(op, "broadcast_in_dim", (), (made,))
+        return made
+
+    def value(self, nbytes: Bytes, shape: tuple[int, ...], dtype: str) -> int:
+        self.values.append(Value(id=ValueId(len(self.values)), nbytes=nbytes, shape=shape, dtype=dtype))
+        return len(self.values) - 1
+
+    def insert(
+        self, for_: Op, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rereads: float = 1.0
+    ) -> None:
+        made = Op(
+            id=OpId(len(self.ops)),
+            primitive=primitive,
+            operands=tuple(ValueId(v) for v in operands),
+            results=tuple(ValueId(v) for v in results),
+            rereads=rereads,
+        )
+        self.ops.append(made)
+        self.origin.append(for_.id)
+
+    def add(self, op: Op, operands: tuple[int, ...]) -> None:
+        self.ops.append(op.on(len(self.ops), operands, op.results))
+        self.origin.append(op.id)

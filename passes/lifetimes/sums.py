@@ -1,0 +1,135 @@
+"""Which values does XLA store because a sum over few rows reads them?
+
+XLA:GPU adds up few rows of few columns in one kernel that keeps little of the device busy, so that what is computed in
+there takes long. What others read as well is stored instead: what batch norm centres by its mean, and what a network
+computes before it weighs channels by their means.
+
+Measured on compiled networks for an H200, jax 0.10.2. Programs that are planned are looked at for the first alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jaxtensile.ir.ir import Graph, Op
+
+ROWS = 4096
+"""Rows that XLA:GPU adds up in one go; more it adds up in two (``ReductionDimensionRaceFreeBound`` in
+``xla/service/gpu/reduction_utils.cc``), the first of which keeps the whole device busy."""
+COLUMNS = 3072
+"""Columns up to which adding up rows in one go keeps little of the device busy, which is no place to compute a step
+that others need as well: batch norm: 2048 are too few, 4096 are enough."""
+MORE = 4608
+"""Columns more for each further step: of sums over each image and channel, 16,384 columns are too few for ``relu`` of
+what was centred, scaled and shifted, and enough where it was only scaled and shifted; 16,384 are too few for ``silu``,
+32,768 enough."""
+_LONG = frozenset(
+    """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 lgamma log log1p
+    logistic pow rem rsqrt sin sinh sqrt tan tanh""".split()
+)
+_LONG_STEPS = 4
+_SPREADING = "broadcast_in_dim"
+_SUMS = frozenset({"reduce_sum", "reduce_window_sum"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """``columns[o]``: of each op that adds up few rows; ``added[v]``: of such a sum that reads ``v``, as it is or on
+    the way there, 0 without one."""
+
+    columns: dict[int, int]
+    added: list[int]
+
+
+def read_by_slow_sums(
+    graph: Graph, read_by: list[list[int]], alike: frozenset[str], views: frozenset[str]
+) -> list[bool]:
+    """For each value whether it takes a slow sum that reads it longer to compute it than to read it. ``alike``:
+    primitives that make an element of every element; ``views``: those that only name a buffer otherwise."""
+    values = graph.values
+    sums = _few_rows(graph, read_by, alike | views)
+    slow = [False] * len(values)
+    if not sums.columns:
+        return slow
+    free = views | {"convert_element_type", _SPREADING}  # types are changed wherever it is
+    steps = [0] * len(values)
+    for op in graph.ops:
+        if len(op.results) != 1 or op.primitive not in alike | views:
+            continue
+        r = op.results[0]
+        count = math.prod(values[r].shape)
+        steps[r] = sum(steps[v] for v in dict.fromkeys(op.operands) if math.prod(values[v].shape) == count)
+        if op.primitive not in free:
+            steps[r] += _LONG_STEPS if op.primitive in _LONG else 1
+        slow[r] = 0 < sums.added[r] <= COLUMNS + MORE * (steps[r] - 1)
+        if slow[r]:
+            steps[r] = 0
+    return slow
+
+
+def centred(graph: Graph, read_by: list[list[int]], alike: frozenset[str], views: frozenset[str]) -> list[bool]:
+    """Those alone that are made with the totals of an earlier slow sum, over so few columns that one step is long."""
+    values = graph.values
+    sums = _few_rows(graph, read_by, alike | views, most=COLUMNS)
+    passing_on = alike | views | {_SPREADING}
+    total, spread = set[int](), set[int]()
+    """Made of sums over rows alone, and the same for every row."""
+    for op in graph.ops if sums.columns else ():
+        if op.id in sums.columns:
+            total.update(op.results)
+        elif len(op.results) == 1 and op.primitive in passing_on:
+            from_totals = total.intersection(op.operands) if not total.isdisjoint(op.operands) else set[int]()
+            if from_totals or not spread.isdisjoint(op.operands):
+                r = op.results[0]
+                count = math.prod(values[r].shape)
+                wider = any(math.prod(values[v].shape) < count for v in from_totals)
+                if from_totals and not wider:
+                    total.add(r)
+                if wider or not spread.isdisjoint(op.operands):
+                    spread.add(r)
+    slow = [False] * len(values)
+    for v in spread:
+        slow[v] = sums.added[v] > 0
+    return slow
+
+
+def _few_rows(graph: Graph, read_by: list[list[int]], passing_on: frozenset[str], most: int | None = None) -> _Sums:
+    """The sums of few rows, of at most so many columns, and what they read."""
+    values = graph.values
+    columns = {int(op.id): n for op in graph.ops if op.primitive in _SUMS and (n := _columns(graph, op))}
+    if most is None:
+        columns = {o: n for o, n in columns.items() if not _inside(graph, graph.ops[o])}
+    else:
+        columns = {o: n for o, n in columns.items() if n <= most and graph.ops[o].primitive == "reduce_sum"}
+    added = [0] * len(values)
+    passing_on = passing_on | {_SPREADING}
+    for op in reversed(graph.ops) if columns else ():
+        if len(op.results) != 1:
+            continue
+        r = op.results[0]
+        passes = added[r] and op.primitive in passing_on and len(read_by[r]) == 1
+        if n := columns.get(op.id, added[r] if passes else 0):
+            whole = {v for v in op.operands if math.prod(values[v].shape) >= math.prod(values[r].shape)}
+            if len(whole) == 1:
+                added[whole.pop()] = n
+    return _Sums(columns, added)
+
+
+def _columns(graph: Graph, op: Op) -> int:
+    """How many columns it adds up few rows of; 0 where it does no such thing."""
+    if not op.operands:
+        return 0
+    source, result = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
+    columns = math.prod(result)
+    by_columns = bool(result) and result[-1] == source[-1] and result != source[: len(result)]
+    if op.primitive == "reduce_window_sum":  # one window over all that is added up
+        by_columns = by_columns and result != source and all(r in (1, s) for r, s in zip(result, source, strict=True))
+    return columns if by_columns and math.prod(source) <= ROWS * columns else 0
+
+
+def _inside(graph: Graph, op: Op) -> bool:
+    """Whether it adds up along an axis inside, with several behind it: over the channels of images, say."""
+    source, result = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
+    behind = len(result) - 1
+    return len(result) < len(source) and result[:behind] != source[:behind] and result != source[-len(result) :]

@@ -1,0 +1,363 @@
+"""What may a pair of scans stop stacking: residuals that the backward body recomputes per iteration.
+
+After differentiation a loop is two scans: a forward one that stacks residuals as ``ys`` and a
+backward one that reads them as ``xs`` at the same positions. A residual kept costs its bytes
+times the trip count; recomputed, it costs its ops once per iteration. Which to keep is the same
+minimum cut as between stages, on the forward body: loop constants are there for free, slices of
+what outlives the loop too, a carry must be stacked to be had, and everything stacked anyway is free.
+
+What is kept may be stacked in host memory instead: its slice leaves at the end of a forward iteration
+and comes back at the beginning of the backward one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from jaxtensile.ir.ir import Graph, Op, OpId, ValueId, consumers, producers
+from jaxtensile.ir.plan import Link
+from jaxtensile.passes.lifetimes.fusion import VIEWS
+from jaxtensile.passes.offload.offload import SMALLEST
+from jaxtensile.passes.recompute.emit import recomputed_ops
+from jaxtensile.passes.recompute.mincut import Network, ResidualCut, price_ladder
+from jaxtensile.passes.recompute.stages import Mountain
+from jaxtensile.units import KIB, Bytes, Seconds
+
+SLICE: Bytes = 64 * KIB
+"""Slices below this never wait on the host: starting a copy takes many times as long as the copy itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanPair:
+    """Scans ``forward`` and ``backward`` (op ids); ``links``: (position among the forward's ys,
+    position among the backward's xs) of every stack that nothing else reads."""
+
+    forward: int
+    backward: int
+    links: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoopPlan:
+    """``dropped``: ys positions that are no longer stacked; ``stacked``: forward-body values that
+    are stacked instead; ``again``: forward-body ops to run in every backward iteration.
+
+    ``hosted``: those of ``stacked`` that wait in host memory, ``aside`` bytes in all; ``wait``: seconds
+    that the copies of all iterations add.
+    """
+
+    pair: ScanPair
+    dropped: tuple[int, ...]
+    stacked: tuple[int, ...]
+    again: tuple[int, ...]
+    hosted: tuple[int, ...] = ()
+    aside: Bytes = 0
+    wait: Seconds = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class InnerPlan:
+    """What becomes of the loops in one iteration of a pair, forwards and backwards, as a program of its own: first of
+    the loops in their iterations (``inner``), then of themselves (``loops``)."""
+
+    pair: ScanPair
+    inner: tuple[InnerPlan, ...]
+    loops: tuple[LoopPlan, ...]
+
+
+def copying(trips: int, one_way: Seconds, forward: Seconds) -> Seconds:
+    """Seconds that copies add to a pair of loops; ``one_way``: the copies of one iteration, ``forward``: its work.
+
+    A slice leaves while the rest of its iteration runs; the next one needs nothing of it.
+    XLA starts to bring one back when the backward iteration begins, which needs it at once.
+    """
+    return trips * (max(one_way - forward, 0.0) + one_way)
+
+
+def find_pairs(graph: Graph) -> tuple[ScanPair, ...]:
+    """Pairs of scans of equal length that are linked by stacks read nowhere else."""
+    read_by = consumers(graph)
+    made = producers(graph)
+    final = set(graph.outputs)
+    found: list[ScanPair] = []
+    for back in graph.ops:
+        if back.primitive != "scan" or back.pinned:
+            continue
+        first_x = sum(back.carried)
+        links: dict[int, list[tuple[int, int]]] = {}
+        for x, v in enumerate(back.slots[first_x:]):
+            o = made[v] if v >= 0 else -1
+            if o < 0 or v in final or len(read_by[v]) != 1 or back.slots.count(v) != 1:
+                continue
+            front = graph.ops[o]
+            y = front.results.index(ValueId(v)) - front.carried[1]
+            if front.primitive == "scan" and not front.pinned and front.trip_count == back.trip_count and y >= 0:
+                links.setdefault(o, []).append((y, x))
+        found.extend(ScanPair(o, back.id, tuple(ls)) for o, ls in links.items())
+    return tuple(found)
+
+
+class PairCut:
+    """What one pair may stack instead: the minimum cut on its forward body.
+
+    ``charge``: seconds of each op of the forward body, for one iteration.
+    """
+
+    def __init__(self, graph: Graph, pair: ScanPair, charge: Sequence[float]) -> None:
+        self.pair = pair
+        front = graph.ops[pair.forward]
+        body = front.bodies[0]
+        consts, carries = front.carried
+        xs = body.inputs[consts + carries : len(front.slots)]
+        self._outs = body.output_slots[carries:]
+        linked = {self._outs[y] for y, _ in pair.links}
+        # Stacks that something else keeps alive are free to read in the backward body.
+        mine = {y for y, _ in pair.links}
+        free = {v for y, v in enumerate(self._outs) if y not in mine and v is not None}
+        there = _there(graph, pair.backward)
+        costly: set[int] = {*body.inputs[consts : consts + carries]}
+        costly |= {v for v, outer in zip(xs, front.slots[consts + carries :], strict=True) if not there(outer)}
+        given: set[int] = {v for v in body.inputs if v not in costly}
+        wrapped, self._shift = _with_sources(body, costly)
+        always = frozenset(given | free)
+        needed = tuple(sorted(v for v in linked if v is not None and v not in always))
+        self.all = frozenset(needed)
+        """What the pair stacks as it is."""
+        trips = self._trips = front.trip_count
+        self._mountain = Mountain(len(wrapped.ops), needed, always, _cone(wrapped, needed, always))
+        self._graph = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
+        self._made: dict[int, int] = {r: op.id for op in self._graph.ops for r in op.results}
+        costs = [0.0] * self._shift + [c * trips for c in charge]
+        self._cut = ResidualCut(Network(self._graph, self._mountain), costs, ()) if needed else None
+        slices = set(xs)
+        self._able: dict[int, Bytes] = {
+            v.id: v.nbytes
+            for v in wrapped.values
+            if v.nbytes >= SLICE and v.nbytes * trips >= SMALLEST
+            if v.space != "host" and "key" not in v.dtype and v.id not in slices
+        }
+        if front.reverse:
+            self._able = {}  # XLA:GPU may write such a stack in the wrong order, see ``jaxtensile.rewrites.loops``
+
+    def keep(self, price: float) -> frozenset[int]:
+        """What to stack when a byte costs ``price`` seconds."""
+        return self._cut.keep(price) if self._cut is not None else self.all
+
+    @property
+    def trips(self) -> int:
+        return self._trips
+
+    def stacks(self, kept: frozenset[int]) -> Bytes:
+        """Bytes of the stacks of ``kept``."""
+        return sum(self._graph.values[v].nbytes for v in kept)
+
+    def between(self, more: frozenset[int], less: frozenset[int], share: float) -> frozenset[int]:
+        """``less``, and of what only ``more`` keeps the share of bytes that the body makes first."""
+        extra = sorted(more - less, key=lambda v: (self._made[v], v))
+        room = share * sum(self._graph.values[v].nbytes for v in extra)
+        out = set(less)
+        for v in extra:
+            room -= self._graph.values[v].nbytes
+            if room < 0:
+                break
+            out.add(v)
+        return frozenset(out)
+
+    def nbytes(self, value: int) -> Bytes:
+        """Bytes of one slice of a value that can wait on the host."""
+        return self._able[value]
+
+    def hosted(self, kept: frozenset[int], share: float) -> frozenset[int]:
+        """Of ``kept`` what waits on the host when about ``share`` of the bytes that can do so; large slices first."""
+        able = sorted((v for v in kept if v in self._able), key=lambda v: (-self._able[v], v))
+        room = share * sum(self._able[v] for v in able)
+        out: list[int] = []
+        for v in able:
+            if self._able[v] <= room:
+                room -= self._able[v]
+                out.append(v)
+        return frozenset(out)
+
+    def wait(self, hosted: frozenset[int], link: Link, forward: Seconds) -> Seconds:
+        """Seconds that copying ``hosted`` adds; ``forward``: one iteration of the forward loop."""
+        one_way = sum(link.latency + self._able[v] / link.bandwidth for v in hosted)
+        return copying(self._trips, one_way, forward)
+
+    def plan(self, kept: frozenset[int], hosted: frozenset[int] = frozenset(), wait: Seconds = 0.0) -> LoopPlan | None:
+        """The pair that stacks exactly ``kept``, ``hosted`` of it on the host; None when it does so already."""
+        again = recomputed_ops(self._graph, self._mountain, kept)
+        outs, shift = self._outs, self._shift
+        dropped = tuple(sorted(y for y, _ in self.pair.links if outs[y] in self.all - (kept - hosted)))
+        if not dropped:
+            return None
+        linked = {outs[y] for y, _ in self.pair.links} - hosted
+        stacked = tuple(sorted(v for v in kept if v not in linked))
+        return LoopPlan(
+            pair=self.pair,
+            dropped=dropped,
+            stacked=stacked,
+            again=tuple(sorted(o - shift for o in again if o >= shift)),
+            hosted=tuple(sorted(hosted)),
+            aside=self._trips * sum(self._able[v] for v in hosted),
+            wait=wait,
+        )
+
+
+def repeated(front: Op) -> Graph:
+    """The forward body as the backward loop repeats it: what was stacked is stored for nobody and may fuse."""
+    body = front.bodies[0]
+    carried = body.output_slots[: front.carried[1]]
+    return replace(body, outputs=tuple(v for v in carried if v is not None), output_slots=carried)
+
+
+def _there(graph: Graph, step: int) -> Callable[[int], bool]:
+    """Whether a value is there at ``step`` whatever happens: inputs, what is read then or later, and views of both."""
+    stays: set[int] = {*graph.inputs, *graph.outputs, *(v for op in graph.ops[step:] for v in op.operands)}
+    source: dict[int, int] = {
+        op.results[0]: op.operands[0] for op in graph.ops if op.primitive in VIEWS and op.operands
+    }
+
+    def seen(v: int) -> int:
+        while v in source:
+            v = source[v]
+        return v
+
+    whole = {seen(v) for v in stays}
+    return lambda v: seen(v) in whole
+
+
+def _with_sources(body: Graph, sources: set[int]) -> tuple[Graph, int]:
+    """The body with an immovable op in front that makes ``sources``: they can be kept, never recomputed."""
+    source = Op(
+        id=OpId(0),
+        primitive="carry_in",
+        operands=(),
+        results=tuple(ValueId(v) for v in sorted(sources)),
+        pinned=True,
+    )
+    ops = (source, *(replace(op, id=OpId(op.id + 1)) for op in body.ops))
+    return replace(body, ops=ops, inputs=tuple(v for v in body.inputs if v not in sources)), 1
+
+
+def _cone(graph: Graph, needed: Sequence[int], always: frozenset[int]) -> tuple[int, ...]:
+    made: dict[int, int] = {r: op.id for op in graph.ops for r in op.results}
+    cone: set[int] = set()
+    todo = [made[v] for v in needed if v in made]
+    while todo:
+        o = todo.pop()
+        if o in cone:
+            continue
+        cone.add(o)
+        if not graph.ops[o].pinned:
+            todo.extend(made[u] for u in graph.ops[o].operands if u in made and u not in always)
+    return tuple(sorted(cone))
+
+
+def _linked(cuts: Sequence[PairCut]) -> list[list[PairCut]]:
+    """Pairs that share a loop, together."""
+    groups: list[list[PairCut]] = []
+    for cut in cuts:
+        ends = {cut.pair.forward, cut.pair.backward}
+        near = [g for g in groups if any(ends & {c.pair.forward, c.pair.backward} for c in g)]
+        groups = [g for g in groups if g not in near]
+        groups.append([*(c for g in near for c in g), cut])
+    return groups
+
+
+_FAR = 1.5
+"""A divisor is taken for the number of inner iterations unless it is off by more than this factor."""
+
+
+def _inner(trips: int, wanted: float) -> int | None:
+    """About the wanted number of iterations for an inner loop, one that divides all of them if there is such a one;
+    None where an inner loop of that length is none."""
+    divisors = [d for d in range(2, trips // 2 + 1) if trips % d == 0]
+    best = min(divisors, key=lambda d: abs(math.log(d / wanted)), default=trips)
+    if max(best / wanted, wanted / best) > _FAR:
+        best = round(wanted)
+    return best if 1 < best <= trips // 2 else None
+
+
+_PRICES = 10
+_SHARES = (0.25, 0.5, 0.75)
+"""Of what two neighbouring rungs differ in, the shares of bytes that steps between them keep."""
+
+Way = tuple[LoopPlan, ...]
+"""One way to rewrite the loops of a program: the pairs that change."""
+
+
+class Ladder:
+    """Ways to rewrite the loops of ``graph``; ``charges``: seconds of a ``repeated`` body's ops.
+
+    ``rungs``: from nothing to everything dropped, one minimum cut of every pair per price. With a ``link`` each
+    rung has a way with all that it keeps on the host (``away``); ``seconds``: of the ops of a body as it is.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        charges: Callable[[Graph], Sequence[float]],
+        link: Link | None = None,
+        seconds: Callable[[Graph], Sequence[Seconds]] | None = None,
+    ) -> None:
+        pairs = find_pairs(graph)
+        bodies = {p.forward: repeated(graph.ops[p.forward]) for p in pairs}
+        charge = {o: charges(body) for o, body in bodies.items()}
+        prices = {o: price_ladder(body, range(len(body.ops)), charge[o], _PRICES) for o, body in bodies.items()}
+        self._cuts = [PairCut(graph, p, charge[p.forward]) for p in pairs]
+        self._link = link
+        if link is not None and seconds is not None:
+            self._seconds = {o: sum(seconds(graph.ops[o].bodies[0])) for o in bodies}
+        self._kept: dict[Way, list[frozenset[int]]] = {(): [cut.all for cut in self._cuts]}
+        for i in range(_PRICES):
+            at = (prices[c.pair.forward] for c in self._cuts)
+            self._add([c.keep(p[min(i, len(p) - 1)]) for c, p in zip(self._cuts, at, strict=True)])
+        self.rungs: tuple[Way, ...] = tuple(self._kept)
+
+    def nests(self, smallest: Bytes) -> tuple[dict[int, int], ...]:
+        """Ways to nest the loops that stack ``smallest`` bytes or more: op → iterations of its inner loop.
+
+        Where the inner pair stacks all that it does now, c and r bytes in an iteration at least and at most,
+        N / k * c + k * r bytes are the fewest for k = sqrt(N * c / r); where it stacks no more than it must,
+        for k = sqrt(N).
+        """
+        ways: list[dict[int, int]] = [{}, {}]
+        dearest = dict(zip(self._cuts, self._kept[self.rungs[-1]], strict=True))
+        for cuts in _linked(self._cuts):
+            trips = cuts[0].trips
+            least, most = sum(c.stacks(dearest[c]) for c in cuts), sum(c.stacks(c.all) for c in cuts)
+            if most < smallest or not least:
+                continue
+            for way, wanted in zip(ways, (math.sqrt(trips * least / most), math.sqrt(trips)), strict=True):
+                if k := _inner(trips, wanted):
+                    way.update((o, k) for c in cuts for o in (c.pair.forward, c.pair.backward))
+        return tuple(way for i, way in enumerate(ways) if way and way not in ways[:i])
+
+    def _add(self, kept: list[frozenset[int]]) -> Way:
+        plans = (cut.plan(k) for cut, k in zip(self._cuts, kept, strict=True))
+        way = tuple(p for p in plans if p is not None)
+        self._kept.setdefault(way, kept)
+        return way
+
+    def away(self, rung: Way, share: float = 1.0) -> Way:
+        """``rung`` with about ``share`` of the bytes that it keeps, and that can be there, in host memory."""
+        if self._link is None:
+            return rung
+        plans: list[LoopPlan | None] = []
+        for cut, kept in zip(self._cuts, self._kept[rung], strict=True):
+            hosted = cut.hosted(kept, share)
+            plans.append(cut.plan(kept, hosted, cut.wait(hosted, self._link, self._seconds[cut.pair.forward])))
+        return tuple(p for p in plans if p is not None)
+
+    def aways(self, rung: Way) -> list[Way]:
+        """Ways that are ``rung`` with more and more of what it keeps in host memory, but not all."""
+        ways = dict.fromkeys(self.away(rung, share) for share in _SHARES)
+        return [way for way in ways if way not in (rung, self.away(rung))]
+
+    def between(self, more: Way, less: Way) -> list[Way]:
+        """Ways that stack less than ``more`` and more than ``less``."""
+        ends = list(zip(self._cuts, self._kept[more], self._kept[less], strict=True))
+        ways = (self._add([cut.between(a, b, share) for cut, a, b in ends]) for share in _SHARES)
+        return [way for way in dict.fromkeys(ways) if way not in (more, less)]

@@ -1,0 +1,365 @@
+"""When does each argument that waits on the host come in, and when does what replaces it go out?
+
+Everything that depends on such an argument (the *update*) is taken out of the schedule and put back group by
+group, as soon as what it reads is made and nobody else reads what it overwrites. A group is the leaves that
+are updated together. Its copies in take the latest free time of the link that ends when it may be updated, its
+copies out follow the update; at most ``AHEAD`` groups, or groups of ``WINDOW`` bytes, are here at once, and none
+comes in while it would add to the most bytes that the program needs.
+
+Two barriers hold a group to its place: one before the copies in, with a buffer that was just made and the copies
+out of the group that must have gone; one before the update, with the leaves, and with what the last readers of
+the overwritten arguments made. Without the first XLA brings everything in at the start; without the second it
+copies a parameter that is still read.
+
+Invariant: the same ops on the same operands, in another order; effects stay where they are.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+
+from jaxtensile.ir.ir import Graph, ValueId, consumers, producers
+from jaxtensile.ir.plan import TO_DEVICE, TO_HOST, Link, Program
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload.offload import Channel
+from jaxtensile.passes.offload.state import Moved, descendants
+from jaxtensile.passes.order.schedule import Schedule
+from jaxtensile.units import KIB, MIB, Bytes, Seconds
+
+AHEAD, WINDOW = 3, 64 * MIB
+"""So many groups, or groups of so many bytes together, may be on the device at once."""
+LEVEL = 0.95
+"""Nothing comes in while it would take the program above this share of the most bytes: XLA's order differs a little."""
+_SMALL = KIB
+"""What only makes values of so few bytes, as a learning rate, runs as soon as an update wants it."""
+_FEW = 8
+"""Leaves that an output reads together are one group, unless it reads more than so many (for a global norm)."""
+
+
+def stream(graph: Graph, moved: Sequence[Moved], seconds: Sequence[Seconds], link: Link) -> Program:
+    """``graph`` with ``moved`` on the host, as a program whose ends are in another memory space.
+
+    ``seconds``: of every op of the graph.
+    """
+    return _Streaming(graph, moved, seconds, link).run()
+
+
+@dataclass(slots=True)
+class _Group:
+    """Leaves that come in together, the outputs made from them, and the ops that make these.
+
+    ``ready``: the last op outside of the update that must have run; ``gone``: the group that must have left
+    before this one comes in.
+    """
+
+    leaves: list[int]
+    outputs: list[int]
+    ops: list[int]
+    ready: int
+    nbytes: Bytes
+    gone: _Group | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """Before op ``step`` of the original schedule ``group`` comes in, or is updated."""
+
+    step: int
+    time: Seconds
+    group: _Group
+    update: bool
+
+
+class _Streaming(Schedule):
+    """Scratch of one streaming: the new schedule, and what stands for every value by now."""
+
+    def __init__(self, graph: Graph, moved: Sequence[Moved], seconds: Sequence[Seconds], link: Link) -> None:
+        self.moved: set[int] = {m.value for m in moved}
+        values = [replace(v, space="host") if v.id in self.moved else v for v in graph.values]
+        super().__init__(values, range(len(values)))
+        self.graph, self.kernels, self.made, self.link = graph, fuse(graph), producers(graph), link
+        self.leaving: set[int] = {m.output for m in moved}
+        self.on_host: dict[int, int] = {}
+        self.done: set[int] = set()
+        self.latest: int | None = None
+        """The buffer made last."""
+        read_by = consumers(graph)
+        self.dependent: set[int] = set()
+        for v in self.moved:
+            self.dependent |= descendants(graph, read_by, v)
+        self.update = set(self.dependent)
+        self._with_feeders(read_by)
+        self.earliest = self._earliest()
+        self.last_read = self._last_reads()
+        self.clock = [0.0, *accumulate(0.0 if i in self.update else s for i, s in enumerate(seconds))]
+        """When each op starts, the update left out."""
+
+    def _with_feeders(self, read_by: Sequence[Sequence[int]]) -> None:
+        """Take what fuses into the update, and nowhere else, along with it."""
+        final = set(self.graph.outputs)
+        for op in reversed(self.graph.ops):
+            if op.id in self.update or self.kernels.is_root[op.id] or op.pinned or not final.isdisjoint(op.results):
+                continue
+            readers = [o for r in op.results for o in read_by[r]]
+            if readers and self.update.issuperset(readers):
+                self.update.add(op.id)
+
+    def _earliest(self) -> list[int]:
+        """Value → the step from which it can be there: small ones as soon as what they are made from is."""
+        graph = self.graph
+        step = [-1] * len(graph.values)
+        for op in graph.ops:
+            small = sum(graph.values[r].nbytes for r in op.results) <= _SMALL and not op.pinned and not op.bodies
+            for r in op.results:
+                step[r] = max((step[v] for v in op.operands), default=-1) if small else op.id
+        return step
+
+    def _last_reads(self) -> dict[int, int]:
+        """Input → the last kernel outside of the update that reads it."""
+        inputs = set(self.graph.inputs)
+        last: dict[int, int] = {}
+        for op in self.graph.ops:
+            if op.id not in self.update and self.kernels.is_root[op.id]:
+                last.update((b, op.id) for b in self.kernels.reads[op.id] if b in inputs)
+        return last
+
+    def run(self) -> Program:
+        graph = self.graph
+        groups = self._groups()
+        self._lay(self._events(groups, self._most_from(groups)))
+        slots = tuple(None if v is None else ValueId(self._final(v)) for v in graph.output_slots)
+        outputs = tuple(v for v in slots if v is not None)
+        new = replace(graph, values=tuple(self.values), ops=tuple(self.ops), outputs=outputs, output_slots=slots)
+        return Program(new, tuple(self.origin), tuple(self.version_of))
+
+    def _lay(self, events: Sequence[_Event]) -> None:
+        """All ops, what ``events`` say among them."""
+        graph = self.graph
+        k = 0
+        for op in graph.ops:
+            while k < len(events) and events[k].step <= op.id:
+                self._happens(events[k])
+                k += 1
+            if op.id not in self.update:
+                self._run(op.id)
+        for event in events[k:]:
+            self._happens(event)
+
+    def _most_from(self, groups: Sequence[_Group]) -> list[Bytes]:
+        """The most bytes that are live from each op on, with every update as early as it can be, and no copies."""
+        graph = self.graph
+        early = copy(self)
+        early.moved, early.leaving, early.done = set[int](), set[int](), set[int]()
+        early.values, early.version_of, early.now = list(graph.values), list(self.version_of), {}
+        early.ops, early.origin = [], []
+        bare = [replace(group, leaves=[]) for group in sorted(groups, key=lambda g: g.ready)]
+        early._lay([_Event(group.ready + 1, 0.0, group, True) for group in bare])
+        profile = live_ranges(replace(graph, ops=tuple(early.ops), values=tuple(early.values))).profile
+        at = [0] * (len(graph.ops) + 1)
+        step = 0
+        for o, live in zip(early.origin, profile, strict=True):
+            step = step if o < 0 or o in self.update else max(step, o)
+            at[step] = max(at[step], live)
+        return list(accumulate(reversed(at), max))[::-1]
+
+    def _final(self, v: int) -> int:
+        return self.on_host[v] if v in self.leaving else self.now.get(v, v)
+
+    def _groups(self) -> list[_Group]:
+        """The update, taken apart: outputs that share few leaves go together."""
+        graph = self.graph
+        outputs: list[int] = [o for o in dict.fromkeys(graph.outputs) if self.made[o] in self.update]
+        cones = {o: self._cone(o) for o in outputs}
+        leaves = {o: sorted({v for c in cones[o] for v in graph.ops[c].operands if v in self.moved}) for o in outputs}
+        root: dict[int, int] = {}
+
+        def find(v: int) -> int:
+            while root.setdefault(v, v) != v:
+                v = root[v]
+            return v
+
+        owned = {v for o in outputs if len(leaves[o]) <= _FEW for v in leaves[o]}
+        own = {o: leaves[o] if len(leaves[o]) <= _FEW or not owned.issuperset(leaves[o]) else [] for o in outputs}
+        for o in outputs:
+            for v in own[o]:
+                root[find(v)] = find(own[o][0])
+        members: dict[tuple[bool, int], list[int]] = {}
+        for o in outputs:
+            members.setdefault((True, find(own[o][0])) if own[o] else (False, o), []).append(o)
+        ready_of: dict[int, int] = {}
+        for o in outputs:
+            ready = self._ready(cones[o])
+            for c in cones[o] & self.dependent:
+                ready_of[c] = max(ready_of.get(c, -1), ready)
+        groups: list[_Group] = []
+        for outs in members.values():
+            ops = sorted({c for o in outs for c in cones[o]})
+            inside: list[int] = sorted({v for o in outs for v in own[o]})
+            # Whoever else reads what this group makes must come soon after it.
+            ready = max(ready_of.get(c, -1) for c in ops)
+            groups.append(_Group(inside, outs, ops, ready, self._size(inside)))
+        return groups
+
+    def _cone(self, o: int) -> set[int]:
+        """The ops of the update that make ``o``."""
+        seen: set[int] = set()
+        todo = [self.made[o]]
+        while todo:
+            c = todo.pop()
+            if c in self.update and c not in seen:
+                seen.add(c)
+                todo.extend(self.made[v] for v in self.graph.ops[c].operands)
+        return seen
+
+    def _read(self, ops: Iterable[int]) -> list[int]:
+        """What ``ops`` of the update read from outside of it."""
+        return [v for c in ops for v in self.graph.ops[c].operands if self.made[v] not in self.update]
+
+    def _ready(self, cone: set[int]) -> int:
+        """The last op that must run before ``cone``: it makes what that reads, or reads what that overwrites."""
+        read = self._read(cone)
+        return max((max(self.earliest[v], self.last_read.get(v, -1)) for v in read), default=-1)
+
+    def _events(self, groups: Sequence[_Group], above: Sequence[Bytes]) -> list[_Event]:
+        """When every group comes in and is updated, by the clock of the other ops; in order.
+
+        ``above``: the most bytes that are live from each op on.
+        """
+        graph, clock = self.graph, self.clock
+        here = [g for g in groups if g.leaves]
+        back = Channel()
+        begin: dict[int, Seconds] = {}
+        for g in sorted(here, key=lambda g: -g.ready):
+            length = self._length(g)
+            start = back.latest(clock[g.ready + 1], length)
+            back.take(start, length)
+            low = bisect_left(above, g.nbytes + WINDOW - LEVEL * above[0], key=lambda n: -n)
+            begin[id(g)] = max(start, clock[min(low, g.ready + 1)])
+        events: list[_Event] = []
+        arriving = leaving = 0.0
+        left: list[tuple[_Group, Seconds, int]] = []
+        updated: dict[int, tuple[Seconds, int]] = {}
+        seen: set[int] = set()
+        for g in sorted(here, key=lambda g: (begin[id(g)], g.ready, min(g.leaves))):
+            start, step = begin[id(g)], 0
+            inside = g.nbytes
+            for n, (other, out, updated_at) in enumerate(reversed(left)):
+                inside += other.nbytes
+                if n + 2 > AHEAD and inside > WINDOW:
+                    g.gone, start, step = other, max(start, out), updated_at
+                    break
+            step = max(step, bisect_left(clock, start))
+            events.append(_Event(step, start, g, False))
+            arriving = max(arriving, start) + self._length(g)
+            at = max(arriving, clock[g.ready + 1])
+            step = max(step, g.ready + 1, bisect_left(clock, at))
+            events.append(_Event(step, at, g, True))
+            leaving = max(leaving, at) + self._length(g)
+            left.append((g, leaving, step))
+            updated.update((v, (at, step)) for v in g.leaves)
+            seen.add(id(g))
+        for g in groups:
+            if id(g) not in seen:
+                # What reads many leaves, and owns none, waits for all of them.
+                whose = [updated[v] for c in g.ops for v in graph.ops[c].operands if v in updated]
+                at, step = max(whose, default=(0.0, 0))
+                events.append(_Event(max(step, g.ready + 1), at, g, True))
+        return sorted(events, key=lambda e: (e.step, e.time, e.update))
+
+    def _length(self, group: _Group) -> Seconds:
+        return len(group.leaves) * self.link.latency + group.nbytes / self.link.bandwidth
+
+    def _happens(self, event: _Event) -> None:
+        group = event.group
+        if not event.update:
+            away = [o for o in group.gone.outputs if o in self.on_host] if group.gone else []
+            ties = [] if self.latest is None else [self.latest]
+            self._barrier(group.leaves, ties, away)
+            for v in group.leaves:
+                self.now[v] = self.put_copy(TO_DEVICE, self.now[v], "device")
+            return
+        for v in self._read(group.ops):
+            if self.made[v] >= 0:
+                self._run(self.made[v])
+        self._barrier([v for v in group.leaves if v in self.now], self._readers(group), [])
+        for c in group.ops:
+            self._run(c)
+
+    def _run(self, c: int) -> None:
+        """Put op ``c`` and what it still needs."""
+        graph = self.graph
+        todo = [c]
+        while todo:
+            o = todo[-1]
+            missing = [m for m in map(self.made.__getitem__, graph.ops[o].operands) if m >= 0 and m not in self.done]
+            if missing and o not in self.done:
+                todo.extend(missing)
+                continue
+            todo.pop()
+            if o in self.done:
+                continue
+            self.done.add(o)
+            op = graph.ops[o]
+            self.put(op, [self.now.get(v, v) for v in op.operands], op.results, o)
+            for r in op.results:
+                if self.kernels.home[r] == r and graph.values[r].nbytes > _SMALL and o not in self.update:
+                    self.latest = r
+                if r in self.leaving:
+                    self.on_host[r] = self.put_copy(TO_HOST, r, "host")
+
+    def _barrier(self, leaves: Sequence[int], ties: Sequence[int], away: Sequence[int]) -> None:
+        """Nothing behind it is read before all of it is there."""
+        held = dict.fromkeys((*leaves, *ties))
+        if not held:
+            return
+        operands = [*(self.now.get(v, v) for v in held), *(self.on_host[o] for o in away)]
+        results = self.put_barrier(operands)
+        self.now.update(zip(held, results, strict=False))
+        self.on_host.update(zip(away, results[len(held) :], strict=True))
+
+    def _readers(self, group: _Group) -> list[int]:
+        """What the last readers of arguments that ``group`` overwrites have made."""
+        ties: dict[int, None] = {}
+        for p in dict.fromkeys(v for v in self._read(group.ops) if v in self.last_read):
+            for r in self.graph.ops[self.last_read[p]].results:
+                if self.kernels.home[r] == r:
+                    ties[r] = None
+        return list(ties)
+
+    def _size(self, values: Iterable[int]) -> Bytes:
+        return sum(self.graph.values[v].nbytes for v in values)
+
+
+def waiting(program: Program, seconds: Sequence[Seconds], link: Link) -> Seconds:
+    """Seconds by which copies make the program late, those that follow its last op included.
+
+    ``seconds``: of every op of the original. Copies queue in each direction; what stands behind a barrier
+    waits for all that stands before it.
+    """
+    graph = program.graph
+    kernels = fuse(graph)
+    ready: dict[int, Seconds] = {}
+    wait = clock = out = back = 0.0
+    for op, origin in zip(graph.ops, program.origin, strict=True):
+        needed = max((ready.get(v, 0.0) for v in op.operands), default=0.0)
+        if op.primitive in (TO_HOST, TO_DEVICE):
+            length = link.latency + graph.values[op.operands[0]].nbytes / link.bandwidth
+            if op.primitive == TO_HOST:
+                needed = out = max(out, clock, needed) + length
+            else:
+                needed = back = max(back, clock, needed) + length
+        elif op.primitive != "optimization_barrier" and kernels.is_root[op.id]:
+            wait += max(needed - clock, 0.0)
+            clock = max(clock, needed) + (seconds[origin] if origin >= 0 else 0.0)
+            needed = 0.0
+        if needed > clock:
+            ready.update((r, needed) for r in op.results)
+    return wait + max(out - clock, 0.0)
+
+
+__all__ = ["stream", "waiting"]

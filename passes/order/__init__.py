@@ -1,0 +1,1 @@
+"""In which order does a program run, and how is XLA kept in it?"""

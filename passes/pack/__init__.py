@@ -1,0 +1,1 @@
+"""Where in one arena do buffers lie, and how much does an allocator take for them?"""

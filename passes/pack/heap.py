@@ -1,0 +1,31 @@
+"""How high is XLA's heap of a program's temporaries, with the holes that it leaves?
+
+``passes.pack`` packs lower; this says what a program compiled by XLA takes.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+from jaxtensile.passes.lifetimes.liveness import Liveness
+from jaxtensile.passes.pack.best_fit import best_fit
+from jaxtensile.passes.pack.buffers import Buffer
+from jaxtensile.units import Bytes
+
+
+def heap(live: Liveness) -> Bytes:
+    """Bytes of a run's temporaries with the holes between them."""
+    return best_fit(temporaries(live)).height
+
+
+def temporaries(live: Liveness) -> list[Buffer]:
+    """A run's temporaries, and what its loops and branches need inside, as buffers over its steps."""
+    buffers = [Buffer(r.start, r.stop, r.nbytes) for r in live.ranges]
+    held = [0] * (len(live.profile) + 1)
+    for r in live.ranges:
+        held[r.start] += r.nbytes
+        held[min(r.stop, len(live.profile))] -= r.nbytes
+    for step, (all_bytes, outside) in enumerate(zip(live.profile, accumulate(held), strict=False)):
+        if all_bytes > outside:  # what the op's bodies need inside
+            buffers.append(Buffer(step, step + 1, all_bytes - outside))
+    return buffers

@@ -1,0 +1,152 @@
+"""Which residuals to keep at a given price per byte: an exact minimum cut.
+
+Every needed value is either kept (price x bytes) or recomputed (seconds of its op), and a
+recomputed op needs its operands available too. With x_v = "v is available after the turn" and
+y_o = "op o runs again", minimise
+
+    sum_v  price * bytes_v * [x_v and not y_maker(v)]  +  sum_o  seconds_o * [y_o]
+    subject to  x_v = 1 for needed v,   y_o = 1  implies  x_u = 1 for every operand u of o.
+
+All terms are submodular, so a minimum s-t cut solves it exactly (Picard, "Maximal closure of a
+graph and applications to combinatorial problems", 1976; PyTorch's min-cut partitioner cuts the
+same way with bytes alone).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from jaxtensile.ir.ir import Graph
+from jaxtensile.passes.recompute.stages import Mountain
+
+
+def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], count: int) -> tuple[float, ...]:
+    """``count`` prices in seconds per byte, from 'keep whatever costs anything' to 'recompute all that can be'.
+
+    Spread evenly over the orders of magnitude of what the ops of ``cone`` cost per byte they make,
+    so that no unit, device or size is assumed.
+    """
+    rates = [
+        seconds[o] / size
+        for o in cone
+        if seconds[o] > 0 and (size := sum(graph.values[r].nbytes for r in graph.ops[o].results))
+    ]
+    if not rates:
+        return (1.0,)
+    low, high = np.quantile(rates, 0.05) / 10, max(rates) * 100
+    return tuple(float(p) for p in np.geomspace(low, high, count))
+
+
+_INFINITE = 2**31 - 1
+_TOTAL = 2**30
+"""Capacities are scaled to integers so that the whole flow stays below this (scipy's are 32-bit)."""
+
+
+class Network:
+    """What the cut problems of one mountain have in common: all edges, by tail and head.
+
+    From every value one edge leads to the op that makes it, and one past that op, for where it is not made again.
+    """
+
+    def __init__(self, graph: Graph, mountain: Mountain) -> None:
+        values, ops, always, cone = graph.values, graph.ops, mountain.always, mountain.cone
+        maker = {r: o for o in cone for r in ops[o].results}
+        op_node = {o: 2 + i for i, o in enumerate(cone)}
+        first = 2 + len(op_node)
+        value_node = {r: first + i for i, r in enumerate(maker)}
+        self.size = first + len(value_node)
+        self.reads = [(u, maker[u], o) for o in cone for u in ops[o].operands if u in maker]
+        """What the ops of the cone read of one another: value, its op, and the op that reads it."""
+        self.pinned = frozenset(r for r, o in maker.items() if ops[o].pinned)
+        self.made = [*maker]
+        own = [r for r in maker if r not in always]
+        self.values = np.array(own, np.int64)
+        self.value_nodes = np.array([value_node[r] for r in own], np.int64)
+        self.maker_nodes = np.array([op_node[maker[r]] for r in own], np.int64)
+        needed = set(mountain.needed)
+        self.needed_bytes = float(sum(values[v].nbytes for v in needed))
+        head = [value_node[r] for r in maker if r in needed]
+        rows = [0, len(head), len(head)]
+        charged: list[tuple[int, int]] = []
+        for o in cone:
+            if not ops[o].pinned:
+                charged.append((len(head), o))
+                reads = {value_node[u] for u in ops[o].operands if u in value_node and u not in always}
+                head += [1, *sorted(reads)]
+            rows.append(len(head))
+        at, charge = (np.array(c, np.int64) for c in (zip(*charged, strict=True) if charged else ((), ())))
+        self.charged, self.charging = at, charge
+        """The edges that cost what an op costs, and those ops; before ``past`` all others hold for ever."""
+        self.past = len(head)
+        for o in maker.values():
+            head += [1, op_node[o]]
+            rows.append(len(head))
+        self.head, self.rows = np.array(head, np.int32), np.array(rows, np.int32)
+        self.nbytes = np.array([0 if r in always else values[r].nbytes for r in maker], np.float64)
+
+
+class ResidualCut:
+    """The cut problem of one mountain; ``keep(price)`` solves it, ``keeps(prices)`` for many. Built once.
+
+    ``cuts``: steps across which nothing is recomputed: a value read beyond one (``crossing``) is
+    kept if it is available at all.
+    """
+
+    def __init__(self, network: Network, seconds: Sequence[float], cuts: Sequence[int]) -> None:
+        net = self._network = network
+        self.crossing: frozenset[int] = frozenset(
+            u for u, p, o in net.reads if bisect_right(cuts, p) != bisect_right(cuts, o)
+        )
+        stuck = self.crossing | net.pinned
+        self._held = np.array([r in stuck for r in net.values.tolist()], bool)
+        self._fixed = np.full(len(net.head), -1.0)  # seconds; -1: infinite
+        self._fixed[net.charged] = np.array(seconds, np.float64)[net.charging]
+        self._fixed[net.past :] = 0.0
+        self._nbytes = np.zeros(len(net.head))
+        through = np.array([r not in stuck for r in net.made], bool)
+        self._nbytes[net.past :: 2] = np.where(through, 0.0, net.nbytes)
+        self._nbytes[net.past + 1 :: 2] = np.where(through, net.nbytes, 0.0)
+
+    def keeps(self, prices: Sequence[float]) -> list[frozenset[int]]:
+        """What to keep at each of ascending prices.
+
+        Of any one choice the cost is a line over the price, and the least of lines is concave: what is best at two
+        prices is best between them.
+        """
+        found: dict[int, frozenset[int]] = {}
+
+        def between(low: int, high: int) -> None:
+            for k in (low, high):
+                if k not in found:
+                    found[k] = self.keep(prices[k])
+            if found[low] == found[high]:
+                found.update((k, found[low]) for k in range(low + 1, high))
+            elif high - low > 1:
+                middle = (low + high) // 2
+                between(low, middle)
+                between(middle, high)
+
+        between(0, len(prices) - 1)
+        return [found[k] for k in range(len(prices))]
+
+    def keep(self, price: float) -> frozenset[int]:
+        """Values to keep when a byte costs ``price`` seconds."""
+        net = self._network
+        scale = _TOTAL / max(price * net.needed_bytes, 1e-30)
+        costs = np.where(self._fixed < 0, np.inf, (self._fixed + price * self._nbytes) * scale)
+        capacity = np.minimum(costs, _INFINITE).astype(np.int32)
+        capacity[(capacity == 0) & (self._fixed > 0)] = 1
+        # scipy's sparse types are unknown to type checkers.
+        network = cast(Any, csr_array((capacity, net.head, net.rows), shape=(net.size, net.size)))
+        residual: Any = network - cast(Any, maximum_flow(network, 0, 1)).flow
+        residual.eliminate_zeros()
+        reached = np.zeros(net.size, bool)
+        reached[breadth_first_order(residual, 0, return_predecessors=False)] = True
+        kept = reached[net.value_nodes] & (self._held | ~reached[net.maker_nodes])
+        return frozenset(net.values[kept].tolist())

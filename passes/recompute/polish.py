@@ -1,0 +1,110 @@
+"""What can be exchanged in a plan that fits: keep what is dear to run again, drop what is cheap instead.
+
+Segments are chosen for the bytes at the turn and at their own recomputation, value by value nothing is
+known there. Here single products are kept after all; where that is too much, those values make room that
+are live at the step that is over budget and cheap to make again per byte. Each exchange is laid out and
+measured, so nothing is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from jaxtensile.ir.plan import Program
+from jaxtensile.passes.recompute.emit import Recomputation
+from jaxtensile.passes.recompute.stages import Mountain
+from jaxtensile.units import Bytes, Seconds
+
+_TRIES, _WORTH = 8, 0.005
+"""Ops tried, each of at least this share of the program's charge."""
+_MEASURED = 4
+"""Schedules measured for one op."""
+
+
+class Trial(Protocol):
+    """One kept set, laid out and measured; ``at_peak``: values of which a version has a buffer where it needs most."""
+
+    @property
+    def kept(self) -> frozenset[int]: ...
+    @property
+    def device(self) -> Bytes: ...
+    @property
+    def at_peak(self) -> frozenset[int]: ...
+
+
+T = TypeVar("T", bound=Trial)
+
+
+def polish(
+    budget: Bytes,
+    start: Program,
+    mountain: Mountain,
+    recomputation: Recomputation,
+    charge: Sequence[Seconds],
+    measure: Callable[[frozenset[int]], T],
+    best: T,
+) -> T:
+    """The cheapest of ``best``, which fits, and what exchanges make of it. ``start``: the program around the turn."""
+    graph = start.graph
+    worth = _WORTH * sum(charge)
+    tried: set[int] = set()
+    for _ in range(_TRIES):
+        again = recomputation.ops(best.kept)
+        o = max(again - tried, key=lambda o: (charge[o], o), default=None)
+        if o is None or charge[o] < worth:
+            break
+        tried.add(o)
+        most = sum(charge[p] for p in again) - worth
+        new = {r for r in graph.ops[o].results if r not in mountain.always}
+        kept = best.kept | new
+        for _ in range(_MEASURED):
+            if sum(charge[p] for p in recomputation.ops(kept)) > most:
+                break
+            trial = measure(kept)
+            if trial.device <= budget:
+                best = trial
+                break
+            room = make_room(start, recomputation, charge, kept - new, trial.at_peak, trial.device - budget)
+            if not room:
+                break
+            kept -= room
+    return best
+
+
+def make_room(
+    start: Program,
+    recomputation: Recomputation,
+    charge: Sequence[Seconds],
+    kept: frozenset[int],
+    at_peak: frozenset[int],
+    short: Bytes,
+) -> set[int]:
+    """Kept values of at least ``short`` bytes, of those with a version ``at_peak``, that are cheapest to drop; empty
+    when there are not so many."""
+    graph, made = start.graph, recomputation.made
+    again = recomputation.ops(kept)
+
+    price = {
+        v: sum(charge[o] for o in recomputation.beside(again, kept, v))
+        for v in kept
+        if start.version_of[v] in at_peak and graph.values[v].nbytes and not graph.ops[made[v]].pinned
+    }
+    size = {v: graph.values[v].nbytes for v in price}
+    best: tuple[Seconds, set[int]] = (float("inf"), set())
+    chosen: set[int] = set()
+    # The cheapest per byte, as many as it takes, and instead of the last ones a single one that is enough.
+    for v in [*sorted(price, key=lambda v: (price[v] / size[v], v)), None]:
+        if short <= 0:
+            return min(best, (sum(price[u] for u in chosen), chosen), key=lambda b: b[0])[1]
+        last = min(
+            (u for u in price if u not in chosen and size[u] >= short), key=lambda u: (price[u], u), default=None
+        )
+        spent = sum(price[u] for u in chosen)
+        if last is not None:
+            best = min(best, (spent + price[last], chosen | {last}), key=lambda b: b[0])
+        if v is None:
+            break
+        chosen.add(v)
+        short -= size[v]
+    return best[1]

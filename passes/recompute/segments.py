@@ -1,0 +1,302 @@
+"""Where to cut the climb and what each segment keeps, for a given number of bytes.
+
+A segment runs from one narrow waist to another and keeps everything that crosses its ends.
+Minimum cuts at a ladder of prices give it options (bytes kept, charge to recompute the rest);
+a dynamic programme over waists and bytes then picks the cuts and one option per segment with
+the least total charge: a shortest path and a multiple-choice knapsack in one.
+
+    f[j][b] = min over segments (i, j) and their options o of f[i][b - bytes(o)] + charge(o)
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtensile.ir.ir import Graph
+from jaxtensile.passes.recompute.emit import Recomputation
+from jaxtensile.passes.recompute.mincut import Network, ResidualCut, price_ladder
+from jaxtensile.passes.recompute.stages import Mountain, waists
+
+_PRICES = 20
+_SPANS = (1, 2, 4, 8)
+_OFFSETS = 2
+"""Segmentations tried per span: starts at different waists."""
+_STEPS, _DEAR = 3, 0.002
+"""Steps tried between two neighbouring answers, behind ops that charge at least this share of the whole."""
+_UNITS = 16384
+"""Resolution of the programme: bytes are rounded to this share of what there is to distribute."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """What one segment keeps, in bytes, and what recomputing the rest is charged.
+
+    ``entry``: bytes of what it reads across its lower end, to be kept by the segments before it;
+    ``exit``: whether all that crosses its upper end and is made in it is kept.
+    """
+
+    kept: frozenset[int]
+    nbytes: int
+    charge: float
+    entry: int
+    exit: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What to keep, and the segments (first and last cut) with the option taken for each, in order of the climb."""
+
+    kept: frozenset[int]
+    parts: tuple[tuple[int, int, frozenset[int]], ...]
+
+
+class Needs:
+    """What segments need while they are recomputed, beside all that is kept for the segments before them.
+
+    Learned from schedules that were laid out and measured. A segment of which only other options were
+    measured is believed to need the least of those.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], dict[frozenset[int], int]] = {}
+
+    def of(self, i: int, j: int, kept: frozenset[int]) -> int:
+        known = self._known.get((i, j))
+        if not known:
+            return 0
+        return known[kept] if kept in known else min(known.values())
+
+    def learn(self, menu: Menu, choice: Choice, clones: Sequence[tuple[int, int]], profile: Sequence[int]) -> None:
+        """From a schedule with ``profile`` bytes at its steps; ``clones``: (step, op of the climb) of every clone."""
+        cuts = menu.cuts
+        count = len(cuts) + 1
+        held, peak = [set[int]() for _ in range(count)], [0] * count
+        for v in choice.kept:
+            held[bisect_right(cuts, menu.made(v))].add(v)
+        for (step, o), (end, _) in pairwise([*clones, (len(profile), -1)]):
+            k = bisect_right(cuts, o)
+            peak[k] = max(peak[k], max(profile[step:end]))
+        before = [0, *accumulate(menu.size(values) for values in held)]
+        chosen = {(i, j): kept for i, j, kept in choice.parts}
+        for i, j in menu.segments():
+            top = max(peak[i:j])
+            kept = chosen.get((i, j)) or frozenset[int]().union(*held[i:j])
+            if top:
+                self._known.setdefault((i, j), {})[kept] = top - before[i]
+
+
+class _Segmentation(NamedTuple):
+    """The climb in segments between ``bounds``, cuts 0 (its foot) to the last (its end), at the steps ``inner``; and
+    its cut problems: by charge, and ``sparing`` products, which then do not run again."""
+
+    bounds: list[int]
+    inner: list[int]
+    cut: ResidualCut
+    sparing: ResidualCut
+
+
+class Menu:
+    """All segments of one mountain with their options."""
+
+    def __init__(self, graph: Graph, mountain: Mountain, charge: Sequence[float]) -> None:
+        self._graph, self.mountain, self._charge = graph, mountain, charge
+        self.waists, narrow = waists(graph, mountain)
+        self.cuts = tuple(narrow)
+        self.again = Recomputation(graph, mountain)
+        self._made = self.again.made
+        self._segmented: dict[int, list[_Segmentation]] = {}
+        self._least: dict[int, frozenset[int]] = {}
+        self._prices = price_ladder(graph, mountain.cone, charge, _PRICES)
+        # Matrix products that may not run again: what the knapsack needs to fill the last bytes with
+        # small, cheap values, where a product would be the better bargain per byte only.
+        self._sparing = [c + (1.0 if op.flops else 0.0) for c, op in zip(charge, graph.ops, strict=True)]
+        self._dear = _DEAR * sum(charge)
+        self._network = Network(graph, mountain)
+        count = len(self.cuts) + 1
+        self.spans = [s for s in _SPANS if s < count] + [count]
+        """Longest segments worth trying, in stages; the last is the whole climb."""
+
+    @cached_property
+    def _options(self) -> dict[tuple[int, int], dict[frozenset[int], _Option]]:
+        """All that a segment between two cuts may keep: once asked for, as some turns are for the least alone."""
+        found: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
+        for segmentation in (s for span in self.spans for s in self._segmentations(span)):
+            for i, j, option in self._options_of(segmentation):
+                known = found.setdefault((i, j), {})
+                if option.kept not in known or option.charge < known[option.kept].charge:
+                    known[option.kept] = option
+        return found
+
+    def _segmentations(self, span: int) -> list[_Segmentation]:
+        """Into segments of ``span`` stages, from several waists on."""
+        if span not in self._segmented:
+            count = len(self.cuts) + 1
+            found = self._segmented[span] = list[_Segmentation]()
+            for offset in range(0, span, max(span // _OFFSETS, 1)) if span < count else (0,):
+                bounds = sorted({0, *range(offset, count, span), count})
+                inner = [self.cuts[b - 1] for b in bounds[1:-1]]
+                cut, sparing = (ResidualCut(self._network, c, inner) for c in (self._charge, self._sparing))
+                found.append(_Segmentation(bounds, inner, cut, sparing))
+        return self._segmented[span]
+
+    @cached_property
+    def _by_end(self) -> list[list[tuple[int, list[_Option]]]]:
+        """Of the segments that end at a cut: where they begin, and the options that are no worse than others."""
+        found: list[list[tuple[int, list[_Option]]]] = [[] for _ in range(len(self.cuts) + 2)]
+        for (i, j), options in sorted(self._options.items()):
+            found[j].append((i, _undominated(list(options.values()))))
+        return found
+
+    def _options_of(self, segmentation: _Segmentation) -> Iterator[tuple[int, int, _Option]]:
+        """Options of its segments: first and last cut, and what is kept."""
+        bounds, inner, cut, sparing = segmentation
+        answers = list(dict.fromkeys((*sparing.keeps(self._prices[::3]), *cut.keeps(self._prices))))
+        crossing: dict[int, set[int]] = {}
+        for u in cut.crossing:
+            k = bisect_right(inner, self._made[u])
+            crossing.setdefault(bounds[k + 1], set()).add(u)
+        rerun = {kept: self.again.ops(kept) for kept in answers}
+        for a, b in pairwise(sorted(answers, key=self.size)):
+            for kept in self._between(a, b, rerun[a] - rerun[b], inner):
+                kept = self.completed(kept, inner)
+                if kept not in rerun:
+                    rerun[kept] = self.again.ops(kept)
+        for kept, again in rerun.items():
+            held: list[set[int]] = [set() for _ in bounds[1:]]
+            read: list[set[int]] = [set() for _ in held]
+            charge = [0.0] * len(held)
+            for v in kept:
+                held[bisect_right(inner, self._made[v])].add(v)
+            for o in again:
+                k = bisect_right(inner, o)
+                charge[k] += self._charge[o]
+                low = inner[k - 1] if k else 0
+                read[k].update(u for u in self._graph.ops[o].operands if u in kept and self._made[u] < low)
+            for i, j, values, cost, entering in zip(bounds, bounds[1:], held, charge, read, strict=False):
+                entry = self.size(entering)
+                ends = crossing.get(j, set())
+                yield i, j, _Option(frozenset(values), self.size(values), cost, entry, ends <= values)
+
+    def _between(
+        self, less: frozenset[int], more: frozenset[int], spared: set[int], inner: Sequence[int]
+    ) -> Iterator[frozenset[int]]:
+        """Where two answers differ in several dear ops of one segment: one below a step, the other above it."""
+        dear: list[list[int]] = [[] for _ in range(len(inner) + 1)]
+        for o in sorted(spared):
+            if self._charge[o] >= self._dear:
+                dear[bisect_right(inner, o)].append(o)
+        for k in range(1, min(max(map(len, dear)), _STEPS + 1)):
+            # Segments with fewer dear ops repeat their last step.
+            steps = [ops[min(k, len(ops) - 1)] if len(ops) > 1 else 0 for ops in dear]
+            for low, high in ((less, more), (more, less)):
+                yield frozenset(
+                    v
+                    for source, below in ((low, True), (high, False))
+                    for v in source
+                    if (self._made[v] < steps[bisect_right(inner, self._made[v])]) == below
+                )
+
+    def size(self, kept: frozenset[int] | set[int]) -> int:
+        """Bytes of the kept values."""
+        return sum(self._graph.values[v].nbytes for v in kept)
+
+    def least(self, span: int) -> frozenset[int]:
+        """The fewest bytes that can be kept with segments of ``span`` stages."""
+        if span not in self._least:
+            kept = (
+                self.completed(cut.keep(self._prices[-1]), s.inner)
+                for s in self._segmentations(span)
+                for cut in (s.cut, s.sparing)
+            )
+            self._least[span] = min(kept, key=self.size)
+        return self._least[span]
+
+    def completed(self, kept: frozenset[int], inner: Sequence[int]) -> frozenset[int]:
+        """``kept`` and every value that a recomputed op reads across a cut."""
+        graph, made, always = self._graph, self._made, self.mountain.always
+        while True:
+            missing = {
+                u
+                for o in self.again.ops(kept)
+                for u in graph.ops[o].operands
+                if u in made
+                and u not in kept
+                and u not in always
+                and bisect_right(inner, made[u]) != bisect_right(inner, o)
+            }
+            if not missing:
+                return kept
+            kept = kept | missing
+
+    def segments(self) -> Iterable[tuple[int, int]]:
+        """First and last cut of every segment that has options; cut 0 is the foot of the climb."""
+        return self._options
+
+    def made(self, v: int) -> int:
+        """The op that makes ``v``."""
+        return self._made[v]
+
+    def choose(self, span: int, capacity: int, room: int | None = None, needs: Needs | None = None) -> Choice | None:
+        """What to keep within ``capacity`` bytes at the least charge; None when nothing fits.
+
+        ``room``: bytes for what is kept before a segment and what the segment ``needs`` when it is recomputed:
+        the descent frees what late segments keep before it comes to the early ones.
+        """
+        needs = needs or Needs()
+        count = len(self.cuts) + 1
+        unit = max(capacity // _UNITS, 1)
+        width = capacity // unit + 1
+        if capacity < 0:
+            return None
+        # Two states at each cut: whether what crosses it is kept (1) or may have to be on top (0).
+        best = np.full((count + 1, 2, width), np.inf)
+        best[0, 1] = 0.0
+        back: list[list[tuple[int, int, int, _Option]]] = [[] for _ in range(count + 1)]
+        pick = np.zeros((count + 1, 2, width), np.int32)
+        for j in range(1, count + 1):
+            for i, options in self._by_end[j]:
+                for option in options if j - i <= span else ():
+                    for state in (0, 1):
+                        above = 0 if state else -(-option.entry // unit)
+                        shift = above - (-option.nbytes // unit)
+                        reach = width - shift
+                        if room is not None and option.charge > 0:
+                            reach = min(reach, (room - needs.of(i, j, option.kept)) // unit + 1 - above)
+                        if reach <= 0:
+                            continue
+                        offer = best[i, state, :reach] + option.charge
+                        here = best[j, int(option.exit), shift : shift + reach]
+                        better = offer < here
+                        if better.any():
+                            here[better] = offer[better]
+                            pick[j, int(option.exit), shift : shift + reach][better] = len(back[j])
+                            back[j].append((i, state, shift, option))
+        if not np.isfinite(best[count].min()):
+            return None
+        g, left = divmod(int(best[count].argmin()), width)
+        parts: list[tuple[int, int, frozenset[int]]] = []
+        j = count
+        while j > 0:
+            i, state, shift, option = back[j][int(pick[j, g, left])]
+            parts.append((i, j, option.kept))
+            left -= shift
+            j, g = i, state
+        parts.reverse()
+        kept = frozenset[int]().union(*(values for _, _, values in parts))
+        return Choice(self.completed(kept, [self.cuts[i - 1] for i, _, _ in parts[1:]]), tuple(parts))
+
+
+def _undominated(options: list[_Option]) -> list[_Option]:
+    """Options by ascending bytes, each cheaper to recompute than all smaller ones that are as good at their ends."""
+    out: list[_Option] = []
+    for option in sorted(options, key=lambda o: (o.nbytes, o.charge, o.entry)):
+        if not any(o.charge <= option.charge and o.entry <= option.entry and o.exit >= option.exit for o in out):
+            out.append(option)
+    return out

@@ -1,0 +1,190 @@
+"""Where does the program turn, which values wait across the turn, and where can it be cut.
+
+A train step is a mountain: residuals pile up before the turn and are used after it. The turn
+is the step at which the most bytes are live but idle. Stages are cut at waists: steps before
+the turn where the bytes still needed by the rest of the way up are at a local minimum.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from jaxtensile.ir.ir import Graph
+from jaxtensile.passes.lifetimes.liveness import Liveness
+
+PROMINENCE = 1.3
+"""A waist counts when the profile rises by this factor before the next one."""
+
+
+NARROW, NEIGHBOURS = 1.25, 2
+"""A narrow waist is at most this much wider than its neighbours, so many to each side."""
+FEW, MOST = 3, 32
+"""With fewer waists than the first, a level climb is cut into at most about the second."""
+PLATEAU = 0.9
+"""The turn is the highest step among those with this share of the most idle bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mountain:
+    """One turn: ops before ``turn`` climb, ops from ``turn`` on descend.
+
+    ``needed``: values made before the turn, read after it, idle for long enough around it;
+    ``always``: values that are available after the turn whatever is decided;
+    ``cone``: ops before the turn that can recompute something needed, ascending.
+    """
+
+    turn: int
+    needed: tuple[int, ...]
+    always: frozenset[int]
+    cone: tuple[int, ...]
+
+
+def idle_window(graph: Graph) -> int:
+    """Shortest gap between two uses (in steps) that is worth an eviction."""
+    return max(2, min(64, len(graph.ops) // 64))
+
+
+def use_steps(graph: Graph) -> list[list[int]]:
+    """For each value its steps of definition and use, ascending; inputs start at -1."""
+    steps: list[list[int]] = [[] for _ in graph.values]
+    for v in graph.inputs:
+        steps[v].append(-1)
+    for op in graph.ops:
+        for v in dict.fromkeys(op.operands):
+            steps[v].append(op.id)
+        for r in op.results:
+            steps[r].append(op.id)
+    return steps
+
+
+def buffer_steps(graph: Graph, live: Liveness) -> list[list[int]]:
+    """For each buffer the steps at which a kernel touches it or what took over its memory."""
+    kernels, owner = live.kernels, live.owner
+    steps: list[list[int]] = [[] for _ in graph.values]
+    for op in graph.ops:
+        if kernels.is_root[op.id]:
+            for b in kernels.reads[op.id]:
+                steps[owner[b]].append(op.id)
+            for r in op.results:
+                if kernels.home[r] == r:
+                    steps[owner[r]].append(op.id)
+    return steps
+
+
+def find_turn(graph: Graph, live: Liveness, budget_temp: int) -> int | None:
+    """The step over budget with the most idle bytes; None when nothing idles there."""
+    window = idle_window(graph)
+    touches = buffer_steps(graph, live)
+    n = len(graph.ops)
+    delta = [0] * (n + 1)
+    for r in live.ranges:
+        points = touches[r.value]
+        for a, b in pairwise(points):
+            if b - a > window:
+                delta[a + 1] += r.nbytes
+                delta[b] -= r.nbytes
+    idle = list(accumulate(delta))[:n]
+    over = [i for i in range(n) if live.profile[i] > budget_temp and idle[i] > 0]
+    if not over:
+        return None
+    most = max(idle[i] for i in over)
+    return max((i for i in over if idle[i] >= PLATEAU * most), key=lambda i: (live.profile[i], -i))
+
+
+def mountain_at(graph: Graph, turn: int) -> Mountain:
+    """Everything the decision at one turn depends on."""
+    window = idle_window(graph)
+    steps = use_steps(graph)
+    fixed: set[int] = {*graph.inputs, *graph.outputs}
+    always = set(fixed)
+    needed: list[int] = []
+    made: dict[int, int] = {r: op.id for op in graph.ops[:turn] for r in op.results}
+    for v, op_id in made.items():
+        after = bisect_left(steps[v], turn)
+        if after >= len(steps[v]):
+            continue
+        gap = steps[v][after] - steps[v][bisect_right(steps[v], turn - 1) - 1]
+        if v in fixed:
+            continue
+        if gap <= window or graph.ops[op_id].pinned or graph.values[v].space == "host":
+            always.add(v)
+        else:
+            needed.append(v)
+    cone: set[int] = set()
+    todo = [made[v] for v in needed]
+    while todo:
+        o = todo.pop()
+        if o in cone:
+            continue
+        cone.add(o)
+        op = graph.ops[o]
+        if op.pinned:
+            continue
+        todo.extend(made[u] for u in op.operands if u not in always and u in made and made[u] not in cone)
+    return Mountain(turn, tuple(needed), frozenset(always), tuple(sorted(cone)))
+
+
+def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
+    """Steps before the turn at which few bytes cross to the rest of the climb, ascending.
+
+    A cut at step ``w`` separates ops ``< w`` from ops ``>= w``. Returns all waists (where stages
+    may begin) and the narrow ones among them (worth keeping everything that crosses).
+    """
+    cone, always = mountain.cone, mountain.always
+    if not cone:
+        return [], []
+    made: dict[int, int] = {r: o for o in cone for r in graph.ops[o].results if r not in always}
+    last: dict[int, int] = {}
+    for o in cone:
+        for u in graph.ops[o].operands:
+            if u in made:
+                last[u] = o
+    delta = [0] * (mountain.turn + 2)
+    for v, o in last.items():
+        delta[made[v] + 1] += graph.values[v].nbytes
+        delta[o + 1] -= graph.values[v].nbytes
+    profile = list(accumulate(delta))
+    costly = [bool(op.flops) for op in graph.ops]
+    found = _valleys(profile, list(cone), costly)
+    if len(found) < FEW:
+        found = sorted({*found, *_level(profile, list(cone), costly)})
+    width = [profile[w] for w in found]
+    narrow = [
+        w for i, w in enumerate(found) if width[i] <= NARROW * min(width[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS + 1])
+    ]
+    return found, narrow
+
+
+def _level(profile: list[int], steps: list[int], costly: list[bool]) -> list[int]:
+    """Evenly spaced steps of a climb that is about equally narrow everywhere, such as a plain chain."""
+    widths = sorted(profile[s] for s in steps if profile[s] > 0)
+    level = widths[len(widths) // 4] if widths else 0  # a quarter may be narrower, such as the climb's ends
+    low = [s for s in steps if 0 < profile[s] <= NARROW * level]
+    # What crosses right behind a product is dear to make again, what comes after it cheap.
+    low = [s for s in low if s > 0 and costly[s - 1]] or low
+    return low[:: max(len(low) // MOST, 1)][1:]
+
+
+def _valleys(profile: list[int], steps: list[int], costly: list[bool]) -> list[int]:
+    """Local minima of ``profile`` over ``steps`` whose sides rise by ``PROMINENCE``.
+
+    ``costly``: ops that are dear to run again; of equal minima the one behind such an op is taken.
+    """
+    found: list[int] = []
+    low_step, low, high = -1, float("inf"), 0.0
+    falling = False
+    for s in steps:
+        here = profile[s]
+        if not falling:
+            high = max(high, here)
+            if here * PROMINENCE < high:
+                falling, low_step, low = True, s, here
+        elif here < low or (here == low and s > 0 and costly[s - 1] and not costly[low_step - 1]):
+            low_step, low = s, here
+        elif here > low * PROMINENCE and here > 0:
+            if low > 0:
+                found.append(low_step)
+            falling, high = False, here
+    return found

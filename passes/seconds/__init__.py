@@ -1,0 +1,1 @@
+"""How long does an op take, and how long a planned step?"""

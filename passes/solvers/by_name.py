@@ -1,0 +1,169 @@
+"""Which solver makes the plan, by name? All have one signature: a problem, then a budget, then its ``Plan``.
+
+``greedy``: fast on programs of any size. ``exact``: an integer programme around one turn, beside greedy, and how
+far the better of both may be from the least. ``chain``: the dynamic programme, for programs that are chains.
+
+``auto`` is greedy at every size, and what is made of a small program is ``finished``: by the integer programme
+without its proof, where greedy's plan costs more than a hundredth of a step. No clock decides: equal programs get
+equal plans on every machine.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from functools import lru_cache
+from typing import Final
+
+from jaxtensile.errors import SolverError
+from jaxtensile.ir.ir import Graph
+from jaxtensile.ir.plan import Plan, Prepare, Problem, Program, Solve
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.solvers import greedy
+from jaxtensile.passes.solvers.answer import answer
+from jaxtensile.units import Bytes, Seconds
+
+NAMES: Final = ("auto", "greedy", "exact", "chain")
+TO_THE_HOST: Final = ("auto", "greedy")
+"""Those that may let residuals wait in host memory."""
+
+ALLOWANCE: Final[Seconds] = 60.0
+"""Of ``exact``, for all plans of one program together: each takes half of what is left at most."""
+_PROVEN: Final = 1e-5
+"""Relative gap that counts as none."""
+_SMALL: Final = 2000
+"""Ops of a program for which the programme takes no longer than XLA takes to compile it."""
+_DEAR: Final = 0.01
+_CLOSE: Final = 1.25
+"""Plans that cost less than this share of a step are good enough, and those that miss by more than this factor are
+left as they are."""
+
+
+def named(name: str) -> Prepare:
+    """The solver of that name, for the programs of one job; ``SolverError`` with the names when there is none."""
+    if name in ("auto", "greedy"):
+        return Auto() if name == "auto" else greedy.Solver()
+    if name == "exact":
+        return _exact()
+    if name == "chain":
+        return _chain()
+    raise SolverError(f"unknown solver {name!r}: use {', '.join(map(repr, NAMES[:-1]))} or {NAMES[-1]!r}")
+
+
+class Auto(greedy.Solver):
+    """Greedy, whose plans of small programs are ``finished``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vain: dict[tuple[Graph, tuple[Seconds, ...]], Bytes] = {}
+        """Budgets for which nothing was found, by programs and what their ops are charged: nor is for lower ones."""
+        self.left: dict[tuple[Graph, tuple[Seconds, ...]], int] = {}
+        """What earlier plans left of their allowances."""
+
+
+def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Plan:
+    """``plan``, which that solver made and which is to be compiled, or a better one for ``budget``.
+
+    Not for plans that are only compared: it may take as long as a compile.
+    """
+    whole, fits = sum(problem.costs.charge), plan.predicted.device <= budget
+    hosted = plan.offload_bytes > problem.state + problem.stacks
+    if not isinstance(solver, Auto) or len(problem.graph.ops) > _SMALL or hosted:
+        return plan
+    if _price(problem, plan) <= _DEAR * whole if fits else plan.predicted.device > _CLOSE * budget:
+        return plan
+    from jaxtensile.passes.solvers.improve import allowance, improve
+
+    if budget <= solver.vain.get(key := (problem.graph, problem.costs.charge), -1):
+        return plan
+    found, solver.left[key] = improve(problem, budget, solver.left.get(key, allowance(problem)))
+    if found is None:
+        solver.vain[key] = budget
+        return plan
+    return _cheaper(problem, budget, plan, found)
+
+
+def _exact() -> Prepare:
+    left = ALLOWANCE
+
+    def prepare(problem: Problem) -> Solve:
+        first = greedy.prepare(problem)
+        live = live_ranges(problem.graph)
+
+        known: dict[Bytes, Plan] = {}
+        """Answers to those who did not ask for the least, and may yet."""
+
+        def exactly(budget: Bytes) -> Plan:
+            nonlocal left
+            from jaxtensile.passes.solvers import exact
+
+            started = time.monotonic()
+            found = exact.prepare(problem, left / 2)(budget)
+            left = max(left - (time.monotonic() - started), 1.0)
+            return found
+
+        def at(budget: Bytes, /, *, least: bool = True) -> Plan:
+            plan = first(budget, least=least)
+            if budget < live.device - live.temp:
+                return plan  # arguments and outputs alone are more
+            found = known.pop(budget, None) or exactly(budget)
+            if not least:
+                known[budget] = found
+            return _better(problem, budget, plan, found)
+
+        return at
+
+    return prepare
+
+
+def _chain() -> Prepare:
+    some = False
+
+    def prepare(problem: Problem) -> Solve:
+        from jaxtensile.passes.solvers import chain
+
+        solve = lru_cache(maxsize=1)(chain.prepare(problem))
+
+        def at(budget: Bytes, /, *, least: bool = True) -> Plan:
+            nonlocal some
+            try:
+                plan = solve(budget)
+            except SolverError:
+                # Of the ways in which a program may be rewritten, not all need be chains.
+                if not some:
+                    raise
+                program = Program.unchanged(problem.graph)
+                return answer(problem, program, live_ranges(problem.graph), "chain")
+            some = True
+            return plan
+
+        return at
+
+    return prepare
+
+
+def _price(problem: Problem, plan: Plan) -> float:
+    return plan.program.again(problem.costs.charge) + plan.wait * problem.costs.per_second
+
+
+def _cheaper(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
+    """The cheaper of two that fit, else the smaller; ``plan`` where they are equal."""
+
+    def rank(p: Plan) -> tuple[bool, float]:
+        over = p.predicted.device > budget
+        return over, p.predicted.device if over else _price(problem, p)
+
+    return found if rank(found) < rank(plan) else plan
+
+
+def _better(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
+    """The cheaper of two that fit, else the smaller; with what ``found`` has proven.
+
+    A plan of several turns may be below the bound, which holds for plans around one: then nothing is proven.
+    """
+    best = _cheaper(problem, budget, plan, found)
+    price = _price(problem, plan)
+    if best is found or found.bound is None or plan.predicted.device > budget or price < found.bound:
+        return best
+    gap = (price - found.bound) / price if price else 0.0
+    return replace(plan, gap=gap if gap > _PROVEN else 0.0, bound=found.bound)

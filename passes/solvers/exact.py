@@ -1,0 +1,268 @@
+"""How good can a plan around one turn be: an integer programme, its schedule, and the gap between them.
+
+What is it exact over? Three spaces were considered:
+
+* stages x ops, as in Checkmate (Jain et al., "Breaking the memory wall", 2020): each op may run in each stage.
+  Quadratic in ops, hopeless beyond some sixty without rounding, and most of its schedules cannot be emitted;
+* kept sets with one row per stage: small, but what a stage needs depends on which stages a dropped value joins;
+* kept sets with the order in which ``emit`` demands clones, bytes at single steps (``milp``). This one: every
+  answer is a schedule that ``emit`` makes, every schedule that ``emit`` makes around the turn is an answer, and
+  only steps that a found schedule violates become constraints.
+
+Which sets may be kept: any of ``nodes``, buffers of the plain program, values that the descent reads, and what is
+smaller than its sources; small values always. A fused value that only recomputation reads is not kept. The bytes are
+those of ``liveness``; the bound foresees which of the plain program's fused values a schedule stores, not every case.
+
+The optimum of the programme is a lower bound on the charge; the emitted schedule is measured, and its charge an
+upper one. Where the model sees fewer bytes than the schedule has, bytes are set aside at that step until the
+schedule fits, or the answer is excluded and the next best is tried. Several turns are taken one after another;
+what is proven is then unknown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from jaxtensile.ir.plan import Plan, Problem, Program
+from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
+from jaxtensile.passes.recompute.emit import Recomputation, emit_with_clones
+from jaxtensile.passes.recompute.nodes import Nodes
+from jaxtensile.passes.recompute.stages import Mountain, find_turn, mountain_at, waists
+from jaxtensile.passes.solvers.answer import answer
+from jaxtensile.passes.solvers.milp import INF, TOLERANCE, Model
+from jaxtensile.units import Bytes, Seconds
+
+TIME_LIMIT: Seconds = 60.0
+MOUNTAINS = 4
+_REPAIRS = 40
+_NEW_ROWS = 6
+"""Steps over budget that become constraints at once."""
+_EXCLUDED = 200
+"""Answers excluded one by one in search of a proof."""
+_COARSE, _FINE = 1e-3, TOLERANCE
+"""Gap, as a share of a step, of a solution while violated steps are sought, and then."""
+_RESERVE = 0.25
+"""Share of the time that is left for a schedule that fits when the bound takes long."""
+_PROVEN = 1e-5
+"""Relative gap that counts as none."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One kept set, laid out and measured."""
+
+    kept: frozenset[int]
+    program: Program
+    live: Liveness
+    charge: Seconds
+
+    @cached_property
+    def at_peak(self) -> frozenset[int]:
+        """Values of the problem of which a version has a buffer where it needs most."""
+        return frozenset(self.program.version_of[r.value] for r in self.live.at_peak()[1])
+
+    @property
+    def device(self) -> Bytes:
+        return self.live.device
+
+
+@dataclass
+class Search:
+    """One mountain for one budget: the best schedules found and the least any can cost."""
+
+    start: Trial
+    mountain: Mountain
+    cuts: list[int]
+    charge: list[Seconds]
+    budget: Bytes
+    model: Model
+    deadline: float
+    bound: Seconds = 0.0
+    best: Trial | None = None
+    lowest: Trial | None = None
+    known: dict[frozenset[int], Trial] = field(default_factory=dict[frozenset[int], Trial])
+
+    @cached_property
+    def again(self) -> Recomputation:
+        """What must run again for a kept set."""
+        return Recomputation(self.start.program.graph, self.mountain)
+
+    @property
+    def left(self) -> float:
+        return self.deadline - time.monotonic()
+
+    def run(self) -> None:
+        """Bound, then repair, then close what gap is left."""
+        self.model.look_at(max(self.mountain.turn - 1, 0))
+        if not self.bounded():
+            self.repaired()
+            self.closed()
+
+    def bounded(self) -> bool:
+        """Add violated steps until the optimum fits or no step is new; whether it fits."""
+        tolerances = [_FINE, _COARSE]
+        reserve = _RESERVE * self.left
+        while self.left > reserve:
+            found = self.model.solve(self.left - reserve, tolerance=tolerances[-1])
+            self.bound = max(self.bound, found.bound)
+            if found.kept is None:
+                return False
+            trial = self.measure(found.kept)
+            if trial.device <= self.budget and len(tolerances) == 1:
+                return True
+            fresh = [s for s, _ in self.violated(trial) if not self.model.has(s)]
+            if not fresh and len(tolerances) > 1:
+                tolerances.pop()
+            elif not fresh:
+                return False
+            for step in fresh[:_NEW_ROWS]:
+                self.model.look_at(step)
+        return False
+
+    def repaired(self) -> None:
+        """Set bytes aside where schedules need more than the model sees, until one fits."""
+        for _ in range(_REPAIRS):
+            if self.left <= 0:
+                break
+            found = self.model.solve(self.left)
+            short = found.kept is None and found.bound == INF
+            if short:
+                found = self.model.solve(self.left, short=True)
+            if found.kept is None:
+                break
+            new = found.kept not in self.known
+            trial = self.measure(found.kept)
+            if trial.device <= self.budget or (short and not new):
+                break
+            for step, over in self.violated(trial)[:_NEW_ROWS]:
+                if self.model.has(step):
+                    self.model.set_aside(step, over)
+                self.model.look_at(step)
+        self.model.slack.clear()
+
+    def closed(self) -> None:
+        """Exclude the cheapest answers of the model one by one while they do not fit."""
+        for _ in range(_EXCLUDED):
+            if self.left <= 0 or self.proven:
+                break
+            found = self.model.solve(self.left)
+            # What was excluded is known: the bound is the least of it and of the rest.
+            least = self.best.charge - self.start.charge if self.best else INF
+            self.bound = max(self.bound, min(found.bound, least))
+            if found.kept is None:
+                break
+            self.measure(found.kept)
+            self.model.forbid(found.kept)
+
+    @property
+    def above(self) -> Seconds:
+        """What the best costs more than the bound, as far as solutions are told from one another."""
+        assert self.best is not None
+        above = self.best.charge - self.start.charge - self.bound
+        return above if above > self.blur else 0.0
+
+    @property
+    def blur(self) -> Seconds:
+        """Charge that counts as none."""
+        cost = self.best.charge - self.start.charge if self.best else 0.0
+        return max(_PROVEN * cost, 3 * TOLERANCE * sum(self.charge))
+
+    @property
+    def proven(self) -> bool:
+        """Whether nothing can be saved."""
+        return self.best is not None and not self.above
+
+    @property
+    def honest(self) -> bool:
+        """Whether no schedule was found that the bound says there is none of."""
+        return self.best is None or self.bound <= self.best.charge - self.start.charge + self.blur
+
+    @property
+    def gap(self) -> float:
+        """How far the best may be above the least, as a share of it."""
+        assert self.best is not None
+        return self.above / (self.best.charge - self.start.charge) if self.above else 0.0
+
+    def measure(self, kept: frozenset[int]) -> Trial:
+        trial = self.known.get(kept)
+        if trial is None:
+            start, again = self.start, self.again.ops(kept)
+            program, _ = emit_with_clones(start.program, start.live.kernels, self.mountain, kept, again, self.cuts)
+            charge = self.start.charge + sum(self.charge[o] for o in again)
+            trial = self.known[kept] = Trial(kept, program, live_ranges(program.graph), charge)
+            if trial.device <= self.budget and (self.best is None or trial.charge < self.best.charge):
+                self.best = trial
+            if self.lowest is None or trial.device < self.lowest.device:
+                self.lowest = trial
+        return trial
+
+    def violated(self, trial: Trial) -> list[tuple[int, Bytes]]:
+        """Steps of the plain schedule at which ``trial`` is over budget, worst first: one per run of such steps."""
+        graph, profile = trial.program.graph, trial.live.profile
+        before = len(self.start.program.graph.values)
+        made = {r: op.id for op in self.start.program.graph.ops for r in op.results}
+        room = self.budget - (trial.device - trial.live.temp)
+        worst: dict[int, Bytes] = {}
+        step = len(self.start.program.graph.ops) - 1
+        for op in reversed(graph.ops):
+            # Clones and barriers belong to the op that demands them.
+            if op.results and all(r < before for r in op.results):
+                step = made[op.results[0]]
+            if profile[op.id] > room:
+                worst[step] = max(worst.get(step, 0), profile[op.id] - room)
+        peaks = [s for s, over in worst.items() if over >= worst.get(s - 1, 0) and over > worst.get(s + 1, 0)]
+        return sorted(((s, worst[s]) for s in peaks), key=lambda p: (-p[1], p[0]))
+
+
+def solve(problem: Problem) -> Plan:
+    """The cheapest schedule around the turn that fits, and how far from the least it may be."""
+    return prepare(problem)(problem.budget)
+
+
+def prepare(problem: Problem, time_limit: Seconds = TIME_LIMIT) -> Callable[[Bytes], Plan]:
+    """``solve`` for several budgets of one problem, each within ``time_limit`` seconds of search."""
+    program = Program.unchanged(problem.graph)
+    unchanged = Trial(frozenset(), program, live_ranges(program.graph), 0.0)
+
+    def at(budget: Bytes) -> Plan:
+        here, deadline = unchanged, time.monotonic() + time_limit
+        gap: float | None = 0.0
+        bound: Seconds | None = 0.0
+        for k in range(MOUNTAINS):
+            if here.device <= budget:
+                break
+            search = search_around(problem, here, budget, deadline)
+            if search is None:
+                gap = bound = None
+                break
+            search.run()
+            found = search.best or search.lowest
+            if k == 0:
+                bound = search.bound if search.honest else None
+            gap = search.gap if search.best is not None and bound is not None and k == 0 else None
+            if found is None or (found is not search.best and found.device >= here.device):
+                break
+            here = found
+        return answer(problem, here.program, here.live, "exact", gap=gap, bound=bound)
+
+    return at
+
+
+def search_around(problem: Problem, here: Trial, budget: Bytes, deadline: float) -> Search | None:
+    """The search around the highest turn of ``here``; None when nothing waits across one."""
+    graph, live = here.program.graph, here.live
+    room = budget - (live.device - live.temp)
+    turn = find_turn(graph, live, max(room, 0))
+    if turn is None:
+        return None
+    mountain = mountain_at(graph, turn)
+    if not mountain.needed:
+        return None
+    cuts, _ = waists(graph, mountain)
+    charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in here.program.origin]
+    nodes = Nodes(graph, live, mountain)
+    model = Model(nodes, live, charge, room)
+    return Search(here, mountain, cuts, charge, budget, model, deadline)

@@ -1,0 +1,186 @@
+"""What was laid out and measured around the turns of one problem, so that no search does it again.
+
+Invariant: which plan is found does not depend on what is remembered. What is measured stays known, in 8 bytes an op and
+16 a clone; the schedules themselves, which are fifty times as large, stay for the first ones alone, and are laid out
+again where they are wanted once more.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from jaxtensile.ir.plan import Program
+from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
+from jaxtensile.passes.offload.offload import Copy
+from jaxtensile.passes.recompute.emit import emit_with_clones
+from jaxtensile.passes.recompute.segments import Menu
+from jaxtensile.passes.recompute.stages import mountain_at
+from jaxtensile.units import Seconds
+
+HELD = 1 << 16
+"""Ops of schedules that stay as they are: some 40 MB."""
+TURNS = 1 << 16
+"""Ops of programs around whose turns all that is known stays, beside those of the problem itself: some 150 MB."""
+
+Laid = tuple[Program, Liveness]
+
+
+class Trial:
+    """One kept set, laid out and measured. ``worth``: charge of a second of waiting."""
+
+    __slots__ = (
+        "_again",
+        "_at_peak",
+        "_clones",
+        "_laid",
+        "barrier",
+        "charge",
+        "copies",
+        "device",
+        "kept",
+        "profile",
+        "temp",
+        "wait",
+        "worth",
+    )
+
+    def __init__(
+        self,
+        kept: frozenset[int],
+        laid: Laid,
+        charge: float,
+        clones: Sequence[tuple[int, int]] = (),
+        *,
+        again: Callable[[], Laid] | None = None,
+        copies: tuple[Copy, ...] = (),
+        wait: Seconds = 0.0,
+        worth: float = 1.0,
+    ) -> None:
+        program, live = laid
+        self.kept, self.charge, self.copies, self.wait, self.worth = kept, charge, copies, wait, worth
+        self.device, self.temp, self.profile = live.device, live.temp, array("q", live.profile)
+        self._clones = array("q", chain.from_iterable(clones))
+        self.barrier = next((i for i, o in enumerate(program.origin) if o < 0), len(program.origin))
+        """The first step that the problem's own program does not have."""
+        self._laid: Laid | None = laid
+        self._at_peak: frozenset[int] | None = None
+        self._again = again
+        """Makes the schedule once more."""
+
+    @property
+    def program(self) -> Program:
+        return self.laid()[0]
+
+    @property
+    def live(self) -> Liveness:
+        return self.laid()[1]
+
+    @property
+    def clones(self) -> list[tuple[int, int]]:
+        """The place of every clone in the schedule, and the op around the turn that it repeats."""
+        return [*zip(self._clones[::2], self._clones[1::2], strict=True)]
+
+    @property
+    def price(self) -> float:
+        """What solvers minimise: charge of what runs again and of waiting for copies."""
+        return self.charge + self.wait * self.worth
+
+    def laid(self) -> Laid:
+        """The schedule, and what it needs."""
+        if self._laid is None:
+            assert self._again is not None, "what cannot be made again is not let go"
+            self._laid = self._again()
+        return self._laid
+
+    @property
+    def at_peak(self) -> frozenset[int]:
+        """Values of the problem of which a version has a buffer where it needs most."""
+        if self._at_peak is None:
+            program, live = self.laid()
+            self._at_peak = frozenset(program.version_of[r.value] for r in live.at_peak()[1])
+        return self._at_peak
+
+    def let_go(self) -> None:
+        """The schedule may be forgotten."""
+        if self._again is not None and self._laid is not None:
+            _ = self.at_peak
+            self._laid = None
+
+
+class Turn:
+    """What is known around one turn of the program that ``start`` is."""
+
+    def __init__(self, start: Trial, menu: Menu, charge: Sequence[float]) -> None:
+        self.start, self.menu, self.charge = start, menu, charge
+        self._known: dict[frozenset[int], Trial] = {}
+
+    def price(self, kept: frozenset[int]) -> float:
+        """What it costs that exactly ``kept`` survives the turn."""
+        trial = self._known.get(kept)
+        return trial.price if trial is not None else self._charged(self.menu.again.ops(kept))
+
+    def _charged(self, again: set[int]) -> float:
+        return self.start.charge + sum(self.charge[o] for o in again)
+
+    def measure(self, kept: frozenset[int]) -> Trial:
+        """What is left when exactly ``kept`` survives the turn."""
+        trial = self._known.get(kept)
+        if trial is None:
+            again = self.menu.again.ops(kept)
+            laid, clones = self._lay(kept, again)
+            trial = Trial(
+                kept, laid, self._charged(again), clones, again=lambda: self._lay(kept, self.menu.again.ops(kept))[0]
+            )
+            self._known[kept] = trial
+        return trial
+
+    def _lay(self, kept: frozenset[int], again: set[int]) -> tuple[Laid, list[tuple[int, int]]]:
+        start, menu = self.start, self.menu
+        program, clones = emit_with_clones(start.program, start.live.kernels, menu.mountain, kept, again, menu.waists)
+        return (program, live_ranges(program.graph)), clones
+
+
+class Explored:
+    """The turns that were looked at: of the program that comes first, and of the first ones that searches came to."""
+
+    def __init__(self, costs: Sequence[float], first: Trial) -> None:
+        self._costs, self._first = costs, first
+        self._turns: dict[tuple[int, int], Turn | None] = {}
+        self._starts: dict[int, Trial] = {}
+        """By their ids, which are keys."""
+        self._held: dict[int, Trial] = {}
+        self._left, self._more = HELD, TURNS
+
+    def around(self, start: Trial, turn: int) -> Turn | None:
+        """What is known around a turn; None where nothing waits across it."""
+        key = id(start), turn
+        if key in self._turns:
+            return self._turns[key]
+        ops = 0 if start is self._first else len(start.profile)
+        found = self._looked_at(start, turn)
+        if ops <= self._more:
+            self._more -= ops
+            self._starts[id(start)], self._turns[key] = start, found
+        return found
+
+    def _looked_at(self, start: Trial, turn: int) -> Turn | None:
+        graph, origin = start.program.graph, start.program.origin
+        mountain = mountain_at(graph, turn)
+        if not mountain.needed:
+            return None
+        charge = [self._costs[o] if o >= 0 else 0.0 for o in origin]
+        return Turn(start, Menu(graph, mountain, charge), charge)
+
+    def keep(self, trial: Trial) -> None:
+        """The schedule is wanted again, by this search or by the next: it stays if there is room."""
+        ops = len(trial.profile)
+        if id(trial) not in self._held and ops <= self._left:
+            self._held[id(trial)] = trial
+            self._left -= ops
+
+    def let_go(self, trial: Trial) -> None:
+        """The schedule is not wanted for now."""
+        if id(trial) not in self._held:
+            trial.let_go()

@@ -1,0 +1,1 @@
+"""Is it right? Derived again in the obvious way; shares nothing with the solvers."""

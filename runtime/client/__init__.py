@@ -1,0 +1,1 @@
+"""The job's side: a handle, a lease, turns, interrupts."""

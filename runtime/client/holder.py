@@ -1,0 +1,192 @@
+"""What may a job use, and what does it say? The other end of the coordinator's protocol, without its socket.
+
+Invariant: a job uses at most what its rung needs, or while it moves what covers both rungs; it moves only at step
+boundaries, only to a rung it was told on the connection it has now, and says that it has. When the connection ends it
+stays where it is: the coordinator may be gone, and what it granted last may be known to nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from msgspec import structs
+
+from jaxtensile.runtime.protocol.messages import (
+    VERSION,
+    Ack,
+    Admit,
+    Error,
+    Grant,
+    Hello,
+    Reclaim,
+    Reject,
+    Release,
+    Released,
+    Renew,
+    Renewed,
+    Reply,
+    Request,
+    Revoke,
+    Token,
+    Withdraw,
+)
+from jaxtensile.units import Bytes
+
+Phase = Literal["waiting", "holding", "releasing", "ended"]
+
+
+class Holder:
+    """One job of a process. ``held``: the rung it is on; ``target``: the one it was told; -1 for none."""
+
+    __slots__ = (
+        "_asked",
+        "_clamp",
+        "_connected",
+        "_number",
+        "_renewal",
+        "_unsaid",
+        "admit",
+        "held",
+        "lease",
+        "moving",
+        "phase",
+        "reason",
+        "target",
+        "token",
+    )
+
+    def __init__(self, admit: Admit, number: int = 0, *, clamp: bool = True) -> None:
+        self.admit = admit
+        self._number = number
+        self._asked = False
+        """The coordinator may have heard of it."""
+        self.phase: Phase = "waiting"
+        self.lease = 0
+        self.token = Token(0, 0)
+        self.held = self.target = self.moving = -1
+        self.reason = ""
+        """Why it was rejected."""
+        self._clamp = clamp
+        self._connected = False
+        self._renewal: tuple[Admit, int] | None = None
+        """The ladder that was asked for, and the rung of it that covers what the job holds."""
+        self._unsaid = False
+        """It connected while it moved: where it is can be said when it is there."""
+
+    def connected(self, in_use: Sequence[Bytes]) -> list[Request]:
+        """What to say first on a new connection."""
+        self._connected = True
+        self._unsaid = self.moving >= 0
+        return [Hello(version=VERSION), *self._introduced(in_use)]
+
+    def disconnected(self) -> None:
+        """Stay where it is, and do not grow before it is granted again."""
+        self._connected = False
+        if self._clamp:
+            self.target = self.held if self.moving < 0 else self.moving
+
+    def received(self, message: Reply, in_use: Sequence[Bytes]) -> list[Request]:
+        """What to say to a message; ``in_use``: bytes held on each device, then of host memory."""
+        match message:
+            case Renewed() if self._is_for_me(message):
+                if self._renewal is not None and self.token.sequence == message.former:
+                    self.admit, self.held = self._renewal
+                    self.target = self.held
+                self.token, self._renewal = message.token, None
+                return [self._ack(in_use)] if self.moving < 0 else []
+            case Grant() | Revoke() if self._is_for_me(message):
+                self._renewal = None  # that crossed what is said of the former ladder, and does not count
+                self.lease, self.token, self.target = message.lease, message.token, message.rung
+                if self.phase == "waiting":
+                    self.held, self.phase = message.rung, "holding"  # in this order: others read it without a lock
+                if isinstance(message, Revoke) and self.held == message.rung and self.moving < 0:
+                    return [self._ack(in_use)]
+            case Released(lease=lease) if self.phase == "releasing" and lease == self.lease:
+                self.phase = "ended"
+            case Reject(reason=reason) if self.phase == "waiting":
+                self.reason, self.phase = reason, "ended"
+            case Error(code="in use", lease=lease) if self.phase == "releasing" and lease == self.lease:
+                self.reason, self.phase = message.detail, "ended"
+            case Error(code="no room", lease=lease) if lease == self.lease:
+                self._renewal = None
+            case Error(code="unknown lease", lease=lease) if self.phase == "holding" and lease == self.lease:
+                # Nobody knows of it, so nothing may be held by it.
+                self.reason, self.phase = message.detail, "ended"
+            case _:
+                pass
+        return []
+
+    def renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes]) -> list[Request]:
+        """Between two steps: the job has the ladder of ``admit`` now, ``rung`` of which covers what it holds. Nothing
+        is said unless it is where it was told to be; ``renewing`` says whether an answer is to come."""
+        at_rest = self.phase == "holding" and self.moving < 0 and self.target == self.held
+        if not at_rest or self._renewal is not None or not self._connected:
+            return []
+        self._renewal = admit, rung
+        return [
+            Renew(
+                lease=self.lease,
+                token=self.token,
+                ladder=admit.ladder,
+                rung=rung,
+                floor=admit.floor,
+                want=admit.want,
+                in_use=tuple(in_use),
+                suspended=admit.suspended,
+            )
+        ]
+
+    @property
+    def renewing(self) -> bool:
+        """Whether the answer to another ladder is to come."""
+        return self._renewal is not None
+
+    def _is_for_me(self, message: Grant | Revoke | Renewed) -> bool:
+        known = self.phase == "waiting" or (self.phase == "holding" and message.lease == self.lease)
+        return known and message.job == self.admit.job and message.token > self.token
+
+    def boundary(self) -> int | None:
+        """Between two steps: the rung to move to, if it is another one."""
+        if self.phase != "holding" or self.moving >= 0 or self.target == self.held:
+            return None
+        self.moving = self.target
+        return self.moving
+
+    def moved(self, in_use: Sequence[Bytes]) -> list[Request]:
+        """It is on the rung it moved to, and holds nothing of the other one any more."""
+        self.held, self.moving = self.moving, -1
+        if not self._connected:
+            return []
+        if self._unsaid:
+            return self._introduced(in_use)
+        return [self._ack(in_use)] if self.held == self.target else []
+
+    def release(self, in_use: Sequence[Bytes]) -> list[Request]:
+        """The job is done, or waits no more; ``in_use``: what the allocator keeps."""
+        if self.phase == "waiting":
+            self.phase = "releasing" if self._asked else "ended"
+        elif self.phase == "holding":
+            self.phase, self.held, self.target, self.moving = "releasing", -1, -1, -1
+        else:
+            return []
+        return self._introduced(in_use) if self._connected else []
+
+    def _introduced(self, in_use: Sequence[Bytes]) -> list[Request]:
+        held = tuple(in_use)
+        match self.phase:
+            case "waiting":
+                self._asked = True
+                return [structs.replace(self.admit, number=self._number)]
+            case "holding" if self.moving < 0:
+                self._unsaid = False
+                return [Reclaim(lease=self.lease, token=self.token, rung=self.held, in_use=held)]
+            case "releasing" if not self.lease:
+                return [Withdraw(job=self.admit.job, number=self._number)]
+            case "releasing":
+                return [Release(lease=self.lease, token=self.token, in_use=held)]
+            case _:
+                return []
+
+    def _ack(self, in_use: Sequence[Bytes]) -> Ack:
+        return Ack(lease=self.lease, token=self.token, rung=self.held, in_use=tuple(in_use))

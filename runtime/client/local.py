@@ -1,0 +1,236 @@
+"""Who decides where all jobs are threads of one process? A coordinator without a socket, and nothing to start.
+
+Invariant: what is said to a job comes in the order in which it was decided, and no lock is held while it is said; so a
+job may answer from within. No decision is cut in two by Ctrl-C (``runtime.uninterrupted``). Whoever tells the
+coordinator something carries out what follows from it. A thread of its own waits only for what time brings: the end of
+a minimum hold, or a deadline.
+
+The process of the jobs and that of the coordinator are one, so leases need no beats, and nobody is ended who keeps
+bytes for too long. Devices are *gated*: their jobs take turns with their steps.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Final
+
+from jaxtensile.runtime.client.client import Client
+from jaxtensile.runtime.client.gate import Gate
+from jaxtensile.runtime.client.uninterrupted import uninterrupted
+from jaxtensile.runtime.coordinate.coordinator import Coordinator
+from jaxtensile.runtime.decide.events import (
+    CapacityChanged,
+    Connected,
+    Disconnected,
+    Event,
+    Received,
+    Restarted,
+    Send,
+    Settings,
+    Tick,
+)
+from jaxtensile.runtime.decide.journal import Replayed
+from jaxtensile.runtime.decide.leases import HOST, Process
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.protocol.messages import Reply, Request, Snapshot
+from jaxtensile.units import Seconds
+
+LOCAL: Final = Settings(min_hold=1.0)
+"""A switch between compiled plans of one process costs no more than the next call: a minimum hold need not be long."""
+
+
+class LocalCoordinator:
+    """The coordinator of this process. ``link`` is what a ``Client`` is made with."""
+
+    def __init__(
+        self,
+        capacities: Mapping[str, Capacity],
+        settings: Settings | None = None,
+        clock: Callable[[], Seconds] = time.monotonic,
+    ) -> None:
+        self._clock = clock
+        self._changed = threading.Condition(threading.Lock())
+        self._lines: dict[int, _LocalLine] = {}
+        self._last = 0
+        self._alarm: threading.Thread | None = None
+        self._alarm_at = math.inf
+        self._gates: dict[str, Gate] = {}
+        self._batch = threading.local()
+        self._process = Process(os.getpid(), 0)
+        settings = replace(settings or LOCAL, lease_ttl=math.inf, on_overdue="wait")
+        self._core = Coordinator(_gated(capacities), settings)
+        self._core.handle(Restarted(Replayed()), clock())
+
+    def link(self, client: Client) -> LocalLink:
+        """A connection for one job."""
+        return uninterrupted(self._linked, client)
+
+    def _linked(self, client: Client) -> LocalLink:
+        with self._changed:
+            self._last += 1
+            line = self._lines[self._last] = _LocalLine(self, self._last, client)
+        self.tell(Connected(line.number, self._process))
+        client.connected(line)
+        return LocalLink(line)
+
+    def gate(self, device: str) -> Gate:
+        """Where the jobs of a device take turns."""
+        return self._gates.setdefault(device, Gate())
+
+    def resize(self, capacities: Mapping[str, Capacity]) -> None:
+        """There is more or less from now on; nobody loses what it has but by shrinking in its own time."""
+        self.tell(CapacityChanged(_gated(capacities)))
+
+    def status(self) -> Snapshot:
+        """Devices and all leases, as they are now."""
+        return uninterrupted(self._status)
+
+    def _status(self) -> Snapshot:
+        with self._changed:
+            found = self._page(0)
+            while found.more:
+                next_ = self._page(found.leases[-1].lease)
+                found = Snapshot(
+                    epoch=next_.epoch,
+                    phase=next_.phase,
+                    policy=next_.policy,
+                    devices=next_.devices,
+                    leases=found.leases + next_.leases,
+                    more=next_.more,
+                    waiting=next_.waiting,
+                    counters=next_.counters,
+                )
+            return found
+
+    def tell(self, *events: Event) -> None:
+        """Something happened: decide, and say what was decided."""
+        batch: list[Event] | None = getattr(self._batch, "events", None)
+        if batch is not None:
+            batch.extend(events)
+        else:
+            uninterrupted(self._tell, events)
+
+    def _tell(self, events: Sequence[Event]) -> None:
+        with self._changed:
+            spoken = self._decide(events)
+        for line in spoken:
+            self._deliver(line)
+
+    @contextmanager
+    def at_once(self) -> Generator[None]:
+        """What this thread says inside is heard as one: nothing is given to others in between."""
+        self._batch.events = events = list[Event]()
+        try:
+            yield
+        finally:
+            del self._batch.events
+            self.tell(*events)
+
+    def _decide(self, events: Sequence[Event]) -> list[_LocalLine]:
+        """Under the lock: the lines on which there is something to say, and nobody at it."""
+        spoken: list[_LocalLine] = []
+        for command in self._core.handle_all(events, self._clock()):
+            if isinstance(command, Send) and (line := self._lines.get(command.connection)) is not None:
+                line.inbox.append(command.message)
+                if not line.delivering:
+                    line.delivering = True
+                    spoken.append(line)
+        self._set_alarm()
+        return spoken
+
+    def _deliver(self, line: _LocalLine) -> None:
+        """Say what there is to say on a line; nobody else does meanwhile. Then end it, if that is wanted."""
+        spoken: list[_LocalLine] = []
+        while True:
+            with self._changed:
+                if not line.inbox:
+                    line.delivering = False
+                    ends = line.closing and self._lines.pop(line.number, None) is not None
+                    if ends:
+                        spoken = self._decide((Disconnected(line.number),))
+                    break
+                message = line.inbox.popleft()
+            line.client.heard(message)
+        if ends:
+            line.client.disconnected("it was closed")
+        for other in spoken:
+            self._deliver(other)
+
+    def hang_up(self, line: _LocalLine) -> None:
+        """End a connection, after all that was said on it; a lease that was not released on it is quarantined."""
+        uninterrupted(self._hang_up, line)
+
+    def _hang_up(self, line: _LocalLine) -> None:
+        with self._changed:
+            line.closing = True
+            if line.delivering:
+                return  # whoever is at it ends it
+            line.delivering = True
+        self._deliver(line)
+
+    def _page(self, after: int) -> Snapshot:
+        return self._core.snapshot(after)
+
+    # Time.
+
+    def _set_alarm(self) -> None:
+        before, wake = self._alarm_at, self._core.wake
+        self._alarm_at = math.inf if wake is None else wake
+        if self._alarm_at == math.inf:
+            return
+        if self._alarm is None:
+            self._alarm = threading.Thread(target=self._ring, name="jaxtensile-coordinator", daemon=True)
+            self._alarm.start()
+        elif self._alarm_at < before:
+            self._changed.notify_all()  # else it wakes up early enough, and looks again
+
+    def _ring(self) -> None:
+        while True:
+            with self._changed:
+                while (left := self._alarm_at - self._clock()) > 0:
+                    if left == math.inf:
+                        self._alarm = None
+                        return
+                    self._changed.wait(left)
+            self.tell(Tick())
+
+
+class _LocalLine:
+    """One job's connection."""
+
+    __slots__ = ("_coordinator", "client", "closing", "delivering", "inbox", "number")
+
+    def __init__(self, coordinator: LocalCoordinator, number: int, client: Client) -> None:
+        self._coordinator, self.number, self.client = coordinator, number, client
+        self.inbox: deque[Reply] = deque()
+        self.delivering = self.closing = False
+
+    def send(self, requests: Sequence[Request]) -> None:
+        self._coordinator.tell(*(Received(self.number, request) for request in requests))
+
+    def close(self) -> None:
+        self._coordinator.hang_up(self)
+
+
+class LocalLink:
+    """What a client in the process of its coordinator is connected by."""
+
+    __slots__ = ("_line",)
+
+    def __init__(self, line: _LocalLine) -> None:
+        self._line = line
+
+    def close(self) -> None:
+        """End the connection."""
+        self._line.close()
+
+
+def _gated(capacities: Mapping[str, Capacity]) -> dict[str, Capacity]:
+    return {name: replace(c, gated=name != HOST) for name, c in capacities.items()}

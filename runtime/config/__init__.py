@@ -1,0 +1,1 @@
+"""What ``jaxtensile.toml`` says."""

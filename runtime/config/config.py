@@ -1,0 +1,312 @@
+"""What does ``jaxtensile.toml`` say?
+
+Invariant: what is returned can be done. Everything else is a ``ConfigError`` with the file, the line where it can be
+found, the key, the value, and what is allowed. Nothing here looks at the environment: its callers pass it in.
+
+A device's table is the one of its name (``[device."cuda:0"]``), else that of its kind (``[device.cuda]``), else what
+``[device]`` itself says; each key is looked up in that order.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, cast
+
+from msgspec import UNSET, Struct, UnsetType, structs
+
+from jaxtensile.errors import ConfigError
+from jaxtensile.runtime.config.functions import FunctionConfig, function_tables
+from jaxtensile.runtime.config.tables import Amount, Tables, dotted
+from jaxtensile.runtime.decide.events import MAX_CLIENTS, Settings
+from jaxtensile.runtime.decide.leases import HOST
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.decide.policy import Objective
+from jaxtensile.units import Bytes, Seconds, format_bytes
+
+NAME: Final = "jaxtensile.toml"
+VARIABLE: Final = "JAXTENSILE_CONFIG"
+LONGEST_SOCKET: Final = 107
+"""Bytes of a path that a Unix socket can be bound to: ``sun_path`` less its end."""
+LARGEST: Final = 1 << 20
+"""Bytes of a file."""
+LONGEST_LINE: Final = 1 << 14
+"""Letters. A key of thousands of parts takes tomllib minutes."""
+MOST_CLIENTS: Final = 1 << 20
+SHORTEST: Final[Seconds] = 0.1
+"""A time in which a busy machine lets a process speak."""
+EMPTY: Final = 0.2
+"""Seconds in which an empty file may get its words: it may just be written."""
+
+
+class _Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    capacity: Amount | UnsetType = UNSET
+    reserve: Amount | UnsetType = UNSET
+    host: Amount | UnsetType = UNSET
+
+
+class _Coordinator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    socket: str | None = None
+    policy: Objective = "slowdown"
+    lease_ttl: Amount = 10.0
+    min_hold: Amount = 30.0
+    min_gain: float = 0.05
+    revoke_deadline: Amount = 60.0
+    on_overdue: Literal["wait", "terminate"] = "wait"
+    max_clients: int = MAX_CLIENTS
+
+
+class _Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    command: tuple[str, ...] = ()
+    least: Amount = 0
+    want: Amount | UnsetType = UNSET
+    priority: int = 0
+    weight: float = 1.0
+    max_overhead: float | UnsetType = UNSET
+
+
+class DeviceConfig(Struct, frozen=True, kw_only=True):
+    """What a table says of a device; None: nothing."""
+
+    capacity: Bytes | None = None
+    reserve: Bytes | None = None
+    host: Bytes | None = None
+
+
+class JobConfig(Struct, frozen=True, kw_only=True):
+    """One job. ``want`` None: all it can get; ``max_overhead`` None: however slow."""
+
+    command: tuple[str, ...] = ()
+    least: Bytes = 0
+    want: Bytes | None = None
+    priority: int = 0
+    weight: float = 1.0
+    max_overhead: float | None = None
+
+
+class Config(Struct, frozen=True, kw_only=True):
+    """A whole file, with defaults for what it does not say."""
+
+    file: str = ""
+    devices: dict[str, DeviceConfig] = {}
+    """By name or kind; ``""`` for what holds for all."""
+    settings: Settings = Settings()
+    socket: str | None = None
+    jobs: dict[str, JobConfig] = {}
+    functions: dict[str, FunctionConfig] = {}
+    """By name or pattern, see ``runtime.functions``."""
+    places: dict[tuple[str, ...], str] = {}
+    """File and line of the keys of ``[device]`` and ``[functions]``, by the keys that lead there."""
+
+    @property
+    def of_jobs(self) -> Config:
+        """What it says to jobs alone."""
+        return structs.replace(self, functions={}, places={})
+
+    def capacities(self, reported: Mapping[str, Bytes], host: Bytes) -> dict[str, Capacity]:
+        """What there is to grant: of each device that reports its bytes, and of the ``host`` memory that may be pinned.
+
+        Raises ``ConfigError`` where a reserve leaves nothing.
+        """
+        found = {name: self._capacity(name, size) for name, size in reported.items()}
+        said = [table.host for table in self.devices.values() if table.host is not None]
+        found[HOST] = Capacity(capacity=min(max(said), host) if said else host)
+        return found
+
+    def place_of(self, name: str, keys: Sequence[str]) -> tuple[str, str] | None:
+        """Where the first of ``keys`` that the file has for a device is written, and in which table."""
+        tables = [("device", table) if table else ("device",) for table in _tables_of(name)]
+        paths = [(*table, key) for key in keys for table in tables]
+        return next(((self.places[path], dotted(path[:-1])) for path in paths if path in self.places), None)
+
+    def _capacity(self, name: str, reported: Bytes) -> Capacity:
+        tables = [self.devices[k] for k in _tables_of(name) if k in self.devices]
+        capacity = next((t.capacity for t in tables if t.capacity is not None), reported)
+        reserve = next((t.reserve for t in tables if t.reserve is not None), 0)
+        if reserve >= min(capacity, reported):
+            raise ConfigError(
+                f"{self.file}: the reserve of {format_bytes(reserve)} leaves nothing of the "
+                f"{format_bytes(min(capacity, reported))} of {name}: write a smaller one"
+            )
+        return Capacity(capacity=min(capacity, reported), reserve=reserve)
+
+
+def _tables_of(name: str) -> tuple[str, str, str]:
+    """The tables that may speak of a device, nearest first."""
+    return name, name.partition(":")[0], ""
+
+
+def find(start: Path | None, option: str | None, environment: Mapping[str, str]) -> Path | None:
+    """The file that counts: ``option``, else ``$JAXTENSILE_CONFIG``, else the first one from ``start`` upward; folders
+    that cannot be looked into have none."""
+    for given in (option, environment.get(VARIABLE)):
+        if given:
+            return Path(given)
+    folders = () if start is None else (start, *start.parents)
+    return next((path for folder in folders if os.path.isfile(path := folder / NAME)), None)
+
+
+def read(path: Path, wait: Seconds = 0.0) -> Config:
+    """What a file says. Raises ``ConfigError``; also where it is empty for ``wait`` seconds, because who writes a file
+    anew empties it first, and all that there is would be granted by what is read at that moment."""
+    try:
+        until = time.monotonic() + wait
+        while not (text := _text(path)) and path.is_file():
+            if time.monotonic() >= until:
+                raise ConfigError(f"{path}: is empty: if it is to say nothing, write a comment ('#') into it")
+            time.sleep(0.01)
+    except (OSError, UnicodeDecodeError) as wrong:
+        raise ConfigError(f"{path}: cannot be read: {wrong}") from None
+    return parse(text, str(path))
+
+
+def _text(path: Path) -> str:
+    """A file's text. A pipe, to which nobody may ever write, is not waited for."""
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            raise ConfigError(f"{path}: is a pipe: write the tables of {NAME} into a file")
+        text = file.read(LARGEST + 1)
+    if len(text) > LARGEST:
+        raise ConfigError(f"{path}: is larger than {format_bytes(LARGEST)}, the most that is read: leave something out")
+    return text.decode()
+
+
+def parse(text: str, file: str = NAME) -> Config:
+    """What a text says. Raises ``ConfigError``; ``file`` is what it is called there."""
+    if (longest := max(map(len, text.split("\n")))) > LONGEST_LINE:
+        raise ConfigError(f"{file}: a line has {longest} letters, and at most {LONGEST_LINE} are read: break it up")
+    try:
+        tables = tomllib.loads(text)
+    except ValueError as wrong:  # also what is no whole number that Python reads
+        raise ConfigError(f"{file}: not TOML: {wrong}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: its tables are nested too deeply: two levels are all that is asked for") from None
+    return _Reader(file, text).config(tables)
+
+
+def from_tables(tables: dict[str, Any], file: str = "config") -> Config:
+    """What tables say that were never a file. Raises ``ConfigError``; ``file`` is what they are called there."""
+    if strange := [key for key in _keys(tables) if not isinstance(key, str)]:
+        raise ConfigError(f"{file}: the key {strange[0]!r} is no text: write it in quotes")
+    return _Reader(file, "").config(tables)
+
+
+def _keys(tables: dict[Any, Any]) -> Iterator[Any]:
+    for key, below in tables.items():
+        yield key
+        if isinstance(below, dict):
+            yield from _keys(below)  # pyright: ignore[reportUnknownArgumentType]
+
+
+class _Reader:
+    """One file: its tables become a ``Config``, or an error that says where."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self._file, self._in = file, Tables(file, text)
+
+    def config(self, tables: dict[str, Any]) -> Config:
+        self._in.known(tables, ("device", "coordinator", "jobs", "functions"), ())
+        devices = self._devices(self._in.table(tables, "device", ()))
+        most = max((d.capacity - (d.reserve or 0) for d in devices.values() if d.capacity is not None), default=None)
+        everywhere = devices.get("", DeviceConfig()).capacity
+        coordinator = self._in.struct(_Coordinator, self._in.table(tables, "coordinator", ()), ("coordinator",))
+        jobs = self._in.table(tables, "jobs", ())
+        functions = self._in.table(tables, "functions", ())
+        host = max((d.host for d in devices.values() if d.host is not None), default=None)
+        return Config(
+            file=self._file,
+            devices=devices,
+            settings=self._settings(coordinator),
+            socket=self._socket(coordinator.socket),
+            jobs={name: self._job(self._in.table(jobs, name, ("jobs",)), name, everywhere, most) for name in jobs},
+            functions=function_tables(self._in, functions, everywhere, most if everywhere is not None else None, host),
+            places=self._places(tables),
+        )
+
+    def _places(self, tables: dict[str, Any]) -> dict[tuple[str, ...], str]:
+        """Where each key of the tables that plans are made by is written."""
+        own = tables.get("device", {})
+        paths: list[tuple[str, ...]] = [("device", key) for key in own if not isinstance(own[key], dict)]
+        paths += [
+            (top, name, key)
+            for top in ("device", "functions")
+            for name, below in tables.get(top, {}).items()
+            if isinstance(below, dict)
+            for key in cast(dict[str, Any], below)
+        ]
+        return {path: self._in.place(path) for path in paths}
+
+    def _devices(self, table: dict[str, Any]) -> dict[str, DeviceConfig]:
+        own = {key: value for key, value in table.items() if not isinstance(value, dict)}
+        devices = {"": self._device(own, ("device",), None)}
+        for name, below in table.items():
+            if isinstance(below, dict):
+                devices[name] = self._device(
+                    self._in.table(table, name, ("device",)), ("device", name), devices[""].capacity
+                )
+        return devices
+
+    def _device(self, table: dict[str, Any], path: tuple[str, ...], above: Bytes | None) -> DeviceConfig:
+        raw = self._in.struct(_Device, table, path)
+        capacity = self._in.bytes(raw.capacity, (*path, "capacity"), above)
+        known = capacity if capacity is not None else above
+        reserve = self._in.bytes(raw.reserve, (*path, "reserve"), known)
+        host = self._in.bytes(raw.host, (*path, "host"), None)
+        if capacity == 0:
+            raise self._in.error((*path, "capacity"), raw.capacity, "a size above 0")
+        if reserve is not None and known is not None and reserve >= known:
+            raise self._in.error((*path, "reserve"), raw.reserve, f"less than the capacity of {format_bytes(known)}")
+        return DeviceConfig(capacity=capacity, reserve=reserve, host=host)
+
+    def _settings(self, raw: _Coordinator) -> Settings:
+        path = ("coordinator",)
+        if not 0 <= raw.min_gain < 1:
+            raise self._in.error((*path, "min_gain"), raw.min_gain, "a share from 0 to below 1")
+        if not 1 <= raw.max_clients <= MOST_CLIENTS:
+            raise self._in.error((*path, "max_clients"), raw.max_clients, f"a whole number from 1 to {MOST_CLIENTS}")
+        return Settings(
+            policy=raw.policy,
+            lease_ttl=self._in.seconds(raw.lease_ttl, (*path, "lease_ttl"), SHORTEST),
+            min_hold=self._in.seconds(raw.min_hold, (*path, "min_hold"), 0.0),
+            min_gain=raw.min_gain,
+            revoke_deadline=self._in.seconds(raw.revoke_deadline, (*path, "revoke_deadline"), SHORTEST),
+            on_overdue=raw.on_overdue,
+            max_clients=raw.max_clients,
+        )
+
+    def _socket(self, socket: str | None) -> str | None:
+        length = len((socket or "").encode())
+        if length > LONGEST_SOCKET:
+            bound = f"a path of {LONGEST_SOCKET} bytes at most: this one has {length}"
+            raise self._in.error(("coordinator", "socket"), socket, bound)
+        if socket is not None and not socket.startswith("/"):
+            raise self._in.error(("coordinator", "socket"), socket, "an absolute path")
+        return socket
+
+    def _job(self, table: dict[str, Any], name: str, everywhere: Bytes | None, most: Bytes | None) -> JobConfig:
+        path = ("jobs", name)
+        raw = self._in.struct(_Job, table, path)
+        least = self._in.bytes(raw.least, (*path, "least"), everywhere) or 0
+        want = self._in.bytes(raw.want, (*path, "want"), everywhere)
+        if want is not None and least > want:
+            raise self._in.error((*path, "least"), raw.least, f"at most what it wants, {format_bytes(want)}")
+        if most is not None and least > most:
+            raise self._in.error((*path, "least"), raw.least, f"at most {format_bytes(most)}, capacity less reserve")
+        if not -1000 <= raw.priority <= 1000:
+            raise self._in.error((*path, "priority"), raw.priority, "a whole number from -1000 to 1000")
+        if not 1e-3 <= raw.weight <= 1e3:
+            raise self._in.error((*path, "weight"), raw.weight, "a number from 0.001 to 1000")
+        if raw.max_overhead is not UNSET and not 1 <= raw.max_overhead <= 1e3:
+            raise self._in.error((*path, "max_overhead"), raw.max_overhead, "a factor from 1 to 1000, or left out")
+        return JobConfig(
+            command=raw.command,
+            least=least,
+            want=want,
+            priority=raw.priority,
+            weight=raw.weight,
+            max_overhead=None if raw.max_overhead is UNSET else raw.max_overhead,
+        )

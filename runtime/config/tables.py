@@ -1,0 +1,151 @@
+"""How do the tables of a TOML file become values, and where in the file is what an error speaks of?
+
+Invariant: whatever cannot be meant is a ``ConfigError`` with the file, the line where it can be found, the key, the
+value, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from typing import Any, Final, TypeVar
+
+from msgspec import Struct, UnsetType, ValidationError, convert
+
+from jaxtensile.errors import ConfigError
+from jaxtensile.runtime.protocol.messages import MOST_BYTES
+from jaxtensile.units import Bytes, Seconds, format_bytes, format_seconds, parse_bytes, parse_seconds
+
+T = TypeVar("T")
+S = TypeVar("S", bound=Struct)
+Amount = int | float | str
+Path = tuple[str, ...]
+"""The keys that lead to a value, from the top."""
+
+LONGEST: Final[Seconds] = 30 * 86400.0
+_SIZE: Final = "a size: bytes, '12GiB' or '80%'"
+_TIME: Final = "a time: seconds, '500ms', '10s' or '5m'"
+_SWITCH: Final = "true or false"
+_ALLOWED: Final = {
+    "policy": "slowdown, fair, priority or fcfs",
+    "on_overdue": "wait or terminate",
+    "objective": "flops or time",
+    "command": "a list of texts",
+    "socket": "a text",
+    "max_clients": "a whole number",
+    "priority": "a whole number",
+    **dict.fromkeys(("capacity", "reserve", "host", "least", "want", "budget", "host_budget"), _SIZE),
+    **dict.fromkeys(("lease_ttl", "min_hold", "revoke_deadline"), _TIME),
+    **dict.fromkeys(("undo", "chunk", "offload_state"), _SWITCH),
+}
+_WORD: Final = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
+_KEY: Final = rf"{_WORD}(?:\s*\.\s*{_WORD})*"
+
+
+class Tables:
+    """One file: what it is called, and its lines; without lines, tables that were never in a file."""
+
+    def __init__(self, file: str, text: str) -> None:
+        self._file, self._lines = file, text.splitlines()
+        self._headers: dict[Path, int] | None = None
+        self._keys: dict[Path, int] = {}
+
+    # Tables.
+
+    def table(self, tables: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
+        """The table ``key`` of a table; an empty one where there is none."""
+        found = tables.get(key, {})
+        if not isinstance(found, dict):
+            raise self.error((*path, key), found, "a table")
+        return found  # pyright: ignore[reportUnknownVariableType]
+
+    def known(self, table: dict[str, Any], allowed: tuple[str, ...], path: Path) -> None:
+        """Raises where a table has a key that means nothing."""
+        for key in table:
+            if key not in allowed:
+                hint = did_you_mean(key, allowed, f"there are {', '.join(allowed)}")
+                where = f" in [{dotted(path)}]" if path else ""
+                raise ConfigError(f"{self.place((*path, key))}: unknown key {key!r}{where}: {hint}")
+
+    def struct(self, kind: type[S], table: dict[str, Any], path: Path) -> S:
+        """A table as a ``msgspec.Struct``, whose fields are the keys that it may have."""
+        self.known(table, kind.__struct_fields__, path)
+        try:
+            return convert(table, kind)
+        except ValidationError as wrong:
+            reason, _, place = str(wrong).partition(" - at ")
+            key = re.match(r"`\$\.(\w+)", place)
+            at = (*path, key[1]) if key else path
+            said = table.get(key[1]) if key else table
+            allowed = _ALLOWED.get(key[1] if key else "", "a number" if "float" in reason else reason)
+            raise self.error(at, said, allowed) from None
+
+    # Values.
+
+    def bytes(self, value: Amount | UnsetType, path: Path, capacity: Bytes | None) -> Bytes | None:
+        """A size; None where none is given. ``capacity``: what a percentage is of, None where that is not known."""
+        if isinstance(value, UnsetType):
+            return None
+        size = self._parsed(lambda: parse_bytes(value, capacity=capacity), path)
+        if size > MOST_BYTES:
+            raise self.error(path, value, f"a size of at most {format_bytes(MOST_BYTES)}")
+        return size
+
+    def seconds(self, value: Amount, path: Path, least: Seconds) -> Seconds:
+        """A time, not below ``least``."""
+        seconds = self._parsed(lambda: parse_seconds(value), path)
+        if not least <= seconds <= LONGEST:
+            allowed = f"a time from {format_seconds(least)} to {format_seconds(LONGEST)}"
+            raise self.error(path, value, allowed)
+        return seconds
+
+    def _parsed(self, parser: Callable[[], T], path: Path) -> T:
+        try:
+            return parser()
+        except (ValueError, OverflowError) as wrong:
+            raise ConfigError(f"{self.place(path)}: {dotted(path)}: {wrong}") from None
+
+    # Places.
+
+    def error(self, path: Path, value: object, allowed: str) -> ConfigError:
+        """That ``value`` cannot be; ``allowed``: what could."""
+        return ConfigError(f"{self.place(path)}: {dotted(path)} = {value!r}: must be {allowed}")
+
+    def place(self, path: Path) -> str:
+        """The file, and the line of a key where its table and it are written as usual."""
+        if self._headers is None:
+            self._headers, self._keys = _numbered(self._lines)
+        # A table may be written in one line, behind its own key; that of its header is not where its keys are.
+        above = (self._keys.get(path[:k]) for k in range(len(path), 0, -1))
+        found = self._headers.get(path) or next(filter(None, above), None)
+        return self._file if found is None else f"{self._file}:{found}"
+
+
+def dotted(path: Path) -> str:
+    """Keys as TOML has them: ``device."cuda:0".reserve``."""
+    return ".".join(part if re.fullmatch(r"[\w-]+", part) else f'"{part}"' for part in path)
+
+
+def did_you_mean(given: str, known: tuple[str, ...], otherwise: str) -> str:
+    """The nearest known name as a question; ``otherwise`` where none is near."""
+    close = get_close_matches(given, known, 1)
+    return f"did you mean {close[0]!r}?" if close else otherwise
+
+
+def _numbered(lines: Sequence[str]) -> tuple[dict[Path, int], dict[Path, int]]:
+    """The first line of each table's header, and that of each key."""
+    headers: dict[Path, int] = {}
+    keys: dict[Path, int] = {}
+    here: Path = ()
+    for number, line in enumerate(lines, 1):
+        if header := re.match(rf"\s*\[\s*({_KEY})\s*\]", line):
+            here = _words(header[1])
+            headers.setdefault(here, number)
+        elif key := re.match(rf"\s*({_KEY})\s*=", line):
+            keys.setdefault((*here, *_words(key[1])), number)
+    return headers, keys
+
+
+def _words(key: str) -> Path:
+    return tuple(word.strip("\"'") for word in re.findall(_WORD, key))

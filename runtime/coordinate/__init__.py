@@ -1,0 +1,1 @@
+"""What the coordinator does when something happens: events in, commands out."""

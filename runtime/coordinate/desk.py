@@ -1,0 +1,219 @@
+"""What do all parts of the coordinator share: how is something said, written down and remembered?
+
+Invariant: what is granted is on record before it is said; every GRANT, REVOKE and RENEWED carries a token above all
+before; one message per lease says the state that it ended in, however often that was decided about.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Literal
+
+from jaxtensile.runtime.coordinate.chronicle import Chronicle, Entry
+from jaxtensile.runtime.coordinate.outbox import Outbox
+from jaxtensile.runtime.coordinate.speakers import Speakers
+from jaxtensile.runtime.coordinate.status import snapshot
+from jaxtensile.runtime.decide import journal
+from jaxtensile.runtime.decide.arbiter import Arbiter
+from jaxtensile.runtime.decide.events import Close, Connection, Rules, Send, Settings, Watch
+from jaxtensile.runtime.decide.leases import QUARANTINED, REVOKING, Charge, Happening, Lease
+from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.protocol.messages import (
+    Code,
+    Error,
+    Grant,
+    Queued,
+    Released,
+    Renewed,
+    Reply,
+    Revoke,
+    Snapshot,
+    Token,
+)
+from jaxtensile.units import Seconds
+
+Phase = Literal["starting", "recovering", "serving", "draining"]
+
+
+class Desk:
+    """The books of a coordinator."""
+
+    def __init__(self, capacities: Mapping[str, Capacity], settings: Settings, rules: Rules) -> None:
+        self.settings, self.rules = settings, rules
+        self.phase: Phase = "starting"
+        self.epoch = 0
+        self.now: Seconds = 0.0
+        """When something happened last."""
+        self.arbiter = Arbiter(capacities, settings, rules)
+        self.speakers = Speakers(rules)
+        self.outbox = Outbox(journal_first=rules.journal_first)
+        self.counters: Counter[str] = Counter()
+        self.chronicle = Chronicle()
+        self.undecided = False
+        """Something has changed that the arbiter is to look at."""
+        self.terminated: set[int] = set()
+        """Leases whose processes were told to end."""
+        self._boot_id = ""
+        self._sequence = self._last_lease = 0
+
+    def opened(self, known: journal.Replayed, boot_id: str) -> None:
+        """A coordinator begins, after one that left a journal."""
+        self.epoch, self._boot_id = known.epoch + 1, boot_id or known.boot_id
+        self._sequence, self._last_lease = known.sequence, known.lease
+
+    def snapshot(self, after: int) -> Snapshot:
+        """The state when something happened last; of the leases those above ``after`` that fit into a message."""
+        return snapshot(self.arbiter, after, self.epoch, self.phase, self.counters, self.chronicle, self.now)
+
+    # What becomes of leases.
+
+    def number(self) -> int:
+        """Of a new lease."""
+        self._last_lease += 1
+        return self._last_lease
+
+    def forget(self, lease: Lease, happening: Happening, why: str = "") -> None:
+        """A lease ends."""
+        what = "freed" if lease.rung >= 0 else "left"
+        self.counters[what] += 1
+        self.note(what, lease, why)
+        self.arbiter.happened(lease, happening)
+        self.speakers.disown(lease)
+        self.terminated.discard(lease.id)
+        if lease.written:
+            self.outbox.write(journal.Freed(lease=lease.id))
+        self.undecided = True
+        if self.phase == "recovering":
+            self.all_known()
+
+    def all_known(self) -> None:
+        """Recovery ends early when there is nobody to wait for."""
+        if self.phase == "recovering" and all(a.state is not QUARANTINED for a in self.arbiter.leases.values()):
+            self.serve()
+
+    def serve(self) -> None:
+        """Recovery ends."""
+        self.phase, self.undecided = "serving", True
+        self.note("serving")
+
+    def note(self, what: str, lease: Lease | None = None, detail: str = "") -> None:
+        """Something has happened, for people."""
+        if lease is None:
+            self.chronicle.add(Entry(self.now, what, detail=detail))
+            return
+        a = lease
+        self.chronicle.add(Entry(self.now, what, a.job, a.id, a.process.pid, a.rung, detail, a.waited, a.step, a.peak))
+
+    # What is said.
+
+    def reply(self, connection: Connection | None, message: Reply, after_record: bool = False) -> None:
+        """Say something by a connection, if it is there."""
+        if connection is not None and connection in self.speakers.peers:
+            self.outbox.do(Send(connection, message, after_record))
+
+    def released(self, connection: Connection, lease: int) -> None:
+        """Say that a lease is no more, when that is on record."""
+        if connection in self.speakers.peers:
+            self.outbox.free(Send(connection, Released(lease=lease), True))
+
+    def error(
+        self,
+        connection: Connection,
+        code: Code,
+        detail: str,
+        *,
+        retry_after: Seconds | None = None,
+        lease: int | None = None,
+    ) -> None:
+        """Say what is wrong."""
+        self.reply(connection, Error(code=code, detail=detail, retry_after=retry_after, lease=lease))
+
+    def refuse(self, connection: Connection, code: Code, detail: str) -> None:
+        """Say what is wrong, and end the connection."""
+        self.counters["refused"] += 1
+        process = self.speakers.peers[connection].process
+        self.chronicle.add(Entry(self.now, "refused", pid=process.pid, detail=detail))
+        self.error(connection, code, detail)
+        self.close(connection)
+
+    def close(self, connection: Connection) -> None:
+        """End a connection."""
+        self.speakers.peers[connection].closed = True
+        self.outbox.do(Close(connection))
+
+    def tell(self) -> None:
+        """Say what was decided: one message per lease, of the state that it ended in."""
+        decided, self.arbiter.told = self.arbiter.told, {}
+        for lease in decided.values():
+            if lease.rung < 0:
+                ahead = self.arbiter.queue.index(lease)
+                self.reply(lease.connection, Queued(job=lease.job, ahead=ahead))
+                self.note("waits", lease, f"behind {ahead}")
+                continue
+            sure = lease.state is REVOKING and lease.knows and not self.outbox.unsure(lease.id)
+            if self.outbox.works or sure:  # else it is said when it can be written down
+                self._tell(lease)
+
+    def _tell(self, lease: Lease) -> None:
+        now = self.now
+        if not lease.sequence:
+            lease.beat, lease.waited = now, now - lease.asked
+            self.counters["admitted"] += 1
+            if lease.waited:
+                self.counters["waited_us"] += int(lease.waited * 1e6)
+            self.outbox.do(Watch(lease.process))
+        lease.epoch = self.epoch
+        token = self._token(lease)
+        if not lease.knows:
+            lease.written = ()  # all that it is goes on record once more
+            renewed = Renewed(job=lease.job, lease=lease.id, token=token, former=lease.former)
+            self.reply(lease.connection, renewed, after_record=True)
+            token = self._token(lease)
+        charges = self.arbiter.charged(lease)
+        more = charges != lease.written
+        if more:
+            self.put_down(lease, charges)
+        if lease.state is REVOKING:
+            left = max((lease.deadline or now) - now, 0.0)
+            self.counters["revokes"] += 1
+            self.note("revoked", lease)
+            told = Revoke(job=lease.job, lease=lease.id, token=token, rung=lease.rung, deadline=left)
+            self.reply(lease.connection, told, after_record=more)
+        else:
+            self.counters["grants"] += 1
+            self.note("granted", lease)
+            told = Grant(job=lease.job, lease=lease.id, token=token, rung=lease.rung)
+            self.reply(lease.connection, told, after_record=True)
+
+    def _token(self, lease: Lease) -> Token:
+        self._sequence += 1
+        lease.sequence = self._sequence
+        return Token(self.epoch, self._sequence)
+
+    # What is written down.
+
+    def put_down(self, lease: Lease, charges: tuple[Charge, ...]) -> None:
+        """What a lease is charged goes on record; the first time with all that it is."""
+        record = journal.charge(lease, charges) if lease.written else journal.admission(lease, charges)
+        if self.outbox.write(record):
+            lease.written = charges
+
+    def compact(self) -> None:
+        """The journal anew: what it said of leases that are no more is left out."""
+        records: list[journal.Record] = [
+            journal.Opened(
+                format=journal.FORMAT,
+                boot_id=self._boot_id,
+                epoch=self.epoch,
+                sequence=self._sequence,
+                lease=self._last_lease,
+            )
+        ]
+        for lease in self.arbiter.leases.values():
+            if lease.rung >= 0:
+                lease.written = self.arbiter.charged(lease)
+                records.append(journal.admission(lease, lease.written))
+                if lease.stuck:
+                    records.append(journal.charge(lease, lease.written))
+        self.outbox.replace(tuple(records))

@@ -1,0 +1,106 @@
+"""What is the state of the coordinator, as a message?
+
+Invariant: a message is below the limit of a frame, however many leases there are and however long their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from jaxtensile.runtime.coordinate.chronicle import Chronicle
+from jaxtensile.runtime.decide.arbiter import Arbiter
+from jaxtensile.runtime.decide.leases import Lease, State
+from jaxtensile.runtime.protocol.messages import DeviceView, EventView, LeaseView, Snapshot
+from jaxtensile.units import KIB, Seconds
+
+PAGE: Final = 64
+"""Leases in one message."""
+PAGE_BYTES: Final = 32 * KIB
+"""Of leases in one message, about; one is told in any case."""
+EVENTS: Final = 16
+STATES: Final = (*(s.value for s in State if s is not State.FREED), "suspended")
+"""What ``state_of`` may say."""
+
+
+def snapshot(
+    arbiter: Arbiter,
+    after: int,
+    epoch: int,
+    phase: str,
+    counters: Mapping[str, int],
+    chronicle: Chronicle,
+    now: Seconds,
+) -> Snapshot:
+    """All devices, what happened lately, and the leases with numbers above ``after`` that fit."""
+    later = sorted(k for k in arbiter.leases if k > after)
+    page: list[LeaseView] = []
+    size = 0
+    for k in later[:PAGE]:
+        lease = arbiter.leases[k]
+        size += 4 * len(lease.job) + sum(4 * len(name) + 32 for name in lease.resources) + 256
+        if page and size > PAGE_BYTES:
+            break
+        page.append(view(arbiter, lease, now))
+    last = [*chronicle.entries][-EVENTS:] if not after else []
+    return Snapshot(
+        epoch=epoch,
+        phase=phase,
+        policy=arbiter.settings.policy,
+        devices=tuple(
+            DeviceView(
+                device=name,
+                capacity=account.capacity.capacity,
+                reserve=account.capacity.reserve,
+                charged=account.used,
+                guaranteed=arbiter.floors.accounts[name].used,
+            )
+            for name, account in sorted(arbiter.ledger.accounts.items())
+        ),
+        leases=tuple(page),
+        more=len(later) > len(page),
+        waiting=len(arbiter.queue),
+        counters=dict(counters),
+        events=tuple(
+            EventView(
+                ago=now - e.at,
+                what=e.what,
+                job=e.job,
+                lease=e.lease,
+                pid=e.pid,
+                rung=e.rung,
+                detail=e.detail,
+                waited=e.waited,
+                step=e.step,
+                peak=e.peak,
+            )
+            for e in last
+        ),
+    )
+
+
+def state_of(lease: Lease) -> str:
+    """In one word, for people."""
+    return "suspended" if lease.suspended and lease.state is State.HELD else lease.state.value
+
+
+def view(arbiter: Arbiter, lease: Lease, now: Seconds) -> LeaseView:
+    """What is known of one lease."""
+    return LeaseView(
+        lease=lease.id,
+        job=lease.job,
+        pid=lease.process.pid,
+        state=state_of(lease),
+        resources=lease.resources,
+        charged=tuple(c.level for c in arbiter.charged(lease)),
+        rung=lease.rung,
+        rungs=len(lease.ladder),
+        priority=lease.priority,
+        weight=lease.weight,
+        step=lease.step,
+        step_us=lease.step_us,
+        peak=lease.peak,
+        waited=lease.waited if lease.rung >= 0 else now - lease.asked,
+        in_use=lease.in_use,
+        faults=tuple(sorted(lease.faults)),
+    )

@@ -1,0 +1,1 @@
+"""The coordinator as a process: sockets, signals, files."""

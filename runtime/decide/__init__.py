@@ -1,0 +1,1 @@
+"""Who gets how many bytes: no sockets, no clock, no threads."""

@@ -1,0 +1,538 @@
+"""Who is admitted, who grows, who is asked to shrink?
+
+Invariant: what it decides is charged here and now, and fits. Only admission waits: the first of a class waits for
+bytes that others can give up, whoever comes later and needs the same resources waits behind it, and waiters hold
+nothing. It decides in this order:
+
+1. where more is charged than there is (a capacity was lowered, a job holds more than it said): shrink;
+2. waiters, by class and arrival: admit if the floor fits; else, if it fits beside the floors of all, make room;
+3. give out and shift the surplus that no waiter is to get.
+
+A job *can give up* bytes if it speaks and is not known to keep them; to one that has a lease already, only if it has
+held them for ``min_hold`` or is of a lower class. All others count with what they are charged.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection, Mapping, Sequence
+from math import inf
+from types import MappingProxyType
+from typing import Final
+
+from msgspec import Struct
+
+from jaxtensile.runtime.decide.demand import Demand
+from jaxtensile.runtime.decide.events import Rules, Settings
+from jaxtensile.runtime.decide.knapsack_kinds import Groups
+from jaxtensile.runtime.decide.leases import (
+    FREED,
+    GRANT,
+    HELD,
+    NOTHING,
+    QUEUED,
+    REVOKE,
+    REVOKING,
+    Charge,
+    Happening,
+    Lease,
+    after,
+)
+from jaxtensile.runtime.decide.ledger import Capacity, Ledger
+from jaxtensile.runtime.decide.policy import Claim, Option, Room, ahead, divide
+from jaxtensile.units import Seconds, format_bytes
+
+WAYS: Final = 4
+"""Jobs at most that have no way down for which room is made in one decision: each takes a division."""
+
+
+class _Ways(Struct, eq=False):
+    """Where a lease can go from what it is charged."""
+
+    stay: Option
+    higher: tuple[Option, ...]
+    """The rungs that are worth going up to, charged what covers the way there."""
+    lower: tuple[tuple[Option, tuple[Charge, ...] | None], ...] | None = None
+    """The rungs below, and what covers both ends of the way where that is more than is charged; None: not yet asked."""
+
+
+class Arbiter:
+    """The leases and what they are charged. The coordinator tells it what happened and asks it to ``settle``."""
+
+    def __init__(self, capacities: Mapping[str, Capacity], settings: Settings, rules: Rules) -> None:
+        self.settings, self.rules = settings, rules
+        self.ledger = Ledger(capacities)
+        self.floors = Ledger(capacities)
+        """What cannot be taken from anyone: guaranteed rungs, and all that cannot be given up."""
+        self.leases: dict[int, Lease] = {}
+        self.queue: list[Lease] = []
+        self.hungry: set[int] = set()
+        """Held, and below what is wanted."""
+        self.revoking: set[int] = set()
+        self.above: set[int] = set()
+        """Those that speak and have more than their floor: who can give up bytes, now or after their minimum hold."""
+        self.told: dict[int, Lease] = {}
+        """Whose rung was decided since the coordinator last asked."""
+        self.recheck: Seconds | None = None
+        """When a minimum hold ends that something waits for."""
+        self.grants = True
+        self._ways: dict[int, _Ways] = {}
+        """Of leases that have not changed since they were last decided about, under the settings of then."""
+        self._under = settings
+        self._settled: dict[int, tuple[object, Seconds]] = {}
+        """Parts in which nothing was to be changed, by their first lease: what was seen of them, and until when
+        somebody is in a minimum hold."""
+
+    # What happens to leases.
+
+    def enqueue(self, lease: Lease) -> None:
+        """A job asks to be admitted."""
+        self.leases[lease.id] = self.told[lease.id] = lease
+        if self.queue and self.queue[-1].priority < lease.priority:
+            insort(self.queue, lease, key=lambda a: (-a.priority, a.id))
+        else:
+            self.queue.append(lease)  # the last to come has the highest number
+
+    def restore(self, lease: Lease, charges: tuple[Charge, ...]) -> None:
+        """A lease of an earlier coordinator, charged what it was."""
+        for ledger in (self.ledger, self.floors):
+            ledger.know(lease.resources)
+        self.leases[lease.id] = lease
+        self.ledger.measured(lease.id, lease.resources, charges)
+        self.changed(lease)
+
+    def resize(self, capacities: Mapping[str, Capacity]) -> None:
+        """There is more or less from now on."""
+        self.ledger.resize(capacities)
+        self.floors.resize(capacities)
+        self._ways.clear()
+
+    def happened(self, lease: Lease, happening: Happening, charges: tuple[Charge, ...] | None = None) -> None:
+        """The lease changes its state; and what it really holds, where that is known. Raises ``LeaseError``."""
+        state = after(lease.state, happening)
+        if lease.state is QUEUED:
+            self.queue.remove(lease)
+            self._call_off(lease.id)
+        lease.state = state
+        if charges is not None:
+            self.ledger.measured(lease.id, lease.resources, charges)
+        if state is FREED:
+            self.ledger.release(lease.id, lease.resources)
+            self.floors.release(lease.id, lease.resources)
+            self.hungry.discard(lease.id)
+            self.revoking.discard(lease.id)
+            self.above.discard(lease.id)
+            self.told.pop(lease.id, None)
+            self._ways.pop(lease.id, None)
+            self._settled.pop(lease.id, None)
+            del self.leases[lease.id]
+        else:
+            self.changed(lease)
+
+    def charged(self, lease: Lease) -> tuple[Charge, ...]:
+        """What a lease is charged of its resources."""
+        return self.ledger.charged(lease.id, lease.resources)
+
+    def renew(self, lease: Lease, asked: Demand, rung: int) -> str:
+        """Another ladder, on ``rung`` of which the job is: the lease is charged that. Else why not; nothing changed."""
+        if not asked.low <= rung <= asked.high:
+            return f"a job cannot be on rung {rung} of a ladder of which it may use {asked.low} to {asked.high}"
+        for ledger, charges, what in (
+            (self.ledger, asked.needs[rung], "are free"),
+            (self.floors, asked.needs[asked.low], "can be guaranteed"),
+        ):
+            if not ledger.fits(lease.id, lease.resources, charges):
+                return f"{format_bytes(max(c.level for c in charges))} are needed, and not so many {what}"
+        lease.ladder, lease.needs, lease.low, lease.high = asked.ladder, asked.needs, asked.low, asked.high
+        lease.slowdowns, lease.best, lease.touched, lease.rung = asked.slowdowns, asked.best, asked.touched, rung
+        self.ledger.charge(lease.id, lease.resources, lease.needs[rung])
+        self.changed(lease)
+        return ""
+
+    def covered(self, lease: Lease) -> int:
+        """The highest rung that needs no more than is charged."""
+        now = self.charged(lease)
+        for rung in range(lease.high, lease.rung, -1):
+            if self.ledger.wider(lease.resources, now, lease.needs[rung]) == now:
+                return rung
+        return lease.rung
+
+    def changed(self, lease: Lease) -> None:
+        """Something about a lease is different: keep what follows from it."""
+        k, held, revoking = lease.id, lease.state is HELD, lease.state is REVOKING
+        self._ways.pop(k, None)
+        speaks = (held or revoking) and not lease.stuck
+        guaranteed = lease.needs[lease.low]
+        if not speaks:
+            # It keeps what it has, or may come back and be guaranteed a rung that needs more of something else.
+            charges = self.charged(lease)
+            guaranteed = charges if lease.stuck else self.ledger.wider(lease.resources, charges, guaranteed)
+        self.floors.put(k, lease.resources, guaranteed)
+        self.hungry.add(k) if held and lease.rung < lease.high else self.hungry.discard(k)
+        self.revoking.add(k) if revoking else self.revoking.discard(k)
+        self.above.add(k) if speaks and lease.rung > lease.low else self.above.discard(k)
+
+    # Decisions.
+
+    def settle(self, now: Seconds, *, grants: bool = True) -> None:
+        """Decide; ``grants``: whether anyone may get more than it has."""
+        self.grants = grants
+        if self.settings is not self._under:
+            self._ways.clear()
+            self._under = self.settings
+        over = self.ledger.over()
+        if over:
+            self._shrink(now, over, {}, None)  # as far as the jobs can give up bytes
+        if grants and (self.queue or self.hungry):
+            held_back = self._admit(now) | over if self.queue else over
+            # Where steps take turns, a division was made for some largest temp: one that is smaller leaves bytes.
+            while self.hungry and self._spread(now, held_back) and any(a.gated for a in self.ledger.accounts.values()):
+                pass
+        self.recheck = None
+        if self.above and (over or self.queue or self.hungry):
+            ends = (self.leases[k].since + self.settings.min_hold for k in self.above)
+            self.recheck = min((end for end in ends if end > now), default=None)
+
+    def _tell(self, lease: Lease, rung: int, happening: Happening, now: Seconds) -> None:
+        lease.rung = rung
+        lease.state = after(lease.state, happening)
+        if happening is GRANT:
+            lease.since, lease.deadline, lease.wanted_by = now, None, None
+        elif lease.deadline is None:
+            lease.deadline = now + self.settings.revoke_deadline
+        self.told[lease.id] = lease
+        self.changed(lease)
+
+    def _call_off(self, waiter: int) -> bool:
+        """A waiter is gone: whoever was asked to shrink for it need not; whether there was any. It may just have done
+        so, and said so: that is stale by then, and it grows again."""
+        asked = [lease for k in self.revoking if (lease := self.leases[k]).wanted_by == waiter]
+        for lease in asked:
+            self._tell(lease, self.covered(lease), GRANT, lease.since)
+        return bool(asked)
+
+    def _admit(self, now: Seconds) -> set[str]:
+        """Admit waiters; the resources of which nothing may be given to others, as waiters are to get it."""
+        behind: set[str] = set()
+        held_back: set[str] = set()
+        for lease in [*self.queue]:
+            if not lease.touched.isdisjoint(behind):
+                behind |= lease.touched
+                continue
+            floor = lease.needs[lease.low]
+            beside_floors = self.floors.fits(lease.id, lease.resources, floor)
+            if beside_floors and self.ledger.fits(lease.id, lease.resources, floor):
+                self.queue.remove(lease)
+                self.ledger.put(lease.id, lease.resources, floor)
+                self._tell(lease, lease.low, GRANT, now)
+                if self.revoking and self._call_off(lease.id):
+                    return self._admit(now)  # those before it may have counted on that
+                continue
+            behind |= lease.touched
+            if beside_floors:
+                held_back |= lease.touched
+                extra = dict(zip(lease.resources, floor, strict=True))
+                self._shrink(now, lease.touched, extra, lease.id)
+            if len(behind) == len(self.ledger.accounts):
+                break
+        return held_back
+
+    def _has_held(self, lease: Lease, now: Seconds, priority: int | None) -> bool:
+        return now >= lease.since + self.settings.min_hold or (priority is not None and lease.priority < priority)
+
+    def _promised(self, lease: Lease) -> tuple[Charge, ...]:
+        """What it will be charged when it has done what it was told."""
+        return lease.needs[lease.rung] if lease.state is REVOKING else self.charged(lease)
+
+    def _shrink(
+        self,
+        now: Seconds,
+        resources: Collection[str],
+        extra: Mapping[str, Charge],
+        waiter: int | None,
+        going: Mapping[int, tuple[Charge, ...]] = MappingProxyType({}),
+        tries: int = 2,
+    ) -> bool:
+        """Ask jobs to shrink so that ``extra`` fits on ``resources``, or what those need on their way that are
+        ``going``; whether anybody is asked. A waiter has nothing, and runs no step meanwhile: for it a minimum hold
+        does not count.
+
+        The ways of some may need the same bytes. For those that find none left it is divided again, beside those that
+        were told. Where too few have a way, it is divided as if all had one, and first there is made room for that."""
+        asked = [self.leases[k] for k in sorted(self.above | self.revoking)]
+        touching = [a for a in asked if not a.touched.isdisjoint(resources)]
+        promised = {a.id: going.get(a.id) or self._promised(a) for a in touching}
+        coming: dict[str, dict[int, Charge]] = {name: {} for name in resources}
+        for k, names, charges in [
+            *((a.id, a.resources, promised[a.id]) for a in touching if a.state is REVOKING or a.id in going),
+            *([] if waiter is None else [(waiter, extra, extra.values())]),
+        ]:
+            for name, charge in zip(names, charges, strict=True):
+                if name in coming:
+                    coming[name][k] = charge
+        accounts = self.ledger.accounts
+        if all(accounts[name].used_instead(instead) <= accounts[name].limit for name, instead in coming.items()):
+            return True  # when those have shrunk that were told to
+        waits = waiter is not None
+        able = [
+            a for a in touching if a.id in self.above and a.id not in going and (waits or self._has_held(a, now, None))
+        ]
+        ids = {a.id for a in able}
+        rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
+        claims = [_claim(a, (*self._lower(a), self._way(a).stay)) for a in able]
+        divides = tries > 0 and _least_fit((), rooms)
+        shares = divide(claims, rooms, self.settings.policy) if divides else None
+        closed = divides and waits and shares is None and not _least_fit(claims, rooms)
+        if closed:
+            rooms = self._rooms(able, going, extra, accounts, self.floors)
+            claims = [_claim(a, (*self._lower(a, closed), self._way(a).stay)) for a in able]
+            shares = divide(claims, rooms, self.settings.policy)
+        if shares is None:
+            if waits and not _least_fit(claims, rooms):
+                return False
+            shares = {c.id: 0 for c in claims}
+        options = [c.options[shares[c.id]] for c in claims]
+        downward = [(a, o) for a, o in zip(able, options, strict=True) if o.rung < a.rung]
+        blocked = [(a, o) for a, o in downward if not self._revoke(a, o.rung, now, waiter)]
+        told = len(blocked) < len(downward)
+        if blocked and tries and not closed:
+            return self._shrink(now, resources, extra, waiter, going, tries - 1) or told
+        for lease, option in blocked[: WAYS if tries else 0]:
+            both = self.ledger.wider(lease.resources, self.charged(lease), option.needs)
+            if self._shrink(now, lease.touched, {}, waiter, {**going, lease.id: both}, tries - 1):
+                return True
+        return told
+
+    def _rooms(
+        self,
+        deciding: Sequence[Lease],
+        instead: Mapping[int, Sequence[Charge]],
+        extra: Mapping[str, Charge],
+        exceeded: Collection[str] = (),
+        ledger: Ledger | None = None,
+    ) -> dict[str, Room]:
+        """What is left of each resource for some leases, when the others keep what they are charged, in
+        ``ledger`` if that is another one, or have what counts ``instead``. Where more is charged than there is and
+        that is not the question, it may stay so."""
+        ids = {a.id for a in deciding}
+        promised: dict[str, list[Charge]] = {}
+        for k, charges in instead.items():
+            for name, charge in zip(self.leases[k].resources, charges, strict=True):
+                promised.setdefault(name, []).append(charge)
+        rooms: dict[str, Room] = {}
+        for name in {r for a in deciding for r in a.resources} | extra.keys():
+            account = (ledger or self.ledger).accounts[name]
+            others, mine = [extra.get(name, NOTHING), *promised.get(name, ())], list[Charge]()
+            for k, charge in account.charges.items():
+                if k in ids:
+                    mine.append(charge)
+                elif k not in instead:
+                    others.append(charge)
+            if account.gated:
+                temp = max([c.temp for c in others])
+                free = account.limit - sum([c.persistent for c in others])
+                now = sum([c.persistent for c in mine]) + max([c.temp for c in mine], default=0)
+                now = max(now, sum([c.persistent for c in mine]) + temp)
+            else:
+                temp = 0
+                free = account.limit - sum([c.persistent + c.temp for c in others])
+                now = sum([c.persistent + c.temp for c in mine])
+            rooms[name] = Room(free if name in exceeded else max(free, now), account.gated, temp)
+        return rooms
+
+    def _revoke(self, lease: Lease, rung: int, now: Seconds, waiter: int | None = None) -> bool:
+        """Ask a job to go down, if there is a way. Until it says that it has, it is charged what covers both rungs."""
+        charges = lease.needs[rung]
+        if self.rules.charge_until_ack:
+            charges = self.ledger.wider(lease.resources, self.charged(lease), charges)
+        more = self.rules.charge_until_ack and charges != self.charged(lease)
+        if not self.ledger.fits(lease.id, lease.resources, charges) or (more and not self.grants):
+            return False
+        self.ledger.charge(lease.id, lease.resources, charges)
+        lease.wanted_by = waiter
+        self._tell(lease, rung, REVOKE, now)
+        return True
+
+    # The surplus.
+
+    def _spread(self, now: Seconds, held_back: set[str]) -> bool:
+        """Give free bytes to those that are faster with them; or first ask others to shrink, where that gains more.
+
+        Bytes that somebody was asked for are on their way to somebody: until they come, their resource rests. True if
+        anyone was given more."""
+        for k in self.revoking:
+            lease = self.leases[k]
+            charges, promised = self.charged(lease), lease.needs[lease.rung]
+            rows = zip(lease.resources, charges, promised, strict=True)
+            held_back |= {name for name, charge, need in rows if need.level < charge.level}
+        given = False
+        for part in self._parts([a for a in self.leases.values() if a.state is HELD], held_back):
+            ways = [self._way(a) for a in part]
+            if not any(way.higher for way in ways):
+                continue
+            # Nobody is given or told anything where nothing has changed since that was so.
+            accounts = [self.ledger.accounts[name] for name in {r: None for a in part for r in a.resources}]
+            seen = ways, [(account.limit, account.persistent, account.temps) for account in accounts]
+            before, until = self._settled.get(part[0].id, (None, now))
+            if before == seen and now < until:
+                continue
+            given |= self._divide(part, now)
+            if all(a.id in self._ways for a in part):
+                ends = (a.since + self.settings.min_hold for a in part)
+                self._settled[part[0].id] = seen, min((end for end in ends if end > now), default=inf)
+        return given
+
+    def _parts(self, held: Sequence[Lease], held_back: Collection[str]) -> list[list[Lease]]:
+        """The leases that share resources, directly or by others, which are divided by themselves; those of which one
+        wants more and none touches what is held back."""
+        numbers = {name: k for k, name in enumerate(self.ledger.accounts)}
+        groups = Groups(len(numbers))
+        touching = [(a, [numbers[name] for name in a.touched]) for a in held if a.touched.isdisjoint(held_back)]
+        for _, ks in touching:
+            if ks:
+                groups.join(ks)
+        parts: dict[int, list[Lease]] = {}
+        for lease, ks in touching:
+            parts.setdefault(groups.of(ks[0]) if ks else -1, []).append(lease)
+        return [part for part in parts.values() if any(a.id in self.hungry for a in part)]
+
+    def _divide(self, held: Sequence[Lease], now: Seconds) -> bool:
+        """Give the leases of a part more, or ask some to shrink for others; whether anyone was given more."""
+        hungry = [a for a in held if a.id in self.hungry]
+        given = self._all_get(hungry, now)
+        if given is not None:
+            return given
+        ways = {a.id: self._way(a) for a in held}
+        rungs = {k: way.stay for k, way in ways.items()}
+        # Where nobody shrinks, what does not fit alone does not fit beside others.
+        able = {
+            a.id: options
+            for a in held
+            if (options := [o for o in ways[a.id].higher if self.ledger.fits(a.id, a.resources, o.needs)])
+        }
+        if able:
+            growing = [a for a in held if a.id in able]
+            claims = [_claim(a, (ways[a.id].stay, *able[a.id])) for a in growing]
+            shares = divide(claims, self._rooms(growing, {}, {}), self.settings.policy)
+            if shares is None:
+                return False
+            rungs.update({c.id: c.options[shares[c.id]] for c in claims})
+        rungs = self._shifted(now, held, ways, rungs, max(a.priority for a in hungry)) or rungs
+        for lease in held:
+            if rungs[lease.id].rung < lease.rung:
+                self._revoke(lease, rungs[lease.id].rung, now)
+        given = False
+        for lease in held:
+            option = rungs[lease.id]
+            if option.rung > lease.rung and self.ledger.fits(lease.id, lease.resources, option.needs):
+                self.ledger.charge(lease.id, lease.resources, option.needs)
+                self._tell(lease, option.rung, GRANT, now)
+                given = True
+        return given
+
+    def _all_get(self, hungry: Sequence[Lease], now: Seconds) -> bool | None:
+        """Where there is room for that, give each the least rung on which it is fastest: no division does better. True
+        if anyone was given more, None if there is not room."""
+        if self.settings.policy == "fair":
+            return None  # which is about bytes
+        growing: list[tuple[Lease, int, tuple[Charge, ...]]] = []
+        enough = 1 - self.settings.min_gain
+        for lease in hungry:
+            best = lease.best[lease.rung]
+            then, now_ = lease.slowdowns[best], lease.slowdowns[lease.rung]
+            if then < now_ and then <= now_ * enough:
+                wider = self.ledger.wider(lease.resources, self.charged(lease), lease.needs[best])
+                growing.append((lease, best, wider))
+        if not self.ledger.fit([(lease.id, lease.resources, charges) for lease, _, charges in growing]):
+            return None
+        for lease, best, charges in growing:
+            self.ledger.put(lease.id, lease.resources, charges)
+            self._tell(lease, best, GRANT, now)
+        return bool(growing)
+
+    def _shifted(
+        self,
+        now: Seconds,
+        held: Sequence[Lease],
+        ways: Mapping[int, _Ways],
+        grown: Mapping[int, Option],
+        top: int | None,
+    ) -> dict[int, Option] | None:
+        """A division in which some shrink that others may grow, if it is enough better than ``grown``, in which nobody
+        does. Whoever is in its minimum hold shrinks only for a higher class, ``top`` at most."""
+        rooms: dict[str, Room] | None = None
+        while lower := {
+            a.id: options
+            for a in held
+            if a.id in self.above and self._has_held(a, now, top) and (options := self._lower(a))
+        }:
+            claims = [_claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in held]
+            stay = {c.id: [o.rung for o in c.options].index(grown[c.id].rung) for c in claims}
+            rooms = rooms or self._rooms(held, {}, {})
+            shares = divide(claims, rooms, self.settings.policy, stay, self.settings.min_gain)
+            if shares is None or not ahead(claims, shares, stay, self.settings.policy, self.settings.min_gain):
+                return None
+            wanted = {c.id: c.options[shares[c.id]] for c in claims}
+            gaining = max((a.priority for a in held if wanted[a.id].rung > a.rung), default=None)
+            if all(wanted[a.id].rung >= a.rung or self._has_held(a, now, gaining) for a in held):
+                return wanted
+            top = gaining  # lower than it was, so that this ends
+        return None
+
+    def _way(self, lease: Lease) -> _Ways:
+        """Where a lease can go; kept until it changes."""
+        known = self._ways.get(lease.id)
+        if known is None:
+            now, least = self.charged(lease), lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
+            known = self._ways[lease.id] = _Ways(
+                _option(lease, lease.rung, self._promised(lease)),
+                tuple(
+                    _option(lease, r, self.ledger.wider(lease.resources, now, lease.needs[r]))
+                    for r in range(lease.rung + 1, lease.high + 1)
+                    if lease.slowdowns[r] <= least
+                ),
+            )
+        return known
+
+    def _lower(self, lease: Lease, closed: bool = False) -> tuple[Option, ...]:
+        """The rungs below to which there is a way: what covers both ends of it fits. A lower rung may need more host
+        memory, or more of what is counted once where steps take turns. ``closed``: those as well to which there is
+        none as yet."""
+        way = self._way(lease)
+        if way.lower is None:
+            now, rungs = self.charged(lease), range(lease.low, lease.rung)
+            both = [self.ledger.wider(lease.resources, now, lease.needs[r]) for r in rungs]
+            way.lower = tuple(
+                (_option(lease, r, lease.needs[r]), None if wider == now else wider)
+                for r, wider in zip(rungs, both, strict=True)
+            )
+        fits = self.ledger.fits
+        return tuple([o for o, wider in way.lower if closed or wider is None or fits(lease.id, lease.resources, wider)])
+
+
+def _least_fit(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> bool:
+    """Do all fit on their first options? Of several devices where steps take turns a division may not see that: it
+    takes the largest temp of any for that of each."""
+    left, temps = {name: r.free for name, r in rooms.items()}, {name: r.temp for name, r in rooms.items()}
+    for c in claims:
+        for name, need in zip(c.resources, c.options[0].needs, strict=True):
+            left[name] -= need.persistent if rooms[name].gated else need.level
+            if rooms[name].gated:
+                temps[name] = max(temps[name], need.temp)
+    return all(left[name] >= temps[name] for name in rooms)
+
+
+def _option(lease: Lease, rung: int, needs: tuple[Charge, ...]) -> Option:
+    return Option(rung, needs, lease.slowdowns[rung], lease.ladder[rung].level)
+
+
+def _claim(lease: Lease, options: tuple[Option, ...]) -> Claim:
+    return Claim(
+        id=lease.id,
+        priority=lease.priority,
+        weight=lease.weight,
+        arrived=lease.id,
+        resources=lease.resources,
+        options=options,
+        floor=lease.ladder[lease.low].level,
+    )

@@ -1,0 +1,520 @@
+"""The multiple-choice knapsack with several kinds of bytes: devices, and pinned host memory.
+
+Invariant: as in ``knapsack``: the answer fits, and its cost is at most ``gap`` above the optimum.
+
+Where the cheapest items fit, they are taken. The others fall apart into groups of classes that share a kind of which
+there is not enough, each decided by itself: with one kind as in ``knapsack``; with several, prices per byte of each
+kind are found at which about as much is taken as there is, which gives a bound; each class takes the cheapest at these
+prices that fits, those first that lose the most by another choice; exchanges of one or two items make that better, and
+a depth-first search that the bound prunes proves it, or finds a better one. All work is counted and bounded: beyond,
+the best so far counts, and ``gap`` says how far it may be from the optimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from heapq import heapify, heappop, heapreplace
+from typing import Final, NamedTuple
+
+from jaxtensile.runtime.decide.knapsack import NEAR, Choice, Relaxed, Row, completed, relax
+from jaxtensile.units import Bytes
+
+FEWEST, STEPS, WORK = 8, 40, 32_000
+"""Of the search for prices, in which every item is priced: so many at most, and so many prices."""
+NODES: Final = 1_000
+"""Of the search, for all groups of a question together."""
+PAIRS: Final = 6_000
+"""Of items that are compared to be exchanged, for all groups together."""
+
+Sizes = tuple[Bytes, ...]
+Kinds = tuple[tuple[int, ...], ...]
+"""Of each column of sizes, the kinds of which so much is taken: the devices of a job are mostly alike."""
+
+
+class Class(NamedTuple):
+    """Items of which one is taken, and what follows from them: see ``class_of``."""
+
+    kinds: Kinds
+    sizes: Sequence[Sizes]
+    """What each item takes of the kinds of each column."""
+    costs: Sequence[float]
+    low: Sizes
+    """The fewest bytes of each column, which are taken in any case."""
+    span: Sizes
+    """How many more the most are."""
+    cheap: int
+    """The first item that costs the least."""
+    rows: Sequence[tuple[float, ...]]
+    """The costs and sizes as floats, which are multiplied in half the time."""
+
+
+def class_of(kinds: Kinds, sizes: Sequence[Sizes], costs: Sequence[float]) -> Class:
+    """A class of some items."""
+    columns = [*zip(*sizes, strict=True)]
+    low = tuple(map(min, columns))
+    span = tuple(map(int.__sub__, map(max, columns), low))
+    rows = tuple(zip(costs, *[map(float, column) for column in columns], strict=True))
+    return Class(kinds, tuple(sizes), tuple(costs), low, span, costs.index(min(costs)), rows)
+
+
+class _Priced(NamedTuple):
+    """A group with the prices of its kinds and the bound that they prove."""
+
+    group: list[Class]
+    left: list[Bytes]
+    """What there is of every kind beyond the fewest bytes."""
+    prices: list[float]
+    costs: list[list[float]]
+    """Of the items, with their bytes."""
+    bound: float
+
+
+def cheapest_of(
+    classes: Sequence[Class],
+    room: Sequence[Bytes],
+    exact: int = 1 << 30,
+    within: float = 0.0,
+    below: float = math.inf,
+) -> Choice | None:
+    """The cheapest choice within ``room`` of every kind; None if the least does not fit, or none was found, which does
+    not happen where the first items fit.
+
+    ``exact``: classes that share one kind, up to which the optimum is looked for; ``within``: a relative gap that is
+    good enough for more. ``below``: None as well as soon as it is proved that every choice costs as much.
+    """
+    every = [c.kinds for c in classes]
+    most = used(every, [c.span for c in classes], len(room))
+    left = [*map(int.__sub__, room, used(every, [c.low for c in classes], len(room)))]
+    after = [*map(int.__sub__, room, used(every, [c.sizes[c.cheap] for c in classes], len(room)))]
+    if min(left, default=0) < 0:
+        return None
+    if min(after, default=0) >= 0:
+        return _decided(classes, [], left, most, exact, within, below)
+    # Kinds that the cheapest items do not exceed may be exceeded by others: where few are exceeded, that is seen then.
+    short = [a > b for a, b in zip(most, left, strict=True)]
+    exceeded = [n < 0 for n in after]
+    if 4 * sum(exceeded) <= sum(short):
+        few = _together(classes, exceeded)
+        ample = [n if e < 0 else m for n, e, m in zip(left, after, most, strict=True)]
+        found = _decided(classes, few, ample, most, exact, within, below)
+        if found is None:
+            return None
+        taken = used(every, [c.sizes[n] for c, n in zip(classes, found.picks, strict=True)], len(room))
+        if all(map(int.__le__, taken, room)):
+            return found
+    return _decided(classes, _together(classes, short), left, most, exact, within, below)
+
+
+def _together(classes: Sequence[Class], short: Sequence[bool]) -> list[tuple[list[int], set[int]]]:
+    """The classes that share kinds of which there is not enough, and these."""
+    groups = Groups(len(short))
+    live: dict[tuple[int, ...], list[int]] = {}
+    undecided: list[tuple[int, list[list[int]]]] = []
+    for n, c in enumerate(classes):
+        own: list[list[int]] = []
+        for ks, s in zip(c.kinds, c.span, strict=True):
+            if s:
+                if (some := live.get(ks)) is None:
+                    some = live[ks] = [k for k in ks if short[k]]
+                    groups.join(some)
+                if some:
+                    own.append(some)
+        if own:
+            undecided.append((n, own))
+            if len(own) > 1:
+                groups.join([ks[0] for ks in own])
+    together: dict[int, tuple[list[int], set[int]]] = {}
+    for n, own in undecided:
+        numbers, kinds = together.setdefault(groups.of(own[0][0]), ([], set()))
+        numbers.append(n)
+        for ks in own:
+            kinds.update(ks)
+    return [*together.values()]
+
+
+def _decided(
+    classes: Sequence[Class],
+    groups: Sequence[tuple[list[int], set[int]]],
+    left: list[Bytes],
+    most: Sequence[Bytes],
+    exact: int,
+    within: float,
+    below: float,
+) -> Choice | None:
+    """Of each class in no group the cheapest item, and what the groups decide."""
+    picks = [c.cheap for c in classes]
+    # First the bounds of all groups, which may be enough.
+    known = sum([c.costs[n] for c, n in zip(classes, picks, strict=True)])
+    found: list[tuple[list[int], Relaxed | _Priced]] = []
+    for numbers, kinds in groups:
+        if known >= below:
+            return None
+        free = sum([classes[n].costs[picks[n]] for n in numbers])
+        if len(kinds) == 1:
+            (k,) = kinds
+            bounded = relax([_rows(classes[n], k) for n in numbers], left[k])
+            assert bounded is not None, "the least fits"
+        else:
+            own = [most[k] if k in kinds else 0 for k in range(len(left))]
+            bounded = _priced([classes[n] for n in numbers], left, own, below - known + free)
+        known += bounded.bound - free
+        found.append((numbers, bounded))
+    if known >= below:
+        return None
+    gap, work = 0.0, _Work(sum(len(classes[n].costs) for numbers, _ in found for n in numbers))
+    ahead = sum(abs(bounded.bound) for _, bounded in found)
+    spare = within * ahead
+    for numbers, bounded in found:
+        if isinstance(bounded, Relaxed):
+            proved = len(numbers) <= exact and len(classes) <= 10 * exact
+            # What others have left of the gap that is good enough is for those behind.
+            choice = completed(bounded, 0.0 if proved else max(spare / ahead, within))
+        else:
+            choice = _several(bounded, within, work)
+        if choice is None:
+            return None
+        for n, pick in zip(numbers, choice.picks, strict=True):
+            picks[n] = pick
+        gap += choice.gap * abs(choice.cost)
+        spare -= choice.gap * abs(choice.cost)
+        ahead -= abs(bounded.bound)
+    cost = sum([c.costs[n] for c, n in zip(classes, picks, strict=True)])
+    return Choice(tuple(picks), cost, gap / abs(cost) if gap and cost else 0.0)
+
+
+def _rows(c: Class, k: int) -> list[Row]:
+    """A class as one of the only kind of which there is not enough."""
+    j = next(j for j, ks in enumerate(c.kinds) if k in ks)
+    n = c.low[j]
+    return [Row(size[j] - n, cost, i) for i, (size, cost) in enumerate(zip(c.sizes, c.costs, strict=True))]
+
+
+class _Work:
+    """What is left to spend on a question."""
+
+    __slots__ = ("nodes", "pairs")
+
+    def __init__(self, items: int) -> None:
+        self.nodes, self.pairs = NODES, max(PAIRS - items, 0)  # all else takes longer with more items
+
+
+def used(kinds: Sequence[Kinds], sizes: Sequence[Sizes], count: int) -> list[Bytes]:
+    """Bytes of each kind that some items take; ``kinds``: of their classes."""
+    taken: dict[tuple[int, ...], Bytes] = {}  # there are fewer sets of kinds than classes
+    for own, size in zip(kinds, sizes, strict=True):
+        for ks, n in zip(own, size, strict=True):
+            taken[ks] = taken.get(ks, 0) + n
+    total = [0] * count
+    for ks, n in taken.items():
+        for k in ks:
+            total[k] += n
+    return total
+
+
+class Groups:
+    """Kinds that are joined, by one of them (union-find)."""
+
+    def __init__(self, count: int) -> None:
+        self.above = list(range(count))
+
+    def of(self, k: int) -> int:
+        while self.above[k] != k:
+            self.above[k] = k = self.above[self.above[k]]
+        return k
+
+    def join(self, kinds: Sequence[int]) -> None:
+        for k in kinds[1:]:
+            self.above[self.of(k)] = self.of(kinds[0])
+
+
+# ---- several kinds ---------------------------------------------------------------------------------
+
+
+def _priced(group: list[Class], left: list[Bytes], spans: Sequence[Bytes], enough: float) -> _Priced:
+    """Prices per byte, and the bound that they prove: the sum of the cheapest, less the rooms' worth. Each price rises
+    by the share of the bytes that are too many, and more if it did so before. ``spans``: what all would take beyond
+    the fewest bytes of the kinds of the group, 0 of others, which have no price."""
+    sets: dict[tuple[int, ...], int] = {}
+    """Of kinds of which classes take the same: there are fewer than classes."""
+    owns = [tuple([sets.setdefault(ks, len(sets)) for ks in c.kinds]) for c in group]
+    mine = [k for k, span in enumerate(spans) if span]
+
+    def worths(prices: list[float]) -> list[float]:
+        return [sum([prices[k] for k in ks]) for ks in sets]
+
+    def spread(taken: list[float]) -> list[float]:
+        """What is taken of each kind, where it is known of each set."""
+        used = [0.0] * len(left)
+        for ks, t in zip(sets, taken, strict=True):
+            for k in ks:
+                used[k] += t
+        return used
+
+    # First what a byte gains in the mean.
+    gains, lows = [0.0] * len(sets), [0.0] * len(sets)
+    for c, own in zip(group, owns, strict=True):
+        gain = (max(c.costs) - c.costs[c.cheap]) / sum(map(len, c.kinds))
+        for i, n in zip(own, c.low, strict=True):
+            gains[i] += gain
+            lows[i] += n
+    prices = [0.5 * g / s if s else 0.0 for g, s in zip(spread(gains), spans, strict=True)]
+    room = [a + b for a, b in zip(left, spread(lows), strict=True)]
+    speed, last = [2.0] * len(left), [0.0] * len(left)
+    found, high = prices, -math.inf
+    for _ in range(max(FEWEST, min(STEPS, WORK // sum(len(c.rows) for c in group)))):
+        taken, value = [0.0] * len(sets), -sum([prices[k] * room[k] for k in mine])
+        for c, own, costs in zip(group, owns, _costs(group, owns, worths(prices)), strict=True):
+            low = min(costs)
+            value += low
+            row = c.rows[costs.index(low)]
+            for j, i in enumerate(own, 1):
+                taken[i] += row[j]
+        if value > high:
+            found, high = prices, value
+            if high >= enough:
+                break
+        prices, used = list(prices), spread(taken)
+        for k in mine:
+            over = (used[k] - room[k]) / spans[k]
+            if last[k]:
+                speed[k] *= 1.2 if last[k] * over > 0 else 0.6
+            last[k] = over
+            prices[k] *= math.exp(max(-1.0, min(1.0, speed[k] * over)))
+    return _Priced(group, left, found, [*_costs(group, owns, worths(found))], high)
+
+
+def _costs(group: list[Class], owns: Sequence[tuple[int, ...]], worths: Sequence[float]) -> Iterator[list[float]]:
+    """What each item costs with its bytes, at a price for each set of kinds; ``owns``: of the columns of each class."""
+    for c, sets in zip(group, owns, strict=True):
+        rows = c.rows
+        if len(sets) == 1:
+            p = worths[sets[0]]
+            yield [c + p * a for c, a in rows]
+        elif len(sets) == 2:
+            p, q = worths[sets[0]], worths[sets[1]]
+            yield [c + p * a + q * b for c, a, b in rows]
+        else:
+            own = [worths[i] for i in sets]
+            yield [row[0] + sum(map(float.__mul__, own, row[1:])) for row in rows]
+
+
+def _several(asked: _Priced, within: float, work: _Work) -> Choice | None:
+    """The answer for a group."""
+    group, left, prices, costs, bound = asked
+    best: list[int] | None = None
+    for begin in (_fitting, _smallest, _no_larger):
+        at = begin(group, left, costs)
+        if at is not None and min(after := _after(group, left, at)) >= 0:
+            _fill(group, after, prices, at)
+            _exchange(group, after, at, work)
+            best = at
+            break
+    cost = math.inf if best is None else _cost(group, best)
+    near = NEAR * abs(cost) if best is not None else 0.0
+    if best is None or cost - bound > max(within * abs(cost), near):
+        found, whole = _search(group, left, costs, bound, cost - near, work)
+        if found is not None:
+            best, cost = found, _cost(group, found)
+        if whole:
+            bound = cost
+    if best is None:
+        return None
+    return Choice(tuple(best), cost, max(cost - bound, 0.0) / abs(cost) if cost else 0.0)
+
+
+def _cost(group: list[Class], at: Sequence[int]) -> float:
+    return sum(c.rows[i][0] for c, i in zip(group, at, strict=True))
+
+
+def _after(group: list[Class], left: list[Bytes], at: Sequence[int]) -> list[Bytes]:
+    """What is left beside these items."""
+    after = list(left)
+    for c, i in zip(group, at, strict=True):
+        _take(after, c.kinds, c.sizes[i], c.low)
+    return after
+
+
+def _take(left: list[Bytes], kinds: Kinds, new: Sizes, old: Sizes) -> None:
+    """Have ``new`` sizes taken instead of ``old`` ones."""
+    for ks, m, o in zip(kinds, new, old, strict=True):
+        if m != o:
+            for k in ks:
+                left[k] -= m - o
+
+
+def _most(left: list[Bytes], kinds: Kinds, old: Sizes) -> list[Bytes]:
+    """The largest sizes that fit instead of the ``old`` ones."""
+    return [min([left[k] for k in ks]) + o for ks, o in zip(kinds, old, strict=True)]
+
+
+def _fitting(group: list[Class], left: list[Bytes], costs: list[list[float]]) -> list[int] | None:
+    """Of each class the item that costs the least with its bytes, of those that fit; those first that lose the most by
+    another. None where one is left for which none fits."""
+    ranked: list[tuple[float, int, list[tuple[float, int]]]] = []
+    for k, mine in enumerate(costs):
+        order = sorted(zip(mine, range(len(mine)), strict=True))
+        ranked.append((order[0][0] - order[1][0] if len(order) > 1 else 0.0, k, order))
+    ranked.sort()
+    left, at = list(left), [0] * len(group)
+    for _, k, order in ranked:
+        c = group[k]
+        most = _most(left, c.kinds, c.low)
+        for _, n in order:
+            if all(map(int.__le__, c.sizes[n], most)):
+                break
+        else:
+            return None
+        at[k] = n
+        _take(left, c.kinds, c.sizes[n], c.low)
+    return at
+
+
+def _smallest(group: list[Class], left: list[Bytes], _: object) -> list[int]:
+    """Of each class the item whose largest share of what is left is the smallest."""
+
+    def share(c: Class, n: int) -> float:
+        rows = zip(c.kinds, c.sizes[n], c.low, strict=True)
+        return max((m - o) / max(left[k], 1) for ks, m, o in rows for k in ks)
+
+    return [min(range(len(c.rows)), key=lambda n, c=c: share(c, n)) for c in group]
+
+
+def _no_larger(group: list[Class], _: list[Bytes], costs: list[list[float]]) -> list[int]:
+    """Of each class the item that costs the least, of those that are no larger than its first one."""
+    return [
+        min((n for n, s in enumerate(c.sizes) if all(map(int.__le__, s, c.sizes[0]))), key=mine.__getitem__)
+        for c, mine in zip(group, costs, strict=True)
+    ]
+
+
+def _fill(group: list[Class], left: list[Bytes], prices: Sequence[float], at: list[int]) -> None:
+    """Of the changes that fit, the one that gains the most for what it takes, until none does."""
+    worths = [[sum([prices[k] for k in ks]) for ks in c.kinds] for c in group]
+
+    def step(k: int) -> tuple[float, int, int] | None:
+        c, now = group[k], at[k]
+        cost = c.rows[now][0]
+        most = _most(left, c.kinds, c.sizes[now])
+        best: tuple[float, int, int] | None = None
+        for n, sizes in enumerate(c.sizes):
+            gain = cost - c.rows[n][0]
+            if gain > 0 and all(map(int.__le__, sizes, most)):
+                taken = sum([w * (m - o) for w, m, o in zip(worths[k], sizes, c.sizes[now], strict=True)])
+                rank = -gain / (max(taken, 0.0) + NEAR * gain)
+                if best is None or rank < best[0]:
+                    best = rank, k, n
+        return best
+
+    heap = [s for k in range(len(group)) if (s := step(k)) is not None]
+    heapify(heap)
+    while heap:
+        old = heap[0]
+        now = step(old[1])
+        if now is None:
+            heappop(heap)
+        elif now[0] > old[0] or now[2] != old[2]:
+            heapreplace(heap, now)  # what it was is not possible any more
+        else:
+            _, k, n = now
+            _change(group, left, at, k, n)
+
+
+def _change(group: list[Class], left: list[Bytes], at: list[int], k: int, n: int) -> None:
+    c = group[k]
+    _take(left, c.kinds, c.sizes[n], c.sizes[at[k]])
+    at[k] = n
+
+
+def _exchange(group: list[Class], left: list[Bytes], at: list[int], work: _Work) -> None:
+    """Other items for one or two classes at a time, while that is cheaper and there is work left."""
+    sharing: list[list[int]] = [[] for _ in left]
+    for k, c in enumerate(group):
+        for ks in c.kinds:
+            for j in ks:
+                sharing[j].append(k)
+
+    def partner(k: int, n: int) -> tuple[int, int] | None:
+        """The change of another class that makes room for one of this, at the least loss."""
+        c = group[k]
+        after = list(left)
+        _take(after, c.kinds, c.sizes[n], c.sizes[at[k]])
+        over = {j for ks in c.kinds for j in ks if after[j] < 0}
+        if not over:
+            return k, n
+        gain = c.rows[at[k]][0] - c.rows[n][0] - NEAR
+        found: tuple[int, int] | None = None
+        for other in min((sharing[j] for j in over), key=len):
+            d = group[other]
+            if other == k or not over.issubset([j for ks in d.kinds for j in ks]):
+                continue
+            work.pairs -= len(d.rows)
+            now = at[other]
+            dear = d.rows[now][0]
+            most = _most(after, d.kinds, d.sizes[now])
+            for p, sizes in enumerate(d.sizes):
+                if d.rows[p][0] - dear < gain and all(map(int.__le__, sizes, most)):
+                    gain, found = d.rows[p][0] - dear, (other, p)
+        return found
+
+    better = True
+    while better:
+        better = False
+        for k, c in enumerate(group):
+            for n, (cost, *_) in enumerate(c.rows):
+                if work.pairs <= 0:
+                    return
+                if cost < c.rows[at[k]][0] and (found := partner(k, n)) is not None:
+                    for changed, item in {found, (k, n)}:
+                        _change(group, left, at, changed, item)
+                    better = True
+
+
+def _search(
+    group: list[Class], left: list[Bytes], costs: list[list[float]], bound: float, best: float, work: _Work
+) -> tuple[list[int] | None, bool]:
+    """Depth first, what costs the least with its bytes first: an answer below ``best`` if there is one, and whether all
+    answers were seen. First come the classes in which another item is the most loss."""
+    if len(group) > 400:  # as deep as Python goes
+        return None, False
+    excess: list[list[tuple[float, int]]] = []
+    for mine in costs:
+        low = min(mine)
+        excess.append(sorted((cost - low, n) for n, cost in enumerate(mine)))
+    order = sorted(range(len(group)), key=lambda k: -excess[k][1][0] if len(excess[k]) > 1 else -math.inf)
+    left, at = list(left), [0] * len(group)
+    slack, cost = best - bound, 0.0
+    found: list[int] | None = None
+
+    def down(depth: int, lost: float) -> bool:
+        """Whether all below was seen."""
+        nonlocal slack, found, cost, best
+        if depth == len(order):
+            if cost < best:
+                best, found = cost - NEAR * abs(cost), list(at)
+                slack = best - bound
+            return True
+        k = order[depth]
+        c = group[k]
+        whole, most = True, _most(left, c.kinds, c.low)
+        for dear, n in excess[k]:
+            if lost + dear >= slack:
+                break
+            if work.nodes <= 0:
+                return False
+            if not all(map(int.__le__, c.sizes[n], most)):
+                continue
+            work.nodes -= 1
+            _take(left, c.kinds, c.sizes[n], c.low)
+            at[k] = n
+            cost += c.rows[n][0]
+            whole = down(depth + 1, lost + dear) and whole
+            cost -= c.rows[n][0]
+            _take(left, c.kinds, c.low, c.sizes[n])
+        return whole
+
+    whole = down(0, 0.0)
+    return found, whole
+
+
+__all__ = ["Class", "Groups", "Kinds", "Sizes", "cheapest_of", "class_of", "used"]

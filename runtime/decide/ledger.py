@@ -1,0 +1,236 @@
+"""Who is charged how many bytes of what?
+
+Invariant: no charge that is not measured raises a sum above its limit, capacity − reserve; a lease is charged on all
+its resources at once or on none. There is one account per device and one for pinned host memory. An account is *gated*
+where the jobs share a process and take turns with their steps: then only the largest temp counts, because XLA
+allocates a step's temporaries when the step is launched and has one compute stream per device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtensile.errors import CoordinatorError
+from jaxtensile.runtime.decide.leases import NOTHING, Charge
+from jaxtensile.units import Bytes, format_bytes
+
+
+class OvercommitError(CoordinatorError):
+    """A charge that does not fit; nothing was charged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """What there is of one resource."""
+
+    capacity: Bytes
+    reserve: Bytes = 0
+    """Never granted."""
+    gated: bool = False
+    """One step at a time."""
+
+    @property
+    def limit(self) -> Bytes:
+        return max(self.capacity - self.reserve, 0)
+
+
+class Account:
+    """The charges of one resource."""
+
+    __slots__ = ("capacity", "charges", "gated", "limit", "persistent", "temps", "used")
+
+    def __init__(self, capacity: Capacity) -> None:
+        self.charges: dict[int, Charge] = {}
+        self.persistent: Bytes = 0
+        """Sum of what stays."""
+        self.temps: Bytes = 0
+        """What the steps' temporaries count for: their sum, or the largest where steps take turns."""
+        self.used: Bytes = 0
+        """Bytes charged, the sum of both."""
+        self.resize(capacity)
+
+    def resize(self, capacity: Capacity) -> None:
+        """Another capacity; what is charged stays charged."""
+        self.capacity, self.limit, self.gated = capacity, capacity.limit, capacity.gated
+        self.temps = self._temps(())
+        self.used = self.persistent + self.temps
+
+    @property
+    def free(self) -> Bytes:
+        """Bytes that may still be charged; negative while the limit is exceeded."""
+        return self.limit - self.used
+
+    def used_with(self, lease: int, charge: Charge) -> Bytes:
+        """Bytes charged if that lease were charged this."""
+        return self.used + self.more(lease, self.charges.get(lease, NOTHING), charge)
+
+    def more(self, lease: int, old: Charge, new: Charge) -> Bytes:
+        """How many bytes more are charged with another charge of that lease than with the one it has."""
+        more = new.persistent - old.persistent
+        if not self.gated:
+            return more + new.temp - old.temp
+        if new.temp >= self.temps:
+            return more + new.temp - self.temps
+        return more if old.temp < self.temps else more + max(self._temps((lease,)), new.temp) - self.temps
+
+    def used_instead(self, charges: Mapping[int, Charge]) -> Bytes:
+        """Bytes charged if those leases were charged this."""
+        persistent, temps = self.persistent, self.temps
+        for lease, charge in charges.items():
+            old = self.charges.get(lease, NOTHING)
+            persistent += charge.persistent - old.persistent
+            temps += charge.temp - old.temp
+        if not self.gated:
+            return persistent + temps
+        return persistent + max([self._temps(charges), *(c.temp for c in charges.values())])
+
+    def put(self, lease: int, charge: Charge) -> None:
+        """Charge a lease this instead of what it was charged."""
+        if not (charge.persistent or charge.temp):
+            self.drop(lease)
+            return
+        old = self.charges.get(lease, NOTHING)
+        self.charges[lease] = charge
+        self.persistent = persistent = self.persistent + charge.persistent - old.persistent
+        if not self.gated:
+            self.temps = temps = self.temps + charge.temp - old.temp
+        else:
+            if charge.temp >= self.temps:
+                self.temps = charge.temp
+            elif old.temp == self.temps:
+                self.temps = self._temps(())
+            temps = self.temps
+        self.used = persistent + temps
+
+    def drop(self, lease: int) -> None:
+        """Charge a lease nothing."""
+        old = self.charges.pop(lease, None)
+        if old is not None:
+            self.persistent -= old.persistent
+            if not self.gated:
+                self.temps -= old.temp
+            elif old.temp == self.temps:
+                self.temps = self._temps(())
+            self.used = self.persistent + self.temps
+
+    def _temps(self, without: Container[int]) -> Bytes:
+        """What the temporaries of the other leases count for."""
+        temps = [c.temp for k, c in self.charges.items() if k not in without]
+        return max(temps, default=0) if self.gated else sum(temps)
+
+
+class Ledger:
+    """One account per resource."""
+
+    __slots__ = ("_charged", "_unsure", "accounts")
+
+    def __init__(self, capacities: Mapping[str, Capacity]) -> None:
+        self.accounts = {name: Account(capacity) for name, capacity in capacities.items()}
+        self._charged: dict[int, tuple[Charge, ...]] = {}
+        """By lease, of its resources in their order."""
+        self._unsure = False
+        """Something has happened that may have led to a sum above its limit."""
+
+    def resize(self, capacities: Mapping[str, Capacity]) -> None:
+        """Other capacities. A resource that is not named any more has none, and keeps what is charged to it."""
+        for name, account in self.accounts.items():
+            account.resize(capacities.get(name) or Capacity(capacity=0, gated=account.gated))
+        for name in capacities.keys() - self.accounts.keys():
+            self.accounts[name] = Account(capacities[name])
+        self._unsure = True
+
+    def know(self, resources: Iterable[str]) -> None:
+        """Have an account for each resource, without capacity where it is a new one."""
+        for name in resources:
+            if name not in self.accounts:
+                self.accounts[name] = Account(Capacity(capacity=0))
+
+    def charged(self, lease: int, resources: Sequence[str]) -> tuple[Charge, ...]:
+        """What a lease is charged of each resource."""
+        return self._charged.get(lease) or (NOTHING,) * len(resources)
+
+    def fits(self, lease: int, resources: Sequence[str], charges: Sequence[Charge]) -> bool:
+        """May that lease be charged this, on all resources at once? A charge that adds nothing to a sum always may."""
+        before = self._charged.get(lease)
+        for k, new in enumerate(charges):
+            old = before[k] if before else NOTHING
+            if old is not new:
+                account = self.accounts[resources[k]]
+                more = account.more(lease, old, new)
+                if more > 0 and account.used + more > account.limit:
+                    return False
+        return True
+
+    def fit(self, rows: Sequence[tuple[int, Sequence[str], Sequence[Charge]]]) -> bool:
+        """May all these leases be charged this together?"""
+        instead: dict[str, dict[int, Charge]] = {}
+        for lease, resources, charges in rows:
+            for k, charge in enumerate(charges):
+                if (mine := instead.get(resources[k])) is None:
+                    instead[resources[k]] = {lease: charge}
+                else:
+                    mine[lease] = charge
+        for name, mine in instead.items():
+            account = self.accounts[name]
+            if account.used_instead(mine) > account.limit:
+                return False
+        return True
+
+    def charge(self, lease: int, resources: Sequence[str], charges: tuple[Charge, ...]) -> None:
+        """Charge a lease this instead of what it was charged. Raises ``OvercommitError``, and nothing was charged."""
+        if not self.fits(lease, resources, charges):
+            name, charge = next(
+                (r, c) for r, c in zip(resources, charges, strict=True) if not self.fits(lease, (r,), (c,))
+            )
+            account = self.accounts[name]
+            raise OvercommitError(
+                f"{format_bytes(charge.level)} for lease {lease} do not fit on {name}: "
+                f"{format_bytes(account.used)} of {format_bytes(account.limit)} are charged; wait for others to shrink"
+            )
+        self.put(lease, resources, charges)
+
+    def measured(self, lease: int, resources: Sequence[str], charges: tuple[Charge, ...]) -> None:
+        """Charge a lease what it really holds, whatever the limit: refusing it would not make it less."""
+        self._unsure = True
+        self.put(lease, resources, charges)
+
+    def put(self, lease: int, resources: Sequence[str], charges: tuple[Charge, ...]) -> None:
+        """Charge a lease what was seen to fit, or where there is no limit to it."""
+        before = self._charged.get(lease)
+        if before is charges:
+            return
+        self._charged[lease] = charges
+        for k, new in enumerate(charges):
+            if new is not (before[k] if before else NOTHING):
+                self.accounts[resources[k]].put(lease, new)
+
+    def over(self) -> set[str]:
+        """The resources of which more is charged than their limits."""
+        if not self._unsure:
+            return set()
+        found = {name for name, account in self.accounts.items() if account.used > account.limit}
+        self._unsure = bool(found)
+        return found
+
+    def release(self, lease: int, resources: Sequence[str]) -> None:
+        """Charge a lease nothing."""
+        for k, charge in enumerate(self._charged.pop(lease, ())):
+            if charge is not NOTHING:
+                self.accounts[resources[k]].drop(lease)
+
+    def wider(self, resources: Sequence[str], old: Sequence[Charge], new: tuple[Charge, ...]) -> tuple[Charge, ...]:
+        """What covers both charges, as while a job moves from one to the other: the larger level, and where steps
+        take turns the larger of each part, because the other jobs' temporaries count with either."""
+        wider: list[Charge] = []
+        changed = False
+        for name, a, b in zip(resources, old, new, strict=True):
+            if a is b or (b.persistent >= a.persistent and b.temp >= a.temp):
+                wider.append(b)
+                continue
+            changed = True
+            if self.accounts[name].gated:
+                wider.append(Charge(max(a.persistent, b.persistent), max(a.temp, b.temp)))
+            else:
+                wider.append(b if b.level > a.level else a)
+        return tuple(wider) if changed else new

@@ -1,0 +1,400 @@
+"""Which rung of its ladder does each job get?
+
+Invariant: what is given out fits into the rooms, everyone has at least the first of its options, and jobs of a higher
+class are served before any of a lower one gets more than that. Nothing here knows leases, time or messages.
+
+Floors first, then class by class, then the surplus inside a class by one of four objectives:
+
+    slowdown   the least sum of weight × (seconds per step ÷ those of the job's fastest rung)
+    fair       the largest least surplus, bytes above the floor ÷ weight; then the next larger one
+    priority   the heaviest first, then the first come: each the fastest rung that leaves the others their floors
+    fcfs       the first come first, likewise
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from heapq import heapify, heappop, heapreplace
+from math import inf
+from typing import Final, Literal, get_args
+
+from msgspec import Struct
+
+from jaxtensile.runtime.decide.knapsack_kinds import Class, Groups, Kinds, Sizes, cheapest_of, class_of, used
+from jaxtensile.runtime.decide.leases import Charge
+from jaxtensile.units import Bytes
+
+Objective = Literal["slowdown", "fair", "priority", "fcfs"]
+OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
+
+EXACT: Final = 24
+"""So many jobs that share one kind of bytes get an optimum; more get what is proved to be within ``WITHIN`` of it, in
+milliseconds."""
+TEMPS, TURNS = 12, 1_200
+"""Sizes of the largest temp for which a division is made at most, where rooms are gated, and claims in all of these:
+the largest first, until no smaller one can be better, which is mostly at once."""
+WITHIN: Final = 5e-4
+KEPT: Final = 1 << 11
+"""Claims of which is kept what follows from their options, as those of a coordinator are mostly the same again."""
+CLOSE: Final = 1e-9
+"""Sums of slowdowns that differ by less, relative, are equal."""
+
+
+class Option(Struct, frozen=True, eq=False, gc=False):
+    """One rung that a job may be put on. Each is itself alone, by which what follows from some is found again."""
+
+    rung: int
+    needs: tuple[Charge, ...]
+    """Of each of the claim's resources."""
+    slowdown: float
+    """Seconds per step ÷ those of the fastest rung of all."""
+    level: Bytes
+    """On each device."""
+
+
+class Claim(Struct, frozen=True, kw_only=True, gc=False):
+    """A job as the policy sees it. ``options`` ascend in bytes; the first is what it gets in any case."""
+
+    id: int
+    priority: int
+    weight: float
+    arrived: int
+    resources: tuple[str, ...]
+    options: tuple[Option, ...]
+    floor: Bytes
+    """Bytes above which a level is surplus."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What there is of a resource for all claims together."""
+
+    free: Bytes
+    gated: bool = False
+    """One step at a time: of the temporaries only the largest counts."""
+    temp: Bytes = 0
+    """The largest of those of jobs that are not decided about."""
+
+
+Shares = dict[int, int]
+"""The index of an option by claim."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """Claims, the bytes their options take of their resources, and the bytes there are."""
+
+    claims: Sequence[Claim]
+    classes: dict[int, Class]
+    """Of all options of each claim; kinds are places in ``room``."""
+    options: dict[int, Sequence[int]]
+    """Which of the options may be taken; the first is the least."""
+    room: list[Bytes]
+
+
+def divide(
+    claims: Sequence[Claim],
+    rooms: Mapping[str, Room],
+    objective: Objective,
+    stay: Shares | None = None,
+    gain: float = 0.0,
+) -> Shares | None:
+    """The option of each claim; None if not even the first ones fit.
+
+    ``stay``: a division of which a class keeps its part where it is proved that none is better by ``gain``, relative
+    to its sum of slowdowns. With gated rooms each part that shares none with others is divided by itself, for sizes
+    that its largest temp may have, and the best counts.
+    """
+    names = sorted({r for c in claims for r in c.resources})
+    column, room = {name: k for k, name in enumerate(names)}, [rooms[name] for name in names]
+    classes: dict[int, Class] = {}
+    temps: dict[int, list[Bytes]] = {}
+    for c in claims:
+        places = [column[name] for name in c.resources]
+        made, temps[c.id] = _class(c.options, c.weight, tuple([room[k].gated for k in places]))
+        classes[c.id] = _placed(made, places)
+    if not any(r.gated for r in room):
+        every: dict[int, Sequence[int]] = {c.id: range(len(c.options)) for c in claims}
+        return _divide(_Problem(claims, classes, every, [r.free for r in room]), objective, stay, gain)
+    groups = Groups(len(room))
+    for made in classes.values():
+        groups.join([k for ks in made.kinds for k in ks])
+    parts: dict[int, list[Claim]] = {}
+    for c in claims:
+        parts.setdefault(groups.of(kinds[0][0]) if (kinds := classes[c.id].kinds) else -1, []).append(c)
+    shares: Shares = {}
+    for part in parts.values():
+        found = _divide_turns(part, classes, temps, room, objective, stay, gain)
+        if found is None:
+            return None
+        shares.update(found)
+    return shares
+
+
+def _divide_turns(
+    claims: Sequence[Claim],
+    classes: Mapping[int, Class],
+    temps: Mapping[int, list[Bytes]],
+    rooms: Sequence[Room],
+    objective: Objective,
+    stay: Shares | None,
+    gain: float,
+) -> Shares | None:
+    """The option of each claim of a part, for the largest temp with which that is best."""
+    mine = sorted({k for c in claims for ks in classes[c.id].kinds for k in ks})
+    number = {k: n for n, k in enumerate(mine)}
+    own = {c.id: _placed(classes[c.id], number) for c in claims}
+    best: Shares | None = None
+    for tries, problem in enumerate(_gated(claims, own, temps, [rooms[k] for k in mine])):
+        if best is not None:
+            # A smaller temp allows less: where even all that it allows is no better, nothing behind is.
+            wished = {c.id: _wish(c, problem.options[c.id], objective) for c in claims}
+            if tries >= min(TEMPS, 1 + TURNS // len(claims)) or not ahead(claims, wished, best, objective):
+                break
+        shares = _divide(problem, objective, stay, gain, best)
+        if shares is not None and (best is None or ahead(claims, shares, best, objective)):
+            best = shares
+    return best
+
+
+def _wish(claim: Claim, allowed: Sequence[int], objective: Objective) -> int:
+    """What a claim would get if there were room for all."""
+    if objective == "fair":
+        return max(allowed, key=lambda n: claim.options[n].level)
+    return min(allowed, key=lambda n: claim.options[n].slowdown)
+
+
+def ahead(claims: Sequence[Claim], new: Shares, old: Shares, objective: Objective, by: float = 0.0) -> bool:
+    """Is one division better than another, in the highest class in which they differ? ``by``: relative to the old sum
+    of slowdowns; or to the step time of a job that gains, where the objective is no sum."""
+    for group in _classes(claims):
+        if all(new[c.id] == old[c.id] for c in group):
+            continue
+        if objective == "slowdown":
+            now, then = _total(group, new), _total(group, old)
+            if abs(now - then) <= CLOSE * then:
+                continue
+            return now < then * (1 - by)
+        a, b = _rank(group, new, objective), _rank(group, old, objective)
+        if a != b:
+            return a > b and any(_slowdown(c, new) <= _slowdown(c, old) * (1 - by) for c in group)
+    return False
+
+
+def _classes(claims: Sequence[Claim]) -> Iterator[tuple[Claim, ...]]:
+    """The claims of each class, the highest first."""
+    for priority in sorted({c.priority for c in claims}, reverse=True):
+        yield tuple(c for c in claims if c.priority == priority)
+
+
+def _slowdown(claim: Claim, shares: Shares) -> float:
+    return claim.options[shares[claim.id]].slowdown
+
+
+def _total(group: Sequence[Claim], shares: Shares) -> float:
+    return sum(c.weight * _slowdown(c, shares) for c in group)
+
+
+def _surplus(claim: Claim, option: int) -> float:
+    return (claim.options[option].level - claim.floor) / claim.weight
+
+
+def _rank(group: Sequence[Claim], shares: Shares, objective: Objective) -> list[float]:
+    """What the objective compares, larger is better."""
+    if objective == "fair":
+        return sorted(_surplus(c, shares[c.id]) for c in group)
+    return [-_slowdown(c, shares) for c in _turns(group, objective)]
+
+
+def _turns(group: Sequence[Claim], objective: Objective) -> list[Claim]:
+    if objective == "priority":
+        return sorted(group, key=lambda c: (-c.weight, c.arrived))
+    return sorted(group, key=lambda c: c.arrived)
+
+
+@lru_cache(KEPT)
+def _class(options: tuple[Option, ...], weight: float, gated: tuple[bool, ...]) -> tuple[Class, list[Bytes]]:
+    """A claim as a class, its kinds being places among its resources, and the largest temp of each option where steps
+    take turns. Resources of which nothing is needed are left out."""
+    kinds: list[tuple[int, ...]] = []
+    columns: list[list[Bytes]] = []
+    last: tuple[Charge, ...] = ()
+    temps = [0] * len(options)
+    for j, (turns, needs) in enumerate(zip(gated, zip(*[o.needs for o in options], strict=True), strict=True)):
+        if needs == last and kinds and turns == gated[j - 1]:  # the devices of a job are mostly alike
+            kinds[-1] += (j,)
+            continue
+        taken = [n.persistent + n.temp for n in needs]
+        if any(taken):
+            kinds.append((j,))
+            last = needs
+            if turns:
+                taken = [n.persistent for n in needs]
+                temps = [max(temp, n.temp) for temp, n in zip(temps, needs, strict=True)]
+            columns.append(taken)
+    sizes = [*zip(*columns, strict=True)] or [()] * len(options)
+    return class_of(tuple(kinds), sizes, [weight * o.slowdown for o in options]), temps
+
+
+def _placed(made: Class, places: Sequence[int] | Mapping[int, int]) -> Class:
+    """A class whose kinds have other numbers."""
+    return Class(tuple([tuple([places[k] for k in ks]) for ks in made.kinds]), *made[1:])
+
+
+def _gated(
+    claims: Sequence[Claim],
+    classes: dict[int, Class],
+    temps: Mapping[int, list[Bytes]],
+    rooms: Sequence[Room],
+) -> Iterator[_Problem]:
+    """What there is to decide for each size of the largest temp for which the first options fit, the largest first."""
+    gated = [r.gated for r in rooms]
+    outside = max([r.temp for r in rooms], default=0)
+    order: dict[int, list[tuple[tuple[Bytes, Sizes], int]]] = {}
+    """Options by what they take of the devices, whatever they take of the host, as without turns."""
+    steps: list[tuple[Bytes, int, int]] = []
+    for c in claims:
+        counts = [len(ks) * gated[ks[0]] for ks in classes[c.id].kinds]
+        order[c.id] = [((sum(map(int.__mul__, row, counts)), row), n) for n, row in enumerate(classes[c.id].sizes)]
+        steps.extend([(max(outside, temp), c.id, n) for n, temp in enumerate(temps[c.id])])
+    steps.sort()
+    # From the smallest temp up: what the first options leave of each kind.
+    first: dict[int, tuple[tuple[Bytes, Sizes], int]] = {}
+    left, fitting = [r.free for r in rooms], list[Bytes]()
+    for k, (temp, claim, n) in enumerate(steps):
+        new, old = order[claim][n], first.get(claim)
+        if old is None or new < old:
+            first[claim] = new
+            _take(left, classes[claim].kinds, new[0][1])
+            if old is not None:
+                _take(left, classes[claim].kinds, old[0][1], -1)
+        last = k + 1 == len(steps) or steps[k + 1][0] > temp
+        if last and len(first) == len(claims) and all(a >= temp * g for a, g in zip(left, gated, strict=True)):
+            fitting.append(temp)
+    for temp in reversed(fitting):
+        yield _Problem(
+            claims,
+            classes,
+            {c.id: tuple(n for _, n in sorted(order[c.id]) if temps[c.id][n] <= temp) for c in claims},
+            [r.free - (temp if r.gated else 0) for r in rooms],
+        )
+
+
+def _divide(
+    problem: _Problem, objective: Objective, stay: Shares | None, gain: float, best: Shares | None = None
+) -> Shares | None:
+    """The option of each claim; None if the first ones do not fit, or none is better than ``best`` by the bounds."""
+    shares: Shares = {k: options[0] for k, options in problem.options.items()}
+    left = _without(problem, problem.claims, shares, problem.room, -1)
+    if min(left, default=0) < 0:
+        return None
+    for group in _classes(problem.claims):
+        if objective == "slowdown":
+            if not _least_slowdown(group, problem, shares, left, stay, gain, best):
+                return None
+        elif objective == "fair":
+            _max_min(group, problem, shares, left)
+        else:
+            _in_turn(_turns(group, objective), problem, shares, left)
+    return shares
+
+
+def _without(
+    problem: _Problem, claims: Sequence[Claim], shares: Shares, left: Sequence[Bytes], sign: int = 1
+) -> list[Bytes]:
+    """What is left without what claims take; ``sign``: -1 with it."""
+    classes = [problem.classes[c.id] for c in claims]
+    sizes = [made.sizes[shares[c.id]] for c, made in zip(claims, classes, strict=True)]
+    taken = used([made.kinds for made in classes], sizes, len(left))
+    return [a + sign * n for a, n in zip(left, taken, strict=True)]
+
+
+def _take(left: list[Bytes], kinds: Kinds, sizes: Sizes, sign: int = 1) -> None:
+    """What an option leaves; ``sign``: -1 where it is given back."""
+    for ks, size in zip(kinds, sizes, strict=True):
+        for k in ks:
+            left[k] -= sign * size
+
+
+def _exchanged(left: list[Bytes], problem: _Problem, claim: int, old: int, new: int) -> bool:
+    """Put a claim on another option, if that fits."""
+    kinds, sizes, *_ = problem.classes[claim]
+    a, b = sizes[old], sizes[new]
+    if any(left[k] + m < n for ks, m, n in zip(kinds, a, b, strict=True) for k in ks):
+        return False
+    _take(left, kinds, a, -1)
+    _take(left, kinds, b)
+    return True
+
+
+def _least_slowdown(
+    group: Sequence[Claim],
+    problem: _Problem,
+    shares: Shares,
+    left: list[Bytes],
+    stay: Shares | None,
+    gain: float,
+    best: Shares | None,
+) -> bool:
+    classes: list[Class] = []
+    for c in group:
+        made, allowed = problem.classes[c.id], problem.options[c.id]
+        if not isinstance(allowed, range):
+            made = class_of(made.kinds, [made.sizes[n] for n in allowed], [made.costs[n] for n in allowed])
+        classes.append(made)
+    room, below, after = _without(problem, group, shares, left), inf, left
+    if best is not None:
+        stays = stay is not None and all(stay[c.id] == best[c.id] for c in group)
+        below = _total(group, best) * (1 - gain if stays else 1 + CLOSE)
+    elif stay is not None and all(stay[c.id] in problem.options[c.id] for c in group):
+        after = _without(problem, group, stay, room, -1)
+        if min(after, default=0) >= 0:
+            below = _total(group, stay) * (1 - gain)
+    choice = cheapest_of(classes, room, EXACT, WITHIN, below)
+    if choice is None:
+        assert below < inf, "the first options fit"
+        if best is not None or stay is None:
+            return False
+        shares.update({c.id: stay[c.id] for c in group})
+        left[:] = after
+        return True
+    for c, pick in zip(group, choice.picks, strict=True):
+        shares[c.id] = problem.options[c.id][pick]
+    left[:] = _without(problem, group, shares, room, -1)
+    return True
+
+
+def _max_min(group: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:
+    """Whoever has the least surplus goes up to the next larger one, until none fits. Nobody goes up from the best
+    possible least surplus before all are there, so where larger levels need more the least one is the largest."""
+    by_id = {c.id: c for c in group}
+    above = {
+        c.id: sorted(
+            problem.options[c.id], key=lambda n: (c.options[n].level, problem.classes[c.id].sizes[n]), reverse=True
+        )
+        for c in group
+    }
+    heap = [(_surplus(c, shares[c.id]), c.arrived, c.id) for c in group]
+    heapify(heap)
+    while heap:
+        _, arrived, k = heap[0]
+        options, now = by_id[k].options, shares[k]
+        while above[k]:
+            new = above[k].pop()
+            if options[new].level > options[now].level and _exchanged(left, problem, k, now, new):
+                shares[k] = new
+                heapreplace(heap, (_surplus(by_id[k], new), arrived, k))
+                break
+        else:
+            heappop(heap)
+
+
+def _in_turn(turns: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:
+    for c in turns:
+        now = shares[c.id]
+        for n in sorted(problem.options[c.id], key=lambda n: c.options[n].slowdown):
+            if _exchanged(left, problem, c.id, now, n):
+                shares[c.id] = n
+                break

@@ -1,0 +1,1 @@
+"""What a job and the coordinator say to each other, and as which bytes."""
