@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+
+from benchmarks.house.index import INDEX, index  # noqa: E402
+
 HOUSE = {"": ROOT / "jaxtensile", "passes": ROOT / "passes", "runtime": ROOT / "runtime"}
 FLOORS = [
     ["top"],
@@ -130,6 +134,10 @@ def test_no_file_looks_into_itself_through_others():
         for name in ground:
             del left[name]
     assert not left, f"these import each other: {sorted(left)}"
+
+
+def test_the_index_is_of_these_files():
+    assert INDEX.read_text() == index([room for floor in FLOORS for room in floor]), "python -m benchmarks.house.index"
 
 
 def test_no_room_is_a_hall():
