@@ -18,8 +18,16 @@ from jaxtensile.errors import VerifyError
 from jaxtensile.estimation import estimate as estimation
 from jaxtensile.passes.solvers import trials
 from jaxtensile.planner import attempts, pipeline, plan_cache
+from jaxtensile.rewrites import inward, join, microbatch, nest, rewrite, sink, split
+from jaxtensile.rewrites.inward import INWARD
+from jaxtensile.rewrites.join import BRANCHES
+from jaxtensile.rewrites.loops import RECOMPUTATION
+from jaxtensile.rewrites.microbatch import PARTS
+from jaxtensile.rewrites.nest import NESTS
 from jaxtensile.rewrites.rows import chunk
-from jaxtensile.search import candidates, subject, variants
+from jaxtensile.rewrites.sink import SINK
+from jaxtensile.rewrites.split import SLICES
+from jaxtensile.search import candidates, loop_ways, parts, subject, variants
 from programs import FAST, close
 
 N, BATCH = 16, 64
@@ -52,10 +60,10 @@ def program(request):
     """Another function for each test: what was told of one is not told again."""
     network = {
         variants.UNDONE: checkpointed,
-        variants.LOOPS: looped,
-        variants.NESTED: looped,
+        RECOMPUTATION: looped,
+        NESTS.title: looped,
         variants.BODIES: looped,
-        variants.JOINED: branching,
+        BRANCHES.title: branching,
     }.get(getattr(request, "param", ""), layers)
 
     def step(w, x):
@@ -84,13 +92,13 @@ def plant(monkeypatch, place, name, error=Planted):
 
 REWRITES = {
     variants.UNDONE: [(pipeline, "undo"), (variants, "undone")],
-    variants.SUNK: [(variants, "sink")],
-    variants.SLICED: [(variants, "sliced_products")],
-    variants.PARTS: [(variants, "find_stretch"), (variants, "in_chunks"), (chunk, "retrace")],
-    variants.JOINED: [(variants, "find_cond_pairs"), (variants, "join_conds")],
-    variants.INWARD: [(variants, "find_moved")],
-    variants.NESTED: [(variants, "nest_loops")],
-    variants.LOOPS: [(variants, "rewrite_loops"), (variants, "looping")],
+    SINK.title: [(sink, "sink")],
+    SLICES.title: [(split, "sliced_products")],
+    PARTS.title: [(parts, "find_stretch"), (microbatch, "in_chunks"), (chunk, "retrace")],
+    BRANCHES.title: [(join, "find_cond_pairs"), (join, "join_conds")],
+    INWARD.title: [(inward, "find_moved")],
+    NESTS.title: [(nest, "nest_loops")],
+    RECOMPUTATION: [(variants, "rewrite_loops"), (loop_ways, "looping")],
     variants.BODIES: [(variants, "with_bodies"), (candidates, "bodies_of"), (candidates, "body_alone")],
     variants.STATE: [(pipeline, "with_state")],
     pipeline.MERGING: [(pipeline, "merged")],
@@ -124,11 +132,11 @@ IDS = [f"{place.__name__.rpartition('.')[2]}.{name}" for _, place, name in PLANT
 
 
 @pytest.mark.parametrize(
-    ("program", "rewrite", "place", "name"), [(r, r, p, n) for r, p, n in PLANTED], ids=IDS, indirect=["program"]
+    ("program", "what", "place", "name"), [(r, r, p, n) for r, p, n in PLANTED], ids=IDS, indirect=["program"]
 )
-def test_a_rewrite_that_fails_is_left_out(program, rewrite, place, name, monkeypatch, in_use):
+def test_a_rewrite_that_fails_is_left_out(program, what, place, name, monkeypatch, in_use):
     wanted = jax.jit(program, compiler_options=FAST)(W, X)
-    options = {"chunk": rewrite == variants.PARTS, "offload_state": rewrite == variants.STATE}
+    options = {"chunk": what == PARTS.title, "offload_state": what == variants.STATE}
     plant(monkeypatch, place, name)
     found, messages = warned(planned(program, 1, **options).plan, W, X)
     for _ in range(3):
@@ -139,7 +147,7 @@ def test_a_rewrite_that_fails_is_left_out(program, rewrite, place, name, monkeyp
         if not isinstance(found, int):
             break
     (message,) = messages  # once for each rewrite and function
-    assert rewrite in message and "Planted: planted" in message and program.__name__ in message
+    assert what in message and "Planted: planted" in message and program.__name__ in message
     assert "report" in message and faults.VARIABLE in message
     alike(found, wanted)
     monkeypatch.setenv(faults.VARIABLE, "1")
@@ -148,7 +156,7 @@ def test_a_rewrite_that_fails_is_left_out(program, rewrite, place, name, monkeyp
 
 
 STAGES = {
-    "trace": (variants, "trace_jaxpr"),
+    "trace": (rewrite, "trace_jaxpr"),
     "liveness": (subject, "live_ranges"),
     "costs": (pipeline, "op_costs"),
     "candidates": (pipeline, "Candidates"),

@@ -146,8 +146,7 @@ def test_bodies_in_their_order_have_the_same_bits(loss):
         make=lambda evaluate, options: None,
         options={},
     )
-    costs = op_costs(traced.graph, work.device)
-    candidates = Candidates(ways.written(work, traced, costs, prepare), costs)
+    candidates = Candidates(ways.written(work, traced, op_costs(traced.graph, work.device), prepare))
     needed = live_ranges(traced.graph).device
     found = [(v, v.solve(1 << 40)) for v in candidates.variants]
     found += [candidates.cheapest(int(share * needed)) for share in (0.5, 0.3, 0.15, 0.0)]

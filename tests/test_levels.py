@@ -15,10 +15,11 @@ from differential import same_bits
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.offload.loops import find_pairs
 from jaxtensile.program.trace import trace_jaxpr
-from jaxtensile.rewrites.levels import inner_ways, rewrite_inner, without_loops_between
+from jaxtensile.rewrites.inward import INWARD
+from jaxtensile.rewrites.levels import INNER, inner_ways, rewrite_inner, without_loops_between
 from jaxtensile.rewrites.loops import rewrite_loops
-from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.loop_ways import with_loops
 from jaxtensile.search.recipe import Unlike, recipe_of, replay
 from test_loops import ladder
 from test_recipe import opened, there_and_back
@@ -131,26 +132,27 @@ def test_what_a_checkpoint_around_the_inner_body_reaches():
     """Without being told: neither more bytes nor more predicted time, and the way there and back."""
     fun, args = blocks(softmin)
     by_hand, _ = blocks(jax.checkpoint(softmin))
-    _, start, costs = opened(fun, *args)
-    _, hand, hers = opened(by_hand, *args)
+    _, start = opened(fun, *args)
+    _, hand = opened(by_hand, *args)
     assert start.plain.device > 8 * hand.plain.device
-    variant, plan = Candidates(start, costs).cheapest(int(1.001 * hand.plain.device))
+    variant, plan = Candidates(start).cheapest(int(1.001 * hand.plain.device))
     assert plan.predicted.device <= 1.001 * hand.plain.device
-    assert sum(costs.seconds) + variant.seconds + plan.overhead <= 1.001 * sum(hers.seconds)
-    assert variant.inward and variant.inner
-    there_and_back(start, costs, variant, plan)
+    assert sum(start.whole.seconds) + variant.seconds + plan.overhead <= 1.001 * sum(hand.whole.seconds)
+    assert variant.has(INWARD) and variant.has(INNER)
+    there_and_back(start, variant, plan)
 
 
 def test_links_are_not_taken_from_a_file():
     fun, args = blocks(softmin)
-    _, start, costs = opened(fun, *args)
-    variant = ways.with_loops(start)[-1]
+    _, start = opened(fun, *args)
+    variant = with_loops(start)[-1]
     recipe = recipe_of(variant, variant.solve(1 << 40))
-    there_and_back(start, costs, variant, variant.solve(1 << 40))
-    (plan,) = recipe.inner
+    there_and_back(start, variant, variant.solve(1 << 40))
+    ((plan,),) = [taken.sites for taken in variant.taken if taken.rewrite is INNER]
     bent = replace(plan, pair=replace(plan.pair, links=plan.pair.links[:-1]))
+    taken = tuple((key, msgspec.to_builtins((bent,)) if key == INNER.key else sites) for key, sites in recipe.taken)
     with pytest.raises(Unlike, match="linked"):
-        replay(msgspec.structs.replace(recipe, inner=(bent,)), start, costs)
+        replay(msgspec.structs.replace(recipe, taken=taken), start)
 
 
 def test_a_loop_that_only_makes_slices_for_another_is_done_in_it():

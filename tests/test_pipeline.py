@@ -196,7 +196,7 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
     least = 8
 
     def wrong(made, variant):
-        few = variant.chunked is not None and variant.chunked[1] < least
+        few = 1 < variant.parts < least
         return replace(made.memory, temp=made.memory.temp + (1 << 20 if few else 0))
 
     tried = []
@@ -204,7 +204,7 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
     class Wrong(attempts.Attempts):
         def _planned(self, variant, plan, *args):
             made = super()._planned(variant, plan, *args)
-            tried.append(variant.chunked[1] if variant.chunked else 1)
+            tried.append(variant.parts)
             return replace(made, compiled=replace(made.compiled, memory=wrong(made.compiled, variant)))
 
     monkeypatch.setattr(subject, "SURELY_OVER", 0.0)

@@ -19,10 +19,12 @@ from jaxtensile.passes.verify.check import check
 from jaxtensile.program.merge import rebuilt
 from jaxtensile.program.rewrite import rewrite
 from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.early_updates import PROMPT
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.recipe import recipe_of, replay
+from jaxtensile.search.registry import ways
 from jaxtensile.search.request import Job
-from jaxtensile.search.variants import prompted, written
+from jaxtensile.search.variants import written
 
 LAYERS, WIDTH, BATCH = 6, 1024, 2048
 
@@ -170,8 +172,12 @@ def arguments(width=WIDTH, batch=BATCH, make=jax.ShapeDtypeStruct):
     return params, state, x, x
 
 
+def prompted(start):
+    return next(iter(ways(start, PROMPT)), None)
+
+
 def opened(width=WIDTH, batch=BATCH, **fields):
-    """A variant of the step as it is written, and its costs."""
+    """A variant of the step as it is written."""
     args = arguments(width, batch)
     traced = jax.jit(step, donate_argnums=(0, 1)).trace(*args)
     flags = [False] * len(jax.tree.leaves(args))
@@ -192,19 +198,18 @@ def opened(width=WIDTH, batch=BATCH, **fields):
         }
     )
     program = trace_jaxpr(work.jaxpr, work.donated)
-    costs = op_costs(program.graph, work.device)
-    return written(work, program, costs, prepare), costs
+    return written(work, program, op_costs(program.graph, work.device), prepare)
 
 
 def test_adam_without_a_norm_is_planned_without_all_gradients_at_once():
-    start, costs = opened()
-    lower = prompted(start, costs)
-    assert lower.prompt and lower.as_it_is and lower.charge == pytest.approx(0.0, abs=1e-12)
+    start = opened()
+    lower = prompted(start)
+    assert lower.has(PROMPT) and lower.as_it_is and lower.charge == pytest.approx(0.0, abs=1e-12)
     assert sorted(map(repr, lower.base.graph.values)) == sorted(map(repr, start.base.graph.values))
     gradients = LAYERS * WIDTH * WIDTH * 4
     before, after = (v.solve(0).predicted.device for v in (start, lower))
     assert after < before - 0.4 * gradients
-    found = Candidates(start, costs)
+    found = Candidates(start)
     assert found.prompt and found.cheapest(0)[1].predicted.device < before - 0.4 * gradients
     (unprompted,) = found.unprompted()
     assert not unprompted.prompt and unprompted.cheapest(0)[1].predicted.device == before
@@ -213,16 +218,16 @@ def test_adam_without_a_norm_is_planned_without_all_gradients_at_once():
 
 
 def test_the_order_is_kept_in_recipes():
-    start, costs = opened()
-    variant, plan = Candidates(start, costs).cheapest(prompted(start, costs).solve(0).predicted.device)
-    assert variant.prompt
-    again, same = replay(recipe_of(variant, plan), start, costs)
-    assert again.prompt and same == plan
+    start = opened()
+    variant, plan = Candidates(start).cheapest(prompted(start).solve(0).predicted.device)
+    assert variant.has(PROMPT)
+    again, same = replay(recipe_of(variant, plan), start)
+    assert again.has(PROMPT) and same == plan
 
 
 def test_updates_that_wait_for_state_from_the_host_stay():
-    start, costs = opened()
-    assert prompted(start, costs) is not None
+    start = opened()
+    assert prompted(start) is not None
     state = jaxtensile.jit(step, budget="200MB", target="nvidia-h200", donate_argnums=(0, 1), offload_state=True)
     report = state.plan(*arguments())
     assert report.fits and report.compiled.host > 0
@@ -230,7 +235,7 @@ def test_updates_that_wait_for_state_from_the_host_stay():
 
 def test_xla_allocates_less():
     """Where only the order of updates makes it possible."""
-    start, _ = opened()
+    start = opened()
     least = start.solve(0).predicted.device
     budget = least - LAYERS * WIDTH * WIDTH * 4 // 4
     planned = jaxtensile.jit(step, budget=budget, target="nvidia-h200", donate_argnums=(0, 1))
@@ -243,10 +248,10 @@ def test_values_are_those_of_the_plain_step():
     keys = iter(jax.random.split(jax.random.key(0), 99))
     params, state, x, y = arguments(64, 512, lambda shape, dtype: jax.random.normal(next(keys), shape, dtype) / 8)
     flat = jax.tree.leaves((params, state, x, y))
-    start, costs = opened(64, 512)
-    lower = prompted(start, costs)
+    start = opened(64, 512)
+    lower = prompted(start)
     plan = lower.solve(0)
-    assert lower.prompt
+    assert lower.has(PROMPT)
     assert plan.recompute_flops > 0
     check(lower.problem.graph, plan.program)
     ours = jax.jit(rewrite(lower.traced, plan.program))(flat)
@@ -255,12 +260,12 @@ def test_values_are_those_of_the_plain_step():
 
 
 def test_a_cpu_whose_compiler_follows_no_barriers_is_left_alone():
-    start, costs = opened(device=profile("cpu"))
-    assert prompted(start, costs) is None and Candidates(start, costs).unprompted() == []
+    start = opened(device=profile("cpu"))
+    assert prompted(start) is None and Candidates(start).unprompted() == []
 
 
 def test_rebuilt_in_the_order_it_is_the_same_graph():
-    start, _ = opened()
+    start = opened()
     order = prompt(start.base.graph)
     again = rebuilt(start.base, {}, order)[0]
     assert [op.primitive for op in again.graph.ops] == [start.base.graph.ops[o].primitive for o in order]

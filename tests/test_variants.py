@@ -12,10 +12,13 @@ from jaxtensile.devices.profiles import profile
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.split import SLICES
 from jaxtensile.rewrites.undo import undo
 from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.cheapest import cheapest, without_host
+from jaxtensile.search.loop_ways import with_loops
+from jaxtensile.search.registry import ways as rewritten
 from jaxtensile.search.request import Job
 
 W, X = jnp.eye(16) / 2, jnp.ones((512, 16))
@@ -92,7 +95,7 @@ def test_the_program_as_written_wins_where_nothing_else_fits():
 
 def test_loops_are_rewritten_on_top():
     _, undone = both(job(looped))
-    found = ways.with_loops(undone)
+    found = with_loops(undone)
     assert found[0].traced is undone.traced and not found[0].loops and len(found) > 1
     assert [v.charge for v in found] == sorted(v.charge for v in found)
     for variant in found[1:]:
@@ -102,7 +105,7 @@ def test_loops_are_rewritten_on_top():
 
 def test_between_two_rungs_the_steps_are_finer():
     written, _ = both(job(looped))
-    found = ways.with_loops(written)
+    found = with_loops(written)
     assert found[0].finer() == []
     for above, rung in pairwise(found):
         for step in rung.finer():
@@ -115,7 +118,7 @@ def test_a_step_between_wins_where_it_fits():
     """A budget that the first rung misses by little is not met by dropping everything the second drops."""
     work = job(looped)
     written, _ = both(work)
-    found = ways.with_loops(written)
+    found = with_loops(written)
     steps = [s for rung in found for s in rung.finer()]
     assert steps
     for step in steps:
@@ -146,7 +149,7 @@ def test_of_stacks_on_the_host_the_cheapest_that_fits_is_found():
     work = job(looped, jaxpr=jaxpr, args=args, device=profile("nvidia-h200"), host_budget=8 << 30)
     traced = trace_jaxpr(jaxpr)
     written = ways.written(work, traced, op_costs(traced.graph, work.device), prepare)
-    found = sorted(ways.with_loops(written), key=lambda v: v.charge)
+    found = sorted(with_loops(written), key=lambda v: v.charge)
     hosted = [v for v in found if v.aside]
     needs = [v.solve(0).predicted.device for v in hosted]
     assert needs[-1] > min(needs)
@@ -172,7 +175,7 @@ def test_of_what_loops_keep_as_much_is_on_the_host_as_there_is_room_for(slices):
     room = slices * (1 << 20) + (1 << 19)
     work = job(looped, jaxpr=jaxpr, args=args, device=profile("nvidia-h200"), host_budget=room)
     traced = trace_jaxpr(jaxpr)
-    found = ways.with_loops(ways.written(work, traced, op_costs(traced.graph, work.device), prepare))
+    found = with_loops(ways.written(work, traced, op_costs(traced.graph, work.device), prepare))
     asides = {v.aside for v in (*found, *(s for v in found for s in v.finer()))}
     assert max(asides) == slices // 8 * (8 << 20), "whole stacks of eight slices of 1 MiB"
 
@@ -196,9 +199,9 @@ def test_products_that_are_read_in_slices():
     costs = op_costs(traced.graph, work.device)
     written = ways.written(work, traced, costs, prepare)
     nothing, _ = both(job(unrolled))
-    assert ways.sliced(nothing, costs) is None
-    sliced = ways.sliced(written, costs)
-    assert sliced is not None and sliced.sliced == 3
+    assert not rewritten(nothing, SLICES)
+    (sliced,) = rewritten(written, SLICES)
+    assert len(sliced.taken[0].sites) == 3
     # Only the gradient of one vector is asked for: the other slices are never made.
     assert 0 < sliced.traced.graph.flops < traced.graph.flops
 
@@ -208,11 +211,11 @@ def test_products_are_sliced_only_when_nothing_else_fits():
     traced = trace_jaxpr(work.jaxpr, work.donated)
     costs = op_costs(traced.graph, work.device)
     written = ways.written(work, traced, costs, prepare)
-    chosen = Candidates(written, costs)
+    chosen = Candidates(written)
     plain, least = (written.solve(budget).predicted.device for budget in (1 << 40, 0))
     assert chosen.cheapest(plain)[0] is chosen.variants[0] and len(chosen.variants) == 1
     variant, plan = chosen.cheapest(least - 1)
-    assert variant.sliced and plan.predicted.device < least
+    assert variant.has(SLICES) and plan.predicted.device < least
     assert variant in chosen.variants and chosen.cheapest(least - 1)[0] is variant
     smallest = chosen.shallow()
     assert smallest[1].predicted.device <= least

@@ -55,8 +55,7 @@ def digest(variant: Any, plan: Any) -> str:
     def told(variant: Any, plan: Any) -> Any:
         ops = [(op.primitive, op.operands, op.results) for op in plan.program.graph.ops]
         inside = [(i.key, told(i.variant, i.plan)) for i in variant.inside]
-        ways = variant.sunk, variant.sliced, variant.chunked, variant.joined, variant.inward, variant.nested
-        return variant.undone is not None, ways, repr(variant.loops), inside, plan.program.origin, ops
+        return variant.undone is not None, repr(variant.loops), inside, plan.program.origin, ops
 
     return hashlib.sha256(repr(told(variant, plan)).encode()).hexdigest()[:16]
 

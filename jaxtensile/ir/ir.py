@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NewType, cast
+from typing import Generic, NewType, TypeVar, cast
 
 from jaxtensile.units import Bytes, Flops
 
 ValueId = NewType("ValueId", int)
 OpId = NewType("OpId", int)
+T = TypeVar("T")
 
 
 OUTER = "outer_product"
@@ -120,19 +121,19 @@ class Graph:
         return sum(op.flops for op in self.ops)
 
 
-class Same:
-    """A graph as a key: itself, whatever equals it."""
+class Same(Generic[T]):
+    """Something as a key: itself, whatever equals it."""
 
-    __slots__ = ("graph",)
+    __slots__ = ("it",)
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, it: T) -> None:
+        self.it = it
 
     def __hash__(self) -> int:
-        return id(self.graph)
+        return id(self.it)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and self.graph is other.graph
+        return isinstance(other, Same) and self.it is cast("Same[object]", other).it
 
 
 def producers(graph: Graph) -> list[int]:

@@ -16,7 +16,7 @@ from jaxtensile.ir.ir import producers
 from jaxtensile.ir.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
 from jaxtensile.ir.timeline import Sites, Timeline, Track
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.offload.loops import InnerPlan, LoopPlan, find_pairs
+from jaxtensile.passes.offload.loops import LoopPlan, find_pairs
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.seconds.cost import op_costs, unknown_primitives
 from jaxtensile.program.bodies import maker
@@ -25,8 +25,9 @@ from jaxtensile.report.facts import Decision
 from jaxtensile.report.report import Report
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.parts import Chunks, why_not_in_parts
 from jaxtensile.search.request import OFFLOADS, Evaluate, Fitted, Job
-from jaxtensile.search.variants import Chunks, Variant, step_time, why_not_in_parts
+from jaxtensile.search.variants import Variant, step_time
 from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
 from jaxtensile.xla.compile import Compiled, compile_program
 
@@ -80,7 +81,7 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
     smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {job.name}"
     other = ", or plan with solver='auto'" if job.solver == "chain" else ""
     ways = ["raise the budget"]
-    if not job.chunk and job.shards == 1 and Chunks(candidates.written, op_costs(traced.graph, job.device)).helps:
+    if not job.chunk and job.shards == 1 and Chunks(candidates.written).helps:
         ways.append("work on the batch in parts (chunk=True)")
     ways.append("shrink the batch")
     if not any(job.donated):
@@ -244,26 +245,9 @@ def report(
         kept = new
     if job.may_stack_on_host and find_pairs(variant.base.graph) and job.loop_link is None:
         notes.append("loops stack nothing in host memory: a test loop on this device did not get its values back")
-    if variant.nested:
-        sizes = ", ".join(map(str, sorted({k for _, k in variant.nested})))
-        notes.insert(0, f"{len(variant.nested)} loops are loops of loops, of {sizes} iterations each")
-    if variant.inner:
-        count = sum(map(_pairs, variant.inner))
-        what = "a pair of loops" if count == 1 else f"{count} pairs of loops"
-        notes.insert(0, f"{what} in iterations of loops compute again what they would stack")
-    if variant.inward:
-        notes.insert(0, f"{variant.inward} loops make in every iteration what was made for them once")
-    if variant.joined:
-        notes.insert(0, f"{variant.joined} branches compute again in their gradients what they would hand on to them")
-    if variant.chunked is not None:
-        seed, parts = variant.chunked
-        notes.insert(0, f"work on {seed.rows} rows is done in {parts} parts, {seed.rows // parts} rows at a time")
-    elif why := why_not_in_parts(job, traced):
+    notes[:0] = [said for taken in reversed(variant.taken) if (said := taken.rewrite.describe(taken.sites))]
+    if variant.parts == 1 and (why := why_not_in_parts(job, traced)):
         notes.append(why)
-    if variant.prompt:
-        notes.insert(0, "updates are done behind their own gradients, not behind all")
-    if variant.sliced:
-        notes.insert(0, f"{variant.sliced} large values, read in slices only, are made slice by slice")
     if job.state and job.device.platform == "cpu":
         notes.append("a CPU has one memory: what waits in pinned host memory is counted as device bytes")
     overhead = plan.overhead + variant.seconds + again.seconds
@@ -285,15 +269,10 @@ def report(
         solver=plan.solver,
         gap=plan.gap,
         timeline=Timeline(plain_track, _track(plan.program, sites)),
-        step=step_time(variant, plan, step).at() + again.seconds,
+        step=step_time(variant, plan).at() + again.seconds,
         notes=tuple(dict.fromkeys(notes)),
         **common,
     )
-
-
-def _pairs(plan: InnerPlan) -> int:
-    """How many pairs of loops change in the iterations of one."""
-    return len(plan.loops) + sum(map(_pairs, plan.inner))
 
 
 def _left_alone(traced: Traced) -> list[str]:

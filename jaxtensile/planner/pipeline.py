@@ -32,9 +32,11 @@ from jaxtensile.planner.smallest import Smallest
 from jaxtensile.program.merge import merged
 from jaxtensile.program.rewrite import rewrite
 from jaxtensile.program.upperbound import all_values
+from jaxtensile.rewrites.rewrite import on_device, traced_for
 from jaxtensile.rewrites.undo import Undone, checkpoints_in_loops, undo
 from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.parts import Chunks
 from jaxtensile.search.recipe import Recipe, Unlike, recipe_of, replay
 from jaxtensile.search.request import Evaluate, Fitted, Job
 from jaxtensile.search.subject import Subject, bound_of, subject_of, with_state
@@ -135,10 +137,7 @@ def _renew(job: Job, at_most: Seconds, unlike: int, watch: Watch) -> Fitted | No
     page.attempts.job = replace(page.job, make=lambda evaluate, options: make(evaluate or as_it_is, options))
 
     def worth(variant: Variant, plan: Plan) -> bool:
-        return (
-            program_key(variant, plan) != unlike
-            and ways.step_time(variant, plan, sum(page.costs().seconds)).at() <= at_most
-        )
+        return program_key(variant, plan) != unlike and ways.step_time(variant, plan).at() <= at_most
 
     return page.renewed(worth)
 
@@ -180,7 +179,6 @@ def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
     written = page.written()
     candidates = page.candidates(start, [written] if start is not written else [])
     top = program.predicted.device
-    whole = sum(page.costs().seconds)
     found: list[Sketch] = []
 
     bottom = max(page.program.bound.nbytes, 1)
@@ -189,7 +187,7 @@ def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
         aim = int(top * step**k)
         with page.clock("solve"):
             variant, plan = candidates.readily(aim)
-        use, seconds = plan.predicted, ways.step_time(variant, plan, whole).at()
+        use, seconds = plan.predicted, ways.step_time(variant, plan).at()
         if not found or (use.device < found[-1].use.device and seconds > found[-1].seconds):
             found.append(Sketch(use=use, seconds=seconds, aim=max(aim, use.device)))
         if plan.predicted.device > aim:
@@ -200,7 +198,7 @@ def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
 def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> _Page:
     """The page of a job."""
     with clock("graph"):
-        faults, flat = job.faults, ways.traced_for(job, job.jaxpr)
+        faults, flat = job.faults, traced_for(job, job.jaxpr)
         traced = faults.spared(MERGING, lambda: merged(flat), lambda: flat)
         host = replace(job, host_budget=0 if ways.OFFLOAD in faults else job.host_budget)
         there = replace(host, place=None), ()
@@ -211,7 +209,7 @@ def _opened(job: Job, prepare: Prepare, clock: Clock, baseline: bool) -> _Page:
             ways.UNDONE, lambda: undo(traced, job.jaxpr, keep_unused=unused) if wanted else None, lambda: None
         )
         if undone is not None:
-            undone = replace(undone, traced=ways.on_device(job, undone.traced))
+            undone = replace(undone, traced=on_device(job, undone.traced))
         lighter = subject_of(job, undone.traced) if undone is not None else None
     page = _Page(job, prepare, clock, baseline, program, (*notes, *_of_checkpoints(job, program)))
     if undone is not None and lighter is not None and lighter.bound.nbytes <= job.budget:
@@ -272,7 +270,7 @@ class _Page:
         key = start, *others
         with self.clock("loops"):
             if key not in self.known:
-                self.known[key] = Candidates(start, self.costs(), others)
+                self.known[key] = Candidates(start, others)
             return self.known[key].anew()
 
     def cheapest(self, candidates: Candidates) -> tuple[Variant, Plan]:
@@ -331,7 +329,7 @@ class _Page:
         Raises ``Unlike`` or ``VerifyError`` where the recipe does not go with this job.
         """
         start, program = self.lightest() if recipe.undone else (self.written(), self.program)
-        variant, plan = replay(recipe, start, self.costs())
+        variant, plan = replay(recipe, start)
         check(variant.problem.graph, plan.program)
         return variant, plan, program
 
@@ -465,7 +463,7 @@ class _Page:
         job, program = self.job, self.program
         if program.bound.nbytes <= job.budget or not job.chunk or job.shards > 1:
             return program.bound
-        chunks = ways.Chunks(self.written(), self.costs())
+        chunks = Chunks(self.written())
         finest = chunks.at(chunks.parts[-1]) if chunks.parts else None
         return program.bound if finest is None else self.less(program.bound, finest)
 
@@ -531,7 +529,7 @@ class _Page:
         if self.baseline:
             self.attempts.own()
         compiled = made.compiled
-        if made.variant.chunked is not None:
+        if made.variant.parts > 1:
             bound = self.less(bound, made.variant)
         if self.plans is not None:
             plans = self.plans
@@ -545,7 +543,7 @@ class _Page:
             options=compiled.options,
             report=told,
             state=state,
-            time=ways.step_time(made.variant, made.plan, sum(self.costs().seconds)) if self.job.shards == 1 else None,
+            time=ways.step_time(made.variant, made.plan) if self.job.shards == 1 else None,
             key=program_key(made.variant, made.plan),
         )
 

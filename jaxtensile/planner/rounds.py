@@ -11,6 +11,7 @@ from collections.abc import Callable
 from jaxtensile.ir.plan import Plan
 from jaxtensile.planner.attempts import Attempts
 from jaxtensile.planner.outcome import Made
+from jaxtensile.rewrites.early_updates import PROMPT
 from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.variants import Variant, program_key
@@ -160,7 +161,7 @@ class Rounds:
                 )
                 rounds += more
                 break
-            parts = max(parts, variant.chunked[1] if variant.chunked else 1)
+            parts = max(parts, variant.parts)
             if made.compiled.memory is None:
                 target = int(min(aim, plan.predicted.device) * REFUSED)
             else:
@@ -236,8 +237,7 @@ class Rounds:
         """The plan in the fewest parts that fits, between so many that missed and those of one that fits, and how many
         were compiled: what the model is wrong by in some parts says little of others."""
         budget, count = int(self.job.budget * self.scale), 0
-        own = fits.variant.chunked
-        numbers = candidates.between(missed, own[1]) if own else []
+        numbers = candidates.between(missed, fits.variant.parts)
         while numbers and count < LIFTS:
             middle = len(numbers) // 2
             found = candidates.in_parts(numbers[middle], budget)
@@ -302,7 +302,7 @@ def with_and_without_host(candidates: Candidates) -> list[Candidates]:
 def _tried(variant: Variant, plan: Plan) -> set[str]:
     """What of a plan may be left out where it misses."""
     hosted = plan.offload_bytes > variant.job.state_bytes
-    return {way for way, used in (("host", hosted), ("prompt", variant.prompt)) if used}
+    return {way for way, used in (("host", hosted), ("prompt", variant.has(PROMPT))) if used}
 
 
 def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:

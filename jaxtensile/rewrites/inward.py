@@ -20,6 +20,9 @@ from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, consumers, producers
 from jaxtensile.passes.lifetimes.fusion import VIEWS
 from jaxtensile.program.trace import Traced, bind, exchanged, trace_jaxpr
+from jaxtensile.rewrites.levels import without_loops_between
+from jaxtensile.rewrites.loops import fewest_stacks
+from jaxtensile.rewrites.rewrite import LARGE, Rewrite, Start, changed
 from jaxtensile.units import Bytes
 
 
@@ -166,3 +169,29 @@ def _run(traced: Traced, ops: Iterable[int], env: dict[int, Any]) -> None:
         equation = traced.equations[i]
         operands = [env[a] if isinstance(a, int) else a.val for a in equation.operands]
         env.update(zip(equation.results, bind(equation, operands), strict=True))
+
+
+def _find(start: Start) -> list[tuple[tuple[int, Moved], ...]]:
+    # What counts is large beside what is left once the loops stack as little as they can.
+    moved = find_moved(start.base.graph, max(int(LARGE * fewest_stacks(start).temp) // 4, 1))
+    return [tuple(moved.items())] if moved else []
+
+
+def _apply(start: Start, moved: tuple[tuple[int, Moved], ...]) -> Traced | None:
+    def change() -> Any:
+        jaxpr = move_inward(start.base, start.job.jaxpr, dict(moved))
+        return without_loops_between(trace_jaxpr(jaxpr), jaxpr)
+
+    return changed(start, change)
+
+
+INWARD = Rewrite(
+    key="inward",
+    title="the making of loop constants inside loops",
+    form=tuple[tuple[int, Moved], ...],
+    find=_find,
+    apply=_apply,
+    describe=lambda moved: f"{len(moved)} loops make in every iteration what was made for them once",
+    last=True,
+    in_bodies=True,
+)

@@ -20,6 +20,7 @@ from jax.extend.core import jaxpr_as_fun
 from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, consumers, producers
 from jaxtensile.program.trace import Traced, bind, exchanged
+from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 from jaxtensile.units import Bytes
 
 
@@ -94,3 +95,20 @@ def _joined(traced: Traced, o: int, pairs: list[CondPair], read: Callable[[Any],
 
 def _closed(fun: Callable[..., Any], avals: list[Any]) -> Any:
     return jax.make_jaxpr(fun)(*map(_compat.OfType, avals))
+
+
+def _find(start: Start) -> list[tuple[CondPair, ...]]:
+    pairs = find_cond_pairs(start.base.graph, large(start))
+    return [pairs] if pairs else []
+
+
+BRANCHES = Rewrite(
+    key="branches",
+    title="the joining of branches with their gradients",
+    form=tuple[CondPair, ...],
+    find=_find,
+    apply=lambda start, pairs: changed(start, lambda: join_conds(start.base, start.job.jaxpr, pairs)),
+    describe=lambda pairs: f"{len(pairs)} branches compute again in their gradients what they would hand on to them",
+    last=True,
+    in_bodies=True,
+)

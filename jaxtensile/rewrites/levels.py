@@ -22,7 +22,8 @@ from jaxtensile.ir.ir import Graph, of_nothing
 from jaxtensile.passes.offload.loops import InnerPlan, Ladder, LoopPlan, ScanPair, find_pairs
 from jaxtensile.program.bodies import Key, bodies_of, with_bodies
 from jaxtensile.program.trace import Traced, retrace, trace_in_turn, trace_jaxpr, trace_on
-from jaxtensile.rewrites.loops import Evaluation, Rewriting
+from jaxtensile.rewrites.loops import RECOMPUTATION, Evaluation, Rewriting, ladder_of
+from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 from jaxtensile.units import Bytes
 
 RUNGS = 3
@@ -257,3 +258,28 @@ def _between(graph: Graph) -> Iterator[LoopPlan]:
         if not front.carried[1] and len(pair.links) == len(front.results):
             again = tuple(op.id for op in front.bodies[0].ops)
             yield LoopPlan(pair, tuple(y for y, _ in pair.links), (), again)
+
+
+def _find(start: Start) -> list[tuple[InnerPlan, ...]]:
+    return inner_ways(start.base, lambda graph: ladder_of(graph, start.job.device, None), large(start))
+
+
+def _describe(plans: tuple[InnerPlan, ...]) -> str:
+    count = sum(map(_pairs, plans))
+    what = "a pair of loops" if count == 1 else f"{count} pairs of loops"
+    return f"{what} in iterations of loops compute again what they would stack"
+
+
+def _pairs(plan: InnerPlan) -> int:
+    """How many pairs of loops change in the iterations of one."""
+    return len(plan.loops) + sum(map(_pairs, plan.inner))
+
+
+INNER = Rewrite(
+    key="inner",
+    title=RECOMPUTATION,
+    form=tuple[InnerPlan, ...],
+    find=_find,
+    apply=lambda start, plans: changed(start, lambda: rewrite_inner(start.base, start.job.jaxpr, plans)),
+    describe=_describe,
+)

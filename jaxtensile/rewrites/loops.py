@@ -19,10 +19,44 @@ import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
-from jaxtensile.passes.offload.loops import LoopPlan
+from jaxtensile.devices.profiles import DeviceProfile
+from jaxtensile.ir.ir import Graph
+from jaxtensile.ir.plan import Costs, Link, MemoryUse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.offload.loops import Ladder, LoopPlan, Way, repeated
+from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.program.trace import Equation, Traced, bind, retrace, trace_jaxpr
+from jaxtensile.rewrites.rewrite import Start, traced_for
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+RECOMPUTATION = "recomputation inside loops"
+"""What users are told where it is left out."""
+
+
+def ladder_of(graph: Graph, device: DeviceProfile, link: Link | None) -> Ladder:
+    """The ways to rewrite the loops of a program, by what their bodies cost on a device."""
+
+    def costs(body: Graph) -> Costs:
+        return op_costs(body, device, body=True)
+
+    return Ladder(graph, lambda body: costs(body).charge, link, lambda body: costs(body).seconds)
+
+
+def fewest_stacks(start: Start) -> MemoryUse:
+    """What the program needs where its loops stack as little as they can."""
+    graph, device = start.base.graph, start.job.device
+
+    def charge(way: Way) -> float:
+        fronts = [(graph.ops[plan.pair.forward], plan) for plan in way]
+        bodies = [op_costs(repeated(front), device, body=True).charge for front, _ in fronts]
+        return sum(
+            front.trip_count * sum(body[o] for o in plan.again)
+            for (front, plan), body in zip(fronts, bodies, strict=True)
+        )
+
+    way = sorted(ladder_of(graph, device, None).rungs, key=charge)[-1]
+    traced = traced_for(start.job, rewrite_loops(start.base, start.job.jaxpr, way)) if way else start.base
+    return live_ranges(traced.graph).use()
 
 
 class Evaluation:

@@ -19,6 +19,8 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.program.trace import Equation, Traced, bind, retrace
+from jaxtensile.rewrites.loops import ladder_of
+from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 
 
 def nest_loops(traced: Traced, closed: Any, inner: Mapping[int, int]) -> Any:
@@ -105,3 +107,25 @@ def _nested(
     if rest and not params["reverse"]:
         carry, left = few(rest, carry, [x.rest for x in xs])
     return carry, [_Parts(sizes, *parts) for parts in (zip(ys, left, strict=True) if rest else zip(ys, strict=True))]
+
+
+def _find(start: Start) -> list[tuple[tuple[int, int], ...]]:
+    ways = ladder_of(start.base.graph, start.job.device, None).nests(large(start))
+    return [tuple(sorted(inner.items())) for inner in ways]
+
+
+def _describe(inner: tuple[tuple[int, int], ...]) -> str:
+    sizes = ", ".join(map(str, sorted({k for _, k in inner})))
+    return f"{len(inner)} loops are loops of loops, of {sizes} iterations each"
+
+
+NESTS = Rewrite(
+    key="nests",
+    title="the nesting of loops",
+    form=tuple[tuple[int, int], ...],
+    find=_find,
+    apply=lambda start, inner: changed(start, lambda: nest_loops(start.base, start.job.jaxpr, dict(inner))),
+    describe=_describe,
+    last=True,
+    in_bodies=True,
+)

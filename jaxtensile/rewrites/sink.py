@@ -19,6 +19,7 @@ from jax import lax
 from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, Op, consumers, producers
 from jaxtensile.program.trace import Traced, bind, exchanged, trace_jaxpr
+from jaxtensile.rewrites.rewrite import Rewrite, changed
 
 ELEMENTWISE = frozenset({"convert_element_type", "copy", "copy_p", "neg", "reduce_precision"})
 """The same on a slice, whatever its shape."""
@@ -151,3 +152,12 @@ def _sliced(traced: Traced, chain: Chain, x: Any) -> Any:
         else:
             (x,) = bind(equation, [x])
     return x
+
+
+SINK = Rewrite(
+    key="sink",
+    title="the sinking of operations into loops",
+    form=tuple[()],
+    find=lambda _: [()],
+    apply=lambda start, _: changed(start, lambda: sink(start.base, start.job.jaxpr)),
+)

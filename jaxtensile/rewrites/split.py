@@ -22,6 +22,7 @@ from jax import lax
 from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, consumers
 from jaxtensile.program.trace import Traced, bind, retrace
+from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 from jaxtensile.units import Bytes
 
 _POINTWISE = frozenset("add add_any sub mul neg convert_element_type".split())
@@ -206,3 +207,20 @@ def _passes_on(graph: Graph, o: int, able: list[bool]) -> bool:
 def _same_shapes(graph: Graph, operands: tuple[int, ...], result: int) -> bool:
     shape = graph.values[result].shape
     return all(graph.values[v].shape in (shape, ()) for v in operands)
+
+
+def _find(start: Start) -> list[tuple[int, ...]]:
+    chosen = sliced_products(start.base, large(start))
+    return [tuple(sorted(chosen))] if chosen else []
+
+
+SLICES = Rewrite(
+    key="slices",
+    title="products made slice by slice",
+    form=tuple[int, ...],
+    find=_find,
+    apply=lambda start, values: changed(start, lambda: split_products(start.base, start.job.jaxpr, frozenset(values))),
+    describe=lambda values: f"{len(values)} large values, read in slices only, are made slice by slice",
+    sharded=True,
+    last=True,
+)

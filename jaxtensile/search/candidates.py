@@ -14,7 +14,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
 
-from jaxtensile.ir.plan import Costs, MemoryUse, Plan, Program
+from jaxtensile.ir.plan import MemoryUse, Plan, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.order.apart import apart
 from jaxtensile.passes.order.in_order import in_order
@@ -22,25 +22,14 @@ from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.verify.check import check
 from jaxtensile.program.bodies import Body, Key, bodies_of
 from jaxtensile.program.trace import Traced
+from jaxtensile.rewrites.early_updates import PROMPT
+from jaxtensile.rewrites.rewrite import LARGE, on_device
+from jaxtensile.rewrites.sink import SINK
 from jaxtensile.search.cheapest import cheapest, ordered, rank, without_host
-from jaxtensile.search.variants import (
-    BODIES,
-    LARGE,
-    Chunks,
-    Inside,
-    Variant,
-    body_alone,
-    charge_of,
-    inward,
-    joined,
-    nested,
-    on_device,
-    prompted,
-    sliced,
-    sunk,
-    with_inside,
-    with_loops,
-)
+from jaxtensile.search.loop_ways import with_loops
+from jaxtensile.search.parts import Chunks
+from jaxtensile.search.registry import last, ways
+from jaxtensile.search.variants import BODIES, Inside, Variant, body_alone, charge_of, with_inside
 from jaxtensile.units import Bytes
 
 WORTH = 0.005
@@ -75,7 +64,7 @@ class _Bodies:
 
     def _of(self, i: int) -> Candidates:
         _, body, inner, _ = self.large[i]
-        return Candidates(*body_alone(self.start.job, body, inner))
+        return Candidates(body_alone(self.start.job, body, inner))
 
     def anew(self) -> _Bodies:
         """The same bodies, asked nothing yet."""
@@ -132,7 +121,7 @@ class _Bodies:
     def _held(self, key: Key, body: Body, traced: Traced, planned: Inside | None) -> Inside | None:
         """What becomes of a body that is kept in its order; None where it is, or has no other."""
         if planned is None:
-            alone, _ = body_alone(self.start.job, body, traced)
+            alone = body_alone(self.start.job, body, traced)
             variant = _Bodies(alone).held or alone
             program = Program.unchanged(variant.traced.graph)
         else:
@@ -156,16 +145,15 @@ class _Ways:
     So are their solvers, which remember what they have laid out.
     """
 
-    def __init__(self, written: Variant, costs: Costs, base: Variant | None = None, prompt: bool = True) -> None:
-        self.written, self.costs = written, costs
-        alone = written.job.shards == 1
-        self.base = base or (sunk(written, costs) if alone else None) or written
+    def __init__(self, written: Variant, base: Variant | None = None, prompt: bool = True) -> None:
+        self.written = written
+        self.base = base or _first(ways(written, SINK)) or written
         """What needs no more than the program as written, and the same work."""
         hosted = written.host and written.job.host_budget > 0
         # With copies to the host XLA orders updates by them, and gradients wait after all.
-        self.prompted = prompted(replace(self.base, host=False), costs) if prompt and alone else None
+        self.prompted = _first(ways(replace(self.base, host=False), PROMPT)) if prompt else None
         self.start = self.base if hosted or self.prompted is None else self.prompted
-        self.chunks = Chunks(self.start, costs)
+        self.chunks = Chunks(self.start)
         self.loops = cache(with_loops)
         self.bodies = cache(_Bodies)
 
@@ -179,42 +167,35 @@ class _Ways:
     @cached_property
     def more(self) -> list[Callable[[], list[Variant]]]:
         """Ways that are worth their time once nothing else fits."""
-        start, costs, alone = self.start, self.costs, self.start.job.shards == 1
-        return [
-            cache(lambda: _some(sliced(start, costs))),
-            cache(lambda: _some(joined(start, costs)) if alone else []),
-            cache(lambda: _some(inward(start, costs)) if alone else []),
-            cache(lambda: nested(start, costs) if alone else []),
-        ]
+        return [cache(lambda rewrite=rewrite: ways(self.start, rewrite)) for rewrite in last()]
 
     @cached_property
     def without_host(self) -> _Ways:
         """The same programs, to be planned by recomputation alone."""
         written, base = (replace(v, host=False) for v in (self.written, self.base))
-        return _Ways(written, self.costs, written if self.base is self.written else base, self.prompted is not None)
+        return _Ways(written, written if self.base is self.written else base, self.prompted is not None)
 
     @cached_property
     def unprompted(self) -> _Ways:
         """The same programs with their updates where they were written."""
-        return _Ways(self.written, self.costs, self.base, prompt=False)
+        return _Ways(self.written, self.base, prompt=False)
 
 
 class Candidates:
     """The variants of one program, cheapest first; once nothing else fits, large products are made slice by slice,
     and bodies of loops and branches are planned.
 
-    ``written``: what they are made from; ``costs``: of the program as written; ``others``: variants that are taken
-    as they are.
+    ``written``: what they are made from; ``others``: variants that are taken as they are.
     """
 
-    def __init__(self, start: Variant, costs: Costs, others: Sequence[Variant] = (), ways: _Ways | None = None) -> None:
-        self._costs, self._others = costs, others
-        self._begin(ways or _Ways(start, costs))
+    def __init__(self, start: Variant, others: Sequence[Variant] = (), known: _Ways | None = None) -> None:
+        self._others = others
+        self._begin(known or _Ways(start))
 
-    def _begin(self, ways: _Ways) -> None:
-        self._ways = ways
-        self.variants = ordered([*ways.first, *self._others])
-        self._more = [*ways.more]
+    def _begin(self, known: _Ways) -> None:
+        self._ways = known
+        self.variants = ordered([*known.first, *self._others])
+        self._more = [*known.more]
         self._starts: list[Variant] = []
         """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, joined branches,
         and loops that make what they read: what they save is in their bodies."""
@@ -263,7 +244,7 @@ class Candidates:
         while best[1].predicted.device > budget and self._more:
             for start in self._more.pop(0)():
                 more = self._ways.loops(start)
-                self._starts += more[-1:] if start.nested or start.joined or start.inward else []
+                self._starts += more[-1:] if start.taken[-1].rewrite.in_bodies else []
                 second = cheapest(more, budget)
                 if rank(second, budget) < rank(best, budget):
                     self.variants = ordered([*self.variants, *more])
@@ -293,7 +274,7 @@ class Candidates:
         """``best``, or what is cheaper than it with work done in parts: in as many as it takes to need nothing else,
         or in fewer, with more done again."""
         job, chunks = self.written.job, self._ways.chunks
-        enough = WORTH * sum(self._costs.charge)
+        enough = WORTH * sum(self.written.whole.charge)
         if not job.chunk or job.shards > 1 or (best[1].predicted.device <= budget and charge_of(*best) <= enough):
             return best
         parts = chunks.parts
@@ -350,7 +331,7 @@ class Candidates:
 
     def anew(self) -> Candidates:
         """The same candidates, asked nothing yet."""
-        return Candidates(self.written, self._costs, self._others, self._ways)
+        return Candidates(self.written, self._others, self._ways)
 
     @property
     def _shallow(self) -> list[Variant]:
@@ -376,7 +357,7 @@ class Candidates:
 
     def unprompted(self) -> list[Candidates]:
         """The same candidates with updates where they were written, asked nothing yet; none where they are."""
-        return [Candidates(self.written, self._costs, self._others, self._ways.unprompted)] if self.prompt else []
+        return [Candidates(self.written, self._others, self._ways.unprompted)] if self.prompt else []
 
     def forget_prompt(self) -> None:
         """From now on leave updates where they were written."""
@@ -393,5 +374,5 @@ class Candidates:
         self._starts, self._bodies, self._parts = without_host(self._starts), [], {}
 
 
-def _some(variant: Variant | None) -> list[Variant]:
-    return [] if variant is None else [variant]
+def _first(found: Sequence[Variant]) -> Variant | None:
+    return found[0] if found else None

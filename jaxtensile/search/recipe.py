@@ -15,25 +15,12 @@ from typing import Any, Final
 import msgspec
 
 from jaxtensile.ir.ir import Graph, Op, OpId, ValueId
-from jaxtensile.ir.plan import Action, Costs, Keep, MemoryUse, Offload, Plan, Program, Remat
-from jaxtensile.passes.offload.loops import InnerPlan, LoopPlan, find_pairs
+from jaxtensile.ir.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
+from jaxtensile.passes.offload.loops import LoopPlan, find_pairs
 from jaxtensile.program.bodies import bodies_of
-from jaxtensile.rewrites.rows.stretch import Seed
-from jaxtensile.search.variants import (
-    Inside,
-    Variant,
-    body_alone,
-    inward,
-    joined,
-    looping,
-    prompted,
-    sliced,
-    sunk,
-    with_chunks,
-    with_inner,
-    with_inside,
-    with_nests,
-)
+from jaxtensile.search.loop_ways import looping
+from jaxtensile.search.registry import at, named
+from jaxtensile.search.variants import Inside, Variant, body_alone, with_inside
 
 
 class Unlike(ValueError):
@@ -79,22 +66,16 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """Ways of rewriting in their order, the plan, and ``graph``: what the rewritten program must look like."""
+    """The rewrites that were taken, by their keys and with their sites as plain data, the plan, and ``graph``: what the
+    rewritten program must look like."""
 
     undone: bool
     host: bool
-    sunk: bool
-    sliced: bool
-    joined: bool
-    nested: tuple[tuple[int, int], ...]
+    taken: tuple[tuple[str, Any], ...]
     loops: tuple[LoopPlan, ...]
     inside: tuple[InBody, ...]
     graph: str
     plan: Planned
-    chunked: tuple[Seed, int] | None = None
-    prompt: bool = False
-    inward: bool = False
-    inner: tuple[InnerPlan, ...] = ()
 
 
 class InBody(msgspec.Struct, frozen=True):
@@ -119,14 +100,7 @@ def recipe_of(variant: Variant, plan: Plan) -> Recipe:
     return Recipe(
         undone=variant.undone is not None,
         host=variant.host,
-        prompt=variant.prompt,
-        sunk=variant.sunk,
-        sliced=variant.sliced > 0,
-        chunked=variant.chunked,
-        joined=variant.joined > 0,
-        inward=variant.inward > 0,
-        nested=variant.nested,
-        inner=variant.inner,
+        taken=tuple((taken.rewrite.key, msgspec.to_builtins(taken.sites)) for taken in variant.taken),
         loops=variant.loops,
         inside=tuple(InBody(*i.key, recipe_of(i.variant, i.plan)) for i in variant.inside),
         graph=fingerprint(variant.traced.graph),
@@ -134,37 +108,28 @@ def recipe_of(variant: Variant, plan: Plan) -> Recipe:
     )
 
 
-def replay(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Plan]:
+def replay(recipe: Recipe, start: Variant) -> tuple[Variant, Plan]:
     """The variant and the plan of a recipe.
 
-    ``start``: the program as written, or without its checkpoints where the recipe says so; ``costs``: of the
-    program as written. Raises ``Unlike`` where the recipe does not go with it.
+    ``start``: the program as written, or without its checkpoints where the recipe says so. Raises ``Unlike`` where the
+    recipe does not go with it.
     """
     try:
-        return _replayed(recipe, start, costs)
+        return _replayed(recipe, start)
     except (LookupError, ValueError, TypeError, AttributeError, AssertionError) as error:
         raise error if isinstance(error, Unlike) else Unlike(f"{type(error).__name__}: {error}") from None
 
 
-def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Plan]:
+def _replayed(recipe: Recipe, start: Variant) -> tuple[Variant, Plan]:
     if (start.undone is not None) != recipe.undone:
         raise Unlike("its checkpoints are undone in one and not in the other")
     variant = replace(start, host=recipe.host)
-    taken = (recipe.sunk, sunk), (recipe.prompt, prompted), (recipe.sliced, sliced), (recipe.joined, joined)
-    for wanted, way in (*taken, (recipe.inward, inward)):
-        found = way(variant, costs) if wanted else variant
+    for key, sites in recipe.taken:
+        rewrite = named(key)
+        found = at(variant, rewrite, msgspec.convert(sites, rewrite.form))
         if found is None:
-            raise Unlike(f"nothing of it can be {way.__name__}")
+            raise Unlike(f"{rewrite.title} comes to nothing")
         variant = found
-    if recipe.chunked is not None:
-        in_parts = with_chunks(variant, costs, *recipe.chunked)
-        if in_parts is None:
-            raise Unlike("nothing of it can be done in parts")
-        variant = in_parts
-    if recipe.nested:
-        variant = with_nests(variant, costs, dict(recipe.nested))
-    if recipe.inner:
-        variant = with_inner(variant, recipe.inner)
     if recipe.loops:
         pairs = find_pairs(variant.base.graph)
         if any(plan.pair not in pairs for plan in recipe.loops):
@@ -179,7 +144,7 @@ def _replayed(recipe: Recipe, start: Variant, costs: Costs) -> tuple[Variant, Pl
 
 def _inside(variant: Variant, inner: InBody) -> Inside:
     body = bodies_of(variant.looped, inner.op)[inner.body]
-    made, plan = _replayed(inner.recipe, *body_alone(variant.job, body))
+    made, plan = _replayed(inner.recipe, body_alone(variant.job, body))
     return Inside(key=(inner.op, inner.body), trips=body.trips, variant=made, plan=plan)
 
 

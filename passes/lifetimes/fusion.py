@@ -149,8 +149,8 @@ def fuse(graph: Graph, *, by: Fuser = H200, written: bool = False) -> Kernels:
 
 
 @lru_cache(maxsize=RECENT)
-def _fused(same: Same, by: Fuser, written: bool) -> Kernels:
-    graph, twice = same.graph, by.twice
+def _fused(same: Same[Graph], by: Fuser, written: bool) -> Kernels:
+    graph, twice = same.it, by.twice
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)

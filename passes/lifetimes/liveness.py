@@ -85,8 +85,8 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None, *, together: bool 
 
 
 @lru_cache(maxsize=RECENT)
-def _known(same: Same) -> Liveness:
-    return _live_ranges(same.graph, fuse(same.graph), False)
+def _known(same: Same[Graph]) -> Liveness:
+    return _live_ranges(same.it, fuse(same.it), False)
 
 
 def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
@@ -207,9 +207,9 @@ def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _body_temp(body: Same, by: Fuser) -> Bytes:
+def _body_temp(body: Same[Graph], by: Fuser) -> Bytes:
     """Bytes a loop body or branch needs beyond its arguments and results; schedule after schedule shares bodies."""
-    return live_ranges(body.graph, fuse(body.graph, by=by)).temp
+    return live_ranges(body.it, fuse(body.it, by=by)).temp
 
 
 def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, set[int]]:

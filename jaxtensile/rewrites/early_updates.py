@@ -1,0 +1,27 @@
+"""Updates right behind their gradients: the same ops, in an order in which no large gradient waits for others."""
+
+from __future__ import annotations
+
+from jaxtensile.passes.order.prompt import prompt
+from jaxtensile.program.merge import rebuilt
+from jaxtensile.rewrites.rewrite import Rewrite, Start, large
+
+
+def _find(start: Start) -> list[tuple[int, ...]]:
+    # Where updates wait for state from the host anyway, and for compilers that do not keep to the order that barriers
+    # give, there is none.
+    if start.job.device.platform != "cuda" or start.job.state:
+        return []
+    order = prompt(start.base.graph, least=large(start) // 4)
+    return [] if order is None else [tuple(order)]
+
+
+PROMPT = Rewrite(
+    key="prompt",
+    title="updates right behind their gradients",
+    form=tuple[int, ...],
+    find=_find,
+    apply=lambda start, order: rebuilt(start.base, {}, order)[0],
+    describe=lambda _: "updates are done behind their own gradients, not behind all",
+    reorders=True,
+)

@@ -1,0 +1,78 @@
+"""How much of what a program's loops stack may be recomputed instead, or wait in host memory, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+from jaxtensile.faults import leaves_out
+from jaxtensile.passes.offload.loops import Way, find_pairs, repeated
+from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.rewrites.levels import INNER
+from jaxtensile.rewrites.loops import RECOMPUTATION, ladder_of
+from jaxtensile.rewrites.nest import NESTS
+from jaxtensile.search.registry import with_rewrite
+from jaxtensile.search.variants import Variant
+
+
+@leaves_out(RECOMPUTATION, lambda start: [start])
+def with_loops(start: Variant) -> list[Variant]:
+    """``start`` as it is, and with more and more of what its loops stack recomputed instead; then the same where more
+    and more of that is done for the loops in their iterations. Each is cheapest first."""
+    made = (with_rewrite(start, INNER, plans) for plans in INNER.find(start))
+    return [v for base in (start, *made) if base is not None for v in _with_loops(base)]
+
+
+def _with_loops(start: Variant) -> list[Variant]:
+    """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
+    graph = start.base.graph
+    # Asked only where there are loops: the device may have to be tried for the answer. What it says is of plain loops.
+    link = start.job.loop_link if start.host and not start.has(NESTS) and find_pairs(graph) else None
+    ladder, faults = ladder_of(graph, start.job.device, link), start.job.faults
+    room = start.job.host_budget
+    at = looping(start)
+
+    def between(more: Way, less: Way) -> Callable[[], list[Variant]]:
+        return cache(
+            lambda: faults.spared(RECOMPUTATION, lambda: [at(way) for way in ladder.between(more, less)], list)
+        )
+
+    def less_away(rung: Way) -> Callable[[], list[Variant]]:
+        found = cache(lambda: [v for v in map(at, ladder.aways(rung)) if v.aside <= room])
+        return lambda: faults.spared(RECOMPUTATION, found, list)
+
+    def all_away(rung: Way) -> Variant:
+        """With all that it keeps on the host, or with what there is room for."""
+        every = at(ladder.away(rung))
+        return every if every.aside <= room else at(ladder.away(rung, room / every.aside))
+
+    rungs = sorted((at(way) for way in ladder.rungs), key=lambda v: v.charge)
+    away = [replace(all_away(r.loops), finer=less_away(r.loops)) for r in rungs] if link is not None else []
+    above = [rungs[0], *rungs]
+    return [
+        *(
+            replace(rung, finer=between(more.loops, rung.loops)) if i else rung
+            for i, (more, rung) in enumerate(zip(above, rungs, strict=False))
+        ),
+        *(v for v in away if 0 < v.aside <= room),
+    ]
+
+
+def looping(start: Variant) -> Callable[[Way], Variant]:
+    """For a way to rewrite its loops: ``start`` rewritten that way."""
+    graph, device = start.base.graph, start.job.device
+    costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device, body=True))
+    worth = cache(lambda: (start.known or op_costs(graph, device)).per_second)
+
+    def at(way: Way) -> Variant:
+        charge, seconds = start.charge, start.seconds
+        for plan in way:
+            front = graph.ops[plan.pair.forward]
+            body = costs(plan.pair.forward)
+            charge += front.trip_count * sum(body.charge[o] for o in plan.again)
+            charge += plan.wait * worth() if plan.wait else 0.0
+            seconds += front.trip_count * sum(body.seconds[o] for o in plan.again) + plan.wait
+        return replace(start, loops=way, charge=charge, seconds=seconds)
+
+    return at

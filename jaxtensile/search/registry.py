@@ -1,0 +1,61 @@
+"""Which rewrites there are, and a variant with one of them taken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Final
+
+from jaxtensile.rewrites.early_updates import PROMPT
+from jaxtensile.rewrites.inward import INWARD
+from jaxtensile.rewrites.join import BRANCHES
+from jaxtensile.rewrites.levels import INNER
+from jaxtensile.rewrites.microbatch import PARTS
+from jaxtensile.rewrites.nest import NESTS
+from jaxtensile.rewrites.rewrite import Rewrite, Taken
+from jaxtensile.rewrites.sink import SINK
+from jaxtensile.rewrites.split import SLICES
+from jaxtensile.search.variants import Variant, priced
+
+REWRITES: Final[list[Rewrite]] = [SINK, PROMPT, PARTS, INNER, SLICES, BRANCHES, INWARD, NESTS]
+"""Those that are asked for last in the order in which they are."""
+
+
+def last() -> list[Rewrite]:
+    """What is asked for once nothing else fits, one after the other."""
+    return [rewrite for rewrite in REWRITES if rewrite.last]
+
+
+def named(key: str) -> Rewrite:
+    """The rewrite that recipes call so; ``LookupError`` for none."""
+    found = next((rewrite for rewrite in REWRITES if rewrite.key == key), None)
+    if found is None:
+        raise LookupError(f"no rewrite is called {key!r}")
+    return found
+
+
+def with_rewrite(start: Variant, rewrite: Rewrite, sites: Any) -> Variant | None:
+    """``start`` with a rewrite at some sites; None where it comes to nothing."""
+    base = rewrite.apply(start, sites)
+    if base is None:
+        return None
+    made = priced(replace(start, base=base, taken=(*start.taken, Taken(rewrite, sites))))
+    seconds = sum(made.known.seconds if made.known is not None else start.whole.seconds)
+    idle = rewrite.extra(start, base, seconds) * start.whole.per_second
+    return replace(made, charge=made.charge + idle, idle=made.idle + idle) if idle else made
+
+
+def at(start: Variant, rewrite: Rewrite, sites: Any) -> Variant | None:
+    """The same; also None where the rewrite fails, which leaves it out."""
+    return start.job.faults.spared(rewrite.title, lambda: with_rewrite(start, rewrite, sites), lambda: None)
+
+
+def ways(start: Variant, rewrite: Rewrite) -> list[Variant]:
+    """``start`` with a rewrite, in each of the ways that there are."""
+
+    def made() -> list[Variant]:
+        found = (with_rewrite(start, rewrite, sites) for sites in rewrite.find(start))
+        return [variant for variant in found if variant is not None]
+
+    if start.job.shards > 1 and not rewrite.sharded:
+        return []
+    return start.job.faults.spared(rewrite.title, made, list)
