@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Concatenate, Final, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, Final, NoReturn, ParamSpec, Protocol, TypeVar
 
 from jaxtensile.errors import InternalError, InternalErrorWarning, JaxtensileError, StoppedError, VerifyError
 
@@ -197,6 +197,11 @@ def leaves_out(
         return guarded
 
     return decorate
+
+
+def raised(error: Exception) -> NoReturn:
+    """Where nothing is done without what failed."""
+    raise error
 
 
 def unless_faulty(make: Callable[[], T], otherwise: Callable[[Exception], T]) -> T:

@@ -17,7 +17,7 @@ from jaxtensile.api import jit as api
 from jaxtensile.errors import VerifyError
 from jaxtensile.estimation import estimate as estimation
 from jaxtensile.passes.solvers import trials
-from jaxtensile.planner import attempts, pipeline, plan_cache
+from jaxtensile.planner import attempts, page, plan_cache
 from jaxtensile.rewrites import inward, join, microbatch, nest, rewrite, sink, split
 from jaxtensile.rewrites.inward import INWARD
 from jaxtensile.rewrites.join import BRANCHES
@@ -91,7 +91,7 @@ def plant(monkeypatch, place, name, error=Planted):
 
 
 REWRITES = {
-    variants.UNDONE: [(pipeline, "undo"), (variants, "undone")],
+    variants.UNDONE: [(page, "undo"), (variants, "undone")],
     SINK.title: [(sink, "sink")],
     SLICES.title: [(split, "sliced_products")],
     PARTS.title: [(parts, "find_stretch"), (microbatch, "in_chunks"), (chunk, "retrace")],
@@ -100,8 +100,8 @@ REWRITES = {
     NESTS.title: [(nest, "nest_loops")],
     RECOMPUTATION: [(variants, "rewrite_loops"), (loop_ways, "looping")],
     variants.BODIES: [(variants, "with_bodies"), (candidates, "bodies_of"), (candidates, "body_alone")],
-    variants.STATE: [(pipeline, "with_state")],
-    pipeline.MERGING: [(pipeline, "merged")],
+    variants.STATE: [(page, "with_state")],
+    page.MERGING: [(page, "merged")],
     "the lower bound": [(subject, "lower_bound")],
 }
 """Where a fault is one of which rewrite. Updates behind their gradients and copies to the host need other devices."""
@@ -158,8 +158,8 @@ def test_a_rewrite_that_fails_is_left_out(program, what, place, name, monkeypatc
 STAGES = {
     "trace": (rewrite, "trace_jaxpr"),
     "liveness": (subject, "live_ranges"),
-    "costs": (pipeline, "op_costs"),
-    "candidates": (pipeline, "Candidates"),
+    "costs": (page, "op_costs"),
+    "candidates": (page, "Candidates"),
     "solver": (trials, "live_ranges"),
     "check": (attempts, "check"),
     "emit": (attempts, "rewrite"),
@@ -168,7 +168,7 @@ STAGES = {
     "question": (api, "best_known"),
 }
 """Without which there is no plan."""
-SPARED = {"recipe": (pipeline, "recipe_of"), "key": (pipeline, "key_of"), "report": (pipeline, "report")}
+SPARED = {"recipe": (page, "recipe_of"), "key": (page, "key_of"), "report": (page, "report")}
 """Without which there is one all the same."""
 
 

@@ -21,13 +21,13 @@ from jaxtensile.api import feedback
 from jaxtensile.api import jit as api
 from jaxtensile.api.feedback import OFF, PATIENCE, RENEWALS, SKIPPED, TIMED, slowed
 from jaxtensile.devices.profiles import profile
-from jaxtensile.planner import pipeline
+from jaxtensile.planner import renewal
 from programs import chain_args, squeezed
 from programs import step as descent
 from test_offload_state import batch, init, train_step, where
 
 WATCHED = SKIPPED + TIMED
-RENEW = pipeline.renew
+RENEW = renewal.renew
 COMPILES = []
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, _, **__: COMPILES.append(threading.current_thread()) if "backend_compile" in event else None
@@ -223,7 +223,7 @@ def test_renewals_are_bounded(slow, clock, monkeypatch):
         found.append(job.device)
         return RENEW(job, float("inf"), 0, watch)
 
-    monkeypatch.setattr(pipeline, "renew", at_any_price)
+    monkeypatch.setattr(renewal, "renew", at_any_price)
     step, state, seed = jitted(), init(), 0
     for _ in range(RENEWALS + 2):
         clock.took = 0.5 * step.plan(state, batch(0)).step
@@ -309,7 +309,7 @@ def test_calls_are_as_fast_as_ever_while_a_plan_is_renewed(slow, clock, monkeypa
         assert go.wait(60)
         return RENEW(*args)
 
-    monkeypatch.setattr(pipeline, "renew", renew)
+    monkeypatch.setattr(renewal, "renew", renew)
     step = jitted()
     _, state = measured_at(step, clock, 0.05)
     state, _ = run(step, state, 2, WATCHED)
@@ -331,7 +331,7 @@ def test_from_several_threads_at_once(slow, clock, monkeypatch):
         clock.took = found.report.step  # once it runs, it takes what is predicted
         return found
 
-    monkeypatch.setattr(pipeline, "renew", renew)
+    monkeypatch.setattr(renewal, "renew", renew)
     step, outs = jitted(), {}
     measured_at(step, clock, 0.05)
     start = threading.Barrier(4)
@@ -363,7 +363,7 @@ def test_a_failure_in_the_background_is_a_note(slow, clock, monkeypatch, capfd):
     def broken(*_):
         raise ValueError("the solver is out\nof order")
 
-    monkeypatch.setattr(pipeline, "renew", broken)
+    monkeypatch.setattr(renewal, "renew", broken)
     step = jitted()
     _, state = measured_at(step, clock, 0.05)
     renewed()
@@ -424,7 +424,8 @@ sys.path.insert(0, "tests")
 import jax
 from dataclasses import replace
 import jaxtensile
-from jaxtensile import api, attempts, feedback
+from jaxtensile.api import jit as api, feedback
+from jaxtensile.planner import attempts
 from jaxtensile.devices.profiles import profile
 from test_feedback import Clock, batch, init, jitted, renewals, run, WATCHED
 

@@ -49,7 +49,7 @@ print(client.boundary(), client.release(), flush=True)
 JOB = """
 import json, os, sys
 import jax.numpy as jnp, jaxtensile
-from jaxtensile import arbitration
+from jaxtensile.jobs import arbitration
 from jaxtensile.runtime.client.holds import Hold
 
 def told(use):

@@ -14,10 +14,11 @@ from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.solvers.greedy import prepare as greedy
 from jaxtensile.planner import attempts, remembered, rounds
-from jaxtensile.planner.pipeline import Job, fit
+from jaxtensile.planner.pipeline import fit
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.undo import undo
 from jaxtensile.search import subject
+from jaxtensile.search.request import Job
 from jaxtensile.units import GIB
 from programs import FAST, chain_args, close, step
 
@@ -208,7 +209,7 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
             return replace(made, compiled=replace(made.compiled, memory=wrong(made.compiled, variant)))
 
     monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
-    monkeypatch.setattr("jaxtensile.planner.pipeline.Attempts", Wrong)
+    monkeypatch.setattr("jaxtensile.planner.page.Attempts", Wrong)
     plain = live_ranges(trace_jaxpr(jax.jit(examples).trace(*args).jaxpr).graph)
     report = fit(job(plain.device - plain.temp // 2, examples, args, chunk=True), greedy).report
     assert report.fits and tried[0] < least < max(tried), tried

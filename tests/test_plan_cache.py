@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile.planner import attempts, pipeline, plan_cache
+from jaxtensile.planner import attempts, page, plan_cache, recall
 from jaxtensile.planner.plan_cache import MOST, VARIABLE, PlanCache
 from programs import FAST, chain_args, squeezed, step
 
@@ -49,7 +49,7 @@ def files(folder):
 def test_a_second_time_nothing_is_solved(folder, budget, monkeypatch):
     first, report = planned(budget)
     assert not report.unchanged and len(files(folder)) == 1
-    monkeypatch.setattr(pipeline.Candidates, "cheapest", lambda *_: pytest.fail("planned again"))
+    monkeypatch.setattr(page.Candidates, "cheapest", lambda *_: pytest.fail("planned again"))
     again, same = planned(budget)
     assert any("earlier process" in note for note in same.notes)
     assert same.compiled == report.compiled and same.actions == report.actions and same.predicted == report.predicted
@@ -116,14 +116,14 @@ def test_a_damaged_file_costs_one_warning_and_is_written_anew(folder, budget, da
 
 def test_a_plan_that_the_checker_refuses_is_passed_over(folder, budget, monkeypatch):
     planned(budget)
-    real = pipeline.replay
+    real = recall.replay
 
     def bent(*args):
         variant, plan = real(*args)
         program = replace(plan.program, origin=(*plan.program.origin[1:], 0))
         return variant, replace(plan, program=program)
 
-    monkeypatch.setattr(pipeline, "replay", bent)
+    monkeypatch.setattr(recall, "replay", bent)
     with pytest.warns(RuntimeWarning, match="planned program is wrong"):
         report = planned(budget)[1]
     assert report.fits and not any("earlier process" in note for note in report.notes)

@@ -324,7 +324,9 @@ def test_who_does_not_say_hello_first_or_in_another_version_is_refused(daemon):
 @pytest.fixture(scope="module")
 def impatient():
     """A daemon whose ten seconds are shorter."""
-    shorter = "import sys; from jaxtensile.runtime import server; server.HELLO_WITHIN = server.READ_WITHIN = 0.1\n"
+    shorter = (
+        "import sys; from jaxtensile.runtime.daemon import server; server.HELLO_WITHIN = server.READ_WITHIN = 0.1\n"
+    )
     daemon = Daemon()
     daemon.program = "-c", shorter + "from jaxtensile.cli.main import main; sys.exit(main())"
     with daemon:

@@ -94,7 +94,7 @@ for kind in KINDS:
     assert ("@data" in str(again.in_avals)) == (kind is AxisType.Explicit)
 """,
     "what explicit types do not allow is left out": """
-from jaxtensile import variants as ways
+from jaxtensile.search import variants as ways
 from jaxtensile.devices.profiles import profile
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare

@@ -63,17 +63,15 @@ def digest(variant: Any, plan: Any) -> str:
 def plans(name: str) -> Iterator[dict[str, Any]]:
     from dataclasses import replace
 
-    from jaxtensile.passes.solvers.by_name import named
-    from jaxtensile.planner.attempts import Clock, nothing
-    from jaxtensile.planner.pipeline import _opened
+    from jaxtensile.planner.page import opened
     from jaxtensile.search.variants import charge_of
 
     for chunk in (False, True):
         job = job_of(name, chunk)
-        live = _opened(job, named(job.solver), Clock(nothing), False).program.predicted
+        live = opened(job).program.predicted
         for share in SHARES:
             budget = live.device - int((1 - share) * live.temp)
-            page = _opened(replace(job, budget=budget), named(job.solver), Clock(nothing), False)
+            page = opened(replace(job, budget=budget))
             start, _ = page.lightest()
             written = page.written()
             candidates = page.candidates(start, [written] if start is not written else [])

@@ -28,7 +28,7 @@ import jax
 from jaxtensile import _compat
 from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.errors import StoppedError
-from jaxtensile.planner import pipeline
+from jaxtensile.planner import renewal
 from jaxtensile.search.request import OFFLOADS, Fitted, Job
 from jaxtensile.units import Seconds, format_seconds
 from jaxtensile.xla.calibration import link_bandwidth
@@ -258,7 +258,7 @@ def _find(search: _Search, task: _Task, watch: Callable[[str], None]) -> str:
     if slower is None:
         return f"{stays}: by the model its copies alone take longer"
     search.device = slowed(job.device, slower)
-    found = pipeline.renew(replace(job, device=search.device), task.measured / WORTH, running.key, watch)
+    found = renewal.renew(replace(job, device=search.device), task.measured / WORTH, running.key, watch)
     folded = f"with work {slower:.3g} times as long"
     if found is None:
         return f"{stays}: {folded} no other is {100 * (WORTH - 1):.0f} % shorter"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxtensile.errors import BudgetError
 from jaxtensile.ir.plan import MemoryUse
-from jaxtensile.planner import pipeline
+from jaxtensile.planner import pipeline, sketching
 from jaxtensile.planner.attempts import Watch, nothing
 from jaxtensile.planner.plan_cache import PlanCache
 from jaxtensile.runtime.protocol.messages import Rung
@@ -231,7 +231,7 @@ class Ladder:
             self._asked[job.budget] = found
             self._tightest = found.report.compiled.temp
             return [_place(found)]
-        found = pipeline.sketches(job, count)
+        found = sketching.sketches(job, count)
         self._tightest = found[0].use.temp
         rounding = _ROUNDING * (1 + len(job.donated) + len(job.jaxpr.out_avals))
         sure = CPU_SURE if job.device.platform == "cpu" else SURE

@@ -1,0 +1,133 @@
+"""The program as the user wrote it: as it is where that fits, else planned, else the error that says what would fit."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+from typing import Final
+
+from jaxtensile.ir.plan import Plan
+from jaxtensile.planner.outcome import Made, cannot
+from jaxtensile.planner.page import Page
+from jaxtensile.planner.recall import named_by_an_error
+from jaxtensile.planner.remembered import remember
+from jaxtensile.planner.smallest import Smallest
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.request import Fitted
+from jaxtensile.search.variants import Variant
+from jaxtensile.xla.compile import RECOMPUTES
+
+XLA: Final = "what XLA recomputes"
+CHEAP: Final = 0.01
+"""Plans that take no more of a step are not compared with what XLA recomputes by itself: that is one compile more."""
+SAVES: Final = 0.9
+"""Share of the predicted bytes of the program as it is, above which one with its state on the host is compared with
+it."""
+LARGE: Final = 8
+"""Times the device's memory: up to that the program as it is is compiled, to be named by an error."""
+TIGHT: Final = 2.0
+"""Budgets below so many times the lower bound may be hopeless."""
+
+
+def as_written(page: Page) -> Fitted:
+    """The program as the user wrote it, as it is or planned; ``BudgetError`` when it cannot fit."""
+    job, program = page.job, page.program
+    bound = page.bound()
+    possible = job.shards > 1 or bound.nbytes <= job.budget
+
+    @cache
+    def ahead() -> tuple[Candidates, tuple[Variant, Plan] | None]:
+        candidates = page.candidates(page.written())
+        first = page.cheapest(candidates) if possible and job.shards == 1 else None
+        return candidates, first
+
+    # Where nothing may be found, no program is compiled for the report alone before something is.
+    tight = job.shards == 1 and job.budget < TIGHT * bound.nbytes and not page.may_fit(program)
+    baseline = page.baseline and not tight
+    if baseline and job.state:
+        page.attempts.own()
+    if job.state and page.may_fit(program):
+        start = page.written()
+        meanwhile = ahead if program.predicted.device > job.budget else None
+        made = page.attempts.unplanned(start, meanwhile)
+        if made.compiled.device <= job.budget:
+            return page.unchanged() if _saves_nothing(page, made) else page.planned(made, bound, 0)
+    elif not job.state and (baseline or job.shards > 1 or page.may_fit(program)):
+        # By the model it does not fit: plan while XLA has its say.
+        plain = page.attempts.own(ahead if program.predicted.device > job.budget else None)
+        if plain.device <= job.budget:
+            return page.unchanged()
+    candidates, first = ahead()
+    # Below the bound before any search: no plan can need less than what single ops need at once.
+    best, count = None, 0
+    if possible:
+        rounds = page.rounds()
+        start = page.written()
+        lighter, others = page.lighter or start, [start] if page.lighter else []
+        if first is not None and rounds.all_hopeless(candidates, first):
+            best, count = Smallest(rounds).glance(page.candidates(lighter, others))
+        if best is None or not rounds.hopeless(best.variant, best.compiled.device):
+            best, more = rounds.all(candidates, first)
+            count += more
+            if best is None or best.compiled.device > job.budget:
+                best, more = Smallest(rounds).found(page.candidates(lighter, others), best)
+                count += more
+    best = _or_by_xla(page, best)
+    if best is None or best.compiled.device > job.budget:
+        fitted = named_by_an_error(page)
+        if fitted is not None:
+            return fitted
+        best = _smallest(page, candidates, best)
+        if best is None or best.compiled.device > job.budget:
+            with page.clock("solve"):
+                raise cannot(job, candidates, bound, best)
+    return page.fitted(best, bound, count)
+
+
+def _or_by_xla(page: Page, best: Made | None) -> Made | None:
+    """The plan, or what XLA recomputes under ``jax.jit`` by itself, where that fits and costs less."""
+    job, plain = page.job, page.attempts.plain
+    fits = best is not None and best.compiled.device <= job.budget
+    cost = best.variant.seconds + best.plan.overhead if best is not None and fits else math.inf
+    needs = plain.device if plain is not None else page.program.plain.device
+    if cost <= CHEAP * sum(page.costs().seconds) or needs <= RECOMPUTES * job.device.capacity:
+        return best
+    with job.faults.of(XLA):
+        made = page.attempts.by_xla(page.written())
+    return best if made is None or made.compiled.again.seconds >= cost else made
+
+
+def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | None:
+    """The smallest program that was compiled, for the error to name, and to be found again: one that was planned,
+    or the user's own where that is no larger."""
+    job, rounds = page.job, page.rounds()
+    # What no machine holds is not for compilers either: XLA:CPU ends the process for arrays of 2**50 bytes.
+    held = page.program.bound.nbytes <= job.device.capacity
+    if best is None and job.shards == 1 and held:
+        best, _ = Smallest(rounds).glance(candidates)
+    attempts, start = page.attempts, page.written()
+    if best is not None and best.compiled.memory is None:
+        best = None
+    least = LARGE * job.device.capacity if best is None else best.compiled.device
+    worth = held and page.program.may_fit(replace(job, budget=least))
+    if not job.state and (attempts.plain is not None or worth):
+        plain = attempts.own()
+        if plain.memory is not None and (best is None or plain.device <= best.compiled.device):
+            best = attempts.plainly(start)
+    if best is not None and not attempts.misplaced(best):
+        graph = page.program.traced.graph
+        remember(job, graph, best.compiled.device, page.entry(best))
+    return best
+
+
+def _saves_nothing(page: Page, made: Made) -> bool:
+    """Whether the program needs no fewer bytes with its state on the host than without: a branch, say, takes all of
+    it in at once."""
+    needs, memory = made.compiled.device, made.compiled.memory
+    if memory is None or not memory.host:
+        return False  # a CPU has one memory
+    if needs < SAVES * page.program.plain.device or page.attempts.own().device > needs:
+        return False
+    page.notes = (*page.notes, "offload_state= has no effect: with its state on the host it needs no fewer bytes")
+    return True

@@ -1,0 +1,69 @@
+"""Plans that are known: of earlier processes, and those that an error has named. Each is compiled anew."""
+
+from __future__ import annotations
+
+from jaxtensile.errors import VerifyError
+from jaxtensile.ir.plan import Plan
+from jaxtensile.passes.verify.check import check
+from jaxtensile.planner.page import Page
+from jaxtensile.planner.plan_cache import Entry, Plans, key_of
+from jaxtensile.planner.remembered import remembered
+from jaxtensile.search.recipe import Recipe, Unlike, replay
+from jaxtensile.search.request import Fitted
+from jaxtensile.search.subject import Subject
+from jaxtensile.search.variants import Variant
+
+
+def recalled(page: Page, plans: Plans | None) -> Fitted | None:
+    """What was planned before for the same question, or named as what it takes; None where nothing that was fits
+    here."""
+    smallest = remembered(page.job, page.program.traced.graph)
+    if smallest is not None and smallest[0] == page.job.budget:
+        fitted = again(page, smallest[1])
+        if fitted is not None:
+            return fitted
+    if plans is None:
+        return None
+    with page.clock("recall"):
+        found = plans.find(key_of(page.job, page.program.traced.graph, page.aim))
+    notes, page.plans = page.notes, plans
+    if found is None:
+        return None
+    page.notes = (*notes, f"the plan of an earlier process, from {plans.folder}")
+    fitted = again(page, found, plans)
+    if fitted is None:
+        page.notes = notes
+    return fitted
+
+
+def named_by_an_error(page: Page) -> Fitted | None:
+    """The program that an error has named, where the search for a larger budget did not find as small a one."""
+    found = remembered(page.job, page.program.traced.graph)
+    if found is None or found[0] > page.job.budget:
+        return None
+    return again(page, found[1])
+
+
+def again(page: Page, entry: Entry, plans: Plans | None = None) -> Fitted | None:
+    """The program of an entry, of ``plans`` if it is from there; None where it does not fit here."""
+    with page.clock("recall"):
+        try:
+            variant, plan, program = replayed(page, entry.recipe)
+        except (Unlike, VerifyError) as error:
+            return plans.pass_over(entry.key, str(error)) if plans is not None else None
+    made = page.attempts.again(variant, plan, entry.choice)
+    if made is None or page.attempts.misplaced(made) or made.compiled.device > page.job.budget:
+        return None
+    page.plans = None  # it is there
+    return page.fitted(made, program.bound, 1)
+
+
+def replayed(page: Page, recipe: Recipe) -> tuple[Variant, Plan, Subject]:
+    """The variant and the checked plan of a recipe, and the program that it starts from.
+
+    Raises ``Unlike`` or ``VerifyError`` where the recipe does not go with this job.
+    """
+    start, program = page.lightest() if recipe.undone else (page.written(), page.program)
+    variant, plan = replay(recipe, start)
+    check(variant.problem.graph, plan.program)
+    return variant, plan, program

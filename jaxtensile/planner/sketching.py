@@ -1,0 +1,68 @@
+"""Plans by the model alone, for a ladder: what each needs, and how long a step takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+from jaxtensile import _compat
+from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.planner.attempts import Watch, nothing
+from jaxtensile.planner.collecting import seldom
+from jaxtensile.planner.outcome import without_plan
+from jaxtensile.planner.page import opened
+from jaxtensile.search import variants as ways
+from jaxtensile.search.request import Job
+from jaxtensile.units import TIB, Bytes, Seconds
+
+STEEPEST: Final = 0.7
+"""From one sketch to the next, bytes become at most so much fewer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sketch:
+    """A plan by the model alone: what it needs, and how long a step takes."""
+
+    use: MemoryUse
+    seconds: Seconds
+    aim: Bytes
+    """Asked for so many bytes, the model finds it again."""
+
+
+@seldom()
+def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]:
+    """Up to ``count`` plans, the largest of them the program with nothing recomputed; nothing is compiled.
+
+    Ascending in bytes, each shorter than those below it. The job's budget plays no part, and nothing is tried that is
+    only worth its time once nothing else fits: smaller plans may be found by ``fit``. Where all planning fails by a
+    fault of ours, it is the program as written, compiled.
+    """
+    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
+        return job.faults.without(lambda: _sketches(job, count, watch), lambda _: (_as_compiled(job),))
+
+
+def _as_compiled(job: Job) -> Sketch:
+    use = without_plan(replace(job, budget=TIB)).report.compiled
+    return Sketch(use=use, seconds=0.0, aim=use.device)
+
+
+def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
+    page = opened(replace(job, budget=TIB), watch)
+    start, program = page.lightest()
+    written = page.written()
+    candidates = page.candidates(start, [written] if start is not written else [])
+    top = program.predicted.device
+    found: list[Sketch] = []
+
+    bottom = max(page.program.bound.nbytes, 1)
+    step = max((bottom / top) ** (1 / max(count - 1, 1)), STEEPEST)
+    for k in range(count):
+        aim = int(top * step**k)
+        with page.clock("solve"):
+            variant, plan = candidates.readily(aim)
+        use, seconds = plan.predicted, ways.step_time(variant, plan).at()
+        if not found or (use.device < found[-1].use.device and seconds > found[-1].seconds):
+            found.append(Sketch(use=use, seconds=seconds, aim=max(aim, use.device)))
+        if plan.predicted.device > aim:
+            break
+    return tuple(reversed(found))

@@ -1,0 +1,51 @@
+"""The program without the user's own ``jax.checkpoint``s, where it has some and that may fit."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from jaxtensile.ir.plan import Plan
+from jaxtensile.planner.page import Page
+from jaxtensile.rewrites.undo import Undone
+from jaxtensile.search import variants as ways
+from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.request import Fitted
+from jaxtensile.search.subject import Subject
+from jaxtensile.search.variants import Variant
+
+
+def without_checkpoints(page: Page) -> Fitted | None:
+    """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
+    if page.without is None:
+        return None
+    with page.job.faults.of(ways.UNDONE):
+        return _planned(page, *page.without)
+
+
+def _planned(page: Page, undone: Undone, lighter: Subject) -> Fitted | None:
+    job = page.job
+    costs = page.costs()
+    with page.clock("costs"):
+        start = page.lighter = ways.undone(job, undone, costs, page.prepare)
+
+    @cache
+    def ahead() -> tuple[Candidates, tuple[Variant, Plan]]:
+        candidates = page.candidates(start, [page.written()])
+        return candidates, page.cheapest(candidates)
+
+    if page.may_fit(lighter):
+        meanwhile = ahead if lighter.predicted.device > job.budget else None
+        if not undone.barriers and not job.state:
+            # Nothing keeps XLA from merging what they recompute: it does so in the user's own function.
+            if page.attempts.merged(meanwhile).device <= job.budget:
+                return page.unchanged()
+        else:
+            made = page.attempts.unplanned(start, meanwhile)
+            if made.compiled.device <= job.budget:
+                return page.planned(made, lighter.bound, 0)
+    candidates, first = ahead()
+    rounds = page.rounds()
+    best, count = (None, 0) if rounds.all_hopeless(candidates, first) else rounds.all(candidates, first)
+    if best is None or best.compiled.device > job.budget:
+        return None
+    return page.fitted(best, lighter.bound, count)
