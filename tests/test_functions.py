@@ -206,7 +206,8 @@ def test_a_size_that_some_device_may_have_is_not_refused_before_it_is_known():
 def test_no_jax_is_needed_to_check_a_config(tmp_path):
     file = tmp_path / "jaxtensile.toml"
     file.write_text("[functions.f]\nbudget = '1GiB'\n")
-    code = "import sys; from jaxtensile.cli import main as cli; code = cli.main(['config']); sys.exit(code or 'jax' in sys.modules)"
+    code = "import sys; from jaxtensile.cli.main import main; code = main(['config']); "
+    code += "sys.exit(code or 'jax' in sys.modules)"
     environment = {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
 
     def checked():
