@@ -70,7 +70,7 @@ class Needs(NamedTuple):
 def needs(closed, donated=()):
     traced = trace_jaxpr(closed, donated, keep_unused=False)
     live = live_ranges(traced.graph)
-    return Needs(live.device, live.temp, lower_bound(traced.graph, traced.consts, "cpu").nbytes)
+    return Needs(live.device, live.temp, lower_bound(traced.graph, traced.consts, bounded=False).nbytes)
 
 
 def deleted(args):

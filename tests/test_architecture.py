@@ -45,6 +45,7 @@ ONLY = {
 MAY_USE_JAX = {"program", "xla", "rewrites", "rewrites.rows", "planner", "spmd", "estimation", "jobs", "api"}
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 MOST_FILES = 14
+PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 
 
 def modules() -> dict[str, Path]:
@@ -134,6 +135,16 @@ def test_no_file_looks_into_itself_through_others():
         for name in ground:
             del left[name]
     assert not left, f"these import each other: {sorted(left)}"
+
+
+def test_nobody_but_the_devices_asks_for_a_platform_by_its_name():
+    named = [
+        f"{name}:{node.lineno}"
+        for name, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in PLATFORMS and room(name) != "devices"
+    ]
+    assert not named, f"say in devices.backends what is true of it: {named}"
 
 
 def test_the_index_is_of_these_files():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.units import MIB
 from jaxtensile.xla import compile as compiling
 from jaxtensile.xla.compile import RESERVED, compile_program, memory_of, planned_options, within
@@ -119,10 +120,10 @@ def test_other_errors_are_the_users():
         compile_program(make, (1.0,), {}, {})
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_accelerators_compile_planned_programs_as_plain_ones(platform):
+@pytest.mark.parametrize("backend", [CUDA, TPU], ids=lambda b: b.name)
+def test_accelerators_compile_planned_programs_as_plain_ones(backend):
     user = {"xla_gpu_autotune_level": 0}
-    assert planned_options(platform, user) == [user]
+    assert planned_options(backend, user) == [user]
 
 
 def test_what_the_user_reserves_of_a_chip_stays():
@@ -136,7 +137,7 @@ def test_options_of_the_user_are_kept(version, monkeypatch):
     monkeypatch.setattr(compiling._compat, "JAX_VERSION", version)
     user = {"xla_disable_hlo_passes": "fusion,algsimp", "other": 1}
     before = dict(user)
-    choices = planned_options("cpu", user)
+    choices = planned_options(CPU, user)
     assert user == before and len(choices) == 2
     for options in choices:
         assert options["other"] == 1
@@ -159,7 +160,7 @@ def test_under_planned_options_a_barrier_holds():
         return x.sum()
 
     x, w = jnp.ones((4096, 16)), jnp.eye(16)
-    options = planned_options("cpu", FAST)[0]
+    options = planned_options(CPU, FAST)[0]
     used = [
         compile_program(jit_of(jax.grad(lambda w, x, r=r: loss(r, w, x))), (w, x), {}, options).memory.temp
         for r in (False, True)

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 import jaxtensile
+from jaxtensile.devices.backends import CUDA
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import NOTHING_AGAIN
 from jaxtensile.program.trace import jaxpr_flops
@@ -59,7 +60,7 @@ def test_flops_of_the_compiled_program_are_those_of_the_traced_one():
 def test_products_that_xla_recomputes_are_what_it_has_more_of():
     device, args = profile(A100), there(ARGS, A100)
     lowered = jax.jit(train_step, donate_argnums=0).lower(*args)
-    plain = lowered.compile(compiler_options=not_recomputing("cuda", {})).as_text()
+    plain = lowered.compile(compiler_options=not_recomputing(CUDA, {})).as_text()
     fewest = lowered.compile(compiler_options=recomputing({}, device.capacity, 12 << 30)).as_text()
     assert recomputed(plain, device) is NOTHING_AGAIN
     found = recomputed(fewest, device)

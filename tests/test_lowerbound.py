@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from graphs import Builder, graphs, train_steps
+from jaxtensile.devices.backends import CPU, TPU
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Problem
 from jaxtensile.passes.recompute.lowerbound import lower_bound
@@ -162,8 +163,8 @@ def test_other_compilers_promise_arguments_and_outputs_only():
     x = b.input(N, N)
     graph = b.graph(b.op("reduce_max", b.dot(b.dot(x, x), x), shape=()))
     assert lower_bound(graph).nbytes == 3 * M
-    for platform in ("cpu", "tpu"):
-        bound = lower_bound(graph, platform=platform)
+    for backend in (CPU, TPU):
+        bound = lower_bound(graph, bounded=backend.bounded)
         assert bound.nbytes == M + 4
         assert bound.ops == lower_bound(graph).ops
 
@@ -340,9 +341,9 @@ def compiled_and_bound(name, target):
     sharding = SingleDeviceSharding(resolve(target))
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), args)
     flags = tuple(i in donate for i, a in enumerate(args) for _ in jax.tree.leaves(a))
-    platform = profile(target).platform
+    bounded = profile(target).backend.bounded
     traced = trace_jaxpr(jax.jit(fun).trace(*args).jaxpr, flags, keep_unused=False)
-    bound = lower_bound(traced.graph, traced.consts, platform)
+    bound = lower_bound(traced.graph, traced.consts, bounded=bounded)
 
     def make(options):
         return jax.jit(fun, donate_argnums=donate, compiler_options=dict(options))

@@ -50,7 +50,7 @@ def allocated(program: small.Program, target: str, kernels: Path) -> dict[str, A
 
     on_gpu = profile(target).platform == "cuda"
     options = {**compiler_options(target), **({**kernel_cache(kernels), **UNOPTIMIZED} if on_gpu else {})}
-    options = not_recomputing(profile(target).platform, options)
+    options = not_recomputing(profile(target).backend, options)
 
     def make(options: Any) -> Any:
         return jax.jit(program.fun, **program.options, compiler_options=options)

@@ -29,7 +29,7 @@ from jaxtensile import _compat
 from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.errors import StoppedError
 from jaxtensile.planner import renewal
-from jaxtensile.search.request import OFFLOADS, Fitted, Job
+from jaxtensile.search.request import Fitted, Job
 from jaxtensile.units import Seconds, format_seconds
 from jaxtensile.xla.calibration import link_bandwidth
 
@@ -185,7 +185,7 @@ class Feedback:
 
     def _why_not(self, job: Job) -> str:
         """Why this plan cannot be renewed; empty where it can."""
-        link = (job.host_budget > 0 or self.fitted.state) and job.device.platform in OFFLOADS
+        link = (job.host_budget > 0 or self.fitted.state) and job.device.backend.offloads
         if not (link or job.may_stack_on_host):
             return "it recomputes alone, and one factor on all work changes nothing in it"
         return "it has been renewed often enough" if self.fitted.report.renewed >= RENEWALS else ""

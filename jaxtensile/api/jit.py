@@ -743,7 +743,7 @@ def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
     """Whether ``device`` reads stacks on the host right; taken for granted where nothing can be run on it."""
     if is_absent(device):
         return True
-    straight = known.platform != "tpu" or copies_come_back(device)
+    straight = not known.backend.places_copies or copies_come_back(device)
     return straight and stacks_come_back(device, load_index=loads_index(known))
 
 

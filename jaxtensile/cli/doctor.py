@@ -80,7 +80,7 @@ class Diagnosis:
         lines += ["", "Rates, and where they come from (jaxtensile calibrate measures this machine's device)"]
         for name in self.targets:
             device = best_known(profile(name))
-            if device.measured or name == "cpu":
+            if device.measured or not device.backend.own_memory:
                 lines += [f"  {name}", *(f"    {line}" for line in table(device))]
         return "\n".join(lines)
 

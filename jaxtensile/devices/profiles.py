@@ -15,13 +15,12 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
+from jaxtensile.devices.backends import BACKENDS, CPU, CUDA, TPU, Backend
 from jaxtensile.devices.hardware import host_memory
 from jaxtensile.errors import TargetError
 from jaxtensile.units import GIB, MIB, Bytes, Seconds
-
-Platform = Literal["cuda", "tpu", "cpu"]
 
 OF_MEASURED: Final = 0.95
 """Share of a measured rate that programs get: where 0.80 and 0.90 of the peaks of an H200 were measured
@@ -42,7 +41,8 @@ class DeviceProfile:
     """One device: bytes it can hand out, peak rates, fixed costs, and where they come from."""
 
     name: str
-    platform: Platform
+    platform: str
+    """The name of its ``backend``."""
     kinds: tuple[str, ...]
     """``jax.Device.device_kind`` strings of this device; the first is the usual one."""
     capacity: Bytes
@@ -64,6 +64,11 @@ class DeviceProfile:
     traffic_weight: float = TRAFFIC_WEIGHT
     """What a second of memory traffic or of launches counts beside one of matrix work when plans are compared; from 1
     on the predicted seconds of a step are compared."""
+
+    @property
+    def backend(self) -> Backend:
+        """What is true of all devices of its platform."""
+        return BACKENDS[self.platform]
 
     def reached(self, rate: str, of_peak: float) -> float:
         """What programs get of the rate of that name: ``of_peak`` of a peak, ``OF_MEASURED`` of a measured rate."""
@@ -108,7 +113,7 @@ def _gpu(
     ``room`` and ``bf16_flops``: of the capacity and of the bf16 rate where they are others."""
     return DeviceProfile(
         name=name,
-        platform="cuda",
+        platform=CUDA.name,
         kinds=kinds,
         capacity=capacity,
         memory_bandwidth=bandwidth,
@@ -134,7 +139,7 @@ def _tpu(
 ) -> DeviceProfile:
     return DeviceProfile(
         name=name,
-        platform="tpu",
+        platform=TPU.name,
         kinds=kinds,
         capacity=capacity,
         memory_bandwidth=bandwidth,
@@ -339,14 +344,13 @@ def profile_for_kind(device_kind: str, platform: str) -> DeviceProfile:
     A kind that is not in the table gets the worst number of its platform in every field,
     under a name that says so; its capacity should then come from the device itself.
     """
-    if platform == "cpu":
+    if platform == CPU.in_jax:
         return _cpu()
     known = _BY_KIND.get(device_kind)
     if known is not None:
         return known
     # JAX says "gpu" for CUDA and ROCm alike; other platforms are treated as the slowest GPU.
-    family: Platform = "tpu" if platform == "tpu" else "cuda"
-    return _worst(device_kind, family)
+    return _worst(device_kind, TPU.name if platform == TPU.in_jax else CUDA.name)
 
 
 def _nearest(name: str) -> tuple[str, ...]:
@@ -356,7 +360,7 @@ def _nearest(name: str) -> tuple[str, ...]:
     return tuple(f"'{t}'" for t in (containing or close)[:2])
 
 
-def _worst(device_kind: str, platform: Platform) -> DeviceProfile:
+def _worst(device_kind: str, platform: str) -> DeviceProfile:
     members = [p for p in _ACCELERATORS if p.platform == platform]
 
     def over(pick: Callable[[list[float]], float], field: str) -> float:
@@ -378,7 +382,7 @@ def _worst(device_kind: str, platform: Platform) -> DeviceProfile:
 def _cpu() -> DeviceProfile:
     return DeviceProfile(
         name="cpu",
-        platform="cpu",
+        platform=CPU.name,
         kinds=("cpu",),
         capacity=host_memory(),
         memory_bandwidth=20e9,

@@ -121,7 +121,7 @@ def estimate_on(
         if exact:
             tell(f"compiling for {device.name} ...")
             found = _exactly(found, plain, args, program.graph, device, target)
-        elif device.platform == "cuda" and found.device > (most := int(RECOMPUTES * device.capacity)):
+        elif device.backend.recomputes and found.device > (most := int(RECOMPUTES * device.capacity)):
             note = f"above about {format_bytes(most)} XLA recomputes by itself under jax.jit; exact=True says what"
             found = replace(found, notes=(*found.notes, note))
         capacity, budget, setting = room_of(wanted, device, here)
@@ -231,13 +231,13 @@ def _exactly(
     """The same estimate with XLA's own figures."""
     options = compiler_options(target) if target is not None else {}
     placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
-    make, cuda = functools.partial(_Optioned, plain), device.platform == "cuda"
-    counts = device if device.platform == "tpu" else None
+    make, recomputes = functools.partial(_Optioned, plain), device.backend.recomputes
+    counts = device if device.backend.takes_all else None
     with tracing_for(args=placed):
-        compiled = compile_program(make, placed, {}, not_recomputing(device.platform, options), counts=counts)
+        compiled = compile_program(make, placed, {}, not_recomputing(device.backend, options), counts=counts)
         use = compiled.memory
         again, spared, seconds = compiled.again, None, compiled.seconds
-        if cuda and use is not None and use.device > RECOMPUTES * device.capacity:
+        if recomputes and use is not None and use.device > RECOMPUTES * device.capacity:
             second = compile_program(make, placed, {}, options, counts=device)
             again, seconds = second.again, seconds + second.seconds
             spared = second.device if again.count else None

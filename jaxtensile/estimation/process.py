@@ -113,7 +113,7 @@ def _enough(limit: Bytes, calls: Traffic) -> bool:
 def parts(use: MemoryUse, graph: Graph, device: DeviceProfile, shards: int) -> tuple[Part, ...]:
     """What a process that runs the program needs on ``device``, one part after the other."""
     program = Part("program", use.device, "XLA's allocation" if use.exact else "static, from the jaxpr")
-    if device.platform != "cuda":
+    if not device.backend.pools:
         return (program,)
     if shards > 1:
         return (program, Part("context", CONTEXT, _CONTEXT_HOW))

@@ -131,7 +131,7 @@ def _capacities(config: Config) -> dict[str, Capacity]:
 def _bytes_of(device: Any) -> Bytes:
     stats = device.memory_stats() or {}
     known = stats.get("bytes_limit") or profile_of(device).capacity
-    return min(known, host_memory()) if device.platform == "cpu" else known
+    return known if device.backend.own_memory else min(known, host_memory())
 
 
 __all__ = ["Arbitration", "arbitration"]

@@ -27,12 +27,9 @@ from jaxtensile.units import Bytes, Seconds
 
 RUNGS = 4
 """Plans at most; each is a few compiles."""
-SURE, CPU_SURE = 0.25, 0.5
-"""What XLA may need more temporaries than the model says; a CPU's keeps no plan's order. So many are asked for, since a
-first step waits where they are too few."""
 MARGIN, TOP_MARGIN = 0.2, 0.25
-"""The same of the smallest plan, and of the program as it is, where nobody waits and another plan may be compiled.
-Plans between are made to fit what they are given."""
+"""What XLA may need more temporaries than the model says: of the smallest plan, and of the program as it is, where
+nobody waits and another plan may be compiled. Plans between are made to fit what they are given."""
 STEPS = 5
 """Measured steps of a rung that are remembered; the one after a switch is none of them."""
 _LEAST: Seconds = 1e-9
@@ -234,7 +231,7 @@ class Ladder:
         found = sketching.sketches(job, count)
         self._tightest = found[0].use.temp
         rounding = _ROUNDING * (1 + len(job.donated) + len(job.jaxpr.out_avals))
-        sure = CPU_SURE if job.device.platform == "cpu" else SURE
+        sure = job.device.backend.sketched
         places: list[Place] = []
         for k, sketch in enumerate(found):
             stays, temp = persistent(sketch.use) + rounding, sketch.use.temp

@@ -89,16 +89,16 @@ class Attempts:
 
     def __init__(self, job: Job, clock: Clock, predicted: Bytes) -> None:
         self.job, self.clock = job, clock
-        self._options = not_recomputing(job.device.platform, job.options)
+        self._options = not_recomputing(job.device.backend, job.options)
         self._small = predicted <= SMALL * job.device.capacity
         self.plain: Compiled | None = None
         """The user's own function."""
         self._as_it_is: dict[bool, Compiled] = {}
         """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
-        # Compilers for CPUs and TPUs heed no barriers when they schedule.
-        ties = (False, True) if job.device.platform == "cuda" else (False,)
-        told = (False, True) if job.device.platform == "tpu" and job.shards == 1 else (False,)
-        options = planned_options(job.device.platform, self._options)
+        backend = job.device.backend
+        ties = (False, True) if backend.heeds_barriers else (False,)
+        told = (False, True) if backend.takes_all and job.shards == 1 else (False,)
+        options = planned_options(backend, self._options)
         self._ways = [_Way(o, tie, tell) for o in options for tie in ties for tell in told]
         self._missed: dict[tuple[int, int], Made] = {}
         """Planned programs that do not fit, by their keys and ways, without what runs them."""
@@ -125,13 +125,18 @@ class Attempts:
         meanwhile: Callable[[], object] | None = None,
     ) -> Compiled:
         job = self.job
-        counts = job.device if job.device.platform == "tpu" else None
+        counts = job.device if job.device.backend.takes_all else None
         return compile_program(lambda o: job.make(evaluate, o), args, kwargs, options, meanwhile, counts)
 
     def by_xla(self, variant: Variant) -> Made | None:
         """The user's own function in which XLA:GPU recomputes what it must; None where it may not, or does not fit."""
         job = self.job
-        if job.device.platform != "cuda" or job.shards > 1 or job.state or REMATERIALIZATION in disabled(job.options):
+        if (
+            not job.device.backend.recomputes
+            or job.shards > 1
+            or job.state
+            or REMATERIALIZATION in disabled(job.options)
+        ):
             return None
         options = recomputing(job.options, job.device.capacity, job.budget)
         with self.clock("compile plain with XLA's recomputation"):
@@ -154,7 +159,7 @@ class Attempts:
         plan, options = _unchanged(variant), self._options
         evaluate = rewrite(variant.traced, plan.program)
         args, kwargs = job.arguments()
-        if job.state and job.device.platform == "tpu":
+        if job.state and job.device.backend.takes_all:
             # What waits on the host comes in as early as there is room for it.
             options = within(options, job.device.capacity - max(job.budget, plan.predicted.device))
         with self.clock("compile undone" if variant.undone is not None else "compile streamed"):
@@ -223,20 +228,20 @@ class Attempts:
         copies = plan.offload_bytes > 0
         ways = sorted(self._ways, key=lambda way: way.strict is not copies)
         order = self._learned.get(copies, ways) if learned and not once else ways
-        job, cuda = self.job, self.job.device.platform == "cuda"
+        job, heeds = self.job, self.job.device.backend.heeds_barriers
         args, kwargs = job.arguments()
 
         @cache
         def program_of(tie: bool) -> Program:
-            program = apart(plan.program) if cuda else plan.program
+            program = apart(plan.program) if heeds else plan.program
             return tied(program) if tie else program
 
         @cache
         def evaluate_of(program: Program) -> Evaluate:
             if program is not plan.program:
                 check(variant.problem.graph, program)
-            stacked = job.device.platform == "tpu"
-            return rewrite(variant.traced, program, apart=cuda and job.shards == 1, stacked=stacked)
+            stacked = job.device.backend.places_copies
+            return rewrite(variant.traced, program, apart=heeds and job.shards == 1, stacked=stacked)
 
         key = program_key(variant, plan)
         tried: list[tuple[_Way, Made]] = []
@@ -273,7 +278,7 @@ class Attempts:
         tried.sort(key=lambda t: t[1].compiled.device)
         done = [way for way, _ in tried]
         differ = len({way.tied for way in done}) > 1
-        if not once and not (copies and cuda):
+        if not once and not (copies and heeds):
             self._learned[copies] = done[:1] if differ else [*done, *(way for way in order if way not in done)]
         return tried[0][1]
 

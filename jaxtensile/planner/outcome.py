@@ -26,7 +26,7 @@ from jaxtensile.report.report import Report
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.parts import Chunks, why_not_in_parts
-from jaxtensile.search.request import OFFLOADS, Evaluate, Fitted, Job
+from jaxtensile.search.request import Evaluate, Fitted, Job
 from jaxtensile.search.variants import Variant, step_time
 from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
 from jaxtensile.xla.compile import Compiled, compile_program
@@ -193,7 +193,7 @@ def report(
         notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
     if rates := sorted(job.device.measured - {"capacity"}):
         notes.append(f"times from rates measured on {job.device.kinds[0]}: {', '.join(rates)}")
-    if job.host_budget and job.device.platform not in OFFLOADS:
+    if job.host_budget and not job.device.backend.offloads:
         notes.append(f"host_budget= has no effect on a {job.device.platform.upper()}: its memory is the host's")
     notes += _left_alone(traced)
     again = compiled.again
@@ -248,7 +248,7 @@ def report(
     notes[:0] = [said for taken in reversed(variant.taken) if (said := taken.rewrite.describe(taken.sites))]
     if variant.parts == 1 and (why := why_not_in_parts(job, traced)):
         notes.append(why)
-    if job.state and job.device.platform == "cpu":
+    if job.state and not job.device.backend.own_memory:
         notes.append("a CPU has one memory: what waits in pinned host memory is counted as device bytes")
     overhead = plan.overhead + variant.seconds + again.seconds
     if variant.traced is not traced:

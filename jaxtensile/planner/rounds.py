@@ -86,7 +86,7 @@ class Rounds:
         whether bytes on the ``host`` and ``prompt`` updates were among what was tried."""
         job, attempts, scale = self.job, self.attempts, self.scale
         aim = int(job.budget * scale)
-        if job.device.platform == "cpu":
+        if not job.device.backend.own_memory:
             aim -= job.state_bytes  # its host memory is its device memory
         best: Made | None = None
         rounds, tried = 0, set[str]()
@@ -213,7 +213,7 @@ class Rounds:
         Loops, and compilers that do not follow the order of a plan, may need much less than the model says.
         """
         loops = any(op.bodies for op in variant.base.graph.ops)
-        sure = variant.job.device.platform == "cuda" and not loops and variant.job.shards == 1
+        sure = variant.job.device.backend.bounded and not loops and variant.job.shards == 1
         return nbytes > (SURELY if sure else HOPELESS) * self.job.budget
 
     def all_hopeless(self, candidates: Candidates, first: tuple[Variant, Plan]) -> bool:

@@ -91,7 +91,7 @@ class Smallest:
                     made, more = self.rounds.planned(anew, variant, plan, 0, once=True)
                 yield made, host, more
         # Ties make less of a difference than a plan, the CPU's schedulers may make more.
-        near = CLOSE if self.job.device.platform == "cuda" else inf
+        near = CLOSE if self.job.device.backend.heeds_barriers else inf
         for once, host in sorted(found, key=_needs):
             if once.evaluate is not None and once.compiled.device <= near * _needs(min(found, key=_needs)):
                 yield self.attempts.planned(once.variant, once.plan, learned=False), host, 1

@@ -10,7 +10,7 @@ from jaxtensile.rewrites.rewrite import Rewrite, Start, large
 def _find(start: Start) -> list[tuple[int, ...]]:
     # Where updates wait for state from the host anyway, and for compilers that do not keep to the order that barriers
     # give, there is none.
-    if start.job.device.platform != "cuda" or start.job.state:
+    if not start.job.device.backend.heeds_barriers or start.job.state:
         return []
     order = prompt(start.base.graph, least=large(start) // 4)
     return [] if order is None else [tuple(order)]

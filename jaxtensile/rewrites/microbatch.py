@@ -49,7 +49,7 @@ def _apply(start: Start, sites: Sites) -> Traced | None:
     own = _known(Same(start.base), seed)
     if own is None:
         return None
-    mixed = job.device.platform != "cpu"
+    mixed = job.device.backend.widens_sums
     return changed(start, lambda: in_chunks(start.base, job.jaxpr, own, parts, mixed=mixed))
 
 

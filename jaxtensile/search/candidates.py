@@ -219,8 +219,8 @@ class Candidates:
 
         If so, those of all variants are from now on.
         """
-        if variant.job.device.platform != "cuda":
-            return False  # compilers for CPUs and TPUs heed no barriers when they schedule
+        if not variant.job.device.backend.heeds_barriers:
+            return False
         bodies = self._ways.bodies(variant)
         helps = bodies.over(budget - more) and bodies.held is not None
         self._hold = self._hold or helps

@@ -23,17 +23,13 @@ Make = Callable[[Evaluate | None, Options], Any]
 Place = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
 """The arguments as the program is called with them that has these leaves on the host."""
 
-OFFLOADS = frozenset({"cuda", "tpu"})
-"""Platforms on which values may wait on the host, in straight-line code (``rewrite``) and what loops stack."""
-READS_BACKWARDS = (0, 12)
-"""From this jax on, XLA:GPU finds the slices of such stacks by itself, see ``jaxtensile.rewrites.loops``."""
 LINK_SHARE = 0.8
 """Share of the link's peak rate that copies are planned for, where it was not measured."""
 
 
 def loads_index(device: DeviceProfile) -> bool:
     """Whether slices of stacks in host memory have to be read at an index that comes from memory."""
-    return device.platform == "cuda" and JAX_VERSION < READS_BACKWARDS
+    return device.backend.reads_backwards_from > JAX_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,9 +75,9 @@ class Job:
     @property
     def link(self) -> Link | None:
         """The way to host memory, where copies take time and the compiler keeps to their places."""
-        if self.shards > 1 or self.device.platform not in OFFLOADS or not (self.host_budget or self.state):
+        if self.shards > 1 or not self.device.backend.offloads or not (self.host_budget or self.state):
             return None
-        if self.device.platform == "tpu" and not self.stacks_come_back():
+        if self.device.backend.places_copies and not self.stacks_come_back():
             return None  # there copies are slices of stacks
         return self.way
 
@@ -93,7 +89,7 @@ class Job:
     @property
     def may_stack_on_host(self) -> bool:
         """Whether loops may stack in host memory if the device can read it there."""
-        return self.shards == 1 and self.host_budget > 0 and self.device.platform in OFFLOADS
+        return self.shards == 1 and self.host_budget > 0 and self.device.backend.offloads
 
     @property
     def load_index(self) -> bool:

@@ -56,7 +56,7 @@ def bound_of(job: Job, traced: Traced) -> Bound:
     """How few bytes the program needs at least; nothing is known where that fails."""
     return job.faults.spared(
         "the lower bound",
-        lambda: lower_bound(traced.graph, traced.consts, job.device.platform),
+        lambda: lower_bound(traced.graph, traced.consts, bounded=job.device.backend.bounded),
         lambda: Bound(0, ()),
     )
 

@@ -249,7 +249,7 @@ def charge_of(variant: Variant, plan: Plan) -> Seconds:
 def separated(variant: Variant, plan: Plan) -> Plan:
     """A plan that changes nothing, but for ops that make their own copies of what they read; the same one where there
     are none, or the compiler heeds no barriers when it schedules."""
-    if variant.job.device.platform != "cuda":
+    if not variant.job.device.backend.heeds_barriers:
         return plan
     program = apart(plan.program)
     return plan if program is plan.program else answer(variant.problem, program, live_ranges(program.graph), "greedy")

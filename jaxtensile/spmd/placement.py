@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxtensile import _compat
+from jaxtensile.devices.profiles import profile_for_kind
 from jaxtensile.errors import TargetError
 from jaxtensile.ir.plan import Leaf
 from jaxtensile.rewrites.hosted import state_comes_back
@@ -149,7 +150,8 @@ def _as_on_device(x: Any) -> jax.ShapeDtypeStruct:
 def _require_streams(device: Any) -> None:
     """Before any planning: that arguments can wait on the host, and, on a TPU that is here, that they come back."""
     host_sharding(device)
-    if device.platform == "tpu" and not is_absent(device) and not state_comes_back(device):
+    backend = profile_for_kind(device.device_kind, device.platform).backend
+    if backend.places_copies and not is_absent(device) and not state_comes_back(device):
         raise TargetError(
             f"{device} did not give back what a small step left in its host memory (or had no room for that step), so "
             "no state goes there: leave offload_state= out"

@@ -38,9 +38,6 @@ from jaxtensile.xla.target import is_absent
 
 _OF_ONE_PROCESS: Final = ("--xla_dump", "--xla_force_host_platform_device_count")
 """Flags that may differ: they do not change what a program is compiled to."""
-_ALONE: Final = {"cuda": {"xla_gpu_shard_autotuning": False}}
-"""Compiler options for programs that one process compiles without the others: XLA:GPU shares out the tuning of kernels
-among the processes of a program, and would wait for those that do not compile it."""
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -76,7 +73,7 @@ def fit(
             f"process {me} has none of the devices of {job.name}, which are those of processes "
             f"{', '.join(map(str, members))}: plan it there"
         )
-    job = replace(job, options={**_ALONE.get(job.device.platform, {}), **job.options})
+    job = replace(job, options={**job.device.backend.alike, **job.options})
     question = _question(job, devices, budget)
     key = hashlib.sha256(msgspec.msgpack.encode(question.same, order="deterministic")).hexdigest()
     here = _Here(job, members, baseline)

@@ -112,7 +112,7 @@ def measure(device: Any, published: DeviceProfile, effort: Effort) -> Measuremen
     put("matmul_flops_bf16", lambda: product(jnp.bfloat16, published.matmul_flops_bf16))
     put("matmul_flops_f32", lambda: product(jnp.float32, published.matmul_flops_f32))
     put("memory_bandwidth", streaming)
-    if published.platform != "cpu":  # a CPU's own memory is the host's
+    if published.backend.own_memory:
         put("link_bandwidth", lambda: _link(device, published.link_bandwidth, min(most // 2, _MOST_OVER_LINK), effort))
     if device.device_kind not in published.kinds or published.name.endswith("-unknown"):
         limit = _stats(device).get("bytes_limit")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jaxtensile import _compat
+from jaxtensile.devices.backends import Backend
 from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.errors import TargetError
 from jaxtensile.ir.plan import NOTHING_AGAIN, MemoryUse, Recomputed
@@ -148,9 +149,9 @@ def _without_pass(options: Options, name: str) -> Options:
     return {**options, _DISABLED: ",".join(dict.fromkeys((*disabled(options), name)))}
 
 
-def not_recomputing(platform: str, options: Options) -> Options:
-    """``options`` under which XLA computes nothing twice of its own accord, where that can be told: on GPUs."""
-    return _without_pass(options, REMATERIALIZATION) if platform == "cuda" else options
+def not_recomputing(backend: Backend, options: Options) -> Options:
+    """``options`` under which XLA computes nothing twice of its own accord, where that can be told."""
+    return _without_pass(options, REMATERIALIZATION) if backend.recomputes else options
 
 
 def recomputing(options: Options, capacity: Bytes, aim: Bytes) -> Options:
@@ -158,15 +159,8 @@ def recomputing(options: Options, capacity: Bytes, aim: Bytes) -> Options:
     return options if _SLOP in options else {**options, _SLOP: max(int(100 * aim / (_SCHEDULED * capacity)), 1)}
 
 
-def planned_options(platform: str, user: Options) -> list[Options]:
-    """Options under which a rewritten program is worth compiling, best first.
-
-    XLA:CPU of jax 0.10 drops barriers before it schedules, which undoes every recomputation;
-    without its ``cse_barrier_expander`` pass it keeps them, as newer versions do (measured:
-    hand-written remat of a GPT step 592 → 592 MiB with it, 592 → 129 MiB without; same bits).
-    The memory-optimized scheduler is the second choice on both.
-    """
-    if platform != "cpu":
-        return [dict(user)]
-    first = _without_pass(user, "cse_barrier_expander") if _compat.JAX_VERSION < (0, 11) else dict(user)
-    return [first, {**first, "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}]
+def planned_options(backend: Backend, user: Options) -> list[Options]:
+    """Options under which a rewritten program is worth compiling, best first."""
+    drops = backend.drops_barriers_before > _compat.JAX_VERSION
+    first = _without_pass(user, "cse_barrier_expander") if drops else dict(user)
+    return [{**first, **scheduler} for scheduler in backend.schedulers]

@@ -10,11 +10,13 @@ from functools import partial
 from operator import is_
 from typing import Final
 
+from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.devices.gpu_description import FACTS
 from jaxtensile.devices.profiles import DeviceProfile, profile
 from jaxtensile.ir.ir import Graph, Op, ValueId
 from jaxtensile.passes.lifetimes.expanded import expanded
-from jaxtensile.passes.lifetimes.fusion import CPU, H200, Fuser, fuse
+from jaxtensile.passes.lifetimes.fusion import CPU as FUSES_CPU
+from jaxtensile.passes.lifetimes.fusion import H200, Fuser, fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.lifetimes.lowered import Lowered, lowered
 from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide, widened
@@ -47,11 +49,13 @@ MARGINS: Final = {
     _NEW_GPU: (Margin(0.08, 4), Margin(0.21, 2.5)),
     _GPU: (Margin(0.08, 4), Margin(0.21, 2.5)),
     _OLD_GPU: (Margin(0.21, 2.5), Margin(0.21, 2.5)),
-    "cpu": (Margin(0.08, 3), Margin(0.5, 8)),
-    "tpu": (Margin(1.0, 0), Margin(0.21, 1)),
+    CPU.name: (Margin(0.08, 3), Margin(0.5, 8)),
+    TPU.name: (Margin(1.0, 0), Margin(0.21, 1)),
 }
 """Below and above, by kind of compiler: what ``benchmarks/estimate/targets.py`` finds on its calibration half, of the
 versions of jax there the more. A TPU keeps small arrays on the chip, where they count nothing: there may be none."""
+UNKNOWN: Final = Margin(1.0, 0), Margin(0.5, 8)
+"""Of a compiler that was not measured: the widest of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +71,24 @@ class Compiler:
     @property
     def low(self) -> Margin:
         """How far XLA's figure may be below the static one."""
-        return MARGINS[self.kind][0]
+        return MARGINS.get(self.kind, UNKNOWN)[0]
 
     @property
     def high(self) -> Margin:
         """How far it may be above."""
-        return MARGINS[self.kind][1]
+        return MARGINS.get(self.kind, UNKNOWN)[1]
 
     @property
     def spreads(self) -> bool:
         """Whether it writes products by groups as one product."""
-        return self.kind != "tpu"
+        return self.kind != TPU.name
 
     def lowered(self, graph: Graph) -> Lowered:
         """The graph as this compiler fuses it."""
         found = expanded(graph, self.processors, groups=self.spreads)
         if self.wide is not None:
             found = _then(found, widened(found.graph, self.wide))
-        return found if self.fuser == CPU else _then(found, lowered(found.graph))
+        return found if self.fuser == FUSES_CPU else _then(found, lowered(found.graph))
 
     def as_written(self, graph: Graph) -> Graph:
         """A graph with workspaces as it is where nothing keeps products by groups apart: with the copies they share."""
@@ -119,8 +123,8 @@ def _then(first: Lowered, second: Lowered) -> Lowered:
 
 def kind_of(device: DeviceProfile) -> str:
     """The kind of compiler for a device; a GPU of unknown compute capability is taken for a new one."""
-    if device.platform != "cuda" or device.name not in FACTS:
-        return _NEW_GPU if device.platform == "cuda" else device.platform
+    if device.backend is not CUDA or device.name not in FACTS:
+        return _NEW_GPU if device.backend is CUDA else device.platform
     capability = FACTS[device.name].compute_capability
     return _NEW_GPU if capability >= _BF16 else _GPU if capability >= _TRITON else _OLD_GPU
 
@@ -128,8 +132,8 @@ def kind_of(device: DeviceProfile) -> str:
 def compiler_of(device: DeviceProfile) -> Compiler:
     """The compiler for a device."""
     kind = kind_of(device)
-    if kind == "cpu":
-        return Compiler(CPU, ON_CPU, 0, kind)
+    if kind == CPU.name:
+        return Compiler(FUSES_CPU, ON_CPU, 0, kind)
     if device.name not in FACTS:
         return Compiler(kind=kind)
     fuser = Fuser(products=kind != _OLD_GPU, work=_work(device) / _work(profile("nvidia-h200")))

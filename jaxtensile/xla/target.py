@@ -24,7 +24,7 @@ from __future__ import annotations
 import importlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
@@ -37,6 +37,7 @@ from jax.experimental import topologies
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxtensile import _compat
+from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.devices.gpu_description import CUDNN, FACTS, OLDEST_CUDA13, target_config
 from jaxtensile.devices.hardware import WITHOUT_TPU, has_tpu
 from jaxtensile.devices.profiles import profile
@@ -92,13 +93,7 @@ def resolve_all(name: str, count: int) -> tuple[Device, ...]:
 def _resolve_all(name: str, count: int) -> tuple[Device, ...]:
     resolve(name)  # says what is missing
     try:
-        match profile(name).platform:
-            case "cpu":
-                found = jax.local_devices(backend="cpu")
-            case "tpu":
-                found = _tpu_topology(_grid(name, count))
-            case "cuda":
-                found = _cuda_topology(target_config(name), count=count)
+        found = _SEVERAL[profile(name).platform](name, count)
     except Exception as error:
         raise TargetError(f"{count} devices of target {name!r} cannot be compiled for: {_reason(error)}") from error
     if len(found) < count:
@@ -111,13 +106,7 @@ def _resolve_all(name: str, count: int) -> tuple[Device, ...]:
 
 @cache
 def _resolve(name: str) -> Device:
-    match profile(name).platform:
-        case "cpu":
-            return jax.local_devices(backend="cpu")[0]
-        case "tpu":
-            return _tpu_device(name)
-        case "cuda":
-            return _cuda_device(name)
+    return _ONE[profile(name).platform](name)
 
 
 def _cuda_device(name: str) -> Device:
@@ -141,7 +130,7 @@ def _cuda_topology(config: str, plugin: str = "", count: int = 1) -> Sequence[De
 
     def build() -> Sequence[Device]:
         described = topologies.get_topology_desc(
-            platform="cuda", topology_name="", topology=f"1x1x{count}", target_config=config
+            platform=CUDA.name, topology_name="", topology=f"1x1x{count}", target_config=config
         )
         return described.devices
 
@@ -181,9 +170,9 @@ def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
     """
     placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     devices = {d for s in placed if isinstance(s, Sharding) and not _compat.is_abstract(s) for d in s.device_set}
-    kinds = {d.device_kind for d in devices if d.platform == "gpu" and is_absent(d)}
+    kinds = {d.device_kind for d in devices if d.platform == CUDA.in_jax and is_absent(d)}
     found = [gpu for name, gpu in FACTS.items() if name in targets or kinds.intersection(profile(name).kinds)]
-    if not targets and not devices and jax.default_backend() != "gpu":
+    if not targets and not devices and jax.default_backend() != CUDA.in_jax:
         found = [max(FACTS.values(), key=lambda gpu: gpu.compute_capability)]
     if not found:
         return nullcontext()
@@ -192,7 +181,7 @@ def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
 
 def host_sharding(device: Device) -> SingleDeviceSharding:
     """Pinned host memory beside ``device``; ``TargetError`` where it has none."""
-    if device.platform == "gpu" and is_absent(device):
+    if device.platform == CUDA.in_jax and is_absent(device):
         return _PinnedHost(device)
     try:
         kinds = [m.kind for m in device.addressable_memories()]
@@ -226,7 +215,7 @@ def _tpu_device(name: str) -> Device:
 
 def _tpu_topology(topology: str) -> Sequence[Device]:
     with _environment({} if has_tpu() else WITHOUT_TPU):
-        return topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+        return topologies.get_topology_desc(platform=TPU.name, topology_name=topology).devices
 
 
 def _grid(name: str, count: int) -> str:
@@ -275,3 +264,20 @@ def _dotted(version: tuple[int, int]) -> str:
 
 def _install(extra: str) -> str:
     return f'Install it: pip install "jaxtensile[{extra}]"'
+
+
+def _cpus(_: str, __: int = 1) -> Sequence[Device]:
+    return jax.local_devices(backend=CPU.in_jax)
+
+
+_ONE: Final[dict[str, Callable[[str], Device]]] = {
+    CPU.name: lambda name: _cpus(name)[0],
+    TPU.name: _tpu_device,
+    CUDA.name: _cuda_device,
+}
+"""How the device of a target is had, by its backend."""
+_SEVERAL: Final[dict[str, Callable[[str, int], Sequence[Device]]]] = {
+    CPU.name: _cpus,
+    TPU.name: lambda name, count: _tpu_topology(_grid(name, count)),
+    CUDA.name: lambda name, count: _cuda_topology(target_config(name), count=count),
+}

@@ -49,11 +49,11 @@ class Bound:
     ops: tuple[tuple[OpId, Bytes], ...]
 
 
-def lower_bound(graph: Graph, constants: Collection[int] = (), platform: str = "cuda") -> Bound:
+def lower_bound(graph: Graph, constants: Collection[int] = (), *, bounded: bool = True) -> Bound:
     """Least device bytes of any program that computes ``graph``, recomputing as it likes.
 
-    ``constants``: inputs that are no arguments; XLA counts them nowhere. ``platform``: whose
-    compiler; for others than ``"cuda"`` the ops are named, but ``nbytes`` is arguments and outputs.
+    ``constants``: inputs that are no arguments; XLA counts them nowhere. ``bounded``:
+    whether what an op needs at once is there at once; else ops are named, but ``nbytes`` is arguments and outputs.
     """
     needs = _Needs(graph, graph.outputs, graph.outputs)
     inputs = [v for v in graph.inputs if v in needs.used and v not in constants]
@@ -70,7 +70,7 @@ def lower_bound(graph: Graph, constants: Collection[int] = (), platform: str = "
         worst = sorted([*worst, (fixed + max(footprint, beside_donations), footprint, op.id)], reverse=True)[:_WORST]
     least = argument + output - _most_alias(needs, donated)
     by_footprint = sorted(((f, o) for _, f, o in worst), key=lambda w: (-w[0], w[1]))
-    sure = [need for need, _, _ in worst] if platform == "cuda" else []
+    sure = [need for need, _, _ in worst] if bounded else []
     return Bound(max([least, *sure]), tuple((o, f) for f, o in by_footprint))
 
 
