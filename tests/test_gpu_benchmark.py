@@ -141,6 +141,8 @@ def test_other_tables_say_what_was_measured_and_what_was_not(tmp_path):
 def test_the_fit_tables_have_that_line_and_the_readme_says_no_more():
     from benchmarks.fit.run import table
 
-    assert ("On a real GPU: not yet measured" in (ROOT / "README.md").read_text()) == (not summary.RESULTS.exists())
+    assert ("On a real GPU: not yet measured" in (ROOT / "docs" / "numbers.md").read_text()) == (
+        not summary.RESULTS.exists()
+    )
     for path in (ROOT / "benchmarks" / "fit").glob("results-*.json"):
         assert summary.line() in table(json.loads(path.read_text()))

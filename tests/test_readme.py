@@ -1,4 +1,4 @@
-"""What the README shows is so: its Python runs, its config has all keys and no other, its commands exist."""
+"""What the README and the guides show is so: their Python runs, the config has all keys, commands and links exist."""
 
 import re
 import shlex
@@ -15,9 +15,14 @@ from jaxtensile.cli import main as cli
 from jaxtensile.runtime.config import config as configs
 from jaxtensile.runtime.config.functions import KEYS
 
-README = Path(__file__).resolve().parent.parent / "README.md"
-BLOCKS = re.findall(r"(?ms)^( *)```(\w*)\n(.*?)^\1```$", README.read_text())
-PYTHON = [dedent(text) for _, language, text in BLOCKS if language == "python"]
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / name for name in ("README.md", "docs/guide.md", "docs/jobs.md")]
+TEXT = "\n".join(page.read_text() for page in PAGES)
+BLOCKS = re.findall(r"(?ms)^( *)```(\w*)\n(.*?)^\1```$", TEXT)
+PYTHON = list(dict.fromkeys(dedent(text) for _, language, text in BLOCKS if language == "python"))
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)]+))?\)")
+LINKING = sorted({*PAGES, *(ROOT / "docs").rglob("*.md"), ROOT / "CONTRIBUTING.md"})
+WORDS = {"README.md": 1500}
 
 
 def loss(params, x, y):
@@ -52,7 +57,14 @@ def test_its_python_runs(block, monkeypatch, tmp_path):
     if "def train_step" in block:  # the first one: of weights, as in examples/quickstart.py
         x = jax.random.normal(jax.random.key(1), (64, 32))
         names |= {"weights": [jnp.eye(32), 2 * jnp.eye(32)], "x": x, "y": jnp.sin(x)}
-    exec(compile(block, str(README), "exec"), names)
+    exec(compile(block, "README.md", "exec"), names)
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda p: p.name)
+def test_its_links_lead_somewhere(page):
+    for target, _ in LINK.findall(page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target
+    assert len(page.read_text().split()) <= WORDS.get(page.name, 12_000)
 
 
 def test_its_config_has_every_key():
@@ -70,7 +82,7 @@ def test_its_config_has_every_key():
 
 def commands():
     shown = [line for _, language, text in BLOCKS if not language for line in dedent(text).splitlines()]
-    shown += re.findall(r"`(jaxtensile [^`]+)`", re.sub(r"(?ms)^ *```.*?```$", "", README.read_text()))
+    shown += re.findall(r"`(jaxtensile [^`]+)`", re.sub(r"(?ms)^ *```.*?```$", "", TEXT))
     for line in shown:
         words = shlex.split(line.removeprefix("$ "), comments=True)
         if words[:1] == ["jaxtensile"] and words[1:]:

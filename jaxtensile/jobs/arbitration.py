@@ -129,9 +129,9 @@ def _capacities(config: Config) -> dict[str, Capacity]:
 
 
 def _bytes_of(device: Any) -> Bytes:
-    stats = device.memory_stats() or {}
-    known = stats.get("bytes_limit") or profile_of(device).capacity
-    return known if device.backend.own_memory else min(known, host_memory())
+    stats, profile = device.memory_stats() or {}, profile_of(device)
+    known = stats.get("bytes_limit") or profile.capacity
+    return known if profile.backend.own_memory else min(known, host_memory())
 
 
 __all__ = ["Arbitration", "arbitration"]
