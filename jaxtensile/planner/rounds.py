@@ -228,9 +228,7 @@ class Rounds:
     ) -> tuple[Made, int]:
         """What does less work than one that fits, in fewer parts or in a cheaper plan, and how many were compiled."""
         fewer, count = self.in_fewer_parts(candidates, fits, parts)
-        if fewer is not fits:
-            return fewer, count
-        cheaper, more = self.cheaper(candidates, fits, missed)
+        cheaper, more = self.cheaper(candidates, fewer, missed)
         return cheaper, count + more
 
     def in_fewer_parts(self, candidates: Candidates, fits: Made, missed: int) -> tuple[Made, int]:
@@ -240,11 +238,16 @@ class Rounds:
         numbers = candidates.between(missed, fits.variant.parts)
         while numbers and count < LIFTS:
             middle = len(numbers) // 2
-            found = candidates.in_parts(numbers[middle], budget)
-            made = None
-            if found is not None and found[1].predicted.device <= budget and self._saves(found, fits):
+            aim, made = budget, None
+            for _ in range(LIFTS):  # what misses by little is planned for that much less
+                found = candidates.in_parts(numbers[middle], aim)
+                if found is None or found[1].predicted.device > aim or not self._saves(found, fits):
+                    break
                 made = self.attempts.planned(*found)
                 count += 1
+                if made is None or not self.job.budget < made.compiled.device <= CLOSE * self.job.budget:
+                    break
+                aim = found[1].predicted.device - int((made.compiled.device - self.job.budget) * self.scale)
             if made is not None and made.compiled.device <= self.job.budget:
                 fits, numbers = made, numbers[:middle]
             else:
