@@ -226,3 +226,31 @@ def test_a_class_that_takes_arrays_alone_is_planned():
         for a, b in zip(got, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5)
         assert found[0].trace(*args).jaxpr is not None
+
+
+@pytest.mark.parametrize("chunk", [False, True])
+def test_arrays_that_a_planned_function_closed_over_go_with_it(chunk):
+    """In branches and loops too, and where no budget was met: what is remembered of a program holds none of them."""
+
+    def planned():
+        data = jax.device_put(np.ones(4096, np.float32))
+
+        def fun(x):
+            def step(x, _):
+                return jnp.tanh(x * data), None
+
+            x = jax.lax.scan(step, x, None, length=3)[0]
+            return jax.lax.cond(x[0] > 0, lambda x: x + data, lambda x: x, x).sum()
+
+        x = jnp.ones(4096)
+        with pytest.raises(jaxtensile.BudgetError) as refused:
+            jaxtensile.jit(jax.grad(fun), budget=1, chunk=chunk).plan(x)
+        jaxtensile.jit(jax.grad(fun), budget=refused.value.needs, chunk=chunk)(x).block_until_ready()
+
+    planned()
+    gc.collect()
+    before = len(jax.live_arrays())
+    for _ in range(2):
+        planned()
+    gc.collect()
+    assert len(jax.live_arrays()) == before

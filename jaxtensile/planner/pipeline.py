@@ -21,6 +21,7 @@ from jaxtensile.planner.plan_cache import Entry, Plans
 from jaxtensile.planner.recall import recalled, replayed
 from jaxtensile.planner.without_checkpoints import without_checkpoints
 from jaxtensile.program.upperbound import all_values
+from jaxtensile.rewrites.rows.batched import batched
 from jaxtensile.search.request import Fitted, Job
 from jaxtensile.units import Bytes
 
@@ -56,11 +57,14 @@ def _fit(
         return Fitted(jitted=job.make(None, job.options), evaluate=None, options=job.options, report=told)
     page = opened(job, watch, prepare, baseline)
     page.aim = aim
-    return (
-        job.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
-        or without_checkpoints(page)
-        or as_written(page)
-    )
+    try:
+        return (
+            job.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
+            or without_checkpoints(page)
+            or as_written(page)
+        )
+    finally:
+        batched.cache_clear()  # equations, whose constants may be arrays on a device
 
 
 @seldom()

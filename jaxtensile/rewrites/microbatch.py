@@ -6,22 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Final
 
-from jaxtensile.ir.ir import Same
 from jaxtensile.passes.seconds.cost import launches
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 from jaxtensile.rewrites.rows.chunk import in_chunks
-from jaxtensile.rewrites.rows.stretch import Seed, Stretch, find_stretch, stretch_of
+from jaxtensile.rewrites.rows.stretch import Seed, find_stretch, stretch_of
 from jaxtensile.units import Seconds
 
 MOST_ROWS: Final = 2**31 - 1
 """A loop counts them with 32 bits."""
 MOST_PARTS: Final = 256
 """Work is done in so many parts at most."""
-RECENT: Final = 8
 
 Sites = tuple[Seed, int]
 """Where the rows come from, and in how many parts they are worked on."""
@@ -39,14 +36,9 @@ def _find(start: Start) -> Iterator[Sites]:
         yield from ((own.seed, k) for k in parts_of(own.seed.rows))
 
 
-@lru_cache(maxsize=RECENT)
-def _known(traced: Same[Traced], seed: Seed) -> Stretch | None:
-    return stretch_of(traced.it, seed)
-
-
 def _apply(start: Start, sites: Sites) -> Traced | None:
     job, (seed, parts) = start.job, sites
-    own = _known(Same(start.base), seed)
+    own = stretch_of(start.base, seed)
     if own is None:
         return None
     mixed = job.device.backend.widens_sums

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 from jaxtensile import _compat
 from jaxtensile.ir.ir import producers
@@ -125,10 +125,16 @@ class Loops:
         return _is_literal_zero(atom)
 
 
-@lru_cache(maxsize=64)
+_TRACED: Final[WeakKeyDictionary[Any, Traced]] = WeakKeyDictionary()
+
+
 def _body(closed: Any) -> Traced:
-    """A body, traced once for all places that rows are looked for in."""
-    return trace_jaxpr(closed)
+    """A body, traced once for all places that rows are looked for in; forgotten with the body, whose constants may be
+    arrays on a device."""
+    known = _TRACED.get(closed)
+    if known is None:
+        known = _TRACED[closed] = trace_jaxpr(closed)
+    return known
 
 
 def _settled(body: Traced, takes: list[At], rows: int, wanted: Sequence[bool], eqn: Any) -> Loop | None:
