@@ -5,12 +5,14 @@ that the jobs wrote must be those of a device that nobody overfilled.
 """
 
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 
@@ -18,6 +20,7 @@ import msgspec
 
 from chaos_jobs import MOST_STEPS, PROGRAMS, Ended, Fork, Forked, Order, Signal, Signalled, Spec, Told
 from daemons import LIMIT, Daemon, until
+from jaxtensile.runtime.decide.journal import decode, replay
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
@@ -29,6 +32,9 @@ LOWERED = 0.75
 """Of the capacity is there at times. Whoever has more then shrinks in its own time, so it is no bound for the audit."""
 EVERY = 0.5
 """Seconds between two harms, in the mean."""
+TOLD = 60
+"""Lines at most that tell how more was held than there is."""
+JOB = re.compile(r"job=(\S+)")
 LOOSE = 6 * MIB
 """By how much the kernel's count of a process may be off: it counts pages per thread, and Python has some itself."""
 CONFIG = """
@@ -51,6 +57,8 @@ class Held:
 
     def __init__(self, logs, deaths):
         self.problems, self.counts, self.losses = [], Counter(), {}
+        self.exceeded = None
+        """When more was held than there is for the first time, and by whom."""
         self.looseness = 0.0
         """Of the steps' measured bytes over those of their plans, the largest."""
         self._changes = []
@@ -72,9 +80,11 @@ class Held:
             if what == "lease":
                 leases.add(int(words[0]))
             elif what == "run":
-                before, (level, stays) = level, map(int, words)
+                before, (level, stays) = level, map(int, words[:2])
                 self.counts["changes of plan"] += bool(before) and before != level
                 hold(at, level, level)
+            elif what == "chooses":
+                hold(at, stays, stays)
             elif what == "ran":
                 self._measured(name, int(words[0]), level, stays)
                 hold(at, stays, stays)
@@ -110,10 +120,28 @@ class Held:
             most = max(most, total)
             if change > 0 and total > capacity:
                 self.counts["overcommits"] += 1
+                self.exceeded = self.exceeded or (at, {k for k, v in holds.items() if v})
                 if self.counts["overcommits"] <= 3:
                     who = ", ".join(f"{k} {v / MIB:.1f}" for k, v in holds.items() if v)
                     self.problems.append(f"{total / MIB:.1f} of {capacity / MIB:.1f} MiB at {at}, MiB of each: {who}")
         return most
+
+
+def timeline(logs, daemon, harms, epoch, at, names):
+    """What some jobs, the daemon and who harms them did up to a moment, as lines in the order of time.
+
+    ``epoch``: the time of day when the clock of all logs but the daemon's began, in nanoseconds."""
+
+    def stamp(moment):
+        return datetime.fromtimestamp((epoch + int(moment)) / 1e9, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
+
+    lines = [("daemon", *line.split(" ", 1)) for line in daemon.splitlines()]
+    lines = [line for line in lines if "job=" not in line[-1] or not names.isdisjoint(JOB.findall(line[-1]))]
+    lines += [("chaos", stamp(moment), what) for moment, what in harms]
+    written = [(name, *line.split(" ", 1)) for name in sorted(names) for line in logs[name].splitlines()]
+    lines += [(name, stamp(moment), what[:200]) for name, moment, what in written if not what.startswith("loss")]
+    told = sorted((line for line in lines if line[1] <= stamp(at)), key=lambda line: line[1])
+    return [f"{when} {who} {what}" for who, when, what in told[-TOLD:]]
 
 
 # The world.
@@ -130,6 +158,15 @@ class ChaosDaemon(Daemon):
     def configure(self, capacity):
         (new := self.file.with_suffix(".new")).write_text(CONFIG.format(capacity=capacity))
         new.rename(self.file)  # a daemon that starts meanwhile reads the one or the other
+
+    def known(self, copy):
+        """What its journal says of its leases; the file goes to ``copy``."""
+        try:
+            copy.write_bytes(content := (self.folder / "s.journal").read_bytes())
+        except FileNotFoundError:
+            return "nothing"
+        leases = replay(decode(content)).leases.values()
+        return ", ".join(f"{a.job} {a.charges[0].level / MIB:.1f} MiB on rung {a.rung}" for a in leases) or "no lease"
 
 
 class Zygote:
@@ -201,6 +238,9 @@ class Chaos:
         """How many daemons in a row were killed before anybody could have reached them."""
         self._lowered = False
         self.problems = []
+        self.harms = []
+        """What was done to whom, and when."""
+        self._epoch = time.time_ns() - time.monotonic_ns()
 
     # From beginning to end.
 
@@ -239,13 +279,14 @@ class Chaos:
         """A daemon that was killed is started again, a process that was stopped goes on."""
         if self._restart_at is not None and now >= self._restart_at:
             self._restart_at = None
+            self._done("the daemon is started")
             self.daemon.start(wait=False)
         elif self._restart_at is None and self.daemon.process.poll() is not None:
             self.problems.append(f"the daemon ended by itself: {self.daemon.log()[-400:]}")
             self._restart_at = 0.0
         for pid in [p for p, at in self._again.items() if now >= at]:
             del self._again[pid]
-            self.zygote.order(Signal(pid, signal.SIGCONT))
+            self._signal(pid, signal.SIGCONT)
 
     def _finish(self):
         """All that still run leave after their next step, and nothing of them stays."""
@@ -347,9 +388,12 @@ class Chaos:
             if self._restart_at is None and self._may_kill():
                 self.daemon.kill()
                 self.counts["kills of the daemon"] += 1
+                known = self.daemon.known(self.folder / f"journal {self.counts['kills of the daemon']}")
+                self._done(f"the daemon is killed, its journal knows of {known}")
                 self._restart_at = now + self._random.choice((0.0, self._random.uniform(0.0, 1.0)))
         elif what == "capacity":
             self._lowered = not self._lowered
+            self._done(f"the capacity is {LOWERED if self._lowered else 1:.0%}")
             self.daemon.configure(int(self.capacity * (LOWERED if self._lowered else 1)))
             self.counts["changes of capacity"] += 1
             if self._restart_at is None and self.daemon.process.poll() is None and self.daemon.answers():
@@ -357,14 +401,21 @@ class Chaos:
         elif running:
             pid = self._random.choice(running)
             if what == "kill":
-                self.zygote.order(Signal(pid, signal.SIGKILL))
+                self._signal(pid, signal.SIGKILL)
             elif what == "cut":
-                self.zygote.order(Signal(pid, signal.SIGUSR1))
+                self._signal(pid, signal.SIGUSR1)
                 self.counts["connections cut"] += 1
             elif pid not in self._again:
-                self.zygote.order(Signal(pid, signal.SIGSTOP))
+                self._signal(pid, signal.SIGSTOP)
                 self.counts["jobs stopped for a while"] += 1
                 self._again[pid] = now + self._random.choice((0.4, 0.8, 2.5))
+
+    def _signal(self, pid, number):
+        self._done(f"{next(n for n, p in self.pids.items() if p == pid)} is sent {number.name}")
+        self.zygote.order(Signal(pid, number))
+
+    def _done(self, what):
+        self.harms.append((time.monotonic_ns(), what))
 
     def _may_kill(self):
         """At any moment, but jobs give up where no daemon answers for ten seconds."""
@@ -380,6 +431,10 @@ class Chaos:
         held = Held({name: text for name, text in logs.items() if text}, self.deaths)
         most = held.most(self.capacity)
         problems = [*self.problems, *held.problems]
+        if held.exceeded:
+            daemon = (self.folder / "daemon").read_text()
+            problems += timeline(logs, daemon, self.harms, self._epoch, *held.exceeded)
+            problems.append(f"all logs, and the journal at each kill of the daemon: {self.folder}")
         for name, losses in held.losses.items():
             spec, _ = self.specs[name]
             if losses != self.reference[spec.program, spec.seed][: len(losses)]:

@@ -81,8 +81,8 @@ class Log:
     def __init__(self, path):
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def tell(self, *words):
-        line = " ".join(map(str, (time.monotonic_ns(), *words))) + "\n"
+    def tell(self, *words, at=None):
+        line = " ".join(map(str, (at or time.monotonic_ns(), *words))) + "\n"
         os.write(self._file, line.encode())
 
 
@@ -98,50 +98,48 @@ def forget_peak():
 
 
 class Steps:
-    """What the job's planned function dispatches by, with a line before and after each step, and the plan in it."""
+    """What the job's planned function dispatches by, with a line before and after each step, and the plan in it.
+
+    Which plan a call runs is known before it begins, or chosen in it. While it is chosen nothing runs, and the job may
+    say that it has given the former one up: it is none that it holds."""
 
     def __init__(self, job, planned, log):
         self._job, self._log, self._inner = job, log, planned._dispatch
-        self._chooses, self._choose = True, job.plan
-        self._plan, self._kept = (0, 0), None
+        self._chose, self._choose = False, job.plan
+        self._plan = (0, 0)
         self._rest = self._lease = 0
         planned._dispatch = self
         job.plan = self._chosen
-        job.users.discard(self._inner)
-        job.users.add(self)
-
-    def _clear_cache(self):
-        self._chooses = True
-        self._inner._clear_cache()
 
     def _chosen(self, ladder, devices):
+        self._log.tell("chooses")
         fitted = self._choose(ladder, devices)
         use = fitted.report.compiled
         stays = use.argument + use.output - use.alias
-        self._plan, self._chooses = (use.device, stays), False
+        self._plan, self._chose = (use.device, stays), True
         if (lease := self._job._tenancy.client._holder.lease) != self._lease:
             self._lease = lease
             self._log.tell("lease", lease)
-        self._begin()
+        self._runs()
         return fitted
 
-    def _begin(self):
-        self._log.tell("run", *self._plan)
-
-    def _clear_cache(self):
-        self._inner._clear_cache()
+    def _runs(self, at=None):
+        self._log.tell("run", *self._plan, self._job.rung, at=at)
 
     def __call__(self, *args):
         import jax
 
-        fresh, steps = self._chooses, self._job._steps
+        self._chose, steps = False, self._job._steps
         compiled = steps.compiles  # it may end while the step runs
-        if not fresh:
-            forget_peak()
-            self._rest = resident("VmRSS")
-            self._begin()
+        forget_peak()
+        self._rest = resident("VmRSS")
+        began = time.monotonic_ns()
+        if holds := 0 < self._plan[0] <= self._job.budget:
+            self._runs()
         out = jax.block_until_ready(self._inner(*args))
-        unseen = fresh or compiled or steps.compiles
+        if not (holds or self._chose):
+            self._runs(began)  # though it was given up
+        unseen = self._chose or compiled or steps.compiles
         self._log.tell("ran", 0 if unseen else max(resident("VmHWM") - self._rest, 1))
         return out
 

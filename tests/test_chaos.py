@@ -20,7 +20,7 @@ from collections import Counter
 
 import pytest
 
-from chaos import MIB, Chaos, Held
+from chaos import MIB, Chaos, Held, timeline
 from jax_lines import SOAK
 
 SECONDS = 600.0 if SOAK else 35.0
@@ -86,6 +86,36 @@ def test_the_audit_adds_up_what_runs_at_once_and_what_stays_between_steps():
     assert "130.0 of 100.0 MiB at 19" in problems(a=ONE, b=other(19, 30))[0]
     assert not problems(a=ONE, b=other(2, 9))  # 30 MiB stay, and are not added to the 70 before ...
     assert "105.0 of 100.0 MiB at 10" in problems(a=ONE, b=other(2, 9, stays=35))[0]  # ... but 35 are
+
+
+def test_the_audit_adds_up_no_former_plan_while_another_is_chosen():
+    began = written("1 begins 11", "5 lease 1", f"6 run {70 * MIB} {5 * MIB}")
+    other = written("1 begins 12", "5 lease 2", f"10 run {60 * MIB} {MIB}", "50 done 0")
+    assert problems(a=began + written(f"20 run {20 * MIB} {5 * MIB}"), b=other)
+    assert not problems(a=began + written("7 chooses", f"20 run {20 * MIB} {5 * MIB}"), b=other)
+
+
+def test_where_there_was_too_much_it_is_told_what_those_did_who_had_it_and_what_was_done_to_them():
+    logs = {"a": ONE, "b": written("1 begins 12", "10 run 2 1 0"), "c": written("9 run 7 1 0")}
+    daemon = written(
+        "1970-01-01T00:00:02.000Z granted job=a lease=1",
+        "1970-01-01T00:00:02.000Z granted job=c lease=2",
+        "1970-01-01T00:00:02.003Z shrunk job=a lease=1",
+        "1970-01-01T00:00:02.002Z serving",
+    )
+    logs = {name: re.sub(r"(?m)^(\d+)", r"\g<1>000000", text) for name, text in logs.items()}
+    assert timeline(logs, daemon, [(7_000_000, "killed")], 2 * 10**9, 20_000_000, {"a", "b"}) == [
+        "1970-01-01T00:00:02.000Z daemon granted job=a lease=1",
+        "1970-01-01T00:00:02.001Z a begins 11",
+        "1970-01-01T00:00:02.001Z b begins 12",
+        "1970-01-01T00:00:02.002Z daemon serving",
+        "1970-01-01T00:00:02.003Z daemon shrunk job=a lease=1",
+        "1970-01-01T00:00:02.005Z a lease 1",
+        "1970-01-01T00:00:02.007Z chaos killed",
+        f"1970-01-01T00:00:02.010Z a run {70 * MIB} {5 * MIB}",
+        "1970-01-01T00:00:02.010Z b run 2 1 0",
+        "1970-01-01T00:00:02.020Z a ran 0",
+    ]
 
 
 def test_the_audit_takes_a_killed_job_to_hold_its_bytes_until_then():

@@ -6,6 +6,7 @@ import pytest
 
 import jaxtensile
 import job_programs as programs
+from chaos_jobs import Log, Steps
 from jaxtensile.jobs import stepping
 from jaxtensile.jobs.ladder import Ladder
 from job_training import ROOM, WAIT, Training, charged, ladder, plans, resize, same, until
@@ -55,6 +56,28 @@ def test_the_plan_that_runs_fits_the_rung_that_is_charged(ladder):
             compiled = training.step.lower(training.weights, programs.X, programs.Y).compile().memory_analysis()
             assert compiled.temp_size_in_bytes <= job._tenancy.now.temp
             assert job.budget == rung.level
+
+
+def test_a_chaos_job_writes_of_no_plan_that_it_has_given_up_unless_it_runs_it(ladder, tmp_path):
+    with jaxtensile.job("writes", config=programs.config(ROOM)) as job:
+        training = Training(job)
+        Steps(job, training.step, Log(log := tmp_path / "log"))
+        training.run(1)
+        assert job.wait(WAIT)
+
+        def runs(steps):
+            before = log.read_text()
+            training.run(steps)
+            lines = [line.split() for line in log.read_text()[len(before) :].splitlines()]
+            return [int(words[2]) for words in lines if words[1] == "run"]
+
+        for rung in [*reversed(job.ladder), *job.ladder]:
+            resize(rung.level)
+            levels = runs(2)
+            assert len(levels) >= 2 and max(levels) <= charged() <= rung.level
+        job._tenancy.forget = lambda: None
+        resize(ladder[0].level)
+        assert min(runs(1)) > charged(), "it lies"
 
 
 def test_an_idle_job_shrinks_at_once_when_another_comes(ladder):
