@@ -3,6 +3,7 @@
 import weakref
 
 import pytest
+from msgspec import structs
 
 import jaxtensile
 import job_programs as programs
@@ -56,6 +57,18 @@ def test_the_plan_that_runs_fits_the_rung_that_is_charged(ladder):
             compiled = training.step.lower(training.weights, programs.X, programs.Y).compile().memory_analysis()
             assert compiled.temp_size_in_bytes <= job._tenancy.now.temp
             assert job.budget == rung.level
+
+
+def test_what_a_job_may_use_is_within_both_ladders_while_another_is_on_its_way(ladder, monkeypatch):
+    with jaxtensile.job("renews", config=programs.config(ROOM)) as job:
+        Training(job).run(1)
+        assert job.wait(WAIT)
+        less = tuple(structs.replace(r, persistent=r.persistent - 64) for r in job.ladder)
+        monkeypatch.setattr(job._tenancy, "together", lambda: less)
+        with job._steps.alone("a step"):
+            job._tenancy.renewal(job._tenancy.client)
+            assert job.ladder != less == job._tenancy.client.admit.ladder
+            assert job.budget == charged() == less[-1].level
 
 
 def test_a_chaos_job_writes_of_no_plan_that_it_has_given_up_unless_it_runs_it(ladder, tmp_path):

@@ -229,7 +229,8 @@ class Tenancy:
             return
         rung = self.lowest(covering=covering)
         before = self.now
-        self.now, self._clamped = structs.replace(before, temp=min(rung.temp, before.temp)), True
+        less = {"persistent": min(rung.persistent, before.persistent), "temp": min(rung.temp, before.temp)}
+        self.now, self._clamped = structs.replace(before, **less), True
         self.forget()
         if not client.renew(asked, rungs.index(rung), self.in_use()):
             self.now, self._clamped, self.renew = before, False, True
