@@ -1,5 +1,6 @@
 """A job goes from plan to plan as it is told to; its plans fit what it is charged and compute the same."""
 
+import itertools
 import weakref
 
 import pytest
@@ -69,6 +70,22 @@ def test_what_a_job_may_use_is_within_both_ladders_while_another_is_on_its_way(l
             job._tenancy.renewal(job._tenancy.client)
             assert job.ladder != less == job._tenancy.client.admit.ladder
             assert job.budget == charged() == less[-1].level
+
+
+def test_a_ladder_is_told_while_a_thread_goes_on_to_compile_it(ladder, monkeypatch):
+    """Which is another ladder at each look."""
+    with jaxtensile.job("compiles", config=programs.config(ROOM)) as job:
+        Training(job).run(1)
+        assert job.wait(WAIT)
+        known, looks = job.ladder, itertools.count(2)
+
+        def another():
+            more = next(looks)
+            return tuple(structs.replace(r, seconds=r.seconds * more) for r in known)
+
+        monkeypatch.setattr(job._tenancy, "together", another)
+        job._tenancy.renewal(job._tenancy.client)
+        assert [r.level for r in job.ladder] == [r.level for r in known] and job.ladder != known
 
 
 def test_a_chaos_job_writes_of_no_plan_that_it_has_given_up_unless_it_runs_it(ladder, tmp_path):

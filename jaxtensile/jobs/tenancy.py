@@ -227,7 +227,7 @@ class Tenancy:
         asked = self.asked(rungs)
         if asked == self.admit:
             return
-        rung = self.lowest(covering=covering)
+        rung = self.lowest(rungs, covering=covering)
         before = self.now
         less = {"persistent": min(rung.persistent, before.persistent), "temp": min(rung.temp, before.temp)}
         self.now, self._clamped = structs.replace(before, **less), True
@@ -242,11 +242,9 @@ class Tenancy:
         rungs = together(self.ladders, [self.calls[ladder] for ladder in self.ladders])
         return tuple(structs.replace(r, host=r.host + self.waits) for r in rungs) if self.waits else rungs
 
-    def lowest(self, *, covering: bool = True) -> Rung:
-        """The lowest rung of the ladder as it is known now that is no lower than ``least``, and covers what runs or is
-        compiled."""
+    def lowest(self, rungs: tuple[Rung, ...], *, covering: bool = True) -> Rung:
+        """The lowest of ``rungs`` that is no lower than ``least``, and covers what runs or is compiled."""
         assert self.now is not None
-        rungs = self.together()
         runs = [p.temp for ladder in self.ladders if (p := ladder.runs(self.bytes_for(ladder))) is not None]
         used, floor = max(runs, default=self.now.temp) if covering else 0, self.asked(rungs).floor
         return next((r for r in rungs if r.temp >= used and r.level >= floor), rungs[-1])

@@ -260,7 +260,7 @@ class Waiting:
         first one. It waits as any job does, and the job goes on to shrink when it is asked to. False after ``until``.
         """
         assert self._on.by is not None and self._on.now is not None and self._on.client is not None
-        now, need = self._on.now, self._on.lowest(covering=False)
+        now, need = self._on.now, self._on.lowest(self._on.together(), covering=False)
         host = max(need.host - now.host, 0)
         gated = self._on.by.local is not None
         missing = (
