@@ -14,6 +14,7 @@ import jaxtensile
 import job_programs as programs
 from jaxtensile.jobs import stepping
 from jaxtensile.jobs.ladder import Ladder
+from jaxtensile.jobs.tenancy import Tenancy
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
 from job_training import ROOM, WAIT, Training, charged, ladder, office, plans, resize, same, until
@@ -221,6 +222,34 @@ def test_a_job_that_compiles_goes_where_it_is_told_to_be(ladder, monkeypatch):
         step(jnp.zeros(8))
         assert seen
         training.run(2)
+    same(training.losses)
+
+
+def test_what_is_told_of_a_first_plan_covers_the_plan_that_runs(ladder, monkeypatch):
+    """Another job compiles plans of the same step, and finds a smaller and faster one when the first is chosen."""
+    ran, real, tell = [], jax.block_until_ready, Tenancy.tell
+    with jaxtensile.job("first", config=programs.config(ROOM)) as job:
+        training = Training(job)
+        plan = job.plan
+
+        def finds(tenancy):
+            (steps,) = tenancy.ladders
+            monkeypatch.setattr(steps.places()[-1], "seconds", 2 * max(p.seconds for p in steps.places()))
+            monkeypatch.setattr(Tenancy, "tell", tell)
+            tell(tenancy)
+
+        def chosen(*args):
+            fitted = plan(*args)
+            ran.append(fitted.report.compiled.device)
+            return fitted
+
+        monkeypatch.setattr(job, "plan", chosen)
+        monkeypatch.setattr(Tenancy, "tell", finds)
+        monkeypatch.setattr(jax, "block_until_ready", lambda x: (ran.append(charged()), real(x))[1])
+        training.run(1)
+        assert Tenancy.tell is tell
+        (needs, had) = ran
+        assert needs <= had < ladder[-1].level
     same(training.losses)
 
 

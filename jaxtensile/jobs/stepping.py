@@ -108,10 +108,6 @@ class Stepping(Owned):
         self.waiting.known(ladder, devices)
         while (fitted := self._found(ladder)) is None:
             pass
-        if not self.steps:
-            # What was promised of the plan is more than it takes, and others may wait for that.
-            self._on.renew = True
-            self._on.tell()
         self._take_turn()
         runs = self._runs.get(self._calling, (ladder, fitted))
         self._runs[self._calling] = (ladder, fitted) if runs is not None and runs[0] is ladder else None
@@ -136,6 +132,11 @@ class Stepping(Owned):
             return None
         if self.steps:
             self._on.boundary()
+        else:
+            # What was promised of the plan is more than it takes, and others may wait for that. Said before it is seen
+            # whether the plan fits: what is said covers what is the fastest by then, which may be another one.
+            self._on.renew = True
+            self._on.tell()
         return fitted if ladder.fits(fitted, self._on.bytes_for(ladder)) else None
 
     def _moving(self, compiles: Callable[[], T]) -> T:
