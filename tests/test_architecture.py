@@ -111,7 +111,7 @@ def test_every_room_stands_on_a_floor():
 
 
 def test_a_room_looks_only_into_rooms_below():
-    floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
+    floor = {name: height for height, rooms in enumerate(FLOORS) for name in rooms}
     up = [
         f"{name} imports {other}"
         for name, others in LOOKS_INTO.items()

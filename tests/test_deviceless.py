@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 import jaxtensile
 from jax_lines import in_a_soak
 from jaxtensile.api.feedback import slowed
-from jaxtensile.planner import pipeline
+from jaxtensile.planner import renewal
 from jaxtensile.program.trace import jaxpr_flops
 from jaxtensile.spmd.location import location
 from jaxtensile.xla.target import resolve
@@ -225,7 +225,7 @@ def test_where_work_takes_longer_than_thought_more_waits_on_the_host():
     def renewed(factor):
         took, asked = factor * first.report.step, []
         slower = first.time.slower(took)
-        return pipeline.renew(
+        return renewal.renew(
             replace(job, device=slowed(job.device, slower)), took / 1.02, first.key, asked.append
         ), asked
 

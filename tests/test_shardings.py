@@ -94,7 +94,9 @@ for kind in KINDS:
     assert ("@data" in str(again.in_avals)) == (kind is AxisType.Explicit)
 """,
     "what explicit types do not allow is left out": """
+from jaxtensile.rewrites.split import SLICES
 from jaxtensile.search import variants as ways
+from jaxtensile.search.registry import ways as rewritten
 from jaxtensile.devices.profiles import profile
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
@@ -113,10 +115,10 @@ def made(spec):
     job = Job(name="f", jaxpr=jaxpr, make=None, options={}, **fields)
     traced = trace_jaxpr(jaxpr, job.donated)
     costs = op_costs(traced.graph, job.device)
-    return ways.sliced(ways.written(job, traced, costs, prepare), costs)
+    return rewritten(ways.written(job, traced, costs, prepare), SLICES)
 
-assert made(P()) is not None  # rows in threes and fours
-assert made(P("data")) is None  # rows of two devices
+assert made(P())  # rows in threes and fours
+assert not made(P("data"))  # rows of two devices
 """,
     "a target of as many devices": """
 given = jax.tree.leaves(arguments(weights=P("model")))

@@ -344,13 +344,15 @@ def profile_for_kind(device_kind: str, platform: str) -> DeviceProfile:
     A kind that is not in the table gets the worst number of its platform in every field,
     under a name that says so; its capacity should then come from the device itself.
     """
-    if platform == CPU.in_jax:
+    backend = next((b for b in BACKENDS.values() if platform in (b.in_jax, b.name)), CUDA)
+    if backend is CPU:
         return _cpu()
     known = _BY_KIND.get(device_kind)
     if known is not None:
         return known
-    # JAX says "gpu" for CUDA and ROCm alike; other platforms are treated as the slowest GPU.
-    return _worst(device_kind, TPU.name if platform == TPU.in_jax else CUDA.name)
+    # JAX says "gpu" for CUDA and ROCm alike; other platforms, and those without a profile, are taken for the slowest
+    # GPU.
+    return _worst(device_kind, backend.name)
 
 
 def _nearest(name: str) -> tuple[str, ...]:
@@ -361,7 +363,9 @@ def _nearest(name: str) -> tuple[str, ...]:
 
 
 def _worst(device_kind: str, platform: str) -> DeviceProfile:
-    members = [p for p in _ACCELERATORS if p.platform == platform]
+    members = [p for p in _BY_NAME.values() if p.platform == platform] or [
+        p for p in _ACCELERATORS if p.backend is CUDA
+    ]
 
     def over(pick: Callable[[list[float]], float], field: str) -> float:
         return pick([getattr(p, field) for p in members])
