@@ -119,7 +119,7 @@ def test_a_job_that_is_dropped_without_its_end_has_ended():
         assert dropped.wait(WAIT)
         assert [lease.job for lease in office().status().leases] == ["dropped"]
         del dropped, step
-        gc.collect()
-        until(lambda: not office().status().leases)
+        # The thread that compiled may still be on its way out, and holds what it had in hand.
+        until(lambda: gc.collect() >= 0 and not office().status().leases)
         with jaxtensile.job("dropped", config=programs.config(ROOM)) as again:
             jaxtensile.jit(lambda x: x + 1, job=again)(jnp.zeros(8))

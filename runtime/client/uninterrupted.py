@@ -30,27 +30,42 @@ _LOOK_AGAIN: Final = 5e-4
 
 
 class _Change:
-    """``found``: what it returned or raised, once it has ended."""
+    """``found``: what it returned, or ``error``: what it raised, once it is ``done``."""
 
-    __slots__ = ("_call", "ended", "error", "found")
+    __slots__ = ("_call", "done", "ended", "error", "found")
 
     def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
+        self._call: Callable[[], Any] | None = call
         self.ended = allocate_lock()
         self.ended.acquire()
-        self.found: list[Any] = []
+        self.done = False
+        self.found: Any = None
         self.error: BaseException | None = None
 
     def make(self) -> None:
-        if self.found:
+        """Who made it holds nothing of it any more once it has ended: the frame of a thread that has not come to leave
+        it is seen by no collector, and keeps alive what it holds."""
+        call, self._call = self._call, None
+        if call is None:
             return  # it was asked for again
         try:
-            self.found.append(self._call())
+            self.found = call()
         except BaseException as error:
             self.error = error
-            self.found.append(None)
         finally:
+            del call
+            self.done = True
             self.ended.release()
+
+    def given(self) -> Any:
+        """What came of it, once."""
+        found, error, self.found, self.error = self.found, self.error, None, None
+        if error is None:
+            return found
+        try:
+            raise error
+        finally:
+            del error  # else its traceback would hold what holds it
 
 
 _asked: SimpleQueue[_Change] = SimpleQueue()
@@ -68,15 +83,10 @@ def uninterrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         change.ended.acquire()
     except BaseException:
         _asked.put(change)  # it may have come before that
-        while not change.found:
+        while not change.done:
             sleep(_LOOK_AGAIN)
         raise
-    if change.error is not None:
-        try:
-            raise change.error
-        finally:
-            del change  # else its traceback would hold what holds it
-    return change.found[0]
+    return change.given()
 
 
 def later(call: Callable[[], object]) -> None:
