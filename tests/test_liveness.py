@@ -332,6 +332,12 @@ def cross_entropy(w, x, labels):
     return (jax.nn.logsumexp(logits, -1) - own).mean()
 
 
+def by_log_softmax(w, x, labels):
+    """All of a row less its logarithm, of which one is read."""
+    logits = jax.nn.log_softmax((x @ w).astype(jnp.float32))
+    return -jnp.take_along_axis(logits, labels[:, None], 1).mean()
+
+
 def table_in_parts(table, w, ids):
     """Rows of a table, whose gradient a loop adds up."""
     add = lambda c, i: (c + jax.grad(lambda t: jnp.sum(jnp.sin(t[i] @ w)))(table), None)  # noqa: E731
@@ -352,6 +358,15 @@ COMPILED = {
     "functions": (turned(jnp.exp), *(jax.ShapeDtypeStruct(shape, "complex64") for shape in ((512, 4096), (8192, 512)))),
     "attention": (jax.grad(attention, argnums=(0, 1, 2)), *[bf16(16, 2048, 64)] * 3),
     "cross entropy": (jax.grad(cross_entropy), bf16(256, 32000), bf16(1024, 256), jax.ShapeDtypeStruct((1024,), "i4")),
+    "cross entropy and its gradient": (
+        jax.value_and_grad(cross_entropy),
+        *(bf16(256, 8192), bf16(1024, 256), jax.ShapeDtypeStruct((1024,), "i4")),
+    ),
+    "log_softmax": (jax.grad(by_log_softmax), bf16(256, 8192), bf16(1024, 256), jax.ShapeDtypeStruct((1024,), "i4")),
+    "log_softmax and its gradient": (
+        jax.value_and_grad(by_log_softmax),
+        *(bf16(256, 8192), bf16(1024, 256), jax.ShapeDtypeStruct((1024,), "i4")),
+    ),
     "table": (table_in_parts, f32(32768, 512), f32(512, 512), jax.ShapeDtypeStruct((8, 4096), "i4")),
 }
 

@@ -237,7 +237,7 @@ def test_wrong_use_is_an_error_with_a_way_out():
 
 def test_a_tpu_that_gives_back_something_else_is_refused(monkeypatch):
     class Tpu:
-        platform, client = "tpu", None
+        platform, device_kind, client = "tpu", "TPU v5e", None
 
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     monkeypatch.setattr(placement, "host_sharding", lambda _: sharding)

@@ -229,7 +229,7 @@ def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
 
 def test_below_what_can_be_reached_no_plan_is_compiled_twice(monkeypatch):
     monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(subject, "lower_bound", lambda *_: Bound(nbytes=0, ops=()))
+    monkeypatch.setattr(subject, "lower_bound", lambda *_, **__: Bound(nbytes=0, ops=()))
     compiler = Compiler(monkeypatch)
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(predicted().argument + 100), compiler.prepare)
@@ -241,7 +241,7 @@ def test_below_what_can_be_reached_no_plan_is_compiled_twice(monkeypatch):
 def test_far_below_what_can_be_reached_one_plan_is_compiled_and_nothing_for_the_report(monkeypatch):
     monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
     budget = predicted().argument + 100
-    monkeypatch.setattr(subject, "lower_bound", lambda *_: Bound(nbytes=budget, ops=()))
+    monkeypatch.setattr(subject, "lower_bound", lambda *_, **__: Bound(nbytes=budget, ops=()))
     compiler, steps = Compiler(monkeypatch), []
     with pytest.raises(jaxtensile.BudgetError, match=r"smallest (reachable|found)") as info:
         fit(job(budget), compiler.prepare, steps.append, baseline=True)
@@ -253,7 +253,7 @@ def test_far_below_what_can_be_reached_one_plan_is_compiled_and_nothing_for_the_
 def test_a_model_that_is_far_off_leaves_nothing_untried(monkeypatch):
     """By the model nothing comes near the budget; what is compiled does, and so what else there is is tried."""
     monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(subject, "lower_bound", lambda *_: Bound(nbytes=0, ops=()))
+    monkeypatch.setattr(subject, "lower_bound", lambda *_, **__: Bound(nbytes=0, ops=()))
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(predicted().argument + 100), Compiler(monkeypatch).prepare)
     least = info.value.needs

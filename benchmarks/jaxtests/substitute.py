@@ -121,7 +121,7 @@ def _forced(fit: Fit) -> Fit:
     """The smallest plan that the model finds is taken, whatever XLA allocates for it."""
     real, nothing = attempts.compile_program, MemoryUse(argument=0, output=0, temp=0, alias=0)
     attempts.compile_program = lambda *args: replace(real(*args), memory=nothing)
-    subject.lower_bound = lambda *_: Bound(0, ())
+    subject.lower_bound = lambda *_, **__: Bound(0, ())
     subject.SURELY_OVER = subject.SURELY_OVER_WITH_LOOPS = 0.0
 
     def forced(job: Job, *args: Any, **kwargs: Any) -> Fitted:

@@ -243,18 +243,37 @@ def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: 
 
 def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
     """A softmax in f32 of scores in 16 bits: XLA stores the exponentials, not the scores, of small arrays, where a
-    quotient reads them: a cross entropy takes 6 bytes a logit (H200, jax 0.10.2, 1 to 67 million in rows of 512 to
-    32,000)."""
+    quotient reads them, and in rows of one kernel also where the logarithm of their sum is taken off all of a row
+    (``log_softmax``): a cross entropy takes 10 bytes a logit then, 6 to 8 where nobody wants the loss beside its
+    gradient, 6 by ``logsumexp`` (H200, jax 0.10.2 and 0.12)."""
     result = graph.values[op.results[0]]
     count = math.prod(result.shape)
-    divided = any(graph.ops[o].primitive == "div" for o in read_by[result.id])
+    readers = [graph.ops[o] for o in read_by[result.id]]
+    divided = any(reader.primitive == "div" for reader in readers)
+    sums = [reader.results[0] for reader in readers if reader.primitive == "reduce_sum"]
+    logs = [op.results[0] for op in _behind_views(graph, sums, read_by) if op.primitive == "log"]
+    off = [op.results[0] for op in _behind_views(graph, logs, read_by) if op.primitive == "sub"]
+    logged = any(math.prod(graph.values[v].shape) == count for v in off)
     return (
         result.dtype == "float32"
         and count <= SMALL
-        and divided
+        and (divided or (logged and result.shape[-1:] <= (ROW,)))
         and len(read_by[result.id]) > 1
         and any(graph.values[s].dtype in HALVES and math.prod(graph.values[s].shape) == count for s in sources)
     )
+
+
+def _behind_views(graph: Graph, values: Sequence[int], read_by: list[list[int]]) -> list[Op]:
+    """The ops that read some values, also by other names and spread."""
+    found, left = list[Op](), list(values)
+    while left:
+        for o in read_by[left.pop()]:
+            op = graph.ops[o]
+            if op.primitive in VIEWS or op.primitive == "broadcast_in_dim":
+                left += op.results
+            else:
+                found.append(op)
+    return found
 
 
 def _worth_fusing(
