@@ -12,7 +12,7 @@ def _find(start: Start) -> list[tuple[int, ...]]:
     # give, there is none.
     if not start.job.device.backend.heeds_barriers or start.job.state:
         return []
-    order = prompt(start.base.graph, least=large(start) // 4)
+    order = prompt(start.base.graph, least=large(start.base) // 4)
     return [] if order is None else [tuple(order)]
 
 

@@ -98,7 +98,7 @@ def _closed(fun: Callable[..., Any], avals: list[Any]) -> Any:
 
 
 def _find(start: Start) -> list[tuple[CondPair, ...]]:
-    pairs = find_cond_pairs(start.base.graph, large(start))
+    pairs = find_cond_pairs(start.base.graph, large(start.base))
     return [pairs] if pairs else []
 
 

@@ -261,7 +261,7 @@ def _between(graph: Graph) -> Iterator[LoopPlan]:
 
 
 def _find(start: Start) -> list[tuple[InnerPlan, ...]]:
-    return inner_ways(start.base, lambda graph: ladder_of(graph, start.job.device, None), large(start))
+    return inner_ways(start.base, lambda graph: ladder_of(graph, start.job.device, None), large(start.base))
 
 
 def _describe(plans: tuple[InnerPlan, ...]) -> str:

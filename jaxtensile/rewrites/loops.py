@@ -11,7 +11,8 @@ forwards, and gradients are silently wrong. An index that is loaded from memory 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import jax
@@ -23,10 +24,11 @@ from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.ir.ir import Graph
 from jaxtensile.ir.plan import Costs, Link, MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.offload.loops import Ladder, LoopPlan, Way, repeated
+from jaxtensile.passes.offload.loops import Ladder, LoopPlan, repeated
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.program.trace import Equation, Traced, bind, retrace, trace_jaxpr
 from jaxtensile.rewrites.rewrite import Start, traced_for
+from jaxtensile.units import Seconds
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 RECOMPUTATION = "recomputation inside loops"
@@ -42,19 +44,22 @@ def ladder_of(graph: Graph, device: DeviceProfile, link: Link | None) -> Ladder:
     return Ladder(graph, lambda body: costs(body).charge, link, lambda body: costs(body).seconds)
 
 
+def again_of(graph: Graph, device: DeviceProfile) -> Callable[[LoopPlan], tuple[Seconds, Seconds]]:
+    """For what becomes of a pair of loops: the charge and the seconds of what all its iterations compute again."""
+    costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device, body=True))
+
+    def again(plan: LoopPlan) -> tuple[Seconds, Seconds]:
+        body, trips = costs(plan.pair.forward), graph.ops[plan.pair.forward].trip_count
+        return trips * sum(body.charge[o] for o in plan.again), trips * sum(body.seconds[o] for o in plan.again)
+
+    return again
+
+
 def fewest_stacks(start: Start) -> MemoryUse:
     """What the program needs where its loops stack as little as they can."""
     graph, device = start.base.graph, start.job.device
-
-    def charge(way: Way) -> float:
-        fronts = [(graph.ops[plan.pair.forward], plan) for plan in way]
-        bodies = [op_costs(repeated(front), device, body=True).charge for front, _ in fronts]
-        return sum(
-            front.trip_count * sum(body[o] for o in plan.again)
-            for (front, plan), body in zip(fronts, bodies, strict=True)
-        )
-
-    way = sorted(ladder_of(graph, device, None).rungs, key=charge)[-1]
+    again = again_of(graph, device)
+    way = sorted(ladder_of(graph, device, None).rungs, key=lambda way: sum(again(plan)[0] for plan in way))[-1]
     traced = traced_for(start.job, rewrite_loops(start.base, start.job.jaxpr, way)) if way else start.base
     return live_ranges(traced.graph).use()
 

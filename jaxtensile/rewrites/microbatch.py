@@ -31,7 +31,7 @@ def parts_of(rows: int) -> tuple[int, ...]:
 
 
 def _find(start: Start) -> Iterator[Sites]:
-    own = find_stretch(start.base, large(start))
+    own = find_stretch(start.base, large(start.base))
     if own is not None:
         yield from ((own.seed, k) for k in parts_of(own.seed.rows))
 

@@ -110,7 +110,7 @@ def _nested(
 
 
 def _find(start: Start) -> list[tuple[tuple[int, int], ...]]:
-    ways = ladder_of(start.base.graph, start.job.device, None).nests(large(start))
+    ways = ladder_of(start.base.graph, start.job.device, None).nests(large(start.base))
     return [tuple(sorted(inner.items())) for inner in ways]
 
 

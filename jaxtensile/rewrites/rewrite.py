@@ -61,9 +61,9 @@ class Taken:
     sites: Any
 
 
-def large(start: Start) -> Bytes:
+def large(traced: Traced) -> Bytes:
     """Bytes from which on a value of the program is worth a change."""
-    return max(int(LARGE * live_ranges(start.base.graph).temp), 1)
+    return max(int(LARGE * live_ranges(traced.graph).temp), 1)
 
 
 def traced_for(job: Any, jaxpr: Any) -> Traced:

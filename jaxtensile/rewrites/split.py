@@ -210,7 +210,7 @@ def _same_shapes(graph: Graph, operands: tuple[int, ...], result: int) -> bool:
 
 
 def _find(start: Start) -> list[tuple[int, ...]]:
-    chosen = sliced_products(start.base, large(start))
+    chosen = sliced_products(start.base, large(start.base))
     return [tuple(sorted(chosen))] if chosen else []
 
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from functools import cache
 
 from jaxtensile.faults import leaves_out
-from jaxtensile.passes.offload.loops import Way, find_pairs, repeated
+from jaxtensile.passes.offload.loops import Way, find_pairs
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.rewrites.levels import INNER
-from jaxtensile.rewrites.loops import RECOMPUTATION, ladder_of
+from jaxtensile.rewrites.loops import RECOMPUTATION, again_of, ladder_of
 from jaxtensile.rewrites.nest import NESTS
 from jaxtensile.search.registry import with_rewrite
 from jaxtensile.search.variants import Variant
@@ -62,17 +62,16 @@ def _with_loops(start: Variant) -> list[Variant]:
 def looping(start: Variant) -> Callable[[Way], Variant]:
     """For a way to rewrite its loops: ``start`` rewritten that way."""
     graph, device = start.base.graph, start.job.device
-    costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device, body=True))
+    again = again_of(graph, device)
     worth = cache(lambda: (start.known or op_costs(graph, device)).per_second)
 
     def at(way: Way) -> Variant:
         charge, seconds = start.charge, start.seconds
         for plan in way:
-            front = graph.ops[plan.pair.forward]
-            body = costs(plan.pair.forward)
-            charge += front.trip_count * sum(body.charge[o] for o in plan.again)
+            own_charge, own_seconds = again(plan)
+            charge += own_charge
             charge += plan.wait * worth() if plan.wait else 0.0
-            seconds += front.trip_count * sum(body.seconds[o] for o in plan.again) + plan.wait
+            seconds += own_seconds + plan.wait
         return replace(start, loops=way, charge=charge, seconds=seconds)
 
     return at

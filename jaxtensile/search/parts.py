@@ -8,7 +8,7 @@ from typing import Final
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.microbatch import PARTS, parts_of
-from jaxtensile.rewrites.rewrite import LARGE, large
+from jaxtensile.rewrites.rewrite import large
 from jaxtensile.rewrites.rows.stretch import Seed, ends, find_stretch
 from jaxtensile.search.registry import at
 from jaxtensile.search.request import Job
@@ -32,7 +32,7 @@ class Chunks:
     def seed(self) -> Seed | None:
         """Where the rows come from."""
         found = self.start.job.faults.spared(
-            PARTS.title, lambda: find_stretch(self.start.base, large(self.start)), lambda: None
+            PARTS.title, lambda: find_stretch(self.start.base, large(self.start.base)), lambda: None
         )
         return found.seed if found is not None else None
 
@@ -60,7 +60,7 @@ def why_not_in_parts(job: Job, traced: Traced) -> str:
         return ""
     if job.shards > 1:
         return "chunk=True has no effect on arguments that are sharded over several devices"
-    least = max(int(LARGE * live_ranges(traced.graph).temp), 1)
+    least = large(traced)
     if job.faults.spared(PARTS.title, lambda: find_stretch(traced, least), lambda: None) is not None:
         return ""
     named = [f"{traced.graph.ops[o].primitive} at {traced.source(o)}" for o in ends(traced, least)]

@@ -80,25 +80,15 @@ class Variant:
     @property
     def blamed(self) -> str:
         """The rewrite that is left out where something of it fails: the last one that made it; empty without any."""
-        job = self.job
-        if self.inside:
-            return BODIES
-        if self.loops:
-            return RECOMPUTATION
-        if self.taken:
-            return self.taken[-1].rewrite.title
-        return next(
-            (
-                name
-                for name, used in (
-                    (UNDONE, self.undone),
-                    (OFFLOAD, self.host and job.host_budget),
-                    (STATE, job.state),
-                )
-                if used
-            ),
-            "",
+        made = (
+            (BODIES, self.inside),
+            (RECOMPUTATION, self.loops),
+            *((taken.rewrite.title, True) for taken in reversed(self.taken)),
+            (UNDONE, self.undone),
+            (OFFLOAD, self.host and self.job.host_budget),
+            (STATE, self.job.state),
         )
+        return next((name for name, used in made if used), "")
 
     @property
     def as_it_is(self) -> bool:
