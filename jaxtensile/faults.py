@@ -34,12 +34,12 @@ U = TypeVar("U")
 P = ParamSpec("P")
 
 
-class _HasJob(Protocol):
+class _HasRequest(Protocol):
     @property
-    def job(self) -> Any: ...
+    def request(self) -> Any: ...
 
 
-S = TypeVar("S", bound=_HasJob)
+S = TypeVar("S", bound=_HasRequest)
 
 
 class Failed(Exception):
@@ -191,7 +191,7 @@ def leaves_out(
     def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T | U]:
         @wraps(function)
         def guarded(start: S, /, *args: P.args, **kwargs: P.kwargs) -> T | U:
-            faults: Faults = start.job.faults
+            faults: Faults = start.request.faults
             return faults.spared(rewrite, lambda: function(start, *args, **kwargs), lambda: otherwise(start))
 
         return guarded

@@ -4,8 +4,8 @@ from itertools import chain, combinations, permutations
 
 from jaxtensile.ir.plan import Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.recompute.emit import emit, recomputed_ops
-from jaxtensile.passes.recompute.stages import find_turn, mountain_at, waists
+from jaxtensile.passes.recompute.clones import recomputed_ops, with_clones
+from jaxtensile.passes.recompute.stages import boundary_at, cut_points, find_boundary
 
 
 class Meanings:
@@ -45,16 +45,16 @@ def subsets(items):
     return chain.from_iterable(combinations(items, n) for n in range(len(items) + 1))
 
 
-def best_kept_set(graph, mountain, seconds, price, stuck=frozenset()):
+def best_kept_set(graph, boundary, seconds, price, stuck=frozenset()):
     """The least ``price * bytes kept + seconds recomputed`` over all kept sets that are possible:
     nothing pinned runs again, and what is ``stuck`` is kept or not needed."""
-    made = {r: o for o in mountain.cone for r in graph.ops[o].results}
-    candidates = [v for v in made if v not in mountain.always]
+    made = {r: o for o in boundary.cone for r in graph.ops[o].results}
+    candidates = [v for v in made if v not in boundary.always]
     costs = []
     for kept in map(frozenset, subsets(candidates)):
-        again = recomputed_by_hand(graph, mountain, made, kept)
-        wanted = {u for o in again for u in graph.ops[o].operands if u in made and u not in mountain.always}
-        wanted |= set(mountain.needed)
+        again = recomputed_by_hand(graph, boundary, made, kept)
+        wanted = {u for o in again for u in graph.ops[o].operands if u in made and u not in boundary.always}
+        wanted |= set(boundary.needed)
         if any(graph.ops[o].pinned for o in again) or (wanted & stuck) - kept:
             continue
         costs.append(cost_of(graph, seconds, price, kept, again))
@@ -65,42 +65,42 @@ def cost_of(graph, seconds, price, kept, again):
     return price * sum(graph.values[v].nbytes for v in kept) + sum(seconds[o] for o in again)
 
 
-def recomputed_by_hand(graph, mountain, made, kept):
+def recomputed_by_hand(graph, boundary, made, kept):
     """Least set of ops that makes everything needed from what is kept: grown until it stops growing."""
     again = set()
     while True:
-        wanted = {u for o in again for u in graph.ops[o].operands} | set(mountain.needed)
-        grown = {made[u] for u in wanted if u in made and u not in kept and u not in mountain.always}
+        wanted = {u for o in again for u in graph.ops[o].operands} | set(boundary.needed)
+        grown = {made[u] for u in wanted if u in made and u not in kept and u not in boundary.always}
         if grown <= again:
             return again
         again |= grown
 
 
-def completed(graph, mountain, kept):
+def completed(graph, boundary, kept):
     """``kept`` and the results of effects that the rest would need to run again."""
-    while effects := {o for o in recomputed_ops(graph, mountain, kept) if graph.ops[o].pinned}:
+    while effects := {o for o in recomputed_ops(graph, boundary, kept) if graph.ops[o].pinned}:
         kept = kept | {r for o in effects for r in graph.ops[o].results}
     return kept
 
 
-def one_turn(graph, budget):
-    """The mountain that solvers of one turn work on for ``budget``, None where there is none."""
+def one_boundary(graph, budget):
+    """The boundary that solvers of one boundary work on for ``budget``, None where there is none."""
     live = live_ranges(graph)
-    turn = find_turn(graph, live, max(budget - (live.device - live.temp), 0))
-    return None if turn is None else mountain_at(graph, turn)
+    step = find_boundary(graph, live, max(budget - (live.device - live.temp), 0))
+    return None if step is None else boundary_at(graph, step)
 
 
-def every_schedule(graph, mountain, charge, always=frozenset(), candidates=None):
+def every_schedule(graph, boundary, charge, always=frozenset(), candidates=None):
     """Charge and device bytes of the schedule of every kept set there is, or of ``always`` and any ``candidates``."""
     program, kernels = Program.unchanged(graph), live_ranges(graph).kernels
-    cuts, _ = waists(graph, mountain)
+    cuts, _ = cut_points(graph, boundary)
     if candidates is None:
-        candidates = [r for o in mountain.cone for r in graph.ops[o].results if r not in mountain.always]
+        candidates = [r for o in boundary.cone for r in graph.ops[o].results if r not in boundary.always]
     found = []
     for kept in (always.union(some) for some in subsets(candidates)):
-        again = recomputed_ops(graph, mountain, kept)
+        again = recomputed_ops(graph, boundary, kept)
         if not any(graph.ops[o].pinned for o in again):
-            device = live_ranges(emit(program, kernels, mountain, kept, cuts).graph).device
+            device = live_ranges(with_clones(program, kernels, boundary, kept, cuts).graph).device
             found.append((sum(charge[o] for o in again), device))
     return found
 

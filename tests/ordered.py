@@ -1,7 +1,7 @@
 """What a program is like that got barriers and nothing else."""
 
 from jaxtensile.passes.lifetimes.fusion import fuse
-from jaxtensile.passes.order.ties import CONVOLUTION
+from jaxtensile.passes.order.control import CONVOLUTION
 from jaxtensile.passes.verify.check import BARRIER
 
 

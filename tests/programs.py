@@ -9,7 +9,7 @@ import jaxtensile
 from jaxtensile.ir.ir import OpId, ValueId
 from jaxtensile.ir.plan import Program
 from jaxtensile.planner import pipeline
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.xla.compile import compile_program
 
@@ -98,7 +98,7 @@ def fit_by_force(job, **_):
     """``pipeline.fit`` of a planner that rewrites whatever it gets."""
     kept = pipeline.fit.__wrapped__(job) if hasattr(pipeline.fit, "__wrapped__") else _fit(job)
     traced = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused)
-    evaluate = rewrite(traced, doubled(traced.graph))
+    evaluate = emit(traced, doubled(traced.graph))
     made = compile_program(lambda o: job.make(evaluate, o), job.args, job.kwargs, job.options)
     return replace(kept, jitted=made.jitted, evaluate=evaluate, options=made.options)
 

@@ -9,7 +9,7 @@ import pytest
 import jaxtensile
 from jaxtensile.ir.plan import Program
 from jaxtensile.program.bodies import bodies_of, maker, with_bodies
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import trace_jaxpr
 from programs import FAST, same
 
@@ -93,7 +93,7 @@ def test_exchanged_for_themselves_bodies_change_nothing(program, args):
             inner = body.traced()
             assert body.trips == op.trip_count
             carried += sum(body.donated)
-            new[op.id, k] = rewrite(inner, Program.unchanged(inner.graph))
+            new[op.id, k] = emit(inner, Program.unchanged(inner.graph))
     assert new and bool(carried) == (program is not either), "a loop's carry is replaced by its results"
     again = with_bodies(traced, closed, new)
     assert [v.aval for v in again.jaxpr.outvars] == [v.aval for v in closed.jaxpr.outvars]

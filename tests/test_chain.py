@@ -14,7 +14,7 @@ from jaxtensile.ir.plan import Costs, Problem
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.chain import END, NOTHING, WHOLE, Link, cheapest, solve
-from oracles import every_schedule, least_charge, one_turn
+from oracles import every_schedule, least_charge, one_boundary
 from test_greedy import check_plan
 
 small = st.integers(0, 9)
@@ -29,7 +29,7 @@ def links(draw):
         charge=charge,
         saved=draw(st.integers(0, charge)),
         room=draw(st.integers(5, 40)),
-        climb=draw(st.integers(0, 40)),
+        forward=draw(st.integers(0, 40)),
     )
 
 
@@ -39,7 +39,7 @@ def charge_of_choice(chain, choice, room, top):
     if (
         sum(kept) > room
         or sum(kept[:-1]) > top
-        or any(sum(kept[: max(i - 1, 0)]) > k.climb for i, k in enumerate(chain))
+        or any(sum(kept[: max(i - 1, 0)]) > k.forward for i, k in enumerate(chain))
     ):
         return None
     there = set()  # links whose inner part and end have been computed again
@@ -82,9 +82,9 @@ def test_chains_are_cut_as_well_as_by_every_schedule(chain, share):
     problem = Problem(
         graph=graph, costs=Costs(seconds=costs, charge=costs), budget=live.device - int((1 - share) * live.temp)
     )
-    mountain = one_turn(graph, problem.budget)
-    assume(mountain is not None and mountain.needed)
-    least = least_charge(every_schedule(graph, mountain, costs), problem.budget)
+    boundary = one_boundary(graph, problem.budget)
+    assume(boundary is not None and boundary.needed)
+    least = least_charge(every_schedule(graph, boundary, costs), problem.budget)
     assume(least is not None)
     plan = solve(problem)
     assert plan.predicted.device <= problem.budget

@@ -11,8 +11,8 @@ from jaxtensile.errors import VerifyError
 from jaxtensile.ir.ir import Graph, Op, OpId, ValueId
 from jaxtensile.ir.plan import Costs, Problem, Program
 from jaxtensile.passes.lifetimes.fusion import fuse
-from jaxtensile.passes.recompute.emit import emit
-from jaxtensile.passes.recompute.stages import mountain_at, waists
+from jaxtensile.passes.recompute.clones import with_clones
+from jaxtensile.passes.recompute.stages import boundary_at, cut_points
 from jaxtensile.passes.solvers.greedy import solve
 from jaxtensile.passes.verify.check import check, naive_peak
 from oracles import completed, same_outputs
@@ -20,14 +20,14 @@ from oracles import completed, same_outputs
 
 @st.composite
 def planned(draw, source):
-    """A graph and what ``emit`` makes of it for some turn and some kept set."""
+    """A graph and what ``with_clones`` makes of it for some turn and some kept set."""
     graph = draw(source)
-    mountain = mountain_at(graph, draw(st.integers(1, len(graph.ops))))
-    values = sorted({r for o in mountain.cone for r in graph.ops[o].results} - mountain.always)
+    boundary = boundary_at(graph, draw(st.integers(1, len(graph.ops))))
+    values = sorted({r for o in boundary.cone for r in graph.ops[o].results} - boundary.always)
     kept = draw(st.sets(st.sampled_from(values))) if values else set()
-    kept = completed(graph, mountain, frozenset(kept))
-    cuts, _ = waists(graph, mountain)
-    return graph, emit(Program.unchanged(graph), fuse(graph), mountain, kept, cuts)
+    kept = completed(graph, boundary, frozenset(kept))
+    cuts, _ = cut_points(graph, boundary)
+    return graph, with_clones(Program.unchanged(graph), fuse(graph), boundary, kept, cuts)
 
 
 @given(graphs())

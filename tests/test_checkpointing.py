@@ -15,7 +15,7 @@ import pytest
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Problem
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.offload.loops import Ladder
+from jaxtensile.passes.offload.loops import LoopLadder
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.by_name import named
 from jaxtensile.passes.verify.check import check
@@ -92,7 +92,7 @@ def test_a_loop_becomes_the_loop_of_loops_that_holds_fewest_states(steps):
         return jax.lax.scan(lambda x, _: (jnp.tanh(x @ W), None), x, length=steps)[0].sum()
 
     graph = trace_jaxpr(jax.jit(jax.grad(loss)).trace(X).jaxpr).graph
-    ladder = Ladder(graph, lambda body: op_costs(body, DEVICE).charge)
+    ladder = LoopLadder(graph, lambda body: op_costs(body, DEVICE).charge)
     found = [set(inner.values()) for inner in ladder.nests(1)]
     assert found and all(len(k) == 1 for k in found)
     held = min(steps // k + k for (k,) in found)

@@ -17,8 +17,8 @@ from jaxtensile import _compat
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
 from jaxtensile.rewrites.rows.chunk import in_chunks
+from jaxtensile.rewrites.rows.region import Seed, find_region, region_of, regions
 from jaxtensile.rewrites.rows.rows import Row
-from jaxtensile.rewrites.rows.stretch import Seed, find_stretch, stretch_of, stretches
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 kernel_cache = importlib.import_module("benchmarks.machine").kernel_cache
@@ -168,7 +168,7 @@ def longest(traced, count):
     found = {}
     for v in traced.graph.inputs:
         for dim, size in enumerate(traced.graph.values[v].shape):
-            for own in stretches(traced, v, Row(dim), size) if size > 1 else ():
+            for own in regions(traced, v, Row(dim), size) if size > 1 else ():
                 found.setdefault(frozenset(own.members), own)
     return sorted(found.values(), key=lambda own: -len(own.members))[:count]
 
@@ -196,15 +196,15 @@ def test_all_of_a_step_up_to_the_update_is_one_stretch(name):
     """But where totals are needed on the way: there it ends, and another begins."""
     fun, args = PROGRAMS[name]
     _, traced = opened(fun, args)
-    own = find_stretch(traced, 1)
+    own = find_region(traced, 1)
     assert own is not None and (own.seed.rows == BATCH or name == "clipped")
     heavy = ("dot_general", "conv_general_dilated", "scan")
     products = [op.id for op in traced.graph.ops if op.primitive in heavy]
     inside = [o for o in products if o in own.members]
     assert inside and (len(inside) == len(products)) == (name != "batch norm")
-    again = stretch_of(traced, own.seed)
+    again = region_of(traced, own.seed)
     assert again is not None and (again.members.keys(), again.leaving) == (own.members.keys(), own.leaving)
-    assert stretch_of(traced, own.seed._replace(stage=99)) is None
+    assert region_of(traced, own.seed._replace(stage=99)) is None
 
 
 def test_sums_of_few_bits_are_added_in_float32():
@@ -213,7 +213,7 @@ def test_sums_of_few_bits_are_added_in_float32():
     closed, traced = opened(
         lambda x, w: (jax.vjp(lambda w: x @ w, w)[1](jnp.ones((1024, 8), jnp.bfloat16))[0], x.sum(0)), (x, w)
     )
-    for own in stretches(traced, traced.arguments[0], Row(0), 1024):
+    for own in regions(traced, traced.arguments[0], Row(0), 1024):
         for mixed in (True, False):
             if mixed and jax.default_backend() == "cpu":
                 continue
@@ -229,7 +229,7 @@ def test_rows_leave_along_any_dimension():
     # Products of eighths are exact: those of fewer rows may be summed in another order.
     args = tuple(jnp.round(4 * normal(*shape)) / 8 for shape in ((0, 8, 5), (1, 12, 8)))
     closed, traced = opened(fun, args)
-    (own, *_) = stretches(traced, traced.arguments[1], Row(0), 12)
+    (own, *_) = regions(traced, traced.arguments[1], Row(0), 12)
     assert {type(how) for how in own.leaving.values()} == {Row, str}
     for a, b in zip(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4))(*args), fun(*args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)
@@ -243,7 +243,7 @@ def test_effects_do_not_wait_for_a_loop():
 
     args = jnp.ones((8, 5)), jnp.ones((12, 8)), jnp.ones(3)
     closed, traced = opened(fun, args)
-    (own, *_) = stretches(traced, traced.arguments[1], Row(0), 12)
+    (own, *_) = regions(traced, traced.arguments[1], Row(0), 12)
     assert in_chunks(traced, closed, own, 4) is None
     assert not any(traced.graph.ops[o].pinned for o in own.members)
 
@@ -256,7 +256,7 @@ def test_keys_and_host_memory_are_left_whole():
 
     args = jax.random.split(KEYS[0], 12), normal(1, 12, 8)
     closed, traced = opened(fun, args)
-    found = [own for v in traced.arguments for own in stretches(traced, v, Row(0), 12)]
+    found = [own for v in traced.arguments for own in regions(traced, v, Row(0), 12)]
     assert found
     for own in found:
         values = [traced.graph.values[v] for o in own.members for v in traced.graph.ops[o].results]
@@ -274,7 +274,7 @@ def test_rows_that_are_little_work_are_made_again_and_not_stacked():
 
     args = 0.1 * normal(0, LENGTH * WIDTH, WIDTH), 0.1 * normal(1, BATCH, LENGTH * WIDTH)
     closed, traced = opened(fun, args)
-    own = stretch_of(traced, Seed(traced.arguments[1], 0, BATCH, 0))
+    own = region_of(traced, Seed(traced.arguments[1], 0, BATCH, 0))
     assert own is not None
     new = in_chunks(traced, closed, own, 3)
     (loop,) = (eqn for eqn in new.eqns if eqn.primitive.name == "scan")
@@ -302,7 +302,7 @@ def test_masks_are_made_for_the_rows_that_need_them():
     args = weights(), x, valid, KEYS[0]
     closed, traced = opened(jax.value_and_grad(masked), args)
     value = next(v for v, a in zip(traced.arguments, jax.tree.leaves(args), strict=True) if a is x)
-    own = stretch_of(traced, Seed(value, 0, BATCH, 0))
+    own = region_of(traced, Seed(value, 0, BATCH, 0))
     values = traced.graph.values
     assert own is not None and sum(values[v].nbytes for v, _ in own.sliced) <= x.nbytes + 4 * valid.nbytes
     assert {"random_bits", "iota"} <= {traced.graph.ops[o].primitive for o, _ in own.pulled.values()}
@@ -319,7 +319,7 @@ def test_rows_come_by_slices_where_they_are_made_from_as_much():
         return (jnp.tanh(x @ w) * s).sum(), s
 
     _, traced = opened(fun, (jnp.ones((8, 5)), jnp.ones((12, 8)), jnp.ones((12, 5))))
-    own = stretch_of(traced, Seed(traced.arguments[1], 0, 12, 0))
+    own = region_of(traced, Seed(traced.arguments[1], 0, 12, 0))
     sine = next(op.results[0] for op in traced.graph.ops if op.primitive == "sin")
     assert own is not None and (sine, Row(0)) in own.sliced and not own.pulled
 
@@ -348,9 +348,9 @@ def seen(w, x):
 def test_loops_that_pass_no_rows_on_are_left_whole(fun):
     args = normal(0, 8, 5), normal(1, 3, 6, 8)
     _, traced = opened(fun, args)
-    for own in stretches(traced, traced.arguments[1], Row(1), 6):
+    for own in regions(traced, traced.arguments[1], Row(1), 6):
         assert not any(traced.graph.ops[o].primitive == "scan" for o in own.members)
-    for own in stretches(traced, traced.arguments[1], Row(0), 3):  # the loop's own axis
+    for own in regions(traced, traced.arguments[1], Row(0), 3):  # the loop's own axis
         assert not any(traced.graph.ops[o].primitive == "scan" for o in own.members)
 
 
@@ -365,7 +365,7 @@ def test_loops_add_totals_up():
 
     args = normal(0, 8, 5), normal(1, 3, 6, 8)
     closed, traced = opened(fun, args)
-    (own,) = stretches(traced, traced.arguments[1], Row(1), 6)
+    (own,) = regions(traced, traced.arguments[1], Row(1), 6)
     assert [*own.leaving.values()] == ["add", "add", Row(1), "add"]
     for a, b in zip(
         jax.tree.leaves(jax.jit(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 3)))(*args)),
@@ -393,7 +393,7 @@ def within_a_loop(w, x):
 def test_barriers_hand_on_what_is_the_same_for_all_rows(fun):
     args = normal(0, 3, 5, 5), normal(1, BATCH, 5)
     closed, traced = opened(fun, args)
-    (own,) = stretches(traced, traced.arguments[1], Row(0), BATCH)
+    (own,) = regions(traced, traced.arguments[1], Row(0), BATCH)
     assert len(own.members) == len(traced.graph.ops)
     made = jax.jit(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4)))(*args)
     np.testing.assert_allclose(made[0], jax.jit(fun)(*args), rtol=2e-5, atol=2e-5)
@@ -407,7 +407,7 @@ def test_barriers_hand_on_totals_of_the_stretch_before():
 
     args = normal(0, 8, 5), normal(1, BATCH, 8)
     closed, traced = opened(fun, args)
-    found = stretches(traced, traced.arguments[1], Row(0), BATCH)
+    found = regions(traced, traced.arguments[1], Row(0), BATCH)
     assert [own.seed.stage for own in found] == [0, 1]
     for own in found:
         (made,) = jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 3))(*args)
@@ -424,7 +424,7 @@ def test_gradients_of_small_tables_are_added_up():
     for dtype in (jnp.float32, jnp.bfloat16):
         args = normal(0, 3, 5).astype(dtype), tokens, jnp.ones((BATCH, 64, 5), dtype)
         closed, traced = opened(fun, args)
-        own = find_stretch(traced, 1)
+        own = find_region(traced, 1)
         assert own is not None and "add" in own.leaving.values()
         made = jax.jit(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4)))(*args)[0]
         expected = jax.jit(fun)(*args)
@@ -438,7 +438,7 @@ def test_weights_that_products_read_in_another_order_are_not_copied():
 
     args = normal(0, 5, 8), normal(1, BATCH, 8)
     closed, traced = opened(fun, args)
-    own = stretch_of(traced, Seed(traced.arguments[1], 0, BATCH, 0))
+    own = region_of(traced, Seed(traced.arguments[1], 0, BATCH, 0))
     assert own is not None
     new = in_chunks(traced, closed, own, 4)
     np.testing.assert_allclose(jax.extend.core.jaxpr_as_fun(new)(*args)[0], fun(*args), rtol=1e-5, atol=1e-5)
@@ -462,7 +462,7 @@ def test_branches_pass_rows_on_alike():
 
     args = normal(0, 8, 5), normal(1, 12, 8), jnp.int32(1)
     closed, traced = opened(fun, args)
-    (own, *_) = stretches(traced, traced.arguments[1], Row(0), 12)
+    (own, *_) = regions(traced, traced.arguments[1], Row(0), 12)
     assert sum(traced.graph.ops[o].primitive == "cond" for o in own.members) == 2
     for a, b in zip(jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4))(*args), fun(*args), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -479,7 +479,7 @@ def test_what_another_argument_of_the_batch_gives_is_made_in_parts_where_nobody_
     args = normal(0, 8, 5), normal(1, 12, 8), normal(2, 12, 8)
     for f, outside in ((fun, 0), (lambda *a: (*fun(*a), jnp.sin(a[2] @ a[0])), 1)):
         closed, traced = opened(f, args)
-        (own, *_) = stretches(traced, traced.arguments[1], Row(0), 12)
+        (own, *_) = regions(traced, traced.arguments[1], Row(0), 12)
         new = in_chunks(traced, closed, own, 4)
         for a, b in zip(jax.extend.core.jaxpr_as_fun(new)(*args), jax.tree.leaves(f(*args)), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
@@ -495,7 +495,7 @@ def test_rows_that_no_argument_has():
     x = normal(0, 6, 2)
     fun = jax.jacfwd(jax.grad(energy))
     closed, traced = opened(fun, (x,))
-    own = find_stretch(traced, 1)
+    own = find_region(traced, 1)
     assert own.seed.rows == 12 and traced.graph.ops[max(own.members)].primitive != "transpose"
     assert all(how.dim == 0 for how in own.leaving.values())
     made = jax.extend.core.jaxpr_as_fun(in_chunks(traced, closed, own, 4))(x)[0]
@@ -519,8 +519,8 @@ def test_what_ends_the_rows_is_told():
 
 def test_no_rows_no_stretch():
     _, traced = opened(lambda x: jnp.cumsum(jnp.cumsum(x, 0), 1).sum(), (jnp.ones((64, 64)),))
-    assert find_stretch(traced, 1 << 20) is None
-    assert stretch_of(traced, Seed(0, 0, 64, 3)) is None
+    assert find_region(traced, 1 << 20) is None
+    assert region_of(traced, Seed(0, 0, 64, 3)) is None
 
 
 def decoder():
@@ -614,7 +614,7 @@ def test_the_model_sees_that_it_needs_less():
     step, args = decoder()
     closed = jax.jit(step).trace(*args).jaxpr
     traced = trace_jaxpr(closed)
-    own = find_stretch(traced, 1 << 20)
+    own = find_region(traced, 1 << 20)
     before = live_ranges(traced.graph).temp
     after = [live_ranges(trace_jaxpr(in_chunks(traced, closed, own, k)).graph).temp for k in (2, 4, 16)]
     assert before > after[0] > after[1] > after[2] and after[2] < before / 4

@@ -1,4 +1,4 @@
-"""Exact: as cheap as the cheapest of all schedules around the turn, and honest where it cannot tell."""
+"""Exact: as cheap as the cheapest of all schedules around the boundary, and honest where it cannot tell."""
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -8,19 +8,19 @@ from graphs import Builder, graphs, network, solid_chain, train_steps
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Costs, Problem
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.recompute.emit import recomputed_ops
+from jaxtensile.passes.recompute.clones import recomputed_ops
 from jaxtensile.passes.recompute.nodes import Nodes
-from jaxtensile.passes.recompute.stages import mountain_at
+from jaxtensile.passes.recompute.stages import boundary_at
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers import greedy
 from jaxtensile.passes.solvers.exact import prepare, solve
 from jaxtensile.passes.solvers.milp import Model
-from oracles import every_schedule, least_charge, one_turn
+from oracles import every_schedule, least_charge, one_boundary
 from test_greedy import check_plan
 
 DEVICE = profile("nvidia-h200")
 FEW = 8
-"""Values before the turn that may be kept, at most: every subset of them is laid out."""
+"""Values before the boundary that may be kept, at most: every subset of them is laid out."""
 
 
 def problem_of(graph, budget):
@@ -32,13 +32,13 @@ def charge_of(problem, plan):
 
 
 def against_all(problem, exactly):
-    """Compare with every schedule around the turn; ``exactly``: everything has a price in the model."""
+    """Compare with every schedule around the boundary; ``exactly``: everything has a price in the model."""
     graph, budget = problem.graph, problem.budget
-    mountain = one_turn(graph, budget)
-    assume(mountain is not None and mountain.needed)
-    free = [r for o in mountain.cone for r in graph.ops[o].results if r not in mountain.always]
+    boundary = one_boundary(graph, budget)
+    assume(boundary is not None and boundary.needed)
+    free = [r for o in boundary.cone for r in graph.ops[o].results if r not in boundary.always]
     assume(len(free) <= FEW)
-    least = least_charge(every_schedule(graph, mountain, problem.costs.charge), budget)
+    least = least_charge(every_schedule(graph, boundary, problem.costs.charge), budget)
     assume(least is not None)
     plan = solve(problem)
     assert plan.predicted.device <= budget
@@ -86,11 +86,11 @@ def test_the_bound_holds_for_every_schedule_of_the_class(graph, share, in_second
     live, costs = live_ranges(graph), op_costs(graph, DEVICE)
     budget = live.device - int((1 - share) * live.temp)
     figure = costs.seconds if in_seconds else costs.charge
-    mountain = one_turn(graph, budget)
-    assume(live.device > budget and mountain is not None and mountain.needed)
-    nodes = Nodes(graph, live, mountain)
+    boundary = one_boundary(graph, budget)
+    assume(live.device > budget and boundary is not None and boundary.needed)
+    nodes = Nodes(graph, live, boundary)
     assume(len(nodes.maker) <= FEW)
-    least = least_charge(every_schedule(graph, mountain, figure, nodes.small, list(nodes.maker)), budget)
+    least = least_charge(every_schedule(graph, boundary, figure, nodes.small, list(nodes.maker)), budget)
     plan = solve(Problem(graph=graph, costs=Costs(seconds=costs.seconds, charge=figure), budget=budget))
     if least is None:
         assert plan.gap is None
@@ -105,14 +105,14 @@ def test_where_no_schedule_around_the_turn_fits_the_bound_is_infinite():
     graph = solid_chain([8] * 4, [1] * 4)
     live = live_ranges(graph)
     budget = live.device - live.temp + 1
-    assert least_charge(every_schedule(graph, one_turn(graph, budget), [1.0] * len(graph.ops)), budget) is None
+    assert least_charge(every_schedule(graph, one_boundary(graph, budget), [1.0] * len(graph.ops)), budget) is None
     plan = solve(problem_of(graph, budget))
     assert plan.predicted.device > budget
     assert (plan.gap, plan.bound) == (None, float("inf"))
 
 
 def test_what_is_looked_through_has_its_price():
-    """Two fused ops between a product that runs again and what is read after the turn."""
+    """Two fused ops between a product that runs again and what is read after the boundary."""
     b = Builder()
     x, w = b.input(64, 64), b.input(64, 64)
     z = b.dot(x, w)
@@ -122,15 +122,15 @@ def test_what_is_looked_through_has_its_price():
         y = b.dot(y, w)
     graph = b.graph(b.op("add", y, b.op("exp", wide)))
     live = live_ranges(graph)
-    mountain = mountain_at(graph, len(graph.ops) - 3)
-    nodes = Nodes(graph, live, mountain)
+    boundary = boundary_at(graph, len(graph.ops) - 3)
+    nodes = Nodes(graph, live, boundary)
     model = Model(nodes, live, [1.0] * len(graph.ops), live.temp)
     for v in nodes.maker:
         model.forbid(nodes.small | frozenset(set(nodes.maker) - {v}))
     model.forbid(nodes.small | frozenset(nodes.maker))
     found = model.solve(10.0)
     assert found.kept is not None
-    assert found.bound == pytest.approx(len(recomputed_ops(graph, mountain, found.kept)), rel=1e-6)
+    assert found.bound == pytest.approx(len(recomputed_ops(graph, boundary, found.kept)), rel=1e-6)
 
 
 @given(train_steps(pinned=True), st.floats(0, 1.1))

@@ -17,17 +17,34 @@ from jaxtensile.api import jit as api
 from jaxtensile.errors import VerifyError
 from jaxtensile.estimation import estimate as estimation
 from jaxtensile.passes.solvers import trials
-from jaxtensile.planner import attempts, page, plan_cache
-from jaxtensile.rewrites import inward, join, microbatch, nest, rewrite, sink, split
-from jaxtensile.rewrites.inward import INWARD
-from jaxtensile.rewrites.join import BRANCHES
+from jaxtensile.planner import page, plan_cache
+from jaxtensile.planner import trial_compiles as compiles
+from jaxtensile.rewrites import (
+    merge_branches as join,
+)
+from jaxtensile.rewrites import (
+    microbatch,
+    rewrite,
+    sink,
+    split,
+)
+from jaxtensile.rewrites import (
+    sink_invariants as inward,
+)
+from jaxtensile.rewrites import (
+    strip_mine as nest,
+)
 from jaxtensile.rewrites.loops import RECOMPUTATION
+from jaxtensile.rewrites.merge_branches import MERGE_BRANCHES
 from jaxtensile.rewrites.microbatch import PARTS
-from jaxtensile.rewrites.nest import NESTS
 from jaxtensile.rewrites.rows import chunk
 from jaxtensile.rewrites.sink import SINK
+from jaxtensile.rewrites.sink_invariants import SINK_INVARIANTS
 from jaxtensile.rewrites.split import SLICES
-from jaxtensile.search import candidates, loop_ways, parts, subject, variants
+from jaxtensile.rewrites.strip_mine import STRIP_MINE
+from jaxtensile.search import candidates, parts, variants
+from jaxtensile.search import loop_variants as loop_ways
+from jaxtensile.search import modelled as subject
 from programs import FAST, close
 
 N, BATCH = 16, 64
@@ -61,9 +78,9 @@ def program(request):
     network = {
         variants.UNDONE: checkpointed,
         RECOMPUTATION: looped,
-        NESTS.title: looped,
+        STRIP_MINE.title: looped,
         variants.BODIES: looped,
-        BRANCHES.title: branching,
+        MERGE_BRANCHES.title: branching,
     }.get(getattr(request, "param", ""), layers)
 
     def step(w, x):
@@ -95,13 +112,13 @@ REWRITES = {
     SINK.title: [(sink, "sink")],
     SLICES.title: [(split, "sliced_products")],
     PARTS.title: [(parts, "find_stretch"), (microbatch, "in_chunks"), (chunk, "retrace")],
-    BRANCHES.title: [(join, "find_cond_pairs"), (join, "join_conds")],
-    INWARD.title: [(inward, "find_moved")],
-    NESTS.title: [(nest, "nest_loops")],
+    MERGE_BRANCHES.title: [(join, "find_cond_pairs"), (join, "join_conds")],
+    SINK_INVARIANTS.title: [(inward, "find_moved")],
+    STRIP_MINE.title: [(nest, "nest_loops")],
     RECOMPUTATION: [(variants, "rewrite_loops"), (loop_ways, "looping")],
     variants.BODIES: [(variants, "with_bodies"), (candidates, "bodies_of"), (candidates, "body_alone")],
     variants.STATE: [(page, "with_state")],
-    page.MERGING: [(page, "merged")],
+    page.MERGING: [(page, "cse")],
     "the lower bound": [(subject, "lower_bound")],
 }
 """Where a fault is one of which rewrite. Updates behind their gradients and copies to the host need other devices."""
@@ -161,9 +178,9 @@ STAGES = {
     "costs": (page, "op_costs"),
     "candidates": (page, "Candidates"),
     "solver": (trials, "live_ranges"),
-    "check": (attempts, "check"),
-    "emit": (attempts, "rewrite"),
-    "options": (attempts, "planned_options"),
+    "check": (compiles, "check"),
+    "emit": (compiles, "emit"),
+    "options": (compiles, "planned_options"),
     "place": (api, "location"),
     "question": (api, "best_known"),
 }

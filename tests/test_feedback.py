@@ -425,7 +425,7 @@ import jax
 from dataclasses import replace
 import jaxtensile
 from jaxtensile.api import jit as api, feedback
-from jaxtensile.planner import attempts
+from jaxtensile.planner import trial_compiles as attempts
 from jaxtensile.devices.profiles import profile
 from test_feedback import Clock, batch, init, jitted, renewals, run, WATCHED
 

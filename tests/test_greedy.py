@@ -184,13 +184,13 @@ KINDS = [pytest.param(True, id="gated"), pytest.param(False, id="tanh")]
 
 @pytest.mark.parametrize("gated", KINDS)
 def test_half_of_the_bytes_of_a_network(gated):
-    graph, turn, _ = network(16, gated)
+    graph, step, _ = network(16, gated)
     live = live_ranges(graph)
     budget = live.device - live.temp // 2
     plan = solve(problem_of(graph, budget))
     check_plan(graph, budget, plan)
     assert plan.predicted.device <= budget
-    assert plan.recompute_flops <= sum(op.flops for op in graph.ops[:turn])
+    assert plan.recompute_flops <= sum(op.flops for op in graph.ops[:step])
     assert plan.overhead > 0
     assert any(isinstance(a, Remat) for a in plan.actions)
 
@@ -198,12 +198,12 @@ def test_half_of_the_bytes_of_a_network(gated):
 @pytest.mark.parametrize("gated", KINDS)
 def test_the_least_of_a_deep_network_is_near_the_square_root(gated):
     """64 layers in about 2 sqrt(64) activations, for at most one more forward pass a round (Chen et al. 2016)."""
-    graph, turn, activation = network(64, gated)
+    graph, step, activation = network(64, gated)
     assert live_ranges(graph).temp >= 64 * activation
     plan = solve(problem_of(graph, 0))
     check_plan(graph, 0, plan)
     assert plan.predicted.temp <= 24 * activation
-    assert plan.recompute_flops <= 3 * sum(op.flops for op in graph.ops[:turn])
+    assert plan.recompute_flops <= 3 * sum(op.flops for op in graph.ops[:step])
 
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.7, 0.9])
@@ -228,7 +228,7 @@ def test_a_program_without_idle_bytes_is_left_alone():
 
 def laid_out(monkeypatch, work):
     """Ops that a search for the least of a deep network lays out, and its plan, where it may lay out ``work`` an op."""
-    (graph, *_), around, count = network(64, False), greedy._one_mountain, 0
+    (graph, *_), around, count = network(64, False), greedy._one_boundary, 0
 
     def counted(*given):
         nonlocal count
@@ -238,7 +238,7 @@ def laid_out(monkeypatch, work):
 
     with monkeypatch.context() as patch:
         patch.setattr(greedy, "_WORK", work)
-        patch.setattr(greedy, "_one_mountain", counted)
+        patch.setattr(greedy, "_one_boundary", counted)
         plan = prepare(problem_of(graph, 0))(0)
     check_plan(graph, 0, plan)
     return count / len(graph.ops), plan.predicted.device
@@ -246,6 +246,6 @@ def laid_out(monkeypatch, work):
 
 def test_a_search_ends_once_it_has_laid_out_enough(monkeypatch):
     long, most = laid_out(monkeypatch, 1 << 20), laid_out(monkeypatch, 1)
-    assert long[0] > 2 * most[0], "as it is, several mountains are looked at"
+    assert long[0] > 2 * most[0], "as it is, several boundaries are looked at"
     assert laid_out(monkeypatch, greedy._WORK) == long, "of usual programs none ends early"
     assert long[1] <= most[1]

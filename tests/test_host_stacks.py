@@ -15,8 +15,8 @@ from jaxtensile.passes.offload import offload as offloading
 from jaxtensile.passes.offload.offload import offload
 from jaxtensile.passes.order.schedule import Schedule
 from jaxtensile.passes.verify.check import check
+from jaxtensile.program.emit import emit
 from jaxtensile.program.host_stacks import HostStacks, _zero
-from jaxtensile.program.rewrite import rewrite
 from jaxtensile.program.trace import trace_jaxpr
 from programs import bits
 
@@ -82,9 +82,9 @@ def test_values_are_those_of_the_function(name, share):
     check(traced.graph, program)
     assert copies_of(program)
     flat = jax.tree.leaves(args)
-    ours = jax.jit(rewrite(traced, program, stacked=True))(flat)
-    tied = jax.jit(rewrite(traced, program))(flat)
-    same(ours, tied)
+    ours = jax.jit(emit(traced, program, stacked=True))(flat)
+    controlled = jax.jit(emit(traced, program))(flat)
+    same(ours, controlled)
     for a, b in zip(ours, jax.tree.leaves(jax.jit(fun)(*args)), strict=True):
         np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), rtol=2e-2, atol=2e-3)
 
@@ -135,7 +135,7 @@ def test_values_of_any_shape_wait(shape, dtype):
     fun, traced, program = by_hand(shape, dtype)
     check(traced.graph, program)
     x = np.random.default_rng(0).normal(size=shape).astype(dtype)
-    (ours,) = jax.jit(rewrite(traced, program, stacked=True))([x])
+    (ours,) = jax.jit(emit(traced, program, stacked=True))([x])
     near = 1e-5 if dtype == jnp.float32 else 2e-2
     np.testing.assert_allclose(
         np.asarray(ours, np.float32), np.asarray(jax.jit(fun)(x), np.float32), rtol=near, atol=near
@@ -145,7 +145,7 @@ def test_values_of_any_shape_wait(shape, dtype):
 def test_a_stack_that_is_read_is_closed():
     """The third value gets a stack of its own, as nothing waits any more behind a read of the first."""
     _, traced, program = by_hand((300,), jnp.float32)
-    made = jax.make_jaxpr(lambda x: rewrite(traced, program, stacked=True)([x]))(np.ones(300, np.float32))
+    made = jax.make_jaxpr(lambda x: emit(traced, program, stacked=True)([x]))(np.ones(300, np.float32))
     assert [e.outvars[0].aval.shape for e in made.jaxpr.eqns if e.primitive.name == "empty"] == [(2, 1, 300)] * 2
 
 
@@ -155,14 +155,14 @@ def test_any_of_them(widths, share, turns):
     fun, args = layers(widths, jnp.float32, turns)
     traced, program = offloaded(fun, args, share)
     flat = jax.tree.leaves(args)
-    same(jax.jit(rewrite(traced, program, stacked=True))(flat), jax.jit(rewrite(traced, program))(flat))
+    same(jax.jit(emit(traced, program, stacked=True))(flat), jax.jit(emit(traced, program))(flat))
 
 
 def equations_of(name, share=0.9):
     fun, args = layers(*SUBJECTS[name])
     traced, program = offloaded(fun, args, share)
     flat = jax.tree.leaves(args)
-    return program, jax.make_jaxpr(lambda *xs: rewrite(traced, program, stacked=True)(xs))(*flat).jaxpr.eqns
+    return program, jax.make_jaxpr(lambda *xs: emit(traced, program, stacked=True)(xs))(*flat).jaxpr.eqns
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -203,8 +203,8 @@ def test_a_value_that_is_no_number_is_not_taken_for_an_index():
     ws, x = args
     for bad in (np.nan, -np.nan, np.inf, -np.inf):
         flat = [*ws, x.at[0, 0].set(bad)]
-        ours = jax.jit(rewrite(traced, program, stacked=True))(flat)
-        theirs = jax.jit(rewrite(traced, program))(flat)
+        ours = jax.jit(emit(traced, program, stacked=True))(flat)
+        theirs = jax.jit(emit(traced, program))(flat)
         for a, b in zip(ours, theirs, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -213,7 +213,7 @@ def test_a_graph_without_copies_has_no_places():
     traced = trace_jaxpr(jax.jit(lambda x: jnp.sin(x) * 2).trace(np.ones(3, np.float32)).jaxpr)
     stacks = HostStacks(traced.graph)
     assert not any(stacks.holds(op) for op in traced.graph.ops)
-    evaluate = rewrite(traced, Program.unchanged(traced.graph), stacked=True)
+    evaluate = emit(traced, Program.unchanged(traced.graph), stacked=True)
     assert "dynamic" not in str(jax.make_jaxpr(lambda x: evaluate([x]))(np.ones(3, np.float32)))
 
 

@@ -15,7 +15,7 @@ from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers import by_name as solvers
 from jaxtensile.passes.solvers import exact, greedy, improve, milp
 from jaxtensile.passes.verify.check import check
-from oracles import every_schedule, least_charge, one_turn
+from oracles import every_schedule, least_charge, one_boundary
 from test_exact import chains
 
 DEVICE = profile("nvidia-h200")
@@ -41,9 +41,9 @@ def test_close_to_the_cheapest_of_all_schedules(chain, share):
     graph, work = chain
     costs = tuple(float(w) for w in work) + (1.0,) * (len(graph.ops) - len(work))
     problem = replace(problem_of(graph, share), costs=Costs(seconds=costs, charge=costs))
-    mountain = one_turn(graph, problem.budget)
-    assume(mountain is not None and mountain.needed)
-    least = least_charge(every_schedule(graph, mountain, costs), problem.budget)
+    boundary = one_boundary(graph, problem.budget)
+    assume(boundary is not None and boundary.needed)
+    least = least_charge(every_schedule(graph, boundary, costs), problem.budget)
     assume(least is not None)
     found = improved(problem, problem.budget)
     assert found is not None and found.predicted.device <= problem.budget

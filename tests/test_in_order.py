@@ -19,11 +19,11 @@ from jaxtensile.passes.order.in_order import in_order, valleys
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.passes.verify.check import BARRIER, check
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
 from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 from ordered import barriers, same_kernels
 
 sys.path.append(str(Path(__file__).resolve().parent.parent))
@@ -134,7 +134,7 @@ def test_bodies_in_their_order_have_the_same_bits(loss):
     """As they are, rewritten, planned, and nested."""
     closed = jax.jit(jax.value_and_grad(loss)).trace(W, X).jaxpr
     traced = trace_jaxpr(closed)
-    work = Job(
+    work = Request(
         name="loss",
         jaxpr=closed,
         donated=(False, False),
@@ -158,7 +158,7 @@ def test_bodies_in_their_order_have_the_same_bits(loss):
         kept += 1
         assert candidates.held(held, 1 << 40) is None, "once is enough"
         check(held[0].problem.graph, held[1].program)
-        evaluate = rewrite(held[0].traced, held[1].program)
+        evaluate = emit(held[0].traced, held[1].program)
         ours = jax.make_jaxpr(lambda w, x, f=evaluate: f([w, x]))(W, X)
         same_bits(ours, closed, [W, X])
     assert kept

@@ -14,8 +14,8 @@ from jaxtensile.ir.plan import Program
 from jaxtensile.ir.text import TextError, format_graph, parse_graph
 from jaxtensile.passes.lifetimes.fusion import fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.recompute.emit import emit
-from jaxtensile.passes.recompute.stages import mountain_at
+from jaxtensile.passes.recompute.clones import with_clones
+from jaxtensile.passes.recompute.stages import boundary_at
 from jaxtensile.passes.verify.check import check
 from jaxtensile.units import format_bytes
 
@@ -139,9 +139,9 @@ def test_golden_graph():
 def test_golden_program():
     """The same step when only the results of products wait for the backward pass."""
     graph, turn = two_layers()
-    mountain = mountain_at(graph, turn)
+    boundary = boundary_at(graph, turn)
     kept = frozenset(r for op in graph.ops[:turn] for r in op.results if op.primitive == "dot_general")
-    program = emit(Program.unchanged(graph), fuse(graph), mountain, kept, [])
+    program = with_clones(Program.unchanged(graph), fuse(graph), boundary, kept, [])
     check(graph, program)
     live = live_ranges(program.graph)
 

@@ -15,11 +15,11 @@ from differential import same_bits
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.offload.loops import find_pairs
 from jaxtensile.program.trace import trace_jaxpr
-from jaxtensile.rewrites.inward import INWARD
 from jaxtensile.rewrites.levels import INNER, inner_ways, rewrite_inner, without_loops_between
 from jaxtensile.rewrites.loops import rewrite_loops
+from jaxtensile.rewrites.sink_invariants import SINK_INVARIANTS
 from jaxtensile.search.candidates import Candidates
-from jaxtensile.search.loop_ways import with_loops
+from jaxtensile.search.loop_variants import with_loops
 from jaxtensile.search.recipe import Unlike, recipe_of, replay
 from test_loops import ladder
 from test_recipe import opened, there_and_back
@@ -138,7 +138,7 @@ def test_what_a_checkpoint_around_the_inner_body_reaches():
     variant, plan = Candidates(start).cheapest(int(1.001 * hand.plain.device))
     assert plan.predicted.device <= 1.001 * hand.plain.device
     assert sum(start.whole.seconds) + variant.seconds + plan.overhead <= 1.001 * sum(hand.whole.seconds)
-    assert variant.has(INWARD) and variant.has(INNER)
+    assert variant.has(SINK_INVARIANTS) and variant.has(INNER)
     there_and_back(start, variant, plan)
 
 

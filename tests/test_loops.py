@@ -7,11 +7,11 @@ import pytest
 
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Link
-from jaxtensile.passes.offload.loops import Ladder, PairCut, find_pairs
+from jaxtensile.passes.offload.loops import LoopLadder, PairCut, find_pairs
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
 from jaxtensile.rewrites.loops import rewrite_loops
-from jaxtensile.rewrites.nest import nest_loops
+from jaxtensile.rewrites.strip_mine import strip_mine
 from loop_programs import PROGRAMS, arguments, chained, rnn
 
 DEVICE = profile("nvidia-h200")
@@ -31,7 +31,7 @@ def patch_sizes(monkeypatch):
 
 
 def ladder(graph, link=None):
-    return Ladder(
+    return LoopLadder(
         graph,
         lambda body: op_costs(body, DEVICE).charge,
         link,
@@ -241,7 +241,7 @@ def test_a_loop_whose_checkpointed_body_reads_what_lives_on_is_nested():
     (made,) = (op for op in flat.graph.ops if forward.slots[-1] in op.results)
     assert made.primitive == "mul", "no argument of the step"
     (inner,) = ladder(flat.graph).nests(1)
-    nested = trace_jaxpr(nest_loops(flat, traced.jaxpr, inner))
+    nested = trace_jaxpr(strip_mine(flat, traced.jaxpr, inner))
     deepest = ladder(nested.graph).rungs[-1]
     assert [len(plan.dropped) for plan in deepest] == [1]
 

@@ -217,7 +217,7 @@ def test_a_network_of_separable_convolutions_and_pools_needs_what_was_said(pixel
     assert static.device == pytest.approx(exact.device, rel=0.02)
 
 
-def tied(rows, batch):
+def controlled(rows, batch):
     """A train step of a table that is read by rows and as a matrix, as embeddings with tied weights are."""
 
     def step(weights, tokens):
@@ -240,7 +240,7 @@ def tied(rows, batch):
 
 
 def test_rows_are_added_to_the_product_that_is_a_tables_other_gradient():
-    step, *args = tied(1024, 2)
+    step, *args = controlled(1024, 2)
     g = trace_jaxpr(jax.make_jaxpr(step)(*args)).graph
     low = lowered(g).graph
     (added,) = (
@@ -253,6 +253,6 @@ def test_rows_are_added_to_the_product_that_is_a_tables_other_gradient():
 @pytest.mark.cuda_aot
 @pytest.mark.parametrize("batch", [2, 4])
 def test_a_network_with_tied_weights_needs_what_was_said(batch):
-    step, *args = tied(65536, batch)
+    step, *args = controlled(65536, batch)
     static, exact = (jaxtensile.estimate(step, *args, target=H200, donate_argnums=0, exact=e) for e in (False, True))
     assert static.device == pytest.approx(exact.device, rel=0.05)

@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxtensile
 from jaxtensile.ir.plan import Program
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import trace_jaxpr
 from programs import same
 
@@ -58,7 +58,7 @@ def rewritten(fun, *args, apart=True):
     """The function after a round through a schedule that changes nothing."""
     closed, shape = jax.jit(fun).trace(*args).jaxpr, jax.eval_shape(fun, *args)
     traced = trace_jaxpr(closed)
-    evaluate = rewrite(traced, Program.unchanged(traced.graph), apart=apart)
+    evaluate = emit(traced, Program.unchanged(traced.graph), apart=apart)
     return lambda *a: jax.tree.unflatten(jax.tree.structure(shape), evaluate(jax.tree.leaves(a)))
 
 

@@ -13,16 +13,17 @@ from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.solvers.greedy import prepare as greedy
-from jaxtensile.planner import attempts, remembered, rounds
+from jaxtensile.planner import remembered, rounds
+from jaxtensile.planner import trial_compiles as compiles
 from jaxtensile.planner.pipeline import fit
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.undo import undo
-from jaxtensile.search import subject
-from jaxtensile.search.request import Job
+from jaxtensile.search import modelled as subject
+from jaxtensile.search.request import Request
 from jaxtensile.units import GIB
 from programs import FAST, chain_args, close, step
 
-COMPILE = attempts.compile_program
+COMPILE = compiles.compile_program
 ARGS = chain_args(layers=12, width=8, rows=256)
 
 
@@ -52,7 +53,7 @@ def job(budget, fun=step, args=ARGS, **fields):
         "make": make,
         "options": FAST,
     }
-    return Job(**(known | fields))
+    return Request(**(known | fields))
 
 
 def predicted():
@@ -73,7 +74,7 @@ class Compiler:
     def __init__(self, monkeypatch, add=0, refuse=0):
         self.add, self.refuse = add, refuse
         self.options, self.given = [], []
-        monkeypatch.setattr(attempts, "compile_program", self)
+        monkeypatch.setattr(compiles, "compile_program", self)
         self.solved = []
 
     def prepare(self, problem):
@@ -202,7 +203,7 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
 
     tried = []
 
-    class Wrong(attempts.Attempts):
+    class Wrong(compiles.TrialCompiles):
         def _planned(self, variant, plan, *args):
             made = super()._planned(variant, plan, *args)
             tried.append(variant.parts)
@@ -437,7 +438,7 @@ def test_only_what_the_budget_needs_is_recomputed(monkeypatch, share):
 
 def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
     """XLA finds more than the model in all but the user's own function; compiles stay few."""
-    real, made = attempts.compile_program, []
+    real, made = compiles.compile_program, []
 
     def compiling(make, args, kwargs, options, meanwhile=None, counts=None):
         given = []
@@ -448,7 +449,7 @@ def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
             return replace(found, memory=replace(found.memory, temp=100 * found.memory.temp))
         return found
 
-    monkeypatch.setattr(attempts, "compile_program", compiling)
+    monkeypatch.setattr(compiles, "compile_program", compiling)
     (low, _), (high, _) = predictions()
     exact = jax.jit(careful, compiler_options=FAST).lower(*ARGS).compile().memory_analysis()
     budget = exact.argument_size_in_bytes + exact.output_size_in_bytes + exact.temp_size_in_bytes

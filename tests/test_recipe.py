@@ -17,7 +17,7 @@ from jaxtensile.rewrites.undo import undo
 from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.recipe import Recipe, Unlike, fingerprint, recipe_of, replay
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 from loop_programs import PROGRAMS, arguments
 
 X, W = jnp.zeros((1024, 256)), jnp.zeros((256, 256))
@@ -51,7 +51,7 @@ def interactions(w, x):
 def opened(fun, *args, device="nvidia-h200", **fields):
     """A job for ``fun``, and its written variant."""
     jaxpr = jax.jit(fun).trace(*args).jaxpr
-    work = Job(
+    work = Request(
         **{
             "name": "f",
             "jaxpr": jaxpr,
@@ -119,7 +119,7 @@ def test_slices_nests_and_bodies():
     _, start = opened(jax.grad(PROGRAMS[0]), *arguments(), device="cpu")
     variant, plan = Candidates(start).cheapest(0)
     recipe = there_and_back(start, variant, plan)
-    assert "nests" in dict(recipe.taken) or recipe.inside
+    assert "strip_mine" in dict(recipe.taken) or recipe.inside
 
 
 def test_without_the_users_checkpoints():

@@ -26,7 +26,7 @@ NARROW = Rewrite(
     title="the narrowing of products",
     form=tuple[int, ...],
     find=lambda start: [(o.id,) for o in start.base.graph.ops if o.primitive == "dot_general"][1:],
-    apply=lambda start, _: changed(start, lambda: retrace(lambda x: [narrow(x)], start.job.jaxpr)),
+    apply=lambda start, _: changed(start, lambda: retrace(lambda x: [narrow(x)], start.request.jaxpr)),
     describe=lambda sites: f"product {sites[0]} is narrow",
     last=True,
 )

@@ -22,7 +22,7 @@ JOB = """
 import glob, os, sys, time
 from jaxtensile.runtime.client.client import Client
 from jaxtensile.runtime.protocol.messages import Admit, Rung
-from jaxtensile.runtime.daemon.place import JOB_VARIABLE, VARIABLE
+from jaxtensile.runtime.daemon.endpoint import JOB_VARIABLE, VARIABLE
 from jaxtensile.runtime.client.socket_link import SocketLink
 
 steps, status = int(sys.argv[1]), int(sys.argv[2])

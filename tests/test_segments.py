@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
-from jaxtensile.passes.recompute.emit import recomputed_ops
+from jaxtensile.passes.recompute.clones import recomputed_ops
 from jaxtensile.passes.recompute.segments import Menu, Needs
-from jaxtensile.passes.recompute.stages import Mountain, mountain_at
+from jaxtensile.passes.recompute.stages import Boundary, boundary_at
 
 
 def train_step(sizes, extra_reads=()):
@@ -25,12 +25,12 @@ def train_step(sizes, extra_reads=()):
     for _ in range(200):  # a long top, so that every residual idles
         values.append(Value(id=ValueId(len(values)), nbytes=1, shape=(1,), dtype="float32"))
         ops.append(op(len(ops), [len(values) - 2 if len(values) > n + 2 else n], [len(values) - 1]))
-    turn = len(ops)
+    step = len(ops)
     for i in reversed(range(n)):
         values.append(Value(id=ValueId(len(values)), nbytes=1, shape=(1,), dtype="float32"))
         ops.append(op(len(ops), [len(values) - 2, i + 1], [len(values) - 1]))
     graph = Graph(values=tuple(values), ops=tuple(ops), inputs=(ValueId(0),), outputs=(ValueId(len(values) - 1),))
-    return graph, turn
+    return graph, step
 
 
 def op(i, operands, results):
@@ -43,16 +43,16 @@ def op(i, operands, results):
     )
 
 
-def charge_of(graph, mountain, kept, charge):
-    return sum(charge[o] for o in recomputed_ops(graph, mountain, frozenset(kept)))
+def charge_of(graph, boundary, kept, charge):
+    return sum(charge[o] for o in recomputed_ops(graph, boundary, frozenset(kept)))
 
 
-def exhaustive(graph, mountain, charge, capacity):
+def exhaustive(graph, boundary, charge, capacity):
     """Least charge over every subset of the residuals that fits ``capacity``."""
-    values = [r for o in mountain.cone for r in graph.ops[o].results]
+    values = [r for o in boundary.cone for r in graph.ops[o].results]
     subsets = chain.from_iterable(combinations(values, k) for k in range(len(values) + 1))
     fitting = [s for s in subsets if sum(graph.values[v].nbytes for v in s) <= capacity]
-    return min(charge_of(graph, mountain, s, charge) for s in fitting)
+    return min(charge_of(graph, boundary, s, charge) for s in fitting)
 
 
 @given(
@@ -61,43 +61,43 @@ def exhaustive(graph, mountain, charge, capacity):
     st.floats(0.0, 1.0),
 )
 def test_the_choice_fits_and_is_close_to_the_optimum(sizes, costs, share):
-    graph, turn = train_step(sizes)
-    mountain = mountain_at(graph, turn)
+    graph, step = train_step(sizes)
+    boundary = boundary_at(graph, step)
     charge = [*costs[: len(sizes)], *([0.0] * (len(graph.ops) - len(sizes)))]
     capacity = int(share * sum(sizes))
-    menu = Menu(graph, mountain, charge)
+    menu = Menu(graph, boundary, charge)
     choice = menu.choose(menu.spans[-1], capacity)
-    best = exhaustive(graph, mountain, charge, capacity)
+    best = exhaustive(graph, boundary, charge, capacity)
     if choice is None:  # whole segments only: less than the smallest option cannot be chosen
         assert capacity < menu.size(menu.least(menu.spans[-1]))
         return
     kept = choice.kept
     assert menu.size(kept) <= capacity
-    got = charge_of(graph, mountain, kept, charge)
+    got = charge_of(graph, boundary, kept, charge)
     assert got >= best - 1e-9
     # Options come from convex hulls: the loss against the true knapsack is at most one stage's work.
     assert got <= best + sum(sorted(costs[: len(sizes)])[-2:]) + 1e-9
 
 
 def test_everything_is_kept_when_there_is_room():
-    graph, turn = train_step([10, 20, 30, 20])
-    menu = Menu(graph, mountain_at(graph, turn), [1.0] * 4 + [0.0] * (len(graph.ops) - 4))
+    graph, step = train_step([10, 20, 30, 20])
+    menu = Menu(graph, boundary_at(graph, step), [1.0] * 4 + [0.0] * (len(graph.ops) - 4))
     assert menu.choose(menu.spans[-1], 1000).kept == {1, 2, 3, 4}
 
 
 def test_nothing_is_kept_when_it_must_be():
-    graph, turn = train_step([10, 20, 30, 20])
-    mountain = mountain_at(graph, turn)
-    menu = Menu(graph, mountain, [1.0] * 4 + [0.0] * (len(graph.ops) - 4))
+    graph, step = train_step([10, 20, 30, 20])
+    boundary = boundary_at(graph, step)
+    menu = Menu(graph, boundary, [1.0] * 4 + [0.0] * (len(graph.ops) - 4))
     assert menu.least(menu.spans[-1]) == frozenset()
-    assert recomputed_ops(graph, mountain, frozenset()) == {0, 1, 2, 3}
+    assert recomputed_ops(graph, boundary, frozenset()) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("capacity", [40, 60, 80])
 def test_a_value_read_across_a_cut_is_completed(capacity):
-    graph, turn = train_step([20, 5, 20, 5, 20, 5], extra_reads=((2, 5),))
-    mountain: Mountain = mountain_at(graph, turn)
-    menu = Menu(graph, mountain, [1.0] * 6 + [0.0] * (len(graph.ops) - 6))
+    graph, step = train_step([20, 5, 20, 5, 20, 5], extra_reads=((2, 5),))
+    boundary: Boundary = boundary_at(graph, step)
+    menu = Menu(graph, boundary, [1.0] * 6 + [0.0] * (len(graph.ops) - 6))
     for span in menu.spans:
         choice = menu.choose(span, capacity)
         if choice is not None:
@@ -117,10 +117,10 @@ class Given(Needs):
 
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=4), st.integers(0, 150), st.integers(0, 150))
 def test_what_a_segment_needs_finds_room_above_what_is_kept_before_it(told, capacity, room):
-    graph, turn = train_step([10, 20, 10, 30, 20, 10, 20, 30])
-    mountain = mountain_at(graph, turn)
+    graph, step = train_step([10, 20, 10, 30, 20, 10, 20, 30])
+    boundary = boundary_at(graph, step)
     charge = [1.0] * 8 + [0.0] * (len(graph.ops) - 8)
-    menu = Menu(graph, mountain, charge)
+    menu = Menu(graph, boundary, charge)
     for span in menu.spans:
         free = menu.choose(span, capacity)
         choice = menu.choose(span, capacity, room, Given(told))
@@ -128,8 +128,8 @@ def test_what_a_segment_needs_finds_room_above_what_is_kept_before_it(told, capa
             continue
         assert menu.size(choice.kept) <= capacity
         assert free is not None
-        assert charge_of(graph, mountain, free.kept, charge) <= charge_of(graph, mountain, choice.kept, charge)
-        again = recomputed_ops(graph, mountain, choice.kept)
+        assert charge_of(graph, boundary, free.kept, charge) <= charge_of(graph, boundary, choice.kept, charge)
+        again = recomputed_ops(graph, boundary, choice.kept)
         for i, j, _ in choice.parts:
             if any(bisect_right(menu.cuts, o) in range(i, j) for o in again):
                 before = {v for v in choice.kept if bisect_right(menu.cuts, menu.made(v)) < i}
@@ -138,12 +138,12 @@ def test_what_a_segment_needs_finds_room_above_what_is_kept_before_it(told, capa
 
 def test_what_was_measured_is_learned():
     """Segment 2 needs 50 bytes beside the 30 kept before it: with 70 bytes of room less is kept, or 2 kept whole."""
-    graph, turn = train_step([10] * 6)
-    mountain = mountain_at(graph, turn)
-    menu = Menu(graph, mountain, [1.0] * 6 + [0.0] * (len(graph.ops) - 6))
+    graph, step = train_step([10] * 6)
+    boundary = boundary_at(graph, step)
+    menu = Menu(graph, boundary, [1.0] * 6 + [0.0] * (len(graph.ops) - 6))
     span = menu.spans[-1]
     choice = menu.choose(span, 40)
-    again = sorted(recomputed_ops(graph, mountain, choice.kept), reverse=True)
+    again = sorted(recomputed_ops(graph, boundary, choice.kept), reverse=True)
     profile = [0] * 10 + [90] * len(again)
     needs = Needs()
     needs.learn(menu, choice, [(10 + k, o) for k, o in enumerate(again)], profile)

@@ -64,7 +64,7 @@ from msgspec import msgpack, structs
 from daemons import GPU, LADDER, LIMIT, Child, Daemon, Wire, until
 from jaxtensile.errors import LostLeaseError, RejectedError
 from jaxtensile.runtime.daemon import peers
-from jaxtensile.runtime.daemon.place import Place, PlaceError, socket_path
+from jaxtensile.runtime.daemon.endpoint import Endpoint, PlaceError, socket_path
 from jaxtensile.runtime.decide.journal import Freed, decode, encode
 from jaxtensile.runtime.decide.leases import Process
 from jaxtensile.runtime.protocol.messages import (
@@ -732,10 +732,10 @@ def test_only_the_user_can_reach_the_socket(daemon):
 def test_a_place_that_others_could_reach_or_that_is_none_is_an_error(tmp_path):
     tmp_path.chmod(0o755)
     with pytest.raises(PlaceError, match=rf"{tmp_path} has mode 0755, .* 'chmod 700 {tmp_path}'"):
-        Place(tmp_path / "s").take()
+        Endpoint(tmp_path / "s").take()
     tmp_path.chmod(0o700)
     (tmp_path / "file").write_text("precious")
-    place = Place(tmp_path / "file")
+    place = Endpoint(tmp_path / "file")
     place.take()
     with pytest.raises(PlaceError, match="is there and no socket"):
         place.bind()
@@ -743,7 +743,7 @@ def test_a_place_that_others_could_reach_or_that_is_none_is_an_error(tmp_path):
     place.leave()
     long = "/tmp/" + "x" * 120
     with pytest.raises(PlaceError, match="has 125 bytes, 107 at most are possible"):
-        Place(Path(long))
+        Endpoint(Path(long))
     with pytest.raises(PlaceError, match="has 125 bytes"):
         socket_path(long, {}, None, 0)
     for arguments, path in (

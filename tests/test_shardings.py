@@ -100,7 +100,7 @@ from jaxtensile.search.registry import ways as rewritten
 from jaxtensile.devices.profiles import profile
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 from jaxtensile.program.trace import trace_jaxpr
 
 def in_slices(x, w):
@@ -112,7 +112,7 @@ def made(spec):
     args = jax.device_put(jnp.ones((12, 8)), sharding), jnp.ones((8, 512))
     jaxpr = jax.jit(in_slices).trace(*args).jaxpr
     fields = dict(donated=(False, False), args=args, kwargs={}, budget=1, device=profile("nvidia-h200"), shards=4)
-    job = Job(name="f", jaxpr=jaxpr, make=None, options={}, **fields)
+    job = Request(name="f", jaxpr=jaxpr, make=None, options={}, **fields)
     traced = trace_jaxpr(jaxpr, job.donated)
     costs = op_costs(traced.graph, job.device)
     return rewritten(ways.written(job, traced, costs, prepare), SLICES)

@@ -57,7 +57,7 @@ def test_the_budget_and_the_values_are_kept(name):
 def test_the_report_says_who_planned_and_how_far_from_the_least():
     found = [squeezed(step, *ARGS, shares=(s,), solver="exact", compiler_options=FAST) for s in (0.95, 0.75, 0.65)]
     reports = [report for _, report in filter(None, found) if report.gap is not None]
-    assert reports, "one of them is within reach of one turn"
+    assert reports, "one of them is within reach of one boundary"
     for report in reports:
         assert 0.0 <= report.gap <= 1.0
         assert report.to_dict()["gap"] == report.gap
@@ -84,7 +84,7 @@ def test_exact_is_never_worse_than_greedy(graph, share):
 
 
 def test_what_exact_has_proven_holds_for_greedys_plan_too():
-    """Of equal plans greedy's is taken, with the bound; one below the bound has several turns, and proves nothing."""
+    """Of equal plans greedy's is taken, with the bound; one below it has several boundaries, and proves nothing."""
     graph, *_ = network(8, True, batch=16384, width=1024)
     problem, budget = problem_of(graph, 0.5)
     base = greedy.prepare(problem)(budget)

@@ -16,7 +16,7 @@ from jaxtensile.passes.offload.state import movable
 from jaxtensile.passes.offload.streaming import waiting
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.verify.check import check
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.state import choose, on_host
 from test_state import LAYERS, N, adam, loss
@@ -73,7 +73,7 @@ def streamed(name, layers=LAYERS, bandwidth=LINK.bandwidth):
 @pytest.mark.parametrize("name", STEPS)
 def test_values_are_the_same(name):
     plain, placed, args = streamed(name)
-    ours = jax.jit(lambda *a: rewrite(placed, Program.unchanged(placed.graph))(a))(*jax.tree.leaves(args))
+    ours = jax.jit(lambda *a: emit(placed, Program.unchanged(placed.graph))(a))(*jax.tree.leaves(args))
     theirs = jax.tree.leaves(jax.jit(STEPS[name])(*args))
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -8,7 +8,7 @@ from graphs import network
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Problem, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.recompute.stages import find_turn
+from jaxtensile.passes.recompute.stages import find_boundary
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers import trials
 from jaxtensile.passes.solvers.greedy import Solver, prepare
@@ -18,13 +18,13 @@ from jaxtensile.passes.solvers.trials import Explored, Trial
 @pytest.fixture
 def laid(monkeypatch):
     """The kept sets that are laid out."""
-    seen, lay = [], trials.Turn._lay
+    seen, lay = [], trials.Around._lay
 
     def counted(self, kept, again):
         seen.append(kept)
         return lay(self, kept, again)
 
-    monkeypatch.setattr(trials.Turn, "_lay", counted)
+    monkeypatch.setattr(trials.Around, "_lay", counted)
     return seen
 
 
@@ -38,11 +38,11 @@ def explored(graph):
 def test_a_kept_set_is_laid_out_once_and_again_when_it_was_let_go(laid):
     graph, *_ = network(12, gated=True)
     known, start = explored(graph)
-    turn = known.around(start, find_turn(graph, start.live, 0))
-    kept = turn.menu.least(turn.menu.spans[0])
-    trial = turn.measure(kept)
+    around = known.around(start, find_boundary(graph, start.live, 0))
+    kept = around.menu.least(around.menu.spans[0])
+    trial = around.measure(kept)
     before = trial.program, trial.live
-    assert turn.measure(kept) is trial and laid == [kept]
+    assert around.measure(kept) is trial and laid == [kept]
     known.let_go(trial)
     assert (trial.program, trial.live) == before and laid == [kept, kept]
     assert trial.device == trial.live.device and [*trial.profile] == trial.live.profile
@@ -51,8 +51,8 @@ def test_a_kept_set_is_laid_out_once_and_again_when_it_was_let_go(laid):
 def test_what_is_to_stay_stays_as_long_as_there_is_room(laid, monkeypatch):
     graph, *_ = network(12, gated=True)
     known, start = explored(graph)
-    turn = known.around(start, find_turn(graph, start.live, 0))
-    first, second = (turn.measure(turn.menu.least(span)) for span in turn.menu.spans[:2])
+    around = known.around(start, find_boundary(graph, start.live, 0))
+    first, second = (around.measure(around.menu.least(span)) for span in around.menu.spans[:2])
     monkeypatch.setattr(known, "_left", len(first.profile))
     for trial in (first, second):
         known.keep(trial)
@@ -90,7 +90,7 @@ def test_a_budget_that_was_asked_for_before_lays_nothing_out(laid):
 
 
 def test_a_hopeless_budget_takes_no_more_than_the_least_plan(laid):
-    """Beside the first mountain, by which it is known."""
+    """Beside the first boundary, by which it is known."""
     graph, *_ = network(20, gated=True)
     live = live_ranges(graph)
     problem = Problem(graph=graph, costs=op_costs(graph, profile("nvidia-h200")), budget=0)

@@ -14,7 +14,7 @@ import jaxtensile
 from checkpoints import CHECKPOINTS, checkpoints_are
 from jaxtensile.ir.plan import Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
 from jaxtensile.rewrites.undo import undo
 from programs import FAST, bits
@@ -340,7 +340,7 @@ def test_the_same_bits_op_by_op(name):
         assert name in LEFT_ALONE
         return
     assert undone.barriers or name == "not prevented"
-    ours, theirs = (rewrite(t, Program.unchanged(t.graph))([W, X]) for t in (undone.traced, traced))
+    ours, theirs = (emit(t, Program.unchanged(t.graph))([W, X]) for t in (undone.traced, traced))
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
 

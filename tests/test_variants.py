@@ -17,9 +17,9 @@ from jaxtensile.rewrites.undo import undo
 from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.cheapest import cheapest, without_host
-from jaxtensile.search.loop_ways import with_loops
+from jaxtensile.search.loop_variants import with_loops
 from jaxtensile.search.registry import ways as rewritten
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 
 W, X = jnp.eye(16) / 2, jnp.ones((512, 16))
 
@@ -53,7 +53,7 @@ def job(loss, budget=1 << 30, **fields):
         "make": lambda evaluate, options: None,
         "options": {},
     }
-    return Job(**(known | fields))
+    return Request(**(known | fields))
 
 
 def both(work):

@@ -127,7 +127,7 @@ def training(rows: int, seed: int) -> tuple[Any, Any, Any]:
     return step, weights, batch
 
 
-def together(jobs: int, steps: int, stretches: int) -> dict[str, Any]:
+def together(jobs: int, steps: int, regions: int) -> dict[str, Any]:
     """Seconds of a stretch of steps of all jobs: gated in threads, and one job after the other; by ``jax.jit`` too."""
     import jax
 
@@ -152,7 +152,7 @@ def together(jobs: int, steps: int, stretches: int) -> dict[str, Any]:
         job.wait()
         loops[-1](2)
     took: dict[str, list[float]] = {"gated": [], "serial": [], "plain": []}
-    for _ in range(stretches):
+    for _ in range(regions):
         began = time.perf_counter()
         threads = [threading.Thread(target=loop, args=(steps,)) for loop in loops]
         for thread in threads:
@@ -215,13 +215,13 @@ def main() -> None:
     from benchmarks.coordinator.policy import timing
     from benchmarks.machine import describe
 
-    seconds, steps, stretches, runs = (0.5, 10, 5, 3) if options.quick else (5.0, 5, 81, 15)
+    seconds, steps, regions, runs = (0.5, 10, 5, 3) if options.quick else (5.0, 5, 81, 15)
     result: dict[str, Any] = {"machine": {**describe(), "load": os.getloadavg()[0]}}
     gc.freeze()
     result["leases"] = leases(seconds)
     result["gate"] = gate(seconds)
     result["policy"] = timing(100, runs)
-    result["together"] = [together(jobs, steps, stretches) for jobs in (2, 4)]
+    result["together"] = [together(jobs, steps, regions) for jobs in (2, 4)]
     result["machine"]["load_end"] = os.getloadavg()[0]
     if not options.quick:
         save(HERE / "local.json", result, table)

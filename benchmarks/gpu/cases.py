@@ -62,7 +62,7 @@ def run(step: Callable[..., Any], arguments: Callable[[], tuple[Any, Any]], step
     }
 
 
-class Subject:
+class Modelled:
     """A workload whose programs are compared: the same arguments for each, made anew because steps donate them."""
 
     def __init__(self, name: str, sizes: Sizes, remat: str | None = None) -> None:
@@ -127,7 +127,7 @@ def link(row: dict[str, Any], tell: Callable[[], None]) -> None:
     row["link"] = best
 
 
-def plain(subject: Subject, row: dict[str, Any], tell: Callable[[], None]) -> None:
+def plain(subject: Modelled, row: dict[str, Any], tell: Callable[[], None]) -> None:
     """The program as written."""
     step, row["peer"] = subject.compiled()
     tell()
@@ -136,7 +136,7 @@ def plain(subject: Subject, row: dict[str, Any], tell: Callable[[], None]) -> No
 
 def policy(name: str, sizes: Sizes, row: dict[str, Any], tell: Callable[[], None]) -> None:
     """GPT-2 with one policy on every block, and our program of the plain step at its bytes."""
-    peer, ours = Subject("gpt2_small", sizes, name), Subject("gpt2_small", sizes)
+    peer, ours = Modelled("gpt2_small", sizes, name), Modelled("gpt2_small", sizes)
     peer_step, row["peer"] = peer.compiled()
     tell()
     step, row["ours"] = ours.planned(row["peer"]["xla_bytes"])
@@ -149,7 +149,7 @@ def policy(name: str, sizes: Sizes, row: dict[str, Any], tell: Callable[[], None
 
 def host(budget: int, sizes: Sizes, row: dict[str, Any], tell: Callable[[], None]) -> None:
     """Our program with host memory to use."""
-    subject = Subject("gpt2_small", sizes)
+    subject = Modelled("gpt2_small", sizes)
     step, row["ours"] = subject.planned(budget, HOST_BUDGET)
     tell()
     if step is not None:
@@ -161,7 +161,7 @@ def host(budget: int, sizes: Sizes, row: dict[str, Any], tell: Callable[[], None
 
 def suite(name: str, sizes: Sizes, row: dict[str, Any], tell: Callable[[], None]) -> None:
     """A workload at a share of its plain bytes above its arguments, and as it is."""
-    subject = Subject(name, sizes)
+    subject = Modelled(name, sizes)
     plain_step, base = subject.compiled()
     row["peer"] = base
     tell()
@@ -190,7 +190,7 @@ def case(name: str, *, tiny: bool) -> None:
     elif kind == "suite":
         suite(what, sizes, row, tell)
     elif what == "none":
-        plain(Subject("gpt2_small", sizes), row, tell)
+        plain(Modelled("gpt2_small", sizes), row, tell)
     else:
         policy(what, sizes, row, tell)
     tell()

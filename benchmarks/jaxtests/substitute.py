@@ -21,9 +21,10 @@ from jaxtensile.api import jit as api_of_ours
 from jaxtensile.errors import BudgetError
 from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.passes.recompute.lowerbound import Bound
-from jaxtensile.planner import attempts, pipeline
-from jaxtensile.search import subject
-from jaxtensile.search.request import Fitted, Job
+from jaxtensile.planner import pipeline
+from jaxtensile.planner import trial_compiles as attempts
+from jaxtensile.search import modelled as subject
+from jaxtensile.search.request import Fitted, Request
 from jaxtensile.xla.compile import compile_program
 
 MODES = ("one", "tight", "half", "forced")
@@ -92,12 +93,12 @@ def _as_asked(fit: Fit) -> Fit:
 
 
 def _smallest(fit: Fit) -> Fit:
-    def tight(job: Job, *args: Any, **kwargs: Any) -> Fitted:
-        found = _reachable(fit, replace(job, budget=_SMALLEST), *args, **kwargs)
+    def tight(request: Request, *args: Any, **kwargs: Any) -> Fitted:
+        found = _reachable(fit, replace(request, budget=_SMALLEST), *args, **kwargs)
         if found.evaluate is not None:
             return found
         try:  # the program as it is was enough: is anything less?
-            return fit(replace(job, budget=max(found.report.compiled.device - 1, 1)), *args, **kwargs)
+            return fit(replace(request, budget=max(found.report.compiled.device - 1, 1)), *args, **kwargs)
         except BudgetError:
             COUNTS.refused += 1
             return found
@@ -106,13 +107,13 @@ def _smallest(fit: Fit) -> Fit:
 
 
 def _half(fit: Fit) -> Fit:
-    def half(job: Job, *args: Any, **kwargs: Any) -> Fitted:
-        make = functools.partial(job.make, None)
-        memory = compile_program(make, *job.arguments(), job.options).memory
+    def half(request: Request, *args: Any, **kwargs: Any) -> Fitted:
+        make = functools.partial(request.make, None)
+        memory = compile_program(make, *request.arguments(), request.options).memory
         if memory is None:
-            return fit(job, *args, **kwargs)
+            return fit(request, *args, **kwargs)
         budget = max(memory.device - memory.temp // 2, 1)
-        return _reachable(fit, replace(job, budget=budget, chunk=True), *args, **kwargs)
+        return _reachable(fit, replace(request, budget=budget, chunk=True), *args, **kwargs)
 
     return half
 
@@ -124,23 +125,24 @@ def _forced(fit: Fit) -> Fit:
     subject.lower_bound = lambda *_, **__: Bound(0, ())
     subject.SURELY_OVER = subject.SURELY_OVER_WITH_LOOPS = 0.0
 
-    def forced(job: Job, *args: Any, **kwargs: Any) -> Fitted:
-        return fit(replace(job, budget=_SMALLEST), *args, **kwargs)
+    def forced(request: Request, *args: Any, **kwargs: Any) -> Fitted:
+        return fit(replace(request, budget=_SMALLEST), *args, **kwargs)
 
     return forced
 
 
-def _reachable(fit: Fit, job: Job, *args: Any, **kwargs: Any) -> Fitted:
-    """``job`` in its budget, or in what it is said to need; what is said first is about right, and may be refused."""
+def _reachable(fit: Fit, request: Request, *args: Any, **kwargs: Any) -> Fitted:
+    """``request`` in its budget, or in what it is said to need; what is said first is about right, and may be
+    refused."""
     for _ in range(_REFUSALS):
         try:
-            return fit(job, *args, **kwargs)
+            return fit(request, *args, **kwargs)
         except BudgetError as error:
             COUNTS.refused += 1
             if not error.needs:
                 raise
-            job = replace(job, budget=error.needs)
-    return fit(job, *args, **kwargs)
+            request = replace(request, budget=error.needs)
+    return fit(request, *args, **kwargs)
 
 
 def _counted(fit: Fit) -> Fit:

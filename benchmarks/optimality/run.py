@@ -163,7 +163,7 @@ def case(name: str, limit: float) -> list[dict[str, Any]]:
     from jaxtensile.devices.profiles import profile
     from jaxtensile.ir.plan import Costs, Plan, Problem
     from jaxtensile.passes.lifetimes.liveness import live_ranges
-    from jaxtensile.passes.recompute.stages import find_turn
+    from jaxtensile.passes.recompute.stages import find_boundary
     from jaxtensile.passes.seconds.cost import op_costs
     from jaxtensile.passes.solvers import by_name as solvers
     from jaxtensile.passes.solvers import exact
@@ -187,7 +187,7 @@ def case(name: str, limit: float) -> list[dict[str, Any]]:
 
     def clones(plan: Plan, budget: int) -> list[int]:
         """The ops that run again, but for fused ones of the descent: the plain program has them in each reader too."""
-        turn = find_turn(graph, live, max(budget - (live.device - live.temp), 0)) or len(graph.ops)
+        turn = find_boundary(graph, live, max(budget - (live.device - live.temp), 0)) or len(graph.ops)
         origins = [plan.program.origin[op.id] for op in plan.program.clones()]
         return [o for o in origins if o < turn or live.kernels.is_root[o]]
 

@@ -69,12 +69,12 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
     from jaxtensile.devices.profiles import profile
     from jaxtensile.ir.plan import Problem
     from jaxtensile.passes.lifetimes.liveness import live_ranges
-    from jaxtensile.passes.offload.loops import Ladder
+    from jaxtensile.passes.offload.loops import LoopLadder
     from jaxtensile.passes.recompute.lowerbound import lower_bound
     from jaxtensile.passes.seconds.cost import op_costs
     from jaxtensile.passes.solvers.by_name import finished, named
     from jaxtensile.passes.verify.check import check
-    from jaxtensile.program.rewrite import rewrite
+    from jaxtensile.program.emit import emit
     from jaxtensile.program.trace import trace_jaxpr
 
     device = profile(TARGET)
@@ -90,7 +90,7 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
     with clock("costs"):
         costs = op_costs(traced.graph, device)
     with clock("loops"):
-        Ladder(traced.graph, lambda body: op_costs(body, device).charge)
+        LoopLadder(traced.graph, lambda body: op_costs(body, device).charge)
     with clock("solve"):
         problem = Problem(graph=traced.graph, costs=costs, budget=budget)
         solver = named("auto")
@@ -99,7 +99,7 @@ def plan_once(workload: Any) -> tuple[Clock, dict[str, Any]]:
         check(traced.graph, plan.program)
     flat = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.tree.leaves(workload.args)]
     with clock("rewrite"):
-        jax.make_jaxpr(lambda *xs: rewrite(traced, plan.program)(xs))(*flat)
+        jax.make_jaxpr(lambda *xs: emit(traced, plan.program)(xs))(*flat)
     return clock, {
         "equations": len(traced.graph.ops),
         "planned_equations": len(plan.program.graph.ops),

@@ -63,7 +63,7 @@ def fit(workload: Any, budget: int, offload_state: bool) -> dict[str, Any]:
 def case(name: str) -> dict[str, Any]:
     """One case, in this process: ``plain``, ``without@BYTES`` or ``with@BYTES``; ``@smallest``: what can be reached."""
     from benchmarks import workloads
-    from jaxtensile.planner.outcome import MARGIN
+    from jaxtensile.planner.build_report import MARGIN
 
     workload = workloads.workload("gpt2_small")
     way, _, budget = name.partition("@")

@@ -29,7 +29,7 @@ from jaxtensile import _compat
 from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.errors import StoppedError
 from jaxtensile.planner import renewal
-from jaxtensile.search.request import Fitted, Job
+from jaxtensile.search.request import Fitted, Request
 from jaxtensile.units import Seconds, format_seconds
 from jaxtensile.xla.calibration import link_bandwidth
 
@@ -115,10 +115,10 @@ class Feedback:
         with self._lock:
             self.fitted = replace(self.fitted, report=replace(self.fitted.report, **fields))
 
-    def run(self, fitted: Fitted, args: Any, kwargs: Any, job: Callable[[], Job], device: Any) -> Any:
+    def run(self, fitted: Fitted, args: Any, kwargs: Any, request: Callable[[], Request], device: Any) -> Any:
         """Call ``fitted.jitted``, timed where that is wanted; the last timed call decides what follows.
 
-        ``job``: to be fitted again, without arrays; ``device``: where the call runs.
+        ``request``: to be fitted again, without arrays; ``device``: where the call runs.
         """
         with self._lock:
             timed = fitted is self.fitted and self.timing
@@ -141,7 +141,7 @@ class Feedback:
             if timed and alone and calls == self._calls:
                 self._times.append(took)
             if len(self._times) == SKIPPED + TIMED:
-                self._decide(statistics.median(self._times[SKIPPED:]), job, device)
+                self._decide(statistics.median(self._times[SKIPPED:]), request, device)
             elif self._calls >= PATIENCE:
                 self._settled = True
         return outputs
@@ -154,7 +154,7 @@ class Feedback:
             report = replace(report, notes=tuple(dict.fromkeys((*report.notes, text))))
             self.fitted = replace(self.fitted, report=report)
 
-    def _decide(self, measured: Seconds, make_job: Callable[[], Job], device: Any) -> None:
+    def _decide(self, measured: Seconds, make_request: Callable[[], Request], device: Any) -> None:
         report = replace(self.fitted.report, measured=measured)
         self.fitted = replace(self.fitted, report=report)
         if self._before is not None and measured > self._before[1]:
@@ -169,31 +169,33 @@ class Feedback:
             return
         off = f"steps take {format_seconds(measured)} where {format_seconds(report.step)} were predicted"
         try:
-            job = replace(make_job(), device=self._device)
-            why = self._why_not(job)
-            rate = None if why else self._link(job, device)
+            request = replace(make_request(), device=self._device)
+            why = self._why_not(request)
+            rate = None if why else self._link(request, device)
             if not why and rate is None and self.fitted.time is not None and self.fitted.time.copies:
                 why = "the link was never measured, so that slow work and slow copies look alike: run calibrate()"
             if not why:
                 enter = _compat.configuration()
-                self._start(_Task(running=self.fitted, job=job, measured=measured, link=rate, off=off, enter=enter))
+                self._start(
+                    _Task(running=self.fitted, request=request, measured=measured, link=rate, off=off, enter=enter)
+                )
         except Exception as error:  # the call has been made: nothing here may keep its outputs from the user
             why = _told(error)
         if why:
             self._note(f"{off}; the plan stays: {why}")
             self._settled = True
 
-    def _why_not(self, job: Job) -> str:
+    def _why_not(self, request: Request) -> str:
         """Why this plan cannot be renewed; empty where it can."""
-        link = (job.host_budget > 0 or self.fitted.state) and job.device.backend.offloads
-        if not (link or job.may_stack_on_host):
+        link = (request.host_budget > 0 or self.fitted.state) and request.device.backend.offloads
+        if not (link or request.may_stack_on_host):
             return "it recomputes alone, and one factor on all work changes nothing in it"
         return "it has been renewed often enough" if self.fitted.report.renewed >= RENEWALS else ""
 
-    def _link(self, job: Job, device: Any) -> float | None:
+    def _link(self, request: Request, device: Any) -> float | None:
         """Bytes per second of the link, where that matters and is or can be known."""
-        if "link_bandwidth" in job.device.measured:
-            return job.device.link_bandwidth
+        if "link_bandwidth" in request.device.measured:
+            return request.device.link_bandwidth
         return link_bandwidth(device) if self.fitted.time is not None and self.fitted.time.copies else None
 
     def _start(self, task: _Task) -> None:
@@ -214,14 +216,14 @@ class Feedback:
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """What is to be renewed: the running plan, the job it was made for, and what was measured.
+    """What is to be renewed: the running plan, the request it was made for, and what was measured.
 
     ``link``: bytes per second, None to leave it as it is; ``off``: the two times in words; ``enter``: into the
     context of the calls.
     """
 
     running: Fitted
-    job: Job
+    request: Request
     measured: Seconds
     link: float | None
     off: str
@@ -249,16 +251,16 @@ def _find(search: _Search, task: _Task, watch: Callable[[str], None]) -> str:
     stays = f"{task.off}; the plan stays"
     if not task.enter():
         return f"{stays}: the calls are made in a context that no other thread can enter"
-    job, running = task.job, task.running
+    request, running = task.request, task.running
     if task.link is not None:
-        measured = job.device.measured | {"link_bandwidth"}
-        job = replace(job, device=replace(job.device, link_bandwidth=task.link, measured=measured))
+        measured = request.device.measured | {"link_bandwidth"}
+        request = replace(request, device=replace(request.device, link_bandwidth=task.link, measured=measured))
     assert running.time is not None
-    slower = running.time.slower(task.measured, job.way)
+    slower = running.time.slower(task.measured, request.way)
     if slower is None:
         return f"{stays}: by the model its copies alone take longer"
-    search.device = slowed(job.device, slower)
-    found = renewal.renew(replace(job, device=search.device), task.measured / WORTH, running.key, watch)
+    search.device = slowed(request.device, slower)
+    found = renewal.renew(replace(request, device=search.device), task.measured / WORTH, running.key, watch)
     folded = f"with work {slower:.3g} times as long"
     if found is None:
         return f"{stays}: {folded} no other is {100 * (WORTH - 1):.0f} % shorter"

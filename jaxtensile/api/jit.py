@@ -48,14 +48,14 @@ from jaxtensile.errors import (
 from jaxtensile.faults import REPORT, as_ours, is_of_the_user, outside, told, unless_faulty, warn_unplanned
 from jaxtensile.jobs.ladder import Ladder
 from jaxtensile.passes.solvers.by_name import TO_THE_HOST, named
-from jaxtensile.planner.outcome import too_large
+from jaxtensile.planner.build_report import too_large
 from jaxtensile.planner.plan_cache import plan_cache
 from jaxtensile.program.upperbound import AMPLE, WORTHWHILE, all_values, recomputes
 from jaxtensile.program.workload import Transformed, name_of, told_of_modules
 from jaxtensile.report.facts import Setting
 from jaxtensile.report.report import Report
 from jaxtensile.rewrites.hosted import copies_come_back, stacks_come_back
-from jaxtensile.search.request import Evaluate, Fitted, Job, loads_index
+from jaxtensile.search.request import Evaluate, Fitted, Request, loads_index
 from jaxtensile.settings.identity import identity_of, planned
 from jaxtensile.settings.options import (
     Asked,
@@ -471,11 +471,11 @@ class Planned(Transformed):
         if not entry.watched:
             return fitted.jitted, *moved, None
 
-        def job() -> Job:
+        def request() -> Request:
             abstract = self._placement.dynamic(lambda _, x, __: without_arrays(x), known, named)
-            return self._job(traced, place, *abstract)
+            return self._request(traced, place, *abstract)
 
-        return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, job, place.device)
+        return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, request, place.device)
 
     def _without_plan(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any, Any, None]:
         """What ``_chosen`` is where not even the question can be put: the function as it was written, if it fits."""
@@ -565,7 +565,9 @@ class Planned(Transformed):
                     found = _SHARED.get(key)
                     if found is None or found.request.jaxpr is not traced.jaxpr:
                         abstract = self._placement.dynamic(lambda _, x, __: without_arrays(x), args, kwargs)
-                        found = Ladder(self._job(traced, place, *abstract), plan_cache(), most=self._asked.job.overhead)
+                        found = Ladder(
+                            self._request(traced, place, *abstract), plan_cache(), most=self._asked.job.overhead
+                        )
                         _SHARED[key] = found
                 known[place.key] = found
             return known[place.key]
@@ -579,7 +581,7 @@ class Planned(Transformed):
                 refused = self._refused.setdefault(traced.jaxpr, {})
                 if place.key in refused:
                     raise refused[place.key].anew()
-                job = self._job(traced, place, args, kwargs)
+                job = self._request(traced, place, args, kwargs)
                 try:
                     fitted = processes.fit(
                         job, place.devices, budget=self._resolved().as_written, known=self._agreed, baseline=measure
@@ -600,13 +602,13 @@ class Planned(Transformed):
             entry.watched = entry.feedback.timing
         return entry
 
-    def _job(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Job:
+    def _request(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Request:
         device, wanted = self._device(place), self._resolved()
         budget, setting = self._budget(wanted, place, device)
         device = dataclasses.replace(device, traffic_weight=WEIGHTS[wanted.objective])
         needed = compiler_options(self._asked.target) if self._asked.target is not None else {}
         captured = _compat.captured(traced)
-        return Job(
+        return Request(
             name=name_of(self._fun),
             jaxpr=traced.jaxpr,
             donated=_compat.donated_inputs(traced),

@@ -30,8 +30,8 @@ from jaxtensile.cli.xla_memory import variables
 from jaxtensile.errors import ConfigError, CoordinatorError, UnreachableError
 from jaxtensile.runtime.config import config as configs
 from jaxtensile.runtime.config.config import Config, JobConfig
+from jaxtensile.runtime.daemon.endpoint import JOB_VARIABLE, VARIABLE
 from jaxtensile.runtime.daemon.inquiry import Inquirer
-from jaxtensile.runtime.daemon.place import JOB_VARIABLE, VARIABLE
 from jaxtensile.runtime.protocol.messages import Snapshot
 from jaxtensile.units import KIB, Bytes, Seconds, format_bytes, format_seconds
 

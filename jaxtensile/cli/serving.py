@@ -15,8 +15,8 @@ from jaxtensile.devices.hardware import device_memory, host_memory
 from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.config.config import EMPTY, Config, find, read
 from jaxtensile.runtime.config.tables import LONGEST
+from jaxtensile.runtime.daemon.endpoint import Endpoint, socket_path
 from jaxtensile.runtime.daemon.log import Log
-from jaxtensile.runtime.daemon.place import Place, socket_path
 from jaxtensile.runtime.daemon.server import Reading, Server
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
@@ -70,7 +70,7 @@ def serve(options: argparse.Namespace) -> None:
         return capacities(now), now.settings
 
     Server(
-        Place(place_of(options, config)),
+        Endpoint(place_of(options, config)),
         reread,
         log=Log(),
         metrics=None if options.metrics is None else _listening(options.metrics),

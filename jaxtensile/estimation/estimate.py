@@ -29,10 +29,10 @@ from jaxtensile.ir.ir import Graph, producers
 from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.ir.timeline import Sites, Timeline, Track
 from jaxtensile.passes.lifetimes.liveness import Liveness
-from jaxtensile.passes.lifetimes.lodgers import without_lodgers
+from jaxtensile.passes.lifetimes.output_reuse import reusing_outputs
 from jaxtensile.passes.order.reorder import as_scheduled
 from jaxtensile.passes.pack.heap import heap
-from jaxtensile.program.merge import merged
+from jaxtensile.program.cse import cse
 from jaxtensile.program.trace import Traced, trace_jaxpr
 from jaxtensile.program.workload import Transformed, name_of, told_of_modules
 from jaxtensile.settings.identity import identity_of, planned
@@ -138,7 +138,7 @@ def _wanted(fun: Callable[..., Any], config: ConfigLike | None) -> Resolved:
 
 def program_of(traced: Any, keep_unused: bool = False) -> Traced:
     """The flat program of what ``jax.jit``'s ``trace`` gave."""
-    return merged(trace_jaxpr(traced.jaxpr, _compat.donated_inputs(traced), keep_unused=keep_unused))
+    return cse(trace_jaxpr(traced.jaxpr, _compat.donated_inputs(traced), keep_unused=keep_unused))
 
 
 def static_estimate(
@@ -153,10 +153,10 @@ def static_estimate(
     before = time.perf_counter()
     compiler = compiler_of(device)
     if compiler.fuser.twice:
-        program = merged(program, cheap=True)  # XLA stores what equal equations compute once
+        program = cse(program, cheap=True)  # XLA stores what equal equations compute once
     low = compiler.lowered(program.graph)
     orders = as_scheduled(low.graph, by=compiler.fuser)
-    lying = [without_lodgers(run.graph, run.live) for run in orders]
+    lying = [reusing_outputs(run.graph, run.live) for run in orders]
     needed = [max(heap(live), live.temp) for live in lying]
     worst = max(range(len(orders)), key=needed.__getitem__)
     run, live, holes = orders[worst], lying[worst], needed[worst] - lying[worst].temp

@@ -24,7 +24,7 @@ from jaxtensile.runtime.client.gate import Turns
 from jaxtensile.runtime.client.local import LOCAL, LocalCoordinator
 from jaxtensile.runtime.client.uninterrupted import uninterrupted
 from jaxtensile.runtime.config.config import Config
-from jaxtensile.runtime.daemon.place import VARIABLE, checked
+from jaxtensile.runtime.daemon.endpoint import VARIABLE, checked
 from jaxtensile.runtime.decide.events import Settings
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.protocol.messages import Snapshot

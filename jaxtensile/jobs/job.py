@@ -30,7 +30,7 @@ from jaxtensile.jobs.suspension import Suspended
 from jaxtensile.jobs.tenancy import Tenancy, Terms
 from jaxtensile.runtime.client.uninterrupted import later, uninterrupted
 from jaxtensile.runtime.config.config import Config
-from jaxtensile.runtime.daemon.place import JOB_VARIABLE
+from jaxtensile.runtime.daemon.endpoint import JOB_VARIABLE
 from jaxtensile.runtime.protocol.messages import MOST_BYTES, Rung
 from jaxtensile.search.request import Fitted
 from jaxtensile.settings.options import config_of

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field, replace
 from jaxtensile.errors import BudgetError
 from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.planner import pipeline, sketching
-from jaxtensile.planner.attempts import Watch, nothing
 from jaxtensile.planner.plan_cache import PlanCache
+from jaxtensile.planner.trial_compiles import Watch, nothing
 from jaxtensile.runtime.protocol.messages import Rung
-from jaxtensile.search.request import Fitted, Job
+from jaxtensile.search.request import Fitted, Request
 from jaxtensile.units import Bytes, Seconds
 
 RUNGS = 4
@@ -43,7 +43,7 @@ def persistent(use: MemoryUse) -> Bytes:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class Position:
     """One plan: what it needs, as predicted (``fitted`` is None) or as XLA allocated it."""
 
     persistent: Bytes
@@ -67,7 +67,7 @@ class Ladder:
     """The plans of one signature. ``request``: without arrays, its budget an upper bound; ``renewed``: called, in
     whatever thread compiles, when there are other plans than before."""
 
-    def __init__(self, request: Job, plans: PlanCache | None = None, *, most: float | None = None) -> None:
+    def __init__(self, request: Request, plans: PlanCache | None = None, *, most: float | None = None) -> None:
         self.request, self._plans = request, plans
         self._most_overhead = most
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class Ladder:
         """How many plans are."""
         return sum(p.fitted is not None for p in self._places)
 
-    def places(self) -> tuple[Place, ...]:
+    def places(self) -> tuple[Position, ...]:
         """The plans, ascending in bytes."""
         with self._lock:
             return tuple(self._places)
@@ -123,7 +123,7 @@ class Ladder:
                 self.smallest = self._places[0].level
                 self.sketched = True
 
-    def runs(self, budget: Bytes) -> Place | None:
+    def runs(self, budget: Bytes) -> Position | None:
         """The fastest compiled plan within ``budget``."""
         with self._lock:
             found = self._within(budget)
@@ -220,7 +220,7 @@ class Ladder:
                 for p in self._places
             }
 
-    def _predicted(self, count: int) -> list[Place]:
+    def _predicted(self, count: int) -> list[Position]:
         job = self.request
         if job.shards > 1:
             # The model knows programs, not what one of several devices has of them: the plain one, as XLA says.
@@ -232,11 +232,11 @@ class Ladder:
         self._tightest = found[0].use.temp
         rounding = _ROUNDING * (1 + len(job.donated) + len(job.jaxpr.out_avals))
         sure = job.device.backend.sketched
-        places: list[Place] = []
+        places: list[Position] = []
         for k, sketch in enumerate(found):
             stays, temp = persistent(sketch.use) + rounding, sketch.use.temp
             more = max(TOP_MARGIN if k == len(found) - 1 else 0.0, MARGIN if k == 0 else 0.0)
-            place = Place(
+            place = Position(
                 stays,
                 int(temp * (1 + sure)),
                 sketch.use.host,
@@ -249,7 +249,7 @@ class Ladder:
         within = [p for p in places if p.level <= job.budget]
         return self._quick(within or places[:1])
 
-    def _quick(self, places: list[Place]) -> list[Place]:
+    def _quick(self, places: list[Position]) -> list[Position]:
         """Without those that are slower than wanted; the fastest stays."""
         if self._most_overhead is None:
             return places
@@ -290,9 +290,9 @@ class Ladder:
         self.smallest = self._places[0].level
 
 
-def _place(found: Fitted) -> Place:
+def _place(found: Fitted) -> Position:
     use = found.report.compiled
-    return Place(persistent(use), use.temp, use.host, max(found.report.step, _LEAST), use.device, use.device, found)
+    return Position(persistent(use), use.temp, use.host, max(found.report.step, _LEAST), use.device, use.device, found)
 
 
 def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung, ...]:
@@ -316,9 +316,9 @@ def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung
     return tuple(rungs[level] for level in sorted(rungs))
 
 
-def _best(places: Iterable[Place], seconds: dict[Bytes, Seconds], temp: Bytes) -> Place | None:
+def _best(places: Iterable[Position], seconds: dict[Bytes, Seconds], temp: Bytes) -> Position | None:
     fit = [p for p in places if p.temp <= temp]
     return min(fit, key=lambda p: seconds.get(p.level, p.seconds)) if fit else None
 
 
-__all__ = ["Ladder", "Place", "persistent", "together"]
+__all__ = ["Ladder", "Position", "persistent", "together"]

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Final
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.outcome import Made, cannot
+from jaxtensile.planner.build_report import Made, cannot
 from jaxtensile.planner.page import Page
 from jaxtensile.planner.recall import named_by_an_error
 from jaxtensile.planner.remembered import remember
@@ -32,31 +32,31 @@ TIGHT: Final = 2.0
 
 def as_written(page: Page) -> Fitted:
     """The program as the user wrote it, as it is or planned; ``BudgetError`` when it cannot fit."""
-    job, program = page.job, page.program
+    request, program = page.request, page.program
     bound = page.bound()
-    possible = job.shards > 1 or bound.nbytes <= job.budget
+    possible = request.shards > 1 or bound.nbytes <= request.budget
 
     @cache
     def ahead() -> tuple[Candidates, tuple[Variant, Plan] | None]:
         candidates = page.candidates(page.written())
-        first = page.cheapest(candidates) if possible and job.shards == 1 else None
+        first = page.cheapest(candidates) if possible and request.shards == 1 else None
         return candidates, first
 
     # Where nothing may be found, no program is compiled for the report alone before something is.
-    tight = job.shards == 1 and job.budget < TIGHT * bound.nbytes and not page.may_fit(program)
+    tight = request.shards == 1 and request.budget < TIGHT * bound.nbytes and not page.may_fit(program)
     baseline = page.baseline and not tight
-    if baseline and job.state:
-        page.attempts.own()
-    if job.state and page.may_fit(program):
+    if baseline and request.state:
+        page.compiles.own()
+    if request.state and page.may_fit(program):
         start = page.written()
-        meanwhile = ahead if program.predicted.device > job.budget else None
-        made = page.attempts.unplanned(start, meanwhile)
-        if made.compiled.device <= job.budget:
+        meanwhile = ahead if program.predicted.device > request.budget else None
+        made = page.compiles.unplanned(start, meanwhile)
+        if made.compiled.device <= request.budget:
             return page.unchanged() if _saves_nothing(page, made) else page.planned(made, bound, 0)
-    elif not job.state and (baseline or job.shards > 1 or page.may_fit(program)):
+    elif not request.state and (baseline or request.shards > 1 or page.may_fit(program)):
         # By the model it does not fit: plan while XLA has its say.
-        plain = page.attempts.own(ahead if program.predicted.device > job.budget else None)
-        if plain.device <= job.budget:
+        plain = page.compiles.own(ahead if program.predicted.device > request.budget else None)
+        if plain.device <= request.budget:
             return page.unchanged()
     candidates, first = ahead()
     # Below the bound before any search: no plan can need less than what single ops need at once.
@@ -70,54 +70,54 @@ def as_written(page: Page) -> Fitted:
         if best is None or not rounds.hopeless(best.variant, best.compiled.device):
             best, more = rounds.all(candidates, first)
             count += more
-            if best is None or best.compiled.device > job.budget:
+            if best is None or best.compiled.device > request.budget:
                 best, more = Smallest(rounds).found(page.candidates(lighter, others), best)
                 count += more
     best = _or_by_xla(page, best)
-    if best is None or best.compiled.device > job.budget:
+    if best is None or best.compiled.device > request.budget:
         fitted = named_by_an_error(page)
         if fitted is not None:
             return fitted
         best = _smallest(page, candidates, best)
-        if best is None or best.compiled.device > job.budget:
+        if best is None or best.compiled.device > request.budget:
             with page.clock("solve"):
-                raise cannot(job, candidates, bound, best)
+                raise cannot(request, candidates, bound, best)
     return page.fitted(best, bound, count)
 
 
 def _or_by_xla(page: Page, best: Made | None) -> Made | None:
     """The plan, or what XLA recomputes under ``jax.jit`` by itself, where that fits and costs less."""
-    job, plain = page.job, page.attempts.plain
-    fits = best is not None and best.compiled.device <= job.budget
+    request, plain = page.request, page.compiles.plain
+    fits = best is not None and best.compiled.device <= request.budget
     cost = best.variant.seconds + best.plan.overhead if best is not None and fits else math.inf
     needs = plain.device if plain is not None else page.program.plain.device
-    if cost <= CHEAP * sum(page.costs().seconds) or needs <= RECOMPUTES * job.device.capacity:
+    if cost <= CHEAP * sum(page.costs().seconds) or needs <= RECOMPUTES * request.device.capacity:
         return best
-    with job.faults.of(XLA):
-        made = page.attempts.by_xla(page.written())
+    with request.faults.of(XLA):
+        made = page.compiles.by_xla(page.written())
     return best if made is None or made.compiled.again.seconds >= cost else made
 
 
 def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | None:
     """The smallest program that was compiled, for the error to name, and to be found again: one that was planned,
     or the user's own where that is no larger."""
-    job, rounds = page.job, page.rounds()
+    request, rounds = page.request, page.rounds()
     # What no machine holds is not for compilers either: XLA:CPU ends the process for arrays of 2**50 bytes.
-    held = page.program.bound.nbytes <= job.device.capacity
-    if best is None and job.shards == 1 and held:
+    held = page.program.bound.nbytes <= request.device.capacity
+    if best is None and request.shards == 1 and held:
         best, _ = Smallest(rounds).glance(candidates)
-    attempts, start = page.attempts, page.written()
+    compiles, start = page.compiles, page.written()
     if best is not None and best.compiled.memory is None:
         best = None
-    least = LARGE * job.device.capacity if best is None else best.compiled.device
-    worth = held and page.program.may_fit(replace(job, budget=least))
-    if not job.state and (attempts.plain is not None or worth):
-        plain = attempts.own()
+    least = LARGE * request.device.capacity if best is None else best.compiled.device
+    worth = held and page.program.may_fit(replace(request, budget=least))
+    if not request.state and (compiles.plain is not None or worth):
+        plain = compiles.own()
         if plain.memory is not None and (best is None or plain.device <= best.compiled.device):
-            best = attempts.plainly(start)
-    if best is not None and not attempts.misplaced(best):
+            best = compiles.plainly(start)
+    if best is not None and not compiles.misplaced(best):
         graph = page.program.traced.graph
-        remember(job, graph, best.compiled.device, page.entry(best))
+        remember(request, graph, best.compiled.device, page.entry(best))
     return best
 
 
@@ -127,7 +127,7 @@ def _saves_nothing(page: Page, made: Made) -> bool:
     needs, memory = made.compiled.device, made.compiled.memory
     if memory is None or not memory.host:
         return False  # a CPU has one memory
-    if needs < SAVES * page.program.plain.device or page.attempts.own().device > needs:
+    if needs < SAVES * page.program.plain.device or page.compiles.own().device > needs:
         return False
     page.notes = (*page.notes, "offload_state= has no effect: with its state on the host it needs no fewer bytes")
     return True

@@ -1,6 +1,6 @@
-"""What is known of one job while it is planned, and what is told of it in the end: the only state of the page.
+"""What is known of one request while it is planned, and what is told of it in the end: the only state of the page.
 
-One thread plans a job; what is found is kept here and nowhere else.
+One thread plans a request; what is found is kept here and nowhere else.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from jaxtensile.ir.plan import Costs, Plan, Prepare
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.by_name import named
-from jaxtensile.planner.attempts import Attempts, Clock, Watch, nothing
-from jaxtensile.planner.outcome import BY_XLA, Made, report, unplanned
+from jaxtensile.planner.build_report import BY_XLA, Made, report, unplanned
 from jaxtensile.planner.plan_cache import Entry, Plans, key_of
 from jaxtensile.planner.rounds import Rounds
-from jaxtensile.program.merge import merged
+from jaxtensile.planner.trial_compiles import Clock, TrialCompiles, Watch, nothing
+from jaxtensile.program.cse import cse
 from jaxtensile.rewrites.rewrite import on_device, traced_for
 from jaxtensile.rewrites.undo import Undone, checkpoints_in_loops, undo
 from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.modelled import Modelled, bound_of, modelled, with_state
 from jaxtensile.search.parts import Chunks
 from jaxtensile.search.recipe import recipe_of
-from jaxtensile.search.request import Fitted, Job
-from jaxtensile.search.subject import Subject, bound_of, subject_of, with_state
+from jaxtensile.search.request import Fitted, Request
 from jaxtensile.search.variants import Variant, program_key
 from jaxtensile.units import Bytes, format_bytes
 from jaxtensile.xla.compile import Compiled
@@ -35,58 +35,64 @@ MERGING: Final = "the merging of equal operations"
 CACHE: Final = "the plan cache"
 
 
-def opened(job: Job, watch: Watch = nothing, prepare: Prepare | None = None, baseline: bool = False) -> Page:
-    """What is known of a job before anything is planned."""
-    clock, prepare = Clock(watch), prepare or named(job.solver)
+def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = None, baseline: bool = False) -> Page:
+    """What is known of a request before anything is planned."""
+    clock, prepare = Clock(watch), prepare or named(request.solver)
     with clock("graph"):
-        faults, flat = job.faults, traced_for(job, job.jaxpr)
-        traced = faults.spared(MERGING, lambda: merged(flat), lambda: flat)
-        host = replace(job, host_budget=0 if ways.OFFLOAD in faults else job.host_budget)
+        faults, flat = request.faults, traced_for(request, request.jaxpr)
+        traced = faults.spared(MERGING, lambda: cse(flat), lambda: flat)
+        host = replace(request, host_budget=0 if ways.OFFLOAD in faults else request.host_budget)
         there = replace(host, place=None), ()
-        job, notes = faults.spared(ways.STATE, lambda: with_state(host, traced), lambda: there)
-        program = subject_of(job, traced)
-        wanted, unused = job.undo and job.shards == 1, job.keep_unused
+        request, notes = faults.spared(ways.STATE, lambda: with_state(host, traced), lambda: there)
+        program = modelled(request, traced)
+        wanted, unused = request.undo and request.shards == 1, request.keep_unused
         undone = faults.spared(
-            ways.UNDONE, lambda: undo(traced, job.jaxpr, keep_unused=unused) if wanted else None, lambda: None
+            ways.UNDONE, lambda: undo(traced, request.jaxpr, keep_unused=unused) if wanted else None, lambda: None
         )
         if undone is not None:
-            undone = replace(undone, traced=on_device(job, undone.traced))
-        lighter = subject_of(job, undone.traced) if undone is not None else None
-    page = Page(job, prepare, clock, baseline, program, (*notes, *of_checkpoints(job, program)))
-    if undone is not None and lighter is not None and lighter.bound.nbytes <= job.budget:
+            undone = replace(undone, traced=on_device(request, undone.traced))
+        lighter = modelled(request, undone.traced) if undone is not None else None
+    page = Page(request, prepare, clock, baseline, program, (*notes, *of_checkpoints(request, program)))
+    if undone is not None and lighter is not None and lighter.bound.nbytes <= request.budget:
         page.without = undone, lighter
     return page
 
 
-def of_checkpoints(job: Job, program: Subject) -> Iterator[str]:
+def of_checkpoints(request: Request, program: Modelled) -> Iterator[str]:
     """What the user's own checkpoints cost, where they stay."""
-    if not job.undo and job.shards == 1:
-        without = job.faults.spared(ways.UNDONE, lambda: undo(program.traced, job.jaxpr), lambda: None)
+    if not request.undo and request.shards == 1:
+        without = request.faults.spared(ways.UNDONE, lambda: undo(program.traced, request.jaxpr), lambda: None)
         flops = program.traced.graph.flops
         if without is not None and flops:
             again = (flops - without.traced.graph.flops) / flops
             yield f"its own checkpoints recompute {again:.1%} of its matrix FLOPs: undo=True spares what has room"
-    count = checkpoints_in_loops(job.jaxpr)
+    count = checkpoints_in_loops(request.jaxpr)
     if count:
         what = "a checkpoint inside of a loop is" if count == 1 else f"{count} checkpoints inside of loops are"
         yield f"{what} honoured as written, unless a line above says that it is undone: without it the plan decides"
 
 
 class Page:
-    """One job on its way down the page, and what has been compiled of it."""
+    """One request on its way down the page, and what has been compiled of it."""
 
     def __init__(
-        self, job: Job, prepare: Prepare, clock: Clock, baseline: bool, program: Subject, notes: tuple[str, ...]
+        self,
+        request: Request,
+        prepare: Prepare,
+        clock: Clock,
+        baseline: bool,
+        program: Modelled,
+        notes: tuple[str, ...],
     ) -> None:
-        self.job, self.prepare, self.clock, self.baseline, self.program = job, prepare, clock, baseline, program
+        self.request, self.prepare, self.clock, self.baseline, self.program = request, prepare, clock, baseline, program
         self.notes = notes
-        self.attempts = Attempts(job, clock, program.predicted.device)
+        self.compiles = TrialCompiles(request, clock, program.predicted.device)
         self.known_costs: Costs | None = None
         self.known_written: Variant | None = None
         self.known: dict[tuple[Variant, ...], Candidates] = {}
         self.plans: Plans | None = None
         """Where a plan is to be kept for later processes."""
-        self.without: tuple[Undone, Subject] | None = None
+        self.without: tuple[Undone, Modelled] | None = None
         """The program without the user's checkpoints, where it has some and may fit."""
         self.lighter: Variant | None = None
         """The program without the user's checkpoints, where that was tried."""
@@ -97,13 +103,13 @@ class Page:
         """Of the program as written."""
         if self.known_costs is None:
             with self.clock("costs"):
-                self.known_costs = op_costs(self.program.traced.graph, self.job.device)
+                self.known_costs = op_costs(self.program.traced.graph, self.request.device)
         return self.known_costs
 
     def written(self) -> Variant:
         """The program as the user wrote it."""
         if self.known_written is None:
-            self.known_written = ways.written(self.job, self.program.traced, self.costs(), self.prepare)
+            self.known_written = ways.written(self.request, self.program.traced, self.costs(), self.prepare)
         return self.known_written
 
     def candidates(self, start: Variant, others: Sequence[Variant] = ()) -> Candidates:
@@ -115,25 +121,25 @@ class Page:
             return self.known[key].anew()
 
     def cheapest(self, candidates: Candidates) -> tuple[Variant, Plan]:
-        return self.rounds().cheapest(candidates, self.aim or self.job.budget)
+        return self.rounds().cheapest(candidates, self.aim or self.request.budget)
 
-    def may_fit(self, program: Subject) -> bool:
+    def may_fit(self, program: Modelled) -> bool:
         """Whether XLA is worth asking about a program as it is."""
-        return program.may_fit(self.job) if self.aim is None else program.predicted.device <= self.aim
+        return program.may_fit(self.request) if self.aim is None else program.predicted.device <= self.aim
 
     def rounds(self) -> Rounds:
         """Across shards the plain program says how many bytes in the model are one on a device."""
         if self.aim is not None:
-            return Rounds(self.attempts, self.aim / self.job.budget, soon=True)
-        plain, scale = self.attempts.plain, 1.0
-        if self.job.shards > 1 and plain is not None and plain.memory is not None:
+            return Rounds(self.compiles, self.aim / self.request.budget, soon=True)
+        plain, scale = self.compiles.plain, 1.0
+        if self.request.shards > 1 and plain is not None and plain.memory is not None:
             scale = self.program.predicted.device / max(plain.device, 1)
-        return Rounds(self.attempts, scale)
+        return Rounds(self.compiles, scale)
 
     def bound(self) -> Bound:
         """How few bytes the program needs at least: as it is, or below that in as many parts as there may be."""
-        job, program = self.job, self.program
-        if program.bound.nbytes <= job.budget or not job.chunk or job.shards > 1:
+        request, program = self.request, self.program
+        if program.bound.nbytes <= request.budget or not request.chunk or request.shards > 1:
             return program.bound
         chunks = Chunks(self.written())
         finest = chunks.at(chunks.parts[-1]) if chunks.parts else None
@@ -141,21 +147,21 @@ class Page:
 
     def less(self, bound: Bound, variant: Variant) -> Bound:
         """The bound, or that of a program in parts, which may be lower."""
-        return min(bound, bound_of(self.job, variant.traced), key=lambda b: b.nbytes)
+        return min(bound, bound_of(self.request, variant.traced), key=lambda b: b.nbytes)
 
-    def lightest(self) -> tuple[Variant, Subject]:
+    def lightest(self) -> tuple[Variant, Modelled]:
         """The program without the user's checkpoints, where it has some and may fit; else as it was written."""
         if self.without is None:
             return self.written(), self.program
         undone, lighter = self.without
-        return ways.undone(self.job, undone, self.costs(), self.prepare), lighter
+        return ways.undone(self.request, undone, self.costs(), self.prepare), lighter
 
     def within(self, compiled: Compiled) -> None:
         """``BudgetError`` for what was found to fit elsewhere and does not here."""
-        needs, budget = compiled.device, self.job.budget
+        needs, budget = compiled.device, self.request.budget
         if compiled.memory is None or needs > budget:
             raise BudgetError(
-                f"the program that was agreed on for {self.job.name} needs {format_bytes(needs)} here, of "
+                f"the program that was agreed on for {self.request.name} needs {format_bytes(needs)} here, of "
                 f"{format_bytes(budget)}: {compiled.refusal or 'this process compiles it differently'}; "
                 "raise the budget, or give all processes the same devices and versions",
                 needs=needs,
@@ -169,7 +175,7 @@ class Page:
 
     def unchanged(self) -> Fitted:
         """The user's own function, which fits."""
-        plain = self.attempts.plain
+        plain = self.compiles.plain
         assert plain is not None
         told = self.report(None, plain, self.program.bound, 0)
         return Fitted(jitted=plain.jitted, evaluate=None, options=plain.options, report=told)
@@ -177,41 +183,41 @@ class Page:
     def planned(self, made: Made, bound: Bound, rounds: int) -> Fitted:
         """The program that was made of it, which fits."""
         if self.baseline:
-            self.attempts.own()
+            self.compiles.own()
         compiled = made.compiled
         if made.variant.parts > 1:
             bound = self.less(bound, made.variant)
         if self.plans is not None:
             plans = self.plans
             with self.clock("keep"):
-                self.job.faults.spared(CACHE, lambda: plans.keep(self.entry(made)), lambda: None)
+                self.request.faults.spared(CACHE, lambda: plans.keep(self.entry(made)), lambda: None)
         told = self.report(made, compiled, bound, rounds)
-        state = frozenset(leaf.argument for leaf in self.job.state)
+        state = frozenset(leaf.argument for leaf in self.request.state)
         return Fitted(
             jitted=compiled.jitted,
             evaluate=made.evaluate,
             options=compiled.options,
             report=told,
             state=state,
-            time=ways.step_time(made.variant, made.plan) if self.job.shards == 1 else None,
+            time=ways.step_time(made.variant, made.plan) if self.request.shards == 1 else None,
             key=program_key(made.variant, made.plan),
         )
 
     def entry(self, made: Made) -> Entry:
         """A plan as later processes find it."""
         return Entry(
-            key=key_of(self.job, self.program.traced.graph, self.aim),
-            name=self.job.name,
+            key=key_of(self.request, self.program.traced.graph, self.aim),
+            name=self.request.name,
             choice=made.choice,
             recipe=recipe_of(made.variant, made.plan),
         )
 
     def report(self, made: Made | None, compiled: Compiled, bound: Bound, rounds: int) -> Any:
-        job, program, plain = self.job, self.program, self.attempts.plain
+        request, program, plain = self.request, self.program, self.compiles.plain
         seconds = self.clock.seconds
-        told = job.faults.spared(
+        told = request.faults.spared(
             "the report",
-            lambda: report(job, program.traced, made, program.plain, plain, compiled, bound, rounds, seconds),
-            lambda: unplanned(job, compiled.notes, compiled.memory, seconds),
+            lambda: report(request, program.traced, made, program.plain, plain, compiled, bound, rounds, seconds),
+            lambda: unplanned(request, compiled.notes, compiled.memory, seconds),
         )
-        return replace(told, notes=(*told.notes, *self.notes, *job.faults.notes()))
+        return replace(told, notes=(*told.notes, *self.notes, *request.faults.notes()))

@@ -13,22 +13,22 @@ from jaxtensile import _compat
 from jaxtensile.errors import VerifyError
 from jaxtensile.ir.plan import Prepare
 from jaxtensile.planner.as_written import as_written
-from jaxtensile.planner.attempts import Watch, nothing
+from jaxtensile.planner.build_report import unplanned, without_plan
 from jaxtensile.planner.collecting import seldom
-from jaxtensile.planner.outcome import unplanned, without_plan
 from jaxtensile.planner.page import CACHE, opened
 from jaxtensile.planner.plan_cache import Entry, Plans
 from jaxtensile.planner.recall import recalled, replayed
+from jaxtensile.planner.trial_compiles import Watch, nothing
 from jaxtensile.planner.without_checkpoints import without_checkpoints
 from jaxtensile.program.upperbound import all_values
 from jaxtensile.rewrites.rows.batched import batched
-from jaxtensile.search.request import Fitted, Job
+from jaxtensile.search.request import Fitted, Request
 from jaxtensile.units import Bytes
 
 
 @seldom()
 def fit(
-    job: Job,
+    request: Request,
     prepare: Prepare | None = None,
     watch: Watch = nothing,
     *,
@@ -36,30 +36,30 @@ def fit(
     plans: Plans | None = None,
     aim: Bytes | None = None,
 ) -> Fitted:
-    """Fit one job. ``prepare``: the solver, the job's own if None; ``baseline``: compile the plain program even
+    """Fit one request. ``prepare``: the solver, the request's own if None; ``baseline``: compile the plain program even
     when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too; ``aim``: as many bytes
     in the model are taken to fit, and the first plan that does is good enough, as somebody waits for it.
 
     What fails by a fault of ours is left out; where all does, it is the program as written, or ``PlanningError``.
     """
-    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
-        return job.faults.without(
-            lambda: _fit(job, prepare, watch, baseline, plans, aim), lambda error: without_plan(job, error)
+    with request.faults.telling(request.name, _compat.function_source(request.jaxpr)):
+        return request.faults.without(
+            lambda: _fit(request, prepare, watch, baseline, plans, aim), lambda error: without_plan(request, error)
         )
 
 
 def _fit(
-    job: Job, prepare: Prepare | None, watch: Watch, baseline: bool, plans: Plans | None, aim: Bytes | None
+    request: Request, prepare: Prepare | None, watch: Watch, baseline: bool, plans: Plans | None, aim: Bytes | None
 ) -> Fitted:
-    if all_values(job.jaxpr) is None:
+    if all_values(request.jaxpr) is None:
         note = "its sizes are symbolic, or of a type that does not say them: it is passed on as it is"
-        told = unplanned(job, (note,))
-        return Fitted(jitted=job.make(None, job.options), evaluate=None, options=job.options, report=told)
-    page = opened(job, watch, prepare, baseline)
+        told = unplanned(request, (note,))
+        return Fitted(jitted=request.make(None, request.options), evaluate=None, options=request.options, report=told)
+    page = opened(request, watch, prepare, baseline)
     page.aim = aim
     try:
         return (
-            job.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
+            request.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
             or without_checkpoints(page)
             or as_written(page)
         )
@@ -68,20 +68,20 @@ def _fit(
 
 
 @seldom()
-def follow(job: Job, entry: Entry | None, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
-    """What another process has planned for the same job: ``entry``, or None for the user's function as it is.
+def follow(request: Request, entry: Entry | None, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
+    """What another process has planned for the same request: ``entry``, or None for the user's function as it is.
 
     Nothing is decided here: it is that program under those options, compiled, or an error: ``Unlike`` and
-    ``VerifyError`` where it does not go with this job, ``BudgetError`` where it is larger here.
+    ``VerifyError`` where it does not go with this request, ``BudgetError`` where it is larger here.
     """
-    page = opened(job, watch, baseline=baseline)
+    page = opened(request, watch, baseline=baseline)
     if entry is None:
-        page.within(page.attempts.own())
+        page.within(page.compiles.own())
         return page.unchanged()
     variant, plan, program = replayed(page, entry.recipe)
-    made = page.attempts.again(variant, plan, entry.choice, only=True)
+    made = page.compiles.again(variant, plan, entry.choice, only=True)
     if made is None:
-        raise VerifyError(f"XLA refuses to compile the plan of {job.name} here")
+        raise VerifyError(f"XLA refuses to compile the plan of {request.name} here")
     page.within(made.compiled)
     return page.planned(made, program.bound, 1)
 

@@ -26,7 +26,7 @@ from jaxtensile.devices.cachefiles import cache_folder, write_whole
 from jaxtensile.devices.measured import jaxlib_version
 from jaxtensile.ir.ir import Graph
 from jaxtensile.search.recipe import Recipe, fingerprint
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 
 VARIABLE: Final = "JAXTENSILE_PLAN_CACHE"
 FORMAT: Final = 1
@@ -121,10 +121,10 @@ def plan_cache() -> PlanCache | None:
     return None if folder is None else PlanCache(folder / "plans")
 
 
-def key_of(job: Job, graph: Graph, aim: int | None = None) -> str:
+def key_of(request: Request, graph: Graph, aim: int | None = None) -> str:
     """What a plan depends on, as one word: the question, the program, the device and all versions; ``aim``: as
     ``pipeline.fit`` has it, where that plan is one of many."""
-    where = shardings((job.args, dict(job.kwargs))) if job.shards > 1 else []
+    where = shardings((request.args, dict(request.kwargs))) if request.shards > 1 else []
     question = (
         FORMAT,
         package(),
@@ -132,18 +132,18 @@ def key_of(job: Job, graph: Graph, aim: int | None = None) -> str:
         jaxlib_version(),
         [os.environ.get(name, "") for name in FLAGS],
         fingerprint(graph),
-        job.budget,
+        request.budget,
         aim,
-        job.host_budget,
-        job.state,
-        repr(job.device),
-        job.shards,
+        request.host_budget,
+        request.state,
+        repr(request.device),
+        request.shards,
         where,
-        sorted((name, repr(value)) for name, value in job.options.items()),
-        job.solver,
-        job.undo,
-        job.chunk,
-        job.keep_unused,
+        sorted((name, repr(value)) for name, value in request.options.items()),
+        request.solver,
+        request.undo,
+        request.chunk,
+        request.keep_unused,
     )
     return hashlib.sha256(msgspec.msgpack.encode(question, order="deterministic")).hexdigest()
 

@@ -8,24 +8,24 @@ from jaxtensile.passes.verify.check import check
 from jaxtensile.planner.page import Page
 from jaxtensile.planner.plan_cache import Entry, Plans, key_of
 from jaxtensile.planner.remembered import remembered
+from jaxtensile.search.modelled import Modelled
 from jaxtensile.search.recipe import Recipe, Unlike, replay
 from jaxtensile.search.request import Fitted
-from jaxtensile.search.subject import Subject
 from jaxtensile.search.variants import Variant
 
 
 def recalled(page: Page, plans: Plans | None) -> Fitted | None:
     """What was planned before for the same question, or named as what it takes; None where nothing that was fits
     here."""
-    smallest = remembered(page.job, page.program.traced.graph)
-    if smallest is not None and smallest[0] == page.job.budget:
+    smallest = remembered(page.request, page.program.traced.graph)
+    if smallest is not None and smallest[0] == page.request.budget:
         fitted = again(page, smallest[1])
         if fitted is not None:
             return fitted
     if plans is None:
         return None
     with page.clock("recall"):
-        found = plans.find(key_of(page.job, page.program.traced.graph, page.aim))
+        found = plans.find(key_of(page.request, page.program.traced.graph, page.aim))
     notes, page.plans = page.notes, plans
     if found is None:
         return None
@@ -38,8 +38,8 @@ def recalled(page: Page, plans: Plans | None) -> Fitted | None:
 
 def named_by_an_error(page: Page) -> Fitted | None:
     """The program that an error has named, where the search for a larger budget did not find as small a one."""
-    found = remembered(page.job, page.program.traced.graph)
-    if found is None or found[0] > page.job.budget:
+    found = remembered(page.request, page.program.traced.graph)
+    if found is None or found[0] > page.request.budget:
         return None
     return again(page, found[1])
 
@@ -51,17 +51,17 @@ def again(page: Page, entry: Entry, plans: Plans | None = None) -> Fitted | None
             variant, plan, program = replayed(page, entry.recipe)
         except (Unlike, VerifyError) as error:
             return plans.pass_over(entry.key, str(error)) if plans is not None else None
-    made = page.attempts.again(variant, plan, entry.choice)
-    if made is None or page.attempts.misplaced(made) or made.compiled.device > page.job.budget:
+    made = page.compiles.again(variant, plan, entry.choice)
+    if made is None or page.compiles.misplaced(made) or made.compiled.device > page.request.budget:
         return None
     page.plans = None  # it is there
     return page.fitted(made, program.bound, 1)
 
 
-def replayed(page: Page, recipe: Recipe) -> tuple[Variant, Plan, Subject]:
+def replayed(page: Page, recipe: Recipe) -> tuple[Variant, Plan, Modelled]:
     """The variant and the checked plan of a recipe, and the program that it starts from.
 
-    Raises ``Unlike`` or ``VerifyError`` where the recipe does not go with this job.
+    Raises ``Unlike`` or ``VerifyError`` where the recipe does not go with this request.
     """
     start, program = page.lightest() if recipe.undone else (page.written(), page.program)
     variant, plan = replay(recipe, start)

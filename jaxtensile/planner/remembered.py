@@ -1,4 +1,4 @@
-"""The smallest programs that were found in this process, for jobs whose budget was not met.
+"""The smallest programs that were found in this process, for requests whose budget was not met.
 
 An error names what such a program needs, so a budget of as many bytes is met: by that very program, compiled again,
 without a search.
@@ -13,7 +13,7 @@ from typing import Final
 
 from jaxtensile.ir.ir import Graph
 from jaxtensile.planner.plan_cache import Entry, key_of
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 from jaxtensile.units import Bytes
 
 MOST: Final = 256
@@ -22,20 +22,20 @@ _FOUND: OrderedDict[str, tuple[Bytes, Entry]] = OrderedDict()
 _LOCK = threading.Lock()
 
 
-def remember(job: Job, graph: Graph, needs: Bytes, entry: Entry) -> None:
+def remember(request: Request, graph: Graph, needs: Bytes, entry: Entry) -> None:
     """What needs ``needs`` bytes on the device is ``entry``."""
     with _LOCK:
-        _FOUND[_key(job, graph)] = needs, entry
+        _FOUND[_key(request, graph)] = needs, entry
         while len(_FOUND) > MOST:
             _FOUND.popitem(last=False)
 
 
-def remembered(job: Job, graph: Graph) -> tuple[Bytes, Entry] | None:
-    """The smallest program of a job, whatever its budget is now, and its bytes; of several devices nothing is
+def remembered(request: Request, graph: Graph) -> tuple[Bytes, Entry] | None:
+    """The smallest program of a request, whatever its budget is now, and its bytes; of several devices nothing is
     remembered, as their processes must find the same."""
-    if job.shards > 1:
+    if request.shards > 1:
         return None
-    key = _key(job, graph)
+    key = _key(request, graph)
     with _LOCK:
         if key in _FOUND:
             _FOUND.move_to_end(key)
@@ -48,8 +48,8 @@ def forget() -> None:
         _FOUND.clear()
 
 
-def _key(job: Job, graph: Graph) -> str:
-    return key_of(replace(job, budget=0), graph)
+def _key(request: Request, graph: Graph) -> str:
+    return key_of(replace(request, budget=0), graph)
 
 
 __all__ = ["forget", "remember", "remembered"]

@@ -1,4 +1,4 @@
-"""A plan for a job whose rates are known better than when it was fitted."""
+"""A plan for a request whose rates are known better than when it was fitted."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import replace
 from jaxtensile import _compat
 from jaxtensile.faults import raised
 from jaxtensile.ir.plan import Plan, Program
-from jaxtensile.planner.attempts import Watch, nothing
 from jaxtensile.planner.collecting import seldom
 from jaxtensile.planner.page import Page, opened
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.planner.trial_compiles import Watch, nothing
+from jaxtensile.program.emit import emit
 from jaxtensile.search import variants as ways
-from jaxtensile.search.request import Fitted, Job
+from jaxtensile.search.request import Fitted, Request
 from jaxtensile.search.variants import Variant, program_key
 from jaxtensile.units import Seconds
 
 
 @seldom()
-def renew(job: Job, at_most: Seconds, unlike: int, watch: Watch = nothing) -> Fitted | None:
-    """The plan for a job whose rates are known better than when it was fitted; None when there is no better one.
+def renew(request: Request, at_most: Seconds, unlike: int, watch: Watch = nothing) -> Fitted | None:
+    """The plan for a request whose rates are known better than when it was fitted; None when there is no better one.
 
     Better: of another key than ``unlike`` and with a step of at most ``at_most`` predicted seconds. What is not
     does not get compiled, and the user's function is not run.
     """
-    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
-        return job.faults.without(lambda: _renew(job, at_most, unlike, watch), raised)
+    with request.faults.telling(request.name, _compat.function_source(request.jaxpr)):
+        return request.faults.without(lambda: _renew(request, at_most, unlike, watch), raised)
 
 
-def _renew(job: Job, at_most: Seconds, unlike: int, watch: Watch) -> Fitted | None:
-    page = opened(job, watch)
-    as_it_is = rewrite(page.program.traced, Program.unchanged(page.program.traced.graph))
-    make = job.make
-    page.attempts.job = replace(page.job, make=lambda evaluate, options: make(evaluate or as_it_is, options))
+def _renew(request: Request, at_most: Seconds, unlike: int, watch: Watch) -> Fitted | None:
+    page = opened(request, watch)
+    as_it_is = emit(page.program.traced, Program.unchanged(page.program.traced.graph))
+    make = request.make
+    page.compiles.request = replace(page.request, make=lambda evaluate, options: make(evaluate or as_it_is, options))
 
     def worth(variant: Variant, plan: Plan) -> bool:
         return program_key(variant, plan) != unlike and ways.step_time(variant, plan).at() <= at_most
@@ -43,12 +43,12 @@ def _renew(job: Job, at_most: Seconds, unlike: int, watch: Watch) -> Fitted | No
 
 def _renewed(page: Page, worth: Callable[[Variant, Plan], bool]) -> Fitted | None:
     """The cheapest of what is worth it and fits, with and without the user's checkpoints; None without such."""
-    job, written = page.job, page.written()
+    request, written = page.request, page.written()
     start, program = page.lightest()
     others = [written] if start is not written else []
     rounds = page.rounds()
     rounds.worth = worth
     best, count = rounds.all(page.candidates(start, others), None)
-    if best is None or best.compiled.device > job.budget:
+    if best is None or best.compiled.device > request.budget:
         return None
     return page.planned(best, program.bound, count)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.attempts import Attempts
-from jaxtensile.planner.outcome import Made
-from jaxtensile.rewrites.early_updates import PROMPT
+from jaxtensile.planner.build_report import Made
+from jaxtensile.planner.trial_compiles import TrialCompiles
+from jaxtensile.rewrites.early_updates import EARLY_UPDATES
 from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.variants import Variant, program_key
@@ -33,7 +33,8 @@ FLATTEST = 0.4
 REFUSED = 0.9
 """After a compiler ran out of memory without a figure, aim this much lower."""
 DEEP = 1.25
-"""Before bodies are planned or loops nested, what the model puts over the budget by no more than this is compiled."""
+"""Before bodies are planned or loops strip-mined, what the model puts over the budget by no more than this is
+compiled."""
 HOPELESS = 2.0
 """Plans that the model puts over the budget by this factor are not compiled where others have been."""
 SURELY = 1.25
@@ -42,17 +43,17 @@ plans for an H200, XLA allocated 0.88 of what was predicted at least."""
 
 
 class Rounds:
-    """Rounds for one job; ``scale``: bytes in the model per byte on one device, which the model knows nothing of;
+    """Rounds for one request; ``scale``: bytes in the model per byte on one device, which the model knows nothing of;
     ``soon``: the first plan that fits is good enough."""
 
-    def __init__(self, attempts: Attempts, scale: float, soon: bool = False) -> None:
-        self.job, self.attempts, self.scale, self.soon = attempts.job, attempts, scale, soon
+    def __init__(self, compiles: TrialCompiles, scale: float, soon: bool = False) -> None:
+        self.request, self.compiles, self.scale, self.soon = compiles.request, compiles, scale, soon
         self.worth: Callable[[Variant, Plan], bool] = lambda _, __: True
         """Whether a plan is worth a compile."""
 
     def cheapest(self, candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
         """The cheapest variant, and what its plan becomes before it is compiled."""
-        with self.attempts.clock("solve"):
+        with self.compiles.clock("solve"):
             if self.soon and (found := candidates.readily(aim))[1].predicted.device <= aim:
                 return found
             variant, plan = candidates.cheapest(aim)
@@ -64,9 +65,9 @@ class Rounds:
         Where plans with bytes on the host do not fit, or are refused, recomputation alone has as many rounds:
         a ``host_budget`` costs compiles and never a fit. So do updates behind their gradients, which XLA may postpone.
         """
-        budget = self.job.budget
+        budget = self.request.budget
         best, rounds, tried = self.some(candidates, first)
-        for way, forget in (("host", candidates.forget_host), ("prompt", candidates.forget_prompt)):
+        for way, forget in (("host", candidates.forget_host), ("early", candidates.forget_early_updates)):
             if best is not None and best.compiled.device <= budget:
                 break
             if way not in tried:
@@ -83,11 +84,11 @@ class Rounds:
 
     def some(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int, set[str]]:
         """Plan, compile, and on a miss plan again for what XLA added: the smallest, how many were compiled, and
-        whether bytes on the ``host`` and ``prompt`` updates were among what was tried."""
-        job, attempts, scale = self.job, self.attempts, self.scale
-        aim = int(job.budget * scale)
-        if not job.device.backend.own_memory:
-            aim -= job.state_bytes  # its host memory is its device memory
+        whether bytes on the ``host`` and ``early`` updates were among what was tried."""
+        request, compiles, scale = self.request, self.compiles, self.scale
+        aim = int(request.budget * scale)
+        if not request.device.backend.own_memory:
+            aim -= request.state_bytes  # its host memory is its device memory
         best: Made | None = None
         rounds, tried = 0, set[str]()
         seen: list[tuple[Bytes, Bytes]] = []
@@ -96,24 +97,24 @@ class Rounds:
         loose: Bytes | None = None
         """What the program needs as it is, where its bodies are kept in order instead."""
         while rounds - beside < (
-            ROUNDS if best is None or best.compiled.device > CLOSE * job.budget else ROUNDS_IF_CLOSE
+            ROUNDS if best is None or best.compiled.device > CLOSE * request.budget else ROUNDS_IF_CLOSE
         ):
             (variant, plan), first = first or self.cheapest(candidates, aim), None
             if not self.worth(variant, plan):
                 break
             if best is None and plan.predicted.device > aim:
                 written = candidates.written
-                if attempts.known(written) is None and written.plain.device <= CLOSE * plan.predicted.device:
+                if compiles.known(written) is None and written.plain.device <= CLOSE * plan.predicted.device:
                     # The model sees nothing fit, nor a plan save much.
-                    made = attempts.as_it_is(written, written.solve(written.plain.device))
-                    if made.compiled.device <= job.budget:
+                    made = compiles.as_it_is(written, written.solve(written.plain.device))
+                    if made.compiled.device <= request.budget:
                         return made, rounds, tried
             if plan.changes_nothing and variant.as_it_is:
-                plain = attempts.known(variant)
+                plain = compiles.known(variant)
                 if variant.undone is None and plain is None and plan.predicted.device <= aim:
                     # With its checkpoints it may fit as it is, at the least price.
-                    made = attempts.as_it_is(variant, plan)
-                    if made.compiled.device <= job.budget:
+                    made = compiles.as_it_is(variant, plan)
+                    if made.compiled.device <= request.budget:
                         return made, rounds, tried
                     plain = made.compiled
                 more = int(plain.device * scale) - plan.predicted.device if plain is not None and plain.memory else 0
@@ -123,7 +124,7 @@ class Rounds:
                 plan = ways.separated(variant, plan)
                 if plan.changes_nothing:
                     # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
-                    over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / job.budget
+                    over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / request.budget
                     lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else aim
                     if lower >= aim or lower >= plan.predicted.device:
                         break
@@ -137,7 +138,7 @@ class Rounds:
                     rounds, beside = rounds + more, beside + more - 1
                     keys.add(program_key(best.variant, best.plan))
                     tried |= _tried(best.variant, best.plan)
-                    if best.compiled.device <= job.budget:
+                    if best.compiled.device <= request.budget:
                         return best, rounds, tried
             keys.add(key)
             tried |= _tried(variant, plan)
@@ -152,10 +153,10 @@ class Rounds:
             loose = None
             if best is None or made.compiled.device < best.compiled.device:
                 best = made
-            if attempts.misplaced(made):
+            if compiles.misplaced(made):
                 best = None if best is made else best
                 break
-            if made.compiled.device <= job.budget:
+            if made.compiled.device <= request.budget:
                 best, more = (
                     (made, 0) if self.soon else self.lifted(candidates, made, seen[-1] if seen else None, parts)
                 )
@@ -166,7 +167,7 @@ class Rounds:
                 target = int(min(aim, plan.predicted.device) * REFUSED)
             else:
                 seen.append((plan.predicted.device, int(made.compiled.device * scale)))
-                target = _lower(seen, int(job.budget * scale))
+                target = _lower(seen, int(request.budget * scale))
             if plan.predicted.device > aim or target >= aim:
                 break
             aim = target
@@ -179,17 +180,17 @@ class Rounds:
 
         Where that is smaller, bodies are kept in order from then on. ``once``: in one way.
         """
-        made = self.attempts.planned(variant, plan, once=once)
-        if made is None or made.compiled.memory is None or made.compiled.device <= self.job.budget:
+        made = self.compiles.planned(variant, plan, once=once)
+        if made is None or made.compiled.memory is None or made.compiled.device <= self.request.budget:
             return made, 1
         more = int(made.compiled.device * self.scale) - plan.predicted.device
-        with self.attempts.clock("solve"):
-            helps = not self.attempts.misplaced(made) and candidates.hold(variant, more, aim)
+        with self.compiles.clock("solve"):
+            helps = not self.compiles.misplaced(made) and candidates.hold(variant, more, aim)
             held = candidates.held((variant, plan), aim) if helps else None
         if not helps:
             return made, 1
-        second = self.attempts.planned(*held, once=once) if held is not None and self.worth(*held) else None
-        if second is not None and not self.attempts.misplaced(second) and second.compiled.device < made.compiled.device:
+        second = self.compiles.planned(*held, once=once) if held is not None and self.worth(*held) else None
+        if second is not None and not self.compiles.misplaced(second) and second.compiled.device < made.compiled.device:
             return second, 2
         candidates.release()
         return made, 1 + (second is not None)
@@ -197,7 +198,7 @@ class Rounds:
     def _shallow(self, candidates: Candidates, aim: Bytes, charge: Seconds) -> tuple[Made | None, int]:
         """The smallest plan without deep changes, compiled where it costs no more and the model may be wrong of it, and
         how many were compiled."""
-        with self.attempts.clock("solve"):
+        with self.compiles.clock("solve"):
             if candidates.has_shallow(aim):
                 return None, 0  # dearer than what was chosen, as it is among what that was compared with
             variant, plan = candidates.shallow()
@@ -205,7 +206,7 @@ class Rounds:
         if as_it_is or plan.predicted.device > DEEP * aim or ways.charge_of(variant, plan) > charge:
             return None, 0
         made, count = self.planned(candidates, variant, plan, aim) if self.worth(variant, plan) else (None, 0)
-        return (None, 0) if made is None or self.attempts.misplaced(made) else (made, count)
+        return (None, 0) if made is None or self.compiles.misplaced(made) else (made, count)
 
     def hopeless(self, variant: Variant, nbytes: Bytes) -> bool:
         """Whether a program like ``variant`` that needs so many bytes is so far over the budget that nothing can help.
@@ -213,14 +214,14 @@ class Rounds:
         Loops, and compilers that do not follow the order of a plan, may need much less than the model says.
         """
         loops = any(op.bodies for op in variant.base.graph.ops)
-        sure = variant.job.device.backend.bounded and not loops and variant.job.shards == 1
-        return nbytes > (SURELY if sure else HOPELESS) * self.job.budget
+        sure = variant.request.device.backend.bounded and not loops and variant.request.shards == 1
+        return nbytes > (SURELY if sure else HOPELESS) * self.request.budget
 
     def all_hopeless(self, candidates: Candidates, first: tuple[Variant, Plan]) -> bool:
         """Whether what is planned first is so far over the budget that nothing is, and so is recomputation alone."""
         if not self.hopeless(first[0], first[1].predicted.device):
             return False
-        others = (self.cheapest(alone, self.job.budget) for alone in with_and_without_host(candidates)[1:])
+        others = (self.cheapest(alone, self.request.budget) for alone in with_and_without_host(candidates)[1:])
         return all(self.hopeless(variant, plan.predicted.device) for variant, plan in others)
 
     def lifted(
@@ -234,7 +235,7 @@ class Rounds:
     def in_fewer_parts(self, candidates: Candidates, fits: Made, missed: int) -> tuple[Made, int]:
         """The plan in the fewest parts that fits, between so many that missed and those of one that fits, and how many
         were compiled: what the model is wrong by in some parts says little of others."""
-        budget, count = int(self.job.budget * self.scale), 0
+        budget, count = int(self.request.budget * self.scale), 0
         numbers = candidates.between(missed, fits.variant.parts)
         while numbers and count < LIFTS:
             middle = len(numbers) // 2
@@ -243,12 +244,12 @@ class Rounds:
                 found = candidates.in_parts(numbers[middle], aim)
                 if found is None or found[1].predicted.device > aim or not self._saves(found, fits):
                     break
-                made = self.attempts.planned(*found)
+                made = self.compiles.planned(*found)
                 count += 1
-                if made is None or not self.job.budget < made.compiled.device <= CLOSE * self.job.budget:
+                if made is None or not self.request.budget < made.compiled.device <= CLOSE * self.request.budget:
                     break
-                aim = found[1].predicted.device - int((made.compiled.device - self.job.budget) * self.scale)
-            if made is not None and made.compiled.device <= self.job.budget:
+                aim = found[1].predicted.device - int((made.compiled.device - self.request.budget) * self.scale)
+            if made is not None and made.compiled.device <= self.request.budget:
                 fits, numbers = made, numbers[:middle]
             else:
                 numbers = numbers[middle + 1 :]
@@ -260,8 +261,8 @@ class Rounds:
 
         Where none missed, the model is taken to be as wrong of another plan as it was of this one.
         """
-        job, scale = self.job, self.scale
-        budget = job.budget * scale
+        request, scale = self.request, self.scale
+        budget = request.budget * scale
         work = sum(fits.variant.problem.costs.charge)
         gain = GAIN * work
         if missed is None:
@@ -280,9 +281,9 @@ class Rounds:
                 break
             made, more = self.planned(candidates, variant, plan, aim)
             count += more
-            if made is None or made.compiled.memory is None or self.attempts.misplaced(made):
+            if made is None or made.compiled.memory is None or self.compiles.misplaced(made):
                 break
-            if made.compiled.device <= job.budget:
+            if made.compiled.device <= request.budget:
                 fits = made
             else:
                 missed = made.plan.predicted.device, int(made.compiled.device * scale)
@@ -296,7 +297,7 @@ class Rounds:
 def with_and_without_host(candidates: Candidates) -> list[Candidates]:
     """The same candidates, asked nothing yet, and those by recomputation alone where bytes may wait on the host."""
     anew = [candidates.anew()]
-    if candidates.written.job.host_budget:
+    if candidates.written.request.host_budget:
         anew.append(candidates.anew())
         anew[-1].forget_host()
     return anew
@@ -304,8 +305,8 @@ def with_and_without_host(candidates: Candidates) -> list[Candidates]:
 
 def _tried(variant: Variant, plan: Plan) -> set[str]:
     """What of a plan may be left out where it misses."""
-    hosted = plan.offload_bytes > variant.job.state_bytes
-    return {way for way, used in (("host", hosted), ("prompt", variant.has(PROMPT))) if used}
+    hosted = plan.offload_bytes > variant.request.state_bytes
+    return {way for way, used in (("host", hosted), ("early", variant.has(EARLY_UPDATES))) if used}
 
 
 def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:

@@ -7,12 +7,12 @@ from typing import Final
 
 from jaxtensile import _compat
 from jaxtensile.ir.plan import MemoryUse
-from jaxtensile.planner.attempts import Watch, nothing
+from jaxtensile.planner.build_report import without_plan
 from jaxtensile.planner.collecting import seldom
-from jaxtensile.planner.outcome import without_plan
 from jaxtensile.planner.page import opened
+from jaxtensile.planner.trial_compiles import Watch, nothing
 from jaxtensile.search import variants as ways
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 from jaxtensile.units import TIB, Bytes, Seconds
 
 STEEPEST: Final = 0.7
@@ -30,24 +30,24 @@ class Sketch:
 
 
 @seldom()
-def sketches(job: Job, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]:
+def sketches(request: Request, count: int, watch: Watch = nothing) -> tuple[Sketch, ...]:
     """Up to ``count`` plans, the largest of them the program with nothing recomputed; nothing is compiled.
 
-    Ascending in bytes, each shorter than those below it. The job's budget plays no part, and nothing is tried that is
-    only worth its time once nothing else fits: smaller plans may be found by ``fit``. Where all planning fails by a
+    Ascending in bytes, each shorter than those below it. The request's budget plays no part, and nothing is tried that
+    is only worth its time once nothing else fits: smaller plans may be found by ``fit``. Where all planning fails by a
     fault of ours, it is the program as written, compiled.
     """
-    with job.faults.telling(job.name, _compat.function_source(job.jaxpr)):
-        return job.faults.without(lambda: _sketches(job, count, watch), lambda _: (_as_compiled(job),))
+    with request.faults.telling(request.name, _compat.function_source(request.jaxpr)):
+        return request.faults.without(lambda: _sketches(request, count, watch), lambda _: (_as_compiled(request),))
 
 
-def _as_compiled(job: Job) -> Sketch:
-    use = without_plan(replace(job, budget=TIB)).report.compiled
+def _as_compiled(request: Request) -> Sketch:
+    use = without_plan(replace(request, budget=TIB)).report.compiled
     return Sketch(use=use, seconds=0.0, aim=use.device)
 
 
-def _sketches(job: Job, count: int, watch: Watch) -> tuple[Sketch, ...]:
-    page = opened(replace(job, budget=TIB), watch)
+def _sketches(request: Request, count: int, watch: Watch) -> tuple[Sketch, ...]:
+    page = opened(replace(request, budget=TIB), watch)
     start, program = page.lightest()
     written = page.written()
     candidates = page.candidates(start, [written] if start is not written else [])

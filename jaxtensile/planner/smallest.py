@@ -1,4 +1,5 @@
-"""The smallest program of a job whose budget is not met: what errors name, and sometimes what meets it after all."""
+"""The smallest program of a request whose budget is not met: what errors name, and sometimes what meets it after
+all."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 from math import inf
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.outcome import Made
+from jaxtensile.planner.build_report import Made
 from jaxtensile.planner.rounds import CLOSE, Rounds, with_and_without_host
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.variants import Variant, program_key
@@ -18,7 +19,7 @@ class Smallest:
     """Looks for it after ``rounds``, or instead of them."""
 
     def __init__(self, rounds: Rounds) -> None:
-        self.job, self.attempts, self.rounds = rounds.job, rounds.attempts, rounds
+        self.request, self.compiles, self.rounds = rounds.request, rounds.compiles, rounds
 
     def glance(self, candidates: Candidates) -> tuple[Made | None, int]:
         """The smallest plan, compiled in one way, for a budget that is hopeless: what the error names is then no guess,
@@ -31,13 +32,13 @@ class Smallest:
         plans = [
             self.rounds.cheapest(anew, 0)
             for host in with_and_without_host(candidates)
-            for anew in (host, *host.unprompted())
+            for anew in (host, *host.without_early_updates())
         ]
         for variant, plan in sorted(plans, key=lambda found: found[1].predicted.device):
             if plan.changes_nothing and variant.as_it_is:
                 break
-            made, count = self.attempts.planned(variant, plan, once=True), count + 1
-            if made is None or made.compiled.memory is None or self.attempts.misplaced(made):
+            made, count = self.compiles.planned(variant, plan, once=True), count + 1
+            if made is None or made.compiled.memory is None or self.compiles.misplaced(made):
                 continue
             best = made if best is None or made.compiled.device < best.compiled.device else best
             if made.compiled.device <= CLOSE * plan.predicted.device:
@@ -51,20 +52,20 @@ class Smallest:
         here, and in which ways, do not. So a budget of its bytes is met, and lower ones that were met by luck are not
         promised.
         """
-        job = self.job
+        request = self.request
         found: list[tuple[Made, Candidates]] = []
         rounds = 0
         for made, host, more in self._least(candidates, found):
             rounds += more
-            if made is None or self.attempts.misplaced(made):
+            if made is None or self.compiles.misplaced(made):
                 continue
-            if made.compiled.device <= job.budget:
+            if made.compiled.device <= request.budget:
                 made, more = self._with_what_is_left(host, made, missed)
                 return made, rounds + more
             found.append((made, host))
         best = min(found, key=_needs)[0] if found else None
-        plain = self.attempts.plain
-        if best is not None and plain is not None and not job.state and plain.device <= best.compiled.device:
+        plain = self.compiles.plain
+        if best is not None and plain is not None and not request.state and plain.device <= best.compiled.device:
             best = replace(best, compiled=plain, evaluate=None)
         return best or missed, rounds
 
@@ -75,9 +76,9 @@ class Smallest:
         in the other ways too; what each was made from, and how many were compiled for it."""
         keys = set[int]()
         for host in with_and_without_host(candidates):
-            with self.attempts.clock("solve"):
+            with self.compiles.clock("solve"):
                 plans: list[tuple[Candidates, Variant, Plan]] = []
-                for anew in (host, *host.unprompted()):
+                for anew in (host, *host.without_early_updates()):
                     plans.append((anew, *anew.cheapest(0)))
                     plans += [(anew, *anew.shallow())] if plans[-1][1].deep else []
             for anew, variant, plan in plans:
@@ -86,15 +87,15 @@ class Smallest:
                     continue
                 keys.add(key)
                 if plan.changes_nothing and variant.as_it_is and variant.undone is None:
-                    made, more = self.attempts.as_it_is(variant, plan), 1
+                    made, more = self.compiles.as_it_is(variant, plan), 1
                 else:
                     made, more = self.rounds.planned(anew, variant, plan, 0, once=True)
                 yield made, host, more
         # Ties make less of a difference than a plan, the CPU's schedulers may make more.
-        near = CLOSE if self.job.device.backend.heeds_barriers else inf
+        near = CLOSE if self.request.device.backend.heeds_barriers else inf
         for once, host in sorted(found, key=_needs):
             if once.evaluate is not None and once.compiled.device <= near * _needs(min(found, key=_needs)):
-                yield self.attempts.planned(once.variant, once.plan, learned=False), host, 1
+                yield self.compiles.planned(once.variant, once.plan, learned=False), host, 1
 
     def _with_what_is_left(self, candidates: Candidates, fits: Made, missed: Made | None) -> tuple[Made, int]:
         """What fits, or a plan between it and the one that missed that fits with less work; how many were compiled."""

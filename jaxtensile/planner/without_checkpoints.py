@@ -9,8 +9,8 @@ from jaxtensile.planner.page import Page
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search import variants as ways
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.modelled import Modelled
 from jaxtensile.search.request import Fitted
-from jaxtensile.search.subject import Subject
 from jaxtensile.search.variants import Variant
 
 
@@ -18,15 +18,15 @@ def without_checkpoints(page: Page) -> Fitted | None:
     """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
     if page.without is None:
         return None
-    with page.job.faults.of(ways.UNDONE):
+    with page.request.faults.of(ways.UNDONE):
         return _planned(page, *page.without)
 
 
-def _planned(page: Page, undone: Undone, lighter: Subject) -> Fitted | None:
-    job = page.job
+def _planned(page: Page, undone: Undone, lighter: Modelled) -> Fitted | None:
+    request = page.request
     costs = page.costs()
     with page.clock("costs"):
-        start = page.lighter = ways.undone(job, undone, costs, page.prepare)
+        start = page.lighter = ways.undone(request, undone, costs, page.prepare)
 
     @cache
     def ahead() -> tuple[Candidates, tuple[Variant, Plan]]:
@@ -34,18 +34,18 @@ def _planned(page: Page, undone: Undone, lighter: Subject) -> Fitted | None:
         return candidates, page.cheapest(candidates)
 
     if page.may_fit(lighter):
-        meanwhile = ahead if lighter.predicted.device > job.budget else None
-        if not undone.barriers and not job.state:
+        meanwhile = ahead if lighter.predicted.device > request.budget else None
+        if not undone.barriers and not request.state:
             # Nothing keeps XLA from merging what they recompute: it does so in the user's own function.
-            if page.attempts.merged(meanwhile).device <= job.budget:
+            if page.compiles.merged(meanwhile).device <= request.budget:
                 return page.unchanged()
         else:
-            made = page.attempts.unplanned(start, meanwhile)
-            if made.compiled.device <= job.budget:
+            made = page.compiles.unplanned(start, meanwhile)
+            if made.compiled.device <= request.budget:
                 return page.planned(made, lighter.bound, 0)
     candidates, first = ahead()
     rounds = page.rounds()
     best, count = (None, 0) if rounds.all_hopeless(candidates, first) else rounds.all(candidates, first)
-    if best is None or best.compiled.device > job.budget:
+    if best is None or best.compiled.device > request.budget:
         return None
     return page.fitted(best, lighter.bound, count)

@@ -32,7 +32,7 @@ _Stack = tuple[tuple[int, ...], str, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Slot:
     stack: _Stack
     slot: int
 
@@ -41,7 +41,7 @@ class HostStacks:
     """The places of all that ``graph`` copies to the host, and the stacks of one evaluation of it."""
 
     def __init__(self, graph: Graph) -> None:
-        self._place: dict[int, _Place] = {}
+        self._place: dict[int, _Slot] = {}
         """Of values in host memory that come from a copy out."""
         self._length = Counter[_Stack]()
         self._written: dict[_Stack, Any] = {}
@@ -55,7 +55,7 @@ class HostStacks:
             if op.primitive == TO_HOST and op.results[0] in held:
                 value = graph.values[op.results[0]]
                 stack = value.shape, value.dtype, read[value.shape, value.dtype]
-                self._place[op.results[0]] = _Place(stack, self._length[stack])
+                self._place[op.results[0]] = _Slot(stack, self._length[stack])
                 self._length[stack] += 1
             elif op.primitive == BARRIER:
                 ends = zip(op.operands, op.results, strict=True)
@@ -77,7 +77,7 @@ class HostStacks:
             return [self._read(op.operands[0])]
         return self._tie(op, operands)
 
-    def _write(self, place: _Place, value: Any) -> None:
+    def _write(self, place: _Slot, value: Any) -> None:
         space = jax.memory.Space.Host
         row = value.reshape((1,) * max(3 - value.ndim, 1) + value.shape)  # of one dimension XLA:TPU writes no slices
         if place.stack not in self._written:
@@ -98,7 +98,7 @@ class HostStacks:
         held = [x for x, there in zip(operands, waits, strict=True) if not there]
         *others, last = held  # behind a real barrier nothing would fuse with it any more
         late = _zero(last)
-        leaving: dict[_Stack, _Place] = {}
+        leaving: dict[_Stack, _Slot] = {}
         for v, r, there in zip(op.operands, op.results, waits, strict=True):
             if r in self._come_back:
                 self._late[r] = late
@@ -111,7 +111,7 @@ class HostStacks:
         behind = iter([*others, last])
         return [None if there else next(behind) for there in waits]
 
-    def _corner(self, place: _Place, late: Any) -> Any:
+    def _corner(self, place: _Slot, late: Any) -> Any:
         """Some numbers of what was written last; at an index that XLA does not know, or it would read what they were
         written from.
 

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from jaxtensile.passes.order.prompt import prompt
-from jaxtensile.program.merge import rebuilt
+from jaxtensile.passes.order.early_updates import early_updates
+from jaxtensile.program.cse import rebuilt
 from jaxtensile.rewrites.rewrite import Rewrite, Start, large
 
 
 def _find(start: Start) -> list[tuple[int, ...]]:
     # Where updates wait for state from the host anyway, and for compilers that do not keep to the order that barriers
     # give, there is none.
-    if not start.job.device.backend.heeds_barriers or start.job.state:
+    if not start.request.device.backend.heeds_barriers or start.request.state:
         return []
-    order = prompt(start.base.graph, least=large(start.base) // 4)
+    order = early_updates(start.base.graph, least=large(start.base) // 4)
     return [] if order is None else [tuple(order)]
 
 
-PROMPT = Rewrite(
-    key="prompt",
+EARLY_UPDATES = Rewrite(
+    key="early_updates",
     title="updates right behind their gradients",
     form=tuple[int, ...],
     find=_find,

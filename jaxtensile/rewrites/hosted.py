@@ -19,9 +19,9 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from jaxtensile.ir.plan import Link, Program
-from jaxtensile.passes.offload.loops import Ladder
+from jaxtensile.passes.offload.loops import LoopLadder
 from jaxtensile.passes.offload.offload import offload
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.loops import rewrite_loops
 from jaxtensile.rewrites.state import choose, on_host
@@ -50,7 +50,7 @@ def with_hosted_stacks(fun: Any, args: Any, *, load_index: bool) -> tuple[Any, i
     closed = jax.make_jaxpr(fun)(*args)
     traced = trace_jaxpr(closed)
     free = Link(bandwidth=1.0, latency=0.0)
-    ladder = Ladder(traced.graph, lambda body: [1.0] * len(body.ops), free, lambda body: [1.0] * len(body.ops))
+    ladder = LoopLadder(traced.graph, lambda body: [1.0] * len(body.ops), free, lambda body: [1.0] * len(body.ops))
     way = ladder.away(ladder.rungs[0])
     changed = rewrite_loops(traced, closed, way, load_index=load_index)
     return jax.extend.core.jaxpr_as_fun(changed), sum(plan.aside for plan in way)
@@ -82,7 +82,7 @@ def with_hosted_copies(fun: Any, args: Any) -> tuple[Any, int]:
     traced = trace_jaxpr(jax.make_jaxpr(fun)(*args))
     free = Link(bandwidth=1e15, latency=0.0)
     away = offload(Program.unchanged(traced.graph), [1.0] * len(traced.graph.ops), free, 0, _PLENTY)
-    evaluate = rewrite(traced, away.program, stacked=True)
+    evaluate = emit(traced, away.program, stacked=True)
     return (lambda *flat: evaluate(flat)), sum(copy.nbytes for copy in away.copies)
 
 
@@ -118,7 +118,7 @@ def with_hosted_state(fun: Any, args: Any) -> tuple[Any, tuple[int, ...]]:
     seconds = [1.0] * len(traced.graph.ops)
     leaves, _ = choose(traced, seconds, [""] * count, None)
     placed = on_host(traced, leaves, seconds, Link(bandwidth=1e15, latency=0.0))
-    evaluate = rewrite(placed, Program.unchanged(placed.graph))
+    evaluate = emit(placed, Program.unchanged(placed.graph))
     changed = jax.jit(lambda *flat: evaluate(flat), donate_argnums=tuple(range(donated)))
     return changed, tuple(leaf.argument for leaf in leaves)
 

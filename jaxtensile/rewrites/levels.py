@@ -19,10 +19,10 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, of_nothing
-from jaxtensile.passes.offload.loops import InnerPlan, Ladder, LoopPlan, ScanPair, find_pairs
+from jaxtensile.passes.offload.loops import InnerPlan, LoopLadder, LoopPlan, ScanPair, find_pairs
 from jaxtensile.program.bodies import Key, bodies_of, with_bodies
 from jaxtensile.program.trace import Traced, retrace, trace_in_turn, trace_jaxpr, trace_on
-from jaxtensile.rewrites.loops import RECOMPUTATION, Evaluation, Rewriting, ladder_of
+from jaxtensile.rewrites.loops import RECOMPUTATION, Evaluation, Rewriting, loop_ladder
 from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 from jaxtensile.units import Bytes
 
@@ -199,7 +199,7 @@ def rewrite_inner(traced: Traced, closed: Any, plans: Sequence[InnerPlan]) -> An
     return retrace(lambda *flat: _Inner(traced, plans).of(flat), closed)
 
 
-def inner_ways(traced: Traced, ladder: Callable[[Graph], Ladder], least: Bytes) -> list[tuple[InnerPlan, ...]]:
+def inner_ways(traced: Traced, ladder: Callable[[Graph], LoopLadder], least: Bytes) -> list[tuple[InnerPlan, ...]]:
     """Ways to rewrite the loops in the iterations of those pairs that stack ``least`` bytes or more; less and less is
     stacked."""
     found = [[*_plans(traced, pair, ladder)] for pair in _apart(traced.graph, least)]
@@ -222,7 +222,7 @@ def _apart(graph: Graph, least: Bytes) -> Iterator[ScanPair]:
             yield pair
 
 
-def _plans(traced: Traced, pair: ScanPair, ladder: Callable[[Graph], Ladder]) -> Iterator[InnerPlan]:
+def _plans(traced: Traced, pair: ScanPair, ladder: Callable[[Graph], LoopLadder]) -> Iterator[InnerPlan]:
     """For one pair, from most to least stacked."""
     halves = Halves.of(traced, pair)
     both, _ = halves.traced()
@@ -261,7 +261,7 @@ def _between(graph: Graph) -> Iterator[LoopPlan]:
 
 
 def _find(start: Start) -> list[tuple[InnerPlan, ...]]:
-    return inner_ways(start.base, lambda graph: ladder_of(graph, start.job.device, None), large(start.base))
+    return inner_ways(start.base, lambda graph: loop_ladder(graph, start.request.device, None), large(start.base))
 
 
 def _describe(plans: tuple[InnerPlan, ...]) -> str:
@@ -280,6 +280,6 @@ INNER = Rewrite(
     title=RECOMPUTATION,
     form=tuple[InnerPlan, ...],
     find=_find,
-    apply=lambda start, plans: changed(start, lambda: rewrite_inner(start.base, start.job.jaxpr, plans)),
+    apply=lambda start, plans: changed(start, lambda: rewrite_inner(start.base, start.request.jaxpr, plans)),
     describe=_describe,
 )

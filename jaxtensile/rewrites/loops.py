@@ -24,7 +24,7 @@ from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.ir.ir import Graph
 from jaxtensile.ir.plan import Costs, Link, MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.offload.loops import Ladder, LoopPlan, repeated
+from jaxtensile.passes.offload.loops import LoopLadder, LoopPlan, repeated
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.program.trace import Equation, Traced, bind, retrace, trace_jaxpr
 from jaxtensile.rewrites.rewrite import Start, traced_for
@@ -35,13 +35,13 @@ RECOMPUTATION = "recomputation inside loops"
 """What users are told where it is left out."""
 
 
-def ladder_of(graph: Graph, device: DeviceProfile, link: Link | None) -> Ladder:
+def loop_ladder(graph: Graph, device: DeviceProfile, link: Link | None) -> LoopLadder:
     """The ways to rewrite the loops of a program, by what their bodies cost on a device."""
 
     def costs(body: Graph) -> Costs:
         return op_costs(body, device, body=True)
 
-    return Ladder(graph, lambda body: costs(body).charge, link, lambda body: costs(body).seconds)
+    return LoopLadder(graph, lambda body: costs(body).charge, link, lambda body: costs(body).seconds)
 
 
 def again_of(graph: Graph, device: DeviceProfile) -> Callable[[LoopPlan], tuple[Seconds, Seconds]]:
@@ -57,10 +57,10 @@ def again_of(graph: Graph, device: DeviceProfile) -> Callable[[LoopPlan], tuple[
 
 def fewest_stacks(start: Start) -> MemoryUse:
     """What the program needs where its loops stack as little as they can."""
-    graph, device = start.base.graph, start.job.device
+    graph, device = start.base.graph, start.request.device
     again = again_of(graph, device)
-    way = sorted(ladder_of(graph, device, None).rungs, key=lambda way: sum(again(plan)[0] for plan in way))[-1]
-    traced = traced_for(start.job, rewrite_loops(start.base, start.job.jaxpr, way)) if way else start.base
+    way = sorted(loop_ladder(graph, device, None).rungs, key=lambda way: sum(again(plan)[0] for plan in way))[-1]
+    traced = traced_for(start.request, rewrite_loops(start.base, start.request.jaxpr, way)) if way else start.base
     return live_ranges(traced.graph).use()
 
 

@@ -12,7 +12,7 @@ from jaxtensile.passes.seconds.cost import launches
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 from jaxtensile.rewrites.rows.chunk import in_chunks
-from jaxtensile.rewrites.rows.stretch import Seed, find_stretch, stretch_of
+from jaxtensile.rewrites.rows.region import Seed, find_region, region_of
 from jaxtensile.units import Seconds
 
 MOST_ROWS: Final = 2**31 - 1
@@ -31,23 +31,23 @@ def parts_of(rows: int) -> tuple[int, ...]:
 
 
 def _find(start: Start) -> Iterator[Sites]:
-    own = find_stretch(start.base, large(start.base))
+    own = find_region(start.base, large(start.base))
     if own is not None:
         yield from ((own.seed, k) for k in parts_of(own.seed.rows))
 
 
 def _apply(start: Start, sites: Sites) -> Traced | None:
-    job, (seed, parts) = start.job, sites
-    own = stretch_of(start.base, seed)
+    request, (seed, parts) = start.request, sites
+    own = region_of(start.base, seed)
     if own is None:
         return None
-    mixed = job.device.backend.widens_sums
-    return changed(start, lambda: in_chunks(start.base, job.jaxpr, own, parts, mixed=mixed))
+    mixed = request.device.backend.widens_sums
+    return changed(start, lambda: in_chunks(start.base, request.jaxpr, own, parts, mixed=mixed))
 
 
 def _idle(start: Start, made: Traced, seconds: Seconds) -> Seconds:
     """Kernels are started while others run: what it takes to start them counts once it takes longer than they do."""
-    return max(2 * launches(made.graph, start.job.device) - seconds, 0.0)
+    return max(2 * launches(made.graph, start.request.device) - seconds, 0.0)
 
 
 def _describe(sites: Sites) -> str:

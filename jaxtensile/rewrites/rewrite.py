@@ -21,10 +21,10 @@ LARGE: Final = 1 / 16
 
 
 class Start(Protocol):
-    """What is changed: a program of a job."""
+    """What is changed: a program of a request."""
 
     @property
-    def job(self) -> Any: ...
+    def request(self) -> Any: ...
     @property
     def base(self) -> Traced: ...
 
@@ -66,14 +66,14 @@ def large(traced: Traced) -> Bytes:
     return max(int(LARGE * live_ranges(traced.graph).temp), 1)
 
 
-def traced_for(job: Any, jaxpr: Any) -> Traced:
-    """A program of the job as it is planned."""
-    return on_device(job, trace_jaxpr(jaxpr, job.donated, keep_unused=job.keep_unused))
+def traced_for(request: Any, jaxpr: Any) -> Traced:
+    """A program of the request as it is planned."""
+    return on_device(request, trace_jaxpr(jaxpr, request.donated, keep_unused=request.keep_unused))
 
 
-def on_device(job: Any, traced: Traced) -> Traced:
-    """``traced`` with what its ops need by themselves on the job's device."""
-    graph = compiler_of(job.device).with_workspaces(traced.graph)
+def on_device(request: Any, traced: Traced) -> Traced:
+    """``traced`` with what its ops need by themselves on the request's device."""
+    graph = compiler_of(request.device).with_workspaces(traced.graph)
     return traced if graph is traced.graph else replace(traced, graph=graph)
 
 
@@ -84,4 +84,4 @@ def changed(start: Start, change: Callable[[], Any | None]) -> Traced | None:
         jaxpr = change()
     except _compat.ShardingTypeError:
         return None
-    return None if jaxpr is None else traced_for(start.job, jaxpr)
+    return None if jaxpr is None else traced_for(start.request, jaxpr)

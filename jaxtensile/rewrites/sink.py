@@ -159,5 +159,5 @@ SINK = Rewrite(
     title="the sinking of operations into loops",
     form=tuple[()],
     find=lambda _: [()],
-    apply=lambda start, _: changed(start, lambda: sink(start.base, start.job.jaxpr)),
+    apply=lambda start, _: changed(start, lambda: sink(start.base, start.request.jaxpr)),
 )

@@ -219,7 +219,9 @@ SLICES = Rewrite(
     title="products made slice by slice",
     form=tuple[int, ...],
     find=_find,
-    apply=lambda start, values: changed(start, lambda: split_products(start.base, start.job.jaxpr, frozenset(values))),
+    apply=lambda start, values: changed(
+        start, lambda: split_products(start.base, start.request.jaxpr, frozenset(values))
+    ),
     describe=lambda values: f"{len(values)} large values, read in slices only, are made slice by slice",
     sharded=True,
     last=True,

@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, ValueId
-from jaxtensile.program.merge import Equal, rebuilt, values
+from jaxtensile.program.cse import Equal, rebuilt, values
 from jaxtensile.program.trace import Equation, Traced, jaxprs_in, trace_jaxpr
 from jaxtensile.rewrites.undo_loops import without_recomputation
 
@@ -68,7 +68,7 @@ def _straight(traced: Traced) -> Undone | None:
         return None
     equal = Equal(traced, barriers=False)
     stays: list[int] = []
-    merged: set[int] = set()
+    cse: set[int] = set()
     barriers = 0
     for i, first in equal.each():
         if first < 0:
@@ -76,12 +76,12 @@ def _straight(traced: Traced) -> Undone | None:
         elif first == i:
             stays.append(i)
         elif again[i]:
-            merged.update(traced.equations[i].results)
-    if not merged:
+            cse.update(traced.equations[i].results)
+    if not cse:
         return None
     read = {v for i in stays for v in values(traced.equations[i])} | {v for v in traced.outputs if isinstance(v, int)}
     made, number = rebuilt(traced, equal.same, stays)
-    return Undone(made, tuple(sorted({number[equal.now(v)] for v in merged & read})), barriers)
+    return Undone(made, tuple(sorted({number[equal.now(v)] for v in cse & read})), barriers)
 
 
 def _looped(before: Undone, closed: Any, keep_unused: bool) -> Undone | None:

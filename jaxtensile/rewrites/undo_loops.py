@@ -19,13 +19,13 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.passes.lifetimes.fusion import VIEWS
-from jaxtensile.program.merge import key_of, literal_key, values
+from jaxtensile.program.cse import key_of, literal_key, values
 from jaxtensile.program.trace import Equation, Traced, bind, exchanged, trace_jaxpr
 
 _VIEWS = VIEWS | {"transpose", "convert_element_type"}
 """What is made anew of an argument for less than a stack of it costs."""
 
-Place = tuple[int, int]
+Slot = tuple[int, int]
 """A scan, and a value of its body."""
 
 
@@ -41,7 +41,7 @@ class _Loop:
     body: Traced
     again: set[int] = field(default_factory=set)
     gone: set[int] = field(default_factory=set)
-    given: dict[int, Place] = field(default_factory=dict)
+    given: dict[int, Slot] = field(default_factory=dict)
     known: dict[int, int] = field(default_factory=dict)
     stacked: dict[int, None] = field(default_factory=dict)
 
@@ -69,7 +69,7 @@ def without_recomputation(
     changed = {i for i, loop in loops.items() if loop.gone or loop.stacked}
     if not changed:
         return None
-    stacks: dict[Place, Any] = {}
+    stacks: dict[Slot, Any] = {}
     new = {i: lambda read, i=i: _scan(traced.equations[i], loops[i], i, stacks, read) for i in changed}
     return exchanged(traced, closed, new), {i: len(loop.stacked) for i, loop in loops.items() if loop.stacked}
 
@@ -88,7 +88,7 @@ class _Search:
             if y >= traced.graph.ops[i].carried[1]
         }
         """Stack → the scan that makes it, and which of its stacks it is."""
-        self.number: dict[Place, Hashable] = {}
+        self.number: dict[Slot, Hashable] = {}
         """Value of a body → what stands for it and its equals: the first of them, or a value outside for a constant."""
         self.outside: dict[Hashable, tuple[int, ...]] = {}
         """Key of an equation outside of loops → its results: forward loops have some of what is constant from there."""
@@ -185,7 +185,7 @@ class _Search:
 
 
 def _scan(
-    equation: Equation, loop: _Loop, i: int, stacks: dict[Place, Any], read: Callable[[Any], Any]
+    equation: Equation, loop: _Loop, i: int, stacks: dict[Slot, Any], read: Callable[[Any], Any]
 ) -> Sequence[Any]:
     """The scan without what it need not do; what it stacks for others is in ``stacks``."""
     params, body = equation.eqn.params, loop.body

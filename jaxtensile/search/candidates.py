@@ -1,9 +1,8 @@
 """In which ways is a program rewritten, one after the other, until one has a plan that fits?
 
-Those that are there are compared (``cheapest``). Work is done in parts where that is cheaper than doing
-anything twice. Once nothing else fits, products are made slice
-by slice, branches joined with their gradients, loops nested, and the bodies of loops and branches planned as programs
-of their own.
+Those that are there are compared (``cheapest``). Work is done in parts where that is cheaper than doing anything twice.
+Once nothing else fits, products are made slice by slice, branches merged with their gradients, loops strip-mined, and
+the bodies of loops and branches planned as programs of their own.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from functools import cache, cached_property
 
 from jaxtensile.ir.plan import MemoryUse, Plan, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.order.apart import apart
 from jaxtensile.passes.order.in_order import in_order
+from jaxtensile.passes.order.own_copies import with_own_copies
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.verify.check import check
 from jaxtensile.program.bodies import Body, Key, bodies_of
 from jaxtensile.program.trace import Traced
-from jaxtensile.rewrites.early_updates import PROMPT
+from jaxtensile.rewrites.early_updates import EARLY_UPDATES
 from jaxtensile.rewrites.rewrite import LARGE, on_device
 from jaxtensile.rewrites.sink import SINK
 from jaxtensile.search.cheapest import cheapest, ordered, rank, without_host
-from jaxtensile.search.loop_ways import with_loops
+from jaxtensile.search.loop_variants import with_loops
 from jaxtensile.search.parts import Chunks
 from jaxtensile.search.registry import last, ways
 from jaxtensile.search.variants import BODIES, Inside, Variant, body_alone, charge_of, with_inside
@@ -44,7 +43,7 @@ def _large_bodies(start: Variant, temp: Bytes) -> Iterator[tuple[Key, Body, Trac
     """Those bodies of ``start``, of so many temporary bytes, that are worth planning, and what each needs."""
     for op in start.looped.graph.ops:
         for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not op.pinned else ()):
-            inner = on_device(start.job, body.traced())
+            inner = on_device(start.request, body.traced())
             use = live_ranges(inner.graph).use()
             if use.temp >= max(LARGE * temp, 1):
                 yield (op.id, k), body, inner, use
@@ -55,16 +54,18 @@ class _Bodies:
 
     def __init__(self, start: Variant) -> None:
         self.start = start
-        with start.job.faults.of(start.blamed):
+        with start.request.faults.of(start.blamed):
             self.live = live = live_ranges(start.looped.graph)
-        alone = start.job.shards == 1
-        self.large = start.job.faults.spared(BODIES, lambda: [*_large_bodies(start, live.temp)] if alone else [], list)
+        alone = start.request.shards == 1
+        self.large = start.request.faults.spared(
+            BODIES, lambda: [*_large_bodies(start, live.temp)] if alone else [], list
+        )
         self._unasked = cache(self._of)
         self._candidates = self._anew()
 
     def _of(self, i: int) -> Candidates:
         _, body, inner, _ = self.large[i]
-        return Candidates(body_alone(self.start.job, body, inner))
+        return Candidates(body_alone(self.start.request, body, inner))
 
     def anew(self) -> _Bodies:
         """The same bodies, asked nothing yet."""
@@ -86,7 +87,7 @@ class _Bodies:
     def fitted(self, budget: Bytes) -> Variant | None:
         """``start`` with its large bodies planned for what ``budget`` leaves them where they run, or as far as that
         goes; None where all have what they need."""
-        return self.start.job.faults.spared(BODIES, lambda: self._fitted(budget), lambda: None)
+        return self.start.request.faults.spared(BODIES, lambda: self._fitted(budget), lambda: None)
 
     def _fitted(self, budget: Bytes) -> Variant | None:
         start, found = self.start, list[Inside]()
@@ -110,7 +111,7 @@ class _Bodies:
     @cached_property
     def held(self) -> Variant | None:
         """``start`` with its large bodies, and those in them, kept in their order; None where they are."""
-        return self.start.job.faults.spared(BODIES, self._in_order, lambda: None)
+        return self.start.request.faults.spared(BODIES, self._in_order, lambda: None)
 
     def _in_order(self) -> Variant | None:
         planned = {i.key: i for i in self.start.inside}
@@ -121,7 +122,7 @@ class _Bodies:
     def _held(self, key: Key, body: Body, traced: Traced, planned: Inside | None) -> Inside | None:
         """What becomes of a body that is kept in its order; None where it is, or has no other."""
         if planned is None:
-            alone = body_alone(self.start.job, body, traced)
+            alone = body_alone(self.start.request, body, traced)
             variant = _Bodies(alone).held or alone
             program = Program.unchanged(variant.traced.graph)
         else:
@@ -131,7 +132,7 @@ class _Bodies:
             if deeper is not None and again.predicted.device <= planned.plan.predicted.device:
                 variant, program = deeper, again.program
         before = planned.variant if planned is not None else None
-        ordered = program if planned is not None and planned.held else apart(in_order(program))
+        ordered = program if planned is not None and planned.held else with_own_copies(in_order(program))
         if ordered is program and (variant is before or variant.as_it_is):
             return None
         check(variant.problem.graph, ordered)
@@ -145,14 +146,14 @@ class _Ways:
     So are their solvers, which remember what they have laid out.
     """
 
-    def __init__(self, written: Variant, base: Variant | None = None, prompt: bool = True) -> None:
+    def __init__(self, written: Variant, base: Variant | None = None, early: bool = True) -> None:
         self.written = written
         self.base = base or _first(ways(written, SINK)) or written
         """What needs no more than the program as written, and the same work."""
-        hosted = written.host and written.job.host_budget > 0
+        hosted = written.host and written.request.host_budget > 0
         # With copies to the host XLA orders updates by them, and gradients wait after all.
-        self.prompted = _first(ways(replace(self.base, host=False), PROMPT)) if prompt else None
-        self.start = self.base if hosted or self.prompted is None else self.prompted
+        self.early = _first(ways(replace(self.base, host=False), EARLY_UPDATES)) if early else None
+        self.start = self.base if hosted or self.early is None else self.early
         self.chunks = Chunks(self.start)
         self.loops = cache(with_loops)
         self.bodies = cache(_Bodies)
@@ -161,7 +162,7 @@ class _Ways:
     def first(self) -> list[Variant]:
         """What is tried first."""
         as_it_is = [self.written] if not self.start.as_it_is else []
-        beside = self.loops(self.prompted) if self.prompted not in (None, self.start) else []
+        beside = self.loops(self.early) if self.early not in (None, self.start) else []
         return [*as_it_is, *self.loops(self.start), *beside]
 
     @cached_property
@@ -173,12 +174,12 @@ class _Ways:
     def without_host(self) -> _Ways:
         """The same programs, to be planned by recomputation alone."""
         written, base = (replace(v, host=False) for v in (self.written, self.base))
-        return _Ways(written, written if self.base is self.written else base, self.prompted is not None)
+        return _Ways(written, written if self.base is self.written else base, self.early is not None)
 
     @cached_property
-    def unprompted(self) -> _Ways:
+    def without_early_updates(self) -> _Ways:
         """The same programs with their updates where they were written."""
-        return _Ways(self.written, self.base, prompt=False)
+        return _Ways(self.written, self.base, early=False)
 
 
 class Candidates:
@@ -197,7 +198,7 @@ class Candidates:
         self.variants = ordered([*known.first, *self._others])
         self._more = [*known.more]
         self._starts: list[Variant] = []
-        """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, joined branches,
+        """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, merged branches,
         and loops that make what they read: what they save is in their bodies."""
         self._bodies: list[_Bodies] = []
         self._parts: dict[int, _Bodies] = {}
@@ -219,7 +220,7 @@ class Candidates:
 
         If so, those of all variants are from now on.
         """
-        if not variant.job.device.backend.heeds_barriers:
+        if not variant.request.device.backend.heeds_barriers:
             return False
         bodies = self._ways.bodies(variant)
         helps = bodies.over(budget - more) and bodies.held is not None
@@ -273,9 +274,13 @@ class Candidates:
     def _in_chunks(self, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
         """``best``, or what is cheaper than it with work done in parts: in as many as it takes to need nothing else,
         or in fewer, with more done again."""
-        job, chunks = self.written.job, self._ways.chunks
+        request, chunks = self.written.request, self._ways.chunks
         enough = WORTH * sum(self.written.whole.charge)
-        if not job.chunk or job.shards > 1 or (best[1].predicted.device <= budget and charge_of(*best) <= enough):
+        if (
+            not request.chunk
+            or request.shards > 1
+            or (best[1].predicted.device <= budget and charge_of(*best) <= enough)
+        ):
             return best
         parts = chunks.parts
 
@@ -351,21 +356,21 @@ class Candidates:
         return cheapest(plain, int(ABOUT * cheapest(plain, 0)[1].predicted.device))
 
     @property
-    def prompt(self) -> bool:
+    def early(self) -> bool:
         """Whether updates stand behind their gradients."""
-        return self._ways.prompted is not None
+        return self._ways.early is not None
 
-    def unprompted(self) -> list[Candidates]:
+    def without_early_updates(self) -> list[Candidates]:
         """The same candidates with updates where they were written, asked nothing yet; none where they are."""
-        return [Candidates(self.written, self._others, self._ways.unprompted)] if self.prompt else []
+        return [Candidates(self.written, self._others, self._ways.without_early_updates)] if self.early else []
 
-    def forget_prompt(self) -> None:
+    def forget_early_updates(self) -> None:
         """From now on leave updates where they were written."""
-        self._begin(self._ways.unprompted)
+        self._begin(self._ways.without_early_updates)
 
     def forget_host(self) -> None:
         """From now on plan by recomputation alone."""
-        if not self.written.job.host_budget:
+        if not self.written.request.host_budget:
             return  # as ever
         self.variants = without_host(self.variants)
         self._ways = self._ways.without_host

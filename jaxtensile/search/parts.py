@@ -9,9 +9,9 @@ from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.microbatch import PARTS, parts_of
 from jaxtensile.rewrites.rewrite import large
-from jaxtensile.rewrites.rows.stretch import Seed, ends, find_stretch
+from jaxtensile.rewrites.rows.region import Seed, ends, find_region
 from jaxtensile.search.registry import at
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 from jaxtensile.search.variants import Variant
 
 FEW: Final = 2
@@ -31,8 +31,8 @@ class Chunks:
     @cached_property
     def seed(self) -> Seed | None:
         """Where the rows come from."""
-        found = self.start.job.faults.spared(
-            PARTS.title, lambda: find_stretch(self.start.base, large(self.start.base)), lambda: None
+        found = self.start.request.faults.spared(
+            PARTS.title, lambda: find_region(self.start.base, large(self.start.base)), lambda: None
         )
         return found.seed if found is not None else None
 
@@ -54,14 +54,14 @@ class Chunks:
         return self._made[parts]
 
 
-def why_not_in_parts(job: Job, traced: Traced) -> str:
+def why_not_in_parts(request: Request, traced: Traced) -> str:
     """Why a program that may be worked on in parts cannot be; empty where it can, or was not asked to."""
-    if not job.chunk:
+    if not request.chunk:
         return ""
-    if job.shards > 1:
+    if request.shards > 1:
         return "chunk=True has no effect on arguments that are sharded over several devices"
     least = large(traced)
-    if job.faults.spared(PARTS.title, lambda: find_stretch(traced, least), lambda: None) is not None:
+    if request.faults.spared(PARTS.title, lambda: find_region(traced, least), lambda: None) is not None:
         return ""
     named = [f"{traced.graph.ops[o].primitive} at {traced.source(o)}" for o in ends(traced, least)]
     told = list(dict.fromkeys(named))[:FEW]

@@ -18,7 +18,7 @@ from jaxtensile.ir.ir import Graph, Op, OpId, ValueId
 from jaxtensile.ir.plan import Action, Keep, MemoryUse, Offload, Plan, Program, Remat
 from jaxtensile.passes.offload.loops import LoopPlan, find_pairs
 from jaxtensile.program.bodies import bodies_of
-from jaxtensile.search.loop_ways import looping
+from jaxtensile.search.loop_variants import looping
 from jaxtensile.search.registry import at, named
 from jaxtensile.search.variants import Inside, Variant, body_alone, with_inside
 
@@ -144,7 +144,7 @@ def _replayed(recipe: Recipe, start: Variant) -> tuple[Variant, Plan]:
 
 def _inside(variant: Variant, inner: InBody) -> Inside:
     body = bodies_of(variant.looped, inner.op)[inner.body]
-    made, plan = _replayed(inner.recipe, body_alone(variant.job, body))
+    made, plan = _replayed(inner.recipe, body_alone(variant.request, body))
     return Inside(key=(inner.op, inner.body), trips=body.trips, variant=made, plan=plan)
 
 

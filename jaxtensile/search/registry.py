@@ -5,18 +5,27 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Final
 
-from jaxtensile.rewrites.early_updates import PROMPT
-from jaxtensile.rewrites.inward import INWARD
-from jaxtensile.rewrites.join import BRANCHES
+from jaxtensile.rewrites.early_updates import EARLY_UPDATES
 from jaxtensile.rewrites.levels import INNER
+from jaxtensile.rewrites.merge_branches import MERGE_BRANCHES
 from jaxtensile.rewrites.microbatch import PARTS
-from jaxtensile.rewrites.nest import NESTS
 from jaxtensile.rewrites.rewrite import Rewrite, Taken
 from jaxtensile.rewrites.sink import SINK
+from jaxtensile.rewrites.sink_invariants import SINK_INVARIANTS
 from jaxtensile.rewrites.split import SLICES
+from jaxtensile.rewrites.strip_mine import STRIP_MINE
 from jaxtensile.search.variants import Variant, priced
 
-REWRITES: Final[list[Rewrite]] = [SINK, PROMPT, PARTS, INNER, SLICES, BRANCHES, INWARD, NESTS]
+REWRITES: Final[list[Rewrite]] = [
+    SINK,
+    EARLY_UPDATES,
+    PARTS,
+    INNER,
+    SLICES,
+    MERGE_BRANCHES,
+    SINK_INVARIANTS,
+    STRIP_MINE,
+]
 """Those that are asked for last in the order in which they are."""
 
 
@@ -46,7 +55,7 @@ def with_rewrite(start: Variant, rewrite: Rewrite, sites: Any) -> Variant | None
 
 def at(start: Variant, rewrite: Rewrite, sites: Any) -> Variant | None:
     """The same; also None where the rewrite fails, which leaves it out."""
-    return start.job.faults.spared(rewrite.title, lambda: with_rewrite(start, rewrite, sites), lambda: None)
+    return start.request.faults.spared(rewrite.title, lambda: with_rewrite(start, rewrite, sites), lambda: None)
 
 
 def ways(start: Variant, rewrite: Rewrite) -> list[Variant]:
@@ -56,6 +65,6 @@ def ways(start: Variant, rewrite: Rewrite) -> list[Variant]:
         found = (with_rewrite(start, rewrite, sites) for sites in rewrite.find(start))
         return [variant for variant in found if variant is not None]
 
-    if start.job.shards > 1 and not rewrite.sharded:
+    if start.request.shards > 1 and not rewrite.sharded:
         return []
-    return start.job.faults.spared(rewrite.title, made, list)
+    return start.request.faults.spared(rewrite.title, made, list)

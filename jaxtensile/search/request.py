@@ -20,7 +20,7 @@ Evaluate = Callable[[list[Any]], list[Any]]
 """Flat arguments → flat outputs, on tracers."""
 Make = Callable[[Evaluate | None, Options], Any]
 """A jit object that runs ``evaluate`` (None: the user's function as it is) under compiler options."""
-Place = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
+Placer = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
 """The arguments as the program is called with them that has these leaves on the host."""
 
 LINK_SHARE = 0.8
@@ -33,7 +33,7 @@ def loads_index(device: DeviceProfile) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
+class Request:
     """What ``pipeline.fit`` works on: one call of one function for one device.
 
     ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute
@@ -59,7 +59,7 @@ class Job:
     undo: bool = True
     chunk: bool = False
     solver: str = "auto"
-    place: Place | None = None
+    place: Placer | None = None
     state_budget: Bytes | None = None
     state: tuple[Leaf, ...] = ()
     names: tuple[str, ...] = ()
@@ -101,8 +101,8 @@ class Job:
         """Bytes that wait on the host between calls."""
         return sum(leaf.nbytes for leaf in self.state)
 
-    def with_state(self, state: tuple[Leaf, ...]) -> Job:
-        """The same job with ``state`` on the host."""
+    def with_state(self, state: tuple[Leaf, ...]) -> Request:
+        """The same request with ``state`` on the host."""
         if not state or self.place is None:
             return self
         left = max(self.host_budget - sum(leaf.nbytes for leaf in state), 0)

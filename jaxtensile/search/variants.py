@@ -14,20 +14,20 @@ from functools import cached_property
 from jaxtensile.ir.plan import Costs, MemoryUse, Plan, Prepare, Problem, Solve
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.offload.loops import LoopPlan
-from jaxtensile.passes.order.apart import apart
+from jaxtensile.passes.order.own_copies import with_own_copies
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.seconds.steptime import LoopCopies, StepTime
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.solvers.by_name import finished, named
 from jaxtensile.program.bodies import Body, Key, with_bodies
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.loops import RECOMPUTATION, rewrite_loops
 from jaxtensile.rewrites.microbatch import PARTS
 from jaxtensile.rewrites.rewrite import Rewrite, Taken, on_device, traced_for
 from jaxtensile.rewrites.state import on_host
 from jaxtensile.rewrites.undo import Undone
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 from jaxtensile.units import Bytes, Seconds
 
 # What changes are called, beside the rewrites, where one of them is left out.
@@ -48,7 +48,7 @@ class Variant:
     branches; ``host``: whether bytes may wait there; ``finer``: steps between this and the next dearer one.
     """
 
-    job: Job
+    request: Request
     prepare: Prepare
     base: Traced
     whole: Costs
@@ -85,8 +85,8 @@ class Variant:
             (RECOMPUTATION, self.loops),
             *((taken.rewrite.title, True) for taken in reversed(self.taken)),
             (UNDONE, self.undone),
-            (OFFLOAD, self.host and self.job.host_budget),
-            (STATE, self.job.state),
+            (OFFLOAD, self.host and self.request.host_budget),
+            (STATE, self.request.state),
         )
         return next((name for name, used in made if used), "")
 
@@ -105,47 +105,47 @@ class Variant:
         """The program with its loops rewritten."""
         if not self.loops:
             return self.base
-        with self.job.faults.of(RECOMPUTATION):
-            changed = rewrite_loops(self.base, self.job.jaxpr, self.loops, load_index=self.job.load_index)
-            return traced_for(self.job, changed)
+        with self.request.faults.of(RECOMPUTATION):
+            changed = rewrite_loops(self.base, self.request.jaxpr, self.loops, load_index=self.request.load_index)
+            return traced_for(self.request, changed)
 
     @cached_property
     def traced(self) -> Traced:
         """The program that is planned."""
         traced = self.looped
         if self.inside:
-            with self.job.faults.of(BODIES):
-                new = {i.key: rewrite(i.variant.traced, i.plan.program) for i in self.inside}
-                changed = with_bodies(traced, self.job.jaxpr, new)
-                traced = traced_for(self.job, changed)
-        return streamed(self.job, traced)
+            with self.request.faults.of(BODIES):
+                new = {i.key: emit(i.variant.traced, i.plan.program) for i in self.inside}
+                changed = with_bodies(traced, self.request.jaxpr, new)
+                traced = traced_for(self.request, changed)
+        return streamed(self.request, traced)
 
     @cached_property
     def problem(self) -> Problem:
-        """Fit it into the job's budget."""
-        job, graph = self.job, self.traced.graph
+        """Fit it into the request's budget."""
+        request, graph = self.request, self.traced.graph
         known = self.known is not None and self.traced is self.base
-        costs = self.known if self.known is not None and known else op_costs(graph, job.device)
+        costs = self.known if self.known is not None and known else op_costs(graph, request.device)
         return Problem(
             graph=graph,
             costs=costs,
-            budget=job.budget,
-            link=job.link if self.host or job.state else None,
-            host_budget=job.host_budget - self.aside if self.host else 0,
-            state=job.state_bytes,
+            budget=request.budget,
+            link=request.link if self.host or request.state else None,
+            host_budget=request.host_budget - self.aside if self.host else 0,
+            state=request.state_bytes,
             stacks=self.aside,
         )
 
     @cached_property
     def plain(self) -> MemoryUse:
         """What it needs with nothing planned."""
-        with self.job.faults.of(self.blamed):
+        with self.request.faults.of(self.blamed):
             return live_ranges(self.traced.graph).use()
 
     @cached_property
     def solve(self) -> Solve:
         """The solver's answer for a budget."""
-        faults, blamed = self.job.faults, self.blamed
+        faults, blamed = self.request.faults, self.blamed
         with faults.of(blamed):
             solve = self.prepare(self.problem)
 
@@ -158,7 +158,7 @@ class Variant:
     def finished(self, plan: Plan, budget: Bytes) -> Plan:
         """What the plan becomes before it is compiled; those of other solvers than the default one are left."""
         better = lambda: finished(self.prepare, self.problem, budget, plan)  # noqa: E731
-        return self.job.faults.spared(FINISHED, better, lambda: plan)
+        return self.request.faults.spared(FINISHED, better, lambda: plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,36 +183,38 @@ class Inside:
         return self.trips * (self.variant.seconds + self.plan.overhead)
 
 
-def streamed(job: Job, traced: Traced) -> Traced:
-    """``traced`` with the job's state on the host."""
-    if not job.state:
+def streamed(request: Request, traced: Traced) -> Traced:
+    """``traced`` with the request's state on the host."""
+    if not request.state:
         return traced
-    with job.faults.of(STATE):
-        return on_host(traced, job.state, op_costs(traced.graph, job.device).seconds, job.way)
+    with request.faults.of(STATE):
+        return on_host(traced, request.state, op_costs(traced.graph, request.device).seconds, request.way)
 
 
-def written(job: Job, traced: Traced, costs: Costs, prepare: Prepare) -> Variant:
+def written(request: Request, traced: Traced, costs: Costs, prepare: Prepare) -> Variant:
     """The program as the user wrote it."""
-    return Variant(job=job, prepare=prepare, base=traced, whole=costs, known=costs)
+    return Variant(request=request, prepare=prepare, base=traced, whole=costs, known=costs)
 
 
-def undone(job: Job, program: Undone, costs: Costs, prepare: Prepare) -> Variant:
+def undone(request: Request, program: Undone, costs: Costs, prepare: Prepare) -> Variant:
     """The program without its checkpoints; ``costs`` are those of the program as written."""
-    return priced(Variant(job=job, prepare=prepare, base=program.traced, whole=costs, undone=program))
+    return priced(Variant(request=request, prepare=prepare, base=program.traced, whole=costs, undone=program))
 
 
 def priced(start: Variant) -> Variant:
     """``start`` with what it costs over the program as written."""
-    own, whole = op_costs(start.base.graph, start.job.device), start.whole
+    own, whole = op_costs(start.base.graph, start.request.device), start.whole
     charge, seconds = sum(own.charge) - sum(whole.charge), sum(own.seconds) - sum(whole.seconds)
     return replace(start, known=own, charge=charge + start.idle, seconds=seconds)
 
 
-def body_alone(job: Job, body: Body, traced: Traced | None = None) -> Variant:
-    """A body of one of the job's loops or branches as a program of its own; ``traced``: the body."""
-    own = replace(job, jaxpr=body.closed, donated=body.donated, keep_unused=True, host_budget=0, place=None, state=())
+def body_alone(request: Request, body: Body, traced: Traced | None = None) -> Variant:
+    """A body of one of the request's loops or branches as a program of its own; ``traced``: the body."""
+    own = replace(
+        request, jaxpr=body.closed, donated=body.donated, keep_unused=True, host_budget=0, place=None, state=()
+    )
     traced = on_device(own, body.traced()) if traced is None else traced
-    costs = op_costs(traced.graph, job.device, body=True)
+    costs = op_costs(traced.graph, request.device, body=True)
     # The default solver: others may take a minute for each body, or want a program of one kind.
     return written(own, traced, costs, named("auto"))
 
@@ -239,20 +241,20 @@ def charge_of(variant: Variant, plan: Plan) -> Seconds:
 def separated(variant: Variant, plan: Plan) -> Plan:
     """A plan that changes nothing, but for ops that make their own copies of what they read; the same one where there
     are none, or the compiler heeds no barriers when it schedules."""
-    if not variant.job.device.backend.heeds_barriers:
+    if not variant.request.device.backend.heeds_barriers:
         return plan
-    program = apart(plan.program)
+    program = with_own_copies(plan.program)
     return plan if program is plan.program else answer(variant.problem, program, live_ranges(program.graph), "greedy")
 
 
 def step_time(variant: Variant, plan: Plan) -> StepTime:
     """Of the variant under its plan."""
-    job, graph = variant.job, variant.base.graph
+    request, graph = variant.request, variant.base.graph
     copies: list[LoopCopies] = []
     for loop in variant.loops:
         if loop.hosted:
             front = graph.ops[loop.pair.forward]
-            forward = sum(op_costs(front.bodies[0], job.device, body=True).seconds)
+            forward = sum(op_costs(front.bodies[0], request.device, body=True).seconds)
             per_trip = loop.aside // front.trip_count
             copies.append(LoopCopies(trips=front.trip_count, count=len(loop.hosted), nbytes=per_trip, forward=forward))
     problem = variant.problem
@@ -263,7 +265,7 @@ def step_time(variant: Variant, plan: Plan) -> StepTime:
         + plan.overhead
         - plan.wait
         - sum(loop.wait for loop in variant.loops),
-        link=job.way if copies or streams else None,
+        link=request.way if copies or streams else None,
         program=plan.program if streams else None,
         seconds=problem.costs.seconds if streams else (),
         loops=tuple(copies),

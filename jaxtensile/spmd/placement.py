@@ -39,7 +39,7 @@ class Placement:
         return self._was
 
     def job_place(self, device: Any, args: Any, kwargs: Any) -> Any:
-        """What ``Job.place`` is: the arguments with some leaves on the host; None where none may be there."""
+        """What ``Request.place`` is: the arguments with some leaves on the host; None where none may be there."""
         if not self._ask():
             return None
         _require_streams(device)

@@ -25,11 +25,11 @@ from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.errors import AgreementError
 from jaxtensile.faults import told, unless_faulty
 from jaxtensile.planner import pipeline
-from jaxtensile.planner.attempts import Watch, nothing
 from jaxtensile.planner.plan_cache import FLAGS, Entry, Plans, package, plan_cache
+from jaxtensile.planner.trial_compiles import Watch, nothing
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.search.recipe import fingerprint
-from jaxtensile.search.request import Fitted, Job
+from jaxtensile.search.request import Fitted, Request
 from jaxtensile.spmd.agreement import Agreed, Question, agree
 from jaxtensile.spmd.keystore import store
 from jaxtensile.spmd.location import placements
@@ -57,7 +57,7 @@ def members_of(devices: Sequence[Any]) -> tuple[int, ...]:
 
 
 def fit(
-    job: Job, devices: Sequence[Any], *, budget: object, known: dict[str, Agreed], baseline: bool = False
+    request: Request, devices: Sequence[Any], *, budget: object, known: dict[str, Agreed], baseline: bool = False
 ) -> Fitted:
     """``pipeline.fit``, and one plan for all processes of the call.
 
@@ -66,33 +66,33 @@ def fit(
     """
     members = members_of(devices)
     if not members:
-        return pipeline.fit(job, baseline=baseline, plans=plan_cache())
+        return pipeline.fit(request, baseline=baseline, plans=plan_cache())
     me = jax.process_index()
     if me not in members:
         raise AgreementError(
-            f"process {me} has none of the devices of {job.name}, which are those of processes "
+            f"process {me} has none of the devices of {request.name}, which are those of processes "
             f"{', '.join(map(str, members))}: plan it there"
         )
-    job = replace(job, options={**job.device.backend.alike, **job.options})
-    question = _question(job, devices, budget)
+    request = replace(request, options={**request.device.backend.alike, **request.options})
+    question = _question(request, devices, budget)
     key = hashlib.sha256(msgspec.msgpack.encode(question.same, order="deterministic")).hexdigest()
-    here = _Here(job, members, baseline)
+    here = _Here(request, members, baseline)
     if key in known:
         before = known[key]
         fitted, digest = here.follow(before.answer, nothing)
         if digest != before.digest:
             raise AgreementError(
-                f"{job.name} has become another program than the one that was agreed on (digests {digest[:12]} and "
+                f"{request.name} has become another program than the one that was agreed on (digests {digest[:12]} and "
                 f"{before.digest[:12]}): call its clear_cache() in all processes, so that they agree anew"
             )
         return fitted
     shared = store()
     if shared is None:
         raise AgreementError(
-            f"{job.name} runs on devices of {len(members)} processes, and they have no way to agree on a plan: call "
-            "jax.distributed.initialize() first"
+            f"{request.name} runs on devices of {len(members)} processes, and they have no way to agree on a plan: "
+            "call jax.distributed.initialize() first"
         )
-    fitted, known[key] = agree(shared, me, members, job.name, question, here.lead, here.follow)
+    fitted, known[key] = agree(shared, me, members, request.name, question, here.lead, here.follow)
     return fitted
 
 
@@ -106,34 +106,34 @@ def refuse(devices: Sequence[Any], name: str, what: str) -> None:
         )
 
 
-def _question(job: Job, devices: Sequence[Any], budget: object) -> Question:
-    program = unless_faulty(lambda: _told(job), told)
-    where = placements(job.args, job.kwargs)
+def _question(request: Request, devices: Sequence[Any], budget: object) -> Question:
+    program = unless_faulty(lambda: _told(request), told)
+    where = placements(request.args, request.kwargs)
     same = {
         "the version of jaxtensile": package()[:12],
         "the version of jax": ".".join(map(str, JAX_VERSION)),
         "the version of jaxlib": jaxlib_version(),
         **{f"${name}": _flags(os.environ.get(name, "")) for name in FLAGS},
-        "the function": job.name,
+        "the function": request.name,
         "the traced program": program,
-        "the device kind": job.device.name,
+        "the device kind": request.device.name,
         "the devices": ", ".join(str(d.id) for d in devices),
         "where the arguments are": "; ".join(where),
         "budget": repr(budget),
-        "solver": repr(job.solver),
-        "the weight of memory traffic, which objective= gives": str(job.device.traffic_weight),
-        "undo": str(job.undo),
-        "chunk": str(job.chunk),
-        "offload_state": str(job.place is not None),
-        "host_budget": "none" if not job.host_budget else "given",
-        "keep_unused": str(job.keep_unused),
-        "compiler_options": repr(sorted((name, repr(value)) for name, value in job.options.items())),
+        "solver": repr(request.solver),
+        "the weight of memory traffic, which objective= gives": str(request.device.traffic_weight),
+        "undo": str(request.undo),
+        "chunk": str(request.chunk),
+        "offload_state": str(request.place is not None),
+        "host_budget": "none" if not request.host_budget else "given",
+        "keep_unused": str(request.keep_unused),
+        "compiler_options": repr(sorted((name, repr(value)) for name, value in request.options.items())),
     }
-    return Question(same, msgspec.msgpack.encode(job.budget))
+    return Question(same, msgspec.msgpack.encode(request.budget))
 
 
-def _told(job: Job) -> str:
-    graph = trace_jaxpr(job.jaxpr, job.donated, keep_unused=job.keep_unused).graph
+def _told(request: Request) -> str:
+    graph = trace_jaxpr(request.jaxpr, request.donated, keep_unused=request.keep_unused).graph
     return f"one of {len(graph.ops)} operations ({fingerprint(graph)[:12]})"
 
 
@@ -171,27 +171,27 @@ class _Kept:
 class _Here:
     """This process in a round. ``made``: the leader's own."""
 
-    job: Job
+    request: Request
     members: tuple[int, ...]
     baseline: bool
     made: Fitted | None = None
 
     def lead(self, own: Sequence[bytes], watch: Watch) -> bytes:
         """Plan for the smallest of the budgets: the same percentage is not the same everywhere."""
-        job = replace(self.job, budget=min(msgspec.msgpack.decode(b, type=int) for b in own))
+        request = replace(self.request, budget=min(msgspec.msgpack.decode(b, type=int) for b in own))
         kept = _Kept(plan_cache())
-        self.made = pipeline.fit(job, watch=watch, baseline=self.baseline, plans=kept)
+        self.made = pipeline.fit(request, watch=watch, baseline=self.baseline, plans=kept)
         entry = None if self.made.evaluate is None else kept.entry
-        return msgspec.msgpack.encode(Answer(entry, job.device, job.budget))
+        return msgspec.msgpack.encode(Answer(entry, request.device, request.budget))
 
     def follow(self, answer: bytes, watch: Watch) -> tuple[Fitted, str]:
         """What the answer leads to here, compiled, and the digest of its text and options."""
-        fitted, job = self.made, self.job
+        fitted, request = self.made, self.request
         if fitted is None:
             given = msgspec.msgpack.decode(answer, type=Answer)
-            job = replace(job, budget=given.budget, device=given.device)
-            fitted = pipeline.follow(job, given.entry, watch, baseline=self.baseline)
-        text = lower(fitted.jitted, job.args, job.kwargs).as_text()
+            request = replace(request, budget=given.budget, device=given.device)
+            fitted = pipeline.follow(request, given.entry, watch, baseline=self.baseline)
+        text = lower(fitted.jitted, request.args, request.kwargs).as_text()
         options = sorted((name, repr(value)) for name, value in fitted.options.items())
         digest = hashlib.sha256(text.encode() + repr(options).encode()).hexdigest()
         note = f"one plan for {len(self.members)} processes, made by process {self.members[0]}"

@@ -20,9 +20,9 @@ from jaxtensile.ir.ir import Graph, Op, OpId, ValueId, consumers, producers
 from jaxtensile.ir.plan import Link
 from jaxtensile.passes.lifetimes.fusion import VIEWS
 from jaxtensile.passes.offload.offload import SMALLEST
-from jaxtensile.passes.recompute.emit import recomputed_ops
+from jaxtensile.passes.recompute.clones import recomputed_ops
 from jaxtensile.passes.recompute.mincut import Network, ResidualCut, price_ladder
-from jaxtensile.passes.recompute.stages import Mountain
+from jaxtensile.passes.recompute.stages import Boundary
 from jaxtensile.units import KIB, Bytes, Seconds
 
 SLICE: Bytes = 64 * KIB
@@ -126,11 +126,11 @@ class PairCut:
         self.all = frozenset(needed)
         """What the pair stacks as it is."""
         trips = self._trips = front.trip_count
-        self._mountain = Mountain(len(wrapped.ops), needed, always, _cone(wrapped, needed, always))
+        self._boundary = Boundary(len(wrapped.ops), needed, always, _cone(wrapped, needed, always))
         self._graph = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
         self._made: dict[int, int] = {r: op.id for op in self._graph.ops for r in op.results}
         costs = [0.0] * self._shift + [c * trips for c in charge]
-        self._cut = ResidualCut(Network(self._graph, self._mountain), costs, ()) if needed else None
+        self._cut = ResidualCut(Network(self._graph, self._boundary), costs, ()) if needed else None
         slices = set(xs)
         self._able: dict[int, Bytes] = {
             v.id: v.nbytes
@@ -187,7 +187,7 @@ class PairCut:
 
     def plan(self, kept: frozenset[int], hosted: frozenset[int] = frozenset(), wait: Seconds = 0.0) -> LoopPlan | None:
         """The pair that stacks exactly ``kept``, ``hosted`` of it on the host; None when it does so already."""
-        again = recomputed_ops(self._graph, self._mountain, kept)
+        again = recomputed_ops(self._graph, self._boundary, kept)
         outs, shift = self._outs, self._shift
         dropped = tuple(sorted(y for y, _ in self.pair.links if outs[y] in self.all - (kept - hosted)))
         if not dropped:
@@ -284,11 +284,11 @@ _PRICES = 10
 _SHARES = (0.25, 0.5, 0.75)
 """Of what two neighbouring rungs differ in, the shares of bytes that steps between them keep."""
 
-Way = tuple[LoopPlan, ...]
+LoopChoice = tuple[LoopPlan, ...]
 """One way to rewrite the loops of a program: the pairs that change."""
 
 
-class Ladder:
+class LoopLadder:
     """Ways to rewrite the loops of ``graph``; ``charges``: seconds of a ``repeated`` body's ops.
 
     ``rungs``: from nothing to everything dropped, one minimum cut of every pair per price. With a ``link`` each
@@ -310,11 +310,11 @@ class Ladder:
         self._link = link
         if link is not None and seconds is not None:
             self._seconds = {o: sum(seconds(graph.ops[o].bodies[0])) for o in bodies}
-        self._kept: dict[Way, list[frozenset[int]]] = {(): [cut.all for cut in self._cuts]}
+        self._kept: dict[LoopChoice, list[frozenset[int]]] = {(): [cut.all for cut in self._cuts]}
         for i in range(_PRICES):
             at = (prices[c.pair.forward] for c in self._cuts)
             self._add([c.keep(p[min(i, len(p) - 1)]) for c, p in zip(self._cuts, at, strict=True)])
-        self.rungs: tuple[Way, ...] = tuple(self._kept)
+        self.rungs: tuple[LoopChoice, ...] = tuple(self._kept)
 
     def nests(self, smallest: Bytes) -> tuple[dict[int, int], ...]:
         """Ways to nest the loops that stack ``smallest`` bytes or more: op → iterations of its inner loop.
@@ -335,13 +335,13 @@ class Ladder:
                     way.update((o, k) for c in cuts for o in (c.pair.forward, c.pair.backward))
         return tuple(way for i, way in enumerate(ways) if way and way not in ways[:i])
 
-    def _add(self, kept: list[frozenset[int]]) -> Way:
+    def _add(self, kept: list[frozenset[int]]) -> LoopChoice:
         plans = (cut.plan(k) for cut, k in zip(self._cuts, kept, strict=True))
         way = tuple(p for p in plans if p is not None)
         self._kept.setdefault(way, kept)
         return way
 
-    def away(self, rung: Way, share: float = 1.0) -> Way:
+    def away(self, rung: LoopChoice, share: float = 1.0) -> LoopChoice:
         """``rung`` with about ``share`` of the bytes that it keeps, and that can be there, in host memory."""
         if self._link is None:
             return rung
@@ -351,12 +351,12 @@ class Ladder:
             plans.append(cut.plan(kept, hosted, cut.wait(hosted, self._link, self._seconds[cut.pair.forward])))
         return tuple(p for p in plans if p is not None)
 
-    def aways(self, rung: Way) -> list[Way]:
+    def aways(self, rung: LoopChoice) -> list[LoopChoice]:
         """Ways that are ``rung`` with more and more of what it keeps in host memory, but not all."""
         ways = dict.fromkeys(self.away(rung, share) for share in _SHARES)
         return [way for way in ways if way not in (rung, self.away(rung))]
 
-    def between(self, more: Way, less: Way) -> list[Way]:
+    def between(self, more: LoopChoice, less: LoopChoice) -> list[LoopChoice]:
         """Ways that stack less than ``more`` and more than ``less``."""
         ends = list(zip(self._cuts, self._kept[more], self._kept[less], strict=True))
         ways = (self._add([cut.between(a, b, share) for cut, a, b in ends]) for share in _SHARES)

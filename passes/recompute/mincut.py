@@ -1,7 +1,7 @@
 """Which residuals to keep at a given price per byte: an exact minimum cut.
 
 Every needed value is either kept (price x bytes) or recomputed (seconds of its op), and a
-recomputed op needs its operands available too. With x_v = "v is available after the turn" and
+recomputed op needs its operands available too. With x_v = "v is available after the boundary" and
 y_o = "op o runs again", minimise
 
     sum_v  price * bytes_v * [x_v and not y_maker(v)]  +  sum_o  seconds_o * [y_o]
@@ -23,7 +23,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxtensile.ir.ir import Graph
-from jaxtensile.passes.recompute.stages import Mountain
+from jaxtensile.passes.recompute.stages import Boundary
 
 
 def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], count: int) -> tuple[float, ...]:
@@ -49,13 +49,13 @@ _TOTAL = 2**30
 
 
 class Network:
-    """What the cut problems of one mountain have in common: all edges, by tail and head.
+    """What the cut problems of one boundary have in common: all edges, by tail and head.
 
     From every value one edge leads to the op that makes it, and one past that op, for where it is not made again.
     """
 
-    def __init__(self, graph: Graph, mountain: Mountain) -> None:
-        values, ops, always, cone = graph.values, graph.ops, mountain.always, mountain.cone
+    def __init__(self, graph: Graph, boundary: Boundary) -> None:
+        values, ops, always, cone = graph.values, graph.ops, boundary.always, boundary.cone
         maker = {r: o for o in cone for r in ops[o].results}
         op_node = {o: 2 + i for i, o in enumerate(cone)}
         first = 2 + len(op_node)
@@ -69,7 +69,7 @@ class Network:
         self.values = np.array(own, np.int64)
         self.value_nodes = np.array([value_node[r] for r in own], np.int64)
         self.maker_nodes = np.array([op_node[maker[r]] for r in own], np.int64)
-        needed = set(mountain.needed)
+        needed = set(boundary.needed)
         self.needed_bytes = float(sum(values[v].nbytes for v in needed))
         head = [value_node[r] for r in maker if r in needed]
         rows = [0, len(head), len(head)]
@@ -92,7 +92,7 @@ class Network:
 
 
 class ResidualCut:
-    """The cut problem of one mountain; ``keep(price)`` solves it, ``keeps(prices)`` for many. Built once.
+    """The cut problem of one boundary; ``keep(price)`` solves it, ``keeps(prices)`` for many. Built once.
 
     ``cuts``: steps across which nothing is recomputed: a value read beyond one (``crossing``) is
     kept if it is available at all.

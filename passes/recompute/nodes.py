@@ -1,9 +1,9 @@
-"""What of a climb is there to decide: nodes that may be kept, few enough for exact solvers.
+"""What of a forward part is there to decide: nodes that may be kept, few enough for exact solvers.
 
 A transformer block is about two dozen nodes and what its gradients compute from them. Views are their base. Small
-values are always there. A fusible value that only the climb reads is looked through if it is no smaller than what it
-is computed from and needs no buffer when it is computed again: keeping it instead could only save fused elementwise
-work. It is never kept, so its op runs again when one that reads it does.
+values are always there. A fusible value that only the forward part reads is looked through if it is no smaller than
+what it is computed from and needs no buffer when it is computed again: keeping it instead could only save fused
+elementwise work. It is never kept, so its op runs again when one that reads it does.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 from jaxtensile.ir.ir import Graph, consumers
 from jaxtensile.passes.lifetimes.fusion import IN_PLACE, REDUCTIONS, VIEWS, is_fusible
 from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
-from jaxtensile.passes.recompute.stages import Mountain
+from jaxtensile.passes.recompute.stages import Boundary
 
 _SMALL = 2e-4
 """Values below this share of the plain program's temporaries are always kept."""
 
 
 class Nodes:
-    """One mountain, coarsened: what may be kept, what makes it, and when it is read.
+    """One boundary, coarsened: what may be kept, what makes it, and when it is read.
 
     ``leaves(v)``: nodes from which ``v`` is computed for nothing; ``first``, ``last``: steps of the descent that
     read a node; ``solid``: whether it is a buffer when it is computed again; ``small``: values kept in any case;
@@ -32,21 +32,21 @@ class Nodes:
     looked through as well: of such a node a chain has one more at each of its ends.
     """
 
-    def __init__(self, graph: Graph, live: Liveness, mountain: Mountain, *, fused: bool = True) -> None:
-        self.graph, self.turn = graph, mountain.turn
+    def __init__(self, graph: Graph, live: Liveness, boundary: Boundary, *, fused: bool = True) -> None:
+        self.graph, self.step = graph, boundary.step
         least = int(_SMALL * live.temp)
-        pinned = frozenset(r for o in mountain.cone if graph.ops[o].pinned for r in graph.ops[o].results)
-        stored = _stored_again(graph, mountain.turn)
+        pinned = frozenset(r for o in boundary.cone if graph.ops[o].pinned for r in graph.ops[o].results)
+        stored = _stored_again(graph, boundary.step)
         self.of: dict[int, tuple[int, ...]] = {}
         self.maker: dict[int, int] = {}
         self.makes: dict[int, list[int]] = {}
         self.reads: dict[int, tuple[int, ...]] = {}
         self.solid: set[int] = set()
         small: set[int] = set()
-        read = _read_after(graph, mountain)
-        for o in mountain.cone:
+        read = _read_after(graph, boundary)
+        for o in boundary.cone:
             op = graph.ops[o]
-            made = [r for r in op.results if r not in mountain.always]
+            made = [r for r in op.results if r not in boundary.always]
             before = self._leaves(op.operands)
             if op.primitive in VIEWS and not op.pinned:
                 self.of.update((r, before) for r in made)
@@ -77,12 +77,12 @@ class Nodes:
                 self.readers[v].append(o)
         self.first: dict[int, int] = {}
         self.last: dict[int, int] = {}
-        self.through = self._looked_through(mountain)
-        self.forced = {v for v in mountain.needed if v in self.maker and is_fusible(graph.ops[self.maker[v]].primitive)}
-        early, late = _read_at(graph, live, self.turn)
-        self.waiting: dict[int, int] = {v: late[v] for v in mountain.needed if v in small}
+        self.through = self._looked_through(boundary)
+        self.forced = {v for v in boundary.needed if v in self.maker and is_fusible(graph.ops[self.maker[v]].primitive)}
+        early, late = _read_at(graph, live, self.step)
+        self.waiting: dict[int, int] = {v: late[v] for v in boundary.needed if v in small}
         """The last step of the descent that reads a small value."""
-        for v in mountain.needed:
+        for v in boundary.needed:
             for u in self.of.get(v, ()):
                 self.first[u] = min(self.first.get(u, early[v]), early[v])
                 self.last[u] = max(self.last.get(u, late[v]), late[v])
@@ -90,11 +90,11 @@ class Nodes:
     def _leaves(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(u for v in values for u in self.of.get(v, ())))
 
-    def _looked_through(self, mountain: Mountain) -> dict[frozenset[int], list[int]]:
+    def _looked_through(self, boundary: Boundary) -> dict[frozenset[int], list[int]]:
         """Ops without a node of their own by the ops that run them again."""
         asked: dict[int, set[int]] = {}
         out: dict[frozenset[int], list[int]] = {}
-        for o in reversed(mountain.cone):
+        for o in reversed(boundary.cone):
             op = self.graph.ops[o]
             by = {o} if o in self.makes else set[int]().union(*(asked.get(r, ()) for r in op.results if r in self.of))
             if op.pinned or not by:
@@ -111,29 +111,29 @@ class Nodes:
         return len(self.makes[o]) == 1
 
 
-def _read_after(graph: Graph, mountain: Mountain) -> set[int]:
+def _read_after(graph: Graph, boundary: Boundary) -> set[int]:
     """Values that the descent reads, and those of which it reads views."""
-    read = set(mountain.needed)
-    for o in reversed(mountain.cone):
+    read = set(boundary.needed)
+    for o in reversed(boundary.cone):
         op = graph.ops[o]
         if op.primitive in VIEWS and read.intersection(op.results):
             read.update(op.operands[:1])
     return read
 
 
-def _stored_again(graph: Graph, turn: int) -> set[int]:
+def _stored_again(graph: Graph, step: int) -> set[int]:
     """Values that the descent reads as buffers, so that they are stored whenever they are computed again."""
     stored: set[int] = set()
     for op in reversed(graph.ops):
         if op.primitive in VIEWS:
             if stored.intersection(op.results):
                 stored.update(op.operands[:1])  # none where it is a view of a literal
-        elif op.id >= turn and not is_fusible(op.primitive) and op.primitive not in REDUCTIONS:
+        elif op.id >= step and not is_fusible(op.primitive) and op.primitive not in REDUCTIONS:
             stored.update(op.operands)
     return stored
 
 
-def _read_at(graph: Graph, live: Liveness, turn: int) -> tuple[list[int], list[int]]:
+def _read_at(graph: Graph, live: Liveness, step: int) -> tuple[list[int], list[int]]:
     """For each value the first step of the descent that reads it and the last that surely needs it.
 
     Ops that fuse away run in their readers; with several, they may be stored after all, right before the first.
@@ -143,7 +143,7 @@ def _read_at(graph: Graph, live: Liveness, turn: int) -> tuple[list[int], list[i
     early, late = [n] * len(graph.values), [-1] * len(graph.values)
     for v in graph.outputs:
         late[v] = n
-    for op in reversed(graph.ops[turn:]):
+    for op in reversed(graph.ops[step:]):
         low = high = op.id
         if not live.kernels.is_root[op.id] and not op.pinned:
             low = min((early[r] for r in op.results), default=op.id)
@@ -188,11 +188,11 @@ def made_from(nodes: Nodes, live: Liveness) -> list[dict[int, frozenset[int]]]:
 
 
 def forward_ends(nodes: Nodes, live: Liveness) -> dict[int, int]:
-    """For each node that is a buffer of the plain program its last reader before the turn, whatever is kept."""
+    """For each node that is a buffer of the plain program its last reader before the boundary, whatever is kept."""
     home, kernels = live.kernels.home, live.kernels
     sources = made_from(nodes, live)
     ends = {v: o for v, o in nodes.maker.items() if home[v] == v}
-    for op in nodes.graph.ops[: nodes.turn]:
+    for op in nodes.graph.ops[: nodes.step]:
         if kernels.is_root[op.id]:
             ends.update((b, op.id) for b in kernels.reads[op.id] if b in ends and not _unless(sources, op.operands, b))
     return ends
@@ -205,11 +205,11 @@ def _unless(sources: list[dict[int, frozenset[int]]], operands: Iterable[int], b
 
 
 def others(nodes: Nodes, live: Liveness, sometimes: list[Sometimes] | None = None) -> list[int]:
-    """Bytes at each step that nothing decided here changes, and what the climb itself reads.
+    """Bytes at each step that nothing decided here changes, and what the forward part itself reads.
 
     With ``sometimes`` what is read only while other values are not kept is put there, and not counted.
     """
-    graph, kernels, owner, turn = nodes.graph, live.kernels, live.owner, nodes.turn
+    graph, kernels, owner, step = nodes.graph, live.kernels, live.owner, nodes.step
     n = len(graph.ops)
     start: dict[int, int] = {}
     stop: dict[int, int] = {}
@@ -229,13 +229,13 @@ def others(nodes: Nodes, live: Liveness, sometimes: list[Sometimes] | None = Non
                 )
                 start[r], stop[r] = op.id + takes_over, op.id + 1
         for b in kernels.reads[op.id]:
-            if b in start and (op.id < turn or b not in decided):
+            if b in start and (op.id < step or b not in decided):
                 stored = _unless(sources, op.operands, b) if sources is not None else None
                 if stored:
                     through.setdefault(b, []).append((op.id + 1, stored))
                 else:
                     stop[b] = op.id + 1
-    made: dict[int, int] = {r: op.id for op in graph.ops[:turn] for r in op.results}
+    made: dict[int, int] = {r: op.id for op in graph.ops[:step] for r in op.results}
     for v, last in nodes.waiting.items():
         stop[v] = max(stop.get(v, 0), min(last, n - 1) + 1)
         start.setdefault(v, made[v] + 1)

@@ -1,8 +1,8 @@
-"""Where to cut the climb and what each segment keeps, for a given number of bytes.
+"""Where to cut the forward part and what each segment keeps, for a given number of bytes.
 
-A segment runs from one narrow waist to another and keeps everything that crosses its ends.
+A segment runs from one narrow cut point to another and keeps everything that crosses its ends.
 Minimum cuts at a ladder of prices give it options (bytes kept, charge to recompute the rest);
-a dynamic programme over waists and bytes then picks the cuts and one option per segment with
+a dynamic programme over cut points and bytes then picks the cuts and one option per segment with
 the least total charge: a shortest path and a multiple-choice knapsack in one.
 
     f[j][b] = min over segments (i, j) and their options o of f[i][b - bytes(o)] + charge(o)
@@ -20,14 +20,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxtensile.ir.ir import Graph
-from jaxtensile.passes.recompute.emit import Recomputation
+from jaxtensile.passes.recompute.clones import Recomputation
 from jaxtensile.passes.recompute.mincut import Network, ResidualCut, price_ladder
-from jaxtensile.passes.recompute.stages import Mountain, waists
+from jaxtensile.passes.recompute.stages import Boundary, cut_points
 
 _PRICES = 20
 _SPANS = (1, 2, 4, 8)
 _OFFSETS = 2
-"""Segmentations tried per span: starts at different waists."""
+"""Segmentations tried per span: starts at different cut points."""
 _STEPS, _DEAR = 3, 0.002
 """Steps tried between two neighbouring answers, behind ops that charge at least this share of the whole."""
 _UNITS = 16384
@@ -51,7 +51,7 @@ class _Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to keep, and the segments (first and last cut) with the option taken for each, in order of the climb."""
+    """What to keep, and the segments (first and last cut) with the option taken for each, from first to last."""
 
     kept: frozenset[int]
     parts: tuple[tuple[int, int, frozenset[int]], ...]
@@ -74,7 +74,7 @@ class Needs:
         return known[kept] if kept in known else min(known.values())
 
     def learn(self, menu: Menu, choice: Choice, clones: Sequence[tuple[int, int]], profile: Sequence[int]) -> None:
-        """From a schedule with ``profile`` bytes at its steps; ``clones``: (step, op of the climb) of every clone."""
+        """From a schedule with ``profile`` bytes at its steps; ``clones``: of each its step and its op."""
         cuts = menu.cuts
         count = len(cuts) + 1
         held, peak = [set[int]() for _ in range(count)], [0] * count
@@ -93,8 +93,8 @@ class Needs:
 
 
 class _Segmentation(NamedTuple):
-    """The climb in segments between ``bounds``, cuts 0 (its foot) to the last (its end), at the steps ``inner``; and
-    its cut problems: by charge, and ``sparing`` products, which then do not run again."""
+    """The forward part in segments between ``bounds``, cuts 0 (its begin) to the last (its end), at the steps
+    ``inner``; and its cut problems: by charge, and ``sparing`` products, which then do not run again."""
 
     bounds: list[int]
     inner: list[int]
@@ -103,29 +103,29 @@ class _Segmentation(NamedTuple):
 
 
 class Menu:
-    """All segments of one mountain with their options."""
+    """All segments of one boundary with their options."""
 
-    def __init__(self, graph: Graph, mountain: Mountain, charge: Sequence[float]) -> None:
-        self._graph, self.mountain, self._charge = graph, mountain, charge
-        self.waists, narrow = waists(graph, mountain)
+    def __init__(self, graph: Graph, boundary: Boundary, charge: Sequence[float]) -> None:
+        self._graph, self.boundary, self._charge = graph, boundary, charge
+        self.cut_points, narrow = cut_points(graph, boundary)
         self.cuts = tuple(narrow)
-        self.again = Recomputation(graph, mountain)
+        self.again = Recomputation(graph, boundary)
         self._made = self.again.made
         self._segmented: dict[int, list[_Segmentation]] = {}
         self._least: dict[int, frozenset[int]] = {}
-        self._prices = price_ladder(graph, mountain.cone, charge, _PRICES)
+        self._prices = price_ladder(graph, boundary.cone, charge, _PRICES)
         # Matrix products that may not run again: what the knapsack needs to fill the last bytes with
         # small, cheap values, where a product would be the better bargain per byte only.
         self._sparing = [c + (1.0 if op.flops else 0.0) for c, op in zip(charge, graph.ops, strict=True)]
         self._dear = _DEAR * sum(charge)
-        self._network = Network(graph, mountain)
+        self._network = Network(graph, boundary)
         count = len(self.cuts) + 1
         self.spans = [s for s in _SPANS if s < count] + [count]
         """Longest segments worth trying, in stages; the last is the whole climb."""
 
     @cached_property
     def _options(self) -> dict[tuple[int, int], dict[frozenset[int], _Option]]:
-        """All that a segment between two cuts may keep: once asked for, as some turns are for the least alone."""
+        """All that a segment between two cuts may keep: once asked for, as some boundaries are for the least alone."""
         found: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
         for segmentation in (s for span in self.spans for s in self._segmentations(span)):
             for i, j, option in self._options_of(segmentation):
@@ -135,7 +135,7 @@ class Menu:
         return found
 
     def _segmentations(self, span: int) -> list[_Segmentation]:
-        """Into segments of ``span`` stages, from several waists on."""
+        """Into segments of ``span`` stages, from several cut points on."""
         if span not in self._segmented:
             count = len(self.cuts) + 1
             found = self._segmented[span] = list[_Segmentation]()
@@ -220,7 +220,7 @@ class Menu:
 
     def completed(self, kept: frozenset[int], inner: Sequence[int]) -> frozenset[int]:
         """``kept`` and every value that a recomputed op reads across a cut."""
-        graph, made, always = self._graph, self._made, self.mountain.always
+        graph, made, always = self._graph, self._made, self.boundary.always
         while True:
             missing = {
                 u
@@ -236,7 +236,7 @@ class Menu:
             kept = kept | missing
 
     def segments(self) -> Iterable[tuple[int, int]]:
-        """First and last cut of every segment that has options; cut 0 is the foot of the climb."""
+        """First and last cut of every segment that has options; cut 0 is the begin of the forward part."""
         return self._options
 
     def made(self, v: int) -> int:

@@ -1,8 +1,8 @@
-"""Where does the program turn, which values wait across the turn, and where can it be cut.
+"""Where does the forward part of a program end, which residuals wait there, and where can it be cut?
 
-A train step is a mountain: residuals pile up before the turn and are used after it. The turn
-is the step at which the most bytes are live but idle. Stages are cut at waists: steps before
-the turn where the bytes still needed by the rest of the way up are at a local minimum.
+A train step has a forward and a backward part: residuals pile up in the first and are used in the second. The
+boundary between them is the step at which the most bytes are live but idle. The forward part is cut at cut points:
+steps where the bytes that the rest of it still needs are at a local minimum.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from jaxtensile.ir.ir import Graph
 from jaxtensile.passes.lifetimes.liveness import Liveness
 
 PROMINENCE = 1.3
-"""A waist counts when the profile rises by this factor before the next one."""
+"""A cut point counts when the profile rises by this factor before the next one."""
 
 
 NARROW, NEIGHBOURS = 1.25, 2
-"""A narrow waist is at most this much wider than its neighbours, so many to each side."""
+"""A cut point is narrow if it is at most this much wider than its neighbours, so many to each side."""
 FEW, MOST = 3, 32
-"""With fewer waists than the first, a level climb is cut into at most about the second."""
+"""With fewer cut points than the first, a level forward part is cut into at most about the second."""
 PLATEAU = 0.9
-"""The turn is the highest step among those with this share of the most idle bytes."""
+"""The boundary is the highest step among those with this share of the most idle bytes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Mountain:
-    """One turn: ops before ``turn`` climb, ops from ``turn`` on descend.
+class Boundary:
+    """One boundary: ops before ``step`` are the forward part, ops from ``step`` on the backward part.
 
-    ``needed``: values made before the turn, read after it, idle for long enough around it;
-    ``always``: values that are available after the turn whatever is decided;
-    ``cone``: ops before the turn that can recompute something needed, ascending.
+    ``needed``: values made before the boundary, read after it, idle for long enough around it;
+    ``always``: values that are available after the boundary whatever is decided;
+    ``cone``: ops before the boundary that can recompute something needed, ascending.
     """
 
-    turn: int
+    step: int
     needed: tuple[int, ...]
     always: frozenset[int]
     cone: tuple[int, ...]
@@ -73,7 +73,7 @@ def buffer_steps(graph: Graph, live: Liveness) -> list[list[int]]:
     return steps
 
 
-def find_turn(graph: Graph, live: Liveness, budget_temp: int) -> int | None:
+def find_boundary(graph: Graph, live: Liveness, budget_temp: int) -> int | None:
     """The step over budget with the most idle bytes; None when nothing idles there."""
     window = idle_window(graph)
     touches = buffer_steps(graph, live)
@@ -93,19 +93,19 @@ def find_turn(graph: Graph, live: Liveness, budget_temp: int) -> int | None:
     return max((i for i in over if idle[i] >= PLATEAU * most), key=lambda i: (live.profile[i], -i))
 
 
-def mountain_at(graph: Graph, turn: int) -> Mountain:
-    """Everything the decision at one turn depends on."""
+def boundary_at(graph: Graph, step: int) -> Boundary:
+    """Everything the decision at one boundary depends on."""
     window = idle_window(graph)
     steps = use_steps(graph)
     fixed: set[int] = {*graph.inputs, *graph.outputs}
     always = set(fixed)
     needed: list[int] = []
-    made: dict[int, int] = {r: op.id for op in graph.ops[:turn] for r in op.results}
+    made: dict[int, int] = {r: op.id for op in graph.ops[:step] for r in op.results}
     for v, op_id in made.items():
-        after = bisect_left(steps[v], turn)
+        after = bisect_left(steps[v], step)
         if after >= len(steps[v]):
             continue
-        gap = steps[v][after] - steps[v][bisect_right(steps[v], turn - 1) - 1]
+        gap = steps[v][after] - steps[v][bisect_right(steps[v], step - 1) - 1]
         if v in fixed:
             continue
         if gap <= window or graph.ops[op_id].pinned or graph.values[v].space == "host":
@@ -123,16 +123,16 @@ def mountain_at(graph: Graph, turn: int) -> Mountain:
         if op.pinned:
             continue
         todo.extend(made[u] for u in op.operands if u not in always and u in made and made[u] not in cone)
-    return Mountain(turn, tuple(needed), frozenset(always), tuple(sorted(cone)))
+    return Boundary(step, tuple(needed), frozenset(always), tuple(sorted(cone)))
 
 
-def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
-    """Steps before the turn at which few bytes cross to the rest of the climb, ascending.
+def cut_points(graph: Graph, boundary: Boundary) -> tuple[list[int], list[int]]:
+    """Steps before the boundary at which few bytes cross to the rest of the forward part, ascending.
 
-    A cut at step ``w`` separates ops ``< w`` from ops ``>= w``. Returns all waists (where stages
+    A cut at step ``w`` separates ops ``< w`` from ops ``>= w``. Returns all cut points (where stages
     may begin) and the narrow ones among them (worth keeping everything that crosses).
     """
-    cone, always = mountain.cone, mountain.always
+    cone, always = boundary.cone, boundary.always
     if not cone:
         return [], []
     made: dict[int, int] = {r: o for o in cone for r in graph.ops[o].results if r not in always}
@@ -141,7 +141,7 @@ def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
         for u in graph.ops[o].operands:
             if u in made:
                 last[u] = o
-    delta = [0] * (mountain.turn + 2)
+    delta = [0] * (boundary.step + 2)
     for v, o in last.items():
         delta[made[v] + 1] += graph.values[v].nbytes
         delta[o + 1] -= graph.values[v].nbytes
@@ -158,9 +158,9 @@ def waists(graph: Graph, mountain: Mountain) -> tuple[list[int], list[int]]:
 
 
 def _level(profile: list[int], steps: list[int], costly: list[bool]) -> list[int]:
-    """Evenly spaced steps of a climb that is about equally narrow everywhere, such as a plain chain."""
+    """Evenly spaced steps of a forward part that is about equally narrow everywhere, such as a plain chain."""
     widths = sorted(profile[s] for s in steps if profile[s] > 0)
-    level = widths[len(widths) // 4] if widths else 0  # a quarter may be narrower, such as the climb's ends
+    level = widths[len(widths) // 4] if widths else 0  # a quarter may be narrower, such as the forward part's ends
     low = [s for s in steps if 0 < profile[s] <= NARROW * level]
     # What crosses right behind a product is dear to make again, what comes after it cheap.
     low = [s for s in low if s > 0 and costly[s - 1]] or low

@@ -1,6 +1,6 @@
 """Which solver makes the plan, by name? All have one signature: a problem, then a budget, then its ``Plan``.
 
-``greedy``: fast on programs of any size. ``exact``: an integer programme around one turn, beside greedy, and how
+``greedy``: fast on programs of any size. ``exact``: an integer programme around one boundary, beside greedy, and how
 far the better of both may be from the least. ``chain``: the dynamic programme, for programs that are chains.
 
 ``auto`` is greedy at every size, and what is made of a small program is ``finished``: by the integer programme
@@ -159,7 +159,7 @@ def _cheaper(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
 def _better(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
     """The cheaper of two that fit, else the smaller; with what ``found`` has proven.
 
-    A plan of several turns may be below the bound, which holds for plans around one: then nothing is proven.
+    A plan of several boundaries may be below the bound, which holds for plans around one: then nothing is proven.
     """
     best = _cheaper(problem, budget, plan, found)
     price = _price(problem, plan)

@@ -1,6 +1,6 @@
 """Where to cut a chain: the optimum of a dynamic programme over what is kept so far.
 
-A climb is a chain of *links* when single values, the ends, cut it: whatever is read across an end is the end
+A forward part is a chain of *links* when single values, the ends, cut it: whatever is read across an end is the end
 itself. A link keeps everything, only its end, or nothing. When the descent reaches the last of the links
 that were dropped in a row, all of them are computed again and stay until they are read, so that
 
@@ -8,7 +8,7 @@ that were dropped in a row, all of them are computed again and stay until they a
 
 What is kept before a row is all that the past has to say, so the labels (bytes kept, charge) at the ends,
 less the dominated ones, are exact: no resolution, no price. As in optimal checkpointing of heterogeneous
-chains (Beaumont et al. 2019, arXiv 1911.13214), with one recomputation of each op and one turn.
+chains (Beaumont et al. 2019, arXiv 1911.13214), with one recomputation of each op and one boundary.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from dataclasses import dataclass
 from jaxtensile.errors import SolverError
 from jaxtensile.ir.plan import Plan, Problem, Program
 from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
-from jaxtensile.passes.recompute.emit import emit
+from jaxtensile.passes.recompute.clones import with_clones
 from jaxtensile.passes.recompute.nodes import Nodes, others
-from jaxtensile.passes.recompute.stages import find_turn, mountain_at, waists
+from jaxtensile.passes.recompute.stages import boundary_at, cut_points, find_boundary
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.units import Bytes, Seconds
 
 _REPAIRS = 24
 _FEW, _LINK = 8, 0.75
-"""A climb of so many values is no chain when one link has more than this share of them."""
+"""A forward part of so many values is no chain when one link has more than this share of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
     """Part of a chain. ``inner``: bytes of it that the descent reads beside the ``end``; ``charge``: of computing
     it again, ``saved`` of that when its end is kept; ``room``: bytes there are when the descent reads it;
-    ``climb``: bytes there are for what the links before the previous one keep while it is first computed."""
+    ``forward``: bytes there are for what the links before the previous one keep while it is first computed."""
 
     inner: Bytes
     end: Bytes
     charge: Seconds
     saved: Seconds
     room: Bytes
-    climb: Bytes
+    forward: Bytes
 
 
 WHOLE, END, NOTHING = "whole", "end", "nothing"
@@ -59,7 +59,7 @@ class _Label:
 def cheapest(links: Sequence[Link], room: Bytes, top: Bytes) -> tuple[str, ...] | None:
     """What each link keeps so that nothing is over its room, at the least charge.
 
-    ``room``: bytes there are at the turn; ``top``: between the last link and the turn, for all links but the last.
+    ``room``: bytes there are at the boundary; ``top``: between the last link and it, for all but the last.
     """
     n = len(links)
     at: list[list[_Label]] = [[] for _ in range(n + 1)]
@@ -71,7 +71,7 @@ def cheapest(links: Sequence[Link], room: Bytes, top: Bytes) -> tuple[str, ...] 
             again, cost, dropped = label.nbytes, label.charge, 0
             for k in range(j, n):
                 link = links[k]
-                if label.nbytes - (label.latest if k == j else 0) > link.climb:
+                if label.nbytes - (label.latest if k == j else 0) > link.forward:
                     break
                 # Link k ends the row, kept whole or with its inner part computed again with the row …
                 for choice, kept, here, more in (
@@ -105,7 +105,7 @@ def _undominated(labels: list[_Label]) -> list[_Label]:
 
 
 def solve(problem: Problem) -> Plan:
-    """The cheapest cuts of the climb before the turn; the program as it is where nothing waits across one."""
+    """The cheapest cuts of the forward part; the program as it is where no residual waits."""
     return prepare(problem)(problem.budget)
 
 
@@ -125,11 +125,11 @@ def _best(problem: Problem, program: Program, live: Liveness, budget: Bytes) -> 
     """The first schedule that fits, less room being given to each next one; the lowest when none does."""
     graph = problem.graph
     room = budget - (live.device - live.temp)
-    turn = find_turn(graph, live, max(room, 0))
-    mountain = None if turn is None else mountain_at(graph, turn)
-    if mountain is None or not mountain.needed:
+    step = find_boundary(graph, live, max(room, 0))
+    boundary = None if step is None else boundary_at(graph, step)
+    if boundary is None or not boundary.needed:
         return program, live
-    nodes = Nodes(graph, live, mountain, fused=False)
+    nodes = Nodes(graph, live, boundary, fused=False)
     groups = _groups(nodes)
     values, longest = len(nodes.maker), max(map(len, groups), default=0)
     if values >= _FEW and longest > _LINK * values:
@@ -138,19 +138,19 @@ def _best(problem: Problem, program: Program, live: Liveness, budget: Bytes) -> 
             "program is no chain: use solver='auto', or 'exact' for a small one"
         )
     beside = others(nodes, live)
-    cuts, _ = waists(graph, mountain)
+    cuts, _ = cut_points(graph, boundary)
     lowest = program, live
     for _ in range(_REPAIRS):
         links = _links(problem, nodes, groups, beside, room)
-        first = max(min(nodes.first.values(), default=0), mountain.turn + 1)
+        first = max(min(nodes.first.values(), default=0), boundary.step + 1)
         made_by = max(nodes.maker.values(), default=0)
-        between = max(beside[made_by + 1 : mountain.turn], default=0)
-        choice = cheapest(links, room - max(beside[mountain.turn : first]), room - between)
+        between = max(beside[made_by + 1 : boundary.step], default=0)
+        choice = cheapest(links, room - max(beside[boundary.step : first]), room - between)
         # With room for nothing, the least that can be kept: every end, or nothing at all.
         choices = [choice] if choice is not None else [(END,) * len(links), (NOTHING,) * len(links)]
         for made in choices:
             kept = _kept(nodes, groups, made)
-            planned = emit(program, live.kernels, mountain, kept, cuts)
+            planned = with_clones(program, live.kernels, boundary, kept, cuts)
             after = live_ranges(planned.graph)
             if after.device < lowest[1].device:
                 lowest = planned, after
@@ -182,13 +182,13 @@ def _groups(nodes: Nodes) -> list[list[int]]:
 def _links(problem: Problem, nodes: Nodes, groups: list[list[int]], beside: list[int], room: Bytes) -> list[Link]:
     size, charge = problem.graph.values, problem.costs.charge
     links: list[Link] = []
-    climbed = 0
+    passed = 0
     for group in groups:
         ops = dict.fromkeys(nodes.maker[v] for v in group)
         read = [v for v in group if v in nodes.first]
-        low = min((nodes.first[v] for v in read), default=nodes.turn)
-        end, start = group[-1], climbed
-        climbed = max(ops) + 1
+        low = min((nodes.first[v] for v in read), default=nodes.step)
+        end, start = group[-1], passed
+        passed = max(ops) + 1
         links.append(
             Link(
                 inner=sum(size[v].nbytes for v in read if v != end),
@@ -196,7 +196,7 @@ def _links(problem: Problem, nodes: Nodes, groups: list[list[int]], beside: list
                 charge=sum(charge[o] for o in ops),
                 saved=charge[nodes.maker[end]] if nodes.single(nodes.maker[end]) else 0.0,
                 room=room - beside[low],  # later steps are left to the repair
-                climb=room - max(beside[start:climbed], default=0),
+                forward=room - max(beside[start:passed], default=0),
             )
         )
     return links

@@ -1,12 +1,12 @@
-"""How good can a plan around one turn be: an integer programme, its schedule, and the gap between them.
+"""How good can a plan around one boundary be: an integer programme, its schedule, and the gap between them.
 
 What is it exact over? Three spaces were considered:
 
 * stages x ops, as in Checkmate (Jain et al., "Breaking the memory wall", 2020): each op may run in each stage.
   Quadratic in ops, hopeless beyond some sixty without rounding, and most of its schedules cannot be emitted;
 * kept sets with one row per stage: small, but what a stage needs depends on which stages a dropped value joins;
-* kept sets with the order in which ``emit`` demands clones, bytes at single steps (``milp``). This one: every
-  answer is a schedule that ``emit`` makes, every schedule that ``emit`` makes around the turn is an answer, and
+* kept sets with the order in which ``with_clones`` demands clones, bytes at single steps (``milp``). This one: every
+  answer is a schedule that ``with_clones`` makes, every schedule that it makes around the boundary is an answer, and
   only steps that a found schedule violates become constraints.
 
 Which sets may be kept: any of ``nodes``, buffers of the plain program, values that the descent reads, and what is
@@ -15,7 +15,7 @@ those of ``liveness``; the bound foresees which of the plain program's fused val
 
 The optimum of the programme is a lower bound on the charge; the emitted schedule is measured, and its charge an
 upper one. Where the model sees fewer bytes than the schedule has, bytes are set aside at that step until the
-schedule fits, or the answer is excluded and the next best is tried. Several turns are taken one after another;
+schedule fits, or the answer is excluded and the next best is tried. Several boundaries are taken one after another;
 what is proven is then unknown.
 """
 
@@ -28,15 +28,15 @@ from functools import cached_property
 
 from jaxtensile.ir.plan import Plan, Problem, Program
 from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
-from jaxtensile.passes.recompute.emit import Recomputation, emit_with_clones
+from jaxtensile.passes.recompute.clones import Recomputation, with_clones_listed
 from jaxtensile.passes.recompute.nodes import Nodes
-from jaxtensile.passes.recompute.stages import Mountain, find_turn, mountain_at, waists
+from jaxtensile.passes.recompute.stages import Boundary, boundary_at, cut_points, find_boundary
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.solvers.milp import INF, TOLERANCE, Model
 from jaxtensile.units import Bytes, Seconds
 
 TIME_LIMIT: Seconds = 60.0
-MOUNTAINS = 4
+BOUNDARIES = 4
 _REPAIRS = 40
 _NEW_ROWS = 6
 """Steps over budget that become constraints at once."""
@@ -71,10 +71,10 @@ class Trial:
 
 @dataclass
 class Search:
-    """One mountain for one budget: the best schedules found and the least any can cost."""
+    """One boundary for one budget: the best schedules found and the least any can cost."""
 
     start: Trial
-    mountain: Mountain
+    boundary: Boundary
     cuts: list[int]
     charge: list[Seconds]
     budget: Bytes
@@ -88,7 +88,7 @@ class Search:
     @cached_property
     def again(self) -> Recomputation:
         """What must run again for a kept set."""
-        return Recomputation(self.start.program.graph, self.mountain)
+        return Recomputation(self.start.program.graph, self.boundary)
 
     @property
     def left(self) -> float:
@@ -96,7 +96,7 @@ class Search:
 
     def run(self) -> None:
         """Bound, then repair, then close what gap is left."""
-        self.model.look_at(max(self.mountain.turn - 1, 0))
+        self.model.look_at(max(self.boundary.step - 1, 0))
         if not self.bounded():
             self.repaired()
             self.closed()
@@ -190,7 +190,7 @@ class Search:
         trial = self.known.get(kept)
         if trial is None:
             start, again = self.start, self.again.ops(kept)
-            program, _ = emit_with_clones(start.program, start.live.kernels, self.mountain, kept, again, self.cuts)
+            program, _ = with_clones_listed(start.program, start.live.kernels, self.boundary, kept, again, self.cuts)
             charge = self.start.charge + sum(self.charge[o] for o in again)
             trial = self.known[kept] = Trial(kept, program, live_ranges(program.graph), charge)
             if trial.device <= self.budget and (self.best is None or trial.charge < self.best.charge):
@@ -218,7 +218,7 @@ class Search:
 
 
 def solve(problem: Problem) -> Plan:
-    """The cheapest schedule around the turn that fits, and how far from the least it may be."""
+    """The cheapest schedule around the boundary that fits, and how far from the least it may be."""
     return prepare(problem)(problem.budget)
 
 
@@ -231,7 +231,7 @@ def prepare(problem: Problem, time_limit: Seconds = TIME_LIMIT) -> Callable[[Byt
         here, deadline = unchanged, time.monotonic() + time_limit
         gap: float | None = 0.0
         bound: Seconds | None = 0.0
-        for k in range(MOUNTAINS):
+        for k in range(BOUNDARIES):
             if here.device <= budget:
                 break
             search = search_around(problem, here, budget, deadline)
@@ -252,17 +252,17 @@ def prepare(problem: Problem, time_limit: Seconds = TIME_LIMIT) -> Callable[[Byt
 
 
 def search_around(problem: Problem, here: Trial, budget: Bytes, deadline: float) -> Search | None:
-    """The search around the highest turn of ``here``; None when nothing waits across one."""
+    """The search around the highest boundary of ``here``; None when nothing waits across one."""
     graph, live = here.program.graph, here.live
     room = budget - (live.device - live.temp)
-    turn = find_turn(graph, live, max(room, 0))
-    if turn is None:
+    step = find_boundary(graph, live, max(room, 0))
+    if step is None:
         return None
-    mountain = mountain_at(graph, turn)
-    if not mountain.needed:
+    boundary = boundary_at(graph, step)
+    if not boundary.needed:
         return None
-    cuts, _ = waists(graph, mountain)
+    cuts, _ = cut_points(graph, boundary)
     charge = [problem.costs.charge[o] if o >= 0 else 0.0 for o in here.program.origin]
-    nodes = Nodes(graph, live, mountain)
+    nodes = Nodes(graph, live, boundary)
     model = Model(nodes, live, charge, room)
-    return Search(here, mountain, cuts, charge, budget, model, deadline)
+    return Search(here, boundary, cuts, charge, budget, model, deadline)

@@ -1,6 +1,6 @@
-"""The default solver: find the turn, choose segments and what they keep, lay out, measure.
+"""The default solver: find the boundary, choose segments and what they keep, lay out, measure.
 
-One mountain at a time: the step over budget with the most idle bytes is the turn, and where that does
+One boundary at a time: it is the step over budget with the most idle bytes, and where that does
 not lower the peak, the one with the most of those at the peak. For several
 longest segments, ``segments`` picks what to keep for the bytes there are; the schedule is emitted,
 its peak predicted, and what it misses by is taken off the bytes. The cheapest that fits wins.
@@ -23,16 +23,16 @@ from jaxtensile.ir.ir import Graph
 from jaxtensile.ir.plan import Plan, Problem, Program, Solve
 from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
 from jaxtensile.passes.offload.offload import offload
-from jaxtensile.passes.recompute.polish import polish
+from jaxtensile.passes.recompute.local_search import local_search
 from jaxtensile.passes.recompute.segments import Choice, Needs
-from jaxtensile.passes.recompute.stages import find_turn
+from jaxtensile.passes.recompute.stages import find_boundary
 from jaxtensile.passes.solvers.answer import answer
-from jaxtensile.passes.solvers.trials import Explored, Trial, Turn
+from jaxtensile.passes.solvers.trials import Around, Explored, Trial
 from jaxtensile.units import Bytes, Seconds
 
-_MOUNTAINS, _WORK = 12, 96
-"""For one budget: turns that are solved, and ops that are laid out for each op of the program, of which XLA compiles
-one meanwhile. Programs that recompute several times what they compute are as many times as long."""
+_BOUNDARIES, _WORK = 12, 96
+"""For one budget: boundaries that are solved, and ops that are laid out for each op of the program, of which XLA
+compiles one meanwhile. Programs that recompute several times what they compute are as many times as long."""
 _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of what must leave the device that are given to copies; the rest is recomputed."""
 _FIRST = (1, 1 / 4, 1 / 16)
@@ -43,12 +43,12 @@ _FAR_BELOW = 0.7
 """Copies that lead below what is found without a budget by this factor lead below what is found for easier ones: in
 400 random graphs that was 0.78 of it at least."""
 _REPAIRS, _VAIN = 8, 3
-"""Trials with segments of one length, and how many in a row may need no less than the program around the turn."""
+"""Trials with segments of one length, and how many in a row may need no less than the program around the boundary."""
 _STRIDE = 4
 _PEAK = 1 / 64
 """Share of the temporaries by which steps at the peak may be below it."""
 _WORTHWHILE = 0.01
-"""A dearer plan is not given up for another turn to be solved unless this share of a step can be gained."""
+"""A dearer plan is not given up for another boundary to be solved unless this share of a step can be gained."""
 _GROWTHS = 4
 """Trials with more bytes after one that fits, while more than ``_LEFT`` of its temporaries are left over."""
 _LEFT = 0.01
@@ -123,7 +123,7 @@ class Searches:
         live = live_ranges(graph)
         self.unchanged = Trial(frozenset(), (program, live), 0.0)
         self._explored, self._whole = Explored(charge, self.unchanged), sum(charge)
-        # Which turn comes first depends on the budget, and an easier one may lead lower.
+        # Which boundary comes first depends on the budget, and an easier one may lead lower.
         self._easier = [live.device - int((1 - share) * live.temp) for share in _EASIER]
         self._found: dict[tuple[Bytes, Seconds, bool], Trial] = {}
 
@@ -142,8 +142,8 @@ class Searches:
     def cheapest(self, budget: Bytes, least: bool) -> Trial:
         """The cheapest of searches for ``budget`` and, where that finds nothing cheap, for somewhat less.
 
-        Where turns follow turns, which way is taken is a matter of luck: ResNet-50 was 65 % dearer in 3,406 MB, and
-        25 % in 3,233 MB. So is what leads lowest, where that is asked for (``least``).
+        Where boundaries follow boundaries, which way is taken is a matter of luck: ResNet-50 was 65 % dearer in
+        3,406 MB, and 25 % in 3,233 MB. So is what leads lowest, where that is asked for (``least``).
         """
         best = self.search(budget)
         for share in _LOWER if budget > 0 else ():
@@ -158,10 +158,10 @@ class Searches:
         return best
 
     def search(self, budget: Bytes, below: Seconds = inf, hopeful: bool = False) -> Trial:
-        """Mountain after mountain, as low as each can be first, then as cheaply; the best end of all ways.
+        """Boundary after boundary, as low as each can be first, then as cheaply; the best end of all ways.
 
-        The least without a budget, where the first mountain leaves far more than ``budget`` and so does that.
-        ``below``: a price that is not worth paying; mountains only add to it. ``hopeful``: something is known to come
+        The least without a budget, where the first boundary leaves far more than ``budget`` and so does that.
+        ``below``: a price that is not worth paying; boundaries only add to it. ``hopeful``: something is known to come
         near.
         """
         key = budget, below, hopeful
@@ -169,20 +169,20 @@ class Searches:
 
     def _search(self, budget: Bytes, below: Seconds, hopeful: bool) -> Trial:
         explored, unchanged = self._explored, self.unchanged
-        left, work = _MOUNTAINS, _WORK * len(unchanged.profile)
+        left, work = _BOUNDARIES, _WORK * len(unchanged.profile)
 
-        def mountain(here: Trial, above: Bytes = 0) -> list[Trial]:
+        def boundary(here: Trial, above: Bytes = 0) -> list[Trial]:
             nonlocal left, work
-            trials, laid = _one_mountain(explored, budget, here, above)
+            trials, laid = _one_boundary(explored, budget, here, above)
             work -= laid
             left = left - 1 if work > 0 else 0
             return trials
 
         def around(here: Trial) -> list[Trial]:
-            trials = mountain(here)
+            trials = boundary(here)
             if left and here is not unchanged and not any(t.device < here.device for t in trials):
-                # What waits longest does not make the peak: the turn there.
-                trials = mountain(here, here.device - int(_PEAK * here.temp))
+                # What waits longest does not make the peak: the boundary there.
+                trials = boundary(here, here.device - int(_PEAK * here.temp))
             return trials
 
         def descend(here: Trial, best: Trial, trials: list[Trial]) -> Trial:
@@ -203,7 +203,7 @@ class Searches:
         return descend(unchanged, unchanged, first)
 
     def _is_hopeless(self, first: list[Trial], budget: Bytes) -> bool:
-        """Whether nothing comes near ``budget``: neither the first mountain, nor what is found without one."""
+        """Whether nothing comes near ``budget``: neither the first boundary, nor what is found without one."""
         far = _HOPELESS * budget
         nearest = min((t.device for t in first), default=self.unchanged.device)
         return nearest > far and self.search(0).device > far
@@ -241,16 +241,16 @@ def _with_copies(problem: Problem, budget: Bytes, search: Callable[[Bytes], Tria
     return at(shares[k])
 
 
-def _one_mountain(explored: Explored, budget: Bytes, start: Trial, above: Bytes) -> tuple[list[Trial], int]:
-    """The best plan around one turn of the program that ``start`` is, of steps that need more than ``above``, and how
-    many ops were laid out (also where that was remembered: it decides when a search ends).
+def _one_boundary(explored: Explored, budget: Bytes, start: Trial, above: Bytes) -> tuple[list[Trial], int]:
+    """The best plan around one boundary of the program that ``start`` is, of steps that need more than ``above``,
+    and how many ops were laid out (also where that was remembered: it decides when a search ends).
 
-    The lowest when none fits. Behind it the cheapest of those that another turn keeps from fitting, if
-    there are such. Empty when nothing waits across the turn.
+    The lowest when none fits. Behind it the cheapest of those that another boundary keeps from fitting, if
+    there are such. Empty when nothing waits across the boundary.
     """
     level = max(budget, above) - (start.device - start.temp)
-    turn = find_turn(start.program.graph, start.live, max(level, 0))
-    known = explored.around(start, turn) if turn is not None else None
+    step = find_boundary(start.program.graph, start.live, max(level, 0))
+    known = explored.around(start, step) if step is not None else None
     if known is None:
         return [], 0
     around = _Around(budget, known)
@@ -258,7 +258,7 @@ def _one_mountain(explored: Explored, budget: Bytes, start: Trial, above: Bytes)
     fits = [found for span in menu.spans if (found := around.with_span(span)) is not None]
     if fits:
         around.grow(min(fits, key=lambda f: f.trial.price))
-        polish(budget, start.program, menu.mountain, menu.again, charge, around.measure, around.best)
+        local_search(budget, start.program, menu.boundary, menu.again, charge, around.measure, around.best)
     trials = around.known.values()
     lowest = around.best if fits else min(trials, key=lambda t: t.device)
     # Trials that keep different values and need the same bytes: what they need them for lies elsewhere.
@@ -284,13 +284,13 @@ class _Fit:
 
 
 class _Around:
-    """The trials around one turn for one budget."""
+    """The trials around one boundary for one budget."""
 
-    def __init__(self, budget: Bytes, turn: Turn) -> None:
-        self.budget, self.turn, self.menu = budget, turn, turn.menu
+    def __init__(self, budget: Bytes, around: Around) -> None:
+        self.budget, self.around, self.menu = budget, around, around.menu
         self.known: dict[frozenset[int], Trial] = {}
-        self.fixed = turn.start.device - turn.start.temp
-        # What the turn needs beside the kept values; the rest of the budget is for keeping.
+        self.fixed = around.start.device - around.start.temp
+        # What the boundary needs beside the kept values; the rest of the budget is for keeping.
         first = self.measure(self.menu.least(self.menu.spans[0]))
         self.base = self.fixed + max(first.profile[: first.barrier], default=0) - self.menu.size(first.kept)
 
@@ -305,13 +305,13 @@ class _Around:
         return min(self.fits, key=lambda t: t.price)
 
     def measure(self, kept: frozenset[int]) -> Trial:
-        trial = self.known[kept] = self.turn.measure(kept)
+        trial = self.known[kept] = self.around.measure(kept)
         return trial
 
     def choose(self, span: int, capacity: Bytes, needs: Needs) -> Choice | None:
         """The cheapest choice as far as is known; None where there is none, or none cheaper than what fits already."""
         choice = self.menu.choose(span, capacity, self.budget - self.fixed, needs)
-        if choice is None or (self.fits and self.turn.price(choice.kept) >= self.best.price):
+        if choice is None or (self.fits and self.around.price(choice.kept) >= self.best.price):
             return None
         return choice
 
@@ -335,12 +335,12 @@ class _Around:
             trial = self.tried(choice, needs)
             if trial.device <= self.budget:
                 return _Fit(trial, span, capacity, needs)
-            vain = vain + 1 if trial.device >= self.turn.start.device else 0
+            vain = vain + 1 if trial.device >= self.around.start.device else 0
             if vain == _VAIN:
                 break
-            climb, _ = next(iter(trial.clones), (len(trial.profile), -1))
-            over = self.fixed + max(trial.profile[:climb]) - self.budget
-            # At the turn only keeping less helps; what a segment needs when it is made again is known from now on.
+            forward, _ = next(iter(trial.clones), (len(trial.profile), -1))
+            over = self.fixed + max(trial.profile[:forward]) - self.budget
+            # At the boundary only keeping less helps; what a segment needs when it is made again is known from now on.
             # Where that changes nothing, a larger step.
             same = (less * _STRIDE if less else trial.device - self.budget) if choice.kept == last else 0
             less = same or max(over, 0)
@@ -352,7 +352,7 @@ class _Around:
         return None
 
     def grow(self, fit: _Fit) -> None:
-        """Keep more while bytes are left: what the turn needs beside the kept values was only an estimate."""
+        """Keep more while bytes are left: what the boundary needs beside the kept values was only an estimate."""
         trial, capacity = fit.trial, fit.capacity
         high: int | None = None
         for _ in range(_GROWTHS):

@@ -12,14 +12,14 @@ from dataclasses import replace
 
 from jaxtensile.ir.plan import Costs, Plan, Problem, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.recompute.polish import make_room
+from jaxtensile.passes.recompute.local_search import make_room
 from jaxtensile.passes.solvers.answer import answer
-from jaxtensile.passes.solvers.exact import MOUNTAINS, Search, Trial, search_around
+from jaxtensile.passes.solvers.exact import BOUNDARIES, Search, Trial, search_around
 from jaxtensile.passes.solvers.milp import INF
 from jaxtensile.units import Bytes
 
 _RELAXED, _SOLVED, _FRESH = 5, 4, 2
-"""Relaxations, and programmes of one node, for one turn at most; steps over budget that count after each."""
+"""Relaxations, and programmes of one node, for one boundary at most; steps over budget that count after each."""
 _DROPS = 6
 """Schedules in which something is dropped from a programme's answer that does not fit."""
 _TOLERANCE = 5e-3
@@ -27,8 +27,8 @@ _TOLERANCE = 5e-3
 _ENOUGH = 0.01
 """Share of a step by which a schedule that fits may cost more than the programme's answer."""
 _TWICE, _LOOSE = 0.15, 0.03
-"""A plan dearer than this share of a step is compared with one that comes down around two turns: around the first to as
-much over the budget as the second share of the temporaries."""
+"""A plan dearer than this share of a step is compared with one that comes down around two boundaries: around the first
+to as much over the budget as the second share of the temporaries."""
 _TRAFFIC = 0.1
 """Share of an op's seconds beyond its charge that is charged as well: where many plans are as cheap, the programme
 takes long to tell them apart."""
@@ -55,7 +55,7 @@ def improve(problem: Problem, budget: Bytes, left: int) -> tuple[Plan | None, in
     looked = _Look(replace(problem, costs=guide), here, budget, left)
     found = looked.down(budget)
     if found is None or found.charge > _TWICE * sum(guide.charge):
-        # What is left over budget around the first turn may be cheaper around the next.
+        # What is left over budget around the first boundary may be cheaper around the next.
         other = looked.down(budget + int(_LOOSE * here.live.temp))
         found = min((f for f in (found, other) if f is not None), key=lambda f: f.charge, default=None)
     plan = answer(problem, found.program, found.live, "milp") if found is not None else None
@@ -69,9 +69,9 @@ class _Look:
         self.problem, self.start, self.budget, self.left = problem, start, budget, left
 
     def down(self, first: Bytes) -> Trial | None:
-        """Turn after turn to the budget, around the first one to ``first``; None where one does not get there."""
+        """Turn after boundary to the budget, around the first one to ``first``; None where one does not get there."""
         here, aim = self.start, first
-        for _ in range(MOUNTAINS):
+        for _ in range(BOUNDARIES):
             search = search_around(self.problem, here, aim, INF)
             if search is None:
                 break
@@ -86,7 +86,7 @@ class _Look:
     def around(self, search: Search) -> None:
         """Which steps count, by relaxations; then kept sets until the schedule of one fits."""
         model = search.model
-        model.look_at(max(search.mountain.turn - 1, 0))
+        model.look_at(max(search.boundary.step - 1, 0))
         for _ in range(_RELAXED):
             found = model.solve(nodes=0)
             fresh = [] if found.kept is None else [s for s, _ in search.violated(search.measure(found.kept))]

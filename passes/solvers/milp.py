@@ -1,7 +1,7 @@
 """Which residuals to keep as an integer programme: bytes at chosen steps, exact but for fusion.
 
-With K_v = "v is kept across the turn" (binary), Y_o = "op o runs again" and D_ot = "o has run again
-by step t of the descent", one mountain is
+With K_v = "v is kept across the boundary" (binary), Y_o = "op o runs again" and D_ot = "o has run again
+by step t of the backward part", one boundary is
 
     minimise sum_o charge_o Y_o
     subject to  Y_o >= 1 - K_v          for each needed result v of o,
@@ -9,15 +9,15 @@ by step t of the descent", one mountain is
                 the same for D_ot, for what is needed by t,
                 others_t + sum_v bytes_v E_vt <= budget   at every step t that is looked at,
 
-where E_vt = "v occupies memory at t": it will be read by the descent or by an op that is still to
+where E_vt = "v occupies memory at t": it will be read by the backward part or by an op that is still to
 run again, and it is there, kept or recomputed; or it is kept, only a barrier makes XLA store it, and nothing
 has run again, so there was no barrier yet. The clones run in the order in which ``emit`` demands
 them, so D is decided by K; only K is integral. D has no other reasons than those: D_ot is at most Y_o and at
 most the sum of what may demand o by t, or a relaxation pretends that readers are done.
 
-The climb is coarsened (``nodes``): what is looked through is never kept, and costs what it costs whenever an op that
-reads it runs again. Steps that are not looked at, and bytes that are not foreseen, can only lower the optimum, so it
-is a lower bound as far as XLA's fusion is foreseen.
+The forward part is coarsened (``nodes``): what is looked through is never kept, and costs what it costs whenever an op
+that reads it runs again. Steps that are not looked at, and bytes that are not foreseen, can only lower the optimum, so
+it is a lower bound as far as XLA's fusion is foreseen.
 """
 
 from __future__ import annotations
@@ -136,15 +136,15 @@ class Model:
         if step in self._memory:
             return
         row: Row = {_ONE: self._others[step] / self._unit}
-        held = self._climbing(step) if step < self.nodes.turn else self._descending(step)
-        held += self._beside(step, dict(held) if step < self.nodes.turn else {})
+        held = self._before(step) if step < self.nodes.step else self._after(step)
+        held += self._beside(step, dict(held) if step < self.nodes.step else {})
         for v, expr in held:
             row = _sum(row, expr, self._size[v] / self._unit)
         # row <= budget + over, as: budget + over - row >= 0
         self._memory[step] = len(self._rows)
         self._rows.append(_sum({self._over: 1.0, _ONE: self._budget / self._unit}, row, -1.0))
 
-    def _climbing(self, step: int) -> list[tuple[int, Row]]:
+    def _before(self, step: int) -> list[tuple[int, Row]]:
         return [
             (v, {self.keep[v]: 1.0})
             for v, o in self.nodes.maker.items()
@@ -169,7 +169,7 @@ class Model:
             held.append((v, _sum(there, kept.get(v, {}), -1.0)))
         return held
 
-    def _descending(self, step: int) -> list[tuple[int, Row]]:
+    def _after(self, step: int) -> list[tuple[int, Row]]:
         nodes = self.nodes
         done = self._done_by(step)
         here: dict[int, Row] = {}

@@ -1,4 +1,4 @@
-"""What was laid out and measured around the turns of one problem, so that no search does it again.
+"""What was laid out and measured around the boundaries of one problem, so that no search does it again.
 
 Invariant: which plan is found does not depend on what is remembered. What is measured stays known, in 8 bytes an op and
 16 a clone; the schedules themselves, which are fifty times as large, stay for the first ones alone, and are laid out
@@ -14,15 +14,15 @@ from itertools import chain
 from jaxtensile.ir.plan import Program
 from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
 from jaxtensile.passes.offload.offload import Copy
-from jaxtensile.passes.recompute.emit import emit_with_clones
+from jaxtensile.passes.recompute.clones import with_clones_listed
 from jaxtensile.passes.recompute.segments import Menu
-from jaxtensile.passes.recompute.stages import mountain_at
+from jaxtensile.passes.recompute.stages import boundary_at
 from jaxtensile.units import Seconds
 
 HELD = 1 << 16
 """Ops of schedules that stay as they are: some 40 MB."""
-TURNS = 1 << 16
-"""Ops of programs around whose turns all that is known stays, beside those of the problem itself: some 150 MB."""
+AROUND = 1 << 16
+"""Ops of programs around whose boundaries all that is known stays, beside those of the problem itself: some 150 MB."""
 
 Laid = tuple[Program, Liveness]
 
@@ -79,7 +79,7 @@ class Trial:
 
     @property
     def clones(self) -> list[tuple[int, int]]:
-        """The place of every clone in the schedule, and the op around the turn that it repeats."""
+        """The place of every clone in the schedule, and the op around the boundary that it repeats."""
         return [*zip(self._clones[::2], self._clones[1::2], strict=True)]
 
     @property
@@ -109,15 +109,15 @@ class Trial:
             self._laid = None
 
 
-class Turn:
-    """What is known around one turn of the program that ``start`` is."""
+class Around:
+    """What is known around one boundary of the program that ``start`` is."""
 
     def __init__(self, start: Trial, menu: Menu, charge: Sequence[float]) -> None:
         self.start, self.menu, self.charge = start, menu, charge
         self._known: dict[frozenset[int], Trial] = {}
 
     def price(self, kept: frozenset[int]) -> float:
-        """What it costs that exactly ``kept`` survives the turn."""
+        """What it costs that exactly ``kept`` survives the boundary."""
         trial = self._known.get(kept)
         return trial.price if trial is not None else self._charged(self.menu.again.ops(kept))
 
@@ -125,7 +125,7 @@ class Turn:
         return self.start.charge + sum(self.charge[o] for o in again)
 
     def measure(self, kept: frozenset[int]) -> Trial:
-        """What is left when exactly ``kept`` survives the turn."""
+        """What is left when exactly ``kept`` survives the boundary."""
         trial = self._known.get(kept)
         if trial is None:
             again = self.menu.again.ops(kept)
@@ -138,40 +138,42 @@ class Turn:
 
     def _lay(self, kept: frozenset[int], again: set[int]) -> tuple[Laid, list[tuple[int, int]]]:
         start, menu = self.start, self.menu
-        program, clones = emit_with_clones(start.program, start.live.kernels, menu.mountain, kept, again, menu.waists)
+        program, clones = with_clones_listed(
+            start.program, start.live.kernels, menu.boundary, kept, again, menu.cut_points
+        )
         return (program, live_ranges(program.graph)), clones
 
 
 class Explored:
-    """The turns that were looked at: of the program that comes first, and of the first ones that searches came to."""
+    """The boundaries that were looked at: of the first program, and of the first ones that searches came to."""
 
     def __init__(self, costs: Sequence[float], first: Trial) -> None:
         self._costs, self._first = costs, first
-        self._turns: dict[tuple[int, int], Turn | None] = {}
+        self._arounds: dict[tuple[int, int], Around | None] = {}
         self._starts: dict[int, Trial] = {}
         """By their ids, which are keys."""
         self._held: dict[int, Trial] = {}
-        self._left, self._more = HELD, TURNS
+        self._left, self._more = HELD, AROUND
 
-    def around(self, start: Trial, turn: int) -> Turn | None:
-        """What is known around a turn; None where nothing waits across it."""
-        key = id(start), turn
-        if key in self._turns:
-            return self._turns[key]
+    def around(self, start: Trial, step: int) -> Around | None:
+        """What is known around a boundary; None where nothing waits across it."""
+        key = id(start), step
+        if key in self._arounds:
+            return self._arounds[key]
         ops = 0 if start is self._first else len(start.profile)
-        found = self._looked_at(start, turn)
+        found = self._looked_at(start, step)
         if ops <= self._more:
             self._more -= ops
-            self._starts[id(start)], self._turns[key] = start, found
+            self._starts[id(start)], self._arounds[key] = start, found
         return found
 
-    def _looked_at(self, start: Trial, turn: int) -> Turn | None:
+    def _looked_at(self, start: Trial, step: int) -> Around | None:
         graph, origin = start.program.graph, start.program.origin
-        mountain = mountain_at(graph, turn)
-        if not mountain.needed:
+        boundary = boundary_at(graph, step)
+        if not boundary.needed:
             return None
         charge = [self._costs[o] if o >= 0 else 0.0 for o in origin]
-        return Turn(start, Menu(graph, mountain, charge), charge)
+        return Around(start, Menu(graph, boundary, charge), charge)
 
     def keep(self, trial: Trial) -> None:
         """The schedule is wanted again, by this search or by the next: it stays if there is room."""

@@ -24,11 +24,11 @@ from typing import Final
 
 from jaxtensile.errors import ConfigError
 from jaxtensile.runtime.coordinate.coordinator import Coordinator
+from jaxtensile.runtime.daemon.endpoint import Endpoint
 from jaxtensile.runtime.daemon.journal_file import JournalFile, boot_id
 from jaxtensile.runtime.daemon.log import Log
 from jaxtensile.runtime.daemon.metrics import LONGEST_REQUEST, answer, exposition
 from jaxtensile.runtime.daemon.peers import Dead, Watched, credentials
-from jaxtensile.runtime.daemon.place import Place
 from jaxtensile.runtime.daemon.streams import ENOUGH_UNREAD, READ_WITHIN, TAKEN, Stream
 from jaxtensile.runtime.decide.events import (
     CapacityChanged,
@@ -84,7 +84,7 @@ class Server:
 
     def __init__(
         self,
-        place: Place,
+        place: Endpoint,
         reread: Callable[[], Reading],
         *,
         log: Log,

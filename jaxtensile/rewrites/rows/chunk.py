@@ -23,8 +23,8 @@ from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, producers
 from jaxtensile.program.trace import Equation, Traced, bind, retrace, trace_on
 from jaxtensile.rewrites.rows.loop_rows import Branches, Loop
+from jaxtensile.rewrites.rows.region import CHEAP, Region
 from jaxtensile.rewrites.rows.rows import SAME, Passing, Row, Section
-from jaxtensile.rewrites.rows.stretch import CHEAP, Stretch
 
 _JOIN: dict[str, Callable[[Any, Any], Any]] = {
     "add": lax.add,
@@ -34,7 +34,7 @@ _JOIN: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def in_chunks(traced: Traced, closed: Any, own: Stretch, parts: int, *, mixed: bool = True) -> Any | None:
+def in_chunks(traced: Traced, closed: Any, own: Region, parts: int, *, mixed: bool = True) -> Any | None:
     """The closed jaxpr of ``traced`` (of ``closed``) with the stretch in a loop of so many parts of its rows.
 
     None where what has effects would have to wait for the loop. ``parts`` divides the number of rows; ``mixed``:
@@ -65,7 +65,7 @@ def in_chunks(traced: Traced, closed: Any, own: Stretch, parts: int, *, mixed: b
     return retrace(evaluate, closed)
 
 
-def _order(graph: Graph, own: Stretch) -> list[int] | None:
+def _order(graph: Graph, own: Region) -> list[int] | None:
     """The other ops and the loop (-1): it begins as soon as it can, and what waits for it comes right after."""
     reads = {own.root(v) for v in (*(a for a, _ in own.sliced), *own.whole)}
     missing = {v for op in graph.ops for v in op.results} & reads
@@ -90,7 +90,7 @@ def _order(graph: Graph, own: Stretch) -> list[int] | None:
     return order
 
 
-def _made_again(graph: Graph, own: Stretch, there: set[int]) -> list[int]:
+def _made_again(graph: Graph, own: Region, there: set[int]) -> list[int]:
     """The ops that make rows that leave the stretch of what is ``there`` before it, in their order, of those for which
     that is little beside the stretch: rows of all parts need not wait for the last part then. Nothing larger is made on
     the way."""
@@ -118,7 +118,7 @@ def _made_again(graph: Graph, own: Stretch, there: set[int]) -> list[int]:
 
 
 def _loop(
-    traced: Traced, own: Stretch, leaving: Sequence[int], read: Callable[[Any], Any], parts: int, mixed: bool
+    traced: Traced, own: Region, leaving: Sequence[int], read: Callable[[Any], Any], parts: int, mixed: bool
 ) -> Iterator[tuple[int, Any]]:
     """What leaves the stretch, made part by part: ``leaving`` of it."""
     n = own.seed.rows // parts

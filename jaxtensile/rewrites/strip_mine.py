@@ -19,12 +19,13 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.program.trace import Equation, Traced, bind, retrace
-from jaxtensile.rewrites.loops import ladder_of
+from jaxtensile.rewrites.loops import loop_ladder
 from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 
 
-def nest_loops(traced: Traced, closed: Any, inner: Mapping[int, int]) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) with scans nested; ``inner``: op → iterations of its inner loop.
+def strip_mine(traced: Traced, closed: Any, inner: Mapping[int, int]) -> Any:
+    """The closed jaxpr of ``traced`` (of ``closed``) with scans strip-mined; ``inner``: op → iterations of its inner
+    loop.
 
     What does not fill an inner loop, the last iterations by position, is a loop behind or in front of the nested one.
     """
@@ -110,7 +111,7 @@ def _nested(
 
 
 def _find(start: Start) -> list[tuple[tuple[int, int], ...]]:
-    ways = ladder_of(start.base.graph, start.job.device, None).nests(large(start.base))
+    ways = loop_ladder(start.base.graph, start.request.device, None).nests(large(start.base))
     return [tuple(sorted(inner.items())) for inner in ways]
 
 
@@ -119,12 +120,12 @@ def _describe(inner: tuple[tuple[int, int], ...]) -> str:
     return f"{len(inner)} loops are loops of loops, of {sizes} iterations each"
 
 
-NESTS = Rewrite(
-    key="nests",
-    title="the nesting of loops",
+STRIP_MINE = Rewrite(
+    key="strip_mine",
+    title="the strip-mining of loops",
     form=tuple[tuple[int, int], ...],
     find=_find,
-    apply=lambda start, inner: changed(start, lambda: nest_loops(start.base, start.job.jaxpr, dict(inner))),
+    apply=lambda start, inner: changed(start, lambda: strip_mine(start.base, start.request.jaxpr, dict(inner))),
     describe=_describe,
     last=True,
     in_bodies=True,

@@ -2,7 +2,7 @@
 
 After differentiation a branch is two conds on one predicate: the forward one hands residuals of every branch to the
 backward one. Joined, each backward branch begins with the forward branch, from the operands of the forward cond; then
-it is a program that climbs and descends like any other, and its body can be planned.
+it is a program that has a forward and a backward part like any other, and its body can be planned.
 
 Invariant: the same branch is taken, on the same values; residuals that something else reads are still handed on.
 """
@@ -60,7 +60,7 @@ def find_cond_pairs(graph: Graph, smallest: Bytes) -> tuple[CondPair, ...]:
     return tuple(found)
 
 
-def join_conds(traced: Traced, closed: Any, pairs: tuple[CondPair, ...]) -> Any:
+def merge_branches(traced: Traced, closed: Any, pairs: tuple[CondPair, ...]) -> Any:
     """The closed jaxpr of ``traced`` (of ``closed``) with the forward branches of ``pairs`` in the backward ones."""
     backs = {p.backward: [q for q in pairs if q.backward == p.backward] for p in pairs}
     new = {o: partial(_joined, traced, o, own) for o, own in backs.items()}
@@ -102,12 +102,12 @@ def _find(start: Start) -> list[tuple[CondPair, ...]]:
     return [pairs] if pairs else []
 
 
-BRANCHES = Rewrite(
-    key="branches",
-    title="the joining of branches with their gradients",
+MERGE_BRANCHES = Rewrite(
+    key="merge_branches",
+    title="the merging of branches with their gradients",
     form=tuple[CondPair, ...],
     find=_find,
-    apply=lambda start, pairs: changed(start, lambda: join_conds(start.base, start.job.jaxpr, pairs)),
+    apply=lambda start, pairs: changed(start, lambda: merge_branches(start.base, start.request.jaxpr, pairs)),
     describe=lambda pairs: f"{len(pairs)} branches compute again in their gradients what they would hand on to them",
     last=True,
     in_bodies=True,

@@ -9,7 +9,7 @@ import pytest
 import jaxtensile
 from graphs import Builder
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.lifetimes.lodgers import without_lodgers
+from jaxtensile.passes.lifetimes.output_reuse import reusing_outputs
 
 WORD = 4
 
@@ -27,16 +27,16 @@ def test_what_is_dead_before_the_result_is_written_takes_no_memory():
     graph = chain(1, 5, 7, 3, 9)
     live = live_ranges(graph)
     assert live.temp == 12 * WORD
-    found = without_lodgers(graph, live)
+    found = reusing_outputs(graph, live)
     assert found.temp == 5 * WORD, "7 goes where 9 will be; 5 is read while 7 is written, 3 while 9 is"
     assert [r.nbytes // WORD for r in found.ranges] == [5, 3]
 
 
 def test_a_result_that_is_too_small_or_takes_over_an_argument_has_no_room():
     small = chain(1, 5, 7, 4)
-    assert without_lodgers(small, live_ranges(small)).temp == 12 * WORD
+    assert reusing_outputs(small, live_ranges(small)).temp == 12 * WORD
     donated = chain(9, 5, 7, 9, donated=(0,))
-    assert without_lodgers(donated, live_ranges(donated)).temp == 12 * WORD
+    assert reusing_outputs(donated, live_ranges(donated)).temp == 12 * WORD
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -48,7 +48,7 @@ def test_profiles_are_those_of_what_is_left(seed):
         known.append(b.op("cumsum", *dice.sample(known, min(len(known), 2)), shape=(dice.randrange(1, 50),)))
     graph = b.graph(*dice.sample(known[1:], 6))
     live = live_ranges(graph)
-    found = without_lodgers(graph, live)
+    found = reusing_outputs(graph, live)
     gone = {r.value: r for r in live.ranges}
     for r in found.ranges:
         assert gone.pop(r.value) == r

@@ -20,7 +20,7 @@ from jaxtensile.ir.plan import Program
 from jaxtensile.passes.order.schedule import BARRIER, Schedule
 
 
-def apart(program: Program) -> Program:
+def with_own_copies(program: Program) -> Program:
     """The program with a barrier before each op with a workspace, over all that it reads; the same one where there is
     none, or where they stand."""
     graph = program.graph

@@ -9,11 +9,11 @@ import jaxtensile
 from jaxtensile import _compat
 from jaxtensile.devices.profiles import profile
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.offload.loops import Ladder, find_pairs
+from jaxtensile.passes.offload.loops import LoopLadder, find_pairs
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
 from jaxtensile.rewrites.loops import rewrite_loops
-from jaxtensile.rewrites.nest import nest_loops
+from jaxtensile.rewrites.strip_mine import strip_mine
 from loop_programs import PROGRAMS, arguments, chained
 from programs import same
 
@@ -22,7 +22,7 @@ LEVEL_0 = {"xla_backend_optimization_level": 0}
 
 
 def ladder(graph):
-    return Ladder(graph, lambda body: op_costs(body, DEVICE).charge)
+    return LoopLadder(graph, lambda body: op_costs(body, DEVICE).charge)
 
 
 def run(closed, args):
@@ -41,7 +41,7 @@ def test_every_way_to_rewrite_nested_loops_gives_the_same_values(program, k):
     traced = jax.jit(fun).trace(*args)
     flat = trace_jaxpr(traced.jaxpr)
     inner = {o: k for pair in find_pairs(flat.graph) for o in (pair.forward, pair.backward)}
-    closed = nest_loops(flat, traced.jaxpr, inner)
+    closed = strip_mine(flat, traced.jaxpr, inner)
     assert jaxpr_flops(closed.jaxpr) == jaxpr_flops(traced.jaxpr.jaxpr)
     nested = trace_jaxpr(closed)
     before, after = find_pairs(flat.graph), find_pairs(nested.graph)
@@ -61,7 +61,7 @@ def test_only_the_named_loops_are_nested():
     traced = jax.jit(jax.grad(chained)).trace(*arguments())
     flat = trace_jaxpr(traced.jaxpr)
     pair = find_pairs(flat.graph)[0]
-    closed = nest_loops(flat, traced.jaxpr, {pair.forward: 4})
+    closed = strip_mine(flat, traced.jaxpr, {pair.forward: 4})
     trips = [op.trip_count for op in trace_jaxpr(closed).graph.ops if op.primitive == "scan"]
     assert sorted(trips) == [3, *[12] * (len(trips) - 1)]
     for new, old in zip(run(closed, arguments()), jax.tree.leaves(jax.grad(chained)(*arguments())), strict=True):

@@ -8,7 +8,7 @@ from jax import lax
 
 import jaxtensile
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
-from jaxtensile.rewrites.join import find_cond_pairs, join_conds
+from jaxtensile.rewrites.merge_branches import find_cond_pairs, merge_branches
 
 W = 0.5 * jax.random.normal(jax.random.key(0), (8, 8))
 X = jax.random.normal(jax.random.key(1), (64, 8))
@@ -57,7 +57,7 @@ def test_joined_branches_give_the_same_values(fun):
     grad, closed, traced = opened(fun)
     pairs = find_cond_pairs(traced.graph, 1)
     assert pairs
-    changed = join_conds(traced, closed, pairs)
+    changed = merge_branches(traced, closed, pairs)
     assert not find_cond_pairs(trace_jaxpr(changed).graph, 1), "nothing is handed on any more"
     assert jaxpr_flops(closed) < jaxpr_flops(changed) < 1.6 * jaxpr_flops(closed)
     run = jax.jit(lambda *xs: jax.core.eval_jaxpr(changed.jaxpr, changed.consts, *xs))
@@ -89,7 +89,7 @@ def test_what_something_else_reads_is_handed_on():
     (pair,) = find_cond_pairs(traced.graph, 1)
     front = traced.graph.ops[pair.forward]
     assert 0 not in {r for r, _ in pair.links}, "the first result is the branch's own"
-    changed = trace_jaxpr(join_conds(traced, closed, (pair,))).graph
+    changed = trace_jaxpr(merge_branches(traced, closed, (pair,))).graph
     forward = next(op for op in changed.ops if op.primitive == "cond")
     assert len(forward.results) == len(front.results) - len(pair.links)
 

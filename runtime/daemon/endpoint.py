@@ -56,7 +56,7 @@ def checked(path: Path) -> Path:
     return path
 
 
-class Place:
+class Endpoint:
     """The directory, the lock, the socket and the journal of one coordinator."""
 
     def __init__(self, path: Path) -> None:

@@ -27,7 +27,7 @@ _APART = frozenset({"optimization_barrier"})
 """Written to keep equal values apart."""
 
 
-def merged(traced: Traced, *, cheap: bool = False) -> Traced:
+def cse(traced: Traced, *, cheap: bool = False) -> Traced:
     """The program with equal equations once; the same one where none that costs something is there twice, or none at
     all if ``cheap`` ones are to be there once as well."""
     equal = Equal(traced)
@@ -181,4 +181,4 @@ def rebuilt(traced: Traced, same: dict[int, int], stays: Sequence[int]) -> tuple
     return made, number
 
 
-__all__ = ["Equal", "is_cheap", "key_of", "literal_key", "merged", "rebuilt", "values"]
+__all__ = ["Equal", "cse", "is_cheap", "key_of", "literal_key", "rebuilt", "values"]

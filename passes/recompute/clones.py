@@ -1,6 +1,6 @@
 """How the decision becomes a schedule: clones behind one barrier per stage.
 
-After the turn, the first reader of anything dropped in a stage opens the stage: one barrier over
+After the boundary, the first reader of anything dropped in a stage opens the stage: one barrier over
 everything kept that the stage recomputes from, and over the *frontier*, the buffers made since
 the previous stage that later ops still read. Later readers take the versions behind the barrier.
 So XLA can neither merge the clones with the originals, nor start them before, nor postpone the
@@ -25,24 +25,24 @@ from jaxtensile.ir.ir import Graph, ValueId
 from jaxtensile.ir.plan import Program
 from jaxtensile.passes.lifetimes.fusion import Kernels, is_fusible
 from jaxtensile.passes.order.schedule import Schedule
-from jaxtensile.passes.recompute.stages import Mountain, idle_window
+from jaxtensile.passes.recompute.stages import Boundary, idle_window
 from jaxtensile.units import MIB
 
 
 class Recomputation:
-    """What must run again around one turn, for many kept sets."""
+    """What must run again around one boundary, for many kept sets."""
 
-    def __init__(self, graph: Graph, mountain: Mountain) -> None:
-        self.made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
-        """The op of the climb that makes each value."""
-        self._needed = [(v, self.made[v]) for v in mountain.needed]
+    def __init__(self, graph: Graph, boundary: Boundary) -> None:
+        self.made: dict[int, int] = {r: o for o in boundary.cone for r in graph.ops[o].results}
+        """The op of the forward part that makes each value."""
+        self._needed = [(v, self.made[v]) for v in boundary.needed]
         self._reads = {
-            o: [(u, self.made[u]) for u in graph.ops[o].operands if u in self.made and u not in mountain.always]
-            for o in mountain.cone
+            o: [(u, self.made[u]) for u in graph.ops[o].operands if u in self.made and u not in boundary.always]
+            for o in boundary.cone
         }
 
     def ops(self, kept: frozenset[int]) -> set[int]:
-        """Ops that must run again when exactly ``kept`` survives the turn."""
+        """Ops that must run again when exactly ``kept`` survives the boundary."""
         todo = [o for v, o in self._needed if v not in kept]
         again = set(todo)
         while todo:
@@ -64,19 +64,21 @@ class Recomputation:
         return more
 
 
-def recomputed_ops(graph: Graph, mountain: Mountain, kept: frozenset[int]) -> set[int]:
-    """Ops that must run again when exactly ``kept`` survives the turn."""
-    return Recomputation(graph, mountain).ops(kept)
+def recomputed_ops(graph: Graph, boundary: Boundary, kept: frozenset[int]) -> set[int]:
+    """Ops that must run again when exactly ``kept`` survives the boundary."""
+    return Recomputation(graph, boundary).ops(kept)
 
 
-def emit(program: Program, kernels: Kernels, mountain: Mountain, kept: frozenset[int], cuts: Sequence[int]) -> Program:
-    """The schedule in which exactly ``kept`` (and what is always there) crosses the turn."""
-    again = recomputed_ops(program.graph, mountain, kept)
-    return emit_with_clones(program, kernels, mountain, kept, again, cuts)[0]
+def with_clones(
+    program: Program, kernels: Kernels, boundary: Boundary, kept: frozenset[int], cuts: Sequence[int]
+) -> Program:
+    """The schedule in which exactly ``kept`` (and what is always there) crosses the boundary."""
+    again = recomputed_ops(program.graph, boundary, kept)
+    return with_clones_listed(program, kernels, boundary, kept, again, cuts)[0]
 
 
-def emit_with_clones(
-    program: Program, kernels: Kernels, mountain: Mountain, kept: frozenset[int], again: set[int], cuts: Sequence[int]
+def with_clones_listed(
+    program: Program, kernels: Kernels, boundary: Boundary, kept: frozenset[int], again: set[int], cuts: Sequence[int]
 ) -> tuple[Program, list[tuple[int, int]]]:
     """The same, and every clone: its place in the new schedule, and the op of ``program`` that it repeats.
 
@@ -84,7 +86,7 @@ def emit_with_clones(
     """
     if not again:
         return program, []
-    emission = _Emission(program, kernels, mountain, kept, again, cuts)
+    emission = _Emission(program, kernels, boundary, kept, again, cuts)
     return emission.run(), emission.clones
 
 
@@ -95,7 +97,7 @@ class _Emission(Schedule):
         self,
         program: Program,
         kernels: Kernels,
-        mountain: Mountain,
+        boundary: Boundary,
         kept: frozenset[int],
         again: set[int],
         cuts: Sequence[int],
@@ -107,13 +109,13 @@ class _Emission(Schedule):
         self.inputs: set[int] = set(graph.inputs)
         self.again = again
         self.dropped: set[int] = {
-            r for o in again for r in graph.ops[o].results if r not in kept and r not in mountain.always
+            r for o in again for r in graph.ops[o].results if r not in kept and r not in boundary.always
         }
-        self.turn = mountain.turn
+        self.step = boundary.step
         roots = kernels.is_root
-        self.lazy = [o >= mountain.turn and not roots[o] and not op.pinned for o, op in enumerate(graph.ops)]
+        self.lazy = [o >= boundary.step and not roots[o] and not op.pinned for o, op in enumerate(graph.ops)]
         """Whether an op of the descent fuses away, so that it is emitted where it is read."""
-        late = ((op.id, op) for op in graph.ops[mountain.turn :])
+        late = ((op.id, op) for op in graph.ops[boundary.step :])
         self.absentees: dict[int, int] = {
             **{r: o for o, op in late if self.lazy[o] for r in op.results},
             **{v: self.made[v] for v in self.dropped},
@@ -123,8 +125,8 @@ class _Emission(Schedule):
         self.members: dict[int, list[int]] = {}
         for o in sorted(again):
             self.members.setdefault(self.stage[o], []).append(o)
-        self.forced = _forced(graph, mountain, kept, sorted(self.members), cuts)
-        self.frontier = _Frontier(graph, kernels, min(mountain.turn, max(again) + 1))
+        self.forced = _forced(graph, boundary, kept, sorted(self.members), cuts)
+        self.frontier = _Frontier(graph, kernels, min(boundary.step, max(again) + 1))
         self.behind: dict[int, dict[int, int]] = {}
         self.done: set[int] = set()
         self.clones: list[tuple[int, int]] = []
@@ -133,9 +135,9 @@ class _Emission(Schedule):
 
     def run(self) -> Program:
         graph, origin, now = self.graph, self.program.origin, self.now
-        self.ops.extend(graph.ops[: self.turn])
-        self.origin.extend(origin[: self.turn])
-        for op in graph.ops[self.turn :]:
+        self.ops.extend(graph.ops[: self.step])
+        self.origin.extend(origin[: self.step])
+        for op in graph.ops[self.step :]:
             if not self.lazy[op.id]:
                 self.demand(op.operands, op.id)
                 self.put(op, [now.get(v, v) for v in op.operands], op.results, origin[op.id])
@@ -181,7 +183,7 @@ class _Emission(Schedule):
                 self.put(op, operands, results, origin[o])
 
     def missing(self, wanted: Iterable[int]) -> list[int]:
-        """Ops to emit so that ``wanted`` exist in this era, operands first."""
+        """Ops to repeat so that ``wanted`` exist in this era, operands first."""
         absent = self.absent(wanted)
         if not absent:
             return absent
@@ -350,12 +352,12 @@ def _stored_constants(graph: Graph, kernels: Kernels, again: set[int], made: dic
 
 
 def _forced(
-    graph: Graph, mountain: Mountain, kept: frozenset[int], stages: list[int], cuts: Sequence[int]
+    graph: Graph, boundary: Boundary, kept: frozenset[int], stages: list[int], cuts: Sequence[int]
 ) -> dict[int, list[int]]:
     """Kept fusible values by stage: only a barrier makes XLA store them rather than what they come from."""
-    made: dict[int, int] = {r: o for o in mountain.cone for r in graph.ops[o].results}
+    made: dict[int, int] = {r: o for o in boundary.cone for r in graph.ops[o].results}
     out: dict[int, list[int]] = {}
-    for v in mountain.needed:
+    for v in boundary.needed:
         if v in kept and is_fusible(graph.ops[made[v]].primitive):
             k = stages[max(bisect_right(stages, bisect_right(cuts, made[v])) - 1, 0)]
             out.setdefault(k, []).append(v)

@@ -7,42 +7,44 @@ from graphs import Builder, solid_chain, train_steps
 from jaxtensile.ir.plan import Program
 from jaxtensile.passes.lifetimes.fusion import fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.recompute.emit import Recomputation, emit
-from jaxtensile.passes.recompute.polish import polish
-from jaxtensile.passes.recompute.stages import mountain_at
+from jaxtensile.passes.recompute.clones import Recomputation, with_clones
+from jaxtensile.passes.recompute.local_search import local_search
+from jaxtensile.passes.recompute.stages import boundary_at
 from jaxtensile.passes.solvers.trials import Trial
 from oracles import completed
 
 
 class Bench:
-    """One turn of a graph: lays out kept sets and remembers them."""
+    """One boundary of a graph: lays out kept sets and remembers them."""
 
-    def __init__(self, graph, turn, charge):
+    def __init__(self, graph, step, charge):
         self.graph, self.charge, self.start = graph, charge, Program.unchanged(graph)
-        self.mountain, self.kernels = mountain_at(graph, turn), fuse(graph)
-        self.recomputation = Recomputation(graph, self.mountain)
+        self.boundary, self.kernels = boundary_at(graph, step), fuse(graph)
+        self.recomputation = Recomputation(graph, self.boundary)
         self.trials = []
 
     def measure(self, kept):
-        program = emit(self.start, self.kernels, self.mountain, kept, [])
+        program = with_clones(self.start, self.kernels, self.boundary, kept, [])
         again = self.recomputation.ops(kept)
         trial = Trial(kept, (program, live_ranges(program.graph)), sum(self.charge[o] for o in again))
         self.trials.append(trial)
         return trial
 
-    def polish(self, budget, kept):
+    def local_search(self, budget, kept):
         best = self.measure(kept)
-        return best, polish(budget, self.start, self.mountain, self.recomputation, self.charge, self.measure, best)
+        return best, local_search(
+            budget, self.start, self.boundary, self.recomputation, self.charge, self.measure, best
+        )
 
 
 def test_one_dear_value_takes_the_place_of_two_cheap_ones():
     """Four values of 100; the first is dear. Three may wait: kept are the cheap ones, until they are exchanged."""
     graph = solid_chain([200, 100, 100, 100], [9.0, 1.0, 1.0, 1.0], top=200)
-    turn = 4 + 100
-    bench = Bench(graph, turn, [9.0, 1.0, 1.0, 1.0] + [0.0] * (len(graph.ops) - 4))
-    assert set(bench.mountain.needed) == {1, 2, 3, 4}
+    step = 4 + 100
+    bench = Bench(graph, step, [9.0, 1.0, 1.0, 1.0] + [0.0] * (len(graph.ops) - 4))
+    assert set(bench.boundary.needed) == {1, 2, 3, 4}
     worst = bench.measure(frozenset({2, 3, 4}))
-    before, after = bench.polish(worst.device + 100 * 4, frozenset({2, 3, 4}))
+    before, after = bench.local_search(worst.device + 100 * 4, frozenset({2, 3, 4}))
     assert before.charge == 9.0
     assert after.device <= worst.device + 100 * 4
     assert 1 in after.kept and after.charge <= 2.0
@@ -51,14 +53,14 @@ def test_one_dear_value_takes_the_place_of_two_cheap_ones():
 def test_what_costs_less_than_it_is_worth_is_left():
     graph = solid_chain([100] * 4, [1.0] * 4, top=200)
     bench = Bench(graph, 104, [1e-6] * 4 + [1.0] * (len(graph.ops) - 4))
-    before, after = bench.polish(1 << 40, frozenset())
+    before, after = bench.local_search(1 << 40, frozenset())
     assert after is before and len(bench.trials) == 1
 
 
 def test_everything_worth_it_is_kept_when_there_is_room():
     graph = solid_chain([100] * 4, [1.0] * 4, top=200)
     bench = Bench(graph, 104, [1.0] * 4 + [0.0] * (len(graph.ops) - 4))
-    _, after = bench.polish(1 << 40, frozenset())
+    _, after = bench.local_search(1 << 40, frozenset())
     assert after.charge == 0.0
 
 
@@ -67,9 +69,9 @@ def test_everything_worth_it_is_kept_when_there_is_room():
 def test_it_fits_and_is_never_dearer(graph, share, every, tight):
     charge = [1.0 + op.flops for op in graph.ops]
     bench = Bench(graph, max(int(share * len(graph.ops)), 1), charge)
-    kept = completed(graph, bench.mountain, frozenset(bench.mountain.needed[::every]))
+    kept = completed(graph, bench.boundary, frozenset(bench.boundary.needed[::every]))
     budget = int(bench.measure(kept).device / tight)
-    before, after = bench.polish(budget, kept)
+    before, after = bench.local_search(budget, kept)
     assert after.device <= budget and after.charge <= before.charge
     assert after in bench.trials
 
@@ -86,7 +88,7 @@ def test_pinned_values_are_never_dropped():
     graph = b.graph(g)
     charge = [5.0, 1.0, 1.0] + [0.0] * (len(graph.ops) - 3)
     bench = Bench(graph, 150, charge)
-    kept = completed(graph, bench.mountain, frozenset(vs[1:]))
+    kept = completed(graph, bench.boundary, frozenset(vs[1:]))
     budget = bench.measure(kept).device
-    _, after = bench.polish(budget, kept)
-    assert vs[1] in after.kept | bench.mountain.always
+    _, after = bench.local_search(budget, kept)
+    assert vs[1] in after.kept | bench.boundary.always

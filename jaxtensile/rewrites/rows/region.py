@@ -42,7 +42,7 @@ class Seed(NamedTuple):
 
 
 @dataclass(kw_only=True)
-class Stretch(Section):
+class Region(Section):
     """Ops that pass rows on, with no way from one to another outside.
 
     ``leaving``: what others read of it, as rows or as totals.
@@ -54,10 +54,10 @@ class Stretch(Section):
     """Bytes of the values that nothing outside reads, less those of rows that leave it."""
 
 
-def find_stretch(traced: Traced, smallest: Bytes) -> Stretch | None:
+def find_region(traced: Traced, smallest: Bytes) -> Region | None:
     """The stretch that keeps most bytes to itself, less those of rows that leave it; None where these are fewer than
     ``smallest``."""
-    found = [s for seed in _seeds(traced, smallest) for s in stretches(traced, *seed)]
+    found = [s for seed in _seeds(traced, smallest) for s in regions(traced, *seed)]
     best = max(found, key=lambda s: (s.inside, -s.seed.value, -s.seed.dim), default=None)
     return best if best is not None and best.inside >= smallest else None
 
@@ -70,9 +70,9 @@ def ends(traced: Traced, smallest: Bytes) -> list[int]:
     return sorted(found, key=lambda o: (-size[o], o))
 
 
-def stretch_of(traced: Traced, seed: Seed) -> Stretch | None:
+def region_of(traced: Traced, seed: Seed) -> Region | None:
     """The stretch that comes from a seed; None where there is none."""
-    found = stretches(traced, seed.value, Row(seed.dim), seed.rows)
+    found = regions(traced, seed.value, Row(seed.dim), seed.rows)
     return next((s for s in found if s.seed == seed), None)
 
 
@@ -115,7 +115,7 @@ def _beginning(graph: Graph, made: Sequence[int], v: int, size: int) -> Iterator
             yield from ((v, Row(dim), size) for dim, n in enumerate(graph.values[v].shape) if n == size)
 
 
-def stretches(traced: Traced, value: int, row: Row, rows: int) -> list[Stretch]:
+def regions(traced: Traced, value: int, row: Row, rows: int) -> list[Region]:
     """The stretches of ops that rows of a value go through, one for each time that totals of them are needed.
 
     Totals that are cheap to have before, like the number of tokens that count, are not waited for.
@@ -136,13 +136,13 @@ def stretches(traced: Traced, value: int, row: Row, rows: int) -> list[Stretch]:
 
 def _passed_on(
     traced: Traced, value: int, row: Row, rows: int, aside: set[int]
-) -> tuple[dict[int, Row | str], dict[int, Stretch], dict[int, int], list[int]]:
+) -> tuple[dict[int, Row | str], dict[int, Region], dict[int, int], list[int]]:
     """Where rows of all values are that have them, the stretches by their stage, what barriers only hand on, and the
     ops that get rows and pass none on; ``aside``: ops that are for whole values."""
     graph = traced.graph
     at: dict[int, Row | str] = {value: row}
     stage = [0] * len(graph.values)
-    found: dict[int, Stretch] = {}
+    found: dict[int, Region] = {}
     same = Section()
     made = set[int]()
     ended: list[int] = []
@@ -160,7 +160,7 @@ def _passed_on(
             if any(given) and op.id not in aside:
                 ended.append(op.id)
             continue
-        own = found.setdefault(level, Stretch(seed=Seed(value, row.dim, rows, level)))
+        own = found.setdefault(level, Region(seed=Seed(value, row.dim, rows, level)))
         own.members[op.id] = how
         for i, (v, gives) in enumerate(zip(equation.results, how.gives, strict=True)):
             a = equation.operands[i] if op.primitive == "optimization_barrier" else None
@@ -175,7 +175,7 @@ def _passed_on(
     return at, found, same.same, ended
 
 
-def _cheap_totals(graph: Graph, at: Mapping[int, Row | str], found: Mapping[int, Stretch]) -> set[int]:
+def _cheap_totals(graph: Graph, at: Mapping[int, Row | str], found: Mapping[int, Region]) -> set[int]:
     """Members that make totals which later ones wait for, where they multiply nothing and make little."""
     if len(found) < 2:
         return set()
@@ -210,7 +210,7 @@ def _ancestors(graph: Graph, made: Sequence[int], v: int, members: set[int]) -> 
 
 
 def _complete(
-    traced: Traced, own: Stretch, at: Mapping[int, Row | str], same: Mapping[int, int], made: Sequence[int]
+    traced: Traced, own: Region, at: Mapping[int, Row | str], same: Mapping[int, int], made: Sequence[int]
 ) -> None:
     """What a stretch reads from outside, and what is read of it there."""
     graph = traced.graph
@@ -234,7 +234,7 @@ def _complete(
     own.inside = sum(graph.values[v].nbytes for v in inner - outside - totals) - leaving
 
 
-def _leave_moves(graph: Graph, own: Stretch, at: Mapping[int, Row | str]) -> None:
+def _leave_moves(graph: Graph, own: Region, at: Mapping[int, Row | str]) -> None:
     """Take out what at the end only moves first rows elsewhere: done once for all, it costs a kernel, and rows that are
     first are stacked as they are."""
     read = [0] * len(graph.values)
@@ -251,7 +251,7 @@ def _leave_moves(graph: Graph, own: Stretch, at: Mapping[int, Row | str]) -> Non
             read[op.operands[0]] -= 1
 
 
-def _from_less(graph: Graph, own: Stretch, made: Sequence[int]) -> None:
+def _from_less(graph: Graph, own: Region, made: Sequence[int]) -> None:
     """Have whole values made anew where they are read, if what they are made from has fewer bytes beside what is read
     anyway: masks above all, of no bytes at all; and what products alone read in another order turned by each part:
     outside it would be a copy."""
@@ -276,7 +276,7 @@ def _from_less(graph: Graph, own: Stretch, made: Sequence[int]) -> None:
             own.whole.update(dict.fromkeys(sorted(needed)))
 
 
-def _is_turned(graph: Graph, own: Stretch, made: Sequence[int], v: int) -> bool:
+def _is_turned(graph: Graph, own: Region, made: Sequence[int], v: int) -> bool:
     """Whether a value is another one in another order of its dimensions, and all that read it here are products."""
     if made[v] < 0 or graph.ops[made[v]].primitive != "transpose" or not graph.ops[made[v]].operands:
         return False

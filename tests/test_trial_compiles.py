@@ -8,11 +8,11 @@ import pytest
 
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import MemoryUse
-from jaxtensile.passes.order.ties import tied
+from jaxtensile.passes.order.control import controlled
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
-from jaxtensile.planner import attempts
-from jaxtensile.planner.attempts import Attempts, Clock, nothing
+from jaxtensile.planner import trial_compiles as compiles
+from jaxtensile.planner.trial_compiles import Clock, TrialCompiles, nothing
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.search.variants import written
 from jaxtensile.units import GIB
@@ -31,7 +31,7 @@ class Scripted:
         self.budget, self.answers, self.asked = budget, list[float | None](), 0
         self.options: list[Options] = []
         self.host = 1 << 20
-        monkeypatch.setattr(attempts, "compile_program", self)
+        monkeypatch.setattr(compiles, "compile_program", self)
 
     def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None):
         self.asked += 1
@@ -52,14 +52,14 @@ def half(device, host_budget, **more):
     variant = written(asked, traced, op_costs(traced.graph, device), prepare)
     plan = variant.solve(variant.plain.device - variant.plain.temp // 2)
     again = job(plan.predicted.device, args=ARGS, device=device, host_budget=host_budget, **more)
-    return variant, plan, Attempts(again, Clock(nothing), variant.plain.device)
+    return variant, plan, TrialCompiles(again, Clock(nothing), variant.plain.device)
 
 
 @pytest.fixture(params=[0, GIB], ids=["recomputed", "copied"])
 def planned(request, monkeypatch):
     """A plan, without and with bytes on the host, that ties change; its attempts and their compiler."""
     variant, plan, made = half(profile("nvidia-v100-16gb"), request.param)
-    assert (plan.offload_bytes > 0) == (request.param > 0) and tied(plan.program) is not plan.program
+    assert (plan.offload_bytes > 0) == (request.param > 0) and controlled(plan.program) is not plan.program
     compiler = Scripted(monkeypatch, plan.predicted.device)
 
     def ask(*answers, **how):
@@ -111,11 +111,11 @@ def test_copies_that_are_refused_in_every_way_are_no_plan_and_recomputation_that
 def test_a_compiler_for_tpus_is_told_what_a_plan_needs(fast, monkeypatch):
     """Where bytes wait on the host at once, else where it takes too many."""
     device = replace(profile("tpu-v5e"), link_bandwidth=1e13)
-    variant, plan, attempts = half(device, GIB if fast else 0)
+    variant, plan, compiles = half(device, GIB if fast else 0)
     assert (plan.offload_bytes > 0) == fast
     compiler = Scripted(monkeypatch, plan.predicted.device)
     compiler.answers = [0.9] if fast else [1.2, 0.9]
-    assert attempts.planned(variant, plan).compiled.device <= plan.predicted.device
+    assert compiles.planned(variant, plan).compiled.device <= plan.predicted.device
     told = device.capacity - plan.predicted.device
     assert [options.get(RESERVED) for options in compiler.options] == ([told] if fast else [None, told])
 
@@ -123,16 +123,16 @@ def test_a_compiler_for_tpus_is_told_what_a_plan_needs(fast, monkeypatch):
 @pytest.mark.parametrize("fast", [False, True], ids=["recomputed", "copied"])
 def test_what_does_not_fit_a_tpu_at_all_is_compiled_once(fast, monkeypatch):
     """XLA:TPU has spared what it could, told or not, and takes minutes."""
-    variant, plan, attempts = half(replace(profile("tpu-v5e"), link_bandwidth=1e13), GIB if fast else 0)
+    variant, plan, compiles = half(replace(profile("tpu-v5e"), link_bandwidth=1e13), GIB if fast else 0)
     compiler = Scripted(monkeypatch, plan.predicted.device)
     compiler.answers = [inf]
-    assert attempts.planned(variant, plan).compiled.memory is None
+    assert compiles.planned(variant, plan).compiled.memory is None
     assert compiler.asked == 1
 
 
 def test_more_on_the_host_than_is_allowed_is_no_plan(monkeypatch):
-    variant, plan, attempts = half(profile("nvidia-v100-16gb"), GIB)
+    variant, plan, compiles = half(profile("nvidia-v100-16gb"), GIB)
     compiler = Scripted(monkeypatch, plan.predicted.device)
     for host, misplaced in ((0, True), (1, False), (GIB, False), (GIB + 1, True)):
         compiler.answers, compiler.host = [0.9], host
-        assert attempts.misplaced(attempts.planned(variant, plan)) == misplaced
+        assert compiles.misplaced(compiles.planned(variant, plan)) == misplaced

@@ -30,7 +30,7 @@ _LARGE = 1 << 20
 """Bytes of stacks for which a loop gets zeros of its own, and of constants that are made late."""
 
 
-def rewrite(
+def emit(
     traced: Traced, program: Program, *, apart: bool = False, stacked: bool = False
 ) -> Callable[[Sequence[Any]], list[Any]]:
     """Flat arguments → flat outputs, by the schedule of ``program``; ``apart``: each loop makes what it stacks

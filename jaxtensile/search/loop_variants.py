@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import cache
 
 from jaxtensile.faults import leaves_out
-from jaxtensile.passes.offload.loops import Way, find_pairs
+from jaxtensile.passes.offload.loops import LoopChoice, find_pairs
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.rewrites.levels import INNER
-from jaxtensile.rewrites.loops import RECOMPUTATION, again_of, ladder_of
-from jaxtensile.rewrites.nest import NESTS
+from jaxtensile.rewrites.loops import RECOMPUTATION, again_of, loop_ladder
+from jaxtensile.rewrites.strip_mine import STRIP_MINE
 from jaxtensile.search.registry import with_rewrite
 from jaxtensile.search.variants import Variant
 
@@ -28,21 +28,21 @@ def _with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
     graph = start.base.graph
     # Asked only where there are loops: the device may have to be tried for the answer. What it says is of plain loops.
-    link = start.job.loop_link if start.host and not start.has(NESTS) and find_pairs(graph) else None
-    ladder, faults = ladder_of(graph, start.job.device, link), start.job.faults
-    room = start.job.host_budget
+    link = start.request.loop_link if start.host and not start.has(STRIP_MINE) and find_pairs(graph) else None
+    ladder, faults = loop_ladder(graph, start.request.device, link), start.request.faults
+    room = start.request.host_budget
     at = looping(start)
 
-    def between(more: Way, less: Way) -> Callable[[], list[Variant]]:
+    def between(more: LoopChoice, less: LoopChoice) -> Callable[[], list[Variant]]:
         return cache(
             lambda: faults.spared(RECOMPUTATION, lambda: [at(way) for way in ladder.between(more, less)], list)
         )
 
-    def less_away(rung: Way) -> Callable[[], list[Variant]]:
+    def less_away(rung: LoopChoice) -> Callable[[], list[Variant]]:
         found = cache(lambda: [v for v in map(at, ladder.aways(rung)) if v.aside <= room])
         return lambda: faults.spared(RECOMPUTATION, found, list)
 
-    def all_away(rung: Way) -> Variant:
+    def all_away(rung: LoopChoice) -> Variant:
         """With all that it keeps on the host, or with what there is room for."""
         every = at(ladder.away(rung))
         return every if every.aside <= room else at(ladder.away(rung, room / every.aside))
@@ -59,13 +59,13 @@ def _with_loops(start: Variant) -> list[Variant]:
     ]
 
 
-def looping(start: Variant) -> Callable[[Way], Variant]:
+def looping(start: Variant) -> Callable[[LoopChoice], Variant]:
     """For a way to rewrite its loops: ``start`` rewritten that way."""
-    graph, device = start.base.graph, start.job.device
+    graph, device = start.base.graph, start.request.device
     again = again_of(graph, device)
     worth = cache(lambda: (start.known or op_costs(graph, device)).per_second)
 
-    def at(way: Way) -> Variant:
+    def at(way: LoopChoice) -> Variant:
         charge, seconds = start.charge, start.seconds
         for plan in way:
             own_charge, own_seconds = again(plan)

@@ -25,7 +25,7 @@ SMALL: Final = 64 * KIB
 """Values up to which ops that share them need not stay together: a learning rate, a norm, a count of steps."""
 
 
-def prompt(graph: Graph, least: Bytes = 1) -> list[int] | None:
+def early_updates(graph: Graph, least: Bytes = 1) -> list[int] | None:
     """The ops, by id, in an order in which nothing large waits for what could be done with it; None: as they are.
 
     ``least``: bytes that have to be freed early, all in all, for another order.

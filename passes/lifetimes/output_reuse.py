@@ -19,7 +19,7 @@ from jaxtensile.passes.lifetimes.liveness import Liveness, LiveRange, taken_over
 from jaxtensile.units import Bytes
 
 
-def without_lodgers(graph: Graph, live: Liveness) -> Liveness:
+def reusing_outputs(graph: Graph, live: Liveness) -> Liveness:
     """The same buffers, but for those that are kept where results will be."""
     hosts = _own_memory(graph, live)
     if not hosts:

@@ -1,4 +1,4 @@
-"""Which ties keep XLA from putting off what frees memory?
+"""Which control dependencies keep XLA from putting off what frees memory?
 
 Of what could run next, XLA's list schedule prefers what frees the most at once, whatever comes of it. The product that
 reads a softmax last may have to transpose it first, which frees nothing, so it waits behind the kernel that makes the
@@ -6,17 +6,17 @@ gradient of the scores, which frees a little and makes the largest buffer of all
 large, over what it reads and what was computed from large buffers that go, has them go first.
 
 Measured on an H200 (jax 0.10.2): two plans of a Llama's step of 57 GB for 19,604 MB, its scores in float32, compile to
-20,158 and 20,117 MB, with ties to 19,605 and 19,593.
+20,158 and 20,117 MB, with them to 19,605 and 19,593.
 
 A sum over a gradient that only an update reads may be put off to the end, and all gradients with it; where bytes wait
 on the host, whoever reads the gradient last. So every barrier that there is waits for those sums as well (Mixer with
-12.9 GB on the host, planned at 870 MB: 6,849 MB without ties, 5,839 with those above, 974 with these; ResNet-50 without
+12.9 GB on the host, planned at 870 MB: 6,849 MB without any, 5,839 with those above, 974 with these; ResNet-50 without
 the host 3,733 and 3,448 of 3,182, U-Net 9,478 and 9,210 of 8,983).
 
 What XLA makes of an argument alone waits for nothing: convolutions want their weights transposed, and copies of all of
 them are there from the beginning, or from where the first barrier lets them be read. So a convolution reads its weights
 from behind a barrier with what else it reads (ResNet-50, batch 16, f32: a plan predicted at 600 MB compiles to 709 MB
-without, to 676 with these ties alone and to 666 with all).
+without, to 676 with these alone and to 666 with all).
 
 Invariant: nothing runs again but what fuses into its readers.
 """
@@ -42,11 +42,11 @@ _WEIGHT = 1 / 1000
 """Weights of this share."""
 
 
-def tied(program: Program) -> Program:
+def controlled(program: Program) -> Program:
     """The program with a barrier before what makes something large while others could still wait; the program as it is
     where there is none."""
     live = live_ranges(program.graph)
-    found = with_barriers(program, live.kernels, ties(program.graph, live))
+    found = with_barriers(program, live.kernels, dependencies(program.graph, live))
     return with_weights_late(found, int(_WEIGHT * live.temp))
 
 
@@ -72,7 +72,7 @@ def with_weights_late(program: Program, least: Bytes) -> Program:
     return Program(new, tuple(schedule.origin), tuple(schedule.version_of))
 
 
-def ties(graph: Graph, live: Liveness) -> dict[int, frozenset[int]]:
+def dependencies(graph: Graph, live: Liveness) -> dict[int, frozenset[int]]:
     """By op that makes something large: the buffers it reads, and what the ops made that read another large one last,
     since the large one before, without which it could run. By barrier: what it holds, and what they made since the
     barrier before; in programs with copies, what all made there that read something large and make nothing large.

@@ -10,9 +10,9 @@ from jax import lax
 
 import jaxtensile
 from jaxtensile.ir.plan import Program
-from jaxtensile.program import merge
-from jaxtensile.program.merge import merged
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program import cse as merge
+from jaxtensile.program.cse import cse
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import trace_jaxpr
 from programs import alike, squeezed
 
@@ -57,15 +57,15 @@ def count(traced, primitive="dot_general"):
 
 def test_a_network_called_again_is_computed_once():
     traced = trace(apart, W, X)
-    once = merged(traced)
+    once = cse(traced)
     assert count(once) == count(trace(together, W, X)) == count(traced) - 2 * len(W)
     assert once.graph.outputs and len(once.outputs) == len(traced.outputs)
 
 
 @pytest.mark.parametrize("fun", [apart, lambda w, x: residual(w, x[0, 0], x[1, 1])])
 def test_the_values_stay(fun):
-    once = merged(trace(fun, W, X))
-    evaluate = rewrite(once, Program.unchanged(once.graph))
+    once = cse(trace(fun, W, X))
+    evaluate = emit(once, Program.unchanged(once.graph))
     for ours, theirs in zip(evaluate(jax.tree.leaves((W, X))), jax.tree.leaves(fun(W, X)), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
@@ -85,7 +85,7 @@ def test_the_values_stay(fun):
 )
 def test_what_is_not_twice_stays_as_it_is(fun):
     traced = trace(fun, W, X)
-    assert merged(traced) is traced
+    assert cse(traced) is traced
 
 
 def test_what_has_effects_runs_as_often_as_before():
@@ -96,7 +96,7 @@ def test_what_has_effects_runs_as_often_as_before():
             jax.debug.callback(lambda y: seen.append(1), (x @ w[0]).sum())
         return x
 
-    once = merged(trace(fun, W, X))
+    once = cse(trace(fun, W, X))
     assert count(once) == 1 and count(once, "debug_callback") == 2
 
 
@@ -132,7 +132,7 @@ def test_checkpoints_stay_apart():
         return jax.value_and_grad(lambda w: (jax.checkpoint(network)(w, x) ** 2).mean())(w)
 
     traced = trace(fun, W, X)
-    assert merged(traced) is traced, "its recomputation is behind a barrier"
+    assert cse(traced) is traced, "its recomputation is behind a barrier"
 
 
 def test_plans_are_of_the_merged_program():

@@ -1,6 +1,6 @@
 """What can be exchanged in a plan that fits: keep what is dear to run again, drop what is cheap instead.
 
-Segments are chosen for the bytes at the turn and at their own recomputation, value by value nothing is
+Segments are chosen for the bytes at the boundary and at their own recomputation, value by value nothing is
 known there. Here single products are kept after all; where that is too much, those values make room that
 are live at the step that is over budget and cheap to make again per byte. Each exchange is laid out and
 measured, so nothing is believed.
@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from jaxtensile.ir.plan import Program
-from jaxtensile.passes.recompute.emit import Recomputation
-from jaxtensile.passes.recompute.stages import Mountain
+from jaxtensile.passes.recompute.clones import Recomputation
+from jaxtensile.passes.recompute.stages import Boundary
 from jaxtensile.units import Bytes, Seconds
 
 _TRIES, _WORTH = 8, 0.005
@@ -36,16 +36,16 @@ class Trial(Protocol):
 T = TypeVar("T", bound=Trial)
 
 
-def polish(
+def local_search(
     budget: Bytes,
     start: Program,
-    mountain: Mountain,
+    boundary: Boundary,
     recomputation: Recomputation,
     charge: Sequence[Seconds],
     measure: Callable[[frozenset[int]], T],
     best: T,
 ) -> T:
-    """The cheapest of ``best``, which fits, and what exchanges make of it. ``start``: the program around the turn."""
+    """The cheapest of ``best``, which fits, and what exchanges make of it. ``start``: the program that is planned."""
     graph = start.graph
     worth = _WORTH * sum(charge)
     tried: set[int] = set()
@@ -56,7 +56,7 @@ def polish(
             break
         tried.add(o)
         most = sum(charge[p] for p in again) - worth
-        new = {r for r in graph.ops[o].results if r not in mountain.always}
+        new = {r for r in graph.ops[o].results if r not in boundary.always}
         kept = best.kept | new
         for _ in range(_MEASURED):
             if sum(charge[p] for p in recomputation.ops(kept)) > most:

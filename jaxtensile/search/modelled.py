@@ -1,4 +1,4 @@
-"""What is known of a job's program before anything is planned: as it is, and once its state is on the host."""
+"""What is known of a request's program before anything is planned: as it is, and once its state is on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.state import choose
 from jaxtensile.search import variants as ways
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 from jaxtensile.units import Bytes
 from jaxtensile.xla.compilers import compiler_of
 
@@ -22,7 +22,7 @@ SURELY_OVER_WITH_LOOPS = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class Modelled:
     """A traced program, what the model says of it as it is, and once its state is on the host."""
 
     traced: Traced
@@ -30,44 +30,44 @@ class Subject:
     predicted: MemoryUse
     bound: Bound
 
-    def may_fit(self, job: Job) -> bool:
+    def may_fit(self, request: Request) -> bool:
         """Whether XLA is worth asking about it as it is."""
         loops = any(op.bodies for op in self.traced.graph.ops)
-        return self.predicted.device <= (SURELY_OVER_WITH_LOOPS if loops else SURELY_OVER) * job.budget
+        return self.predicted.device <= (SURELY_OVER_WITH_LOOPS if loops else SURELY_OVER) * request.budget
 
 
-def subject_of(job: Job, traced: Traced) -> Subject:
-    """The program of a job, measured by the model."""
-    placed, compiler = ways.streamed(job, traced), compiler_of(job.device)
+def modelled(request: Request, traced: Traced) -> Modelled:
+    """The program of a request, measured by the model."""
+    placed, compiler = ways.streamed(request, traced), compiler_of(request.device)
 
     def use(graph: Graph, host: Bytes = 0) -> MemoryUse:
         return live_ranges(compiler.as_written(graph), together=True).use(host=host)
 
     plain = use(traced.graph)
-    return Subject(
+    return Modelled(
         traced=traced,
         plain=plain,
-        predicted=plain if placed is traced else use(placed.graph, job.state_bytes),
-        bound=bound_of(job, placed),
+        predicted=plain if placed is traced else use(placed.graph, request.state_bytes),
+        bound=bound_of(request, placed),
     )
 
 
-def bound_of(job: Job, traced: Traced) -> Bound:
+def bound_of(request: Request, traced: Traced) -> Bound:
     """How few bytes the program needs at least; nothing is known where that fails."""
-    return job.faults.spared(
+    return request.faults.spared(
         "the lower bound",
-        lambda: lower_bound(traced.graph, traced.consts, bounded=job.device.backend.bounded),
+        lambda: lower_bound(traced.graph, traced.consts, bounded=request.device.backend.bounded),
         lambda: Bound(0, ()),
     )
 
 
-def with_state(job: Job, traced: Traced) -> tuple[Job, tuple[str, ...]]:
-    """The job with the arguments that may wait on the host between calls there, and what to say of the others."""
-    if job.place is None:
-        return job, ()
-    if job.shards > 1:
-        return job, ("offload_state: arguments that are sharded over several devices stay there",)
-    state, stay = choose(traced, op_costs(traced.graph, job.device).charge, job.names, job.state_budget)
+def with_state(request: Request, traced: Traced) -> tuple[Request, tuple[str, ...]]:
+    """The request with the arguments that may wait on the host between calls there, and what to say of the others."""
+    if request.place is None:
+        return request, ()
+    if request.shards > 1:
+        return request, ("offload_state: arguments that are sharded over several devices stay there",)
+    state, stay = choose(traced, op_costs(traced.graph, request.device).charge, request.names, request.state_budget)
     notes: list[str] = []
     if stay:
         notes.append(
@@ -76,4 +76,4 @@ def with_state(job: Job, traced: Traced) -> tuple[Job, tuple[str, ...]]:
         )
     elif not state:
         notes.append("offload_state: no donated argument of 1 MiB or more is needed by the update alone")
-    return job.with_state(state), tuple(notes)
+    return request.with_state(state), tuple(notes)

@@ -26,7 +26,7 @@ from jaxtensile.report.report import Report
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.parts import Chunks, why_not_in_parts
-from jaxtensile.search.request import Evaluate, Fitted, Job
+from jaxtensile.search.request import Evaluate, Fitted, Request
 from jaxtensile.search.variants import Variant, step_time
 from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
 from jaxtensile.xla.compile import Compiled, compile_program
@@ -53,7 +53,7 @@ class Made:
     choice: int = 0
 
 
-def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:
+def cannot(request: Request, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:
     """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
     traced = candidates.written.traced
     values = traced.graph.values
@@ -69,30 +69,30 @@ def cannot(job: Job, candidates: Candidates, bound: Bound, best: Made | None) ->
         culprits = tuple(
             Culprit(primitive=graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
         ) or _at_the_peak(variant, plan)
-    needs = max(needs, job.budget + 1)
-    if job.budget < fixed:
+    needs = max(needs, request.budget + 1)
+    if request.budget < fixed:
         because = f"the arguments alone are {format_bytes(fixed)}"
-    elif job.budget < bound.nbytes:
+    elif request.budget < bound.nbytes:
         because = f"no plan can need less than {format_bytes(bound.nbytes)}, for {', '.join(map(str, culprits[:1]))}"
     else:
         least = ", ".join(map(str, culprits)) or "nothing lives but arguments and results"
         because = f"at the peak of the smallest plan, {least}"
     found = "reachable" if not about and needs <= bound.nbytes else "found"
-    smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {job.name}"
-    other = ", or plan with solver='auto'" if job.solver == "chain" else ""
+    smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {request.name}"
+    other = ", or plan with solver='auto'" if request.solver == "chain" else ""
     ways = ["raise the budget"]
-    if not job.chunk and job.shards == 1 and Chunks(candidates.written).helps:
+    if not request.chunk and request.shards == 1 and Chunks(candidates.written).helps:
         ways.append("work on the batch in parts (chunk=True)")
     ways.append("shrink the batch")
-    if not any(job.donated):
+    if not any(request.donated):
         ways.append("donate the arguments that are updated")
-    no_parts = why_not_in_parts(job, traced)
+    no_parts = why_not_in_parts(request, traced)
     return BudgetError(
-        f"budget {format_bytes(job.budget)} is below {smallest}: {because}; "
-        f"{', '.join(ways)}, or shard the program{other}{_unit_left_out(job.budget, needs)}"
+        f"budget {format_bytes(request.budget)} is below {smallest}: {because}; "
+        f"{', '.join(ways)}, or shard the program{other}{_unit_left_out(request.budget, needs)}"
         f"{no_parts and f' ({no_parts})'}",
         needs=needs,
-        has=job.budget,
+        has=request.budget,
         culprits=culprits,
     )
 
@@ -104,15 +104,15 @@ def _unit_left_out(budget: Bytes, needs: Bytes) -> str:
 
 
 def unplanned(
-    job: Job, notes: tuple[str, ...], use: MemoryUse | None = None, seconds: Mapping[str, Seconds] | None = None
+    request: Request, notes: tuple[str, ...], use: MemoryUse | None = None, seconds: Mapping[str, Seconds] | None = None
 ) -> Report:
     """What is told of a program of which no more is known than ``use``, what XLA allocates for it; not even that
     without."""
     unknown = MemoryUse(argument=0, output=0, temp=0, alias=0) if use is None else use
     return Report(
-        name=job.name,
-        target=job.device.name,
-        budget=job.budget,
+        name=request.name,
+        target=request.device.name,
+        budget=request.budget,
         baseline=unknown,
         predicted=unknown,
         compiled=unknown,
@@ -148,14 +148,14 @@ def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, 
     return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in held.most_common(most))
 
 
-def without_plan(job: Job, error: Exception | None = None) -> Fitted:
-    """The program as it was written, for a job whose planning failed by ``error``; ``PlanningError`` where it does not
-    fit."""
-    plain = compile_program(lambda options: job.make(None, options), job.args, job.kwargs, job.options)
-    if plain.memory is None or plain.device > job.budget:
-        raise too_large(job.name, error, plain, job.budget) from error
-    notes = ("planning failed by a fault of jaxtensile: the program runs as it was written", *job.faults.notes())
-    found = unplanned(job, (*plain.notes, *notes), plain.memory, {"XLA": plain.seconds})
+def without_plan(request: Request, error: Exception | None = None) -> Fitted:
+    """The program as it was written, for a request whose planning failed by ``error``; ``PlanningError`` where it does
+    not fit."""
+    plain = compile_program(lambda options: request.make(None, options), request.args, request.kwargs, request.options)
+    if plain.memory is None or plain.device > request.budget:
+        raise too_large(request.name, error, plain, request.budget) from error
+    notes = ("planning failed by a fault of jaxtensile: the program runs as it was written", *request.faults.notes())
+    found = unplanned(request, (*plain.notes, *notes), plain.memory, {"XLA": plain.seconds})
     return Fitted(jitted=plain.jitted, evaluate=None, options=plain.options, report=found)
 
 
@@ -174,7 +174,7 @@ def too_large(name: str, error: Exception | None, plain: Compiled, budget: Bytes
 
 
 def report(
-    job: Job,
+    request: Request,
     traced: Traced,
     made: Made | None,
     predicted: MemoryUse,
@@ -189,22 +189,22 @@ def report(
     notes = [*(plain.notes if plain is not None else ()), *compiled.notes]
     if plain is not None and plain.refusal:
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
-    if job.shards > 1:
-        notes.append(f"arguments are sharded over {job.shards} devices; bytes are per device")
-    if rates := sorted(job.device.measured - {"capacity"}):
-        notes.append(f"times from rates measured on {job.device.kinds[0]}: {', '.join(rates)}")
-    if job.host_budget and not job.device.backend.offloads:
-        notes.append(f"host_budget= has no effect on a {job.device.platform.upper()}: its memory is the host's")
+    if request.shards > 1:
+        notes.append(f"arguments are sharded over {request.shards} devices; bytes are per device")
+    if rates := sorted(request.device.measured - {"capacity"}):
+        notes.append(f"times from rates measured on {request.device.kinds[0]}: {', '.join(rates)}")
+    if request.host_budget and not request.device.backend.offloads:
+        notes.append(f"host_budget= has no effect on a {request.device.platform.upper()}: its memory is the host's")
     notes += _left_alone(traced)
     again = compiled.again
-    costs = op_costs(traced.graph, job.device)
+    costs = op_costs(traced.graph, request.device)
     step = sum(costs.seconds)
     sites = _sites(traced, costs.seconds)
     plain_track = _track(Program.unchanged(traced.graph), sites)
     common = {
-        "name": job.name,
-        "target": job.device.name,
-        "budget": job.budget,
+        "name": request.name,
+        "target": request.device.name,
+        "budget": request.budget,
         "baseline": plain.memory if plain is not None and plain.memory is not None else predicted,
         "compiled": compiled.memory,
         "xla": again,
@@ -212,7 +212,7 @@ def report(
         "flops": traced.graph.flops,
         "rounds": rounds,
         "unknown_primitives": unknown_primitives(traced.graph),
-        "settings": job.settings,
+        "settings": request.settings,
         "seconds": seconds,
     }
     if made is None or made.choice == BY_XLA:
@@ -243,12 +243,12 @@ def report(
         ratio = flops / traced.graph.flops if traced.graph.flops else 1.0
         notes.insert(0, f"jax.checkpoint undone: {count}matrix FLOPs x {ratio:.3f} of the program as written")
         kept = new
-    if job.may_stack_on_host and find_pairs(variant.base.graph) and job.loop_link is None:
+    if request.may_stack_on_host and find_pairs(variant.base.graph) and request.loop_link is None:
         notes.append("loops stack nothing in host memory: a test loop on this device did not get its values back")
     notes[:0] = [said for taken in reversed(variant.taken) if (said := taken.rewrite.describe(taken.sites))]
-    if variant.parts == 1 and (why := why_not_in_parts(job, traced)):
+    if variant.parts == 1 and (why := why_not_in_parts(request, traced)):
         notes.append(why)
-    if job.state and not job.device.backend.own_memory:
+    if request.state and not request.device.backend.own_memory:
         notes.append("a CPU has one memory: what waits in pinned host memory is counted as device bytes")
     overhead = plan.overhead + variant.seconds + again.seconds
     if variant.traced is not traced:
@@ -262,7 +262,7 @@ def report(
         recompute_flops=flops - traced.graph.flops,
         offload_bytes=plan.offload_bytes,
         wait=plan.wait + sum(loop.wait for loop in variant.loops),
-        state=job.state,
+        state=request.state,
         overhead=overhead,
         overhead_ratio=overhead / step if step else 0.0,
         stages=_stages(variant, plan),

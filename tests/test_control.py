@@ -12,11 +12,11 @@ from graphs import Builder, graphs, train_steps
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Problem, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.order.ties import tied, with_weights_late
+from jaxtensile.passes.order.control import controlled, with_weights_late
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.passes.verify.check import check
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.xla.target import compiler_options
 from ordered import barriers, same_kernels
@@ -30,7 +30,7 @@ QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 @given(graphs())
 def test_it_computes_what_the_program_computes(graph):
     before = Program.unchanged(graph)
-    program = tied(before)
+    program = controlled(before)
     check(graph, program)
     same_kernels(before, program)
 
@@ -42,7 +42,7 @@ def test_plans_are_tied_too(graph):
     solve = prepare(Problem(graph=graph, costs=op_costs(graph, profile("nvidia-h200")), budget=live.device))
     for share in (0.6, 0.0):
         plan = solve(live.device - live.temp + int(share * live.temp))
-        program = tied(plan.program)
+        program = controlled(plan.program)
         check(graph, program)
         same_kernels(plan.program, program)
 
@@ -60,7 +60,7 @@ def attention(waits):
 def test_what_reads_a_large_buffer_last_comes_before_the_next_large_one():
     graph, first, last = attention(waits=False)
     before = Program.unchanged(graph)
-    program = tied(before)
+    program = controlled(before)
     (tie,) = barriers(before, program)
     assert {program.version_of[v] for v in tie.operands} == {first, last}
     behind = [op for op in program.graph.ops[tie.id :] if op.primitive == "dot_general"]
@@ -69,7 +69,7 @@ def test_what_reads_a_large_buffer_last_comes_before_the_next_large_one():
 
 def test_what_waits_by_itself_is_not_tied():
     program = Program.unchanged(attention(waits=True)[0])
-    assert tied(program) is program
+    assert controlled(program) is program
 
 
 def sums(copied):
@@ -88,7 +88,7 @@ def sums(copied):
 def test_a_sum_that_only_an_update_reads_comes_before_the_next_barrier_of_copies(copied):
     graph, total = sums(copied)
     before = Program.unchanged(graph)
-    program = tied(before)
+    program = controlled(before)
     check(graph, program)
     added = barriers(before, program)
     assert [total in (program.version_of[v] for v in tie.operands) for tie in added] == [True] * copied
@@ -137,9 +137,9 @@ def test_xla_puts_nothing_off_behind_the_gradient_of_the_scores(tmp_path):
     options = compiler_options("nvidia-h200") | machine.kernel_cache(tmp_path / "kernels")
 
     def needed(program):
-        evaluate = rewrite(traced, program)
+        evaluate = emit(traced, program)
         compiled = jax.jit(lambda *flat: evaluate(flat), compiler_options=options).lower(*args).compile()
         return compiled.memory_analysis().temp_size_in_bytes
 
-    ours, loose = needed(tied(plan.program)), needed(plan.program)
+    ours, loose = needed(controlled(plan.program)), needed(plan.program)
     assert ours < loose - 20_000_000

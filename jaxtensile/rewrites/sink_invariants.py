@@ -2,7 +2,7 @@
 
 What a loop reads as constants is there until it ends: the residuals of a linearised network, say, which every
 iteration of conjugate gradients goes through. Made in the loop, from what is there anyway, they are part of a body that
-climbs and descends like any other, and that can be planned.
+has a forward and a backward part like any other, and that can be planned.
 
 Invariant: every iteration sees the same values; nothing that is pinned, and no other loop, is done more often.
 """
@@ -34,7 +34,7 @@ class Moved:
     given: tuple[int, ...]
 
 
-def find_moved(graph: Graph, least: Bytes) -> dict[int, Moved]:
+def find_invariants(graph: Graph, least: Bytes) -> dict[int, Moved]:
     """Loop → what makes those of its constants that have ``least`` bytes or more and that nobody reads behind it."""
     read_by, made, final = consumers(graph), producers(graph), set(graph.outputs)
     found: dict[int, Moved] = {}
@@ -90,7 +90,7 @@ def _made_from(
     return ops, given
 
 
-def move_inward(traced: Traced, closed: Any, moved: dict[int, Moved]) -> Any:
+def sink_invariants(traced: Traced, closed: Any, moved: dict[int, Moved]) -> Any:
     """The closed jaxpr of ``traced`` (of ``closed``) with loops that make themselves what ``moved`` says."""
     new = {o: partial(_loop, traced, o, own) for o, own in moved.items()}
     return exchanged(traced, closed, new)
@@ -173,20 +173,20 @@ def _run(traced: Traced, ops: Iterable[int], env: dict[int, Any]) -> None:
 
 def _find(start: Start) -> list[tuple[tuple[int, Moved], ...]]:
     # What counts is large beside what is left once the loops stack as little as they can.
-    moved = find_moved(start.base.graph, max(int(LARGE * fewest_stacks(start).temp) // 4, 1))
+    moved = find_invariants(start.base.graph, max(int(LARGE * fewest_stacks(start).temp) // 4, 1))
     return [tuple(moved.items())] if moved else []
 
 
 def _apply(start: Start, moved: tuple[tuple[int, Moved], ...]) -> Traced | None:
     def change() -> Any:
-        jaxpr = move_inward(start.base, start.job.jaxpr, dict(moved))
+        jaxpr = sink_invariants(start.base, start.request.jaxpr, dict(moved))
         return without_loops_between(trace_jaxpr(jaxpr), jaxpr)
 
     return changed(start, change)
 
 
-INWARD = Rewrite(
-    key="inward",
+SINK_INVARIANTS = Rewrite(
+    key="sink_invariants",
     title="the making of loop constants inside loops",
     form=tuple[tuple[int, Moved], ...],
     find=_find,

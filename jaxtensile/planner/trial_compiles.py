@@ -1,4 +1,4 @@
-"""What has been compiled of a job, and what XLA said of it: each program once, each under the clock."""
+"""What has been compiled of a request, and what XLA said of it: each program once, each under the clock."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import jax
 from jaxtensile import faults
 from jaxtensile.ir.plan import Plan, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.order.apart import apart
-from jaxtensile.passes.order.ties import tied
+from jaxtensile.passes.order.control import controlled
+from jaxtensile.passes.order.own_copies import with_own_copies
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.verify.check import check
-from jaxtensile.planner.outcome import BY_XLA, Evaluate, Made
-from jaxtensile.program.rewrite import rewrite
-from jaxtensile.search.request import Job
+from jaxtensile.planner.build_report import BY_XLA, Evaluate, Made
+from jaxtensile.program.emit import emit
+from jaxtensile.search.request import Request
 from jaxtensile.search.variants import Variant, program_key
 from jaxtensile.units import Bytes
 from jaxtensile.xla.compile import (
@@ -41,7 +41,8 @@ Watch = Callable[[str], None]
 SMALL = 0.5 * RECOMPUTES
 """Programs that the model gives no more than this share of the device are far from what makes XLA:GPU recompute."""
 NARROWLY = 1.05
-"""Plans with bytes on the host that miss the budget by no more than this are compiled without ties as well."""
+"""Plans with bytes on the host that miss the budget by no more than this are compiled without control dependencies as
+well."""
 
 
 def nothing(_: str) -> None:
@@ -71,49 +72,50 @@ class Clock:
 
 
 class _Way(NamedTuple):
-    """Compiler options, whether the program is ``tied``, and whether the compiler is ``told`` what the plan needs."""
+    """Compiler options, whether control dependencies are put in, and whether the compiler is ``told`` what
+    the plan needs."""
 
     options: Options
-    tied: bool
+    controlled: bool
     told: bool
 
     @property
     def strict(self) -> bool:
         """Whether the compiler has less of a choice than otherwise: in fewer bytes, as a rule, and at a price."""
-        return self.tied or self.told
+        return self.controlled or self.told
 
 
-class Attempts:
-    """Programs of one job, which as it is needs ``predicted`` bytes, compiled. XLA:GPU recomputes nothing by itself but
-    in ``by_xla``, so that plans are compared by work that is known."""
+class TrialCompiles:
+    """Programs of one request, which as it is needs ``predicted`` bytes, compiled. XLA:GPU recomputes nothing by itself
+    but in ``by_xla``, so that plans are compared by work that is known."""
 
-    def __init__(self, job: Job, clock: Clock, predicted: Bytes) -> None:
-        self.job, self.clock = job, clock
-        self._options = not_recomputing(job.device.backend, job.options)
-        self._small = predicted <= SMALL * job.device.capacity
+    def __init__(self, request: Request, clock: Clock, predicted: Bytes) -> None:
+        self.request, self.clock = request, clock
+        self._options = not_recomputing(request.device.backend, request.options)
+        self._small = predicted <= SMALL * request.device.capacity
         self.plain: Compiled | None = None
         """The user's own function."""
         self._as_it_is: dict[bool, Compiled] = {}
         """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
-        backend = job.device.backend
+        backend = request.device.backend
         ties = (False, True) if backend.heeds_barriers else (False,)
-        told = (False, True) if backend.takes_all and job.shards == 1 else (False,)
+        told = (False, True) if backend.takes_all and request.shards == 1 else (False,)
         options = planned_options(backend, self._options)
         self._ways = [_Way(o, tie, tell) for o in options for tie in ties for tell in told]
         self._missed: dict[tuple[int, int], Made] = {}
         """Planned programs that do not fit, by their keys and ways, without what runs them."""
         self._learned: dict[bool, list[_Way]] = {}
         """For planned programs with and without bytes on the host, those ways first that did best so far; of two that
-        differ in ties, the better one alone without, and what ties first with."""
+        differ in control dependencies, the better one alone without, and what has them first with."""
 
     def own(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
         """The user's own function, compiled once."""
         if self.plain is None:
-            job = self.job
+            request = self.request
             # With other options than the user's the function is traced again.
-            options = job.options if self._small else self._options
+            options = request.options if self._small else self._options
             with self.clock("compile plain"), faults.of_the_user(meanwhile) as ahead:
-                self.plain = self._compiled(None, job.args, job.kwargs, options, ahead)
+                self.plain = self._compiled(None, request.args, request.kwargs, options, ahead)
         return self.plain
 
     def _compiled(
@@ -124,24 +126,26 @@ class Attempts:
         options: Options,
         meanwhile: Callable[[], object] | None = None,
     ) -> Compiled:
-        job = self.job
-        counts = job.device if job.device.backend.takes_all else None
-        return compile_program(lambda o: job.make(evaluate, o), args, kwargs, options, meanwhile, counts)
+        request = self.request
+        counts = request.device if request.device.backend.takes_all else None
+        return compile_program(lambda o: request.make(evaluate, o), args, kwargs, options, meanwhile, counts)
 
     def by_xla(self, variant: Variant) -> Made | None:
         """The user's own function in which XLA:GPU recomputes what it must; None where it may not, or does not fit."""
-        job = self.job
+        request = self.request
         if (
-            not job.device.backend.recomputes
-            or job.shards > 1
-            or job.state
-            or REMATERIALIZATION in disabled(job.options)
+            not request.device.backend.recomputes
+            or request.shards > 1
+            or request.state
+            or REMATERIALIZATION in disabled(request.options)
         ):
             return None
-        options = recomputing(job.options, job.device.capacity, job.budget)
+        options = recomputing(request.options, request.device.capacity, request.budget)
         with self.clock("compile plain with XLA's recomputation"):
-            made = compile_program(lambda o: job.make(None, o), job.args, job.kwargs, options, None, job.device)
-        if made.device > job.budget:
+            made = compile_program(
+                lambda o: request.make(None, o), request.args, request.kwargs, options, None, request.device
+            )
+        if made.device > request.budget:
             return None
         return Made(compiled=made, variant=variant, plan=_unchanged(variant, "XLA"), evaluate=None, choice=BY_XLA)
 
@@ -151,17 +155,17 @@ class Attempts:
 
     def unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
         """The program with its state on the host, or without checkpoints, and with nothing else changed."""
-        with self.job.faults.of(variant.blamed):
+        with self.request.faults.of(variant.blamed):
             return self._unplanned(variant, meanwhile)
 
     def _unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None) -> Made:
-        job = self.job
+        request = self.request
         plan, options = _unchanged(variant), self._options
-        evaluate = rewrite(variant.traced, plan.program)
-        args, kwargs = job.arguments()
-        if job.state and job.device.backend.takes_all:
+        evaluate = emit(variant.traced, plan.program)
+        args, kwargs = request.arguments()
+        if request.state and request.device.backend.takes_all:
             # What waits on the host comes in as early as there is room for it.
-            options = within(options, job.device.capacity - max(job.budget, plan.predicted.device))
+            options = within(options, request.device.capacity - max(request.budget, plan.predicted.device))
         with self.clock("compile undone" if variant.undone is not None else "compile streamed"):
             compiled = self._compiled(evaluate, args, kwargs, options, meanwhile)
         self._as_it_is[variant.undone is not None] = compiled
@@ -169,14 +173,14 @@ class Attempts:
 
     def as_it_is(self, variant: Variant, plan: Plan) -> Made:
         """The variant's program with nothing recomputed."""
-        if self.job.state:
+        if self.request.state:
             return self.unplanned(variant)
         return Made(compiled=self.own(), variant=variant, plan=plan, evaluate=None)
 
     def known(self, variant: Variant) -> Compiled | None:
         """What XLA said of the variant's program with nothing recomputed, if it was asked."""
         undone = variant.undone is not None
-        return self._as_it_is.get(undone) if undone or self.job.state else self.plain
+        return self._as_it_is.get(undone) if undone or self.request.state else self.plain
 
     def merged(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
         """The program without its checkpoints, where XLA makes it of the user's own function by itself."""
@@ -188,12 +192,12 @@ class Attempts:
         XLA compiles.
 
         Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. So is whether a
-        GPU's needs ties to, and a TPU's to be told, except that where bytes wait on the host a plan far over the budget
-        with that is not compiled without, and that what does not fit a TPU at all is not tried again. ``learned``: both
-        that and what other plans taught; else every way counts. None for copies that XLA does not compile: some
-        programs with them it refuses.
+        GPU's needs control dependencies to, and a TPU's to be told, except that where bytes wait on the host a plan far
+        over the budget with that is not compiled without, and that what does not fit a TPU at all is not tried again.
+        ``learned``: both that and what other plans taught; else every way counts. None for copies that XLA does not
+        compile: some programs with them it refuses.
         """
-        with self.job.faults.of(variant.blamed):
+        with self.request.faults.of(variant.blamed):
             return self._planned(variant, plan, once, learned)
 
     def _planned(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made | None:
@@ -203,7 +207,7 @@ class Attempts:
             with self.clock("compile planned"):
                 return self._best_way(variant, plan, once, learned)
         except jax.errors.JaxRuntimeError:
-            if plan.offload_bytes <= self.job.state_bytes:
+            if plan.offload_bytes <= self.request.state_bytes:
                 raise
             return None
 
@@ -223,25 +227,25 @@ class Attempts:
             return None
 
     def _best_way(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made:
-        # With bytes on the host ties help up to much more than the little that they cost; without, where a plan misses.
-        # So it is with telling a compiler that takes what room there is.
+        # With bytes on the host control dependencies help up to much more than the little that they cost; without,
+        # where a plan misses. So it is with telling a compiler that takes what room there is.
         copies = plan.offload_bytes > 0
         ways = sorted(self._ways, key=lambda way: way.strict is not copies)
         order = self._learned.get(copies, ways) if learned and not once else ways
-        job, heeds = self.job, self.job.device.backend.heeds_barriers
-        args, kwargs = job.arguments()
+        request, heeds = self.request, self.request.device.backend.heeds_barriers
+        args, kwargs = request.arguments()
 
         @cache
         def program_of(tie: bool) -> Program:
-            program = apart(plan.program) if heeds else plan.program
-            return tied(program) if tie else program
+            program = with_own_copies(plan.program) if heeds else plan.program
+            return controlled(program) if tie else program
 
         @cache
         def evaluate_of(program: Program) -> Evaluate:
             if program is not plan.program:
                 check(variant.problem.graph, program)
-            stacked = job.device.backend.places_copies
-            return rewrite(variant.traced, program, apart=heeds and job.shards == 1, stacked=stacked)
+            stacked = request.device.backend.places_copies
+            return emit(variant.traced, program, apart=heeds and request.shards == 1, stacked=stacked)
 
         key = program_key(variant, plan)
         tried: list[tuple[_Way, Made]] = []
@@ -253,16 +257,18 @@ class Attempts:
                 break
             if any(w.told is not way.told and m.compiled.memory is None for w, m in tried):
                 continue  # a compiler that runs out of memory has spared what it could, and another try takes minutes
-            choice, program = self._ways.index(way), program_of(way.tied)
+            choice, program = self._ways.index(way), program_of(way.controlled)
             if (key, choice) in self._missed:
                 tried.append((way, self._missed[key, choice]))
                 continue
-            if any((w.options, w.told) == (way.options, way.told) and program_of(w.tied) is program for w, _ in tried):
+            if any(
+                (w.options, w.told) == (way.options, way.told) and program_of(w.controlled) is program for w, _ in tried
+            ):
                 continue
             evaluate = evaluate_of(program)
             options = way.options
             if way.told:
-                options = within(options, job.device.capacity - plan.predicted.device)
+                options = within(options, request.device.capacity - plan.predicted.device)
             try:
                 compiled = self._compiled(evaluate, args, kwargs, options)
             except jax.errors.JaxRuntimeError as error:
@@ -270,29 +276,29 @@ class Attempts:
                 continue
             made = Made(compiled=compiled, variant=variant, plan=plan, evaluate=evaluate, choice=choice)
             tried.append((way, made))
-            if compiled.device <= job.budget:
+            if compiled.device <= request.budget:
                 break
             self._missed[key, choice] = replace(made, compiled=replace(compiled, jitted=None))
         if refused is not None and not tried:
             raise refused
         tried.sort(key=lambda t: t[1].compiled.device)
         done = [way for way, _ in tried]
-        differ = len({way.tied for way in done}) > 1
+        differ = len({way.controlled for way in done}) > 1
         if not once and not (copies and heeds):
             self._learned[copies] = done[:1] if differ else [*done, *(way for way in order if way not in done)]
         return tried[0][1]
 
     def _is_far(self, made: Made) -> bool:
-        """Whether a program is over the budget by more than ties could cost it."""
-        return made.compiled.memory is not None and made.compiled.device > NARROWLY * self.job.budget
+        """Whether a program is over the budget by more than control dependencies could cost it."""
+        return made.compiled.memory is not None and made.compiled.device > NARROWLY * self.request.budget
 
     def misplaced(self, made: Made) -> bool:
         """Whether the compiler dropped every copy of a plan with copies, or holds more on the host than is allowed:
         what is left is no plan."""
-        memory, there = made.compiled.memory, self.job.state_bytes
+        memory, there = made.compiled.memory, self.request.state_bytes
         if made.plan.offload_bytes <= there or memory is None:
             return False
-        return not there < memory.host <= there + self.job.host_budget
+        return not there < memory.host <= there + self.request.host_budget
 
 
 def _unchanged(variant: Variant, solver: str = "none") -> Plan:

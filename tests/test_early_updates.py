@@ -12,18 +12,18 @@ from graphs import Builder, graphs
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.ir import producers
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.order.prompt import prompt
+from jaxtensile.passes.order.early_updates import early_updates
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.passes.verify.check import check
-from jaxtensile.program.merge import rebuilt
-from jaxtensile.program.rewrite import rewrite
+from jaxtensile.program.cse import rebuilt
+from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import trace_jaxpr
-from jaxtensile.rewrites.early_updates import PROMPT
+from jaxtensile.rewrites.early_updates import EARLY_UPDATES
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.recipe import recipe_of, replay
 from jaxtensile.search.registry import ways
-from jaxtensile.search.request import Job
+from jaxtensile.search.request import Request
 from jaxtensile.search.variants import written
 
 LAYERS, WIDTH, BATCH = 6, 1024, 2048
@@ -54,7 +54,7 @@ def places(graph, order):
 
 def test_each_update_stands_behind_its_own_gradient():
     graph, gradients = backward(lambda b, w, g: b.op("sub", w, b.op("mul", g, g)))
-    order = prompt(graph)
+    order = early_updates(graph)
     at = places(graph, order)
     for update, gradient, following in zip(graph.outputs, gradients, [*gradients[1:], None], strict=True):
         assert at(gradient) < at(update)
@@ -79,7 +79,7 @@ def test_it_needs_fewer_bytes_by_the_gradients_that_waited():
 
     graph, gradients = backward(plain, layers=5)
     size = graph.values[gradients[0]].nbytes
-    before, after = (profile_of(graph, o) for o in (range(len(graph.ops)), prompt(graph)))
+    before, after = (profile_of(graph, o) for o in (range(len(graph.ops)), early_updates(graph)))
     assert (before, after) == (6 * size, 2 * size)
 
 
@@ -93,7 +93,7 @@ def test_what_all_updates_read_is_made_first_however_late_it_was_written():
         return b.op("sub", w, b.op("mul", g, b.op("broadcast_in_dim", scale[0], shape=(256, 256))))
 
     graph, gradients = backward(update)
-    at = places(graph, prompt(graph))
+    at = places(graph, early_updates(graph))
     assert at(scale[0]) == 0 and at(graph.outputs[0]) < at(gradients[1])
 
 
@@ -104,7 +104,7 @@ def test_a_norm_of_all_gradients_keeps_their_updates_where_they_are():
     norms = [b.op("reduce_sum", g, shape=()) for g in gradients]
     norm = b.op("add", b.op("add", norms[0], norms[1]), norms[2])
     out = [b.op("sub", w, b.op("div", g, norm)) for w, g in zip(weights, gradients, strict=True)]
-    order = prompt(b.graph(*out, donated=weights), least=b.values[gradients[0]].nbytes)
+    order = early_updates(b.graph(*out, donated=weights), least=b.values[gradients[0]].nbytes)
     assert order is None
 
 
@@ -117,13 +117,13 @@ def test_a_norm_of_each_gradient_moves_with_its_update():
         return b.op("sub", w, b.op("div", turned, b.op("broadcast_in_dim", norm, shape=(256, 256))))
 
     graph, gradients = backward(update)
-    at = places(graph, prompt(graph))
+    at = places(graph, early_updates(graph))
     assert at(gradients[0]) < at(graph.outputs[0]) < at(gradients[1]) < at(graph.outputs[1]) < at(gradients[2])
 
 
 def test_an_update_waits_for_all_that_read_the_weight_it_takes_over():
     graph, gradients = backward(lambda b, w, g: b.op("sub", w, g), last=lambda b, x: x, early=False)
-    at = places(graph, prompt(graph))
+    at = places(graph, early_updates(graph))
     last_reader = graph.outputs[-1]
     assert at(graph.outputs[0]) > at(last_reader), "the last product reads the first weight"
     assert at(graph.outputs[1]) < at(gradients[2])
@@ -133,12 +133,12 @@ def test_what_is_freed_has_to_be_worth_it():
     """The last update stands behind its gradient already."""
     graph, gradients = backward(lambda b, w, g: b.op("sub", w, g))
     freed = 2 * graph.values[gradients[0]].nbytes
-    assert prompt(graph, least=freed) is not None and prompt(graph, least=freed + 1) is None
+    assert early_updates(graph, least=freed) is not None and early_updates(graph, least=freed + 1) is None
 
 
 @given(graphs())
 def test_any_order_is_one_in_which_the_graph_can_run(graph):
-    order = prompt(graph, least=0)
+    order = early_updates(graph, least=0)
     if order is None:
         return
     assert sorted(order) == list(range(len(graph.ops)))
@@ -172,8 +172,8 @@ def arguments(width=WIDTH, batch=BATCH, make=jax.ShapeDtypeStruct):
     return params, state, x, x
 
 
-def prompted(start):
-    return next(iter(ways(start, PROMPT)), None)
+def moved(start):
+    return next(iter(ways(start, EARLY_UPDATES)), None)
 
 
 def opened(width=WIDTH, batch=BATCH, **fields):
@@ -182,7 +182,7 @@ def opened(width=WIDTH, batch=BATCH, **fields):
     traced = jax.jit(step, donate_argnums=(0, 1)).trace(*args)
     flags = [False] * len(jax.tree.leaves(args))
     flags[: len(jax.tree.leaves(args[:2]))] = [True] * len(jax.tree.leaves(args[:2]))
-    work = Job(
+    work = Request(
         **{
             "name": "step",
             "jaxpr": traced.jaxpr,
@@ -203,31 +203,31 @@ def opened(width=WIDTH, batch=BATCH, **fields):
 
 def test_adam_without_a_norm_is_planned_without_all_gradients_at_once():
     start = opened()
-    lower = prompted(start)
-    assert lower.has(PROMPT) and lower.as_it_is and lower.charge == pytest.approx(0.0, abs=1e-12)
+    lower = moved(start)
+    assert lower.has(EARLY_UPDATES) and lower.as_it_is and lower.charge == pytest.approx(0.0, abs=1e-12)
     assert sorted(map(repr, lower.base.graph.values)) == sorted(map(repr, start.base.graph.values))
     gradients = LAYERS * WIDTH * WIDTH * 4
     before, after = (v.solve(0).predicted.device for v in (start, lower))
     assert after < before - 0.4 * gradients
     found = Candidates(start)
-    assert found.prompt and found.cheapest(0)[1].predicted.device < before - 0.4 * gradients
-    (unprompted,) = found.unprompted()
-    assert not unprompted.prompt and unprompted.cheapest(0)[1].predicted.device == before
-    found.forget_prompt()
-    assert not found.prompt and not found.unprompted() and found.cheapest(0)[1].predicted.device == before
+    assert found.early and found.cheapest(0)[1].predicted.device < before - 0.4 * gradients
+    (without,) = found.without_early_updates()
+    assert not without.early and without.cheapest(0)[1].predicted.device == before
+    found.forget_early_updates()
+    assert not found.early and not found.without_early_updates() and found.cheapest(0)[1].predicted.device == before
 
 
 def test_the_order_is_kept_in_recipes():
     start = opened()
-    variant, plan = Candidates(start).cheapest(prompted(start).solve(0).predicted.device)
-    assert variant.has(PROMPT)
+    variant, plan = Candidates(start).cheapest(moved(start).solve(0).predicted.device)
+    assert variant.has(EARLY_UPDATES)
     again, same = replay(recipe_of(variant, plan), start)
-    assert again.has(PROMPT) and same == plan
+    assert again.has(EARLY_UPDATES) and same == plan
 
 
 def test_updates_that_wait_for_state_from_the_host_stay():
     start = opened()
-    assert prompted(start) is not None
+    assert moved(start) is not None
     state = jaxtensile.jit(step, budget="200MB", target="nvidia-h200", donate_argnums=(0, 1), offload_state=True)
     report = state.plan(*arguments())
     assert report.fits and report.compiled.host > 0
@@ -249,24 +249,24 @@ def test_values_are_those_of_the_plain_step():
     params, state, x, y = arguments(64, 512, lambda shape, dtype: jax.random.normal(next(keys), shape, dtype) / 8)
     flat = jax.tree.leaves((params, state, x, y))
     start = opened(64, 512)
-    lower = prompted(start)
+    lower = moved(start)
     plan = lower.solve(0)
-    assert lower.has(PROMPT)
+    assert lower.has(EARLY_UPDATES)
     assert plan.recompute_flops > 0
     check(lower.problem.graph, plan.program)
-    ours = jax.jit(rewrite(lower.traced, plan.program))(flat)
+    ours = jax.jit(emit(lower.traced, plan.program))(flat)
     for a, b in zip(ours, jax.tree.leaves(jax.jit(step)(params, state, x, y)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
 
 
 def test_a_cpu_whose_compiler_follows_no_barriers_is_left_alone():
     start = opened(device=profile("cpu"))
-    assert prompted(start) is None and Candidates(start).unprompted() == []
+    assert moved(start) is None and Candidates(start).without_early_updates() == []
 
 
 def test_rebuilt_in_the_order_it_is_the_same_graph():
     start = opened()
-    order = prompt(start.base.graph)
+    order = early_updates(start.base.graph)
     again = rebuilt(start.base, {}, order)[0]
     assert [op.primitive for op in again.graph.ops] == [start.base.graph.ops[o].primitive for o in order]
     assert live_ranges(again.graph).use().argument == live_ranges(start.base.graph).use().argument

@@ -8,7 +8,7 @@ from jax import lax
 import jaxtensile
 from differential import agree, same_bits
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
-from jaxtensile.rewrites.inward import find_moved, move_inward
+from jaxtensile.rewrites.sink_invariants import find_invariants, sink_invariants
 
 LAYERS, ROWS, WIDTH, TRIPS = 6, 256, 8, 4
 WEIGHTS = list(0.5 * jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)))
@@ -68,17 +68,17 @@ def loop(traced):
 @pytest.mark.parametrize("fun", [gauss_newton, noisy, mapped], ids=lambda f: f.__name__)
 def test_values_are_the_same_and_the_loop_reads_less(fun):
     closed, traced = opened(fun, WEIGHTS, X)
-    moved = find_moved(traced.graph, LEAST // 2)
+    moved = find_invariants(traced.graph, LEAST // 2)
     assert [*moved] == [loop(traced).id]
-    changed = move_inward(traced, closed, moved)
+    changed = sink_invariants(traced, closed, moved)
     again = trace_jaxpr(changed)
-    assert not find_moved(again.graph, LEAST // 2)
+    assert not find_invariants(again.graph, LEAST // 2)
     same_bits(changed, closed, jax.tree.leaves((WEIGHTS, X)))
 
 
 def test_work_is_done_once_an_iteration():
     closed, traced = opened(gauss_newton, WEIGHTS, X)
-    changed = move_inward(traced, closed, find_moved(traced.graph, LEAST))
+    changed = sink_invariants(traced, closed, find_invariants(traced.graph, LEAST))
     forward = 2 * LAYERS * ROWS * WIDTH * WIDTH
     assert jaxpr_flops(changed) == jaxpr_flops(closed) + TRIPS * forward
 
@@ -98,7 +98,7 @@ def test_what_is_there_anyway_stays():
         return y * late, out
 
     _, traced = opened(fun, X, WEIGHTS[0])
-    (own,) = find_moved(traced.graph, LEAST).values()
+    (own,) = find_invariants(traced.graph, LEAST).values()
     assert [traced.graph.ops[o].primitive for o in own.ops] == ["sin"]
     assert own.given == traced.arguments[:1]
 
@@ -109,7 +109,7 @@ def test_what_acts_stays():
         return lax.fori_loop(0, TRIPS, lambda _, y: jnp.tanh(y * seen), x)
 
     _, traced = opened(fun, X)
-    assert not find_moved(traced.graph, LEAST)
+    assert not find_invariants(traced.graph, LEAST)
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -145,6 +145,6 @@ def test_a_loop_may_be_given_a_value_twice(where):
         return lax.scan(iteration, carry, slices, length=WIDTH)
 
     closed, traced = opened(program, WEIGHTS, X)
-    moved = find_moved(traced.graph, 1)
+    moved = find_invariants(traced.graph, 1)
     assert moved
-    same_bits(move_inward(traced, closed, moved), closed, jax.tree.leaves((WEIGHTS, X)))
+    same_bits(sink_invariants(traced, closed, moved), closed, jax.tree.leaves((WEIGHTS, X)))

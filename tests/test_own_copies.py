@@ -9,7 +9,7 @@ import jaxtensile
 from graphs import Builder, graphs
 from jaxtensile.ir.plan import Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.order.apart import apart
+from jaxtensile.passes.order.own_copies import with_own_copies
 from jaxtensile.passes.verify.check import check
 from ordered import barriers
 
@@ -20,7 +20,7 @@ QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 @given(graphs())
 def test_without_workspaces_nothing_changes(graph):
     program = Program.unchanged(graph)
-    assert apart(program) is program
+    assert with_own_copies(program) is program
 
 
 def test_each_op_with_a_workspace_is_behind_a_barrier_of_its_own():
@@ -29,10 +29,10 @@ def test_each_op_with_a_workspace_is_behind_a_barrier_of_its_own():
     y = b.op("ragged_dot_general", x, w, sizes, workspace=1000)
     graph = b.graph(b.op("tanh", b.op("ragged_dot_general", y, w, sizes, workspace=500)))
     before = Program.unchanged(graph)
-    program = apart(before)
+    program = with_own_copies(before)
     check(graph, program)
     assert [len(op.operands) for op in barriers(before, program)] == [3, 3] and not program.clones()
-    assert apart(program) is program
+    assert with_own_copies(program) is program
     assert live_ranges(graph).profile[:2] == live_ranges(program.graph).profile[1:4:2] == [1128, 756]
 
 
