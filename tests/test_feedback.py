@@ -425,7 +425,7 @@ import jax
 from dataclasses import replace
 import jaxtensile
 from jaxtensile.api import jit as api, feedback
-from jaxtensile.planner import trial_compiles as attempts
+from jaxtensile.planner import trial_compiles
 from jaxtensile.devices.profiles import profile
 from test_feedback import Clock, batch, init, jitted, renewals, run, WATCHED
 
@@ -433,7 +433,7 @@ api.best_known = lambda *_: replace(
     feedback.slowed(profile("cpu"), 100.0), platform="cuda", link_bandwidth=1e9, measured=frozenset({"link_bandwidth"})
 )
 clock = feedback.clock = Clock()
-compiling, compile_program = threading.Event(), attempts.compile_program
+compiling, compile_program = threading.Event(), trial_compiles.compile_program
 
 def told(*args):
     compiling.set()
@@ -441,7 +441,7 @@ def told(*args):
 
 step = jitted()
 clock.took = 0.05 * step.plan(init(), batch(0)).step
-attempts.compile_program = told
+trial_compiles.compile_program = told
 state, _ = run(step, init(), WATCHED)
 """
 

@@ -21,7 +21,7 @@ from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.passes.verify.check import BARRIER, check
 from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
-from jaxtensile.search import variants as ways
+from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.request import Request
 from ordered import barriers, same_kernels
@@ -146,7 +146,7 @@ def test_bodies_in_their_order_have_the_same_bits(loss):
         make=lambda evaluate, options: None,
         options={},
     )
-    candidates = Candidates(ways.written(work, traced, op_costs(traced.graph, work.device), prepare))
+    candidates = Candidates(variants.written(work, traced, op_costs(traced.graph, work.device), prepare))
     needed = live_ranges(traced.graph).device
     found = [(v, v.solve(1 << 40)) for v in candidates.variants]
     found += [candidates.cheapest(int(share * needed)) for share in (0.5, 0.3, 0.15, 0.0)]

@@ -8,13 +8,13 @@ import jaxtensile
 import loop_programs
 from differential import QUICK, every
 from jax_lines import SOAK
-from jaxtensile.planner import remembered
+from jaxtensile.planner import recall
 from random_programs import RULES, programs
 
 
 def held_to(fun, *args, **options):
     """Of one function: asked for one byte, for what the error names, and for somewhat more."""
-    remembered.forget()
+    recall.forget()
     options = {"compiler_options": QUICK, **options}
     plain = jaxtensile.jit(fun, budget="1TiB", undo=False, **options).plan(*args)
     with pytest.raises(jaxtensile.BudgetError) as info:

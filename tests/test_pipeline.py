@@ -13,7 +13,7 @@ from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.solvers.greedy import prepare as greedy
-from jaxtensile.planner import remembered, rounds
+from jaxtensile.planner import recall, rounds
 from jaxtensile.planner import trial_compiles as compiles
 from jaxtensile.planner.pipeline import fit
 from jaxtensile.program.trace import trace_jaxpr
@@ -29,7 +29,7 @@ ARGS = chain_args(layers=12, width=8, rows=256)
 
 @pytest.fixture(autouse=True)
 def nothing_remembered():
-    remembered.forget()
+    recall.forget()
 
 
 def job(budget, fun=step, args=ARGS, **fields):

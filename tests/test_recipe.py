@@ -14,10 +14,11 @@ from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.passes.verify.check import check
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.undo import undo
-from jaxtensile.search import variants as ways
+from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.recipe import Recipe, Unlike, fingerprint, recipe_of, replay
 from jaxtensile.search.request import Request
+from jaxtensile.search.variant import program_key
 from loop_programs import PROGRAMS, arguments
 
 X, W = jnp.zeros((1024, 256)), jnp.zeros((256, 256))
@@ -67,7 +68,7 @@ def opened(fun, *args, device="nvidia-h200", **fields):
         }
     )
     traced = trace_jaxpr(jaxpr, work.donated)
-    return work, ways.written(work, traced, op_costs(traced.graph, work.device), prepare)
+    return work, variants.written(work, traced, op_costs(traced.graph, work.device), prepare)
 
 
 def there_and_back(start, variant, plan):
@@ -79,7 +80,7 @@ def there_and_back(start, variant, plan):
     assert (again.loops, again.taken, again.aside) == (variant.loops, variant.taken, variant.aside)
     assert again.charge == pytest.approx(variant.charge) and again.seconds == pytest.approx(variant.seconds)
     assert fingerprint(again.traced.graph) == fingerprint(variant.traced.graph)
-    assert ways.program_key(again, same) == ways.program_key(variant, plan)
+    assert program_key(again, same) == program_key(variant, plan)
     assert again.problem.link == variant.problem.link and again.problem.host_budget == variant.problem.host_budget
     check(again.problem.graph, same.program)
     return recipe
@@ -131,7 +132,7 @@ def test_without_the_users_checkpoints():
     work, start = opened(jax.grad(fun), W, X)
     found = undo(start.base)
     assert found is not None
-    lighter = ways.undone(work, found, start.whole, prepare)
+    lighter = variants.undone(work, found, start.whole, prepare)
     variant, plan = Candidates(lighter).cheapest(0)
     recipe = there_and_back(lighter, variant, plan)
     assert recipe.undone

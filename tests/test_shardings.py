@@ -95,7 +95,7 @@ for kind in KINDS:
 """,
     "what explicit types do not allow is left out": """
 from jaxtensile.rewrites.split import SLICES
-from jaxtensile.search import variants as ways
+from jaxtensile.search import variants
 from jaxtensile.search.registry import ways as rewritten
 from jaxtensile.devices.profiles import profile
 from jaxtensile.passes.seconds.cost import op_costs
@@ -115,7 +115,7 @@ def made(spec):
     job = Request(name="f", jaxpr=jaxpr, make=None, options={}, **fields)
     traced = trace_jaxpr(jaxpr, job.donated)
     costs = op_costs(traced.graph, job.device)
-    return rewritten(ways.written(job, traced, costs, prepare), SLICES)
+    return rewritten(variants.written(job, traced, costs, prepare), SLICES)
 
 assert made(P())  # rows in threes and fours
 assert not made(P("data"))  # rows of two devices

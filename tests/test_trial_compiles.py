@@ -1,4 +1,4 @@
-"""`attempts`: in which ways a plan is compiled, and which programs are not compiled again."""
+"""`trial_compiles`: in which ways a plan is compiled, and which programs are not compiled again."""
 
 from dataclasses import replace
 from math import inf
@@ -12,7 +12,8 @@ from jaxtensile.passes.order.control import controlled
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.planner import trial_compiles as compiles
-from jaxtensile.planner.trial_compiles import Clock, TrialCompiles, nothing
+from jaxtensile.planner.clock import Clock, nothing
+from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.search.variants import written
 from jaxtensile.units import GIB
@@ -46,7 +47,7 @@ class Scripted:
 
 
 def half(device, host_budget, **more):
-    """A plan that spares half of the temporaries, what it is a plan of, and attempts for its bytes."""
+    """A plan that spares half of the temporaries, what it is a plan of, and trial compiles for its bytes."""
     traced = trace_jaxpr(jax.jit(step).trace(*ARGS).jaxpr)
     asked = job(0, args=ARGS, device=device, host_budget=host_budget)
     variant = written(asked, traced, op_costs(traced.graph, device), prepare)
@@ -57,7 +58,7 @@ def half(device, host_budget, **more):
 
 @pytest.fixture(params=[0, GIB], ids=["recomputed", "copied"])
 def planned(request, monkeypatch):
-    """A plan, without and with bytes on the host, that ties change; its attempts and their compiler."""
+    """A plan that control dependencies change, with bytes on the host or without; its trial compiles; its compiler."""
     variant, plan, made = half(profile("nvidia-v100-16gb"), request.param)
     assert (plan.offload_bytes > 0) == (request.param > 0) and controlled(plan.program) is not plan.program
     compiler = Scripted(monkeypatch, plan.predicted.device)
@@ -135,4 +136,4 @@ def test_more_on_the_host_than_is_allowed_is_no_plan(monkeypatch):
     compiler = Scripted(monkeypatch, plan.predicted.device)
     for host, misplaced in ((0, True), (1, False), (GIB, False), (GIB + 1, True)):
         compiler.answers, compiler.host = [0.9], host
-        assert compiles.misplaced(compiles.planned(variant, plan)) == misplaced
+        assert compiles.planned(variant, plan).misplaced == misplaced

@@ -14,7 +14,7 @@ from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.split import SLICES
 from jaxtensile.rewrites.undo import undo
-from jaxtensile.search import variants as ways
+from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.cheapest import cheapest, without_host
 from jaxtensile.search.loop_variants import with_loops
@@ -61,7 +61,7 @@ def both(work):
     traced = trace_jaxpr(work.jaxpr, work.donated)
     costs, lighter = op_costs(traced.graph, work.device), undo(traced)
     assert lighter is not None
-    return ways.written(work, traced, costs, prepare), ways.undone(work, lighter, costs, prepare)
+    return variants.written(work, traced, costs, prepare), variants.undone(work, lighter, costs, prepare)
 
 
 def test_costs_are_over_the_program_as_written():
@@ -148,7 +148,7 @@ def test_of_stacks_on_the_host_the_cheapest_that_fits_is_found():
     jaxpr = jax.jit(jax.grad(large_and_small)).trace(*args).jaxpr
     work = job(looped, jaxpr=jaxpr, args=args, device=profile("nvidia-h200"), host_budget=8 << 30)
     traced = trace_jaxpr(jaxpr)
-    written = ways.written(work, traced, op_costs(traced.graph, work.device), prepare)
+    written = variants.written(work, traced, op_costs(traced.graph, work.device), prepare)
     found = sorted(with_loops(written), key=lambda v: v.charge)
     hosted = [v for v in found if v.aside]
     needs = [v.solve(0).predicted.device for v in hosted]
@@ -175,7 +175,7 @@ def test_of_what_loops_keep_as_much_is_on_the_host_as_there_is_room_for(slices):
     room = slices * (1 << 20) + (1 << 19)
     work = job(looped, jaxpr=jaxpr, args=args, device=profile("nvidia-h200"), host_budget=room)
     traced = trace_jaxpr(jaxpr)
-    found = with_loops(ways.written(work, traced, op_costs(traced.graph, work.device), prepare))
+    found = with_loops(variants.written(work, traced, op_costs(traced.graph, work.device), prepare))
     asides = {v.aside for v in (*found, *(s for v in found for s in v.finer()))}
     assert max(asides) == slices // 8 * (8 << 20), "whole stacks of eight slices of 1 MiB"
 
@@ -197,7 +197,7 @@ def test_products_that_are_read_in_slices():
     work = job(interactions)
     traced = trace_jaxpr(work.jaxpr, work.donated)
     costs = op_costs(traced.graph, work.device)
-    written = ways.written(work, traced, costs, prepare)
+    written = variants.written(work, traced, costs, prepare)
     nothing, _ = both(job(unrolled))
     assert not rewritten(nothing, SLICES)
     (sliced,) = rewritten(written, SLICES)
@@ -210,7 +210,7 @@ def test_products_are_sliced_only_when_nothing_else_fits():
     work = job(interactions)
     traced = trace_jaxpr(work.jaxpr, work.donated)
     costs = op_costs(traced.graph, work.device)
-    written = ways.written(work, traced, costs, prepare)
+    written = variants.written(work, traced, costs, prepare)
     chosen = Candidates(written)
     plain, least = (written.solve(budget).predicted.device for budget in (1 << 40, 0))
     assert chosen.cheapest(plain)[0] is chosen.variants[0] and len(chosen.variants) == 1

@@ -64,7 +64,7 @@ def plans(name: str) -> Iterator[dict[str, Any]]:
     from dataclasses import replace
 
     from jaxtensile.planner.page import opened
-    from jaxtensile.search.variants import charge_of
+    from jaxtensile.search.variant import charge_of
 
     for chunk in (False, True):
         job = job_of(name, chunk)

@@ -4,9 +4,10 @@
 
 Three walks, each of a small network on this machine's CPU: ``plan()``, the first call of a ``jit``, and a job's first
 step. Every Python call from one of our files into another is counted. A *room* is a folder; a *way* is a pair of rooms
-of which the first calls the second; a *driver* is a file of the rooms that decide what happens next (``DRIVERS``), and
-an *entry* a call into one from another file. ``--draft``: a JSON object from
-today's modules to those of another layout (below ``jaxtensile``), which is walked instead.
+of which the first calls the second; a *driver* is a file of the rooms that decide what happens next (``DRIVERS``) and
+no plain value (``VALUES``); a *visit* is a call into one from another file, of what that was not handed down itself.
+``--draft``: a JSON object from today's modules to those of another layout (below ``jaxtensile``), which is walked
+instead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from typing import Any
 
 BUDGET, LAYERS, WIDTH, ROWS = "8MiB", 16, 64, 1024
 DRIVERS = ("api", "spmd", "jobs", "search", "planner")
+VALUES = ("search.request", "search.variant", "search.modelled", "planner.clock", "planner.made")
+"""Files of these rooms that say what something is, and decide nothing."""
 
 
 class Walk:
@@ -33,6 +36,7 @@ class Walk:
         self.root = str(Path(jaxtensile.__file__).parent) + os.sep
         self.draft = draft
         self.calls: Counter[tuple[str, str]] = Counter()
+        self.visits: Counter[str] = Counter()
         self._where: list[str] = [""]
         self._names: dict[str, str] = {}
 
@@ -49,6 +53,7 @@ class Walk:
             name = (code.co_name != "<module>" and self._module(code.co_filename)) or self._where[-1]
             if name != self._where[-1] and self._where[-1]:
                 self.calls[self._where[-1], name] += 1
+                self.visits[name] += "<locals>" not in code.co_qualname
             self._where.append(name)
         elif event == "return" and len(self._where) > 1:
             self._where.pop()
@@ -67,13 +72,11 @@ class Walk:
     def ways(self) -> set[tuple[str, str]]:
         return {(room(a), room(b)) for a, b in self.calls if room(a) != room(b)}
 
-    def entries(self) -> Counter[str]:
-        """Calls into a driver from another file."""
-        entries: Counter[str] = Counter()
-        for (_, b), count in self.calls.items():
-            if room(b) in DRIVERS:
-                entries[b] += count
-        return entries
+    def drivers(self) -> Counter[str]:
+        """Visits of each driver."""
+        return Counter(
+            {name: n for name, n in self.visits.items() if n and room(name) in DRIVERS and name not in VALUES}
+        )
 
 
 def room(module: str) -> str:
@@ -118,13 +121,11 @@ def main() -> None:
         run()  # what is imported late is imported now
         with Walk(draft) as walk:
             run()
-        entries = walk.entries()
+        drivers = walk.drivers()
         print(
             f"{name}: {len(walk.modules)} files in {len({room(m) for m in walk.modules})} rooms, {len(walk.ways)} ways"
         )
-        print(
-            f"  {entries.total()} entries into {len(entries)} drivers:", *(f"{n} {c}" for n, c in entries.most_common())
-        )
+        print(f"  {drivers.total()} visits of {len(drivers)} drivers:", *(f"{n} {c}" for n, c in drivers.most_common()))
 
 
 if __name__ == "__main__":

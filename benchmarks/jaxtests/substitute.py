@@ -21,8 +21,7 @@ from jaxtensile.api import jit as api_of_ours
 from jaxtensile.errors import BudgetError
 from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.passes.recompute.lowerbound import Bound
-from jaxtensile.planner import pipeline
-from jaxtensile.planner import trial_compiles as attempts
+from jaxtensile.planner import pipeline, trial_compiles
 from jaxtensile.search import modelled as subject
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.xla.compile import compile_program
@@ -120,8 +119,8 @@ def _half(fit: Fit) -> Fit:
 
 def _forced(fit: Fit) -> Fit:
     """The smallest plan that the model finds is taken, whatever XLA allocates for it."""
-    real, nothing = attempts.compile_program, MemoryUse(argument=0, output=0, temp=0, alias=0)
-    attempts.compile_program = lambda *args: replace(real(*args), memory=nothing)
+    real, nothing = trial_compiles.compile_program, MemoryUse(argument=0, output=0, temp=0, alias=0)
+    trial_compiles.compile_program = lambda *args: replace(real(*args), memory=nothing)
     subject.lower_bound = lambda *_, **__: Bound(0, ())
     subject.SURELY_OVER = subject.SURELY_OVER_WITH_LOOPS = 0.0
 

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field, replace
 
 from jaxtensile.errors import BudgetError
 from jaxtensile.ir.plan import MemoryUse
-from jaxtensile.planner import pipeline, sketching
+from jaxtensile.jobs import sketching
+from jaxtensile.planner import pipeline
+from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.plan_cache import PlanCache
-from jaxtensile.planner.trial_compiles import Watch, nothing
 from jaxtensile.runtime.protocol.messages import Rung
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.units import Bytes, Seconds

@@ -8,14 +8,14 @@ from functools import cache
 from typing import Final
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.build_report import Made, cannot
+from jaxtensile.planner.build_report import cannot
+from jaxtensile.planner.made import Made
 from jaxtensile.planner.page import Page
-from jaxtensile.planner.recall import named_by_an_error
-from jaxtensile.planner.remembered import remember
+from jaxtensile.planner.recall import named_by_an_error, remember
 from jaxtensile.planner.smallest import Smallest
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.request import Fitted
-from jaxtensile.search.variants import Variant
+from jaxtensile.search.variant import Variant
 from jaxtensile.xla.compile import RECOMPUTES
 
 XLA: Final = "what XLA recomputes"
@@ -51,7 +51,7 @@ def as_written(page: Page) -> Fitted:
         start = page.written()
         meanwhile = ahead if program.predicted.device > request.budget else None
         made = page.compiles.unplanned(start, meanwhile)
-        if made.compiled.device <= request.budget:
+        if made.fits:
             return page.unchanged() if _saves_nothing(page, made) else page.planned(made, bound, 0)
     elif not request.state and (baseline or request.shards > 1 or page.may_fit(program)):
         # By the model it does not fit: plan while XLA has its say.
@@ -62,7 +62,7 @@ def as_written(page: Page) -> Fitted:
     # Below the bound before any search: no plan can need less than what single ops need at once.
     best, count = None, 0
     if possible:
-        rounds = page.rounds()
+        rounds = page.rounds
         start = page.written()
         lighter, others = page.lighter or start, [start] if page.lighter else []
         if first is not None and rounds.all_hopeless(candidates, first):
@@ -70,16 +70,16 @@ def as_written(page: Page) -> Fitted:
         if best is None or not rounds.hopeless(best.variant, best.compiled.device):
             best, more = rounds.all(candidates, first)
             count += more
-            if best is None or best.compiled.device > request.budget:
+            if best is None or not best.fits:
                 best, more = Smallest(rounds).found(page.candidates(lighter, others), best)
                 count += more
     best = _or_by_xla(page, best)
-    if best is None or best.compiled.device > request.budget:
+    if best is None or not best.fits:
         fitted = named_by_an_error(page)
         if fitted is not None:
             return fitted
         best = _smallest(page, candidates, best)
-        if best is None or best.compiled.device > request.budget:
+        if best is None or not best.fits:
             with page.clock("solve"):
                 raise cannot(request, candidates, bound, best)
     return page.fitted(best, bound, count)
@@ -88,7 +88,7 @@ def as_written(page: Page) -> Fitted:
 def _or_by_xla(page: Page, best: Made | None) -> Made | None:
     """The plan, or what XLA recomputes under ``jax.jit`` by itself, where that fits and costs less."""
     request, plain = page.request, page.compiles.plain
-    fits = best is not None and best.compiled.device <= request.budget
+    fits = best is not None and best.fits
     cost = best.variant.seconds + best.plan.overhead if best is not None and fits else math.inf
     needs = plain.device if plain is not None else page.program.plain.device
     if cost <= CHEAP * sum(page.costs().seconds) or needs <= RECOMPUTES * request.device.capacity:
@@ -101,7 +101,7 @@ def _or_by_xla(page: Page, best: Made | None) -> Made | None:
 def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | None:
     """The smallest program that was compiled, for the error to name, and to be found again: one that was planned,
     or the user's own where that is no larger."""
-    request, rounds = page.request, page.rounds()
+    request, rounds = page.request, page.rounds
     # What no machine holds is not for compilers either: XLA:CPU ends the process for arrays of 2**50 bytes.
     held = page.program.bound.nbytes <= request.device.capacity
     if best is None and request.shards == 1 and held:
@@ -115,7 +115,7 @@ def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | N
         plain = compiles.own()
         if plain.memory is not None and (best is None or plain.device <= best.compiled.device):
             best = compiles.plainly(start)
-    if best is not None and not compiles.misplaced(best):
+    if best is not None and not best.misplaced:
         graph = page.program.traced.graph
         remember(request, graph, best.compiled.device, page.entry(best))
     return best

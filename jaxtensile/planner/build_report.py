@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from jaxtensile.errors import BudgetError, Culprit, PlanningError
 from jaxtensile.faults import REPORT, told
@@ -19,6 +18,7 @@ from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.offload.loops import LoopPlan, find_pairs
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.seconds.cost import op_costs, unknown_primitives
+from jaxtensile.planner.made import BY_XLA, Made
 from jaxtensile.program.bodies import maker
 from jaxtensile.program.trace import Traced, why_pinned
 from jaxtensile.report.facts import Decision
@@ -26,31 +26,15 @@ from jaxtensile.report.report import Report
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.parts import Chunks, why_not_in_parts
-from jaxtensile.search.request import Evaluate, Fitted, Request
-from jaxtensile.search.variants import Variant, step_time
+from jaxtensile.search.request import Fitted, Request
+from jaxtensile.search.variant import Variant, step_time
 from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
 from jaxtensile.xla.compile import Compiled, compile_program
 
-BY_XLA = -1
-"""The way in which the user's own function is compiled and XLA recomputes by itself."""
 NAMED = 4
 """Ops that are left alone, at most, in one note."""
 MARGIN = 0.2
 """Of the smallest plan's predicted bytes: what XLA may add to them, where it was not asked."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Made:
-    """One planned and compiled program; ``evaluate`` is None where it is the user's function itself.
-
-    ``choice``: in which of the ways that there are for its platform.
-    """
-
-    compiled: Compiled
-    variant: Variant
-    plan: Plan
-    evaluate: Evaluate | None
-    choice: int = 0
 
 
 def cannot(request: Request, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:

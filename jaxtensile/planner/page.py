@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, Final
 
 from jaxtensile.errors import BudgetError
@@ -14,20 +15,22 @@ from jaxtensile.ir.plan import Costs, Plan, Prepare
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.by_name import named
-from jaxtensile.planner.build_report import BY_XLA, Made, report, unplanned
+from jaxtensile.planner.build_report import report, unplanned
+from jaxtensile.planner.clock import Clock, Watch, nothing
+from jaxtensile.planner.made import BY_XLA, Made
 from jaxtensile.planner.plan_cache import Entry, Plans, key_of
 from jaxtensile.planner.rounds import Rounds
-from jaxtensile.planner.trial_compiles import Clock, TrialCompiles, Watch, nothing
+from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.program.cse import cse
 from jaxtensile.rewrites.rewrite import on_device, traced_for
 from jaxtensile.rewrites.undo import Undone, checkpoints_in_loops, undo
-from jaxtensile.search import variants as ways
+from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.modelled import Modelled, bound_of, modelled, with_state
 from jaxtensile.search.parts import Chunks
 from jaxtensile.search.recipe import recipe_of
 from jaxtensile.search.request import Fitted, Request
-from jaxtensile.search.variants import Variant, program_key
+from jaxtensile.search.variant import OFFLOAD, STATE, UNDONE, Variant, program_key, step_time
 from jaxtensile.units import Bytes, format_bytes
 from jaxtensile.xla.compile import Compiled
 
@@ -41,13 +44,13 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
     with clock("graph"):
         faults, flat = request.faults, traced_for(request, request.jaxpr)
         traced = faults.spared(MERGING, lambda: cse(flat), lambda: flat)
-        host = replace(request, host_budget=0 if ways.OFFLOAD in faults else request.host_budget)
+        host = replace(request, host_budget=0 if OFFLOAD in faults else request.host_budget)
         there = replace(host, place=None), ()
-        request, notes = faults.spared(ways.STATE, lambda: with_state(host, traced), lambda: there)
+        request, notes = faults.spared(STATE, lambda: with_state(host, traced), lambda: there)
         program = modelled(request, traced)
         wanted, unused = request.undo and request.shards == 1, request.keep_unused
         undone = faults.spared(
-            ways.UNDONE, lambda: undo(traced, request.jaxpr, keep_unused=unused) if wanted else None, lambda: None
+            UNDONE, lambda: undo(traced, request.jaxpr, keep_unused=unused) if wanted else None, lambda: None
         )
         if undone is not None:
             undone = replace(undone, traced=on_device(request, undone.traced))
@@ -61,7 +64,7 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
 def of_checkpoints(request: Request, program: Modelled) -> Iterator[str]:
     """What the user's own checkpoints cost, where they stay."""
     if not request.undo and request.shards == 1:
-        without = request.faults.spared(ways.UNDONE, lambda: undo(program.traced, request.jaxpr), lambda: None)
+        without = request.faults.spared(UNDONE, lambda: undo(program.traced, request.jaxpr), lambda: None)
         flops = program.traced.graph.flops
         if without is not None and flops:
             again = (flops - without.traced.graph.flops) / flops
@@ -109,7 +112,7 @@ class Page:
     def written(self) -> Variant:
         """The program as the user wrote it."""
         if self.known_written is None:
-            self.known_written = ways.written(self.request, self.program.traced, self.costs(), self.prepare)
+            self.known_written = variants.written(self.request, self.program.traced, self.costs(), self.prepare)
         return self.known_written
 
     def candidates(self, start: Variant, others: Sequence[Variant] = ()) -> Candidates:
@@ -121,20 +124,16 @@ class Page:
             return self.known[key].anew()
 
     def cheapest(self, candidates: Candidates) -> tuple[Variant, Plan]:
-        return self.rounds().cheapest(candidates, self.aim or self.request.budget)
+        return self.rounds.cheapest(candidates, self.aim or self.request.budget)
 
     def may_fit(self, program: Modelled) -> bool:
         """Whether XLA is worth asking about a program as it is."""
         return program.may_fit(self.request) if self.aim is None else program.predicted.device <= self.aim
 
+    @cached_property
     def rounds(self) -> Rounds:
-        """Across shards the plain program says how many bytes in the model are one on a device."""
-        if self.aim is not None:
-            return Rounds(self.compiles, self.aim / self.request.budget, soon=True)
-        plain, scale = self.compiles.plain, 1.0
-        if self.request.shards > 1 and plain is not None and plain.memory is not None:
-            scale = self.program.predicted.device / max(plain.device, 1)
-        return Rounds(self.compiles, scale)
+        """What is compiled of its candidates, one after the other."""
+        return Rounds(self.compiles, self.program.predicted.device, self.aim)
 
     def bound(self) -> Bound:
         """How few bytes the program needs at least: as it is, or below that in as many parts as there may be."""
@@ -154,7 +153,7 @@ class Page:
         if self.without is None:
             return self.written(), self.program
         undone, lighter = self.without
-        return ways.undone(self.request, undone, self.costs(), self.prepare), lighter
+        return variants.undone(self.request, undone, self.costs(), self.prepare), lighter
 
     def within(self, compiled: Compiled) -> None:
         """``BudgetError`` for what was found to fit elsewhere and does not here."""
@@ -199,7 +198,7 @@ class Page:
             options=compiled.options,
             report=told,
             state=state,
-            time=ways.step_time(made.variant, made.plan) if self.request.shards == 1 else None,
+            time=step_time(made.variant, made.plan) if self.request.shards == 1 else None,
             key=program_key(made.variant, made.plan),
         )
 

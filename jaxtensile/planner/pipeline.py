@@ -14,11 +14,11 @@ from jaxtensile.errors import VerifyError
 from jaxtensile.ir.plan import Prepare
 from jaxtensile.planner.as_written import as_written
 from jaxtensile.planner.build_report import unplanned, without_plan
+from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.collecting import seldom
 from jaxtensile.planner.page import CACHE, opened
 from jaxtensile.planner.plan_cache import Entry, Plans
 from jaxtensile.planner.recall import recalled, replayed
-from jaxtensile.planner.trial_compiles import Watch, nothing
 from jaxtensile.planner.without_checkpoints import without_checkpoints
 from jaxtensile.program.upperbound import all_values
 from jaxtensile.rewrites.rows.batched import batched

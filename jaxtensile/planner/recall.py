@@ -1,17 +1,62 @@
-"""Plans that are known: of earlier processes, and those that an error has named. Each is compiled anew."""
+"""Plans that are known: of earlier processes, and those that an error has named. Each is compiled anew.
+
+An error names what the smallest program that was found needs, so a budget of as many bytes is met: by that very
+program, compiled again, without a search.
+"""
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
+from dataclasses import replace
+from typing import Final
+
 from jaxtensile.errors import VerifyError
+from jaxtensile.ir.ir import Graph
 from jaxtensile.ir.plan import Plan
 from jaxtensile.passes.verify.check import check
 from jaxtensile.planner.page import Page
 from jaxtensile.planner.plan_cache import Entry, Plans, key_of
-from jaxtensile.planner.remembered import remembered
 from jaxtensile.search.modelled import Modelled
 from jaxtensile.search.recipe import Recipe, Unlike, replay
-from jaxtensile.search.request import Fitted
-from jaxtensile.search.variants import Variant
+from jaxtensile.search.request import Fitted, Request
+from jaxtensile.search.variant import Variant
+from jaxtensile.units import Bytes
+
+MOST: Final = 256
+"""Programs that are remembered, those asked for last."""
+_FOUND: OrderedDict[str, tuple[Bytes, Entry]] = OrderedDict()
+_LOCK = threading.Lock()
+
+
+def remember(request: Request, graph: Graph, needs: Bytes, entry: Entry) -> None:
+    """What needs ``needs`` bytes on the device is ``entry``."""
+    with _LOCK:
+        _FOUND[_key(request, graph)] = needs, entry
+        while len(_FOUND) > MOST:
+            _FOUND.popitem(last=False)
+
+
+def remembered(request: Request, graph: Graph) -> tuple[Bytes, Entry] | None:
+    """The smallest program of a request, whatever its budget is now, and its bytes; of several devices nothing is
+    remembered, as their processes must find the same."""
+    if request.shards > 1:
+        return None
+    key = _key(request, graph)
+    with _LOCK:
+        if key in _FOUND:
+            _FOUND.move_to_end(key)
+        return _FOUND.get(key)
+
+
+def forget() -> None:
+    """Nothing is remembered."""
+    with _LOCK:
+        _FOUND.clear()
+
+
+def _key(request: Request, graph: Graph) -> str:
+    return key_of(replace(request, budget=0), graph)
 
 
 def recalled(page: Page, plans: Plans | None) -> Fitted | None:
@@ -52,7 +97,7 @@ def again(page: Page, entry: Entry, plans: Plans | None = None) -> Fitted | None
         except (Unlike, VerifyError) as error:
             return plans.pass_over(entry.key, str(error)) if plans is not None else None
     made = page.compiles.again(variant, plan, entry.choice)
-    if made is None or page.compiles.misplaced(made) or made.compiled.device > page.request.budget:
+    if made is None or made.misplaced or not made.fits:
         return None
     page.plans = None  # it is there
     return page.fitted(made, program.bound, 1)

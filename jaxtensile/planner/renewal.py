@@ -8,13 +8,12 @@ from dataclasses import replace
 from jaxtensile import _compat
 from jaxtensile.faults import raised
 from jaxtensile.ir.plan import Plan, Program
+from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.collecting import seldom
 from jaxtensile.planner.page import Page, opened
-from jaxtensile.planner.trial_compiles import Watch, nothing
 from jaxtensile.program.emit import emit
-from jaxtensile.search import variants as ways
 from jaxtensile.search.request import Fitted, Request
-from jaxtensile.search.variants import Variant, program_key
+from jaxtensile.search.variant import Variant, program_key, step_time
 from jaxtensile.units import Seconds
 
 
@@ -36,19 +35,19 @@ def _renew(request: Request, at_most: Seconds, unlike: int, watch: Watch) -> Fit
     page.compiles.request = replace(page.request, make=lambda evaluate, options: make(evaluate or as_it_is, options))
 
     def worth(variant: Variant, plan: Plan) -> bool:
-        return program_key(variant, plan) != unlike and ways.step_time(variant, plan).at() <= at_most
+        return program_key(variant, plan) != unlike and step_time(variant, plan).at() <= at_most
 
     return _renewed(page, worth)
 
 
 def _renewed(page: Page, worth: Callable[[Variant, Plan], bool]) -> Fitted | None:
     """The cheapest of what is worth it and fits, with and without the user's checkpoints; None without such."""
-    request, written = page.request, page.written()
+    written = page.written()
     start, program = page.lightest()
     others = [written] if start is not written else []
-    rounds = page.rounds()
+    rounds = page.rounds
     rounds.worth = worth
     best, count = rounds.all(page.candidates(start, others), None)
-    if best is None or best.compiled.device > request.budget:
+    if best is None or not best.fits:
         return None
     return page.planned(best, program.bound, count)

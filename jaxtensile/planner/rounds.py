@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.build_report import Made
+from jaxtensile.planner.made import Made
 from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.rewrites.early_updates import EARLY_UPDATES
-from jaxtensile.search import variants as ways
+from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
-from jaxtensile.search.variants import Variant, program_key
+from jaxtensile.search.variant import Variant, charge_of, program_key
 from jaxtensile.units import Bytes, Seconds
 
 ROUNDS = 4
@@ -43,18 +43,28 @@ plans for an H200, XLA allocated 0.88 of what was predicted at least."""
 
 
 class Rounds:
-    """Rounds for one request; ``scale``: bytes in the model per byte on one device, which the model knows nothing of;
-    ``soon``: the first plan that fits is good enough."""
+    """Rounds for one request, whose program needs ``predicted`` bytes as it is; ``aim``: as many bytes in the model are
+    taken to fit, and the first plan that does is good enough."""
 
-    def __init__(self, compiles: TrialCompiles, scale: float, soon: bool = False) -> None:
-        self.request, self.compiles, self.scale, self.soon = compiles.request, compiles, scale, soon
+    def __init__(self, compiles: TrialCompiles, predicted: Bytes, aim: Bytes | None = None) -> None:
+        self.request, self.compiles, self.predicted, self.aim = compiles.request, compiles, predicted, aim
         self.worth: Callable[[Variant, Plan], bool] = lambda _, __: True
         """Whether a plan is worth a compile."""
+
+    @property
+    def scale(self) -> float:
+        """Bytes in the model per byte on one device: across shards the plain program says how many."""
+        plain = self.compiles.plain
+        if self.aim is not None:
+            return self.aim / self.request.budget
+        if self.request.shards > 1 and plain is not None and plain.memory is not None:
+            return self.predicted / max(plain.device, 1)
+        return 1.0
 
     def cheapest(self, candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
         """The cheapest variant, and what its plan becomes before it is compiled."""
         with self.compiles.clock("solve"):
-            if self.soon and (found := candidates.readily(aim))[1].predicted.device <= aim:
+            if self.aim is not None and (found := candidates.readily(aim))[1].predicted.device <= aim:
                 return found
             variant, plan = candidates.cheapest(aim)
             return variant, variant.finished(plan, aim)
@@ -68,7 +78,7 @@ class Rounds:
         budget = self.request.budget
         best, rounds, tried = self.some(candidates, first)
         for way, forget in (("host", candidates.forget_host), ("early", candidates.forget_early_updates)):
-            if best is not None and best.compiled.device <= budget:
+            if best is not None and best.fits:
                 break
             if way not in tried:
                 continue
@@ -107,21 +117,21 @@ class Rounds:
                 if compiles.known(written) is None and written.plain.device <= CLOSE * plan.predicted.device:
                     # The model sees nothing fit, nor a plan save much.
                     made = compiles.as_it_is(written, written.solve(written.plain.device))
-                    if made.compiled.device <= request.budget:
+                    if made.fits:
                         return made, rounds, tried
             if plan.changes_nothing and variant.as_it_is:
                 plain = compiles.known(variant)
                 if variant.undone is None and plain is None and plan.predicted.device <= aim:
                     # With its checkpoints it may fit as it is, at the least price.
                     made = compiles.as_it_is(variant, plan)
-                    if made.compiled.device <= request.budget:
+                    if made.fits:
                         return made, rounds, tried
                     plain = made.compiled
                 more = int(plain.device * scale) - plan.predicted.device if plain is not None and plain.memory else 0
                 if loose is None and more > 0 and candidates.hold(variant, more, aim) and plain is not None:
                     loose = plain.device
                     continue
-                plan = ways.separated(variant, plan)
+                plan = variants.separated(variant, plan)
                 if plan.changes_nothing:
                     # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
                     over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / request.budget
@@ -133,12 +143,12 @@ class Rounds:
             if (key := program_key(variant, plan)) in keys:
                 break
             if best is None and variant.deep:
-                best, more = self._shallow(candidates, aim, ways.charge_of(variant, plan))
+                best, more = self._shallow(candidates, aim, charge_of(variant, plan))
                 if best is not None:
                     rounds, beside = rounds + more, beside + more - 1
                     keys.add(program_key(best.variant, best.plan))
                     tried |= _tried(best.variant, best.plan)
-                    if best.compiled.device <= request.budget:
+                    if best.fits:
                         return best, rounds, tried
             keys.add(key)
             tried |= _tried(variant, plan)
@@ -153,14 +163,14 @@ class Rounds:
             loose = None
             if best is None or made.compiled.device < best.compiled.device:
                 best = made
-            if compiles.misplaced(made):
+            if made.misplaced:
                 best = None if best is made else best
                 break
-            if made.compiled.device <= request.budget:
-                best, more = (
-                    (made, 0) if self.soon else self.lifted(candidates, made, seen[-1] if seen else None, parts)
-                )
-                rounds += more
+            if made.fits:
+                best = made
+                if self.aim is None:
+                    best, more = self.lifted(candidates, made, seen[-1] if seen else None, parts)
+                    rounds += more
                 break
             parts = max(parts, variant.parts)
             if made.compiled.memory is None:
@@ -181,16 +191,16 @@ class Rounds:
         Where that is smaller, bodies are kept in order from then on. ``once``: in one way.
         """
         made = self.compiles.planned(variant, plan, once=once)
-        if made is None or made.compiled.memory is None or made.compiled.device <= self.request.budget:
+        if made is None or made.compiled.memory is None or made.fits:
             return made, 1
         more = int(made.compiled.device * self.scale) - plan.predicted.device
         with self.compiles.clock("solve"):
-            helps = not self.compiles.misplaced(made) and candidates.hold(variant, more, aim)
+            helps = not made.misplaced and candidates.hold(variant, more, aim)
             held = candidates.held((variant, plan), aim) if helps else None
         if not helps:
             return made, 1
         second = self.compiles.planned(*held, once=once) if held is not None and self.worth(*held) else None
-        if second is not None and not self.compiles.misplaced(second) and second.compiled.device < made.compiled.device:
+        if second is not None and not second.misplaced and second.compiled.device < made.compiled.device:
             return second, 2
         candidates.release()
         return made, 1 + (second is not None)
@@ -203,10 +213,10 @@ class Rounds:
                 return None, 0  # dearer than what was chosen, as it is among what that was compared with
             variant, plan = candidates.shallow()
         as_it_is = plan.changes_nothing and variant.as_it_is
-        if as_it_is or plan.predicted.device > DEEP * aim or ways.charge_of(variant, plan) > charge:
+        if as_it_is or plan.predicted.device > DEEP * aim or charge_of(variant, plan) > charge:
             return None, 0
         made, count = self.planned(candidates, variant, plan, aim) if self.worth(variant, plan) else (None, 0)
-        return (None, 0) if made is None or self.compiles.misplaced(made) else (made, count)
+        return (None, 0) if made is None or made.misplaced else (made, count)
 
     def hopeless(self, variant: Variant, nbytes: Bytes) -> bool:
         """Whether a program like ``variant`` that needs so many bytes is so far over the budget that nothing can help.
@@ -249,7 +259,7 @@ class Rounds:
                 if made is None or not self.request.budget < made.compiled.device <= CLOSE * self.request.budget:
                     break
                 aim = found[1].predicted.device - int((made.compiled.device - self.request.budget) * self.scale)
-            if made is not None and made.compiled.device <= self.request.budget:
+            if made is not None and made.fits:
                 fits, numbers = made, numbers[:middle]
             else:
                 numbers = numbers[middle + 1 :]
@@ -281,9 +291,9 @@ class Rounds:
                 break
             made, more = self.planned(candidates, variant, plan, aim)
             count += more
-            if made is None or made.compiled.memory is None or self.compiles.misplaced(made):
+            if made is None or made.compiled.memory is None or made.misplaced:
                 break
-            if made.compiled.device <= request.budget:
+            if made.fits:
                 fits = made
             else:
                 missed = made.plan.predicted.device, int(made.compiled.device * scale)
@@ -291,7 +301,7 @@ class Rounds:
 
     def _saves(self, found: tuple[Variant, Plan], fits: Made, gain: Seconds = 0.0) -> bool:
         """Whether a plan does so much less work than one that fits, and is worth a compile."""
-        return ways.charge_of(*found) + gain < ways.charge_of(fits.variant, fits.plan) and self.worth(*found)
+        return charge_of(*found) + gain < charge_of(fits.variant, fits.plan) and self.worth(*found)
 
 
 def with_and_without_host(candidates: Candidates) -> list[Candidates]:

@@ -8,10 +8,10 @@ from dataclasses import replace
 from math import inf
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.build_report import Made
+from jaxtensile.planner.made import Made
 from jaxtensile.planner.rounds import CLOSE, Rounds, with_and_without_host
 from jaxtensile.search.candidates import Candidates
-from jaxtensile.search.variants import Variant, program_key
+from jaxtensile.search.variant import Variant, program_key
 from jaxtensile.units import Bytes
 
 
@@ -38,7 +38,7 @@ class Smallest:
             if plan.changes_nothing and variant.as_it_is:
                 break
             made, count = self.compiles.planned(variant, plan, once=True), count + 1
-            if made is None or made.compiled.memory is None or self.compiles.misplaced(made):
+            if made is None or made.compiled.memory is None or made.misplaced:
                 continue
             best = made if best is None or made.compiled.device < best.compiled.device else best
             if made.compiled.device <= CLOSE * plan.predicted.device:
@@ -57,9 +57,9 @@ class Smallest:
         rounds = 0
         for made, host, more in self._least(candidates, found):
             rounds += more
-            if made is None or self.compiles.misplaced(made):
+            if made is None or made.misplaced:
                 continue
-            if made.compiled.device <= request.budget:
+            if made.fits:
                 made, more = self._with_what_is_left(host, made, missed)
                 return made, rounds + more
             found.append((made, host))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,10 +16,11 @@ from jaxtensile.passes.order.control import controlled
 from jaxtensile.passes.order.own_copies import with_own_copies
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.verify.check import check
-from jaxtensile.planner.build_report import BY_XLA, Evaluate, Made
+from jaxtensile.planner.clock import Clock
+from jaxtensile.planner.made import BY_XLA, Made
 from jaxtensile.program.emit import emit
-from jaxtensile.search.request import Request
-from jaxtensile.search.variants import Variant, program_key
+from jaxtensile.search.request import Evaluate, Request
+from jaxtensile.search.variant import Variant, program_key
 from jaxtensile.units import Bytes
 from jaxtensile.xla.compile import (
     RECOMPUTES,
@@ -36,39 +35,11 @@ from jaxtensile.xla.compile import (
     within,
 )
 
-Watch = Callable[[str], None]
-
 SMALL = 0.5 * RECOMPUTES
 """Programs that the model gives no more than this share of the device are far from what makes XLA:GPU recompute."""
 NARROWLY = 1.05
 """Plans with bytes on the host that miss the budget by no more than this are compiled without control dependencies as
 well."""
-
-
-def nothing(_: str) -> None:
-    """The default ``watch``."""
-
-
-class Clock:
-    """Wall seconds per pipeline step, summed over rounds; tells ``watch`` what begins."""
-
-    def __init__(self, watch: Watch) -> None:
-        self.seconds: dict[str, float] = {}
-        self.watch = watch
-        self._within = 0.0
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        self.watch(name)
-        started = time.perf_counter()
-        outer, self._within = self._within, 0.0
-        try:
-            yield
-        finally:
-            # What was done meanwhile has a name of its own.
-            took = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + took - self._within
-            self._within = outer + took
 
 
 class _Way(NamedTuple):
@@ -291,14 +262,6 @@ class TrialCompiles:
     def _is_far(self, made: Made) -> bool:
         """Whether a program is over the budget by more than control dependencies could cost it."""
         return made.compiled.memory is not None and made.compiled.device > NARROWLY * self.request.budget
-
-    def misplaced(self, made: Made) -> bool:
-        """Whether the compiler dropped every copy of a plan with copies, or holds more on the host than is allowed:
-        what is left is no plan."""
-        memory, there = made.compiled.memory, self.request.state_bytes
-        if made.plan.offload_bytes <= there or memory is None:
-            return False
-        return not there < memory.host <= there + self.request.host_budget
 
 
 def _unchanged(variant: Variant, solver: str = "none") -> Plan:

@@ -7,18 +7,18 @@ from functools import cache
 from jaxtensile.ir.plan import Plan
 from jaxtensile.planner.page import Page
 from jaxtensile.rewrites.undo import Undone
-from jaxtensile.search import variants as ways
+from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.modelled import Modelled
 from jaxtensile.search.request import Fitted
-from jaxtensile.search.variants import Variant
+from jaxtensile.search.variant import UNDONE, Variant
 
 
 def without_checkpoints(page: Page) -> Fitted | None:
     """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
     if page.without is None:
         return None
-    with page.request.faults.of(ways.UNDONE):
+    with page.request.faults.of(UNDONE):
         return _planned(page, *page.without)
 
 
@@ -26,7 +26,7 @@ def _planned(page: Page, undone: Undone, lighter: Modelled) -> Fitted | None:
     request = page.request
     costs = page.costs()
     with page.clock("costs"):
-        start = page.lighter = ways.undone(request, undone, costs, page.prepare)
+        start = page.lighter = variants.undone(request, undone, costs, page.prepare)
 
     @cache
     def ahead() -> tuple[Candidates, tuple[Variant, Plan]]:
@@ -41,11 +41,11 @@ def _planned(page: Page, undone: Undone, lighter: Modelled) -> Fitted | None:
                 return page.unchanged()
         else:
             made = page.compiles.unplanned(start, meanwhile)
-            if made.compiled.device <= request.budget:
+            if made.fits:
                 return page.planned(made, lighter.bound, 0)
     candidates, first = ahead()
-    rounds = page.rounds()
+    rounds = page.rounds
     best, count = (None, 0) if rounds.all_hopeless(candidates, first) else rounds.all(candidates, first)
-    if best is None or best.compiled.device > request.budget:
+    if best is None or not best.fits:
         return None
     return page.fitted(best, lighter.bound, count)

@@ -28,7 +28,8 @@ from jaxtensile.search.cheapest import cheapest, ordered, rank, without_host
 from jaxtensile.search.loop_variants import with_loops
 from jaxtensile.search.parts import Chunks
 from jaxtensile.search.registry import last, ways
-from jaxtensile.search.variants import BODIES, Inside, Variant, body_alone, charge_of, with_inside
+from jaxtensile.search.variant import BODIES, Inside, Variant, charge_of
+from jaxtensile.search.variants import body_alone, with_inside
 from jaxtensile.units import Bytes
 
 WORTH = 0.005

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import cache
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.search.variants import Variant, charge_of
+from jaxtensile.search.variant import Variant, charge_of
 from jaxtensile.units import Bytes
 
 

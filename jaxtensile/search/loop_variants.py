@@ -13,7 +13,7 @@ from jaxtensile.rewrites.levels import INNER
 from jaxtensile.rewrites.loops import RECOMPUTATION, again_of, loop_ladder
 from jaxtensile.rewrites.strip_mine import STRIP_MINE
 from jaxtensile.search.registry import with_rewrite
-from jaxtensile.search.variants import Variant
+from jaxtensile.search.variant import Variant
 
 
 @leaves_out(RECOMPUTATION, lambda start: [start])

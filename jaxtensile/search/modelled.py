@@ -11,8 +11,8 @@ from jaxtensile.passes.recompute.lowerbound import Bound, lower_bound
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.state import choose
-from jaxtensile.search import variants as ways
 from jaxtensile.search.request import Request
+from jaxtensile.search.variant import streamed
 from jaxtensile.units import Bytes
 from jaxtensile.xla.compilers import compiler_of
 
@@ -38,7 +38,7 @@ class Modelled:
 
 def modelled(request: Request, traced: Traced) -> Modelled:
     """The program of a request, measured by the model."""
-    placed, compiler = ways.streamed(request, traced), compiler_of(request.device)
+    placed, compiler = streamed(request, traced), compiler_of(request.device)
 
     def use(graph: Graph, host: Bytes = 0) -> MemoryUse:
         return live_ranges(compiler.as_written(graph), together=True).use(host=host)

@@ -12,7 +12,7 @@ from jaxtensile.rewrites.rewrite import large
 from jaxtensile.rewrites.rows.region import Seed, ends, find_region
 from jaxtensile.search.registry import at
 from jaxtensile.search.request import Request
-from jaxtensile.search.variants import Variant
+from jaxtensile.search.variant import Variant
 
 FEW: Final = 2
 """Ops named at most that end the rows."""

@@ -20,7 +20,8 @@ from jaxtensile.passes.offload.loops import LoopPlan, find_pairs
 from jaxtensile.program.bodies import bodies_of
 from jaxtensile.search.loop_variants import looping
 from jaxtensile.search.registry import at, named
-from jaxtensile.search.variants import Inside, Variant, body_alone, with_inside
+from jaxtensile.search.variant import Inside, Variant
+from jaxtensile.search.variants import body_alone, with_inside
 
 
 class Unlike(ValueError):

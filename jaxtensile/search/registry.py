@@ -14,7 +14,8 @@ from jaxtensile.rewrites.sink import SINK
 from jaxtensile.rewrites.sink_invariants import SINK_INVARIANTS
 from jaxtensile.rewrites.split import SLICES
 from jaxtensile.rewrites.strip_mine import STRIP_MINE
-from jaxtensile.search.variants import Variant, priced
+from jaxtensile.search.variant import Variant
+from jaxtensile.search.variants import priced
 
 REWRITES: Final[list[Rewrite]] = [
     SINK,

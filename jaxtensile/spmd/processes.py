@@ -25,8 +25,8 @@ from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.errors import AgreementError
 from jaxtensile.faults import told, unless_faulty
 from jaxtensile.planner import pipeline
+from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.plan_cache import FLAGS, Entry, Plans, package, plan_cache
-from jaxtensile.planner.trial_compiles import Watch, nothing
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.search.recipe import fingerprint
 from jaxtensile.search.request import Fitted, Request

@@ -8,11 +8,11 @@ from typing import Final
 from jaxtensile import _compat
 from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.planner.build_report import without_plan
+from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.collecting import seldom
 from jaxtensile.planner.page import opened
-from jaxtensile.planner.trial_compiles import Watch, nothing
-from jaxtensile.search import variants as ways
 from jaxtensile.search.request import Request
+from jaxtensile.search.variant import step_time
 from jaxtensile.units import TIB, Bytes, Seconds
 
 STEEPEST: Final = 0.7
@@ -60,7 +60,7 @@ def _sketches(request: Request, count: int, watch: Watch) -> tuple[Sketch, ...]:
         aim = int(top * step**k)
         with page.clock("solve"):
             variant, plan = candidates.readily(aim)
-        use, seconds = plan.predicted, ways.step_time(variant, plan).at()
+        use, seconds = plan.predicted, step_time(variant, plan).at()
         if not found or (use.device < found[-1].use.device and seconds > found[-1].seconds):
             found.append(Sketch(use=use, seconds=seconds, aim=max(aim, use.device)))
         if plan.predicted.device > aim:
