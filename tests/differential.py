@@ -22,9 +22,9 @@ from jaxtensile.passes.offload import loops
 from jaxtensile.passes.recompute import segments
 from jaxtensile.passes.recompute.lowerbound import lower_bound
 from jaxtensile.passes.solvers import greedy
-from jaxtensile.planner import trial_compiles as compiles
+from jaxtensile.planner import trial_compiles
 from jaxtensile.program.trace import trace_jaxpr
-from jaxtensile.search import modelled as subject
+from jaxtensile.search import modelled
 from programs import FAST, bits
 
 QUICK = FAST | {"xla_cpu_parallel_codegen_split_count": 1}
@@ -43,12 +43,12 @@ def believed():
 
     The solver tries fewer prices: its plans are dearer, and of the same kinds.
     """
-    real = compiles.compile_program
+    real = trial_compiles.compile_program
     nothing = MemoryUse(argument=0, output=0, temp=0, alias=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiles, "compile_program", lambda *args: replace(real(*args), memory=nothing))
-        patch.setattr(subject, "SURELY_OVER", 0.0)
-        patch.setattr(subject, "SURELY_OVER_WITH_LOOPS", 0.0)
+        patch.setattr(trial_compiles, "compile_program", lambda *args: replace(real(*args), memory=nothing))
+        patch.setattr(modelled, "SURELY_OVER", 0.0)
+        patch.setattr(modelled, "SURELY_OVER_WITH_LOOPS", 0.0)
         patch.setattr(segments, "_PRICES", 4)
         patch.setattr(loops, "_PRICES", 4)
         patch.setattr(greedy, "_BOUNDARIES", 4)

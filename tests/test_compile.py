@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.units import MIB
@@ -144,6 +145,19 @@ def test_options_of_the_user_are_kept(version, monkeypatch):
         assert options["xla_disable_hlo_passes"].startswith("fusion,algsimp")
     assert ("cse_barrier_expander" in choices[0]["xla_disable_hlo_passes"]) == (version < (0, 11))
     assert [o.get("xla_cpu_scheduler_type") for o in choices] == [None, "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"]
+
+
+def test_under_planned_options_a_barrier_in_a_small_loop_is_compiled():
+    """In a loop of so few bytes that XLA:CPU makes one kernel of it, where a barrier ends the process on jax 0.10."""
+
+    def step(c, _):
+        a, b = lax.optimization_barrier((c, c + 1))
+        return jnp.sin(a) * b, None
+
+    x = jnp.ones(4)
+    for options in planned_options(CPU, {}):
+        jitted = jax.jit(lambda x: lax.scan(step, x, None, length=3)[0], compiler_options=options)
+        assert jnp.allclose(jitted(x), lax.fori_loop(0, 3, lambda _, c: jnp.sin(c) * (c + 1), x))
 
 
 def test_under_planned_options_a_barrier_holds():

@@ -17,23 +17,8 @@ from jaxtensile.api import jit as api
 from jaxtensile.errors import VerifyError
 from jaxtensile.estimation import estimate as estimation
 from jaxtensile.passes.solvers import trials
-from jaxtensile.planner import page, plan_cache
-from jaxtensile.planner import trial_compiles as compiles
-from jaxtensile.rewrites import (
-    merge_branches as join,
-)
-from jaxtensile.rewrites import (
-    microbatch,
-    rewrite,
-    sink,
-    split,
-)
-from jaxtensile.rewrites import (
-    sink_invariants as inward,
-)
-from jaxtensile.rewrites import (
-    strip_mine as nest,
-)
+from jaxtensile.planner import page, plan_cache, trial_compiles
+from jaxtensile.rewrites import merge_branches, microbatch, rewrite, sink, sink_invariants, split, strip_mine
 from jaxtensile.rewrites.loops import RECOMPUTATION
 from jaxtensile.rewrites.merge_branches import MERGE_BRANCHES
 from jaxtensile.rewrites.microbatch import PARTS
@@ -42,9 +27,7 @@ from jaxtensile.rewrites.sink import SINK
 from jaxtensile.rewrites.sink_invariants import SINK_INVARIANTS
 from jaxtensile.rewrites.split import SLICES
 from jaxtensile.rewrites.strip_mine import STRIP_MINE
-from jaxtensile.search import candidates, parts, variants
-from jaxtensile.search import loop_variants as loop_ways
-from jaxtensile.search import modelled as subject
+from jaxtensile.search import candidates, loop_variants, modelled, parts, variant, variants
 from programs import FAST, close
 
 N, BATCH = 16, 64
@@ -76,10 +59,10 @@ def branching(w, x):
 def program(request):
     """Another function for each test: what was told of one is not told again."""
     network = {
-        variants.UNDONE: checkpointed,
+        variant.UNDONE: checkpointed,
         RECOMPUTATION: looped,
         STRIP_MINE.title: looped,
-        variants.BODIES: looped,
+        variant.BODIES: looped,
         MERGE_BRANCHES.title: branching,
     }.get(getattr(request, "param", ""), layers)
 
@@ -108,18 +91,18 @@ def plant(monkeypatch, place, name, error=Planted):
 
 
 REWRITES = {
-    variants.UNDONE: [(page, "undo"), (variants, "undone")],
+    variant.UNDONE: [(page, "undo"), (variants, "undone")],
     SINK.title: [(sink, "sink")],
     SLICES.title: [(split, "sliced_products")],
-    PARTS.title: [(parts, "find_stretch"), (microbatch, "in_chunks"), (chunk, "retrace")],
-    MERGE_BRANCHES.title: [(join, "find_cond_pairs"), (join, "join_conds")],
-    SINK_INVARIANTS.title: [(inward, "find_moved")],
-    STRIP_MINE.title: [(nest, "nest_loops")],
-    RECOMPUTATION: [(variants, "rewrite_loops"), (loop_ways, "looping")],
-    variants.BODIES: [(variants, "with_bodies"), (candidates, "bodies_of"), (candidates, "body_alone")],
-    variants.STATE: [(page, "with_state")],
+    PARTS.title: [(parts, "find_region"), (microbatch, "in_chunks"), (chunk, "retrace")],
+    MERGE_BRANCHES.title: [(merge_branches, "find_cond_pairs"), (merge_branches, "merge_branches")],
+    SINK_INVARIANTS.title: [(sink_invariants, "find_invariants")],
+    STRIP_MINE.title: [(strip_mine, "strip_mine")],
+    RECOMPUTATION: [(variant, "rewrite_loops"), (loop_variants, "looping")],
+    variant.BODIES: [(variant, "with_bodies"), (candidates, "bodies_of"), (candidates, "body_alone")],
+    variant.STATE: [(page, "with_state")],
     page.MERGING: [(page, "cse")],
-    "the lower bound": [(subject, "lower_bound")],
+    "the lower bound": [(modelled, "lower_bound")],
 }
 """Where a fault is one of which rewrite. Updates behind their gradients and copies to the host need other devices."""
 PLANTED = [(rewrite, *at) for rewrite, places in REWRITES.items() for at in (places if SOAK else places[:1])]
@@ -153,7 +136,7 @@ IDS = [f"{place.__name__.rpartition('.')[2]}.{name}" for _, place, name in PLANT
 )
 def test_a_rewrite_that_fails_is_left_out(program, what, place, name, monkeypatch, in_use):
     wanted = jax.jit(program, compiler_options=FAST)(W, X)
-    options = {"chunk": what == PARTS.title, "offload_state": what == variants.STATE}
+    options = {"chunk": what == PARTS.title, "offload_state": what == variant.STATE}
     plant(monkeypatch, place, name)
     found, messages = warned(planned(program, 1, **options).plan, W, X)
     for _ in range(3):
@@ -174,13 +157,13 @@ def test_a_rewrite_that_fails_is_left_out(program, what, place, name, monkeypatc
 
 STAGES = {
     "trace": (rewrite, "trace_jaxpr"),
-    "liveness": (subject, "live_ranges"),
+    "liveness": (modelled, "live_ranges"),
     "costs": (page, "op_costs"),
     "candidates": (page, "Candidates"),
     "solver": (trials, "live_ranges"),
-    "check": (compiles, "check"),
-    "emit": (compiles, "emit"),
-    "options": (compiles, "planned_options"),
+    "check": (trial_compiles, "check"),
+    "emit": (trial_compiles, "emit"),
+    "options": (trial_compiles, "planned_options"),
     "place": (api, "location"),
     "question": (api, "best_known"),
 }

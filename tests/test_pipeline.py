@@ -13,17 +13,16 @@ from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.solvers.greedy import prepare as greedy
-from jaxtensile.planner import recall, rounds
-from jaxtensile.planner import trial_compiles as compiles
+from jaxtensile.planner import recall, rounds, trial_compiles
 from jaxtensile.planner.pipeline import fit
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.undo import undo
-from jaxtensile.search import modelled as subject
+from jaxtensile.search import modelled
 from jaxtensile.search.request import Request
 from jaxtensile.units import GIB
 from programs import FAST, chain_args, close, step
 
-COMPILE = compiles.compile_program
+COMPILE = trial_compiles.compile_program
 ARGS = chain_args(layers=12, width=8, rows=256)
 
 
@@ -74,7 +73,7 @@ class Compiler:
     def __init__(self, monkeypatch, add=0, refuse=0):
         self.add, self.refuse = add, refuse
         self.options, self.given = [], []
-        monkeypatch.setattr(compiles, "compile_program", self)
+        monkeypatch.setattr(trial_compiles, "compile_program", self)
         self.solved = []
 
     def prepare(self, problem):
@@ -111,7 +110,7 @@ def test_what_fits_is_compiled_once_and_left_alone(monkeypatch):
 
 
 def test_what_surely_does_not_fit_is_not_compiled_as_it_is(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 1.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 1.0)
     compiler, steps = Compiler(monkeypatch), []
     report = fit(job(tight()), compiler.prepare, steps.append).report
     assert "compile plain" not in steps and not report.baseline.exact
@@ -121,7 +120,7 @@ def test_what_surely_does_not_fit_is_not_compiled_as_it_is(monkeypatch):
 
 def test_the_first_plan_that_holds_is_taken(monkeypatch):
     """Where it leaves little of the budget, or a plan that uses more saves little."""
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     monkeypatch.setattr(rounds, "UNSURE", 1.0)
     compiler, steps = Compiler(monkeypatch), []
     fitted = fit(job(tight()), compiler.prepare, steps.append)
@@ -136,7 +135,7 @@ def test_the_first_plan_that_holds_is_taken(monkeypatch):
 
 def test_what_a_plan_leaves_of_the_budget_is_used_once(monkeypatch):
     """XLA needs less than the model says: the next plan has less work, and is taken if it holds."""
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     monkeypatch.setattr(rounds, "UNSURE", 1.0)
     careful = fit(job(tight()), Compiler(monkeypatch, -predicted().temp // 8).prepare).report
     monkeypatch.setattr(rounds, "UNSURE", 0.0)
@@ -151,7 +150,7 @@ def test_what_a_plan_leaves_of_the_budget_is_used_once(monkeypatch):
 
 
 def test_what_xla_adds_is_taken_off_the_next_aim(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     add = predicted().temp // 12
     compiler = Compiler(monkeypatch, add)
     report = fit(job(tight(0.9)), compiler.prepare).report
@@ -176,7 +175,7 @@ class Uneven(Compiler):
 
 
 def test_between_a_miss_and_a_fit_with_bytes_to_spare_less_is_recomputed(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     found = {}
     for lifts in (0, 2):
         monkeypatch.setattr(rounds, "LIFTS", lifts)
@@ -203,14 +202,14 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
 
     tried = []
 
-    class Wrong(compiles.TrialCompiles):
+    class Wrong(trial_compiles.TrialCompiles):
         def _planned(self, variant, plan, *args):
             made = super()._planned(variant, plan, *args)
             tried.append(variant.parts)
             return replace(made, compiled=replace(made.compiled, memory=wrong(made.compiled, variant)))
 
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
-    monkeypatch.setattr("jaxtensile.planner.page.Attempts", Wrong)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    monkeypatch.setattr("jaxtensile.planner.page.TrialCompiles", Wrong)
     plain = live_ranges(trace_jaxpr(jax.jit(examples).trace(*args).jaxpr).graph)
     report = fit(job(plain.device - plain.temp // 2, examples, args, chunk=True), greedy).report
     assert report.fits and tried[0] < least < max(tried), tried
@@ -218,7 +217,7 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
 
 
 def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     compiler = Compiler(monkeypatch, add=100 * predicted().temp)
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(tight()), compiler.prepare)
@@ -229,8 +228,8 @@ def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
 
 
 def test_below_what_can_be_reached_no_plan_is_compiled_twice(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(subject, "lower_bound", lambda *_, **__: Bound(nbytes=0, ops=()))
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "lower_bound", lambda *_, **__: Bound(nbytes=0, ops=()))
     compiler = Compiler(monkeypatch)
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(predicted().argument + 100), compiler.prepare)
@@ -240,9 +239,9 @@ def test_below_what_can_be_reached_no_plan_is_compiled_twice(monkeypatch):
 
 
 def test_far_below_what_can_be_reached_one_plan_is_compiled_and_nothing_for_the_report(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     budget = predicted().argument + 100
-    monkeypatch.setattr(subject, "lower_bound", lambda *_, **__: Bound(nbytes=budget, ops=()))
+    monkeypatch.setattr(modelled, "lower_bound", lambda *_, **__: Bound(nbytes=budget, ops=()))
     compiler, steps = Compiler(monkeypatch), []
     with pytest.raises(jaxtensile.BudgetError, match=r"smallest (reachable|found)") as info:
         fit(job(budget), compiler.prepare, steps.append, baseline=True)
@@ -253,8 +252,8 @@ def test_far_below_what_can_be_reached_one_plan_is_compiled_and_nothing_for_the_
 
 def test_a_model_that_is_far_off_leaves_nothing_untried(monkeypatch):
     """By the model nothing comes near the budget; what is compiled does, and so what else there is is tried."""
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(subject, "lower_bound", lambda *_, **__: Bound(nbytes=0, ops=()))
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "lower_bound", lambda *_, **__: Bound(nbytes=0, ops=()))
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(predicted().argument + 100), Compiler(monkeypatch).prepare)
     least = info.value.needs
@@ -264,7 +263,7 @@ def test_a_model_that_is_far_off_leaves_nothing_untried(monkeypatch):
 
 
 def test_a_compiler_that_refuses_is_asked_for_less(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     compiler = Compiler(monkeypatch, refuse=1)
     report = fit(job(tight(0.9)), compiler.prepare).report
     assert report.fits and report.rounds <= 2
@@ -275,7 +274,7 @@ def test_a_compiler_that_refuses_is_asked_for_less(monkeypatch):
 
 
 def test_below_the_arguments_and_below_the_bound_the_smallest_plan_alone_is_compiled(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     for budget, words in ((1000, "the arguments alone"), (predicted().argument + 40, "no plan can need less")):
         compiler = Compiler(monkeypatch)
         with pytest.raises(jaxtensile.BudgetError, match=words) as info:
@@ -312,14 +311,14 @@ def test_a_plan_that_is_wrong_is_not_compiled(monkeypatch):
 
         return solve
 
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     with pytest.raises(jaxtensile.VerifyError, match="its outputs are versions of"):
         fit(job(tight()), lying)
     assert compiler.options == []
 
 
 def test_a_solver_that_does_nothing_is_no_plan(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
 
     def idle(problem):
         plan = greedy(problem)(1 << 60)
@@ -331,7 +330,7 @@ def test_a_solver_that_does_nothing_is_no_plan(monkeypatch):
 
 
 def test_the_same_job_has_the_same_plan(monkeypatch):
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     plans = [fit(job(tight())).report for _ in range(2)]
     assert plans[0].actions == plans[1].actions and plans[0].compiled == plans[1].compiled
 
@@ -427,7 +426,7 @@ def test_checkpoints_are_honoured_on_request(monkeypatch):
 @pytest.mark.parametrize("share", [0.2, 0.6, 0.9])
 def test_only_what_the_budget_needs_is_recomputed(monkeypatch, share):
     """Between the bytes of the program as written and those without checkpoints."""
-    monkeypatch.setattr(subject, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     (low, flops), (high, least) = predictions()
     assert low < high and least < flops
     compiler = Compiler(monkeypatch)
@@ -438,7 +437,7 @@ def test_only_what_the_budget_needs_is_recomputed(monkeypatch, share):
 
 def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
     """XLA finds more than the model in all but the user's own function; compiles stay few."""
-    real, made = compiles.compile_program, []
+    real, made = trial_compiles.compile_program, []
 
     def compiling(make, args, kwargs, options, meanwhile=None, counts=None):
         given = []
@@ -449,7 +448,7 @@ def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
             return replace(found, memory=replace(found.memory, temp=100 * found.memory.temp))
         return found
 
-    monkeypatch.setattr(compiles, "compile_program", compiling)
+    monkeypatch.setattr(trial_compiles, "compile_program", compiling)
     (low, _), (high, _) = predictions()
     exact = jax.jit(careful, compiler_options=FAST).lower(*ARGS).compile().memory_analysis()
     budget = exact.argument_size_in_bytes + exact.output_size_in_bytes + exact.temp_size_in_bytes

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile.planner import page, plan_cache, recall
-from jaxtensile.planner import trial_compiles as compiles
+from jaxtensile.planner import page, plan_cache, recall, trial_compiles
 from jaxtensile.planner.plan_cache import MOST, VARIABLE, PlanCache
 from programs import FAST, chain_args, squeezed, step
 
@@ -133,7 +132,7 @@ def test_a_plan_that_the_checker_refuses_is_passed_over(folder, budget, monkeypa
 def test_a_plan_that_needs_more_here_is_made_anew(folder, budget, monkeypatch):
     """As after an update of a driver: XLA's number decides, whatever the file says."""
     planned(budget)
-    again, calls = compiles.TrialCompiles.again, []
+    again, calls = trial_compiles.TrialCompiles.again, []
 
     def larger(*args):
         made = again(*args)
@@ -142,7 +141,7 @@ def test_a_plan_that_needs_more_here_is_made_anew(folder, budget, monkeypatch):
         more = replace(compiled, memory=replace(compiled.memory, temp=compiled.memory.temp + budget))
         return replace(made, compiled=more)
 
-    monkeypatch.setattr(compiles.TrialCompiles, "again", larger)
+    monkeypatch.setattr(trial_compiles.TrialCompiles, "again", larger)
     report = planned(budget)[1]
     assert len(calls) == 1 and report.compiled.device <= budget
     assert not any("earlier process" in note for note in report.notes)

@@ -22,7 +22,7 @@ from jaxtensile.errors import BudgetError
 from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.planner import pipeline, trial_compiles
-from jaxtensile.search import modelled as subject
+from jaxtensile.search import modelled
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.xla.compile import compile_program
 
@@ -121,8 +121,8 @@ def _forced(fit: Fit) -> Fit:
     """The smallest plan that the model finds is taken, whatever XLA allocates for it."""
     real, nothing = trial_compiles.compile_program, MemoryUse(argument=0, output=0, temp=0, alias=0)
     trial_compiles.compile_program = lambda *args: replace(real(*args), memory=nothing)
-    subject.lower_bound = lambda *_, **__: Bound(0, ())
-    subject.SURELY_OVER = subject.SURELY_OVER_WITH_LOOPS = 0.0
+    modelled.lower_bound = lambda *_, **__: Bound(0, ())
+    modelled.SURELY_OVER = modelled.SURELY_OVER_WITH_LOOPS = 0.0
 
     def forced(request: Request, *args: Any, **kwargs: Any) -> Fitted:
         return fit(replace(request, budget=_SMALLEST), *args, **kwargs)

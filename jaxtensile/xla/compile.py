@@ -145,8 +145,8 @@ def disabled(options: Options) -> tuple[str, ...]:
     return tuple(filter(None, str(options.get(_DISABLED, flags[-1] if flags else "")).split(",")))
 
 
-def _without_pass(options: Options, name: str) -> Options:
-    return {**options, _DISABLED: ",".join(dict.fromkeys((*disabled(options), name)))}
+def _without_pass(options: Options, *names: str) -> Options:
+    return {**options, _DISABLED: ",".join(dict.fromkeys((*disabled(options), *names)))}
 
 
 def not_recomputing(backend: Backend, options: Options) -> Options:
@@ -162,5 +162,6 @@ def recomputing(options: Options, capacity: Bytes, aim: Bytes) -> Options:
 def planned_options(backend: Backend, user: Options) -> list[Options]:
     """Options under which a rewritten program is worth compiling, best first."""
     drops = backend.drops_barriers_before > _compat.JAX_VERSION
-    first = _without_pass(user, "cse_barrier_expander") if drops else dict(user)
+    # A small loop becomes one kernel, for which XLA:CPU writes no barrier: the process would end (``Shape::dimensions``).
+    first = _without_pass(user, "cse_barrier_expander", "small-while-loop-hoisting") if drops else dict(user)
     return [{**first, **scheduler} for scheduler in backend.schedulers]
