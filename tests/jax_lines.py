@@ -17,16 +17,17 @@ in_a_soak = pytest.mark.skipif(not SOAK, reason="minutes: with JAXTENSILE_SOAK=1
 """A mark for tests and parameters."""
 ALL = {
     "JAX's own interface: jits, stages, transformations, what a jaxpr holds and how one is made": """
-        agreement api as_jax_jit bodies emit filter_jit hosted inward join merge numbered parity references rewrite rows
-        sink split state streaming trace undo undo_loops variants""",
+        agreement api as_jax_jit bodies cse emit filter_jit hosted merge_branches numbered parity references rows sink
+        sink_invariants split state streaming trace undo undo_loops variants""",
     "what XLA allocates, in which order, for whom, and how it is asked": """
-        compile heap lodgers lowered outcome own_stacks pipeline prologue shardings sums widened""",
+        build_report compile heap kernels lowered output_reuse own_stacks pipeline prologue shardings sums widened""",
     "what outlives a process, and may meet another JAX in the next": "plan_cache recipe",
     "what a user sees first": "package readme",
 }
 EVERY_FOURTH = {
     "programs one like the other: of any fault that is JAX's, several show": """
-        chunk differential differential_loops host_stacks libraries loops nest prompt target ties workloads""",
+        chunk control differential differential_loops early_updates host_stacks libraries loops strip_mine target
+        workloads""",
     "the front door, entered through the API that is tested as a whole": """
         bad_input calibration checkpoint_nests cli cudnn estimation faults feedback offload_state processes report
         solvers wrapping""",

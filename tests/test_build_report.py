@@ -29,7 +29,7 @@ def loud(w, x):
 
 def test_what_is_left_alone_is_named_with_the_reason():
     (told,) = (n for n in notes(loud, W, X) if n.startswith("left alone"))
-    assert "scan at" in told and "inside)" in told and "test_outcome.py" in told
+    assert "scan at" in told and "inside)" in told and "test_build_report.py" in told
     assert "2 x pure_callback" in told or told.count("pure_callback") == 2
     assert "(foreign code)" in told
 
@@ -41,7 +41,7 @@ def test_what_a_loop_needs_inside_is_named():
     with pytest.raises(jaxtensile.BudgetError) as info:
         jaxtensile.jit(fun, budget="1.1MiB").plan(jnp.ones((512, 512)))
     (largest, *_) = info.value.culprits
-    assert largest.primitive == "scan" and largest.nbytes >= 1 << 20 and "test_outcome.py" in largest.source
+    assert largest.primitive == "scan" and largest.nbytes >= 1 << 20 and "test_build_report.py" in largest.source
 
 
 def test_keys_are_not_worth_a_word_and_plain_programs_have_none():

@@ -112,7 +112,7 @@ def test_lines_and_scopes_are_the_users():
         assert str(e.source_info.name_stack) == "outer/inner"
         assert any(f.function_name == "scaled" for f in e.source_info.traceback.frames)
     text = jax.jit(lambda x: evaluate([x])).lower(V).as_text(debug_info=True)
-    assert "outer/inner/sin" in text and "test_rewrite.py" in text
+    assert "outer/inner/sin" in text and "test_emit.py" in text
 
 
 def test_equations_keep_the_configuration_they_were_traced_under():

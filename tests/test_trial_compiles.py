@@ -34,7 +34,7 @@ class Scripted:
         self.host = 1 << 20
         monkeypatch.setattr(compiles, "compile_program", self)
 
-    def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None):
+    def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None, clock=None):
         self.asked += 1
         self.options.append(options)
         answer = self.answers.pop(0)

@@ -50,6 +50,8 @@ class Backend:
     alike: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Compiler options under which a process compiles without the others: XLA:GPU shares out the tuning of kernels
     among the processes of a program, and would wait for those that do not compile it."""
+    kernels_known: bool = False
+    """Whether the text of a compiled program says which kernels it runs, and what each takes (``xla/kernel_time``)."""
     sketched: float = 0.25
     """What a plan may need more temporaries than was sketched. So many are asked for, since a first step waits where
     they are too few. A CPU's compiler keeps no plan's order."""
@@ -64,6 +66,7 @@ CUDA: Final = Backend(
     reads_backwards_from=(0, 12),
     bounded=True,
     pools=True,
+    kernels_known=True,
     alike={"xla_gpu_shard_autotuning": False},
 )
 TPU: Final = Backend(name="tpu", in_jax="tpu", offloads=True, takes_all=True, places_copies=True, draws_dear=True)

@@ -45,6 +45,27 @@ NOTHING_AGAIN: Final = Recomputed()
 
 
 @dataclass(frozen=True, slots=True)
+class KernelTime:
+    """What the kernels of one kind that are named after one operation take in a step, and how many runs these are."""
+
+    kind: str
+    source: str
+    times: int
+    seconds: Seconds
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledTime:
+    """A step of a compiled program, by its kernels: seconds, those that it waits for copies, how many kernels it runs,
+    and what takes longest."""
+
+    seconds: Seconds
+    wait: Seconds
+    kernels: int
+    longest: tuple[KernelTime, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Keep:
     """Residual ``value`` stays in device memory until its last use."""
 

@@ -192,6 +192,8 @@ def report(
         "baseline": plain.memory if plain is not None and plain.memory is not None else predicted,
         "compiled": compiled.memory,
         "xla": again,
+        "kernels": compiled.time,
+        "plain_kernels": plain.time if plain is not None else None,
         "lower_bound": bound.nbytes,
         "flops": traced.graph.flops,
         "rounds": rounds,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import jax
 
 from jaxtensile import faults
-from jaxtensile.ir.plan import Plan, Program
+from jaxtensile.ir.plan import CompiledTime, Plan, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.order.control import controlled
 from jaxtensile.passes.order.own_copies import with_own_copies
@@ -34,7 +34,9 @@ from jaxtensile.xla.compile import (
     recomputing,
     within,
 )
+from jaxtensile.xla.kernel_time import timed
 
+KERNELS = "the account of compiled kernels"
 SMALL = 0.5 * RECOMPUTES
 """Programs that the model gives no more than this share of the device are far from what makes XLA:GPU recompute."""
 NARROWLY = 1.05
@@ -99,7 +101,17 @@ class TrialCompiles:
     ) -> Compiled:
         request = self.request
         counts = request.device if request.device.backend.takes_all else None
-        return compile_program(lambda o: request.make(evaluate, o), args, kwargs, options, meanwhile, counts)
+        return compile_program(
+            lambda o: request.make(evaluate, o), args, kwargs, options, meanwhile, counts, self._clock_of_kernels
+        )
+
+    @cached_property
+    def _clock_of_kernels(self) -> Callable[[str], CompiledTime | None] | None:
+        """How long a step takes, by the text of what was compiled; None where the device's kernels are not known."""
+        request = self.request
+        if not request.device.backend.kernels_known or request.shards > 1:
+            return None
+        return lambda text: request.faults.spared(KERNELS, lambda: timed(text, request.device), lambda: None)
 
     def by_xla(self, variant: Variant) -> Made | None:
         """The user's own function in which XLA:GPU recomputes what it must; None where it may not, or does not fit."""

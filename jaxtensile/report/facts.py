@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxtensile.ir.plan import NOTHING_AGAIN, Action, Leaf, MemoryUse, Recomputed
+from jaxtensile.ir.plan import NOTHING_AGAIN, Action, CompiledTime, Leaf, MemoryUse, Recomputed
 from jaxtensile.ir.timeline import Timeline
 from jaxtensile.units import Bytes, Flops, Seconds
 
@@ -59,6 +59,8 @@ class Facts:
     ``rewritten``: its loops, branches or large products are made in another way;
     ``step``: predicted seconds of a step of what runs, ``measured``: median seconds of a few of its first calls (None
     until there were enough, and where it runs unchanged), ``renewed``: how often those led to another plan.
+    ``kernels``: a step of what runs by its compiled kernels, ``plain_kernels`` of the unchanged program where that was
+    compiled; None where a device's kernels are not known;
     ``settings``: the options that it was planned by, and where each is from; ``xla``: what XLA recomputes by itself in
     what runs, which ``overhead`` and ``recompute_flops`` hold too.
     ``flops`` are those of the program as written, so ``recompute_flops`` and ``overhead`` are negative
@@ -96,6 +98,8 @@ class Facts:
     renewed: int = 0
     settings: tuple[Setting, ...] = ()
     xla: Recomputed = NOTHING_AGAIN
+    kernels: CompiledTime | None = None
+    plain_kernels: CompiledTime | None = None
 
     @property
     def fits(self) -> bool:

@@ -7,12 +7,12 @@ programs.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.ir.plan import CompiledTime, MemoryUse
 from jaxtensile.report.facts import Facts
 from jaxtensile.report.text import as_text
 
@@ -43,6 +43,9 @@ class Report(Facts):
 
     def to_dict(self) -> dict[str, Any]:
         """Everything as plain data."""
+
+        def by_kernels(time: CompiledTime | None) -> dict[str, Any] | None:
+            return None if time is None else asdict(time)
 
         def use(m: MemoryUse) -> dict[str, Any]:
             return {
@@ -75,6 +78,8 @@ class Report(Facts):
             "overhead": self.overhead,
             "overhead_ratio": self.overhead_ratio,
             "xla": {"recomputed": self.xla.count, "flops": self.xla.flops, "seconds": self.xla.seconds},
+            "kernels": by_kernels(self.kernels),
+            "plain_kernels": by_kernels(self.plain_kernels),
             "stages": self.stages,
             "rounds": self.rounds,
             "undone": self.undone,

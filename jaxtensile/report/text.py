@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.ir.plan import KernelTime, MemoryUse
 from jaxtensile.places import short_place
 from jaxtensile.report.facts import Decision, Facts, Setting
 from jaxtensile.units import Bytes, format_bytes, format_seconds
@@ -135,6 +135,25 @@ def slower(report: Facts) -> str:
     return f"{100 * report.overhead_ratio:+.1f} %"
 
 
+def by_kernels(report: Facts) -> str:
+    """What a step takes by the kernels that XLA compiled, beside the plain program where that was compiled."""
+    now, plain = report.kernels, report.plain_kernels
+    assert now is not None
+    beside = ""
+    if plain is not None and plain != now and plain.seconds:
+        change = 100 * (now.seconds / plain.seconds - 1)
+        beside = f", {change:+.1f} % of the plain program's {format_seconds(plain.seconds)}"
+    waits = f", {format_seconds(now.wait)} of it waiting for copies" if now.wait else ""
+    longest = f"; longest: {longest_kernel(now.longest[0])}" if now.longest else ""
+    return f"by its {now.kernels:,} compiled kernels a step takes {format_seconds(now.seconds)}{beside}{waits}{longest}"
+
+
+def longest_kernel(kernel: KernelTime) -> str:
+    """``36 x product of .../dot_general, 12.3 ms``."""
+    named = f" of {'/'.join(kernel.source.split('/')[-2:])}" if kernel.source else ""
+    return f"{kernel.times:,} x {kernel.kind}{named}, {format_seconds(kernel.seconds)}"
+
+
 def timed(report: Facts) -> str:
     """What a step took, beside what was predicted for it."""
     r = report
@@ -193,6 +212,8 @@ def as_text(report: Facts) -> str:
         lines.append(
             f"  {format_bytes(r.offload_bytes)} to the host and back in a step{waits}; XLA holds {there} there"
         )
+    if r.kernels is not None:
+        lines.append(f"  {by_kernels(r)}")
     if r.measured is not None or r.renewed:
         lines.append(f"  {timed(r)}")
     lines.append(f"  no plan by recomputation can need less than {format_bytes(r.lower_bound)}")

@@ -18,7 +18,7 @@ from jaxtensile import _compat
 from jaxtensile.devices.backends import Backend
 from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.errors import TargetError
-from jaxtensile.ir.plan import NOTHING_AGAIN, MemoryUse, Recomputed
+from jaxtensile.ir.plan import NOTHING_AGAIN, CompiledTime, MemoryUse, Recomputed
 from jaxtensile.units import Bytes, Seconds
 from jaxtensile.xla.hlo import recomputed
 
@@ -55,6 +55,8 @@ class Compiled:
     refusal: str = ""
     again: Recomputed = NOTHING_AGAIN
     """What XLA computes twice by itself, where that was asked."""
+    time: CompiledTime | None = None
+    """A step of it by its kernels, where that was asked and they are known."""
 
     @property
     def device(self) -> Bytes:
@@ -69,11 +71,12 @@ def compile_program(
     options: Options,
     meanwhile: Callable[[], object] | None = None,
     counts: DeviceProfile | None = None,
+    clock: Callable[[str], CompiledTime | None] | None = None,
 ) -> Compiled:
     """Compile ``make(options)`` (a jit object) for the arguments and read its allocation.
 
     ``meanwhile`` is called while XLA, which needs no Python, works in another thread; ``counts``: the device for which
-    what XLA recomputes is counted.
+    what XLA recomputes is counted; ``clock``: how long a step takes, by the text of what was compiled.
     """
     started = time.perf_counter()
     notes: tuple[str, ...] = ()
@@ -104,9 +107,11 @@ def compile_program(
                 seconds = time.perf_counter() - started
                 return Compiled(jitted, None, attempt, seconds, notes, text.split("\n", 1)[0][:300])
             raise
-        again = recomputed(executable.as_text(), counts) if counts is not None else NOTHING_AGAIN
+        text = executable.as_text() if counts is not None or clock is not None else ""
+        again = recomputed(text, counts) if counts is not None else NOTHING_AGAIN
+        took = clock(text) if clock is not None else None
         seconds = time.perf_counter() - started
-        return Compiled(jitted, memory_of(executable), attempt, seconds, notes, again=again)
+        return Compiled(jitted, memory_of(executable), attempt, seconds, notes, again=again, time=took)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
@@ -162,6 +167,6 @@ def recomputing(options: Options, capacity: Bytes, aim: Bytes) -> Options:
 def planned_options(backend: Backend, user: Options) -> list[Options]:
     """Options under which a rewritten program is worth compiling, best first."""
     drops = backend.drops_barriers_before > _compat.JAX_VERSION
-    # A small loop becomes one kernel, for which XLA:CPU writes no barrier: the process would end (``Shape::dimensions``).
+    # A small loop becomes one kernel, for which XLA:CPU writes no barrier: the process would end (docs/xla.md).
     first = _without_pass(user, "cse_barrier_expander", "small-while-loop-hoisting") if drops else dict(user)
     return [{**first, **scheduler} for scheduler in backend.schedulers]

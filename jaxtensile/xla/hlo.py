@@ -29,12 +29,12 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _AGAIN = re.compile(r"\.remat\d*(?:\.|$)")
-_FREE = frozenset({"get-tuple-element", "tuple", "bitcast", "parameter", "constant", "copy-done"})
+FREE = frozenset({"get-tuple-element", "tuple", "bitcast", "parameter", "constant", "copy-done"})
 """Opcodes that compute nothing."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Line:
+class Line:
     """One instruction."""
 
     name: str
@@ -59,7 +59,7 @@ class _Line:
 
 def hlo_flops(text: str) -> Flops:
     """FLOPs of the entry computation of an HLO module's text."""
-    computations, entry = _parsed(text)
+    computations, entry = parsed(text)
     return _flops(computations)(entry)
 
 
@@ -67,14 +67,14 @@ def recomputed(text: str, device: DeviceProfile) -> Recomputed:
     """What XLA computes again by itself. An instruction takes as long as its products or its memory traffic."""
     if ".remat" not in text:
         return NOTHING_AGAIN
-    computations, entry = _parsed(text)
+    computations, entry = parsed(text)
     flops = _flops(computations)
     bandwidth = device.reached("memory_bandwidth", COPY_SHARE)
 
-    def repeats(line: _Line, shapes: dict[str, str]) -> tuple[Flops, Seconds]:
-        products = _product(line, shapes) + sum(flops(c) for c in line.called if c in computations)
+    def repeats(line: Line, shapes: dict[str, str]) -> tuple[Flops, Seconds]:
+        products = product(line, shapes) + sum(flops(c) for c in line.called if c in computations)
         rate = "matmul_flops_f32" if re.search(r"\b(?:f32|f64|c64)\[", line.shape) else "matmul_flops_bf16"
-        traffic = _nbytes(line.shape) + sum(_nbytes(shapes.get(name, "")) for name in line.operands)
+        traffic = nbytes_of(line.shape) + sum(nbytes_of(shapes.get(name, "")) for name in line.operands)
         seconds = max(products / device.reached(rate, MATMUL_SHARE), traffic / bandwidth)
         return products, device.kernel_launch + seconds
 
@@ -82,7 +82,7 @@ def recomputed(text: str, device: DeviceProfile) -> Recomputed:
         shapes = {line.name: line.shape for line in computations[name]}
         count, products, seconds = 0, 0.0, 0.0
         for line in computations[name]:
-            if line.opcode not in _FREE and _AGAIN.search(line.name):
+            if line.opcode not in FREE and _AGAIN.search(line.name):
                 again, took = repeats(line, shapes)
                 count, products, seconds = count + 1, products + again, seconds + took
             elif line.opcode != "fusion":
@@ -95,41 +95,41 @@ def recomputed(text: str, device: DeviceProfile) -> Recomputed:
     return Recomputed(*total(entry))
 
 
-def _parsed(text: str) -> tuple[dict[str, list[_Line]], str]:
+def parsed(text: str) -> tuple[dict[str, list[Line]], str]:
     """The computations of a module, and the name of its entry."""
-    computations: dict[str, list[_Line]] = {}
-    entry, lines = "", list[_Line]()
+    computations: dict[str, list[Line]] = {}
+    entry, lines = "", list[Line]()
     for line in text.splitlines():
         if head := _COMPUTATION.match(line):
             lines = computations.setdefault(head[1], [])
             entry = head[1] if line.startswith("ENTRY") else entry
         elif found := _INSTRUCTION.match(line):
-            lines.append(_Line(found[1], found[2], found[3], found[4]))
+            lines.append(Line(found[1], found[2], found[3], found[4]))
     return computations, entry
 
 
-def _flops(computations: dict[str, list[_Line]]) -> Callable[[str], Flops]:
+def _flops(computations: dict[str, list[Line]]) -> Callable[[str], Flops]:
     @cache
     def total(name: str) -> Flops:
         shapes = {line.name: line.shape for line in computations[name]}
         flops = 0.0
         for line in computations[name]:
-            flops += _product(line, shapes)
+            flops += product(line, shapes)
             flops += line.trips * sum(total(c) for c in line.called if c in computations)
         return flops
 
     return total
 
 
-def _product(line: _Line, shapes: dict[str, str]) -> Flops:
-    operands = [_dims(shapes.get(name, "")) for name in line.operands]
+def product(line: Line, shapes: dict[str, str]) -> Flops:
+    operands = [dims(shapes.get(name, "")) for name in line.operands]
     if line.opcode == "dot" or "__cublas" in line.rest:
         contract = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', line.rest)
         axes = [int(n) for n in re.findall(r"\d+", contract[1])] if contract else []
-        return 2.0 * math.prod(_dims(line.shape)) * math.prod(operands[0][a] for a in axes)
+        return 2.0 * math.prod(dims(line.shape)) * math.prod(operands[0][a] for a in axes)
     if line.opcode == "convolution" or "__cudnn$conv" in line.rest:
         # Forward, or a gradient: multiply-adds are output x kernel / output features of the forward product.
-        result = _dims(line.shape)
+        result = dims(line.shape)
         first, kernel, out = operands[0], operands[1], result
         if "convBackwardFilter" in line.rest:
             first, kernel, out = operands[0], result, operands[1]
@@ -147,12 +147,12 @@ def _arrays(shape: str) -> Iterator[tuple[str, list[int]]]:
         yield dtype, [int(n) for n in sizes.split(",") if n]
 
 
-def _dims(shape: str) -> list[int]:
+def dims(shape: str) -> list[int]:
     """Sizes of an array's shape, of the first array's in a tuple."""
     return next((sizes for _, sizes in _arrays(shape)), [])
 
 
-def _nbytes(shape: str) -> Bytes:
+def nbytes_of(shape: str) -> Bytes:
     """Bytes of all arrays of a shape."""
     total = 0
     for dtype, sizes in _arrays(shape):
@@ -161,4 +161,4 @@ def _nbytes(shape: str) -> Bytes:
     return total
 
 
-__all__ = ["hlo_flops", "recomputed"]
+__all__ = ["FREE", "Line", "dims", "hlo_flops", "nbytes_of", "parsed", "product", "recomputed"]

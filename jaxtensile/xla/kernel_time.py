@@ -1,0 +1,169 @@
+"""How long does a step of a compiled program for a GPU take? Each of its kernels by a roofline, in XLA's own order.
+
+A kernel takes as long as its products or its traffic, whichever is longer, beside a launch and the time in which it
+fills and empties the device. What was read or written last is still in the second-level cache. Copies over the link run
+beside the kernels, each direction one after the other; what needs one that is not over waits.
+
+The rates are the device's; what share of them each kind of kernel gets was fitted to half of the programs of
+``benchmarks/time``, whose other half says how well that holds: an H100, jax 0.11.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict, defaultdict
+from dataclasses import dataclass, field
+from typing import Final
+
+from jaxtensile.devices.gpu_description import FACTS, GpuFacts
+from jaxtensile.devices.profiles import DeviceProfile
+from jaxtensile.ir.plan import CompiledTime, KernelTime
+from jaxtensile.passes.seconds.cost import COPY_SHARE, MATMUL_SHARE
+from jaxtensile.units import Bytes, Seconds
+from jaxtensile.xla.kernels import Copied, Copying, Kernel, Product, Schedule, schedule_of
+
+LINK_SHARE: Final = 0.95
+"""Share of the link's rate that copies of many megabytes reach."""
+TILE: Final = 128
+"""Rows and columns of a product that one multiprocessor makes at a time."""
+DEEPEST: Final = 512
+"""Depth of a product that is worth dividing among multiprocessors."""
+TURNS: Final = 3
+"""Turns of a loop that are looked at one by one; the others are as long as the last of them."""
+NAMED: Final = 10
+"""Kinds of kernels, by the operation that they are named after, that are told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shares:
+    """What kernels reach, fitted. ``launch``, ``turn``, ``fill``: seconds of each kernel, of each turn of a loop, and
+    at most to fill and empty the device; ``traffic``, ``product``, ``convolution``, ``attention``, ``tile``: times as
+    long as by the device's rates; ``cached``: of traffic that the cache has; ``cache``: the part of it that keeps what
+    was used last; ``start``: depth of a product that takes as long as its beginning and end; ``waves``: of the time
+    that multiprocessors without a tile of a product lose; ``unaligned``: products whose rows are."""
+
+    launch: Seconds = 0.7e-6
+    turn: Seconds = 4e-6
+    fill: Seconds = 11.5e-6
+    traffic: float = 0.834
+    product: float = 0.966
+    convolution: float = 2.52
+    attention: float = 1.35
+    tile: float = 1.29
+    cached: float = 0.15
+    cache: float = 0.6
+    start: float = 450.0
+    waves: float = 0.5
+    unaligned: float = 1.4
+
+
+FITTED: Final = Shares()
+
+
+def timed(text: str, device: DeviceProfile, shares: Shares = FITTED) -> CompiledTime | None:
+    """Of the program that XLA wrote ``text`` of; None for devices whose kernels are not known."""
+    return seconds_of(schedule_of(text), device, shares) if device.name in FACTS else None
+
+
+def seconds_of(schedule: Schedule, device: DeviceProfile, shares: Shares = FITTED) -> CompiledTime:
+    """Of a step that runs ``schedule`` on a GPU."""
+    clock = _Clock(device, FACTS[device.name], shares)
+    clock.run(schedule)
+    most = sorted(clock.spent.items(), key=lambda item: -item[1])[:NAMED]
+    named = tuple(KernelTime(*which, clock.times[which], seconds) for which, seconds in most)
+    return CompiledTime(clock.now, clock.waited, clock.times.total(), named)
+
+
+@dataclass(slots=True)
+class _Clock:
+    """The device while it runs a schedule."""
+
+    device: DeviceProfile
+    gpu: GpuFacts
+    shares: Shares
+    now: Seconds = 0.0
+    waited: Seconds = 0.0
+    free: dict[bool, Seconds] = field(default_factory=lambda: {True: 0.0, False: 0.0})
+    """When the link has time again, to the host and from it."""
+    over: dict[str, Seconds] = field(default_factory=dict[str, Seconds])
+    """When copies are."""
+    cached: OrderedDict[str, Bytes] = field(default_factory=OrderedDict[str, Bytes])
+    held: Bytes = 0
+    times: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
+    """How often kernels of a kind run that are named after an operation, and what they take."""
+    spent: defaultdict[tuple[str, str], Seconds] = field(default_factory=lambda: defaultdict(float))
+
+    def run(self, schedule: Schedule, times: int = 1) -> None:
+        """``times``: how often a step runs it, for the account of kernels."""
+        for step in schedule:
+            match step:
+                case Kernel():
+                    took = self.takes(step)
+                    self.now += took
+                    self.times[step.kind, step.source] += times
+                    self.spent[step.kind, step.source] += times * took
+                case Copying():
+                    rate = self.device.reached("link_bandwidth", LINK_SHARE)
+                    begin = max(self.now, self.free[step.to_host])
+                    end = begin + self.device.link_latency + step.nbytes / rate
+                    self.over[step.name] = self.free[step.to_host] = end
+                case Copied():
+                    wait = max(self.over.get(step.name, 0.0) - self.now, 0.0)
+                    self.now, self.waited = self.now + wait, self.waited + times * wait
+                case _:
+                    self._loop(step.trips, step.body, times)
+
+    def _loop(self, trips: int, body: Schedule, times: int) -> None:
+        took = 0.0
+        for turn in range(min(trips, TURNS)):
+            begun = self.now
+            self.now += self.shares.turn
+            self.run(body, times * (trips - TURNS + 1 if turn == TURNS - 1 else 1))
+            took = self.now - begun
+        more = max(trips - TURNS, 0) * took
+        self.now += more
+        self.free = {way: at + more for way, at in self.free.items()}
+
+    def takes(self, kernel: Kernel) -> Seconds:
+        """Seconds of one kernel that begins now."""
+        shares, device = self.shares, self.device
+        there = sum(min(n, self.cached.get(v, 0)) for v, n in kernel.reads.items())
+        traffic = sum(kernel.reads.values()) - there + kernel.written + shares.cached * there
+        for value, nbytes in (*kernel.reads.items(), (kernel.name, kernel.written)):
+            self._use(value, nbytes)
+        moving = shares.traffic * traffic / device.reached("memory_bandwidth", COPY_SHARE)
+        moving *= shares.tile if kernel.kind == "tile" else 1.0
+        rate = device.reached("matmul_flops_f32" if kernel.wide else "matmul_flops_bf16", MATMUL_SHARE)
+        if kernel.products:
+            working = sum(p.flops / rate * self._slower(p) for p in kernel.products)
+        else:
+            factor = {"convolution": shares.convolution, "attention": shares.attention}.get(kernel.kind, 1.0)
+            working = factor * kernel.flops / rate
+        longest = max(moving, working)
+        return shares.launch + longest + min(longest, shares.fill)
+
+    def _slower(self, p: Product) -> float:
+        """Times as long as by the device's rate a product takes for its sizes."""
+        shares, units = self.shares, self.gpu.multiprocessors
+        tiles = p.batch * math.ceil(p.rows / TILE) * math.ceil(p.columns / TILE)
+        divided = min(max(units // tiles, 1), max(p.depth // DEEPEST, 1)) if tiles < units else 1
+        tiles *= divided
+        idle = math.ceil(tiles / units) * units / tiles - 1
+        half = TILE // 2
+        padded = math.ceil(p.rows / half) * half / p.rows * math.ceil(p.columns / half) * half / p.columns
+        begun = 1 + shares.start / max(p.depth, 1) * divided
+        return shares.product * begun * (1 + shares.waves * idle) * padded * (1.0 if p.aligned else shares.unaligned)
+
+    def _use(self, value: str, nbytes: Bytes) -> None:
+        """The cache has ``value`` now, if that is not too large for it, and has dropped what was not used for long."""
+        room = self.shares.cache * self.gpu.l2
+        self.held -= self.cached.pop(value, 0)
+        if nbytes > room:
+            return
+        self.cached[value] = nbytes
+        self.held += nbytes
+        while self.held > room:
+            self.held -= self.cached.popitem(last=False)[1]
+
+
+__all__ = ["FITTED", "Shares", "schedule_of", "seconds_of", "timed"]
