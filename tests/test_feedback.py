@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -354,6 +355,34 @@ def test_from_several_threads_at_once(slow, clock, monkeypatch):
     assert step.plan(init(), batch(0)).renewed == 1
     state, _ = run(step, init(), PATIENCE)
     assert fast(step, state, batch(0))
+
+
+def test_who_clears_the_cache_and_who_decides_do_not_wait_for_each_other(clock, monkeypatch):
+    """Each has a lock of its own; the one that decides asks what is wanted, which is guarded by the other's."""
+    args = chain_args()
+    planned, report = squeezed(descent, *args)
+    clock.took, deciding = 50 * report.step, threading.Event()
+
+    def has_the_other_lock():
+        if planned._lock.acquire(blocking=False):
+            planned._lock.release()
+            return False
+        return True
+
+    def without_arrays(x):
+        deciding.set()
+        while clearing.is_alive() and not has_the_other_lock():
+            time.sleep(1e-3)
+        return feedback.without_arrays(x)
+
+    monkeypatch.setattr(api, "without_arrays", without_arrays)
+    clearing = threading.Thread(target=lambda: (deciding.wait(), planned.clear_cache()), daemon=True)
+    calling = threading.Thread(target=lambda: [planned(*args) for _ in range(WATCHED)], daemon=True)
+    for thread in (clearing, calling):
+        thread.start()
+    for thread in (clearing, calling):
+        thread.join(60)
+    assert deciding.is_set() and not clearing.is_alive() and not calling.is_alive()
 
 
 # ---- what may go wrong ----------------------------------------------------------------------------

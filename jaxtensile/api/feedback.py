@@ -135,15 +135,19 @@ class Feedback:
         finally:
             with self._lock:
                 self._running -= 1
+        search, measured = None, 0.0
         with self._lock:
             if fitted is not self.fitted or not self.timing:
                 return outputs
             if timed and alone and calls == self._calls:
                 self._times.append(took)
             if len(self._times) == SKIPPED + TIMED:
-                self._decide(statistics.median(self._times[SKIPPED:]), request, device)
+                measured = statistics.median(self._times[SKIPPED:])
+                search = self._judged(measured)
             elif self._calls >= PATIENCE:
                 self._settled = True
+        if search is not None:
+            self._begin(search, fitted, measured, request, device)
         return outputs
 
     # ---- under the lock ----
@@ -154,7 +158,8 @@ class Feedback:
             report = replace(report, notes=tuple(dict.fromkeys((*report.notes, text))))
             self.fitted = replace(self.fitted, report=report)
 
-    def _decide(self, measured: Seconds, make_request: Callable[[], Request], device: Any) -> None:
+    def _judged(self, measured: Seconds) -> _Search | None:
+        """Put what was measured into the report; where it is not what was predicted, a renewal, which has not begun."""
         report = replace(self.fitted.report, measured=measured)
         self.fitted = replace(self.fitted, report=report)
         if self._before is not None and measured > self._before[1]:
@@ -162,45 +167,53 @@ class Feedback:
             self.fitted, self._before = self._before[0], None
             self._note(f"a renewed plan took longer, {took} a step, and was given up")
             self._settled = True
-            return
+            return None
         self._before = None
         if report.step / OFF <= measured <= report.step * OFF:
             self._settled = True
-            return
-        off = f"steps take {format_seconds(measured)} where {format_seconds(report.step)} were predicted"
+            return None
+        self._search = _Search()
+        return self._search
+
+    # ---- without it: the request is made under the lock of who calls ``change``, and the link is measured ----
+
+    def _begin(
+        self, search: _Search, fitted: Fitted, measured: Seconds, make_request: Callable[[], Request], device: Any
+    ) -> None:
+        """Begin a renewal, or say why there is none."""
+        predicted = format_seconds(fitted.report.step)
+        off = f"steps take {format_seconds(measured)} where {predicted} were predicted"
         try:
             request = replace(make_request(), device=self._device)
-            why = self._why_not(request)
-            rate = None if why else self._link(request, device)
-            if not why and rate is None and self.fitted.time is not None and self.fitted.time.copies:
+            why = self._why_not(request, fitted)
+            rate = None if why else self._link(request, fitted, device)
+            if not why and rate is None and fitted.time is not None and fitted.time.copies:
                 why = "the link was never measured, so that slow work and slow copies look alike: run calibrate()"
             if not why:
                 enter = _compat.configuration()
-                self._start(
-                    _Task(running=self.fitted, request=request, measured=measured, link=rate, off=off, enter=enter)
-                )
+                task = _Task(running=fitted, request=request, measured=measured, link=rate, off=off, enter=enter)
+                self._start(search, task)
         except Exception as error:  # the call has been made: nothing here may keep its outputs from the user
             why = _told(error)
         if why:
-            self._note(f"{off}; the plan stays: {why}")
-            self._settled = True
+            with self._lock:
+                self._note(f"{off}; the plan stays: {why}")
+                self._settled, self._search = True, None
 
-    def _why_not(self, request: Request) -> str:
-        """Why this plan cannot be renewed; empty where it can."""
-        link = (request.host_budget > 0 or self.fitted.state) and request.device.backend.offloads
+    def _why_not(self, request: Request, fitted: Fitted) -> str:
+        """Why a plan cannot be renewed; empty where it can."""
+        link = (request.host_budget > 0 or fitted.state) and request.device.backend.offloads
         if not (link or request.may_stack_on_host):
             return "it recomputes alone, and one factor on all work changes nothing in it"
-        return "it has been renewed often enough" if self.fitted.report.renewed >= RENEWALS else ""
+        return "it has been renewed often enough" if fitted.report.renewed >= RENEWALS else ""
 
-    def _link(self, request: Request, device: Any) -> float | None:
+    def _link(self, request: Request, fitted: Fitted, device: Any) -> float | None:
         """Bytes per second of the link, where that matters and is or can be known."""
         if "link_bandwidth" in request.device.measured:
             return request.device.link_bandwidth
-        return link_bandwidth(device) if self.fitted.time is not None and self.fitted.time.copies else None
+        return link_bandwidth(device) if fitted.time is not None and fitted.time.copies else None
 
-    def _start(self, task: _Task) -> None:
-        search = _Search()
-
+    def _start(self, search: _Search, task: _Task) -> None:
         def renew() -> None:
             _renew(search, task)
             if search.found is not None:
@@ -208,7 +221,6 @@ class Feedback:
 
         # No daemon: the interpreter waits for it at exit, or XLA's threads would outlive what they work with.
         threading.Thread(target=renew, name="jaxtensile-renewal").start()
-        self._search = search
 
 
 # ---- in a thread of its own -----------------------------------------------------------------------
