@@ -4,7 +4,9 @@ import functools
 import inspect
 import subprocess
 import sys
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import equinox as eqx
 import jax
@@ -114,6 +116,35 @@ def test_donation_is_that_of_equinox(donate):
             jit(fun, donate=donate)(*args)
         seen.append(([x.is_deleted() for x in args], len(said) > 0))
     assert seen[0] == seen[1]
+
+
+def test_what_is_not_told_of_one_call_is_told_of_others_of_whatever_threads(caplog):
+    """Calls overlap, and the first to begin is the first to end; the second fails in its own words."""
+    inside, leave = ([threading.Event() for _ in range(2)] for _ in range(2))
+
+    def call(k):
+        def fun(x):
+            inside[k].set()
+            assert leave[k].wait(60)
+            return eqx.error_if(x.sum(), x.sum() > 0, "the sum is positive") if k else x.sum()
+
+        return jaxtensile.filter_jit(fun, donate="all")(jnp.ones(4))
+
+    def donates_in_vain():
+        jax.jit(lambda x: x.sum(), donate_argnums=0)(jnp.ones(4))
+
+    with warnings.catch_warnings(record=True) as said, ThreadPoolExecutor(2) as pool:
+        warnings.simplefilter("always")
+        calls = []
+        for k in range(2):
+            calls.append(pool.submit(call, k))
+            assert inside[k].wait(60)
+        for k in range(2):
+            donates_in_vain()
+            leave[k].set()
+            error = calls[k].exception()
+        donates_in_vain()
+    assert len(said) == 3 and isinstance(error, eqx.EquinoxRuntimeError) and not caplog.records
 
 
 def test_modules_their_methods_and_decorated_methods():

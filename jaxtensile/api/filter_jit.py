@@ -12,7 +12,8 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from contextvars import ContextVar
 from functools import partial, update_wrapper
 from importlib import import_module
 from typing import Any
@@ -176,8 +177,8 @@ class _Core:
 
     def finish(self, call: Callable[[], _Results]) -> Any:
         """The results of a call; what ``equinox.error_if`` raised inside comes out here, in its own words."""
-        log = logging.getLogger("jax._src.callback")
-        log.addFilter(_said_by_the_error)
+        log, its_own = logging.getLogger("jax._src.callback"), partial(_said_by_the_error)
+        log.addFilter(its_own)  # another call's may go before this one's
         try:
             out = call()
             if not any(_compat.is_tracer(x) for x in out.arrays):
@@ -188,7 +189,7 @@ class _Core:
                 raise
             raise self.error(words.partition("\n\n")[0].strip()) from None
         finally:
-            log.removeFilter(_said_by_the_error)
+            log.removeFilter(its_own)
         return _join(out.static, out.arrays)
 
 
@@ -199,11 +200,32 @@ def _said_by_the_error(record: logging.LogRecord) -> bool:
     return record.getMessage() != "jax.pure_callback failed"
 
 
+_calm: ContextVar[bool] = ContextVar("calm", default=False)
+
+
+class _DonationWarning:
+    """The message of a warnings filter, which are the process's: it matches in a thread that wants calm, and nowhere
+    else. So the filter may stay, where one that each call adds and takes away would be put back by another's end."""
+
+    def match(self, text: str) -> bool:
+        return _calm.get() and text.startswith("Some donated buffers were not usable")
+
+
+_QUIET: Any = ("ignore", _DonationWarning(), Warning, None, 0)
+
+
 @contextmanager
 def _without_donation_warnings() -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
+    filters: Any = warnings.filters
+    if filters[:1] != [_QUIET]:
+        with suppress(ValueError):
+            filters.remove(_QUIET)
+        filters.insert(0, _QUIET)
+    token = _calm.set(True)
+    try:
         yield
+    finally:
+        _calm.reset(token)
 
 
 @jax.tree_util.register_pytree_node_class
