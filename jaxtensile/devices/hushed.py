@@ -1,54 +1,63 @@
 """Lines that a library prints although it was told not to: dropped, and nothing else that is printed meanwhile.
 
 HiGHS (1.8 to 1.12 at least) says where it repairs a solution, whatever its options (jump-dev/HiGHS.jl, issue 312). It
-does so in C, so the file behind descriptor 1 is another one meanwhile; what other threads printed comes out after.
+does so in C, so C's ``stdout`` is a stream in memory meanwhile; what C code of other threads printed comes out after.
+The file behind descriptor 1 stays: processes that other threads start meanwhile have it for as long as they live.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
-import tempfile
+import platform
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 _ONE_AT_A_TIME = threading.Lock()
 
 
+class _Aside:
+    """A stream in memory: one for all times, because a thread of C code may still be about to write to it."""
+
+    def __init__(self, libc: Any) -> None:
+        self._text, self._size = ctypes.c_char_p(), ctypes.c_size_t()
+        libc.open_memstream.restype = ctypes.c_void_p
+        self._libc = libc
+        self.stream = ctypes.c_void_p(libc.open_memstream(ctypes.byref(self._text), ctypes.byref(self._size)))
+
+    def empty(self) -> None:
+        self._libc.rewind(self.stream)
+
+    def content(self) -> bytes:
+        self._libc.fflush(self.stream)
+        return ctypes.string_at(self._text, self._size.value)
+
+
+@cache
+def _libc() -> tuple[Any, _Aside] | None:
+    """The C library, where its ``stdout`` may be another one, as glibc's may."""
+    libc = ctypes.CDLL(None)
+    return (libc, _Aside(libc)) if platform.libc_ver()[0] == "glibc" else None
+
+
 @contextmanager
 def hushed(line: bytes) -> Iterator[None]:
-    """Drop lines that begin with ``line`` from what is printed to the standard output inside.
-
-    Where the process has none, nothing is done.
-    """
+    """Drop lines that begin with ``line`` from what C code prints to the standard output inside."""
     with _ONE_AT_A_TIME:
-        try:
-            _flush()
-            kept = os.dup(1)
-        except OSError:
-            kept = None
-        if kept is None:
+        if (found := _libc()) is None:
             yield
             return
-        with tempfile.TemporaryFile() as aside:
-            os.dup2(aside.fileno(), 1)
-            try:
-                yield
-            finally:
-                _flush()
-                os.dup2(kept, 1)
-                os.close(kept)
-                aside.seek(0)
-                told = b"".join(said for said in aside if not said.startswith(line))
-                while told:
-                    told = told[os.write(1, told) :]
-
-
-def _flush() -> None:
-    """What Python and C have not written yet."""
-    with suppress(AttributeError, OSError, ValueError):
-        sys.stdout.flush()
-    with suppress(AttributeError, OSError):
-        ctypes.CDLL(None).fflush(None)
+        libc, aside = found
+        stdout = ctypes.c_void_p.in_dll(libc, "stdout")
+        before = ctypes.c_void_p(stdout.value)
+        aside.empty()
+        stdout.value = aside.stream.value
+        try:
+            yield
+        finally:
+            stdout.value = before.value
+            for said in aside.content().splitlines(keepends=True):
+                if not said.startswith(line):
+                    libc.fwrite(said, 1, len(said), before)
