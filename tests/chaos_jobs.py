@@ -208,10 +208,10 @@ def work(spec, log, stop):
             tenancy, put = job._tenancy, job._tenancy.put
 
             def keep(admit, rung):
-                users, now = tenancy.users, tenancy.now
-                tenancy.users = [] if now is not None and admit.ladder[rung].level < now.level else users
+                users, now = tenancy._users, tenancy.now
+                tenancy._users = {} if now is not None and admit.ladder[rung].level < now.level else users
                 put(admit, rung)
-                tenancy.users = users
+                tenancy._users = users
 
             tenancy.put = keep
 

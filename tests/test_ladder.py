@@ -97,12 +97,12 @@ def test_measured_steps_correct_the_predicted_ones(built):
     before = {p.level: p.seconds for p in ladder.places()}
     for _ in range(9):
         ladder.took(low.fitted, 10 * before[low.level])
-    seconds = ladder.seconds()
+    seconds = {p.level: took for p, took in ladder.timed()}
     assert seconds[low.level] == pytest.approx(10 * before[low.level])
     assert seconds[top.level] == pytest.approx(10 * before[top.level]), "one factor for what was not measured"
     for _ in range(9):
         ladder.took(top.fitted, 2 * before[top.level])
-    assert ladder.seconds()[top.level] == pytest.approx(2 * before[top.level])
+    assert ladder.timed()[-1] == (top, pytest.approx(2 * before[top.level]))
     assert [r.seconds for r in together([ladder])][-1] == pytest.approx(2 * before[top.level])
 
 

@@ -279,7 +279,7 @@ class Planned(Transformed):
         )
         self._ladders: WeakKeyDictionary[Any, dict[Hashable, Ladder]] = WeakKeyDictionary()
         if asked.job is not None:
-            asked.job.users.add(self._dispatch)
+            asked.job.used_by(self._dispatch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         job = self._asked.job
@@ -550,8 +550,9 @@ class Planned(Transformed):
         if self._asked.job is None:
             return self._entry(traced, place, args, kwargs, measure=measure)
         ladder = self._ladder(traced, place, args, kwargs)
-        budget = self._asked.job.bytes_for(ladder) if self._asked.job.budget else ladder.request.budget
-        feedback = Feedback(ladder.fitted(budget), ladder.request.device, self._dispatch._clear_cache)
+        budget = self._asked.job.bytes_for(ladder)
+        fitted = ladder.fitted(ladder.request.budget if budget is None else budget)
+        feedback = Feedback(fitted, ladder.request.device, self._dispatch._clear_cache)
         return _Entry(feedback, True, place.device, watched=False)
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import finalize
 
 from jaxtensile.errors import BudgetError, ConfigError, CoordinatorError
 from jaxtensile.jobs.arbitration import arbitration
@@ -135,7 +135,7 @@ class Job:
     @property
     def suspended(self) -> Any:
         """The state of a suspended job, each array where it is; None of one that is not."""
-        return None if self._steps.away is None else self._steps.away.tree
+        return None if (away := self._steps.away) is None else away.tree
 
     @property
     def budget(self) -> Bytes:
@@ -179,10 +179,9 @@ class Job:
 
     # What planned functions ask.
 
-    @property
-    def users(self) -> WeakSet[Any]:
-        """Of each planned function of the job, what calls it."""
-        return self._tenancy.users
+    def used_by(self, call: Any) -> None:
+        """``call`` is what calls a planned function of the job."""
+        self._tenancy.used_by(call)
 
     def step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """One call of a step, as a turn of the job, up to the end of its work on the device."""
@@ -202,9 +201,10 @@ class Job:
         """What holds for its steps too, where they have no other."""
         return self._config
 
-    def bytes_for(self, ladder: Ladder) -> Bytes:
-        """What a plan of a step may need now."""
-        return self._tenancy.bytes_for(ladder)
+    def bytes_for(self, ladder: Ladder) -> Bytes | None:
+        """What a plan of a step may need now; None before the first one and while the job is suspended."""
+        now = self._tenancy.now
+        return None if now is None or self._tenancy.resting is not None else ladder.share(now)
 
 
 def job(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -211,15 +211,16 @@ class Ladder:
                 if place.fitted is fitted:
                     place.measured = [*place.measured[-STEPS + 1 :], seconds]
 
-    def seconds(self) -> dict[Bytes, Seconds]:
-        """Of a step of each plan, by its level: measured, or predicted and corrected by what was measured of others."""
+    def timed(self) -> tuple[tuple[Position, Seconds], ...]:
+        """The plans, ascending in bytes, and how long a step of each takes: as measured, or as predicted and corrected
+        by what was measured of others."""
         with self._lock:
             ratios = [statistics.median(p.measured) / p.seconds for p in self._places if p.measured]
             factor = statistics.median(ratios) if ratios else 1.0
-            return {
-                p.level: max(statistics.median(p.measured) if p.measured else p.seconds * factor, _LEAST)
+            return tuple(
+                (p, max(statistics.median(p.measured) if p.measured else p.seconds * factor, _LEAST))
                 for p in self._places
-            }
+            )
 
     def _predicted(self, count: int) -> list[Position]:
         job = self.request
@@ -302,24 +303,17 @@ def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung
     What stays is that of the step with most: the steps of a job are taken to be given the same state. Seconds are the
     mean over ``calls`` of each.
     """
-    counts = calls or [1] * len(ladders)
-    tables = [(x.places(), x.seconds(), max(n, 1)) for x, n in zip(ladders, counts, strict=True)]
-    stays = max(p.persistent for places, _, _ in tables for p in places)
+    counts = [max(n, 1) for n in calls or [1] * len(ladders)]
+    tables = [ladder.timed() for ladder in ladders]
+    stays = max(p.persistent for plans in tables for p, _ in plans)
     rungs: dict[Bytes, Rung] = {}
-    for temp in sorted({p.temp for places, _, _ in tables for p in places}):
-        chosen = [_best(places, seconds, temp) for places, seconds, _ in tables]
-        if any(c is None for c in chosen):
-            continue
-        took = [(seconds[c.level], calls) for c, (_, seconds, calls) in zip(chosen, tables, strict=True) if c]
-        mean = sum(s * n for s, n in took) / sum(n for _, n in took)
-        host = max(c.host for c in chosen if c)
-        rungs[stays + temp] = Rung(persistent=stays, temp=temp, host=host, seconds=mean)
+    for temp in sorted({p.temp for plans in tables for p, _ in plans}):
+        chosen = [min((t for t in plans if t[0].temp <= temp), key=lambda t: t[1], default=None) for plans in tables]
+        found = [t for t in chosen if t is not None]
+        if len(found) == len(chosen):
+            mean = sum(s * n for (_, s), n in zip(found, counts, strict=True)) / sum(counts)
+            rungs[stays + temp] = Rung(persistent=stays, temp=temp, host=max(p.host for p, _ in found), seconds=mean)
     return tuple(rungs[level] for level in sorted(rungs))
 
 
-def _best(places: Iterable[Position], seconds: dict[Bytes, Seconds], temp: Bytes) -> Position | None:
-    fit = [p for p in places if p.temp <= temp]
-    return min(fit, key=lambda p: seconds.get(p.level, p.seconds)) if fit else None
-
-
-__all__ = ["Ladder", "Position", "persistent", "together"]
+__all__ = ["Ladder", "Place", "persistent", "together"]

@@ -340,5 +340,10 @@ class Stepping(Owned):
             self.settle()
 
         # No daemon: the interpreter waits for it at exit, or XLA's threads would outlive what they work with.
-        self._builder = threading.Thread(target=build, name=f"jaxtensile-ladder-{self._name}")
-        uninterrupted(self._builder.start)
+        builder = threading.Thread(target=build, name=f"jaxtensile-ladder-{self._name}")
+
+        def begin() -> None:
+            builder.start()
+            self._builder = builder  # who waits for it joins it, which must have begun
+
+        uninterrupted(begin)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
-from weakref import WeakSet
+from weakref import ref
 
 from msgspec import structs
 
@@ -76,8 +76,9 @@ class Tenancy:
         self.ladders: list[Ladder] = []
         self.calls: Counter[Ladder] = Counter()
         """Of each step that were timed."""
-        self.users: WeakSet[Any] = WeakSet()
-        """What calls its planned functions, which has what runs at present."""
+        self._users: dict[int, ref[Any]] = {}
+        """What calls its planned functions, which has what runs at present, by its address. Any thread may add one
+        while others go through them: each is one instruction."""
         self.admit: Admit | None = None
         """The ladder that ``now`` is of."""
         self.now: Rung | None = None
@@ -106,17 +107,17 @@ class Tenancy:
     @property
     def budget(self) -> Bytes:
         """Device bytes that steps of the job may use at present; 0 before its first one and while it is suspended."""
-        return 0 if self.now is None or self.resting is not None else self.now.level
+        return 0 if (now := self.now) is None or self.resting is not None else now.level
 
     @property
     def rung(self) -> int:
         """Which rung of ``ladder`` it is on, from 0; -1 while it has no lease."""
-        return -1 if self.client is None else self.client.rung
+        return -1 if (client := self.client) is None else client.rung
 
     @property
     def ladder(self) -> tuple[Rung, ...]:
         """What the coordinator knows of the job's plans."""
-        return () if self.admit is None else self.admit.ladder
+        return () if (admit := self.admit) is None else admit.ladder
 
     def bytes_for(self, ladder: Ladder) -> Bytes:
         """What a plan of a step may need now."""
@@ -192,10 +193,16 @@ class Tenancy:
             self.switches += 1
         self.forget()
 
+    def used_by(self, call: Any) -> None:
+        """``call`` is what calls a planned function of the job."""
+        users, key = self._users, id(call)
+        users[key] = ref(call, lambda _: users.pop(key, None))
+
     def forget(self) -> None:
         """Have the next call of each planned function ask again what to run."""
-        for user in [*self.users]:
-            user._clear_cache()
+        for user in [*self._users.values()]:
+            if (call := user()) is not None:
+                call._clear_cache()
 
     def in_use(self) -> tuple[Bytes, ...]:
         """Measured bytes per device, where they are this job's alone: not while a process has several."""
