@@ -297,9 +297,16 @@ def test_many_shapes_are_told_once_where_they_are_planned():
     room = jaxtensile.jit(jax.grad(loss), compiler_options=FAST)
     plain = room.plan(w, jax.ShapeDtypeStruct((4096, 32), jnp.float32)).compiled.device
     step = jaxtensile.jit(jax.grad(loss), budget=int(0.9 * plain), compiler_options=FAST)
-    with pytest.warns(ManyPlansWarning, match=r"planned for 8 shapes of its arguments, in \d+ s: pad them") as told:
-        for rows in range(4096, 4096 + 9):
+
+    def planned(count):
+        for rows in range(4096, 4096 + count):
             step.plan(w, jax.ShapeDtypeStruct((rows, 32), jnp.float32))
+
+    planned(1)
+    step.clear_cache()
+    planned(7)  # the first of which is planned again, and one shape all the same
+    with pytest.warns(ManyPlansWarning, match=r"planned for 8 shapes of its arguments, in \d+ s: pad them") as told:
+        planned(9)
     assert [Path(warning.filename).name for warning in told] == ["test_bad_input.py"]
 
 

@@ -253,7 +253,7 @@ class Planned(Transformed):
         "_lock",
         "_placement",
         "_plain",
-        "_plans",
+        "_planned_for",
         "_refused",
         "_without_jit",
     )
@@ -265,7 +265,7 @@ class Planned(Transformed):
         self._fun, self._asked = fun, asked
         self._found: Resolved | None = None
         self._ignored = False
-        self._plans: tuple[int, Seconds] = 0, 0.0
+        self._planned_for: dict[tuple[str, ...], Seconds] = {}
         self._jit_options = {k: v for k, v in options.items() if k != "compiler_options"}
         self._compiler_options: Options = dict(options.get("compiler_options") or {})
         self._lock = threading.RLock()
@@ -437,13 +437,17 @@ class Planned(Transformed):
             stacklevel=outside(),
         )
 
-    def _say_many(self, seconds: Seconds) -> None:
-        """Once, that another plan was made for other shapes, in so many seconds."""
-        count, spent = self._plans = self._plans[0] + 1, self._plans[1] + seconds
-        if count == MANY:
+    def _say_many(self, shapes: tuple[str, ...], seconds: Seconds) -> None:
+        """Once, that another plan was made for other shapes, in so many seconds. For the same ones it is made again
+        where JAX has forgotten their trace, as when the cache of any jit of the function is cleared."""
+        known = self._planned_for
+        if len(known) == MANY:
+            return
+        known[shapes] = known.get(shapes, 0.0) + seconds
+        if len(known) == MANY:
             warnings.warn(
-                f"{name_of(self._fun)} was planned for {count} shapes of its arguments, in {spent:.0f} s: pad them to "
-                "a few sizes, since each new one is planned and compiled anew",
+                f"{name_of(self._fun)} was planned for {MANY} shapes of its arguments, in {sum(known.values()):.0f} s: "
+                "pad them to a few sizes, since each new one is planned and compiled anew",
                 ManyPlansWarning,
                 stacklevel=outside(),
             )
@@ -594,7 +598,8 @@ class Planned(Transformed):
                 measured = measure or not fitted.report.compiled.exact  # nothing can be measured of that
                 entry = entries[place.key] = _Entry(feedback, measured, place.device, watched=False)
                 if not fitted.report.unchanged:
-                    self._say_many(sum(fitted.report.seconds.values()))
+                    shapes = tuple(map(str, traced.jaxpr.in_avals))
+                    self._say_many(shapes, sum(fitted.report.seconds.values()))
             elif measure and not entry.measured:
                 self._measure(entry, args, kwargs)
             entry.feedback.change()
