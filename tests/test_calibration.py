@@ -1,7 +1,9 @@
 """A device that is here is measured really; what is found is used, kept, and sized to the device."""
 
 import json
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +177,14 @@ def test_a_device_is_measured_once(tiny, monkeypatch):
     monkeypatch.setattr(calibration, "measure", None)  # a second measurement would raise
     assert jaxtensile.calibrate(CPU) == first
     assert path.read_text() == written
+
+
+def test_threads_that_ask_at_once_do_not_disturb_the_measurement(tiny, monkeypatch):
+    asked, start = [], threading.Barrier(4)
+    monkeypatch.setattr(calibration, "measure", lambda *about: asked.append(about) or measure(*about))
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: (start.wait(), jaxtensile.calibrate())[1], range(4)))
+    assert len(asked) == 1 and found == [found[0]] * 4
 
 
 def test_refresh_measures_again(tiny):

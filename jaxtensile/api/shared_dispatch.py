@@ -66,7 +66,9 @@ def _for(fun: Callable[..., Any], running: set[Any] | WeakSet[Any]) -> _StandIn:
     """A function that looks like ``fun`` to JAX, does not hold it, and runs as any of ``running``."""
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
-        return next(iter(running))(*args, **kwargs)
+        with _LOCK:  # another thread may add one
+            run = next(iter(running))
+        return run(*args, **kwargs)
 
     functools.update_wrapper(stand_in, fun)
     del vars(stand_in)["__wrapped__"]

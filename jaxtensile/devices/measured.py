@@ -79,8 +79,8 @@ _unwritten: dict[str, Measurement] = {}
 def load(device_kind: str) -> Measurement | None:
     """What was measured on devices of this kind with the installed jaxlib; None when nothing was."""
     kind, path = full_kind(device_kind), file_of(device_kind)
-    if kind in _unwritten:
-        return _unwritten[kind]
+    if (found := _unwritten.get(kind)) is not None:
+        return found
     return None if path is None else _read(path, kind)
 
 

@@ -5,9 +5,10 @@ Invariant: of several values that processes put ``first`` under one key, all pro
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from jaxtensile import _compat
 from jaxtensile.errors import AgreementError
@@ -82,6 +83,7 @@ def _answered() -> Iterator[None]:
         ) from error
 
 
+_LOCK: Final = threading.Lock()
 _STORE: list[Store] = []
 """The last one: what is counted by store begins anew with another."""
 
@@ -91,9 +93,10 @@ def store() -> Store | None:
     client = _compat.key_value_client()
     if client is None:
         return None
-    if not _STORE or _STORE[0].client is not client:
-        _STORE[:] = [Store(client)]
-    return _STORE[0]
+    with _LOCK:
+        if not _STORE or _STORE[0].client is not client:
+            _STORE[:] = [Store(client)]
+        return _STORE[0]
 
 
 __all__ = ["Store", "store"]

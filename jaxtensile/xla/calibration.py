@@ -14,12 +14,13 @@ import datetime
 import json
 import math
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +40,8 @@ _RESIZES = 2
 _LONGEST_CHAIN = 32
 _MOST_OVER_LINK: Bytes = 256 * MIB
 _LITTLE_OVER_LINK: Bytes = 32 * MIB
+_MEASURING: Final = threading.Lock()
+"""Two measurements at once would each find half of what the device can do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,10 +83,11 @@ def calibrate(device: Any = None, *, refresh: bool = False) -> DeviceProfile:
     """
     here = _device(device)
     published = profile_for_kind(here.device_kind, here.platform)
-    found = None if refresh else measured.load(here.device_kind)
-    if found is None:
-        found = measure(here, published, Effort())
-        measured.keep(found, here.device_kind)
+    with _MEASURING:
+        found = None if refresh else measured.load(here.device_kind)
+        if found is None:
+            found = measure(here, published, Effort())
+            measured.keep(found, here.device_kind)
     return measured.applied(published, found, here.device_kind)
 
 
@@ -141,7 +145,8 @@ def link_bandwidth(device: Any) -> float | None:
     """
     published = profile_for_kind(device.device_kind, device.platform)
     try:
-        return _link(device, published.link_bandwidth, _LITTLE_OVER_LINK, _LITTLE)[0]
+        with _MEASURING:
+            return _link(device, published.link_bandwidth, _LITTLE_OVER_LINK, _LITTLE)[0]
     except (jax.errors.JaxRuntimeError, _NotMeasured):
         return None
 

@@ -132,9 +132,7 @@ def _body(closed: Any) -> Traced:
     """A body, traced once for all places that rows are looked for in; forgotten with the body, whose constants may be
     arrays on a device."""
     known = _TRACED.get(closed)
-    if known is None:
-        known = _TRACED[closed] = trace_jaxpr(closed)
-    return known
+    return _TRACED.setdefault(closed, trace_jaxpr(closed)) if known is None else known
 
 
 def _settled(body: Traced, takes: list[At], rows: int, wanted: Sequence[bool], eqn: Any) -> Loop | None:
