@@ -30,7 +30,7 @@ EVERY_FOURTH = {
         workloads""",
     "the front door, entered through the API that is tested as a whole": """
         bad_input calibration checkpoint_nests cli cudnn estimation faults feedback offload_state processes report
-        solvers wrapping""",
+        solvers threads wrapping""",
 }
 SOME = {
     "test_deviceless": """
