@@ -316,4 +316,4 @@ def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung
     return tuple(rungs[level] for level in sorted(rungs))
 
 
-__all__ = ["Ladder", "Place", "persistent", "together"]
+__all__ = ["Ladder", "Position", "persistent", "together"]
