@@ -1,6 +1,6 @@
-"""Work on the batch in parts: a stretch of the program as a loop over some of its rows at a time.
+"""Work on the batch in parts: a region of the program as a loop over some of its rows at a time.
 
-``rows`` knows which stretch that may be and makes the loop; here is how often it may be divided, and what that costs.
+``rows`` knows which region that may be and makes the loop; here is how often it may be divided, and what that costs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A stretch of a program done for some rows after the other: the batch in parts, as a loop inside the step.
+"""A region of a program done for some rows after the other: the batch in parts, as a loop inside the step.
 
-What the stretch makes on the way is as much smaller, and the multiplications are the same; rows that others read are
-made again afterwards instead of stacked where that is little beside the stretch (a mean over the batch, and then the
+What the region makes on the way is as much smaller, and the multiplications are the same; rows that others read are
+made again afterwards instead of stacked where that is little beside the region (a mean over the batch, and then the
 gradient of something small).
 
 Invariant: every element is made by the same operations from the same elements as before; totals over rows are totals of
@@ -35,7 +35,7 @@ _JOIN: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def in_chunks(traced: Traced, closed: Any, own: Region, parts: int, *, mixed: bool = True) -> Any | None:
-    """The closed jaxpr of ``traced`` (of ``closed``) with the stretch in a loop of so many parts of its rows.
+    """The closed jaxpr of ``traced`` (of ``closed``) with the region in a loop of so many parts of its rows.
 
     None where what has effects would have to wait for the loop. ``parts`` divides the number of rows; ``mixed``:
     whether the device multiplies numbers of 16 bits into float32 (XLA:CPU does not for all shapes).
@@ -91,8 +91,8 @@ def _order(graph: Graph, own: Region) -> list[int] | None:
 
 
 def _made_again(graph: Graph, own: Region, there: set[int]) -> list[int]:
-    """The ops that make rows that leave the stretch of what is ``there`` before it, in their order, of those for which
-    that is little beside the stretch: rows of all parts need not wait for the last part then. Nothing larger is made on
+    """The ops that make rows that leave the region of what is ``there`` before it, in their order, of those for which
+    that is little beside the region: rows of all parts need not wait for the last part then. Nothing larger is made on
     the way."""
     made, found = producers(graph), set[int]()
     little = CHEAP * sum(graph.ops[o].flops for o in own.members)
@@ -120,7 +120,7 @@ def _made_again(graph: Graph, own: Region, there: set[int]) -> list[int]:
 def _loop(
     traced: Traced, own: Region, leaving: Sequence[int], read: Callable[[Any], Any], parts: int, mixed: bool
 ) -> Iterator[tuple[int, Any]]:
-    """What leaves the stretch, made part by part: ``leaving`` of it."""
+    """What leaves the region, made part by part: ``leaving`` of it."""
     n = own.seed.rows // parts
 
     def part(i: Any) -> dict[int, Any]:

@@ -1,4 +1,4 @@
-"""Which stretch of a program can be done for some rows after the other?
+"""Which region of a program can be done for some rows after the other?
 
 What lies between a batch and the gradients of the weights makes every row from the same row of what went before, and
 adds up over rows in the end (``rows``). Where that is all of a training step up to the update, doing it in parts is
@@ -55,7 +55,7 @@ class Region(Section):
 
 
 def find_region(traced: Traced, smallest: Bytes) -> Region | None:
-    """The stretch that keeps most bytes to itself, less those of rows that leave it; None where these are fewer than
+    """The region that keeps most bytes to itself, less those of rows that leave it; None where these are fewer than
     ``smallest``."""
     found = [s for seed in _seeds(traced, smallest) for s in regions(traced, *seed)]
     best = max(found, key=lambda s: (s.inside, -s.seed.value, -s.seed.dim), default=None)
@@ -63,7 +63,7 @@ def find_region(traced: Traced, smallest: Bytes) -> Region | None:
 
 
 def ends(traced: Traced, smallest: Bytes) -> list[int]:
-    """The ops that get rows and pass none on, those of the most bytes first: why there is no stretch."""
+    """The ops that get rows and pass none on, those of the most bytes first: why there is no region."""
     found = {o for seed in _seeds(traced, smallest) for o in _passed_on(traced, *seed, set())[-1]}
     graph = traced.graph
     size = {o: sum(graph.values[v].nbytes for v in (*graph.ops[o].operands, *graph.ops[o].results)) for o in found}
@@ -71,7 +71,7 @@ def ends(traced: Traced, smallest: Bytes) -> list[int]:
 
 
 def region_of(traced: Traced, seed: Seed) -> Region | None:
-    """The stretch that comes from a seed; None where there is none."""
+    """The region that comes from a seed; None where there is none."""
     found = regions(traced, seed.value, Row(seed.dim), seed.rows)
     return next((s for s in found if s.seed == seed), None)
 
@@ -116,7 +116,7 @@ def _beginning(graph: Graph, made: Sequence[int], v: int, size: int) -> Iterator
 
 
 def regions(traced: Traced, value: int, row: Row, rows: int) -> list[Region]:
-    """The stretches of ops that rows of a value go through, one for each time that totals of them are needed.
+    """The regions of ops that rows of a value go through, one for each time that totals of them are needed.
 
     Totals that are cheap to have before, like the number of tokens that count, are not waited for.
     """
@@ -137,7 +137,7 @@ def regions(traced: Traced, value: int, row: Row, rows: int) -> list[Region]:
 def _passed_on(
     traced: Traced, value: int, row: Row, rows: int, aside: set[int]
 ) -> tuple[dict[int, Row | str], dict[int, Region], dict[int, int], list[int]]:
-    """Where rows of all values are that have them, the stretches by their stage, what barriers only hand on, and the
+    """Where rows of all values are that have them, the regions by their stage, what barriers only hand on, and the
     ops that get rows and pass none on; ``aside``: ops that are for whole values."""
     graph = traced.graph
     at: dict[int, Row | str] = {value: row}
@@ -212,7 +212,7 @@ def _ancestors(graph: Graph, made: Sequence[int], v: int, members: set[int]) -> 
 def _complete(
     traced: Traced, own: Region, at: Mapping[int, Row | str], same: Mapping[int, int], made: Sequence[int]
 ) -> None:
-    """What a stretch reads from outside, and what is read of it there."""
+    """What a region reads from outside, and what is read of it there."""
     graph = traced.graph
     _leave_moves(graph, own, at)
     own.same = {v: a for v, a in same.items() if made[v] in own.members}
