@@ -18,7 +18,7 @@ import pytest
 
 from jax_lines import SOAK
 from jaxtensile import _compat
-from jaxtensile.jobs.ladder import Ladder, Place, together
+from jaxtensile.jobs.ladder import Ladder, Position, together
 from jaxtensile.jobs.stepping import Stepping
 from jaxtensile.jobs.tenancy import Tenancy, Terms
 from jaxtensile.spmd import keystore
@@ -88,7 +88,7 @@ def test_a_job_is_asked_where_it_is_while_it_ends():
 
 
 def test_a_ladder_is_asked_for_its_rungs_while_plans_take_the_places_of_others():
-    plans = itertools.cycle([Place(8, 8 * n, 0, 1.0 / n, 0, 0)] for n in (1, 2))
+    plans = itertools.cycle([Position(8, 8 * n, 0, 1.0 / n, 0, 0)] for n in (1, 2))
     ladder = object.__new__(Ladder)
     ladder._places = next(plans)
 
