@@ -26,6 +26,8 @@ from jax._src.cudnn import fused_attention_stablehlo as _attention
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import windowed_reductions as _windows
 
+from jaxtensile import switches
+
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
 Literal = _core.Literal
@@ -223,7 +225,8 @@ def is_tracer(x: Any) -> bool:
 
 
 def configuration() -> Callable[[], bool]:
-    """Puts what this thread's contexts have set (``enable_x64`` and the like) in force in the thread that calls it.
+    """Puts what this thread's contexts have set (``enable_x64`` and the like, our own switches) in force in the thread
+    that calls it.
 
     For a thread that ends with what it is about. It returns whether that thread now traces and compiles as this one
     did, by JAX's own key for it: there are contexts that no other thread can be put into.
@@ -231,9 +234,10 @@ def configuration() -> Callable[[], bool]:
     kind = _config.config_ext.Config
     known = {id(x): x for x in (*_config.config_states.values(), *vars(_config).values()) if isinstance(x, kind)}
     found = [(x, x.get_local()) for x in known.values()]
-    here = _config.trace_context()
+    here, off = _config.trace_context(), switches.handed_on()
 
     def enter() -> bool:
+        off()
         for x, value in found:
             if value is not _config.config_ext.unset:
                 x.set_local(value)

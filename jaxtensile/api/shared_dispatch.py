@@ -21,6 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from jaxtensile.settings.options import Asked, Unsaid, config_file
+from jaxtensile.switches import switched_off
 
 _StandIn = Callable[..., Any]
 _KNOWN: WeakKeyDictionary[Any, dict[Hashable, tuple[_StandIn, WeakSet[Any]]]] = WeakKeyDictionary()
@@ -48,14 +49,14 @@ def stand_in(fun: Callable[..., Any], asked: Asked, run: Callable[..., Any]) -> 
 
 
 def _question(asked: Asked) -> Hashable | None:
-    """All that is asked, in the code and in the config; None where that cannot be compared."""
+    """All that is asked, in the code and in the config, and our switches; None where that cannot be compared."""
     if asked.job is not None or not (asked.config is None or isinstance(asked.config, str | os.PathLike)):
         return None
     values = (getattr(asked, f.name) for f in dataclasses.fields(asked) if f.name != "options")
     said = ((isinstance(value, Unsaid), repr(value)) for value in values)  # a default is printed as its value
     file = config_file(asked.config)
     try:
-        key = *said, file, None if file is None else file.read_bytes(), *sorted(asked.options.items())
+        key = *said, file, None if file is None else file.read_bytes(), *sorted(asked.options.items()), switched_off()
         hash(key)
     except (OSError, TypeError):
         return None

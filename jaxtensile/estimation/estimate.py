@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import jax
 
-from jaxtensile import _compat
+from jaxtensile import _compat, switches
 from jaxtensile.devices.measured import best_known
 from jaxtensile.devices.profiles import DeviceProfile, profile
 from jaxtensile.errors import TargetError
@@ -178,7 +178,7 @@ def static_estimate(
         timeline=Timeline(_track(program, origin, live, use), None),
         seconds={**seconds, "estimate": time.perf_counter() - before},
         shards=shards,
-        notes=(several,) if shards > 1 else (),
+        notes=(*switches.notes(), *((several,) if shards > 1 else ())),
         capacity=device.capacity,
     )
 

@@ -16,6 +16,7 @@ from jaxtensile.planner.smallest import Smallest
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.request import Fitted
 from jaxtensile.search.variant import Variant
+from jaxtensile.switches import on
 from jaxtensile.xla.compile import RECOMPUTES
 
 XLA: Final = "what XLA recomputes"
@@ -65,7 +66,7 @@ def as_written(page: Page) -> Fitted:
         rounds = page.rounds
         start = page.written()
         lighter, others = page.lighter or start, [start] if page.lighter else []
-        if first is not None and rounds.all_hopeless(candidates, first):
+        if first is not None and on("glance") and rounds.all_hopeless(candidates, first):
             best, count = Smallest(rounds).glance(page.candidates(lighter, others))
         if best is None or not rounds.hopeless(best.variant, best.compiled.device):
             best, more = rounds.all(candidates, first)
@@ -92,6 +93,8 @@ def _or_by_xla(page: Page, best: Made | None) -> Made | None:
     cost = best.variant.seconds + best.plan.overhead if best is not None and fits else math.inf
     needs = plain.device if plain is not None else page.program.plain.device
     if cost <= CHEAP * sum(page.costs().seconds) or needs <= RECOMPUTES * request.device.capacity:
+        return best
+    if not on("by_xla"):
         return best
     with request.faults.of(XLA):
         made = page.compiles.by_xla(page.written())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
+from jaxtensile import switches
 from jaxtensile.errors import BudgetError, Culprit, PlanningError
 from jaxtensile.faults import REPORT, told
 from jaxtensile.ir.ir import producers
@@ -111,7 +112,7 @@ def unplanned(
         rounds=0,
         unknown_primitives=(),
         solver="none",
-        notes=notes,
+        notes=(*notes, *switches.notes()),
         seconds=seconds or {},
     )
 
@@ -170,7 +171,7 @@ def report(
 ) -> Report:
     """What became of ``traced``, the program as written; ``made`` is None where it runs as it is."""
     assert compiled.memory is not None
-    notes = [*(plain.notes if plain is not None else ()), *compiled.notes]
+    notes = [*switches.notes(), *(plain.notes if plain is not None else ()), *compiled.notes]
     if plain is not None and plain.refusal:
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
     if request.shards > 1:

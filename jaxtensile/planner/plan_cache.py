@@ -27,6 +27,7 @@ from jaxtensile.devices.measured import jaxlib_version
 from jaxtensile.ir.ir import Graph
 from jaxtensile.search.recipe import Recipe, fingerprint
 from jaxtensile.search.request import Request
+from jaxtensile.switches import switched_off
 
 VARIABLE: Final = "JAXTENSILE_PLAN_CACHE"
 FORMAT: Final = 1
@@ -144,6 +145,7 @@ def key_of(request: Request, graph: Graph, aim: int | None = None) -> str:
         request.undo,
         request.chunk,
         request.keep_unused,
+        sorted(switched_off()),
     )
     return hashlib.sha256(msgspec.msgpack.encode(question, order="deterministic")).hexdigest()
 

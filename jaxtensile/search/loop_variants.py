@@ -14,12 +14,15 @@ from jaxtensile.rewrites.loops import RECOMPUTATION, again_of, loop_ladder
 from jaxtensile.rewrites.strip_mine import STRIP_MINE
 from jaxtensile.search.registry import with_rewrite
 from jaxtensile.search.variant import Variant
+from jaxtensile.switches import on
 
 
 @leaves_out(RECOMPUTATION, lambda start: [start])
 def with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; then the same where more
     and more of that is done for the loops in their iterations. Each is cheapest first."""
+    if not on("loops"):
+        return [start]
     made = (with_rewrite(start, INNER, plans) for plans in INNER.find(start))
     return [v for base in (start, *made) if base is not None for v in _with_loops(base)]
 
@@ -28,7 +31,8 @@ def _with_loops(start: Variant) -> list[Variant]:
     """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
     graph = start.base.graph
     # Asked only where there are loops: the device may have to be tried for the answer. What it says is of plain loops.
-    link = start.request.loop_link if start.host and not start.has(STRIP_MINE) and find_pairs(graph) else None
+    hosted = start.host and not start.has(STRIP_MINE) and find_pairs(graph) and on("loops_away")
+    link = start.request.loop_link if hosted else None
     ladder, faults = loop_ladder(graph, start.request.device, link), start.request.faults
     room = start.request.host_budget
     at = looping(start)
@@ -52,7 +56,7 @@ def _with_loops(start: Variant) -> list[Variant]:
     above = [rungs[0], *rungs]
     return [
         *(
-            replace(rung, finer=between(more.loops, rung.loops)) if i else rung
+            replace(rung, finer=between(more.loops, rung.loops)) if i and on("loop_steps") else rung
             for i, (more, rung) in enumerate(zip(above, rungs, strict=False))
         ),
         *(v for v in away if 0 < v.aside <= room),

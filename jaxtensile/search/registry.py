@@ -16,6 +16,7 @@ from jaxtensile.rewrites.split import SLICES
 from jaxtensile.rewrites.strip_mine import STRIP_MINE
 from jaxtensile.search.variant import Variant
 from jaxtensile.search.variants import priced
+from jaxtensile.switches import on
 
 REWRITES: Final[list[Rewrite]] = [
     SINK,
@@ -45,7 +46,7 @@ def named(key: str) -> Rewrite:
 
 def with_rewrite(start: Variant, rewrite: Rewrite, sites: Any) -> Variant | None:
     """``start`` with a rewrite at some sites; None where it comes to nothing."""
-    base = rewrite.apply(start, sites)
+    base = rewrite.apply(start, sites) if on(rewrite.key) else None
     if base is None:
         return None
     made = priced(replace(start, base=base, taken=(*start.taken, Taken(rewrite, sites))))

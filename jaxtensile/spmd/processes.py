@@ -33,6 +33,7 @@ from jaxtensile.search.request import Fitted, Request
 from jaxtensile.spmd.agreement import Agreed, Question, agree
 from jaxtensile.spmd.keystore import store
 from jaxtensile.spmd.location import placements
+from jaxtensile.switches import switched_off
 from jaxtensile.units import Bytes
 from jaxtensile.xla.target import is_absent
 
@@ -127,6 +128,7 @@ def _question(request: Request, devices: Sequence[Any], budget: object) -> Quest
         "offload_state": str(request.place is not None),
         "host_budget": "none" if not request.host_budget else "given",
         "keep_unused": str(request.keep_unused),
+        "what is switched off": ", ".join(sorted(switched_off())) or "nothing",
         "compiler_options": repr(sorted((name, repr(value)) for name, value in request.options.items())),
     }
     return Question(same, msgspec.msgpack.encode(request.budget))

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 from jaxtensile.ir.ir import Graph, Op, producers
 from jaxtensile.passes.lifetimes.prologue import BROADCAST, FLOATS, PRODUCT, STEPS
+from jaxtensile.switches import on
 from jaxtensile.units import KIB
 
 _ADD = frozenset({"add", "add_any"})
@@ -77,7 +78,7 @@ def added(
     for op in graph.ops:
         if op.primitive == PRODUCT and home[op.results[0]] == op.results[0]:
             result = added_up(op)
-            if result is not None:
+            if result is not None and on("added_products"):
                 found.setdefault(result, op.results[0])
     return found
 
@@ -105,6 +106,6 @@ def scattered(
         if number.primitive != BROADCAST or number.operands or step.primitive not in _ADD or not is_root[step.id]:
             continue
         others = [s for s in step.operands if s != v]
-        if len(others) == 1 and home[others[0]] >= 0 and step.results[0] not in found:
+        if len(others) == 1 and home[others[0]] >= 0 and step.results[0] not in found and on("scattered_sums"):
             found |= {v: zeros, step.results[0]: v}
     return found

@@ -24,6 +24,7 @@ from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.passes.lifetimes.fusion import DECOMPOSITIONS, SPREAD
 from jaxtensile.passes.lifetimes.lowered import Lowered
 from jaxtensile.passes.lifetimes.prologue import PRODUCT
+from jaxtensile.switches import on
 
 _TILE = 128 * 64
 """Elements of a result that one processor makes at a time."""
@@ -36,6 +37,7 @@ _LONG = 8 * _EVEN
 def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lowered:
     """The graph with those ops; the same one where there are none. ``processors``: of a GPU, 0 on a CPU; ``groups``:
     whether products by groups are written out."""
+    groups = groups and on("spread_groups")
     if not _any(graph, processors, groups):
         return Lowered(graph, tuple(range(len(graph.ops))))
     values, ops, origin = list(graph.values), list[Op](), list[int]()
@@ -80,13 +82,13 @@ def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lower
                 a = turn(a, (1, 0), op.id)
                 b = turn(b, op.across[1] if op.across else (), op.id) if op.across or not processors else b
             put(replace(op, primitive=PRODUCT), (a, b), op.results, op.id)
-        elif op.primitive in DECOMPOSITIONS:
+        elif op.primitive in DECOMPOSITIONS and on("decompositions_by_columns"):
             read = move("transpose", op.operands[0], like(op.operands[0]), op.id)
             made = tuple(map(like, op.results))
             put(op, (read, *op.operands[1:]), made, op.id)
             for v, r in zip(made, op.results, strict=True):
                 move("transpose", v, r, op.id)
-        elif op.across and not op.groups and not processors:
+        elif op.across and not op.groups and not processors and on("rows_on_cpu"):
             read = zip(op.operands, op.across, strict=False)
             put(op, tuple(turn(v, order, op.id) if order else v for v, order in read), op.results, op.id)
         elif _is_uneven(graph, op, processors):
@@ -106,7 +108,7 @@ def _is_uneven(graph: Graph, op: Op, processors: int) -> bool:
         return False
     summed = _summed(graph, op)
     small = math.prod(shapes[2]) < processors * _TILE
-    return small and summed > _LONG and summed % _EVEN > 0
+    return small and summed > _LONG and summed % _EVEN > 0 and on("padded_splits")
 
 
 def _summed(graph: Graph, op: Op) -> int:

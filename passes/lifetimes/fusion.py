@@ -22,6 +22,7 @@ from jaxtensile.ir.ir import OUTER, Graph, Op, Same, Value, consumers, producers
 from jaxtensile.passes.lifetimes.added import added, scattered
 from jaxtensile.passes.lifetimes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.lifetimes.sums import centred, read_by_slow_sums
+from jaxtensile.switches import on, switched_off
 from jaxtensile.units import Bytes
 
 VIEWS = frozenset(
@@ -146,20 +147,22 @@ def fuse(graph: Graph, *, by: Fuser = H200, written: bool = False) -> Kernels:
 
     ``written``: of a program that is compiled as it was written, what has been measured of such programs alone.
     """
-    return _fused(Same(graph), by, written)
+    return _fused(Same(graph), by, written, switched_off())
 
 
 @lru_cache(maxsize=RECENT)
-def _fused(same: Same[Graph], by: Fuser, written: bool) -> Kernels:
+def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> Kernels:
     graph, twice = same.it, by.twice
     values, ops = graph.values, graph.ops
     read_by = consumers(graph)
     wanted: set[int] = set(graph.outputs)
     views = _views(graph, read_by, wanted)
-    products = prologues(graph, views, read_by, numbers=written) if by.products else Prologues.none(graph)
+    products = (
+        prologues(graph, views, read_by, numbers=written) if by.products and on("prologues") else Prologues.none(graph)
+    )
     must_exist = _needed_in_memory(graph, views, wanted, products)
     _store_arguments_of_erf(graph, read_by, must_exist)
-    alone = _read_by_one_kernel(graph, read_by, must_exist)
+    alone = _read_by_one_kernel(graph, read_by, must_exist) if on("one_kernel") else [False] * len(ops)
     slow = [False] * len(values)
     if twice:
         slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
@@ -193,7 +196,7 @@ def _fused(same: Same[Graph], by: Fuser, written: bool) -> Kernels:
         if name in _FUSIBLE and (by.outer or name != OUTER):
             r0 = op.results[0]
             effort = work[operands[0]] if len(operands) == 1 else sum([work[v] for v in dict.fromkeys(operands)])
-            if name in WORK:
+            if name in WORK and on("arithmetic_price"):
                 effort += by.work * WORK[name] * math.prod(values[r0].shape)
             stored = must_exist[r0] or (len(op.results) > 1 and any(must_exist[r] for r in op.results))
             others = readers[r0]
@@ -201,15 +204,22 @@ def _fused(same: Same[Graph], by: Fuser, written: bool) -> Kernels:
                 others = [o for o in others if not products.silent[o]]
             users = 1 if alone[i] else len(others)
             if users == 1 and len(read_by[r0]) > 1 and any(ops[o].primitive in _SHIFTS for o in read_by[r0]):
-                users = len(others)  # which read other places of it in the same kernel
+                users = len(others) if on("shifted_reads") else 1  # which read other places of it in the same kernel
             if twice:
                 stored = stored or (slow[r0] and not alone[i])
-                stored = stored or (name == "exp" and _is_widened_exponential(graph, op, sources, read_by))
+                stored = stored or (
+                    name == "exp"
+                    and _is_widened_exponential(graph, op, sources, read_by)
+                    and on("widened_exponentials")
+                )
                 times = sum([ops[o].rereads for o in others]) if users > 1 else users
+                if times != users and not on("rereads"):
+                    times = users
                 nbytes = values[r0].nbytes
                 fused = not stored and _worth_fusing(effort, nbytes, users, times, sources, values, again=written)
             else:
-                effort += name in _SLOW or any(values[v].dtype in HALVES for v in (*operands, r0))
+                slow_there = name in _SLOW or any(values[v].dtype in HALVES for v in (*operands, r0))
+                effort += slow_there and on("slow_on_cpu")
                 fused = not stored and (users <= 1 or not effort)
             if fused:
                 for r in op.results:
@@ -238,7 +248,7 @@ def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: 
             for v in op.operands:
                 value = graph.values[v]
                 if value.dtype in HALVES and len(read_by[v]) > 1 and math.prod(value.shape) < SMALL:
-                    must_exist[v] = True
+                    must_exist[v] = must_exist[v] or on("erf_arguments")
 
 
 def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
@@ -298,7 +308,7 @@ def _worth_fusing(
     read = sum([min(values[s].nbytes, nbytes) for s in sources])
     fused = times * (read + effort)
     unfused = read + effort + nbytes + (times if again else users) * nbytes
-    return fused < unfused
+    return fused < unfused or not on("fusion_price")
 
 
 def _readers(graph: Graph, read_by: list[list[int]], views: list[bool], must_exist: list[bool]) -> list[Sequence[int]]:
@@ -316,7 +326,7 @@ def _readers(graph: Graph, read_by: list[list[int]], views: list[bool], must_exi
 def _widens(graph: Graph, op: Op) -> bool:
     """Whether an op turns numbers into as wide or wider ones: XLA fuses that into every reader first of all."""
     is_cast = op.primitive == "convert_element_type" and bool(op.operands)
-    return is_cast and graph.values[op.operands[0]].nbytes <= graph.values[op.results[0]].nbytes
+    return is_cast and graph.values[op.operands[0]].nbytes <= graph.values[op.results[0]].nbytes and on("casts_first")
 
 
 def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
@@ -334,7 +344,8 @@ def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[boo
             readers = read_by[result]
             read = bool(readers) and all(graph.ops[o].primitive == PRODUCT for o in readers)
             written = made[source] >= 0 and graph.ops[made[source]].primitive == PRODUCT and len(read_by[source]) == 1
-            out[op.id] = (read and result not in wanted) or (written and source not in wanted)
+            folded = (read and result not in wanted) or (written and source not in wanted)
+            out[op.id] = folded and on("folded_transposes")
     return out
 
 
@@ -364,6 +375,8 @@ def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], product
             multiply(op.operands)
         elif name not in _READ_ANYWHERE:
             inside = set(op.slots[: op.carried[0]]) & splats
+            if inside and not on("splat_constants"):
+                inside = set[int]()
             for v in op.operands:
                 needed[v] = needed[v] or v not in inside
     return needed

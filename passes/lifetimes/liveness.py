@@ -23,6 +23,7 @@ from jaxtensile.passes.lifetimes.fusion import (
     fuse,
     is_fusible,
 )
+from jaxtensile.switches import on, switched_off
 from jaxtensile.units import Bytes
 
 COMPLEX = frozenset({"complex64", "complex128"})
@@ -80,12 +81,12 @@ def live_ranges(graph: Graph, kernels: Kernels | None = None, *, together: bool 
     """Buffers and their lifetimes when the ops run in schedule order; ``together``: of a program that is compiled as it
     was written, whose loops do not each make what they stack into (``rewrite``)."""
     if kernels is None and not together:
-        return _known(Same(graph))
+        return _known(Same(graph), switched_off())
     return _live_ranges(graph, kernels or fuse(graph), together)
 
 
 @lru_cache(maxsize=RECENT)
-def _known(same: Same[Graph]) -> Liveness:
+def _known(same: Same[Graph], off: frozenset[str]) -> Liveness:
     return _live_ranges(same.it, fuse(same.it), False)
 
 
@@ -128,7 +129,7 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
         delta[stop[v]] -= nbytes
     for op in ops:
         if (op.bodies or op.workspace) and kernels.is_root[op.id]:
-            inner = max((_body_temp(Same(b), kernels.by) for b in op.bodies), default=op.workspace)
+            inner = max((_body_temp(Same(b), kernels.by, switched_off()) for b in op.bodies), default=op.workspace)
             delta[op.id] += inner
             delta[op.id + 1] -= inner
     profile = list(accumulate(delta))[:n]
@@ -159,7 +160,7 @@ def _in_outputs(graph: Graph, kernels: Kernels, start: list[int], stop: list[int
             free = [b for b in pool if start[b] >= 0 and stop[b] == op.id + 1 and b not in found]
             for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
                 b = next((b for b in free if values[b].nbytes == values[r].nbytes), None)
-                if b is not None:
+                if b is not None and on("outputs_written_over"):
                     free.remove(b)
                     if r in found:
                         found.add(b)
@@ -169,7 +170,7 @@ def _in_outputs(graph: Graph, kernels: Kernels, start: list[int], stop: list[int
 def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
     """A buffer that is copied to the host is needed until the first op that asks for the copy."""
     copied = {op.results[0]: kernels.reads[op.id] for op in graph.ops if op.primitive == TO_HOST}
-    if not copied:
+    if not copied or not on("copies_take_time"):
         return
     for op in graph.ops:
         for v in op.operands:
@@ -185,7 +186,7 @@ def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
     """
     values, first = graph.values, dict[tuple[tuple[int, ...], str], int]()
     loops = [op for op in graph.ops if op.primitive == "scan"]
-    if len(loops) < 2:
+    if len(loops) < 2 or not on("stacks_together"):
         return
     zeros: set[int] = set()
     for op in graph.ops:
@@ -207,7 +208,7 @@ def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
 
 
 @lru_cache(maxsize=256)
-def _body_temp(body: Same[Graph], by: Fuser) -> Bytes:
+def _body_temp(body: Same[Graph], by: Fuser, off: frozenset[str]) -> Bytes:
     """Bytes a loop body or branch needs beyond its arguments and results; schedule after schedule shares bodies."""
     return live_ranges(body.it, fuse(body.it, by=by)).temp
 
@@ -261,21 +262,21 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], fi
     for op in graph.ops:
         i = op.id
         if op.primitive == "optimization_barrier":
-            behind.update(home[v] for v in op.operands)
+            behind.update(home[v] for v in op.operands if on("barriers_apart"))
             continue
         if not kernels.is_root[i]:
             continue
         if op.primitive in _WRITING_OVER:
-            pool = _written_over(home, op)
+            pool = _written_over(home, op) if on("updates_in_place") else []
         elif op.bodies:
             pool = list(kernels.reads[i])
-        elif is_fusible(op.primitive):
+        elif is_fusible(op.primitive) and on("elementwise_in_place"):
             what = kernels.added.get(op.results[0])
             if what is None:
                 pool = [b for b in kernels.reads[i] if b not in behind]
-                if i in rows:
+                if i in rows and on("rows_apart"):
                     pool = [b for b in pool if b not in rows[i]]
-                if gpu and values[op.results[0]].dtype in COMPLEX:
+                if gpu and values[op.results[0]].dtype in COMPLEX and on("complex_apart"):
                     pool = []
             else:  # over what a product is added to it is written before; a scatter is into the rest of the sum
                 pool = [home[v] for v in op.operands] if what in kernels.added else []

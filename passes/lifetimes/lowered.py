@@ -20,6 +20,7 @@ import math
 from dataclasses import dataclass, replace
 
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 _DILATED = 1.5
@@ -58,7 +59,7 @@ def _added_to_sums(graph: Graph) -> dict[int, int]:
             (other,) = (o for o in op.operands if o != v)
             alone = all(len(read_by[o]) == 1 and o not in graph.outputs for o in op.operands)
             numbers = zeros.primitive == "broadcast_in_dim" and not zeros.operands
-            if alone and numbers and _is_product(graph, made, other) and op.results:
+            if alone and numbers and _is_product(graph, made, other) and op.results and on("sums_into_scatters"):
                 found[op.id] = scatter.id
                 break
     return found
@@ -85,10 +86,11 @@ class _Lowering:
         self.pads: dict[tuple[int, Bytes], int] = {}
         self.zeros: dict[tuple[tuple[int, ...], str], int] = {}
         """By type: the zeros that gradients of pools of that type add to."""
+        self.pools = [op.id for op in graph.ops if op.primitive == "select_and_scatter_add" and on("pool_gradients")]
         adding = [
-            self.kind(op.results[0])
-            for op in graph.ops
-            if op.primitive == "select_and_scatter_add" and op.padded == graph.values[op.results[0]].nbytes
+            self.kind(graph.ops[o].results[0])
+            for o in self.pools
+            if graph.ops[o].padded == graph.values[graph.ops[o].results[0]].nbytes
         ]
         self.wanted = frozenset(adding)
         selected = {self.kind(op.results[0]) for op in graph.ops if op.primitive == "select_n" and op.results}
@@ -104,9 +106,9 @@ class _Lowering:
                 scatter = self.old.ops[self.onto[op.id]]
                 (rest,) = (v for v in op.operands if v not in scatter.results)
                 self.add(replace(op, primitive=scatter.primitive), (rest, *scatter.operands[1:]))
-            elif op.primitive == "select_and_scatter_add":
+            elif op.id in self.pools:
                 self.pool_gradient(op)
-            elif op.turned:
+            elif op.turned and on("turned_filters"):
                 sizes = [op.padded, *(self.old.values[v].nbytes for v in op.operands[1:])]
                 self.add(op, tuple(self.transposed(op, v, n) for v, n in zip(op.operands, sizes, strict=True)))
             elif self.is_padded(op):
@@ -125,7 +127,8 @@ class _Lowering:
 
     def is_padded(self, op: Op) -> bool:
         """A convolution for which a padded copy is written."""
-        return op.primitive == "conv_general_dilated" and op.padded > 0 and not op.turned and not self.is_gradient(op)
+        padded = op.primitive == "conv_general_dilated" and op.padded > 0 and not op.turned and not self.is_gradient(op)
+        return padded and on("padded_convolutions")
 
     def is_folded(self, op: Op) -> bool:
         """A ``pad`` that convolutions do themselves (``FoldConvInputPad`` in
@@ -136,7 +139,7 @@ class _Lowering:
         return all(
             r.primitive == "conv_general_dilated" and not r.padded and op.results[0] not in r.operands[1:]
             for r in readers
-        )
+        ) and on("folded_pads")
 
     def is_gradient(self, op: Op) -> bool:
         """Whether the filter is reversed: then cuDNN has a kernel for it that dilates by itself."""
@@ -145,7 +148,7 @@ class _Lowering:
 
     def compares_with_zeros(self, op: Op) -> bool:
         """A ``relu`` of a type whose zeros have to exist, or its gradient once they do."""
-        if not op.results or self.kind(op.results[0]) not in self.wanted:
+        if not op.results or self.kind(op.results[0]) not in self.wanted or not on("shared_zeros"):
             return False
         if op.primitive == "max":
             return len(op.operands) == 1

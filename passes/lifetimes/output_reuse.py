@@ -16,13 +16,14 @@ from itertools import accumulate, pairwise
 
 from jaxtensile.ir.ir import Graph
 from jaxtensile.passes.lifetimes.liveness import Liveness, LiveRange, taken_over
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 
 def reusing_outputs(graph: Graph, live: Liveness) -> Liveness:
     """The same buffers, but for those that are kept where results will be."""
     hosts = _own_memory(graph, live)
-    if not hosts:
+    if not hosts or not on("output_reuse"):
         return live
     left: list[LiveRange] = []
     profile = [0, *live.profile, 0]

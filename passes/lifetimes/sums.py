@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 from jaxtensile.ir.ir import Graph, Op
+from jaxtensile.switches import on
 
 ROWS = 4096
 """Rows that XLA:GPU adds up in one go; more it adds up in two (``ReductionDimensionRaceFreeBound`` in
@@ -50,7 +51,7 @@ def read_by_slow_sums(
     values = graph.values
     sums = _few_rows(graph, read_by, alike | views)
     slow = [False] * len(values)
-    if not sums.columns:
+    if not sums.columns or not on("slow_sums"):
         return slow
     free = views | {"convert_element_type", _SPREADING}  # types are changed wherever it is
     steps = [0] * len(values)
@@ -89,7 +90,7 @@ def centred(graph: Graph, read_by: list[list[int]], alike: frozenset[str], views
                 if wider or not spread.isdisjoint(op.operands):
                     spread.add(r)
     slow = [False] * len(values)
-    for v in spread:
+    for v in spread if spread and on("centred_sums") else ():
         slow[v] = sums.added[v] > 0
     return slow
 

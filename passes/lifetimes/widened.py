@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.passes.lifetimes.fusion import DRAWS, ELEMENTWISE, HALVES, PRODUCTS
 from jaxtensile.passes.lifetimes.lowered import Lowered
+from jaxtensile.switches import on
 
 _CONVERT = "convert_element_type"
 _MOVES = frozenset({_CONVERT, "select_n", "real", "imag", "complex", "conj"}) | DRAWS
@@ -38,7 +39,7 @@ BEFORE_9 = Wide(ARITHMETIC)
 
 def widened(graph: Graph, wide: Wide = ON_CPU) -> Lowered:
     """The graph with what is f32 in it; the same one where nothing is."""
-    if not _any_wide(graph, wide):
+    if not _any_wide(graph, wide) or not on("widened_halves"):
         return Lowered(graph, tuple(range(len(graph.ops))))
     values, ops, origin = list(graph.values), list[Op](), list[int]()
     copies = dict[int, ValueId]()

@@ -23,6 +23,7 @@ from jaxtensile.passes.lifetimes.fusion import Kernels
 from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
 from jaxtensile.passes.offload.insertion import Copy, Remade, insert, tie
 from jaxtensile.passes.recompute.stages import buffer_steps
+from jaxtensile.switches import on
 from jaxtensile.units import MIB, Bytes, Seconds
 
 SMALLEST = MIB
@@ -129,12 +130,12 @@ def _choose(
             if done is None or begin is None or begin <= done:
                 continue
             hidden = leaves + length <= begins[done] and arrives >= begins[begin]
-            score = (hidden, gap.nbytes * (begins[gap.until] - begins[gap.after + 1]))
+            score = (hidden and on("hidden_first"), gap.nbytes * (begins[gap.until] - begins[gap.after + 1]))
             if best is None or score > best[0]:
                 copy = Copy(gap.value, gap.nbytes, gap.after, done, begin, gap.until, hidden)
                 best = (score, copy, leaves, arrives, length)
         if best is None:
-            if not _tighten(copies, peak, anchors, begins, profile):
+            if not on("tighten") or not _tighten(copies, peak, anchors, begins, profile):
                 break
             continue
         _, copy, leaves, arrives, length = best

@@ -29,6 +29,7 @@ from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.offload.offload import Channel
 from jaxtensile.passes.offload.state import Moved, descendants
 from jaxtensile.passes.order.schedule import Schedule
+from jaxtensile.switches import on
 from jaxtensile.units import KIB, MIB, Bytes, Seconds
 
 AHEAD, WINDOW = 3, 64 * MIB
@@ -106,7 +107,7 @@ class _Streaming(Schedule):
             if op.id in self.update or self.kernels.is_root[op.id] or op.pinned or not final.isdisjoint(op.results):
                 continue
             readers = [o for r in op.results for o in read_by[r]]
-            if readers and self.update.issuperset(readers):
+            if readers and self.update.issuperset(readers) and on("feeders"):
                 self.update.add(op.id)
 
     def _earliest(self) -> list[int]:
@@ -115,8 +116,9 @@ class _Streaming(Schedule):
         step = [-1] * len(graph.values)
         for op in graph.ops:
             small = sum(graph.values[r].nbytes for r in op.results) <= _SMALL and not op.pinned and not op.bodies
+            early = small and on("small_early")
             for r in op.results:
-                step[r] = max((step[v] for v in op.operands), default=-1) if small else op.id
+                step[r] = max((step[v] for v in op.operands), default=-1) if early else op.id
         return step
 
     def _last_reads(self) -> dict[int, int]:
@@ -239,7 +241,7 @@ class _Streaming(Schedule):
             start = back.latest(clock[g.ready + 1], length)
             back.take(start, length)
             low = bisect_left(above, g.nbytes + WINDOW - LEVEL * above[0], key=lambda n: -n)
-            begin[id(g)] = max(start, clock[min(low, g.ready + 1)])
+            begin[id(g)] = max(start, clock[min(low, g.ready + 1)]) if on("below_the_peak") else start
         events: list[_Event] = []
         arriving = leaving = 0.0
         left: list[tuple[_Group, Seconds, int]] = []
@@ -250,7 +252,7 @@ class _Streaming(Schedule):
             inside = g.nbytes
             for n, (other, out, updated_at) in enumerate(reversed(left)):
                 inside += other.nbytes
-                if n + 2 > AHEAD and inside > WINDOW:
+                if n + 2 > AHEAD and inside > WINDOW and on("few_at_once"):
                     g.gone, start, step = other, max(start, out), updated_at
                     break
             step = max(step, bisect_left(clock, start))

@@ -32,6 +32,7 @@ from jaxtensile.passes.lifetimes.fusion import fuse
 from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
 from jaxtensile.passes.order.in_order import with_barriers
 from jaxtensile.passes.order.schedule import BARRIER, Schedule
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 CONVOLUTION = "conv_general_dilated"
@@ -61,7 +62,7 @@ def with_weights_late(program: Program, least: Bytes) -> Program:
         if op.primitive == CONVOLUTION:
             weights = [v for v in operands if home[v] in inputs and graph.values[v].nbytes >= least]
             beside = [v for v in operands if home[v] >= 0 and home[v] not in inputs and graph.values[v].space != "host"]
-            if weights and beside:
+            if weights and beside and on("ties_of_weights"):
                 held = [*weights[:1], *beside[:1]]
                 behind: dict[int, int] = dict(zip(held, schedule.put_barrier(held), strict=True))
                 operands = [behind.get(v, v) for v in operands]
@@ -87,7 +88,7 @@ def dependencies(graph: Graph, live: Liveness) -> dict[int, frozenset[int]]:
     def hold(at: int, loose: list[int], beside: Iterable[int]) -> None:
         results = {kernels.home[r] for o in loose for r in graph.ops[o].results if kernels.home[r] >= 0}
         read = {b for b in beside if b >= 0 and made[b] >= 0}
-        if results and read:
+        if results and read and on("ties_of_sums" if graph.ops[at].primitive == BARRIER else "ties_before_large"):
             found[at] = frozenset(results | read)
 
     for op in graph.ops:

@@ -22,6 +22,7 @@ from jaxtensile.ir.ir import Graph
 from jaxtensile.passes.lifetimes.fusion import H200, REDUCTIONS, SPREAD, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
 from jaxtensile.passes.order.schedule import BARRIER
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 BROADCAST, COPY, CONVOLUTION = "broadcast_in_dim", "written copy", "conv_general_dilated"
@@ -56,8 +57,9 @@ def as_scheduled(graph: Graph, *, by: Fuser = H200) -> tuple[Scheduled, ...]:
 
     if not by.twice:
         return tuple(ordered((_breadth_first,)))
-    traced = ordered((_as_traced, _results_early))
-    return min(ordered(SCHEDULES), key=_bytes_as_xla_counts), min(traced, key=lambda s: s.live.temp)
+    traced = ordered((_as_traced, _results_early) if on("results_early") else (_as_traced,))
+    best = min(traced, key=lambda s: s.live.temp)
+    return (min(ordered(SCHEDULES), key=_bytes_as_xla_counts), best) if on("xla_orders") else (best,)
 
 
 def _bytes_as_xla_counts(scheduled: Scheduled) -> Bytes:
@@ -120,7 +122,7 @@ class _Nodes:
                 of.update((r, [op.id]) for r in op.results)
             elif not self.kernels.is_root[op.id]:
                 of.update((r, list(dict.fromkeys(barriers))) for r in op.results)
-            if self.kernels.is_root[op.id]:
+            if self.kernels.is_root[op.id] and on("barriers_in_order"):
                 found.setdefault(into.get(op.id, op.id), []).extend(barriers)
         return found
 
@@ -147,6 +149,8 @@ class _Nodes:
                 into, joined = first.id, [made]
             else:
                 into, joined = made, [o for o in readers if graph.ops[o].primitive == COPY]
+            if joined and not on("numbers_with_readers"):
+                joined = []
             if joined:
                 self.parts.setdefault(into, []).extend(joined)
                 inside.update(joined)
@@ -179,7 +183,7 @@ class _Nodes:
             r, sizes = op.results[0], op.operands[1]
             firsts = alike.setdefault((graph.values[r].shape, sizes), [])
             into = next((i for i in firsts if not waits(op.id, i) and not waits(i, op.id)), None)
-            if into is None:
+            if into is None or not on("spread_together"):
                 firsts.append(op.id)
             else:
                 self.parts.setdefault(into, []).append(op.id)
@@ -364,7 +368,7 @@ def _with_siblings(nodes: _Nodes, order: list[int]) -> list[int]:
         name = nodes.graph.ops[i].primitive
         if is_fusible(name) or name in REDUCTIONS:
             read = max((nodes.size(b) for b in nodes.reads[i]), default=0)
-            if read and sum(map(nodes.size, nodes.makes[i])) <= LITTLE * read:
+            if read and sum(map(nodes.size, nodes.makes[i])) <= LITTLE * read and on("by_products"):
                 when[i] = max(when[o] for o in nodes.operands[i])
     return sorted(order, key=lambda i: (when[i], place[i]))
 

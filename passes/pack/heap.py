@@ -10,12 +10,13 @@ from itertools import accumulate
 from jaxtensile.passes.lifetimes.liveness import Liveness
 from jaxtensile.passes.pack.best_fit import best_fit
 from jaxtensile.passes.pack.buffers import Buffer
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 
 def heap(live: Liveness) -> Bytes:
     """Bytes of a run's temporaries with the holes between them."""
-    return best_fit(temporaries(live)).height
+    return best_fit(temporaries(live)).height if on("heap_holes") else live.temp
 
 
 def temporaries(live: Liveness) -> list[Buffer]:

@@ -26,6 +26,7 @@ from jaxtensile.ir.plan import Program
 from jaxtensile.passes.lifetimes.fusion import Kernels, is_fusible
 from jaxtensile.passes.order.schedule import Schedule
 from jaxtensile.passes.recompute.stages import Boundary, idle_window
+from jaxtensile.switches import on
 from jaxtensile.units import MIB
 
 
@@ -113,7 +114,8 @@ class _Emission(Schedule):
         }
         self.step = boundary.step
         roots = kernels.is_root
-        self.lazy = [o >= boundary.step and not roots[o] and not op.pinned for o, op in enumerate(graph.ops)]
+        lazily = on("fused_at_readers")
+        self.lazy = [lazily and o >= boundary.step and not roots[o] and not op.pinned for o, op in enumerate(graph.ops)]
         """Whether an op of the descent fuses away, so that it is emitted where it is read."""
         late = ((op.id, op) for op in graph.ops[boundary.step :])
         self.absentees: dict[int, int] = {
@@ -171,7 +173,7 @@ class _Emission(Schedule):
                     if r in dropped:
                         now[r] = f
                 self.put(op, operands, results, origin[o])
-                if o in self.constants:
+                if o in self.constants and on("tied_constants"):
                     self.hold_constants(op.results, self.stage[o])
             else:
                 first = o not in self.lazy_era
@@ -226,7 +228,7 @@ class _Emission(Schedule):
             u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped
         )
         forced: dict[int, None] = dict.fromkeys(self.forced.get(k, ()))
-        if not any(self.kernels.is_root[o] for o in self.members[k]):
+        if not any(self.kernels.is_root[o] for o in self.members[k]) and on("bare_stages"):
             # All of it fuses into readers as it does in the program as it is: a barrier would cost them their places.
             made = self.barrier({v: self.now.get(v, v) for v in forced}, []) if forced else {}
             self.behind[k] = {v: self.now.get(v, v) for v in read} | made
@@ -236,7 +238,7 @@ class _Emission(Schedule):
 
     def hold_back(self, clones: list[int], reader: int) -> None:
         """Keep ``clones`` of stages that were opened long ago from starting before they are wanted."""
-        if not any(self.kernels.is_root[o] for o in clones):
+        if not any(self.kernels.is_root[o] for o in clones) or not on("late_clones"):
             return
         ties = self.frontier.since_last(reader)
         if not ties:
@@ -306,13 +308,15 @@ class _Frontier:
 
     def since_last(self, reader: int) -> list[int]:
         """Buffers made since the previous call and used at or after ``reader``."""
+        if not on("frontier"):
+            return []
         low, high = bisect_left(self.made, (self.seen, -1)), bisect_left(self.made, (reader, -1))
         self.seen = max(reader, self.seen)
         return [b for _, b in self.made[low:high] if self.last[b] >= reader and self._worth(b, reader)]
 
     def _worth(self, b: int, reader: int) -> bool:
         """Whether ``b`` is no fusible value, or one that had better exist at ``reader``."""
-        if b not in self.sources:
+        if b not in self.sources or not on("frontier_stored"):
             return True
         size = self.graph.values
         return size[b].nbytes < sum(size[s].nbytes for s in self.sources[b] if self.last[s] < reader)
@@ -358,7 +362,7 @@ def _forced(
     made: dict[int, int] = {r: o for o in boundary.cone for r in graph.ops[o].results}
     out: dict[int, list[int]] = {}
     for v in boundary.needed:
-        if v in kept and is_fusible(graph.ops[made[v]].primitive):
+        if v in kept and is_fusible(graph.ops[made[v]].primitive) and on("forced_stores"):
             k = stages[max(bisect_right(stages, bisect_right(cuts, made[v])) - 1, 0)]
             out.setdefault(k, []).append(v)
     return out

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 from jaxtensile.ir.plan import Program
 from jaxtensile.passes.recompute.clones import Recomputation
 from jaxtensile.passes.recompute.stages import Boundary
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
 _TRIES, _WORTH = 8, 0.005
@@ -52,7 +53,7 @@ def local_search(
     for _ in range(_TRIES):
         again = recomputation.ops(best.kept)
         o = max(again - tried, key=lambda o: (charge[o], o), default=None)
-        if o is None or charge[o] < worth:
+        if o is None or charge[o] < worth or not on("local_search"):
             break
         tried.add(o)
         most = sum(charge[p] for p in again) - worth
@@ -101,7 +102,7 @@ def make_room(
             (u for u in price if u not in chosen and size[u] >= short), key=lambda u: (price[u], u), default=None
         )
         spent = sum(price[u] for u in chosen)
-        if last is not None:
+        if last is not None and on("single_drop"):
             best = min(best, (spent + price[last], chosen | {last}), key=lambda b: b[0])
         if v is None:
             break

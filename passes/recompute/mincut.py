@@ -24,6 +24,7 @@ from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jaxtensile.ir.ir import Graph
 from jaxtensile.passes.recompute.stages import Boundary
+from jaxtensile.switches import on
 
 
 def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], count: int) -> tuple[float, ...]:
@@ -125,7 +126,7 @@ class ResidualCut:
             for k in (low, high):
                 if k not in found:
                     found[k] = self.keep(prices[k])
-            if found[low] == found[high]:
+            if found[low] == found[high] and on("price_bisection"):
                 found.update((k, found[low]) for k in range(low + 1, high))
             elif high - low > 1:
                 middle = (low + high) // 2

@@ -23,6 +23,7 @@ from jaxtensile.ir.ir import Graph
 from jaxtensile.passes.recompute.clones import Recomputation
 from jaxtensile.passes.recompute.mincut import Network, ResidualCut, price_ladder
 from jaxtensile.passes.recompute.stages import Boundary, cut_points
+from jaxtensile.switches import on
 
 _PRICES = 20
 _SPANS = (1, 2, 4, 8)
@@ -69,7 +70,7 @@ class Needs:
 
     def of(self, i: int, j: int, kept: frozenset[int]) -> int:
         known = self._known.get((i, j))
-        if not known:
+        if not known or not on("segment_needs"):
             return 0
         return known[kept] if kept in known else min(known.values())
 
@@ -139,10 +140,11 @@ class Menu:
         if span not in self._segmented:
             count = len(self.cuts) + 1
             found = self._segmented[span] = list[_Segmentation]()
-            for offset in range(0, span, max(span // _OFFSETS, 1)) if span < count else (0,):
+            dear = self._sparing if on("sparing_cuts") else self._charge
+            for offset in range(0, span, max(span // _OFFSETS, 1)) if span < count and on("segment_offsets") else (0,):
                 bounds = sorted({0, *range(offset, count, span), count})
                 inner = [self.cuts[b - 1] for b in bounds[1:-1]]
-                cut, sparing = (ResidualCut(self._network, c, inner) for c in (self._charge, self._sparing))
+                cut, sparing = (ResidualCut(self._network, c, inner) for c in (self._charge, dear))
                 found.append(_Segmentation(bounds, inner, cut, sparing))
         return self._segmented[span]
 
@@ -192,7 +194,7 @@ class Menu:
         for o in sorted(spared):
             if self._charge[o] >= self._dear:
                 dear[bisect_right(inner, o)].append(o)
-        for k in range(1, min(max(map(len, dear)), _STEPS + 1)):
+        for k in range(1, min(max(map(len, dear)), _STEPS + 1)) if on("dear_steps") else ():
             # Segments with fewer dear ops repeat their last step.
             steps = [ops[min(k, len(ops) - 1)] if len(ops) > 1 else 0 for ops in dear]
             for low, high in ((less, more), (more, less)):

@@ -13,6 +13,7 @@ from itertools import accumulate, pairwise
 
 from jaxtensile.ir.ir import Graph
 from jaxtensile.passes.lifetimes.liveness import Liveness
+from jaxtensile.switches import on
 
 PROMINENCE = 1.3
 """A cut point counts when the profile rises by this factor before the next one."""
@@ -90,7 +91,8 @@ def find_boundary(graph: Graph, live: Liveness, budget_temp: int) -> int | None:
     if not over:
         return None
     most = max(idle[i] for i in over)
-    return max((i for i in over if idle[i] >= PLATEAU * most), key=lambda i: (live.profile[i], -i))
+    level = PLATEAU if on("plateau") else 1.0
+    return max((i for i in over if idle[i] >= level * most), key=lambda i: (live.profile[i], -i))
 
 
 def boundary_at(graph: Graph, step: int) -> Boundary:
@@ -146,15 +148,15 @@ def cut_points(graph: Graph, boundary: Boundary) -> tuple[list[int], list[int]]:
         delta[made[v] + 1] += graph.values[v].nbytes
         delta[o + 1] -= graph.values[v].nbytes
     profile = list(accumulate(delta))
-    costly = [bool(op.flops) for op in graph.ops]
+    costly = [bool(op.flops) for op in graph.ops] if on("cuts_behind_products") else [False] * len(graph.ops)
     found = _valleys(profile, list(cone), costly)
-    if len(found) < FEW:
+    if len(found) < FEW and on("level_cuts"):
         found = sorted({*found, *_level(profile, list(cone), costly)})
     width = [profile[w] for w in found]
     narrow = [
         w for i, w in enumerate(found) if width[i] <= NARROW * min(width[max(i - NEIGHBOURS, 0) : i + NEIGHBOURS + 1])
     ]
-    return found, narrow
+    return found, narrow if on("narrow_cuts") else found
 
 
 def _level(profile: list[int], steps: list[int], costly: list[bool]) -> list[int]:

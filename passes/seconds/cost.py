@@ -23,6 +23,7 @@ from jaxtensile.passes.lifetimes.fusion import (
     WORK,
     fuse,
 )
+from jaxtensile.switches import on
 from jaxtensile.units import Seconds
 
 MATMUL_SHARE = 0.75
@@ -103,7 +104,7 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
         if op.primitive in FREE:
             return 0.0, 0.0, 0.0
         written = sum(graph.values[r].nbytes for r in op.results)
-        if op.primitive in DRAWS and device.backend.draws_dear and not body:
+        if op.primitive in DRAWS and device.backend.draws_dear and not body and on("draws_dear"):
             # XLA:TPU stores what it draws, long before it is read: BERT's step at batch 128 whose dropout masks are
             # drawn again has 28 arrays of 1.5 GiB of it at once (libtpu with jax 0.10.2). Charged like products, masks
             # are kept. An iteration of a loop draws when it runs.

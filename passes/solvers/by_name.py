@@ -21,6 +21,7 @@ from jaxtensile.ir.plan import Plan, Prepare, Problem, Program, Solve
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.solvers import greedy
 from jaxtensile.passes.solvers.answer import answer
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
 NAMES: Final = ("auto", "greedy", "exact", "chain")
@@ -71,6 +72,8 @@ def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Pl
     if not isinstance(solver, Auto) or len(problem.graph.ops) > _SMALL or hosted:
         return plan
     if _price(problem, plan) <= _DEAR * whole if fits else plan.predicted.device > _CLOSE * budget:
+        return plan
+    if not on("integer_programme"):
         return plan
     from jaxtensile.passes.solvers.improve import allowance, improve
 

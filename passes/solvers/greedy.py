@@ -28,6 +28,7 @@ from jaxtensile.passes.recompute.segments import Choice, Needs
 from jaxtensile.passes.recompute.stages import find_boundary
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.solvers.trials import Around, Explored, Trial
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
 _BOUNDARIES, _WORK = 12, 96
@@ -97,7 +98,7 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
         # Lower budgets do not always lead lower: what is found without one may be all there is. What was asked before
         # plays no part, or what an error names would be met or not as it happens.
         best = found(budget, least) if budget > 0 else smallest()
-        if best.device > budget > 0 and least:
+        if best.device > budget > 0 and least and on("lowest_of_all"):
             best = min(best, smallest(), key=lambda t: t.device)
         return answer(problem, best.program, best.live, "greedy", copies=best.copies, wait=best.wait)
 
@@ -133,9 +134,12 @@ class Searches:
         easier ones (layers with eigh: 2,223 MB, 1,988 and 2,106), and then for somewhat less than that for as long as
         it leads lower (Mixer: 2,078, then 1,914)."""
         near = int(self.search(0).device / _HOPELESS) + 1
-        best = min((self.search(budget) for budget in (0, near, *self._easier)), key=lambda t: t.device)
+        easier = self._easier if on("easier_budgets") else ()
+        best = min((self.search(budget) for budget in (0, near, *easier)), key=lambda t: t.device)
         step = max(1, int(_LOWER[0] * self.unchanged.temp))
-        while best.device > step and (lower := self.search(best.device - step)).device < best.device:
+        while (
+            best.device > step and on("lower_least") and (lower := self.search(best.device - step)).device < best.device
+        ):
             best = lower
         return best
 
@@ -148,7 +152,7 @@ class Searches:
         best = self.search(budget)
         for share in _LOWER if budget > 0 else ():
             fits = best.device <= budget
-            if best.price <= _DEAR * self._whole if fits else not least:
+            if (best.price <= _DEAR * self._whole if fits else not least) or not on("lower_budgets"):
                 break
             lower = max(budget - int(share * self.unchanged.temp), 0)
             other = self.search(lower, best.price if fits else inf, best.device <= _HOPELESS * lower)
@@ -180,7 +184,8 @@ class Searches:
 
         def around(here: Trial) -> list[Trial]:
             trials = boundary(here)
-            if left and here is not unchanged and not any(t.device < here.device for t in trials):
+            vain = here is not unchanged and not any(t.device < here.device for t in trials)
+            if left and vain and on("peak_boundary"):
                 # What waits longest does not make the peak: the boundary there.
                 trials = boundary(here, here.device - int(_PEAK * here.temp))
             return trials
@@ -206,7 +211,7 @@ class Searches:
         """Whether nothing comes near ``budget``: neither the first boundary, nor what is found without one."""
         far = _HOPELESS * budget
         nearest = min((t.device for t in first), default=self.unchanged.device)
-        return nearest > far and self.search(0).device > far
+        return nearest > far and on("hopeless_budgets") and self.search(0).device > far
 
 
 def _with_copies(problem: Problem, budget: Bytes, search: Callable[[Bytes], Trial], plain: Liveness) -> Trial:
@@ -233,7 +238,7 @@ def _with_copies(problem: Problem, budget: Bytes, search: Callable[[Bytes], Tria
         return (not fits, found.price if fits else found.device)
 
     # With more copies less is recomputed and longer waited: the price falls, and then it rises.
-    shares = [s for s in _AWAY if s == 1 or s * most >= _NOTICED * over]
+    shares = [s for s in _AWAY if s == 1 or (s * most >= _NOTICED * over and on("mixed_copies"))]
     k = shares.index(min((s for s in _FIRST if s in shares), key=rank))
     for step in (-1, 1):
         while 0 <= k + step < len(shares) and rank(shares[k + step]) < rank(shares[k]):
@@ -266,7 +271,7 @@ def _one_boundary(explored: Explored, budget: Bytes, start: Trial, above: Bytes)
     worse = budget if lowest.device <= budget else lowest.device
     dearer = lowest.price - _WORTHWHILE * sum(charge)
     stuck = [t for t in trials if times[t.device] > 1 and worse < t.device < start.device and t.price < dearer]
-    found = [lowest, *([min(stuck, key=lambda t: (t.device, t.price))] if stuck else [])]
+    found = [lowest, *([min(stuck, key=lambda t: (t.device, t.price))] if stuck and on("second_trial") else [])]
     for trial in trials:
         if trial not in found:
             explored.let_go(trial)
@@ -357,7 +362,7 @@ class _Around:
         high: int | None = None
         for _ in range(_GROWTHS):
             room = self.budget - trial.device
-            if not trial.charge or room <= _LEFT * trial.temp:
+            if not trial.charge or room <= _LEFT * trial.temp or not on("grow"):
                 return
             more = capacity + room if high is None else (capacity + high) // 2
             choice = self.choose(fit.span, more, fit.needs)

@@ -16,6 +16,7 @@ from jaxtensile.passes.recompute.local_search import make_room
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.solvers.exact import BOUNDARIES, Search, Trial, search_around
 from jaxtensile.passes.solvers.milp import INF
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 _RELAXED, _SOLVED, _FRESH = 5, 4, 2
@@ -51,10 +52,11 @@ def improve(problem: Problem, budget: Bytes, left: int) -> tuple[Plan | None, in
     if here.device <= budget or budget < here.device - here.live.temp:
         return None, left
     pairs = zip(problem.costs.charge, problem.costs.seconds, strict=True)
-    guide = Costs(seconds=problem.costs.seconds, charge=tuple(c + _TRAFFIC * max(s - c, 0.0) for c, s in pairs))
+    traffic = _TRAFFIC if on("programme_traffic") else 0.0
+    guide = Costs(seconds=problem.costs.seconds, charge=tuple(c + traffic * max(s - c, 0.0) for c, s in pairs))
     looked = _Look(replace(problem, costs=guide), here, budget, left)
     found = looked.down(budget)
-    if found is None or found.charge > _TWICE * sum(guide.charge):
+    if (found is None or found.charge > _TWICE * sum(guide.charge)) and on("programme_twice"):
         # What is left over budget around the first boundary may be cheaper around the next.
         other = looked.down(budget + int(_LOOSE * here.live.temp))
         found = min((f for f in (found, other) if f is not None), key=lambda f: f.charge, default=None)
@@ -87,7 +89,7 @@ class _Look:
         """Which steps count, by relaxations; then kept sets until the schedule of one fits."""
         model = search.model
         model.look_at(max(search.boundary.step - 1, 0))
-        for _ in range(_RELAXED):
+        for _ in range(_RELAXED) if on("relaxations") else ():
             found = model.solve(nodes=0)
             fresh = [] if found.kept is None else [s for s, _ in search.violated(search.measure(found.kept))]
             fresh = [s for s in fresh if not model.has(s)]
@@ -119,7 +121,7 @@ class _Look:
 def _fitted(search: Search, trial: Trial) -> Trial | None:
     """A schedule that fits, once what is cheap and live where ``trial`` needs most is dropped; None if that is vain."""
     start = search.start.program
-    for _ in range(_DROPS):
+    for _ in range(_DROPS) if on("programme_drops") else ():
         short = trial.device - search.budget
         room = make_room(start, search.again, search.charge, trial.kept, trial.at_peak, short)
         if not room:

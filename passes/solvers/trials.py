@@ -17,6 +17,7 @@ from jaxtensile.passes.offload.offload import Copy
 from jaxtensile.passes.recompute.clones import with_clones_listed
 from jaxtensile.passes.recompute.segments import Menu
 from jaxtensile.passes.recompute.stages import boundary_at
+from jaxtensile.switches import on
 from jaxtensile.units import Seconds
 
 HELD = 1 << 16
@@ -162,7 +163,7 @@ class Explored:
             return self._arounds[key]
         ops = 0 if start is self._first else len(start.profile)
         found = self._looked_at(start, step)
-        if ops <= self._more:
+        if ops <= self._more and on("kept_trials"):
             self._more -= ops
             self._starts[id(start)], self._arounds[key] = start, found
         return found

@@ -1,0 +1,233 @@
+"""What can be turned off alone: each model of XLA's behaviour and each refinement of a search, from one table.
+
+For tests, and for measuring what each is worth (``benchmarks/ablation``): ``with switches.off("local_search"): ...``,
+or ``$JAXTENSILE_OFF=local_search,grow`` for a whole process. Values are right whatever is off, and the checker is no
+switch. What is off is part of what a plan is known by, and is told in its report.
+
+It belongs to a context, as the precision of ``decimal`` does: other threads are not disturbed, and those that plan on
+behalf of a thread are given what is off there (``_compat.configuration``). A plan that was begun with something off is
+finished so.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Final
+
+from jaxtensile.errors import OptionError
+
+VARIABLE: Final = "JAXTENSILE_OFF"
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """``does``: what is so while it is on. Where it is asked for says ``docs/switches.md``."""
+
+    name: str
+    does: str
+
+
+SWITCHES: Final = (
+    # ---- passes/lifetimes
+    Switch("added_products", "a product is added to what is there already, and is never stored"),
+    Switch("scattered_sums", "what is scattered into zeros and then added to something is scattered into that"),
+    Switch("prologues", "products compute cheap steps of what they read, which are then never stored"),
+    Switch("slow_sums", "what a sum over few rows reads is stored where others read it too"),
+    Switch("centred_sums", "what is centred by the totals of a slow sum is stored; in programs that are planned"),
+    Switch("erf_arguments", "the argument of erf in 16 bits is stored where its gradient reads it"),
+    Switch("widened_exponentials", "of a softmax in f32 of scores in 16 bits the exponentials are stored"),
+    Switch("one_kernel", "what readers that end in one kernel read is computed once there"),
+    Switch("shifted_reads", "kernels that read several places of a value compute it for each"),
+    Switch("casts_first", "what is only widened is read through, by all that read it"),
+    Switch("folded_transposes", "a matrix that is transposed next to a product is no other buffer"),
+    Switch("splat_constants", "one number in every place is a constant inside a loop, and no buffer"),
+    Switch("fusion_price", "a value that several kernels read is stored where that takes less traffic"),
+    Switch("arithmetic_price", "that price counts exp, tanh, random numbers and the like"),
+    Switch("rereads", "and how often a window reads an element"),
+    Switch("slow_on_cpu", "XLA:CPU computes divisions, roots and what it rounds to 16 bits once"),
+    Switch("copies_take_time", "what is copied to the host is needed until somebody asks for the copy"),
+    Switch("outputs_written_over", "what an output is written over is there from the first on"),
+    Switch("elementwise_in_place", "elementwise kernels write over what dies in them"),
+    Switch("updates_in_place", "updates and loops write over what dies in them"),
+    Switch("barriers_apart", "no elementwise kernel writes over what stands behind a barrier"),
+    Switch("rows_apart", "what needs sums of rows as well does not write over them"),
+    Switch("complex_apart", "nothing is written over complex numbers on a GPU"),
+    Switch("stacks_together", "loops stack into zeros that are made at once, in programs as they are written"),
+    Switch("spread_groups", "products by groups become one, with a copy of the rows for each group"),
+    Switch("decompositions_by_columns", "decompositions read and write transposed copies"),
+    Switch("rows_on_cpu", "XLA:CPU copies matrices and images that are not laid out by rows"),
+    Switch("padded_splits", "XLA:GPU pads products that it splits along what they sum over"),
+    Switch("padded_convolutions", "cuDNN pads alike on both sides; what is padded otherwise is copied"),
+    Switch("folded_pads", "zeros on both sides of a convolution are padded by it"),
+    Switch("turned_filters", "the gradient of a dilated filter takes transposed copies"),
+    Switch("pool_gradients", "the gradient of a max pool is a pool with places and a scatter"),
+    Switch("shared_zeros", "zeros that gradients of pools add to are those that relu compares with"),
+    Switch("sums_into_scatters", "what is added to a scatter into zeros is what it scatters into"),
+    Switch("widened_halves", "16-bit numbers are computed in f32 where a device has no instructions for them"),
+    Switch("output_reuse", "temporaries that fit lie where results will be"),
+    # ---- passes/order
+    Switch("xla_orders", "estimates look at the three orders of XLA:GPU, beside that of the trace"),
+    Switch("results_early", "and at results as early as they can be"),
+    Switch("numbers_with_readers", "in those orders numbers are written by the first kernel that reads them"),
+    Switch("spread_together", "rows that are spread alike come out of one kernel"),
+    Switch("by_products", "what is little of something large comes right after it"),
+    Switch("barriers_in_order", "what stands behind a barrier runs behind it"),
+    Switch("own_copies", "products by groups make their own copies, behind barriers"),
+    Switch("ties_before_large", "a barrier before something large is made has smaller work go first"),
+    Switch("ties_of_sums", "barriers wait for what reads large buffers last"),
+    Switch("ties_of_weights", "convolutions read weights from behind barriers"),
+    # ---- passes/pack
+    Switch("heap_holes", "estimates count the holes of XLA's heap"),
+    # ---- passes/recompute
+    Switch("level_cuts", "a forward part that is equally narrow everywhere is cut at even steps"),
+    Switch("narrow_cuts", "segments end where fewer bytes cross than nearby alone"),
+    Switch("cuts_behind_products", "of equal cut points those behind products are taken"),
+    Switch("plateau", "the boundary is the highest step of those with about the most idle bytes"),
+    Switch("segment_offsets", "segmentations of one length begin at several cut points"),
+    Switch("sparing_cuts", "minimum cuts in which no product runs again are options too"),
+    Switch("dear_steps", "between two cuts that differ in several dear ops there are more options"),
+    Switch("segment_needs", "what segments need when they run again is learned from schedules"),
+    Switch("price_bisection", "what two prices agree on is not asked at prices between them"),
+    Switch("frontier", "the barrier of a stage is also over what was made before it and is read later"),
+    Switch("frontier_stored", "but not over what would fuse into its readers"),
+    Switch("late_clones", "what runs again late has a barrier of its own"),
+    Switch("bare_stages", "a stage in which all fuses has no barrier"),
+    Switch("forced_stores", "what is kept and would fuse is held by a barrier"),
+    Switch("tied_constants", "what is made of constants alone is tied to its stage"),
+    Switch("fused_at_readers", "what fuses is written down where it is read, once in a stage"),
+    Switch("local_search", "in a plan that fits, what is dear to run again is kept for what is cheap"),
+    Switch("single_drop", "room may be made by one value instead of several"),
+    # ---- passes/offload
+    Switch("hidden_first", "copies that cost no time are made before those that do"),
+    Switch("tighten", "where no copy is left, those under way at the peak are waited for"),
+    Switch("feeders", "what fuses into an update moves with it"),
+    Switch("small_early", "small values are made as soon as an update wants them"),
+    Switch("below_the_peak", "state comes in once that adds nothing to the peak"),
+    Switch("few_at_once", "few groups of state are on the device at once"),
+    # ---- passes/seconds
+    Switch("draws_dear", "random numbers are as dear as products where a compiler stores them early"),
+    # ---- passes/solvers
+    Switch("lower_budgets", "a plan that misses, or is dear, is compared with plans for lower budgets"),
+    Switch("easier_budgets", "the smallest plan is looked for at easier budgets too"),
+    Switch("lower_least", "and below the smallest for as long as that leads lower"),
+    Switch("lowest_of_all", "where a budget is missed, the plan that was found without one counts too"),
+    Switch("peak_boundary", "where the first boundary does not lower the peak, the one at the peak is tried"),
+    Switch("second_trial", "the cheapest plan that another boundary keeps from fitting is gone on with too"),
+    Switch("grow", "while bytes are left, more is kept"),
+    Switch("hopeless_budgets", "budgets far below the smallest plan are not searched for"),
+    Switch("mixed_copies", "copies are weighed against recomputation at several shares"),
+    Switch("kept_trials", "what was laid out around later boundaries is remembered"),
+    Switch("integer_programme", "plans of small programs are compared with those of an integer programme"),
+    Switch("relaxations", "steps that count in it are found by its relaxation first"),
+    Switch("programme_twice", "a dear answer is compared with one around two boundaries"),
+    Switch("programme_drops", "an answer that does not fit is repaired by dropping something"),
+    Switch("programme_traffic", "it charges a little of the traffic as well"),
+    # ---- jaxtensile/rewrites
+    Switch("sink", "what is made early and read late is made where it is read"),
+    Switch("early_updates", "updates stand right behind their gradients"),
+    Switch("parts", "with chunk=True the batch is worked on in parts"),
+    Switch("inner", "loops inside of loops stack less"),
+    Switch("slices", "large products are made slice by slice"),
+    Switch("merge_branches", "a branch and its gradient are one"),
+    Switch("sink_invariants", "loops make what they read"),
+    Switch("strip_mine", "loops become loops of loops"),
+    # ---- jaxtensile/search
+    Switch("loops", "what loops stack is recomputed instead, or waits on the host"),
+    Switch("loop_steps", "with steps between two rungs of that ladder"),
+    Switch("loops_away", "and with stacks in host memory"),
+    Switch("bodies", "bodies of loops and branches are planned as programs of their own"),
+    Switch("bodies_in_order", "and kept in their order where XLA needs more than predicted"),
+    Switch("updates_beside", "with a host budget, early updates are planned beside"),
+    Switch("fewer_parts", "fewer parts than are enough are planned as well"),
+    Switch("about", "where nothing fits, the cheapest of about as few bytes is taken"),
+    # ---- jaxtensile/planner
+    Switch("cse", "equal operations are one, as XLA has them"),
+    Switch("undo", "the program is planned without the user's own checkpoints too"),
+    Switch("glance", "a hopeless budget takes one compile"),
+    Switch("by_xla", "XLA's own rematerialization is a candidate"),
+    Switch("shallow", "before bodies are planned, a smaller change is compiled"),
+    Switch("lifted_parts", "after a plan that fits, fewer parts are tried"),
+    Switch("lifted_plans", "after a plan that fits, cheaper ones are tried"),
+    Switch("two_misses", "after two misses the next aim is on the line through both"),
+)
+NAMES: Final = tuple(switch.name for switch in SWITCHES)
+
+
+def _known(names: Iterable[str], source: str) -> frozenset[str]:
+    """``OptionError`` with the nearest for a name that is none."""
+    found = frozenset(names)
+    for name in sorted(found.difference(NAMES)):
+        near = difflib.get_close_matches(name, NAMES, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "jaxtensile.switches.NAMES are all there are"
+        raise OptionError(f"{source}: there is no switch {name!r}: {hint}")
+    return found
+
+
+_ALWAYS: Final = _known(filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))), f"${VARIABLE}")
+_OFF: ContextVar[frozenset[str]] = ContextVar("off", default=_ALWAYS)
+
+
+def on(name: str) -> bool:
+    """Whether it is on, as everything is by default."""
+    return name not in _OFF.get()
+
+
+def switched_off() -> frozenset[str]:
+    """All that is off here; a part of the key of whatever outlives a call and depends on it."""
+    return _OFF.get()
+
+
+def notes() -> tuple[str, ...]:
+    """For the report: what is off."""
+    found = switched_off()
+    return (f"switched off: {', '.join(sorted(found))}",) if found else ()
+
+
+@contextmanager
+def off(*names: str) -> Iterator[None]:
+    """These are off in here, beside what was. For functions that are made and planned in here: plans that there are
+    stay as they are."""
+    with _set(switched_off() | _known(names, "switches.off()")):
+        yield
+
+
+@contextmanager
+def _set(found: frozenset[str]) -> Iterator[None]:
+    token = _OFF.set(found)
+    try:
+        yield
+    finally:
+        _OFF.reset(token)
+
+
+class _Noted(frozenset[str]):
+    """Nothing, and what it was asked for."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        self.names.add(str(name))
+        return False
+
+
+@contextmanager
+def asked() -> Iterator[set[str]]:
+    """What is asked for in here, where everything is on: a switch that is not asked for changes nothing."""
+    noted = _Noted()
+    with _set(noted):
+        yield noted.names
+
+
+def handed_on() -> Callable[[], object]:
+    """What is off here, for another thread: called there, it is off there from then on."""
+    found = switched_off()
+    return lambda: _OFF.set(found)
+
+
+__all__ = ["NAMES", "SWITCHES", "VARIABLE", "Switch", "asked", "handed_on", "notes", "off", "on", "switched_off"]
