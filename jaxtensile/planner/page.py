@@ -31,6 +31,7 @@ from jaxtensile.search.parts import Chunks
 from jaxtensile.search.recipe import recipe_of
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.search.variant import OFFLOAD, STATE, UNDONE, Variant, program_key, step_time
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes, format_bytes
 from jaxtensile.xla.compile import Compiled
 
@@ -43,12 +44,12 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
     clock, prepare = Clock(watch), prepare or named(request.solver)
     with clock("graph"):
         faults, flat = request.faults, traced_for(request, request.jaxpr)
-        traced = faults.spared(MERGING, lambda: cse(flat), lambda: flat)
+        traced = faults.spared(MERGING, lambda: cse(flat) if on("cse") else flat, lambda: flat)
         host = replace(request, host_budget=0 if OFFLOAD in faults else request.host_budget)
         there = replace(host, place=None), ()
         request, notes = faults.spared(STATE, lambda: with_state(host, traced), lambda: there)
         program = modelled(request, traced)
-        wanted, unused = request.undo and request.shards == 1, request.keep_unused
+        wanted, unused = request.undo and request.shards == 1 and on("undo"), request.keep_unused
         undone = faults.spared(
             UNDONE, lambda: undo(traced, request.jaxpr, keep_unused=unused) if wanted else None, lambda: None
         )

@@ -15,6 +15,7 @@ from jaxtensile.rewrites.early_updates import EARLY_UPDATES
 from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.variant import Variant, charge_of, program_key
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
 ROUNDS = 4
@@ -209,7 +210,7 @@ class Rounds:
         """The smallest plan without deep changes, compiled where it costs no more and the model may be wrong of it, and
         how many were compiled."""
         with self.compiles.clock("solve"):
-            if candidates.has_shallow(aim):
+            if candidates.has_shallow(aim) or not on("shallow"):
                 return None, 0  # dearer than what was chosen, as it is among what that was compared with
             variant, plan = candidates.shallow()
         as_it_is = plan.changes_nothing and variant.as_it_is
@@ -246,7 +247,7 @@ class Rounds:
         """The plan in the fewest parts that fits, between so many that missed and those of one that fits, and how many
         were compiled: what the model is wrong by in some parts says little of others."""
         budget, count = int(self.request.budget * self.scale), 0
-        numbers = candidates.between(missed, fits.variant.parts)
+        numbers = candidates.between(missed, fits.variant.parts) if on("lifted_parts") else []
         while numbers and count < LIFTS:
             middle = len(numbers) // 2
             aim, made = budget, None
@@ -280,7 +281,7 @@ class Rounds:
             missed = fits.plan.predicted.device + spare, int(fits.compiled.device * scale) + spare
             gain = UNSURE * work
         count = 0
-        for _ in range(LIFTS):
+        for _ in range(LIFTS if on("lifted_plans") else 0):
             predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
             if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
                 break
@@ -327,7 +328,7 @@ def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
     """
     (p, c) = seen[-1]
     target = min(p, budget) - max(c - budget, 0)
-    if len(seen) > 1:
+    if len(seen) > 1 and on("two_misses"):
         (q, d) = seen[-2]
         slope = min(max((d - c) / (q - p), FLATTEST), 1.0) if q > p else 1.0
         target = min(target, int(p - (c - budget) / slope))

@@ -30,6 +30,7 @@ from jaxtensile.search.parts import Chunks
 from jaxtensile.search.registry import last, ways
 from jaxtensile.search.variant import BODIES, Inside, Variant, charge_of
 from jaxtensile.search.variants import body_alone, with_inside
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 WORTH = 0.005
@@ -57,7 +58,7 @@ class _Bodies:
         self.start = start
         with start.request.faults.of(start.blamed):
             self.live = live = live_ranges(start.looped.graph)
-        alone = start.request.shards == 1
+        alone = start.request.shards == 1 and on("bodies")
         self.large = start.request.faults.spared(
             BODIES, lambda: [*_large_bodies(start, live.temp)] if alone else [], list
         )
@@ -163,7 +164,7 @@ class _Ways:
     def first(self) -> list[Variant]:
         """What is tried first."""
         as_it_is = [self.written] if not self.start.as_it_is else []
-        beside = self.loops(self.early) if self.early not in (None, self.start) else []
+        beside = self.loops(self.early) if self.early not in (None, self.start) and on("updates_beside") else []
         return [*as_it_is, *self.loops(self.start), *beside]
 
     @cached_property
@@ -221,7 +222,7 @@ class Candidates:
 
         If so, those of all variants are from now on.
         """
-        if not variant.request.device.backend.heeds_barriers:
+        if not variant.request.device.backend.heeds_barriers or not on("bodies_in_order"):
             return False
         bodies = self._ways.bodies(variant)
         helps = bodies.over(budget - more) and bodies.held is not None
@@ -261,7 +262,7 @@ class Candidates:
                 if best[1].predicted.device <= budget and not bodies.may_do(budget):
                     break  # there is one that fits
                 best = self._fitted(bodies, best, budget)
-        return best if best[1].predicted.device <= budget else self._about(best)
+        return best if best[1].predicted.device <= budget or not on("about") else self._about(best)
 
     def _fitted(self, bodies: _Bodies, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
         """``best``, or what becomes of a program whose bodies are planned, where that is better."""
@@ -291,7 +292,8 @@ class Candidates:
 
         found = bisect_left(parts, True, key=lambda k: plain(k) <= budget)
         # Where the most parts are not enough, fewer are less so.
-        fewer = [bisect_right(parts, parts[found] // by) for by in FEWER] if found < len(parts) else []
+        by_less = FEWER if found < len(parts) and on("fewer_parts") else ()
+        fewer = [bisect_right(parts, parts[found] // by) for by in by_less]
         for k in dict.fromkeys([*(parts[j - 1] for j in fewer if j), *(parts[found : found + 1] or parts[-1:])]):
             variant = chunks.at(k)
             if variant is None or (best[1].predicted.device <= budget and charge_of(*best) <= variant.charge):
