@@ -27,6 +27,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "call": (["call.overhead"], ["call.overhead"]),
     "first-call": (["call.first_call"], None),
     "planning": (["planning.run"], ["planning.run", "--quick"]),
+    "ablation": (["ablation.run"], None),
     "optimality": (["optimality.run"], ["optimality.run", "--quick"]),
     "papers": (["papers.run"], None),
     "reports": (["reports.run"], None),

@@ -192,7 +192,8 @@ def notes() -> tuple[str, ...]:
 def off(*names: str) -> Iterator[None]:
     """These are off in here, beside what was. For functions that are made and planned in here: plans that there are
     stay as they are."""
-    with _set(switched_off() | _known(names, "switches.off()")):
+    before, more = switched_off(), _known(names, "switches.off()")
+    with _set(before | more if more else before):
         yield
 
 

@@ -1,4 +1,5 @@
-"""What every file answers, by rooms: ``docs/modules.md``, from the first lines of the files themselves.
+"""What every file answers, by rooms: ``docs/modules.md``, from the first lines of the files themselves; and what can be
+turned off, and where it is asked for: ``docs/switches.md``, from the table and the calls of ``on``.
 
 python -m benchmarks.house.index
 """
@@ -6,6 +7,7 @@ python -m benchmarks.house.index
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -14,6 +16,16 @@ HEAD = """# What every file answers
 
 Made by `python -m benchmarks.house.index` from the first lines of the files. The rooms stand as in
 `tests/test_architecture.py`: each looks only into rooms above it in this list.
+"""
+
+
+SWITCHES = ROOT / "docs" / "switches.md"
+HEAD_OF_SWITCHES = """# What can be turned off
+
+Made by `python -m benchmarks.house.index` from `jaxtensile/switches.py`, and from where each is asked for. Each model
+of XLA's behaviour and each refinement of a search can be turned off alone: `with jaxtensile.switches.off("grow"):`, or
+`JAXTENSILE_OFF=grow,cse`. Values are right whatever is off; the report says what is. What each is worth:
+`python -m benchmarks.ablation.run`, [its results](../benchmarks/ablation/).
 """
 
 
@@ -41,6 +53,32 @@ def index(rooms: list[str]) -> str:
     return "\n".join(lines)
 
 
+def asked_for() -> dict[str, list[str]]:
+    """By switch, the files that ask whether it is on: by its name, or as the key of a rewrite."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(p for folder in ("jaxtensile", "passes") for p in (ROOT / folder).rglob("*.py")):
+        text = path.read_text()
+        if "jaxtensile.switches import" not in text and "Rewrite(" not in text:
+            continue
+        for call in (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)):
+            name = getattr(call.func, "id", "")
+            keys = [k.value for k in call.keywords if k.arg == "key"] if name == "Rewrite" else []
+            for given in (*(call.args if name == "on" else ()), *keys):
+                for switch in (n.value for n in ast.walk(given) if isinstance(n, ast.Constant)):
+                    where = found.setdefault(str(switch), [])
+                    where += [w for w in [path.relative_to(ROOT).as_posix()] if w not in where]
+    return found
+
+
+def switches(table: Iterable[tuple[str, str]]) -> str:
+    """The table as Markdown; ``table``: names, and what each does."""
+    where = asked_for()
+    lines = [HEAD_OF_SWITCHES, "| switch | while it is on | asked for in |", "|---|---|---|"]
+    for name, does in table:
+        lines.append(f"| `{name}` | {does} | {', '.join(f'`{w}`' for w in where.get(name, ()))} |")
+    return "\n".join(lines) + "\n"
+
+
 def rooms() -> list[str]:
     """From the ground up, as the test draws them."""
     drawn = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
@@ -51,5 +89,8 @@ def rooms() -> list[str]:
 
 
 if __name__ == "__main__":
+    from jaxtensile.switches import SWITCHES as TABLE
+
     INDEX.write_text(index(rooms()))
+    SWITCHES.write_text(switches((s.name, s.does) for s in TABLE))
     print(f"{INDEX.relative_to(ROOT)}: {INDEX.read_text().count(chr(10) + '- ')} files")

@@ -26,24 +26,24 @@ SHARES = (0.8, 0.5, 0.3)
 
 
 class _Asked(BaseException):
-    """The job of a call, instead of its plan."""
+    """The request of a call, instead of its plan."""
 
 
-def job_of(name: str, chunk: bool) -> Any:
+def request_of(given: Any, **asked: Any) -> Any:
+    """What a workload's call asks of the planner; ``asked``: options of ``jaxtensile.jit``."""
     import jaxtensile
     from jaxtensile.spmd import processes
 
-    def stop(job: Any, *_: Any, **__: Any) -> None:
-        raise _Asked(job)
+    def stop(request: Any, *_: Any, **__: Any) -> None:
+        raise _Asked(request)
 
-    given = workloads.workload(name)
-    step = jaxtensile.jit(given.fun, budget="1GiB", target=TARGET, chunk=chunk, **given.jit_options)
+    step = jaxtensile.jit(given.fun, budget="1GiB", target=TARGET, **asked, **given.jit_options)
     fit, processes.fit = processes.fit, stop
     ours, processes.pipeline.fit = processes.pipeline.fit, stop
     try:
         step.plan(*given.args)
-    except _Asked as asked:
-        return asked.args[0]
+    except _Asked as stopped:
+        return stopped.args[0]
     finally:
         processes.fit, processes.pipeline.fit = fit, ours
     raise AssertionError("no plan was asked for")
@@ -67,11 +67,11 @@ def plans(name: str) -> Iterator[dict[str, Any]]:
     from jaxtensile.search.variant import charge_of
 
     for chunk in (False, True):
-        job = job_of(name, chunk)
-        live = opened(job).program.predicted
+        request = request_of(workloads.workload(name), chunk=chunk)
+        live = opened(request).program.predicted
         for share in SHARES:
             budget = live.device - int((1 - share) * live.temp)
-            page = opened(replace(job, budget=budget))
+            page = opened(replace(request, budget=budget))
             start, _ = page.lightest()
             written = page.written()
             candidates = page.candidates(start, [written] if start is not written else [])
