@@ -141,3 +141,26 @@ def test_what_is_off_is_told_and_part_of_every_key():
     assert known[:2] == (key_of(request, graph), _question(Asked())) and live_ranges(graph) is known[2]
     assert known[0] != other[0] and known[1] != other[1] and known[2] is not other[2]
     assert "switched off" not in str(replace(report, notes=()))
+
+
+def test_what_an_ablation_changes_is_told():
+    cell = {"budget": 100, "device": 90, "flops": 10.0, "seconds": 1.0, "cpu": 1.0, "digest": "a"}
+    off = {
+        "grow": {**cell, "digest": "b", "flops": 11.0},
+        "sink": {**cell, "digest": "c"},
+        "cse": cell | {"digest": "d"},
+    }
+    off["cse"]["device"] = 101
+    on = {"as it is": {"asked": [*off, "undo"], "cells": [cell]}}
+    row = {
+        "on": on,
+        "off": {name: {"as it is": [c]} for name, c in off.items()} | {"undo": {"as it is": [{"crash": "no"}]}},
+    }
+    machine = {"jax": "0", "python": "3", "cpus": 2, "machine": "m", "date": "today"}
+    result = {"machine": machine, "commit": "c", "short": True, "workloads": {"w": row}}
+    found = {name: ablation.summary(result, name) for name in on["as it is"]["asked"]}
+    assert found["grow"]["flops"] == [pytest.approx(0.1)] and found["cse"]["lost"] == found["undo"]["crashes"] == 1
+    assert [name for name in found if ablation.nothing(found[name])] == ["sink"]
+    lines = ablation.table(result).splitlines()
+    assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
+    assert any(line.startswith("No byte, FLOP or second anywhere: `sink`") for line in lines)

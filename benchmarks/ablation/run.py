@@ -12,7 +12,7 @@ Times are CPU seconds.
 ``--short``: with two layers and one share, some fifty times as fast. ``--idle``: only switches that have changed
 nothing so far, to find those that never do. ``--compile``: what differs is planned once more, both ways, and compiled,
 for XLA's bytes. Results go to ``results[-short]-jax<version>.json`` and ``.md`` row by row; what is there is not
-measured again without ``--again``.
+measured again without ``--again``. What the planner does between compiles is asked for there alone.
 """
 
 from __future__ import annotations
@@ -146,13 +146,22 @@ def everything_on(ask: Callable[..., Cells], short: bool) -> dict[str, Any]:
     return {"asked": sorted(names), "cells": cells if short else ask()}
 
 
-def compiled(name: str, short: bool, way: str, cell: dict[str, Any], off: tuple[str, ...]) -> dict[str, Any]:
-    """The same question, compiled."""
-    if way == "estimates":
-        return {}
-    with switches.off(*off):
-        found = fit(given(name, short, way), cell["budget"], **WAYS[way])
-    return {key: found.get(key) for key in ("fits", "device", "host", "flops", "rounds", "needs", "wall_seconds")}
+def compiled(name: str, short: bool, way: str, budget: int, *off: str) -> dict[str, Any]:
+    """The same question, compiled; with everything on also what is asked for meanwhile."""
+    with switches.off(*off) if off else switches.asked() as names:
+        try:
+            found = fit(given(name, short, way), budget, **WAYS[way])
+        except Exception as error:
+            found = {"crash": f"{type(error).__name__}: {error}"[:500]}
+    told = ("fits", "device", "host", "flops", "rounds", "needs", "wall_seconds", "crash")
+    return {"budget": budget, "asked": sorted(names or ()), **{key: found[key] for key in told if key in found}}
+
+
+def to_compile(on: dict[str, Any], off: Cells, switch: str) -> list[int]:
+    """Budgets whose plans are other with a switch off, or for which it is asked between compiles alone."""
+    between = {c["budget"] for c in on["compiled"] if switch in c["asked"]} if switch not in on["asked"] else set()
+    other = {a["budget"] for a, b in zip(on["cells"], off, strict=False) if a["digest"] != b.get("digest")}
+    return sorted(between | other)
 
 
 # ---- what it comes to ----------------------------------------------------------------------------
@@ -169,6 +178,8 @@ def beside(result: dict[str, Any], switch: str) -> Iterator[tuple[str, str, dict
     for name, row in result["workloads"].items():
         for way, cells in row["off"].get(switch, {}).items():
             known = row["on"][way]["cells"]
+            if "crash" in known[0]:
+                continue
             crashed = cells * len(known) if "crash" in cells[0] else cells
             yield from ((name, way, a, b) for a, b in zip(known, crashed, strict=True))
 
@@ -225,17 +236,21 @@ def table(result: dict[str, Any]) -> str:
         "",
         "*plans*: those that asked for it, and how many of them become other ones. *lost*, *won*: budgets that are "
         "no longer met, or newly, by the whole model. Where nothing fits either way, *smallest* is what the bytes of "
-        "the smallest change by; where both fit, *FLOPs* and *seconds* of the step. *planning*: CPU seconds, off and "
-        "on. A plus: worse without it. In brackets: of how many.",
+        "the smallest change by; where both fit, *FLOPs* and *seconds* of the step: a plus, and it is worse without. "
+        "*estimates*: what static bytes change by; which are right says `benchmarks/estimate`. *planning*: CPU "
+        "seconds, off and on. In brackets: how many change.",
         "",
         "| switch | plans, other | lost, won | smallest | FLOPs | seconds | estimates | planning |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    same, silent = list[str](), list[str]()
+    same, silent, later = list[str](), list[str](), list[str]()
     for switch in switches.NAMES:
         found = summary(result, switch)
-        if not found["asked"]:
+        if not any(switch in on["asked"] for row in result["workloads"].values() for on in row["on"].values()):
             silent.append(switch)
+            continue
+        if not next(beside(result, switch), None):
+            later.append(switch)
             continue
         if nothing(found):
             same.append(f"`{switch}` ({found['other']} of {found['plans']} plans are other ones, {ratio(found)})")
@@ -246,31 +261,38 @@ def table(result: dict[str, Any]) -> str:
             f"{span(found['smaller'])} | {span(found['flops'])} | {span(found['seconds'])} | "
             f"{span(found['estimates'])} | {ratio(found)} |"
         )
+    lines += ["", f"Not measured yet: {', '.join(f'`{name}`' for name in later) or 'none'}."]
     lines += ["", f"No byte, FLOP or second anywhere: {', '.join(same) or 'none'}.", ""]
-    lines += [f"Asked for by nothing here: {', '.join(f'`{name}`' for name in silent) or 'none'}.", ""]
-    rows = [
-        (switch, name, way, cell)
-        for name, row in result["workloads"].items()
-        for switch, ways in row.get("compiled", {}).items()
-        for way, cells in ways.items()
-        for cell in cells
+    lines += [
+        f"Asked for by no plan here, at most between compiles: {', '.join(f'`{name}`' for name in silent) or 'none'}.",
+        "",
     ]
+    rows = list(pairs_compiled(result))
     if rows:
         lines += [
             "## Compiled",
             "",
-            "Device MB by XLA and FLOPs, with everything on and with the switch off.",
+            "Device MB by XLA, TFLOPs and plans that were compiled, with everything on and with the switch off.",
             "",
-            "| switch | workload | way | budget | MB | FLOPs | compiles |",
+            "| switch | workload | way | budget | MB | TFLOPs | compiles |",
             "|---|---|---|---|---|---|---|",
         ]
-        for switch, name, way, cell in rows:
+        for switch, name, way, on, off in rows:
             shown = [
-                " → ".join(f"{(cell[side].get(key) or 0) / by:.{digits}f}" for side in ("on", "off"))
+                " → ".join(f"{side[key] / by:.{digits}f}" if key in side else "–" for side in (on, off))
                 for key, by, digits in (("device", 1e6, 0), ("flops", 1e12, 3), ("rounds", 1, 0))
             ]
-            lines.append(f"| `{switch}` | {name} | {way} | {cell['budget'] / 1e6:.0f} | {' | '.join(shown)} |")
+            lines.append(f"| `{switch}` | {name} | {way} | {on['budget'] / 1e6:.0f} | {' | '.join(shown)} |")
     return "\n".join(lines) + "\n"
+
+
+def pairs_compiled(result: dict[str, Any]) -> Iterator[tuple[str, str, str, dict[str, Any], dict[str, Any]]]:
+    """Switch, workload, way, and what was compiled with everything on and with the switch off."""
+    for name, row in result["workloads"].items():
+        for switch, ways in row.get("compiled", {}).items():
+            for way, cells in ways.items():
+                on = {cell["budget"]: cell for cell in row["on"][way]["compiled"]}
+                yield from ((switch, name, way, on[cell["budget"]], cell) for cell in cells)
 
 
 def ratio(found: dict[str, Any]) -> str:
@@ -294,7 +316,7 @@ def main() -> int:
 
     described = machine.describe()
     path = HERE / f"results{'-short' * asked.short}-jax{described['jax']}.json"
-    result = json.loads(path.read_text()) if path.exists() else {"workloads": {}}
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"workloads": {}}
     result |= {"machine": described, "commit": machine.commit(), "short": asked.short}
     end = time.monotonic() + 60 * asked.minutes
     for name in asked.on or (*workloads.NAMES, *workloads.IN_PAPERS):
@@ -307,7 +329,11 @@ def main() -> int:
             if asked.again or way not in row["on"]:
                 row["on"][way] = everything_on(ask, asked.short)
             on = row["on"][way]
-            wanted = [s for s in asked.switches or switches.NAMES if s in on["asked"]]
+            compiling = asked.compile and way != "estimates" and "crash" not in on["cells"][0]
+            if compiling and (asked.again or "compiled" not in on):
+                on["compiled"] = [compiled(name, asked.short, way, cell["budget"]) for cell in on["cells"]]
+            there = {*on["asked"]}.union(*(cell["asked"] for cell in on.get("compiled", ()) if compiling))
+            wanted = [s for s in asked.switches or switches.NAMES if s in there]
             print(f"{name}, {way}: {len(wanted)} switches", flush=True)
             for switch in wanted:
                 if time.monotonic() > end:
@@ -315,20 +341,12 @@ def main() -> int:
                 if asked.idle and not nothing(summary(result, switch)):
                     continue
                 known = row["off"].setdefault(switch, {})
-                if asked.again or way not in known:
+                if switch in on["asked"] and (asked.again or way not in known):
                     known[way] = ask(switch)
-                if asked.compile and way != "estimates":
-                    differ = [
-                        a for a, b in zip(on["cells"], known[way], strict=False) if a.get("digest") != b.get("digest")
-                    ]
-                    row.setdefault("compiled", {}).setdefault(switch, {})[way] = [
-                        {
-                            "budget": cell["budget"],
-                            "on": compiled(name, asked.short, way, cell, ()),
-                            "off": compiled(name, asked.short, way, cell, (switch,)),
-                        }
-                        for cell in differ
-                    ]
+                done = row.setdefault("compiled", {}).setdefault(switch, {}) if compiling else {}
+                if compiling and (asked.again or way not in done):
+                    wanted_bytes = to_compile(on, known.get(way, []), switch)
+                    done[way] = [compiled(name, asked.short, way, budget, switch) for budget in wanted_bytes]
                     save(path, result, table)
             save(path, result, table)
     return 0
