@@ -78,7 +78,7 @@ def budgets(request: Any, short: bool) -> list[int]:
 def plans(request: Any, wanted: list[int], finished: bool = False) -> Iterator[tuple[Any, Any, dict[str, Any]]]:
     """The cheapest plan for each budget, and what is said of it where it is made; ``finished``: as it is compiled."""
     from jaxtensile.planner.page import opened
-    from jaxtensile.search.variants import charge_of
+    from jaxtensile.search.variant import charge_of
 
     for budget in wanted:
         started = time.process_time()
@@ -86,7 +86,7 @@ def plans(request: Any, wanted: list[int], finished: bool = False) -> Iterator[t
         start, _ = page.lightest()
         written = page.written()
         candidates = page.candidates(start, [written] if start is not written else [])
-        variant, plan = page.rounds().cheapest(candidates, budget) if finished else candidates.cheapest(budget)
+        variant, plan = page.rounds.cheapest(candidates, budget) if finished else candidates.cheapest(budget)
         cpu = time.process_time() - started
         row = {"budget": budget, "predicted": plan.predicted.device, "charge": charge_of(variant, plan)}
         yield variant, plan, {**row, "cpu": cpu, "digest": digest(variant, plan)}
