@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import jaxtensile
-from jaxtensile.devices.profiles import profile
-from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.devices.profiles import WEIGHTS, profile
+from jaxtensile.ir.plan import CompiledTime, MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.solvers.greedy import prepare as greedy
@@ -67,11 +67,11 @@ def tight(share=0.8):
 class Compiler:
     """``compile_program`` with a counter, whose number for planned programs is the model's and some more.
 
-    ``add``: how many bytes, or that for the first, second, ... of them.
+    ``add``: how many bytes, or that for the first, second, ... of them; ``took``: what a step of each takes.
     """
 
-    def __init__(self, monkeypatch, add=0, refuse=0):
-        self.add, self.refuse = add, refuse
+    def __init__(self, monkeypatch, add=0, refuse=0, took=None):
+        self.add, self.refuse, self.took = add, refuse, took
         self.options, self.given = [], []
         monkeypatch.setattr(trial_compiles, "compile_program", self)
         self.solved = []
@@ -86,8 +86,8 @@ class Compiler:
 
         return solving
 
-    def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None):
-        made = COMPILE(make, args, kwargs, options, meanwhile, counts)
+    def __call__(self, make, args, kwargs, options, meanwhile=None, counts=None, clock=None):
+        made = COMPILE(make, args, kwargs, options, meanwhile, counts, clock)
         self.options.append(dict(options))
         if not self.solved:
             return made
@@ -97,7 +97,8 @@ class Compiler:
         use = self.solved[-1][1].predicted
         add = self.add(len(self.given) + 1) if callable(self.add) else self.add
         self.given.append(use.device + add)
-        return replace(made, memory=replace(use, temp=use.temp + add, exact=True))
+        time = self.took and CompiledTime(self.took[len(self.given) - 1], 0.0, 1)
+        return replace(made, memory=replace(use, temp=use.temp + add, exact=True), time=time)
 
 
 def test_what_fits_is_compiled_once_and_left_alone(monkeypatch):
@@ -147,6 +148,21 @@ def test_what_a_plan_leaves_of_the_budget_is_used_once(monkeypatch):
     keen = Compiler(monkeypatch, lambda n: -predicted().temp // 8 if n == 1 else predicted().temp // 8)
     again = fit(job(tight()), keen.prepare).report
     assert again.compiled == careful.compiled and again.rounds == 2, "what does not hold is not taken"
+
+
+@pytest.mark.parametrize("objective", ["flops", "time"])
+def test_less_work_that_takes_longer_is_no_better_where_steps_are_compared(objective, monkeypatch):
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(rounds, "UNSURE", 0.0)
+    device = replace(profile("cpu"), traffic_weight=WEIGHTS[objective])
+
+    def compiled(*took):
+        asked, less = job(tight(), device=device), -predicted().temp // 8
+        return fit(asked, Compiler(monkeypatch, less, took=took).prepare).report
+
+    quicker, slower = compiled(2.0, 1.0, 1.0, 1.0), compiled(1.0, 2.0, 2.0, 2.0)
+    assert quicker.rounds > 1 and quicker.kernels.seconds == 1.0
+    assert slower.rounds > 1 and slower.kernels.seconds == (1.0 if objective == "time" else 2.0)
 
 
 def test_what_xla_adds_is_taken_off_the_next_aim(monkeypatch):
@@ -439,9 +455,9 @@ def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
     """XLA finds more than the model in all but the user's own function; compiles stay few."""
     real, made = trial_compiles.compile_program, []
 
-    def compiling(make, args, kwargs, options, meanwhile=None, counts=None):
+    def compiling(make, args, kwargs, options, *rest):
         given = []
-        found = real(make, args, kwargs, options, meanwhile, counts)
+        found = real(make, args, kwargs, options, *rest)
         given.append(found)
         made.append(found)
         if found.jitted.__name__ == "run":

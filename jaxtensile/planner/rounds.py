@@ -295,10 +295,20 @@ class Rounds:
             if made is None or made.compiled.memory is None or made.misplaced:
                 break
             if made.fits:
+                if fits is self._quicker(fits, made):
+                    break  # less work by the model, and more by what was compiled
                 fits = made
             else:
                 missed = made.plan.predicted.device, int(made.compiled.device * scale)
         return fits, count
+
+    def _quicker(self, fits: Made, cheaper: Made) -> Made:
+        """Of two that fit the one whose step takes less, where compiled kernels say so and steps are what counts; else
+        the one that the model says is cheaper."""
+        before, now = fits.compiled.time, cheaper.compiled.time
+        if self.request.device.traffic_weight < 1 or before is None or now is None:
+            return cheaper
+        return cheaper if now.seconds <= before.seconds else fits
 
     def _saves(self, found: tuple[Variant, Plan], fits: Made, gain: Seconds = 0.0) -> bool:
         """Whether a plan does so much less work than one that fits, and is worth a compile."""

@@ -53,7 +53,7 @@ class Facts:
     ``rounds``: compiles of planned programs; ``seconds``: wall time per pipeline step;
     ``timeline``: the model's bytes while each op runs; ``undone``: runs without the user's own
     ``jax.checkpoint``s; ``solver``: which made the plan, and ``gap``: what share of its recomputation
-    another plan around the same turn might spare, by the model (0.0: none, proven; None: not known);
+    another plan around the same boundary might spare, by the model (0.0: none, proven; None: not known);
     ``offload_bytes``: what leaves for the host in a step, ``state``: the arguments that wait there between steps, by
     their names, ``wait``: the part of ``overhead`` that is waiting for copies.
     ``rewritten``: its loops, branches or large products are made in another way;

@@ -126,7 +126,7 @@ def made_by(report: Facts) -> str:
     if r.gap is None:
         return f"by {r.solver}"
     if not r.gap:
-        return f"by {r.solver}: none around this turn is cheaper"
+        return f"by {r.solver}: no plan around the same boundary is cheaper"
     return f"by {r.solver}: at most {100 * r.gap:.2g} % of what it recomputes could be spared"
 
 
