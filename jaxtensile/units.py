@@ -17,9 +17,13 @@ Step = NewType("Step", int)
 """Index into a schedule, not a time."""
 
 KIB: Final = 1024
+"""Bytes: the binary prefixes of IEC 80000-13, each 1024 times the one before."""
 MIB: Final = KIB * 1024
+"""Bytes."""
 GIB: Final = MIB * 1024
+"""Bytes."""
 TIB: Final = GIB * 1024
+"""Bytes."""
 
 _FACTORS: Final[dict[str, int]] = {
     "": 1,
@@ -33,7 +37,9 @@ _FACTORS: Final[dict[str, int]] = {
     "gib": GIB,
     "tib": TIB,
 }
+"""Bytes of a unit of size, by its name in lower case: powers of 1000 (SI), with an ``i`` of 1024 (IEC 80000-13)."""
 _SECONDS: Final[dict[str, float]] = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
+"""Seconds of a unit of time, by its name; without a name they are seconds."""
 _SIZE: Final = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*|%)\s*")
 
 

@@ -1,5 +1,5 @@
-"""What every file answers, by rooms: ``docs/modules.md``, from the first lines of the files themselves; and what can be
-turned off, and where it is asked for: ``docs/switches.md``, from the table and the calls of ``on``.
+"""What every file answers, what can be turned off, and what every number is: ``docs/modules.md`` from the first lines of
+the files, ``docs/switches.md`` from the table and the calls of ``on``, ``docs/constants.md``.
 
 python -m benchmarks.house.index
 """
@@ -10,7 +10,8 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from benchmarks.house.constants import ROOT, TABLES, tables
+
 INDEX = ROOT / "docs" / "modules.md"
 HEAD = """# What every file answers
 
@@ -94,3 +95,5 @@ if __name__ == "__main__":
     INDEX.write_text(index(rooms()))
     SWITCHES.write_text(switches((s.name, s.does) for s in TABLE))
     print(f"{INDEX.relative_to(ROOT)}: {INDEX.read_text().count(chr(10) + '- ')} files")
+    TABLES.write_text(tables([folder(room) for room in rooms()]))
+    print(f"{TABLES.relative_to(ROOT)}: {TABLES.read_text().count(chr(10) + '| `')} constants")

@@ -110,9 +110,10 @@ FACTS: Final = {
     ),
 }
 CUDNN: Final = (9, 10)
-"""Version of cuDNN beside every card."""
+"""Version of cuDNN beside every card, major and minor: what JAX is told when it asks for that of a card that is not
+here, before it traces attention for it (docs/xla.md)."""
 OLDEST_CUDA13: Final = (7, 5)
-"""Oldest compute capability that CUDA 13's ptxas accepts; older GPUs need CUDA 12's."""
+"""Oldest compute capability that CUDA 13's ptxas accepts; older GPUs need CUDA 12's (docs/xla.md)."""
 
 
 def target_config(name: str) -> str:

@@ -31,7 +31,7 @@ from jaxtensile.devices.profiles import NUMBERS, DeviceProfile
 from jaxtensile.units import Seconds, format_bytes, format_rate, format_seconds
 
 FORMAT: Final = 1
-"""Version of what is measured and of how it is kept: files of others are not looked at."""
+"""Version of what is measured and of how it is kept: files of others are not looked at. Goes up with every change."""
 
 _UNITS: Final = {"bandwidth": "B/s", "flops": "FLOP/s"}
 

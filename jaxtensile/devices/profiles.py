@@ -23,8 +23,8 @@ from jaxtensile.errors import TargetError
 from jaxtensile.units import GIB, MIB, Bytes, Seconds
 
 OF_MEASURED: Final = 0.95
-"""Share of a measured rate that programs get: where 0.80 and 0.90 of the peaks of an H200 were measured
-(products, copies), real programs are taken to reach 0.75 and 0.85."""
+"""Share of a measured rate that programs get: where 0.80 and 0.90 of the peaks of an H200 were measured (products,
+copies), real programs are taken to reach 0.75 and 0.85."""
 
 
 TRAFFIC_WEIGHT: Final = 0.01
@@ -33,7 +33,8 @@ what it fuses with. At the bytes of per-block policies (nine workloads, H200, by
 where the policies recompute no products, and up to half a percent more elsewhere, for steps that are up to 5 % shorter;
 compiled, it loses a point of 88 and misses a budget that is met otherwise. At 0.1 five plans need more FLOPs."""
 WEIGHTS: Final = {"flops": TRAFFIC_WEIGHT, "time": 1.0}
-"""What a plan may be asked for, and what memory traffic counts in it."""
+"""What a plan may be asked for, and what a second of memory traffic counts in it beside one of matrix work: at 1 the
+predicted seconds are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,14 +84,19 @@ NUMBERS: Final = (*_MEMORY, *_FLOPS, "link_bandwidth", *_FIXED)
 
 _ASSUMED: Final = "assumed, no data sheet states it; keeps tiny copies and ops from looking free"
 _LATENCY: Final = 10e-6
+"""Seconds until a copy over the link begins. Assumed: see ``_ASSUMED``."""
 _LAUNCH: Final = 4e-6
+"""Seconds of a kernel that does nothing. Assumed: see ``_ASSUMED``."""
 _XLA: Final = "device description in openxla/xla"
 _XLA_GEN4: Final = f"{_XLA}, which lists PCIe 4 rates for this card"
 _ENCODED: Final = "PCIe 4.0 x16 after encoding"
 _GOOGLE: Final = "Google's TPU system architecture pages"
 _GEN3: Final = 17_179_869_184.0
+"""Bytes per second of PCIe 3.0 x16, one way: 16 GiB/s, as openxla/xla's device descriptions have it."""
 _GEN4: Final = 34_359_738_368.0
+"""Bytes per second of PCIe 4.0 x16, one way: 32 GiB/s, as openxla/xla's device descriptions have it."""
 _GEN5: Final = 68_719_476_736.0
+"""Bytes per second of PCIe 5.0 x16, one way: 64 GiB/s, as openxla/xla's device descriptions have it."""
 
 
 def _gpu(

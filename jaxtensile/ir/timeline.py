@@ -12,7 +12,7 @@ from itertools import accumulate
 from jaxtensile.units import Bytes, Seconds
 
 BARRIER = -1
-"""``Track.origin`` of a barrier that the plan inserted: a stage begins."""
+"""``Track.origin`` of a barrier that the plan inserted: a stage begins. A mark: no op has this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

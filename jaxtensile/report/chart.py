@@ -17,11 +17,13 @@ from jaxtensile.report.text import short_place
 from jaxtensile.units import GIB, KIB, MIB, TIB, Bytes, format_bytes
 
 WIDTH, HEIGHT = 960, 368
+"""Units of the SVG, which browsers scale to the page: its size, drawn by eye."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 150, 14, 70
+"""Units of the SVG between its edges and the axes, for the labels there: by eye."""
 _LANE = 10
-"""Height of the strip that shows where ops run again."""
+"""Height of the strip that shows where ops run again, in units of the SVG: by eye."""
 _LABEL = 15
-"""Least distance between two labels at the right."""
+"""Least distance between two labels at the right, in units of the SVG: a line of text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

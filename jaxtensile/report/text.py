@@ -15,7 +15,7 @@ from jaxtensile.report.facts import Decision, Facts, Setting
 from jaxtensile.units import Bytes, format_bytes, format_seconds
 
 _ROWS = 5
-"""Groups shown of the kept and of the dropped values; what is left shares one line."""
+"""Groups shown of the kept and of the dropped values; what is left shares one line. So the text is one screen."""
 _DTYPE = re.compile(r"(b?float|complex|u?int)(\d+)(\w*)")
 _LETTERS = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 

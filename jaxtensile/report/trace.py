@@ -15,7 +15,7 @@ from jaxtensile.places import short_place
 from jaxtensile.report.facts import Facts
 
 _OPS, _STAGES = 1, 2
-"""Thread ids of the slices."""
+"""Thread ids of the slices: any two numbers, shown in this order."""
 
 
 def as_trace(report: Facts) -> str:

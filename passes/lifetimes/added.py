@@ -26,7 +26,8 @@ from jaxtensile.units import KIB
 _ADD = frozenset({"add", "add_any"})
 _SCATTER = frozenset({"scatter-add", "scatter_add"})
 _TOLERANCE = KIB
-"""Bytes by which a step may write more than it reads."""
+"""Bytes by which a step may write more than it reads: padding and numbers. A guess; GPU buffers are multiples of 256
+bytes."""
 
 
 def added(

@@ -27,11 +27,12 @@ from jaxtensile.passes.lifetimes.prologue import PRODUCT
 from jaxtensile.switches import on
 
 _TILE = 128 * 64
-"""Elements of a result that one processor makes at a time."""
+"""Elements of a result that one processor makes at a time: tiles of 128 x 64 (``splitk_rewriter.cc``, see above)."""
 _EVEN = 128
-"""What is summed over splits evenly where it is a multiple of this: 16 parts of 8."""
+"""What is summed over splits evenly where it is a multiple of this number of elements: 16 parts of 8
+(``splitk_rewriter.cc``)."""
 _LONG = 8 * _EVEN
-"""What is summed over is not split where it is shorter."""
+"""Elements: what is summed over is not split where it is shorter (``splitk_rewriter.cc``)."""
 
 
 def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lowered:

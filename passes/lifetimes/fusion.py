@@ -67,7 +67,8 @@ WORK = {
     **dict.fromkeys("tanh erf erfc erf_inv pow sin cos tan atan2 lgamma digamma".split(), 8.0),
     **dict.fromkeys(DRAWS, 32.0),
 }
-"""Arithmetic of one element, in bytes of memory traffic that take as long; what is missing is free."""
+"""Arithmetic of one element, in bytes of memory traffic that take as long; what is missing is free. Set so that
+``tanh``, ``erf`` and their like are stored rather than computed twice, as XLA:GPU does (docs/xla.md)."""
 EXPENSIVE = frozenset(WORK)
 
 _SLOW = frozenset({"div", "sqrt", "rsqrt", "rem"})
@@ -80,8 +81,11 @@ SMALL = 1 << 26
 """Elements below which XLA:GPU stores what it would compute twice in larger arrays: GPT-2's softmax at 62.9 and 75.5
 million elements, H200, jax 0.10.2."""
 ROW = 1 << 14
-"""Elements of the longest row of which XLA:GPU makes sums and what follows in one kernel."""
+"""Elements of the longest row of which XLA:GPU makes sums and what follows in one kernel: measured from 1,024 to 32,768
+(H200, docs/xla.md)."""
 _MAX_LEAVES = 24
+"""Buffers that one kernel reads at most in the model: it bounds the work of the model. XLA:GPU has a limit of its own,
+which is higher. A guess."""
 
 
 _FUSIBLE = ELEMENTWISE | MOVES | {OUTER, SPREAD}
@@ -139,7 +143,8 @@ class Kernels:
 
 
 RECENT = 4
-"""Graphs of which the kernels are remembered: who prices a program, and who plans it, ask for the same ones."""
+"""Graphs of which the kernels are remembered: who prices a program, and who plans it, ask for the same ones. A guess;
+planning of 3,878 equations took 8 % less with this and lifetimes remembered."""
 
 
 def fuse(graph: Graph, *, by: Fuser = H200, written: bool = False) -> Kernels:

@@ -24,8 +24,10 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 _DILATED = 1.5
+"""Times the bytes of an array from which on its padded copy is taken to be dilated: what is dilated is about twice as
+large or more. Between 1 and 2, a guess."""
 _INDEX = 4
-"""Bytes of an s32."""
+"""Bytes of an s32, which places of maxima are (docs/xla.md: the gradient of a max pool)."""
 
 
 @dataclass(frozen=True, slots=True)

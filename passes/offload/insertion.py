@@ -23,8 +23,10 @@ from jaxtensile.passes.order.schedule import BARRIER, Schedule
 from jaxtensile.units import KIB, Bytes
 
 _RECENT = 32
+"""Ops before a kernel within which a value that it reads counts as just made: a tie to an older one holds nothing. A
+guess of about a layer."""
 _SOME = KIB
-"""A tie of fewer bytes might be a scalar that XLA computes elsewhere and earlier."""
+"""Bytes: a tie of fewer might be a scalar that XLA computes elsewhere and earlier. A guess."""
 
 
 @dataclass(frozen=True, slots=True)

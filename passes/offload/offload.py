@@ -27,7 +27,8 @@ from jaxtensile.switches import on
 from jaxtensile.units import MIB, Bytes, Seconds
 
 SMALLEST = MIB
-"""Smaller buffers are never copied: latency costs more than they hold."""
+"""Bytes: smaller buffers are never copied. A copy of so much takes 30 us each way on 32 GiB/s, three times the latency.
+A guess beyond that."""
 
 
 @dataclass(frozen=True, slots=True)

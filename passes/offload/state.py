@@ -16,7 +16,8 @@ from jaxtensile.passes.offload.offload import SMALLEST
 from jaxtensile.units import Bytes, Seconds
 
 UPDATE = 0.5
-"""An argument is needed late if what depends on it is at most this share of the step's charge."""
+"""An argument is needed late if what depends on it is at most this share of the step's charge. A guess: an update is
+little of a step, and what reads its parameters is most of it."""
 
 
 @dataclass(frozen=True, slots=True)

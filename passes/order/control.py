@@ -38,9 +38,10 @@ from jaxtensile.units import Bytes
 CONVOLUTION = "conv_general_dilated"
 
 LARGE = 1 / 64
-"""Buffers of this share of the peak count."""
+"""Buffers of this share of the temporaries count. A guess."""
 _WEIGHT = 1 / 1000
-"""Weights of this share."""
+"""Weights of this share of the temporaries are held back: copies of smaller ones are together little beside the first
+activation (ResNet-50 at batch 16: 709 MB without, 666 with). The share is a guess."""
 
 
 def controlled(program: Program) -> Program:

@@ -22,7 +22,8 @@ from jaxtensile.passes.order.schedule import BARRIER
 from jaxtensile.units import KIB, Bytes
 
 SMALL: Final = 64 * KIB
-"""Values up to which ops that share them need not stay together: a learning rate, a norm, a count of steps."""
+"""Bytes of values up to which ops that share them need not stay together: a learning rate, a norm, a count of steps. A
+guess."""
 
 
 def early_updates(graph: Graph, least: Bytes = 1) -> list[int] | None:

@@ -22,7 +22,8 @@ from jaxtensile.passes.order.schedule import Schedule
 from jaxtensile.units import Bytes
 
 RISE = 1 / 16
-"""A valley is cut where the bytes rise by this share of the peak behind it."""
+"""A valley is cut where the bytes rise by this share of the temporaries behind it. A guess; with it an ODE solver's
+loop needed 520 MB where it needed 571."""
 
 
 def in_order(program: Program) -> Program:

@@ -27,9 +27,11 @@ from jaxtensile.units import Bytes
 
 BROADCAST, COPY, CONVOLUTION = "broadcast_in_dim", "written copy", "conv_general_dilated"
 POINTER = 8
-"""Bytes of an entry in a table of results, which decide between kernels that make as much otherwise."""
+"""Bytes of an entry in a table of results, as in XLA: a 64-bit address. They decide between kernels that make as much
+otherwise."""
 LITTLE = 0.01
-"""Share of the bytes that a kernel reads from one buffer up to which it is another's by-product."""
+"""Share of the bytes that a kernel reads from one buffer up to which it is another's by-product: the label's logit of a
+row, or a sum of it. A guess: rows have hundreds of elements and more."""
 
 
 @dataclass(frozen=True, slots=True)

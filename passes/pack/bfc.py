@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 from jaxtensile.units import MIB, Bytes
 
 GRAIN = 256
-"""Bytes of which every chunk is a multiple."""
+"""Bytes of which every chunk is a multiple: ``kMinAllocationSize`` of XLA's BFC allocator."""
 SPARE = 128 * MIB
-"""A remainder this large is split off whatever was asked."""
+"""Bytes: a remainder this large is split off whatever was asked: ``kMaxInternalFragmentation`` of XLA's BFC
+allocator."""
 FIRST_REGION = 2 * MIB
-"""Bytes of the first region of a pool that grows; each next one is at least twice as large."""
+"""Bytes of the first region of a pool that grows; each next one is at least twice as large, as in XLA's BFC
+allocator."""
 
 
 def rounded(nbytes: Bytes) -> Bytes:

@@ -17,6 +17,7 @@ from jaxtensile.passes.pack.buffers import Buffer, Grid, Packing, aligned, grid,
 from jaxtensile.units import Bytes
 
 NEVER: Final = 1 << 62
+"""A height above all others: bytes are below it. No number is added to it that would leave 64 bits."""
 
 Rule = Literal["close", "long", "large"]
 """Which of the candidates at the two walls of a valley: the one closer to its wall (then the longer), the one with the

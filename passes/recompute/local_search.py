@@ -18,9 +18,9 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
 _TRIES, _WORTH = 8, 0.005
-"""Ops tried, each of at least this share of the program's charge."""
+"""Ops tried, each of at least this share of the program's charge. A guess."""
 _MEASURED = 4
-"""Schedules measured for one op."""
+"""Schedules measured for one op. A guess."""
 
 
 class Trial(Protocol):

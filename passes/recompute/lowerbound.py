@@ -33,11 +33,15 @@ SCATTERS = frozenset("scatter scatter-add scatter_add scatter-mul scatter_mul sc
 FUSIBLE = ELEMENTWISE | MOVES | VIEWS | {"dynamic_update_slice"}
 
 _SMALL = 256
-"""XLA may fuse products whose operands have fewer elements together, batch aside (its limit is 100)."""
+"""Elements: XLA may fuse products whose operands have fewer together, batch aside. Its limit is 100; more here, because
+the bound must never be above what XLA needs."""
 _MAX_LEAVES = 32
+"""Kernels that a value is traced back to; beyond, it is taken to share memory with everything. More make the bound
+higher at best, never wrong. A guess."""
 _WORST = 3
+"""Ops that are named, as ``Bound.ops`` says: what an error shows."""
 _TRIES = 64
-"""Ops whose surroundings are looked at; more cannot make the bound wrong, only higher."""
+"""Ops whose surroundings are looked at, heaviest first; more cannot make the bound wrong, only higher. A guess."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,8 +45,9 @@ def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], co
 
 
 _INFINITE = 2**31 - 1
+"""A capacity that no cut pays: the largest 32-bit number, as scipy's flows are 32-bit."""
 _TOTAL = 2**30
-"""Capacities are scaled to integers so that the whole flow stays below this (scipy's are 32-bit)."""
+"""Capacities are scaled to integers so that the whole flow stays below this: half of what 32 bits hold."""
 
 
 class Network:

@@ -31,10 +31,12 @@ MATMUL_SHARE = 0.75
 COPY_SHARE = 0.85
 """Streaming kernels reach 4.3 of 4.8 TB/s on an H200 (measured)."""
 FUSED_SHARE = 0.04
-"""Cost of recomputing a fused elementwise value, as a share of streaming it through memory."""
+"""Cost of recomputing a fused elementwise value, as a share of streaming it through memory: little, but not nothing, so
+that of equal plans the one with less is taken. A guess."""
 
 LIBRARY_SHARE = 0.1
-"""Of the rate outside the matrix units: what factorizations and sparse products reach, at most."""
+"""Of the rate outside the matrix units: what factorizations and sparse products reach, at most. A guess on the safe
+side: they are not recomputed for little."""
 LIBRARY = frozenset(
     """cholesky cholesky_update lu qr geqrf geqp3 householder_product ormqr eigh eig schur hessenberg tridiagonal svd
     triangular_solve tridiagonal_solve symmetric_product spsolve bcoo_dot_general bcoo_dot_general_sampled
@@ -55,9 +57,10 @@ FREE = (
 _SCANS = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
 _SORTS = frozenset("sort top_k approx_top_k".split())
 UNKNOWN = 10.0
-"""Times that what has no rule goes through its operands and results; what a special function or a transform takes."""
+"""Times that what has no rule goes through its operands and results; what a special function or a transform takes. A
+guess on the safe side."""
 WHILE_TRIPS = 10
-"""Iterations that a ``while`` is taken to have: nobody knows how many."""
+"""Iterations that a ``while`` is taken to have: nobody knows how many. A guess: solvers end within tens."""
 
 KNOWN = (
     ELEMENTWISE

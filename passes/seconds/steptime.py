@@ -15,6 +15,8 @@ from jaxtensile.passes.offload.streaming import waiting
 from jaxtensile.units import Bytes, Seconds
 
 _HALVINGS = 16
+"""Steps of the bisection: the factor is known to 2^-16 of the measured ratio, far below the 30 % from which on it is
+used (``feedback.OFF``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,9 +24,12 @@ from msgspec import Meta, Struct
 from jaxtensile.units import Seconds
 
 VERSION: Final = 3
-"""Of the protocol; both sides must speak the same one."""
+"""Of the protocol; both sides must speak the same one. Goes up with every change of a message (3: asks of one process
+have numbers)."""
 
 MOST_BYTES: Final = 1 << 60
+"""Bytes at most in a number of a message: 1 EiB, beyond every device and host, and what a job wants that names no
+limit."""
 Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 Time = Annotated[float, Meta(gt=0, le=1e9)]
