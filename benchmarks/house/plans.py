@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +60,14 @@ def digest(variant: Any, plan: Any) -> str:
     return hashlib.sha256(repr(told(variant, plan)).encode()).hexdigest()[:16]
 
 
-def plans(name: str) -> Iterator[dict[str, Any]]:
+def plans(name: str, chunks: Sequence[bool] = (False, True)) -> Iterator[dict[str, Any]]:
+    """``chunks``: whether work may be done in parts of the batch."""
     from dataclasses import replace
 
     from jaxtensile.planner.page import opened
     from jaxtensile.search.variant import charge_of
 
-    for chunk in (False, True):
+    for chunk in chunks:
         request = request_of(workloads.workload(name), chunk=chunk)
         live = opened(request).program.predicted
         for share in SHARES:
