@@ -31,10 +31,11 @@ from jaxtensile.runtime.protocol.messages import Snapshot
 from jaxtensile.spmd.location import device_name, profile_of
 from jaxtensile.units import GIB, Bytes, Seconds
 
-_RESERVE = GIB
-"""Of a device of which the config says nothing."""
+_RESERVE, _PART = GIB, 8
+"""Bytes of a device of which the config says nothing that are not granted, as ``cli.serving`` has it; one part in so
+many of a small device at most."""
 _ANSWERS: Seconds = 1.0
-"""In which a coordinator says what is free; who does not know asks for what it gets by."""
+"""In which a coordinator says what is free; who does not know asks for what it gets by. A guess."""
 
 _lock = threading.Lock()
 _jobs: set[str] = set()
@@ -124,7 +125,7 @@ def _capacities(config: Config) -> dict[str, Capacity]:
         tables = [t for t in (config.devices.get(k) for k in (name, name.partition(":")[0], "")) if t is not None]
         if all(t.capacity is None and t.reserve is None for t in tables):
             whole = found[name].capacity
-            found[name] = Capacity(capacity=whole, reserve=min(_RESERVE, whole // 8))
+            found[name] = Capacity(capacity=whole, reserve=min(_RESERVE, whole // _PART))
     return found
 
 

@@ -31,7 +31,15 @@ from jaxtensile.jobs.tenancy import Tenancy, Terms
 from jaxtensile.runtime.client.uninterrupted import later, uninterrupted
 from jaxtensile.runtime.config.config import Config
 from jaxtensile.runtime.daemon.endpoint import JOB_VARIABLE
-from jaxtensile.runtime.protocol.messages import MOST_BYTES, Rung
+from jaxtensile.runtime.protocol.messages import (
+    HIGHEST_PRIORITY,
+    LEAST_WEIGHT,
+    LONGEST_NAME,
+    LOWEST_PRIORITY,
+    MOST_BYTES,
+    MOST_WEIGHT,
+    Rung,
+)
 from jaxtensile.search.request import Fitted
 from jaxtensile.settings.options import config_of
 from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
@@ -230,9 +238,11 @@ def job(
     Raises ``ConfigError`` where the config is invalid. Steps raise ``RejectedError`` when the job can never fit.
     """
     name = os.environ.get(JOB_VARIABLE) if name is None else name
-    if not isinstance(name, str) or not 1 <= len(name) <= 128 or not name.isprintable():
+    if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
         here = f", or start this with 'jaxtensile run', which sets ${JOB_VARIABLE}" if name is None else ""
-        raise CoordinatorError(f"a job's name is a text of 1 to 128 printable letters, not {name!r}: give it one{here}")
+        raise CoordinatorError(
+            f"a job's name is a text of 1 to {LONGEST_NAME} printable letters, not {name!r}: give it one{here}"
+        )
     known = config_of(config)
     said = known.jobs.get(name)
     low = _bytes("least", least, said.least if said else 0)
@@ -252,14 +262,15 @@ def job(
 
 
 def _class(given: int) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or not -1000 <= given <= 1000:
-        raise ConfigError(f"priority={given!r}: give a whole number from -1000 to 1000; a higher one goes first")
+    if isinstance(given, bool) or not isinstance(given, int) or not LOWEST_PRIORITY <= given <= HIGHEST_PRIORITY:
+        allowed = f"a whole number from {LOWEST_PRIORITY} to {HIGHEST_PRIORITY}"
+        raise ConfigError(f"priority={given!r}: give {allowed}; a higher one goes first")
     return given
 
 
 def _share(given: float) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 1e-3 <= given <= 1e3:
-        raise ConfigError(f"weight={given!r}: give a number from 0.001 to 1000")
+    if isinstance(given, bool) or not isinstance(given, int | float) or not LEAST_WEIGHT <= given <= MOST_WEIGHT:
+        raise ConfigError(f"weight={given!r}: give a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}")
     return float(given)
 
 

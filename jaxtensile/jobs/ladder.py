@@ -27,15 +27,18 @@ from jaxtensile.search.request import Fitted, Request
 from jaxtensile.units import Bytes, Seconds
 
 RUNGS = 4
-"""Plans at most; each is a few compiles."""
+"""Plans at most; each is a few compiles. A guess."""
 MARGIN, TOP_MARGIN = 0.2, 0.25
 """What XLA may need more temporaries than the model says: of the smallest plan, and of the program as it is, where
-nobody waits and another plan may be compiled. Plans between are made to fit what they are given."""
+nobody waits and another plan may be compiled. Plans between are made to fit what they are given. Guesses; the first as
+``build_report.MARGIN``."""
 STEPS = 5
-"""Measured steps of a rung that are remembered; the one after a switch is none of them."""
+"""Measured steps of a rung that are remembered; the one after a switch is none of them. A guess: the median of five
+passes over two that were disturbed."""
 _LEAST: Seconds = 1e-9
+"""Of a step that is told, at least: the protocol has no step of no time."""
 _ROUNDING: Bytes = 64
-"""XLA rounds what a program is given and returns up to so many bytes, and returns a table of several results."""
+"""Bytes: XLA rounds what a program is given and returns up to so many, and returns a table of several results."""
 
 
 def persistent(use: MemoryUse) -> Bytes:

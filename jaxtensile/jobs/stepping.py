@@ -35,9 +35,11 @@ from jaxtensile.units import Seconds
 T = TypeVar("T")
 
 _LONG: Seconds = 2.0
-"""Where the first plan takes longer, others are not to wait for it: they are told what the job can do with less."""
+"""Where the first plan takes longer, others are not to wait for it: they are told what the job can do with less. A
+guess."""
 _REMEASURED = 8
-"""Steps after which it is looked whether they are as fast as was told, and again each time there are twice as many."""
+"""Steps after which it is looked whether they are as fast as was told, and again each time there are twice as many. A
+guess."""
 _log = logging.getLogger("jaxtensile")
 
 

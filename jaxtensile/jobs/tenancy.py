@@ -26,7 +26,8 @@ from jaxtensile.runtime.protocol.messages import Admit, Rung
 from jaxtensile.units import Bytes
 
 _OFF: Final = 1.3
-"""Measured steps that change the ladder's seconds by more than this factor are told."""
+"""Measured steps that change the ladder's seconds by more than this factor are told: as much as has a plan renewed
+(``feedback.OFF``). A guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,14 +33,15 @@ from jaxtensile.spmd.location import device_name
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
 _AT_ONCE: Seconds = 0.05
-"""In which a coordinator answers who need not wait."""
+"""In which a coordinator answers who need not wait: it takes milliseconds. A guess."""
 _TELL_AFTER: Seconds = 5.0
+"""After which it is told that a job waits: sooner it mostly ends by itself. A guess."""
 _TELL_AT_LEAST: Seconds = 60.0
-"""That a job waits is told, and then ever more rarely."""
+"""That a job waits is told ever more rarely, and at least as often as this. A guess."""
 _TRIES = 5
-"""To have room for a larger shape, where others may be given the bytes in between."""
+"""To have room for a larger shape, where others may be given the bytes in between. A guess."""
 _PATIENCE: Seconds = 60.0
-"""Two jobs that wait for larger shapes may each wait for the other's end."""
+"""Two jobs that wait for larger shapes may each wait for the other's end: then neither does for longer. A guess."""
 _log = logging.getLogger("jaxtensile")
 
 

@@ -41,11 +41,13 @@ from jaxtensile.runtime.protocol.messages import Admit, Beat, Error, Grant, Queu
 from jaxtensile.units import Bytes, Seconds
 
 PATIENCE: Final = 10.0
-"""Seconds without a coordinator after which a job that waits, also one that was in its queue, gives up waiting."""
+"""Seconds without a coordinator after which a job that waits, also one that was in its queue, gives up waiting: several
+restarts of one. A guess."""
 ANSWER: Final = 5.0
-"""Seconds in which a coordinator that is there says that what is given back is free."""
+"""Seconds in which a coordinator that is there says that what is given back is free. A guess."""
 _FATAL: Final = ("version", "protocol")
 _LARGEST: Final = (1 << 62) - 1
+"""Of a count that is sent: below ``messages.MOST_COUNT``."""
 _NUMBERS: Final = itertools.count(1)
 
 

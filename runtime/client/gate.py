@@ -26,15 +26,16 @@ from jaxtensile.runtime.client.holds import LOOK, Cell, Held, Mark
 from jaxtensile.units import Seconds
 
 CLASS: Final = 8.0
-"""By how much larger the share of the next higher class is."""
+"""By how much larger the share of the next higher class is. A guess: high enough to be noticed, low enough that nobody
+starves."""
 CLASSES: Final = 8
 """Classes further from 0 than this count as that far, so that the lowest gets a turn within hours."""
 
 KEPT: Final = 0.1
-"""Share of its last turn for which the next one is kept for a member that has had less than its share, and comes back
-a moment after it was done: whoever waits would else have every second turn, whatever the turns take."""
+"""Share of its last turn for which the next one is kept for a member that has had less than its share, and comes back a
+moment after it was done: whoever waits would else have every second turn, whatever the turns take. A guess."""
 KEPT_MOST: Final = 2e-3
-"""Seconds."""
+"""Seconds of that at most: the device stands still meanwhile. A guess."""
 
 HANDED_OVER: Final = 1e-3
 """Seconds for which who ends a turn waits until the next one has begun. The device stands still until it has, and its

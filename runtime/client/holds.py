@@ -27,7 +27,8 @@ from weakref import ref
 from jaxtensile.units import Seconds
 
 LOOK: Final = 0.1
-"""Seconds after which who waits looks whether what it waits for is still held."""
+"""Seconds after which who waits looks whether what it waits for is still held: only where nobody could tell it. A
+guess."""
 
 T = TypeVar("T")
 

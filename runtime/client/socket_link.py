@@ -25,14 +25,19 @@ from jaxtensile.runtime.protocol.wire import REPLIES, frame, take
 from jaxtensile.units import KIB, Seconds
 
 FIRST_DELAY: Final = 0.05
+"""Seconds until who has lost its connection tries again; twice as many each time, at random below that. A guess."""
 LONGEST_DELAY: Final = 1.0
 """Seconds: a coordinator that is started again hears of its leases while it waits for them, within two."""
 BEATS: Final = 4
-"""In the time within which one has to be heard."""
+"""In the time within which one has to be heard: three may be late. A guess."""
 _CHUNK: Final = 64 * KIB
+"""Bytes read at once: a message at most (``wire.LIMIT``)."""
+_AROUND: Final = (0.5, 1.5)
+"""Times what a coordinator asks one to wait, at random: those whom it told at once do not come back at once."""
 _CONNECTING: Final = 5.0
+"""Seconds in which a connection is made: a coordinator whose backlog is full accepts none. A guess."""
 _LINGER: Final = 2.0
-"""Seconds in which a coordinator may still say what it had to, when the client has closed."""
+"""Seconds in which a coordinator may still say what it had to, when the client has closed. A guess."""
 
 
 class SocketLine:
@@ -181,7 +186,7 @@ class SocketLink:
 
     def _hear(self, line: SocketLine, reply: Reply) -> None:
         if isinstance(reply, Error) and reply.retry_after is not None:
-            self._not_before = time.monotonic() + reply.retry_after * self._random.uniform(0.5, 1.5)
+            self._not_before = time.monotonic() + reply.retry_after * self._random.uniform(*_AROUND)
         self._client.heard(reply)
         if self._client.done:  # nothing more is to be said, or heard
             line.end()

@@ -26,7 +26,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LOOK_AGAIN: Final = 5e-4
-"""Seconds between two looks whether a change has ended, of who was interrupted while it waited."""
+"""Seconds between two looks whether a change has ended, of who was interrupted while it waited: changes take
+microseconds. A guess."""
 
 
 class _Change:

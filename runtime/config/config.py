@@ -26,6 +26,7 @@ from jaxtensile.runtime.decide.events import MAX_CLIENTS, Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.decide.policy import Objective
+from jaxtensile.runtime.protocol.messages import HIGHEST_PRIORITY, LEAST_WEIGHT, LOWEST_PRIORITY, MOST_WEIGHT
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
 NAME: Final = "jaxtensile.toml"
@@ -33,14 +34,17 @@ VARIABLE: Final = "JAXTENSILE_CONFIG"
 LONGEST_SOCKET: Final = 107
 """Bytes of a path that a Unix socket can be bound to: ``sun_path`` less its end."""
 LARGEST: Final = 1 << 20
-"""Bytes of a file."""
+"""Bytes of a file that are read: a config has a few thousand. Against files that are something else."""
 LONGEST_LINE: Final = 1 << 14
-"""Letters. A key of thousands of parts takes tomllib minutes."""
+"""Letters. A key of thousands of parts takes tomllib minutes. A guess."""
 MOST_CLIENTS: Final = 1 << 20
+"""Jobs that a config may allow: as many files as Linux lets a process open by default (``fs.nr_open``)."""
+MOST_OVERHEAD: Final = 1e3
+"""Factor of a step that a config may allow at most: beyond, nothing is meant. A guess."""
 SHORTEST: Final[Seconds] = 0.1
-"""A time in which a busy machine lets a process speak."""
+"""Seconds in which a busy machine lets a process speak. A guess."""
 EMPTY: Final = 0.2
-"""Seconds in which an empty file may get its words: it may just be written."""
+"""Seconds in which an empty file may get its words: it may just be written. A guess."""
 
 
 class _Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -296,12 +300,16 @@ class _Reader:
             raise self._in.error((*path, "least"), raw.least, f"at most what it wants, {format_bytes(want)}")
         if most is not None and least > most:
             raise self._in.error((*path, "least"), raw.least, f"at most {format_bytes(most)}, capacity less reserve")
-        if not -1000 <= raw.priority <= 1000:
-            raise self._in.error((*path, "priority"), raw.priority, "a whole number from -1000 to 1000")
-        if not 1e-3 <= raw.weight <= 1e3:
-            raise self._in.error((*path, "weight"), raw.weight, "a number from 0.001 to 1000")
-        if raw.max_overhead is not UNSET and not 1 <= raw.max_overhead <= 1e3:
-            raise self._in.error((*path, "max_overhead"), raw.max_overhead, "a factor from 1 to 1000, or left out")
+        if not LOWEST_PRIORITY <= raw.priority <= HIGHEST_PRIORITY:
+            allowed = f"a whole number from {LOWEST_PRIORITY} to {HIGHEST_PRIORITY}"
+            raise self._in.error((*path, "priority"), raw.priority, allowed)
+        if not LEAST_WEIGHT <= raw.weight <= MOST_WEIGHT:
+            allowed = f"a number from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+            raise self._in.error((*path, "weight"), raw.weight, allowed)
+        if raw.max_overhead is not UNSET and not 1 <= raw.max_overhead <= MOST_OVERHEAD:
+            raise self._in.error(
+                (*path, "max_overhead"), raw.max_overhead, f"a factor from 1 to {MOST_OVERHEAD:g}, or left out"
+            )
         return JobConfig(
             command=raw.command,
             least=least,

@@ -24,6 +24,7 @@ Path = tuple[str, ...]
 """The keys that lead to a value, from the top."""
 
 LONGEST: Final[Seconds] = 30 * 86400.0
+"""Time that a config may name: a month, longer than every hold or deadline that is meant. A guess."""
 _SIZE: Final = "a size: bytes, '12GiB' or '80%'"
 _TIME: Final = "a time: seconds, '500ms', '10s' or '5m'"
 _SWITCH: Final = "true or false"

@@ -12,8 +12,10 @@ from typing import Final
 from jaxtensile.runtime.decide import journal
 from jaxtensile.runtime.decide.events import Command, Compact, Record, Send
 
+PER_LEASE: Final = 4
+"""Records for each lease that a journal may have before it is written anew: a lease is one in a new one. A guess."""
 COMPACT_AFTER: Final = 1000
-"""Records beyond some per lease after which the journal is written anew."""
+"""Records beyond some per lease after which the journal is written anew. A guess."""
 
 
 class Outbox:
@@ -60,7 +62,7 @@ class Outbox:
 
     def outgrown(self, leases: int) -> bool:
         """Is it time to replace the journal?"""
-        return bool(self._records) and self._written > COMPACT_AFTER + 4 * leases
+        return bool(self._records) and self._written > COMPACT_AFTER + PER_LEASE * leases
 
     def unsure(self, lease: int) -> bool:
         """Is the journal behind what the coordinator knows of a lease?"""

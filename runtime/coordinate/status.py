@@ -15,10 +15,14 @@ from jaxtensile.runtime.protocol.messages import DeviceView, EventView, LeaseVie
 from jaxtensile.units import KIB, Seconds
 
 PAGE: Final = 64
-"""Leases in one message."""
+"""Leases in one message. A guess: ``PAGE_BYTES`` holds where names are long."""
 PAGE_BYTES: Final = 32 * KIB
-"""Of leases in one message, about; one is told in any case."""
+"""Bytes of leases in one message, about; one is told in any case. Half of ``wire.LIMIT``: devices and what happened
+lately are told beside them."""
+LETTER, KIND, LEASE = 4, 32, 256
+"""Bytes of a letter in UTF-8 at most; of what is said of one resource; of all else that is said of a lease. Bounds."""
 EVENTS: Final = 16
+"""Entries of what happened lately that are told: twice what ``status`` shows. A guess."""
 STATES: Final = (*(s.value for s in State if s is not State.FREED), "suspended")
 """What ``state_of`` may say."""
 
@@ -38,7 +42,7 @@ def snapshot(
     size = 0
     for k in later[:PAGE]:
         lease = arbiter.leases[k]
-        size += 4 * len(lease.job) + sum(4 * len(name) + 32 for name in lease.resources) + 256
+        size += LETTER * len(lease.job) + sum(LETTER * len(name) + KIND for name in lease.resources) + LEASE
         if page and size > PAGE_BYTES:
             break
         page.append(view(arbiter, lease, now))

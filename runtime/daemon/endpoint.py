@@ -25,8 +25,12 @@ JOB_VARIABLE: Final = "JAXTENSILE_JOB"
 """The environment variable that tells a process which of the config's jobs it is."""
 _NAME: Final = "coordinator.sock"
 _BACKLOG: Final = 4096
+"""Connections that wait to be accepted: as many as Linux allows by default (``net.core.somaxconn``), for all jobs that
+come back at once."""
 _PRIVATE: Final = 0o700
+"""Mode of the socket's directory: its user alone."""
 _SOCKET_MASK: Final = 0o177
+"""Mask under which the socket is made: its user alone may read and write it."""
 
 
 class PlaceError(CoordinatorError):

@@ -28,7 +28,10 @@ from jaxtensile.runtime.protocol.messages import (
 from jaxtensile.runtime.protocol.wire import REPLIES, frame, take
 from jaxtensile.units import KIB, Seconds
 
+ANSWERS: Final[Seconds] = 5.0
+"""In which a coordinator answers one who asks, also a busy one. A guess."""
 _CHUNK: Final = 64 * KIB
+"""Bytes read at once: a message at most (``wire.LIMIT``)."""
 
 R = TypeVar("R", Welcome, Snapshot)
 
@@ -36,7 +39,7 @@ R = TypeVar("R", Welcome, Snapshot)
 class Inquirer:
     """A connection that only asks. Raises ``UnreachableError`` where nobody answers within ``timeout`` seconds."""
 
-    def __init__(self, path: Path, timeout: Seconds = 5.0) -> None:
+    def __init__(self, path: Path, timeout: Seconds = ANSWERS) -> None:
         self._path, self._timeout = path, timeout
         self._link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._link.settimeout(timeout)
@@ -101,7 +104,7 @@ class Inquirer:
                 raise TimeoutError(0, "it says nothing that was asked for")
 
 
-def ask(path: Path, timeout: Seconds = 5.0) -> Snapshot:
+def ask(path: Path, timeout: Seconds = ANSWERS) -> Snapshot:
     """The state of the coordinator at a path. Raises ``UnreachableError``."""
     with closing(Inquirer(path, timeout)) as inquirer:
         return inquirer.snapshot()

@@ -17,7 +17,7 @@ from jaxtensile.runtime.coordinate.chronicle import Entry
 from jaxtensile.units import Seconds
 
 _AT_ONCE: Final = 4096
-"""Bytes that a pipe takes whole when it says that it takes any."""
+"""Bytes that a pipe takes whole when it says that it takes any: ``PIPE_BUF`` of Linux."""
 
 
 class Log:

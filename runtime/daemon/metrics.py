@@ -15,6 +15,7 @@ from jaxtensile.runtime.coordinate.status import STATES, state_of, view
 from jaxtensile.units import Seconds
 
 LONGEST_REQUEST: Final = 8192
+"""Bytes of an HTTP request that are read: what servers usually allow for its head."""
 _PHASES: Final = ("starting", "recovering", "serving", "draining")
 
 

@@ -20,11 +20,13 @@ from typing import Final
 from jaxtensile.runtime.decide.leases import Process
 
 SO_PEERPIDFD: Final = 77
+"""The socket option's number in Linux (``asm-generic/socket.h``, since 6.5), which Python does not name."""
 _UNKNOWN: Final = (errno.ENOPROTOOPT, errno.EINVAL)
 """What a kernel says that does not know the option."""
 _CREDENTIALS: Final = struct.Struct("3i")
 _START_TIME: Final = 19
-"""Of the fields of ``/proc/PID/stat`` after the name, which is in brackets and may contain anything."""
+"""Of the fields of ``/proc/PID/stat`` after the name, which is in brackets and may contain anything (proc(5): field 22,
+from 1)."""
 
 
 class Dead(Exception):

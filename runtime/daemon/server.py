@@ -60,19 +60,24 @@ from jaxtensile.runtime.protocol.wire import REQUESTS, ProtocolError, frame, tak
 from jaxtensile.units import Seconds
 
 LOOK_EVERY: Final = 1.0
-"""Seconds between two looks at what nobody tells: the socket's file, the lock, a journal that did not work."""
+"""Seconds between two looks at what nobody tells: the socket's file, the lock, a journal that did not work. A guess."""
 GRACE: Final = 5.0
-"""Seconds for jobs to release, after a signal to end; and for a process, until it is killed."""
+"""Seconds for jobs to release, after a signal to end; and for a process, until it is killed. A guess."""
 HELLO_WITHIN: Final = 10.0
+"""Seconds in which who connects says a first message, or is let go. A guess."""
 _AT_ONCE: Final = 64
-"""Descriptors per turn: few enough that nobody waits long for the answers of a batch."""
+"""Descriptors per turn: few enough that nobody waits long for the answers of a batch. A guess."""
 _ACCEPTS: Final = 256
+"""Connections accepted in one turn: those that have come are answered before more are accepted. A guess."""
 _TICK_LATE: Final = 0.02
-"""Seconds: the next time of the coordinator costs too much to be asked for after every batch."""
+"""Seconds: the next time of the coordinator costs too much to be asked for after every batch. A guess; deadlines are
+seconds."""
 _SCRAPES: Final = 32
-"""Connections to the port for metrics, which is any user's of this machine: who asks at once is answered."""
+"""Connections to the port for metrics, which is any user's of this machine: who asks at once is answered. A guess."""
 _LOG_EVERY: Final = 0.1
+"""Seconds between two writes of the log: seldom enough that it costs nothing, often enough for people. A guess."""
 _LOG_LINES: Final = 64
+"""Lines that are written at once; of more it is told how many there were. A guess: two screens."""
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _UNSEEN: Final = "your process cannot be seen from here"
 

@@ -42,8 +42,10 @@ from jaxtensile.runtime.decide.ledger import Capacity, Ledger
 from jaxtensile.runtime.decide.policy import Claim, Option, Room, ahead, divide
 from jaxtensile.units import Seconds, format_bytes
 
+TRIES: Final = 2
+"""How often it is divided again for jobs that found no way down. A guess."""
 WAYS: Final = 4
-"""Jobs at most that have no way down for which room is made in one decision: each takes a division."""
+"""Jobs at most that have no way down for which room is made in one decision: each takes a division. A guess."""
 
 
 class _Ways(Struct, eq=False):
@@ -251,7 +253,7 @@ class Arbiter:
         extra: Mapping[str, Charge],
         waiter: int | None,
         going: Mapping[int, tuple[Charge, ...]] = MappingProxyType({}),
-        tries: int = 2,
+        tries: int = TRIES,
     ) -> bool:
         """Ask jobs to shrink so that ``extra`` fits on ``resources``, or what those need on their way that are
         ``going``; whether anybody is asked. A waiter has nothing, and runs no step meanwhile: for it a minimum hold

@@ -16,7 +16,7 @@ from jaxtensile.runtime.protocol.messages import Rung
 from jaxtensile.units import Bytes
 
 KEPT: Final = 64
-"""Ladders; one of 256 rungs on 64 devices is some 200 kB."""
+"""Ladders of which what follows is kept; one of 256 rungs on 64 devices is some 200 kB. A bound on memory alone."""
 
 
 class Demand(Struct, frozen=True, kw_only=True):

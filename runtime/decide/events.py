@@ -22,6 +22,8 @@ from jaxtensile.runtime.protocol.messages import Reply, Request
 from jaxtensile.units import Seconds
 
 MAX_CLIENTS: Final = 1 << 10
+"""Jobs that a coordinator serves unless told otherwise: decisions are timed up to 1,000
+(``benchmarks/coordinator``)."""
 
 Connection = int
 """Numbered in the order in which they were accepted: a later one of a process replaces an earlier one."""
@@ -33,9 +35,13 @@ class Settings:
 
     policy: Objective = "slowdown"
     lease_ttl: Seconds = 10.0
+    """In which a job has to be heard. A guess: a compiler may keep Python threads from running for some seconds."""
     min_hold: Seconds = 30.0
+    """How long a job keeps its rung at least. A guess: a switch may be a compile."""
     min_gain: float = 0.05
+    """Share of all slowdowns that a new division has to save. A guess."""
     revoke_deadline: Seconds = 60.0
+    """In which a job has to shrink. A guess: a step and a compile."""
     on_overdue: Literal["wait", "terminate"] = "wait"
     max_clients: int = MAX_CLIENTS
     recovery: Seconds = 2.0

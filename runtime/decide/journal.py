@@ -28,6 +28,7 @@ from jaxtensile.runtime.protocol.messages import Rung
 from jaxtensile.units import Seconds
 
 FORMAT: Final = 2
+"""Version of the records (2: each has a checksum). Older ones are read, newer ones are an error."""
 
 
 class JournalError(CoordinatorError):

@@ -21,11 +21,23 @@ from jaxtensile.runtime.decide.knapsack import NEAR, Choice, Relaxed, Row, compl
 from jaxtensile.units import Bytes
 
 FEWEST, STEPS, WORK = 8, 40, 32_000
-"""Of the search for prices, in which every item is priced: so many at most, and so many prices."""
+"""Of the search for prices: prices at least, prices at most, and items that are priced for them all. A guess that
+bounds the time."""
+FEW: Final = 4
+"""Kinds of which the cheapest items need too much are looked at alone first, where they are one in so many at most of
+those that may be exceeded. A guess."""
+MANY: Final = 10
+"""Times the classes up to which a group gets its optimum, up to which all groups together do. A guess."""
+FASTER, SLOWER = 1.2, 0.6
+"""By which factor the step of a price grows while it goes on one way, and shrinks when it turns, as in Rprop (1.2 and
+0.5 there). Guesses near these."""
+DEEPEST: Final = 400
+"""Classes of a group that is searched: each is a call in a call, and Python goes 1,000 deep."""
 NODES: Final = 1_000
-"""Of the search, for all groups of a question together."""
+"""Of the search, for all groups of a question together: 1,500 gave about the same answers in more time."""
 PAIRS: Final = 6_000
-"""Of items that are compared to be exchanged, for all groups together."""
+"""Of items that are compared to be exchanged, for all groups together: 10,000 gave about the same answers in more
+time."""
 
 Sizes = tuple[Bytes, ...]
 Kinds = tuple[tuple[int, ...], ...]
@@ -94,7 +106,7 @@ def cheapest_of(
     # Kinds that the cheapest items do not exceed may be exceeded by others: where few are exceeded, that is seen then.
     short = [a > b for a, b in zip(most, left, strict=True)]
     exceeded = [n < 0 for n in after]
-    if 4 * sum(exceeded) <= sum(short):
+    if FEW * sum(exceeded) <= sum(short):
         few = _together(classes, exceeded)
         ample = [n if e < 0 else m for n, e, m in zip(left, after, most, strict=True)]
         found = _decided(classes, few, ample, most, exact, within, below)
@@ -167,7 +179,7 @@ def _decided(
     spare = within * ahead
     for numbers, bounded in found:
         if isinstance(bounded, Relaxed):
-            proved = len(numbers) <= exact and len(classes) <= 10 * exact
+            proved = len(numbers) <= exact and len(classes) <= MANY * exact
             # What others have left of the gap that is good enough is for those behind.
             choice = completed(bounded, 0.0 if proved else max(spare / ahead, within))
         else:
@@ -278,7 +290,7 @@ def _priced(group: list[Class], left: list[Bytes], spans: Sequence[Bytes], enoug
         for k in mine:
             over = (used[k] - room[k]) / spans[k]
             if last[k]:
-                speed[k] *= 1.2 if last[k] * over > 0 else 0.6
+                speed[k] *= FASTER if last[k] * over > 0 else SLOWER
             last[k] = over
             prices[k] *= math.exp(max(-1.0, min(1.0, speed[k] * over)))
     return _Priced(group, left, found, [*_costs(group, owns, worths(found))], high)
@@ -475,7 +487,7 @@ def _search(
 ) -> tuple[list[int] | None, bool]:
     """Depth first, what costs the least with its bytes first: an answer below ``best`` if there is one, and whether all
     answers were seen. First come the classes in which another item is the most loss."""
-    if len(group) > 400:  # as deep as Python goes
+    if len(group) > DEEPEST:
         return None, False
     excess: list[list[tuple[float, int]]] = []
     for mine in costs:

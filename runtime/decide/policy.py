@@ -31,15 +31,17 @@ OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 
 EXACT: Final = 24
 """So many jobs that share one kind of bytes get an optimum; more get what is proved to be within ``WITHIN`` of it, in
-milliseconds."""
+milliseconds. A guess."""
 TEMPS, TURNS = 12, 1_200
 """Sizes of the largest temp for which a division is made at most, where rooms are gated, and claims in all of these:
-the largest first, until no smaller one can be better, which is mostly at once."""
+the largest first, until no smaller one can be better, which is mostly at once. Guesses that bound the time."""
 WITHIN: Final = 5e-4
+"""Relative gap of an answer for more jobs than ``EXACT``: far below what a step's time varies by. A guess."""
 KEPT: Final = 1 << 11
-"""Claims of which is kept what follows from their options, as those of a coordinator are mostly the same again."""
+"""Claims of which is kept what follows from their options, as those of a coordinator are mostly the same again. Twice
+the 1,000 jobs of ``benchmarks/coordinator``; a bound on memory."""
 CLOSE: Final = 1e-9
-"""Sums of slowdowns that differ by less, relative, are equal."""
+"""Sums of slowdowns that differ by less, relative, are equal: rounding of sums over jobs is below."""
 
 
 class Option(Struct, frozen=True, eq=False, gc=False):

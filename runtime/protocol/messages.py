@@ -30,12 +30,24 @@ have numbers)."""
 MOST_BYTES: Final = 1 << 60
 """Bytes at most in a number of a message: 1 EiB, beyond every device and host, and what a job wants that names no
 limit."""
+MOST_COUNT: Final = 1 << 62
+"""Of a count in a message: as far as any goes, and within the 64 bits of a signed number."""
+LONGEST_NAME: Final = 128
+"""Letters of a job's or a device's name: a line of a terminal. A guess."""
+MOST_DEVICES: Final = 64
+"""Devices of one job: more than one machine has. A guess."""
+MOST_RUNGS: Final = 256
+"""Rungs of one ladder: a job has 4 (``jobs.ladder``). A guess far above."""
+LOWEST_PRIORITY, HIGHEST_PRIORITY = -1000, 1000
+"""Of a job's class: as far as people write numbers. A guess."""
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
+"""Of a job's share inside its class, 1 where nothing is said: beyond, one of two gets next to nothing. A guess."""
 Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
-Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 Time = Annotated[float, Meta(gt=0, le=1e9)]
-Name = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\Z")]
+Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\Z")]
 """Without control characters: it is written into logs and terminals."""
-Sizes = Annotated[tuple[Size, ...], Meta(max_length=65)]
+Sizes = Annotated[tuple[Size, ...], Meta(max_length=MOST_DEVICES + 1)]
 """Bytes held on each device of the job, in its order, then of pinned host memory."""
 
 
@@ -61,7 +73,7 @@ class Rung(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return self.persistent + self.temp
 
 
-Ladder = Annotated[tuple[Rung, ...], Meta(min_length=1, max_length=256)]
+Ladder = Annotated[tuple[Rung, ...], Meta(min_length=1, max_length=MOST_RUNGS)]
 """Plans by ascending level; a rung is named by its index."""
 
 
@@ -82,15 +94,15 @@ class Admit(_Message, frozen=True, kw_only=True, tag="ADMIT"):
     number: Count = 0
     """Which of the process's asks it is: a later job of the same name is another one, whatever of the former one is
     still on its way."""
-    devices: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=64)]
+    devices: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MOST_DEVICES)]
     ladder: Ladder
     floor: Size = 0
     """The level below which the job is never put; the lowest rung at or above it is guaranteed."""
     want: Size = MOST_BYTES
     """The level above which nothing is granted."""
-    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    priority: Annotated[int, Meta(ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
     """The class: a higher one goes first."""
-    weight: Annotated[float, Meta(ge=1e-3, le=1e3)] = 1.0
+    weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
     """Share inside a class."""
     suspended: bool = False
     """Its state is on the host, and it runs no step: for people to see."""
