@@ -26,6 +26,8 @@ from jaxtensile.passes.recompute.stages import buffer_steps
 from jaxtensile.switches import on
 from jaxtensile.units import MIB, Bytes, Seconds
 
+NEAREST = 4
+"""Ops between two uses of a buffer, below which it stays: there is nothing to hide copies behind. A guess."""
 SMALLEST = MIB
 """Bytes: smaller buffers are never copied. A copy of so much takes 30 us each way on 32 GiB/s, three times the latency.
 A guess beyond that."""
@@ -198,7 +200,7 @@ def _gaps(program: Program, live: Liveness) -> list[_Gap]:
             continue
         steps = sorted(set(touched[r.value]))
         for after, until in pairwise(steps):
-            if until - after < 4:
+            if until - after < NEAREST:
                 continue
             late = [v for v in bound[r.value] if made[v] <= after and last[v] > after]
             if not late or any(last[v] >= end for v in late):

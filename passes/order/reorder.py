@@ -29,6 +29,9 @@ BROADCAST, COPY, CONVOLUTION = "broadcast_in_dim", "written copy", "conv_general
 POINTER = 8
 """Bytes of an entry in a table of results, as in XLA: a 64-bit address. They decide between kernels that make as much
 otherwise."""
+_MOST_EXTRA = 1 << 40
+"""Of readers that are counted: sums over operands grow like powers of two, and would be numbers of thousands of digits
+in long programs."""
 LITTLE = 0.01
 """Share of the bytes that a kernel reads from one buffer up to which it is another's by-product: the label's logit of a
 row, or a sum of it. A guess: rows have hundreds of elements and more."""
@@ -337,7 +340,7 @@ def _depth_first(nodes: _Nodes) -> list[int]:
     for i in nodes.roots:
         extra[i] = max(len(nodes.readers[i]) - 1, 0) + sum(extra[o] for o in nodes.operands[i])
         total[i] = min(sum(map(nodes.size, nodes.makes[i])) + sum(total[o] for o in nodes.operands[i]), most)
-        extra[i] = min(extra[i], 1 << 40)
+        extra[i] = min(extra[i], _MOST_EXTRA)
     return _visited(nodes, lambda ops: sorted(ops, key=lambda o: (-extra[o], -total[o])))
 
 

@@ -17,6 +17,8 @@ from jaxtensile.units import MIB, Bytes
 
 GRAIN = 256
 """Bytes of which every chunk is a multiple: ``kMinAllocationSize`` of XLA's BFC allocator."""
+LAST_BIN = 20
+"""Number of the bin of all larger chunks: XLA's BFC allocator has 21 (``kNumBins``)."""
 SPARE = 128 * MIB
 """Bytes: a remainder this large is split off whatever was asked: ``kMaxInternalFragmentation`` of XLA's BFC
 allocator."""
@@ -150,4 +152,4 @@ class BFC:
 
 def _class(size: Bytes) -> int:
     """The bin of a size: 256 bytes times a power of two, 21 of them."""
-    return min((size // GRAIN).bit_length() - 1, 20)
+    return min((size // GRAIN).bit_length() - 1, LAST_BIN)

@@ -26,6 +26,10 @@ from jaxtensile.ir.ir import Graph
 from jaxtensile.passes.recompute.stages import Boundary
 from jaxtensile.switches import on
 
+_CHEAP, _BELOW, _ABOVE = 0.05, 10, 100
+"""Prices reach from this quantile of the seconds per byte of ops, divided by the second, to the highest times the
+third: nearly nothing is recomputed at one end, and nearly all at the other. A guess."""
+
 
 def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], count: int) -> tuple[float, ...]:
     """``count`` prices in seconds per byte, from 'keep whatever costs anything' to 'recompute all that can be'.
@@ -40,7 +44,7 @@ def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], co
     ]
     if not rates:
         return (1.0,)
-    low, high = np.quantile(rates, 0.05) / 10, max(rates) * 100
+    low, high = np.quantile(rates, _CHEAP) / _BELOW, max(rates) * _ABOVE
     return tuple(float(p) for p in np.geomspace(low, high, count))
 
 

@@ -16,15 +16,21 @@ from jaxtensile.passes.lifetimes.liveness import Liveness
 from jaxtensile.switches import on
 
 PROMINENCE = 1.3
-"""A cut point counts when the profile rises by this factor before the next one."""
+"""A cut point counts when the profile rises by this factor before the next one. A guess."""
 
 
 NARROW, NEIGHBOURS = 1.25, 2
-"""A cut point is narrow if it is at most this much wider than its neighbours, so many to each side."""
+"""A cut point is narrow if it is at most this much wider than its neighbours, so many to each side. A guess."""
 FEW, MOST = 3, 32
-"""With fewer cut points than the first, a level forward part is cut into at most about the second."""
+"""With fewer cut points than the first, a level forward part is cut into at most about the second. A guess."""
+SHORTEST, LONGEST, WINDOWS = 2, 64, 64
+"""Ops of the shortest gap between two uses that is worth an eviction: at least, at most, and one of so many parts of
+the program between. A guess."""
+QUARTER = 4
+"""The usual width of a level forward part is that of which one step in so many is narrower, such as its ends. A
+guess."""
 PLATEAU = 0.9
-"""The boundary is the highest step among those with this share of the most idle bytes."""
+"""The boundary is the highest step among those with this share of the most idle bytes. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +50,7 @@ class Boundary:
 
 def idle_window(graph: Graph) -> int:
     """Shortest gap between two uses (in steps) that is worth an eviction."""
-    return max(2, min(64, len(graph.ops) // 64))
+    return max(SHORTEST, min(LONGEST, len(graph.ops) // WINDOWS))
 
 
 def use_steps(graph: Graph) -> list[list[int]]:
@@ -162,7 +168,7 @@ def cut_points(graph: Graph, boundary: Boundary) -> tuple[list[int], list[int]]:
 def _level(profile: list[int], steps: list[int], costly: list[bool]) -> list[int]:
     """Evenly spaced steps of a forward part that is about equally narrow everywhere, such as a plain chain."""
     widths = sorted(profile[s] for s in steps if profile[s] > 0)
-    level = widths[len(widths) // 4] if widths else 0  # a quarter may be narrower, such as the forward part's ends
+    level = widths[len(widths) // QUARTER] if widths else 0
     low = [s for s in steps if 0 < profile[s] <= NARROW * level]
     # What crosses right behind a product is dear to make again, what comes after it cheap.
     low = [s for s in low if s > 0 and costly[s - 1]] or low

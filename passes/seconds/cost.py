@@ -33,6 +33,9 @@ COPY_SHARE = 0.85
 FUSED_SHARE = 0.04
 """Cost of recomputing a fused elementwise value, as a share of streaming it through memory: little, but not nothing, so
 that of equal plans the one with less is taken. A guess."""
+EXPENSIVE_TIMES = 4
+"""How many times as much that is for what is expensive to compute again (``fusion.EXPENSIVE``). A guess; where one of
+them is stored it is a kernel, and priced as such."""
 
 LIBRARY_SHARE = 0.1
 """Of the rate outside the matrix units: what factorizations and sparse products reach, at most. A guess on the safe
@@ -114,7 +117,7 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
             drawn = sum(math.prod(graph.values[r].shape) for r in op.results)
             return device.kernel_launch, WORK[op.primitive] * drawn / bandwidth, written / bandwidth
         if not kernels.is_root[op.id]:
-            share = FUSED_SHARE * (4 if op.primitive in EXPENSIVE else 1)
+            share = FUSED_SHARE * (EXPENSIVE_TIMES if op.primitive in EXPENSIVE else 1)
             return 0.0, 0.0, written * share / bandwidth
         if op.primitive in IN_PLACE:
             written = sum(graph.values[v].nbytes for v in op.operands[1:])

@@ -29,15 +29,16 @@ TO_THE_HOST: Final = ("auto", "greedy")
 """Those that may let residuals wait in host memory."""
 
 ALLOWANCE: Final[Seconds] = 60.0
-"""Of ``exact``, for all plans of one program together: each takes half of what is left at most."""
+"""Of ``exact``, for all plans of one program together: each takes half of what is left at most. A guess."""
 _PROVEN: Final = 1e-5
-"""Relative gap that counts as none."""
+"""Relative gap that counts as none: ``milp.TOLERANCE``, a share of a step, is that share of a plan that costs a
+hundredth of one."""
 _SMALL: Final = 2000
 """Ops of a program for which the programme takes no longer than XLA takes to compile it."""
 _DEAR: Final = 0.01
+"""Plans that cost less than this share of a step are good enough. A guess."""
 _CLOSE: Final = 1.25
-"""Plans that cost less than this share of a step are good enough, and those that miss by more than this factor are
-left as they are."""
+"""Plans that miss by more than this factor are left as they are. A guess."""
 
 
 def named(name: str) -> Prepare:

@@ -26,8 +26,9 @@ from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.units import Bytes, Seconds
 
 _REPAIRS = 24
+"""Schedules laid out at most, each for what the last was over the budget less. A guess."""
 _FEW, _LINK = 8, 0.75
-"""A forward part of so many values is no chain when one link has more than this share of them."""
+"""A forward part of so many values is no chain when one link has more than this share of them. A guess."""
 
 
 @dataclass(frozen=True, slots=True)

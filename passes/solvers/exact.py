@@ -36,18 +36,23 @@ from jaxtensile.passes.solvers.milp import INF, TOLERANCE, Model
 from jaxtensile.units import Bytes, Seconds
 
 TIME_LIMIT: Seconds = 60.0
+"""Of search for one budget, by default, where nobody says otherwise (``by_name.ALLOWANCE``). A guess."""
 BOUNDARIES = 4
+"""Boundaries that are solved one after the other at most. A guess."""
 _REPAIRS = 40
+"""Schedules that are measured at most while bytes are set aside until one fits. A guess."""
 _NEW_ROWS = 6
-"""Steps over budget that become constraints at once."""
+"""Steps over budget that become constraints at once. A guess."""
 _EXCLUDED = 200
-"""Answers excluded one by one in search of a proof."""
+"""Answers excluded one by one in search of a proof. A guess."""
 _COARSE, _FINE = 1e-3, TOLERANCE
-"""Gap, as a share of a step, of a solution while violated steps are sought, and then."""
+"""Gap, as a share of a step, of a solution while violated steps are sought, and then. The first is a guess."""
 _RESERVE = 0.25
-"""Share of the time that is left for a schedule that fits when the bound takes long."""
+"""Share of the time that is left for a schedule that fits when the bound takes long. A guess."""
+_BLURS = 3
+"""Times the tolerance of a solution up to which a difference of charge counts as none. A guess."""
 _PROVEN = 1e-5
-"""Relative gap that counts as none."""
+"""Relative gap that counts as none, as ``by_name._PROVEN``."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class Search:
     def blur(self) -> Seconds:
         """Charge that counts as none."""
         cost = self.best.charge - self.start.charge if self.best else 0.0
-        return max(_PROVEN * cost, 3 * TOLERANCE * sum(self.charge))
+        return max(_PROVEN * cost, _BLURS * TOLERANCE * sum(self.charge))
 
     @property
     def proven(self) -> bool:

@@ -20,22 +20,23 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 _RELAXED, _SOLVED, _FRESH = 5, 4, 2
-"""Relaxations, and programmes of one node, for one boundary at most; steps over budget that count after each."""
+"""Relaxations, and programmes of one node, for one boundary at most; steps over budget that count after each.
+Guesses."""
 _DROPS = 6
-"""Schedules in which something is dropped from a programme's answer that does not fit."""
+"""Schedules in which something is dropped from a programme's answer that does not fit. A guess."""
 _TOLERANCE = 5e-3
-"""Gap, as a share of a step, at which a programme counts as solved."""
+"""Gap, as a share of a step, at which a programme counts as solved. A guess."""
 _ENOUGH = 0.01
-"""Share of a step by which a schedule that fits may cost more than the programme's answer."""
+"""Share of a step by which a schedule that fits may cost more than the programme's answer. A guess."""
 _TWICE, _LOOSE = 0.15, 0.03
 """A plan dearer than this share of a step is compared with one that comes down around two boundaries: around the first
-to as much over the budget as the second share of the temporaries."""
+to as much over the budget as the second share of the temporaries. Guesses."""
 _TRAFFIC = 0.1
 """Share of an op's seconds beyond its charge that is charged as well: where many plans are as cheap, the programme
-takes long to tell them apart."""
+takes long to tell them apart. At 0.1 it takes half as long as at 0.03."""
 _WIDTH = 9
 """Variables of all programmes together that are solved for one program, per op: their time grows as that of a compile.
-"""
+At 7 the last of the budgets with a proven optimum (``benchmarks/optimality``) was not reached."""
 
 
 def allowance(problem: Problem) -> int:

@@ -37,16 +37,24 @@ from jaxtensile.units import Bytes, Seconds
 
 INF = float("inf")
 TOLERANCE = 1e-7
-"""Gap, as a share of the step, at which the integer programme counts as solved."""
+"""Gap, as a share of the step, at which the integer programme counts as solved. ``_LEAST`` is a hundredth of it, as a
+share of ``_STEP``."""
 _STEP = 1e3
 """What a step costs in the objective: HiGHS gives up what is better by less than ``_LEAST``, whatever gap is asked."""
 _LEAST = 1e-6
+"""By how much less of the objective HiGHS stops looking: its absolute gap (``mip_abs_gap``)."""
+_DEAREST, _FARTHEST = 1e3, 1e3
+"""Steps that a unit over the budget costs, and units that a solution may be over it at most, where none fits: bytes
+come first then. Guesses."""
+_BRIEFEST: Seconds = 0.1
+"""Time that a programme gets at least: a limit of 0 finds nothing. A guess."""
 
 _REPAIRED = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
 
 Row = dict[int, float]
 """A linear expression: coefficient by variable, the constant at ``_ONE``."""
 _ONE = -1
+"""The number of the constant in a ``Row``: no variable has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,11 +278,11 @@ class Model:
                     constant += c * price / whole
                 else:
                     objective[k] += c * price / whole
-        objective[self._over] = 1e3 * _STEP
+        objective[self._over] = _DEAREST * _STEP
         # A variable that is one: with the step itself in the objective, relative gaps are shares of a step.
         objective[self._one] = _STEP + constant
         high = np.array(self._high)
-        high[self._over] = 1e3 if short else 0.0
+        high[self._over] = _FARTHEST if short else 0.0
         integral = np.zeros(count)
         integral[list(self.keep.values())] = 0 if nodes == 0 else 1
         if not self.keep:
@@ -295,7 +303,7 @@ class Model:
                 bounds=Bounds(np.array(self._low), high),
                 constraints=[LinearConstraint(matrix, least, np.full(len(least), np.inf))] if entries else [],
                 options={
-                    "time_limit": max(seconds, 0.1),
+                    "time_limit": max(seconds, _BRIEFEST),
                     "mip_rel_gap": tolerance,
                     **({"node_limit": nodes} if nodes else {}),
                 },

@@ -21,9 +21,10 @@ from jaxtensile.switches import on
 from jaxtensile.units import Seconds
 
 HELD = 1 << 16
-"""Ops of schedules that stay as they are: some 40 MB."""
+"""Ops of schedules that stay as they are: some 40 MB. A bound on memory alone."""
 AROUND = 1 << 16
-"""Ops of programs around whose boundaries all that is known stays, beside those of the problem itself: some 150 MB."""
+"""Ops of programs around whose boundaries all that is known stays, beside those of the problem itself: some 150 MB. A
+bound on memory alone."""
 
 Laid = tuple[Program, Liveness]
 
