@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))
 
+from benchmarks.house.constants import TABLES, constants, tables  # noqa: E402
 from benchmarks.house.index import INDEX, index  # noqa: E402
 
 HOUSE = {"": ROOT / "jaxtensile", "passes": ROOT / "passes", "runtime": ROOT / "runtime"}
@@ -149,6 +150,12 @@ def test_nobody_but_the_devices_asks_for_a_platform_by_its_name():
 
 def test_the_index_is_of_these_files():
     assert INDEX.read_text() == index([room for floor in FLOORS for room in floor]), "python -m benchmarks.house.index"
+
+
+def test_every_number_says_what_it_is_and_where_it_comes_from():
+    unsaid = [f"{name}: {', '.join(c.names)}" for name, path in MODULES.items() for c in constants(path) if not c.said]
+    assert not unsaid, f"put a docstring behind it, with its unit and its source, a sweep, or 'a guess': {unsaid}"
+    assert TABLES.read_text() == tables([r for floor in FLOORS for r in floor]), "python -m benchmarks.house.index"
 
 
 def test_no_room_is_a_hall():

@@ -110,17 +110,23 @@ def _value(node: ast.expr, known: dict[str, Any]) -> Any:
             raise NoNumberError
 
 
-def tables(folders: list[Path]) -> str:
+def folder(room: str) -> Path:
+    """Where the files of a room are: ``top`` are those of the package itself."""
+    parts = () if room == "top" else tuple(room.split("."))
+    return ROOT.joinpath(*(parts if parts[:1] in (("passes",), ("runtime",)) else ("jaxtensile", *parts)))
+
+
+def tables(rooms: list[str]) -> str:
     """The constants of all rooms that have some, one table for each."""
     lines = [HEAD]
-    for folder in folders:
+    for where in map(folder, rooms):
         rows = [
             f"| {', '.join(f'`{n}`' for n in c.names)} | `{path.stem}` | `{c.text}` | {_cell(c.said)} |"
-            for path in sorted(folder.glob("*.py"))
+            for path in sorted(where.glob("*.py"))
             for c in constants(path)
         ]
         if rows:
-            lines += [f"## {folder.relative_to(ROOT).as_posix()}/", "", "| constant | file | value | what it is |"]
+            lines += [f"## {where.relative_to(ROOT).as_posix()}/", "", "| constant | file | value | what it is |"]
             lines += ["|---|---|---|---|", *rows, ""]
     return "\n".join(lines)
 

@@ -10,7 +10,7 @@ import ast
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.house.constants import ROOT, TABLES, tables
+from benchmarks.house.constants import ROOT, TABLES, folder, tables
 
 INDEX = ROOT / "docs" / "modules.md"
 HEAD = """# What every file answers
@@ -34,12 +34,6 @@ def first_line(path: Path) -> str:
     """The first sentence or question of a file's docstring, on one line."""
     said = ast.get_docstring(ast.parse(path.read_text())) or ""
     return " ".join(said.partition("\n\n")[0].split()).replace("``", "`")
-
-
-def folder(room: str) -> Path:
-    """Where the files of a room are: ``top`` are those of the package itself."""
-    parts = () if room == "top" else tuple(room.split("."))
-    return ROOT.joinpath(*(parts if parts[:1] in (("passes",), ("runtime",)) else ("jaxtensile", *parts)))
 
 
 def index(rooms: list[str]) -> str:
@@ -95,5 +89,5 @@ if __name__ == "__main__":
     INDEX.write_text(index(rooms()))
     SWITCHES.write_text(switches((s.name, s.does) for s in TABLE))
     print(f"{INDEX.relative_to(ROOT)}: {INDEX.read_text().count(chr(10) + '- ')} files")
-    TABLES.write_text(tables([folder(room) for room in rooms()]))
+    TABLES.write_text(tables(rooms()))
     print(f"{TABLES.relative_to(ROOT)}: {TABLES.read_text().count(chr(10) + '| `')} constants")

@@ -34,15 +34,17 @@ from jaxtensile.units import Seconds, format_seconds
 from jaxtensile.xla.calibration import link_bandwidth
 
 SKIPPED, TIMED = 1, 5
-"""Calls of a plan that are not timed (the first loads the program), and that are then."""
+"""Calls of a plan that are not timed (the first loads the program), and that are then: the median of five passes over
+two that were disturbed. A guess."""
 OFF = 1.3
-"""Steps that are longer or shorter than predicted by more than this factor are folded in."""
+"""Steps that are longer or shorter than predicted by more than this factor are folded in. A guess."""
 WORTH = 1.02
-"""By which factor another plan has to be shorter."""
+"""By which factor another plan has to be shorter. A guess."""
 PATIENCE = 50
-"""Calls after which nothing is timed any more: those that overlap with others, or return no array, cannot be."""
+"""Calls after which nothing is timed any more: those that overlap with others, or return no array, cannot be. A
+guess."""
 RENEWALS = 2
-"""Renewals of one signature at most."""
+"""Renewals of one signature at most. A guess."""
 
 clock = time.perf_counter
 _RATES = ("memory_bandwidth", "matmul_flops_bf16", "matmul_flops_f32", "elementwise_flops")

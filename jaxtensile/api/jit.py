@@ -80,7 +80,8 @@ _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
 """Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
 _SHARING = threading.Lock()
 MANY = 8
-"""Plans of one function after which it is told that each shape of its arguments has its own."""
+"""Plans of one function after which it is told that each shape of its arguments has its own: each takes seconds. A
+guess."""
 
 
 def jit(

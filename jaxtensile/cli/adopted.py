@@ -18,7 +18,9 @@ from typing import Final
 from jaxtensile.units import Seconds
 
 _SET_CHILD_SUBREAPER: Final = 36
+"""``PR_SET_CHILD_SUBREAPER`` of Linux (``linux/prctl.h``)."""
 _GET_CHILD_SUBREAPER: Final = 37
+"""``PR_GET_CHILD_SUBREAPER`` of Linux (``linux/prctl.h``)."""
 
 
 class Adopted(AbstractContextManager["Adopted", None]):

@@ -45,6 +45,7 @@ for name in sys.argv[1:]:
         print(json.dumps([name, str(error)]), flush=True)
 """
 _LIMIT_S: Final = 120.0
+"""Seconds for all targets to be tried in: compilers load in seconds, and one that hangs is not waited for. A guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

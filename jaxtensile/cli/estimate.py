@@ -25,11 +25,12 @@ from jaxtensile.xla.target import tracing_for
 
 Tell = Callable[[str], None]
 _LARGEST = 1 << 30
-"""No batch is looked for beyond."""
+"""No batch is looked for beyond: against workloads whose bytes do not grow with it."""
 _FIRST = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Batch sizes with which the search begins: the first that the workload takes."""
+"""Batch sizes with which the search begins: the first that the workload takes. Models whose batch is a multiple of
+devices take one of these."""
 _GROWN = 8
-"""Values named, at most, that grew."""
+"""Values named, at most, that grew. A guess: what is read."""
 
 
 class BaselineError(JaxtensileError, ValueError):

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from jaxtensile.runtime.config.config import Config
 
 DONE, DOES_NOT_FIT, WRONG_USE, GREW = 0, 1, 2, 3
+"""Exit codes. 2 is argparse's own for a wrong use."""
 STANDARD_OUTPUT = Path("-")
 _INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a shell: 128 and the number of SIGINT."""
 _CONFIG = "the config; default: $JAXTENSILE_CONFIG, or the jaxtensile.toml found upward from here"
 
 

@@ -36,14 +36,18 @@ from jaxtensile.runtime.protocol.messages import Snapshot
 from jaxtensile.units import KIB, Bytes, Seconds, format_bytes, format_seconds
 
 _LOOK_EVERY: Final = 0.2
+"""Seconds between two looks at the jobs and at the coordinator. A guess."""
 _CHUNK: Final = 64 * KIB
-"""Bytes that a job may say before the next one is heard, and of a line before it is told without its end."""
+"""Bytes that a job may say before the next one is heard, and of a line before it is told without its end: a pipe of
+Linux."""
 _LEFT: Final = 32
-"""Chunks that are heard of a job that has ended: what it has left behind may say more, for ever."""
+"""Chunks that are heard of a job that has ended: what it has left behind may say more, for ever. A guess: 2 MiB."""
 _TELL_EVERY: Final = 10.0
+"""Seconds between two lines about the steps of a job. A guess."""
 _STARTS_WITHIN: Final = 20.0
+"""Seconds in which the coordinator that was started answers. A guess."""
 _PATIENCE: Final = 3.0
-"""Seconds for a job to end by a signal, before a harsher one."""
+"""Seconds for a job to end by a signal, before a harsher one. A guess."""
 
 
 @dataclass(slots=True)

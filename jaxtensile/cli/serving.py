@@ -22,7 +22,9 @@ from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.units import GIB, Bytes
 
-_RESERVE = GIB
+_RESERVE, _PART = GIB, 8
+"""Bytes of a device of which the config says nothing that are not granted, for contexts, libraries and other processes
+(``process.CONTEXT`` is half of it); one part in so many of a small device at most. A guess."""
 
 
 def configured(options: argparse.Namespace) -> tuple[Path | None, Config]:
@@ -52,7 +54,7 @@ def capacities(config: Config) -> dict[str, Capacity]:
     for name, capacity in found.items():
         said = [t for k in (name, name.partition(":")[0], "") if (t := config.devices.get(k)) is not None]
         if name != HOST and all(t.capacity is None and t.reserve is None for t in said):
-            found[name] = Capacity(capacity=capacity.capacity, reserve=min(_RESERVE, capacity.capacity // 8))
+            found[name] = Capacity(capacity=capacity.capacity, reserve=min(_RESERVE, capacity.capacity // _PART))
     return found
 
 

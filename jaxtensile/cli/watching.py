@@ -19,7 +19,9 @@ from jaxtensile.runtime.protocol.messages import DeviceView, LeaseView, Snapshot
 from jaxtensile.units import Seconds, format_bytes, format_seconds
 
 _BAR: Final = 32
+"""Letters of a device's bar: a third of a line."""
 _EVENTS: Final = 8
+"""Lines of what happened lately: so the state is one screen."""
 _CLEAR: Final = "\x1b[H\x1b[J"
 
 

@@ -22,6 +22,7 @@ FRACTION: Final = "XLA_CLIENT_MEM_FRACTION"
 OLD_FRACTION: Final = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """XLA refuses both names at once."""
 _LEAST_FRACTION: Final = 0.01
+"""Share of a GPU that XLA's allocator is given at least, also to a job that asks for next to nothing. A guess."""
 
 
 def variables(least: Bytes, want: Bytes | None, device: Bytes, environment: Mapping[str, str]) -> dict[str, str]:

@@ -14,6 +14,8 @@ from typing import Final
 
 from jaxtensile.units import MIB, Bytes
 
+_ANSWERS: Final = 30.0
+"""Seconds in which ``nvidia-smi`` answers: it is slow where it loads the driver first. A guess."""
 _GOOGLE: Final = "0x1ae0"
 _CUDA_CHECK: Final = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 WITHOUT_TPU: Final = {
@@ -90,7 +92,7 @@ def device_memory() -> dict[str, Bytes]:
     if tool is not None and has_nvidia_driver():
         ask = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         try:
-            said = subprocess.run(ask, capture_output=True, text=True, timeout=30, check=True).stdout
+            said = subprocess.run(ask, capture_output=True, text=True, timeout=_ANSWERS, check=True).stdout
             return {f"cuda:{k}": int(line) * MIB for k, line in enumerate(said.split())}
         except (OSError, ValueError, subprocess.SubprocessError):
             pass  # a driver that does not answer has no devices to share

@@ -44,7 +44,7 @@ from jaxtensile.xla.compilers import compiler_of
 from jaxtensile.xla.target import compiler_options, tracing_for
 
 POINTER = 8
-"""Bytes."""
+"""Bytes of an entry in the table of results (docs/xla.md)."""
 HOLES: Final = "holes between buffers"
 
 

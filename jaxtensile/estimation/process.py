@@ -22,6 +22,8 @@ CONTEXT = 512 * MIB
 """The CUDA context, with the kernels and library handles that JAX loads."""
 _ROUNDING_HOW = "each array in multiples of 256 bytes, and the results of the call before, which are still there"
 _CONTEXT_HOW = "assumed: 300 to 700 MB are reported for CUDA 11.7 and newer; not yet measured"
+_FINE = 2048
+"""Parts of a pool of which its size is told to one: fragmentation within half a thousandth is close enough."""
 _CALLS = 3
 """After so many calls of the same program the pool does not change any more."""
 
@@ -95,7 +97,7 @@ def pool_of(calls: Traffic) -> tuple[Bytes, Bytes]:
     low, high = endless.peak, endless.peak
     while not _enough(high, calls):
         low, high = high, high + high // 4 + GRAIN
-    step = max(GRAIN, low // 2048)  # fragmentation within half a thousandth is close enough
+    step = max(GRAIN, low // _FINE)
     while high - low > step:
         middle = (low + high) // 2
         low, high = (low, middle) if _enough(middle, calls) else (middle, high)

@@ -11,7 +11,7 @@ from jaxtensile.report.text import operations, short_type, told_settings
 from jaxtensile.units import format_bytes, format_seconds
 
 _ROWS = 8
-"""Groups of values shown; what is left shares one line."""
+"""Groups of values shown; what is left shares one line. So an estimate is one screen."""
 
 
 def as_text(estimate: Figures) -> str:

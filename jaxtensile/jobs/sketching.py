@@ -16,7 +16,7 @@ from jaxtensile.search.variant import step_time
 from jaxtensile.units import TIB, Bytes, Seconds
 
 STEEPEST: Final = 0.7
-"""From one sketch to the next, bytes become at most so much fewer."""
+"""From one sketch to the next, bytes become at most so much fewer. A guess."""
 
 
 @dataclass(frozen=True, kw_only=True)

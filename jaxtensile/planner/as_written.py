@@ -21,14 +21,16 @@ from jaxtensile.xla.compile import RECOMPUTES
 
 XLA: Final = "what XLA recomputes"
 CHEAP: Final = 0.01
-"""Plans that take no more of a step are not compared with what XLA recomputes by itself: that is one compile more."""
+"""Plans that take no more of a step are not compared with what XLA recomputes by itself: that is one compile more. A
+guess."""
 SAVES: Final = 0.9
-"""Share of the predicted bytes of the program as it is, above which one with its state on the host is compared with
-it."""
+"""Share of the predicted bytes of the program as it is, above which one with its state on the host is compared with it.
+A guess."""
 LARGE: Final = 8
-"""Times the device's memory: up to that the program as it is is compiled, to be named by an error."""
+"""Times the device's memory: up to that the program as it is is compiled, to be named by an error. Beyond, XLA:CPU
+ended the process once. The number is a guess."""
 TIGHT: Final = 2.0
-"""Budgets below so many times the lower bound may be hopeless."""
+"""Budgets below so many times the lower bound may be hopeless. A guess."""
 
 
 def as_written(page: Page) -> Fitted:

@@ -33,9 +33,12 @@ from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
 from jaxtensile.xla.compile import Compiled, compile_program
 
 NAMED = 4
-"""Ops that are left alone, at most, in one note."""
+"""Ops that are left alone, at most, in one note. A guess: a line."""
+MEANT = 1000
+"""Bytes below which a budget lacks its unit, and times what is needed up to which another unit is taken to be meant. A
+guess."""
 MARGIN = 0.2
-"""Of the smallest plan's predicted bytes: what XLA may add to them, where it was not asked."""
+"""Of the smallest plan's predicted bytes: what XLA may add to them, where it was not asked. A guess."""
 
 
 def cannot(request: Request, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:
@@ -84,8 +87,8 @@ def cannot(request: Request, candidates: Candidates, bound: Bound, best: Made | 
 
 def _unit_left_out(budget: Bytes, needs: Bytes) -> str:
     """What a budget was probably meant to be that is a few bytes."""
-    meant = next((unit for unit in ("MiB", "GiB") if needs <= budget * parse_bytes(f"1{unit}") <= 1000 * needs), "")
-    return f" (did you mean {budget}{meant}?)" if budget < 1000 and meant else ""
+    meant = next((unit for unit in ("MiB", "GiB") if needs <= budget * parse_bytes(f"1{unit}") <= MEANT * needs), "")
+    return f" (did you mean {budget}{meant}?)" if budget < MEANT and meant else ""
 
 
 def unplanned(

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import Final
 
 SELDOM: Final = (100_000, 20, 100)
+"""Thresholds of Python's garbage collector: new objects, and collections of each younger generation, between two
+collections (by default 700, 10, 10). A planner makes millions of objects and little garbage. Guesses."""
 _lock = threading.Lock()
 _before: list[tuple[int, int, int]] = []
 """The thresholds of whoever was here first, and one entry for each that came while he was."""

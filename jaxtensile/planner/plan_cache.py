@@ -31,12 +31,17 @@ from jaxtensile.switches import switched_off
 
 VARIABLE: Final = "JAXTENSILE_PLAN_CACHE"
 FORMAT: Final = 1
+"""Version of what is kept and of how: files of others are not found. Goes up with every change."""
 MOST: Final = 1000
-"""Plans that are kept; beyond them those go that were not used for the longest time."""
+"""Plans that are kept; beyond them those go that were not used for the longest time. A guess."""
+LEFT: Final = 0.9
+"""Share of ``MOST`` that stays when there are too many: fewer than may be, so that it is not done at every plan then. A
+guess."""
 _OFF: Final = frozenset({"0", "off", "none", "false", "no"})
 FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 """Of the environment; they change what the compiler makes of a plan."""
 _DIGEST: Final = 32
+"""Bytes of the SHA-256 in front of a file's content."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,9 +109,8 @@ class PlanCache:
     def _forget_oldest(self) -> None:
         files = [entry for entry in os.scandir(self.folder) if entry.name.endswith(".plan")]
         if len(files) > MOST:
-            # More than there are too many of: it is not done at every plan then.
             for _, path in sorted((entry.stat().st_mtime, entry.path) for entry in files)[
-                : len(files) - MOST * 9 // 10
+                : len(files) - int(LEFT * MOST)
             ]:
                 Path(path).unlink(missing_ok=True)
 

@@ -27,7 +27,8 @@ _SPACE = {TO_HOST: jax.memory.Space.Host, TO_DEVICE: jax.memory.Space.Device}
 
 
 _LARGE = 1 << 20
-"""Bytes of stacks for which a loop gets zeros of its own, and of constants that are made late."""
+"""Bytes of stacks for which a loop gets zeros of its own, and of constants that are made late. A guess, as
+``offload.SMALLEST``."""
 
 
 def emit(

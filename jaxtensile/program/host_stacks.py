@@ -26,7 +26,8 @@ from jaxtensile.ir.plan import TO_DEVICE, TO_HOST
 from jaxtensile.passes.order.schedule import BARRIER
 
 _LANES, _ROWS = 128, 32
-"""Multiples of the last and of other dimensions that are whole tiles for every type."""
+"""Multiples of the last and of other dimensions that are whole tiles of a TPU for every type: 8 rows of 32 bits, 32 of
+8 bits."""
 _Stack = tuple[tuple[int, ...], str, int]
 """Shape and type of the values in a stack, and how many there were of these before."""
 

@@ -6,13 +6,17 @@ from jaxtensile.passes.order.early_updates import early_updates
 from jaxtensile.program.cse import rebuilt
 from jaxtensile.rewrites.rewrite import Rewrite, Start, large
 
+_SMALLER = 4
+"""How many times smaller than what is worth a change elsewhere a value may be to be waited for: updates are many. A
+guess."""
+
 
 def _find(start: Start) -> list[tuple[int, ...]]:
     # Where updates wait for state from the host anyway, and for compilers that do not keep to the order that barriers
     # give, there is none.
     if not start.request.device.backend.heeds_barriers or start.request.state:
         return []
-    order = early_updates(start.base.graph, least=large(start.base) // 4)
+    order = early_updates(start.base.graph, least=large(start.base) // _SMALLER)
     return [] if order is None else [tuple(order)]
 
 

@@ -28,9 +28,17 @@ from jaxtensile.rewrites.state import choose, on_host
 from jaxtensile.xla.target import PINNED_HOST
 
 _SIDES, _TRIPS = (128, 512), 16
-"""Slices of 64 KiB, the smallest that are stacked on the host, and of 1 MiB."""
+"""Slices of 64 KiB, the smallest that are stacked on the host (``loops.SLICE``), and of 1 MiB, as matrices of f32;
+iterations that make 1 MiB of the small ones (``offload.SMALLEST``)."""
 _LAYERS, _PLENTY = 8, 1 << 30
+"""Layers of the trial of copies, enough that the first residuals leave long before they are read; bytes of the host for
+it, more than it takes."""
 _LEAVES, _STEPS = 3, 3
+"""Weights of the trial of state, and steps of it: the first moves the state, the second finds it where it was, the
+third repeats that."""
+_NEAR, _NEARLY = 1e-4, 1e-3
+"""Relative differences within which a result is the wanted one: of loops, and where products round as well. A wrong
+slice differs in the first digit."""
 
 
 def _gradient(x: Any, w: Any) -> Any:
@@ -62,7 +70,7 @@ def stacks_come_back(device: Any, *, load_index: bool) -> bool:
     # Small, so that what one compiler rounds otherwise than another stays small over all iterations.
     random = np.random.default_rng(0)
     args = tuple([_square(random, n, most) for n in _SIDES] for most in (1.0, 0.5))
-    moved = _moved_as_wanted(device, _gradient, args, partial(with_hosted_stacks, load_index=load_index), rtol=1e-4)
+    moved = _moved_as_wanted(device, _gradient, args, partial(with_hosted_stacks, load_index=load_index), rtol=_NEAR)
     return moved >= sum(_TRIPS * x.nbytes for x in args[0])  # a stack of each, at least
 
 
@@ -91,7 +99,7 @@ def copies_come_back(device: Any) -> bool:
     """Whether straight-line code on ``device`` gets from stacks in host memory what it put there."""
     random, side = np.random.default_rng(0), _SIDES[-1]
     x, w = (_square(random, side, most) for most in (2.0, 2.0 * side**-0.5))
-    return _moved_as_wanted(device, _layers, (x, w), with_hosted_copies, rtol=1e-3) >= 2 * x.nbytes
+    return _moved_as_wanted(device, _layers, (x, w), with_hosted_copies, rtol=_NEARLY) >= 2 * x.nbytes
 
 
 def _step(state: Any, x: Any) -> Any:
@@ -143,7 +151,7 @@ def state_comes_back(device: Any) -> bool:
         wanted, found = jax.device_get((jax.tree.leaves(wanted), found))
     except jax.errors.JaxRuntimeError:
         return False
-    return len(moved) == _LEAVES and _near(found, wanted, rtol=1e-3)
+    return len(moved) == _LEAVES and _near(found, wanted, rtol=_NEARLY)
 
 
 def _square(random: np.random.Generator, side: int, most: float) -> Any:

@@ -27,7 +27,8 @@ from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 from jaxtensile.units import Bytes
 
 RUNGS = 3
-"""Of the ways to rewrite the loops in one iteration of a pair, how many are tried at most."""
+"""Of the ways to rewrite the loops in one iteration of a pair, how many are tried at most: the first, the last and one
+between. A guess."""
 
 
 @dataclass(frozen=True)

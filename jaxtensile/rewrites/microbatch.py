@@ -18,7 +18,7 @@ from jaxtensile.units import Seconds
 MOST_ROWS: Final = 2**31 - 1
 """A loop counts them with 32 bits."""
 MOST_PARTS: Final = 256
-"""Work is done in so many parts at most."""
+"""Work is done in so many parts at most: each starts all its kernels again. A guess."""
 
 Sites = tuple[Seed, int]
 """Where the rows come from, and in how many parts they are worked on."""

@@ -17,7 +17,7 @@ from jaxtensile.units import Bytes, Seconds
 from jaxtensile.xla.compilers import compiler_of
 
 LARGE: Final = 1 / 16
-"""From this share of the temporaries on values are worth a change."""
+"""From this share of the temporaries on values are worth a change. A guess."""
 
 
 class Start(Protocol):

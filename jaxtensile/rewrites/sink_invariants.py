@@ -171,9 +171,13 @@ def _run(traced: Traced, ops: Iterable[int], env: dict[int, Any]) -> None:
         env.update(zip(equation.results, bind(equation, operands), strict=True))
 
 
+_SMALLER = 4
+"""How many times smaller than what is worth a change elsewhere an invariant may be to be moved. A guess."""
+
+
 def _find(start: Start) -> list[tuple[tuple[int, Moved], ...]]:
     # What counts is large beside what is left once the loops stack as little as they can.
-    moved = find_invariants(start.base.graph, max(int(LARGE * fewest_stacks(start).temp) // 4, 1))
+    moved = find_invariants(start.base.graph, max(int(LARGE * fewest_stacks(start).temp) // _SMALLER, 1))
     return [tuple(moved.items())] if moved else []
 
 

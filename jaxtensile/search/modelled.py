@@ -17,8 +17,10 @@ from jaxtensile.units import Bytes
 from jaxtensile.xla.compilers import compiler_of
 
 SURELY_OVER = 1.25
-"""The plain program is compiled unless the model puts it over the budget by this factor."""
+"""The plain program is compiled unless the model puts it over the budget by this factor: of plans XLA has not needed
+less than 0.88 of what was predicted (``rounds.SURELY``)."""
 SURELY_OVER_WITH_LOOPS = 2.0
+"""The same where it has loops or branches, of whose bodies the model knows less. A guess."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from jaxtensile.search.request import Request
 from jaxtensile.search.variant import Variant
 
 FEW: Final = 2
-"""Ops named at most that end the rows."""
+"""Ops named at most that end the rows. A guess: a line."""
 TRIED: Final = 8
-"""So many parts at least say whether parts help at all; the most there may be where those are fewer."""
+"""So many parts at least say whether parts help at all; the most there may be where those are fewer. A guess."""
 
 
 class Chunks:

@@ -24,7 +24,8 @@ Placer = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
 """The arguments as the program is called with them that has these leaves on the host."""
 
 LINK_SHARE = 0.8
-"""Share of the link's peak rate that copies are planned for, where it was not measured."""
+"""Share of the link's peak rate that copies are planned for, where it was not measured. A guess: after encoding and
+headers PCIe carries about as much."""
 
 
 def loads_index(device: DeviceProfile) -> bool:

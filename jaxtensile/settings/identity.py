@@ -29,9 +29,10 @@ from jaxtensile.runtime.config.functions import Identity, is_pattern, nearest_fi
 from jaxtensile.runtime.config.tables import dotted
 
 NEAR: Final = 0.8
-"""Likeness of two names, from 0 to 1 (``difflib``), from which a function is taken to be meant by another's table."""
+"""Likeness of two names, from 0 to 1 (``difflib``), from which a function is taken to be meant by another's table: a
+letter or two of ten. A guess."""
 _DEPTH: Final = 100
-"""Wrappers in one another, at most."""
+"""Wrappers in one another, at most: against wrappers of themselves."""
 
 _lock = threading.Lock()
 _stand_ins: WeakKeyDictionary[Any, Identity] = WeakKeyDictionary()

@@ -31,7 +31,8 @@ _Said = Mapping[str, tuple[Any, str]]
 """What a config says of a function: by key the value, and the table that it is from."""
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 RESERVE: Final = GIB
-"""Bytes of the device left to the process where neither the code nor the config gives a budget."""
+"""Bytes of the device left to the process where neither the code nor the config gives a budget: its context
+(``process.CONTEXT``) and as much again for what is not planned. A guess."""
 CODE, DEFAULT, JOB = "code", "default", "job"
 """Sources of settings that are in no file."""
 

@@ -38,15 +38,16 @@ from jaxtensile.units import Seconds
 
 VARIABLE: Final = "JAXTENSILE_AGREEMENT_TIMEOUT"
 PATIENCE: Final[Seconds] = 40.0
-"""Without a sign of life. A compiler may keep Python threads from running for some seconds; the first collective of a
-program waits about as long for a process that does not come."""
+"""Seconds without a sign of life. A compiler may keep Python threads from running for some seconds; the first
+collective of a program waits about as long for a process that does not come."""
 _BEAT: Final[Seconds] = 2.0
+"""Seconds between two signs of life. A guess: twenty in ``PATIENCE``."""
 _LOOK: Final[Seconds] = 1.0
-"""How often a process that waits looks for a verdict."""
+"""Seconds after which a process that waits looks for a verdict. A guess."""
 _SHOWN: Final = 80
-"""Characters of a value in an error."""
+"""Characters of a value in an error: a line."""
 _NAMED: Final = 4
-"""Processes that an error names one by one."""
+"""Processes that an error names one by one. A guess: a line."""
 
 T = TypeVar("T")
 Watch = Callable[[str], None]

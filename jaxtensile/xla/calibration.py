@@ -35,11 +35,21 @@ from jaxtensile.errors import JaxtensileError, TargetError
 from jaxtensile.units import KIB, MIB, Bytes, Seconds, format_bytes, format_rate
 
 _TILE = 256
-"""Sides of products are multiples of it; operands repeat one random tile of this side."""
+"""Sides of products are multiples of it; operands repeat one random tile of this side. Whole tiles for all matrix
+units."""
 _RESIZES = 2
+"""Times that another size is tried because a repetition takes far longer, or shorter, than it is to. A guess."""
 _LONGEST_CHAIN = 32
+"""Calls in one repetition at most: so many are waiting to run. A guess."""
+_FEWEST = 3
+"""Repetitions whatever they take: a median of fewer is none."""
+_FREE = 8
+"""Times the free bytes that are taken for the device's where most of it is in use: a quarter of the free ones is used
+then (``Effort.share``)."""
 _MOST_OVER_LINK: Bytes = 256 * MIB
+"""Bytes of a copy by which ``calibrate`` measures the link, at most: pinned memory, of which a machine has little."""
 _LITTLE_OVER_LINK: Bytes = 32 * MIB
+"""The same for a measurement between two steps: some 1 ms each way."""
 _MEASURING: Final = threading.Lock()
 """Two measurements at once would each find half of what the device can do."""
 
@@ -47,7 +57,8 @@ _MEASURING: Final = threading.Lock()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
     """How hard to try: a repetition is to take ``aim`` seconds, arrays together at most ``share`` of the device's
-    bytes; ``limit``: seconds of repetitions per number, of which there are three at least."""
+    bytes; ``limit``: seconds of repetitions per number, of which there are three at least. Guesses, so that all
+    rates of a device are measured within seconds."""
 
     aim: Seconds = 0.03
     share: float = 1 / 32
@@ -261,7 +272,7 @@ def _sampled(
         step, state, once = started(size)
     calls = min(max(round(effort.aim / once), 1), longest)
     samples: list[Seconds] = []
-    while len(samples) < effort.repetitions and (len(samples) < 3 or sum(samples) < effort.limit):
+    while len(samples) < effort.repetitions and (len(samples) < _FEWEST or sum(samples) < effort.limit):
         took, state = _timed(step, state, calls)
         samples.append(took)
     return size, samples, calls
@@ -307,7 +318,7 @@ def _bytes(device: Any, published: DeviceProfile) -> Bytes:
     stats = _stats(device)
     limit = stats.get("bytes_limit") or published.capacity
     free = max(limit - stats.get("bytes_in_use", 0), 64 * KIB)
-    return min(limit, published.capacity, 8 * free)
+    return min(limit, published.capacity, _FREE * free)
 
 
 def _stats(device: Any) -> dict[str, int]:

@@ -31,9 +31,10 @@ _DISABLED = "xla_disable_hlo_passes"
 REMATERIALIZATION = "rematerialization"
 """The pass in which XLA recomputes by itself."""
 _SCHEDULED = 0.8
-"""Of a GPU's memory XLA schedules for this share, times percent of ``_SLOP`` (95, unless told otherwise)."""
+"""Of a GPU's memory XLA schedules for this share, times percent of ``_SLOP`` (95, unless told otherwise): see
+docs/xla.md."""
 RECOMPUTES = 0.95 * _SCHEDULED
-"""Share of a GPU's memory from which on XLA recomputes by itself."""
+"""Share of a GPU's memory from which on XLA recomputes by itself (docs/xla.md: about 0.76)."""
 _TILE_SIZES = "output tile sizes"
 _NO_BACKEND = "Unknown backend"
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CompileTimeHbmOom", "Ran out of memory")

@@ -23,9 +23,9 @@ from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide
 from jaxtensile.units import Bytes
 
 _TRITON: Final = (8, 0)
-"""Compute capability from which on XLA:GPU generates products itself."""
+"""Compute capability from which on XLA:GPU generates products itself: Ampere's, which Triton asks for."""
 _BF16: Final = (9, 0)
-"""Compute capability from which on XLA:GPU adds and multiplies bf16 as such."""
+"""Compute capability from which on XLA:GPU adds and multiplies bf16 as such: Hopper's."""
 _NEW_GPU: Final = "GPU from 9.0"
 _GPU: Final = "GPU from 8.0"
 _OLD_GPU: Final = "older GPU"

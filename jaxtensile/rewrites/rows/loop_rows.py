@@ -30,7 +30,8 @@ _LINEAR = frozenset(
 """What may be done to a total of some rows before it is added to that of the others."""
 
 SMALL = 4
-"""How many times the bytes of a total its terms have to have, to be added up part by part: each part reads it again."""
+"""How many times the bytes of a total its terms have to have, to be added up part by part: each part reads it again. A
+guess."""
 
 At = Row | str | None
 """Where the rows of a value are; None: it is whole, ``"add"``: it is a total of them, ``"same"``: it is made beside

@@ -21,11 +21,14 @@ from jaxtensile.rewrites.rows.rows import SAME, TOTALS, Row, Section
 from jaxtensile.units import Bytes
 
 SEEDS = 12
-"""Places of rows that are tried at most, of arguments and of what large products read."""
+"""Places of rows that are tried at most, of arguments and of what large products read. A guess; each is a walk through
+the program."""
 LARGEST = 4
-"""Values whose rows are followed back to where they begin."""
+"""Values whose rows are followed back to where they begin. A guess."""
+PRODUCTS = 4
+"""The largest products, of whose operands the rows are tried as well. A guess."""
 CHEAP = 1 / 64
-"""Share of what rows go through that is little enough to make for all rows first."""
+"""Share of what rows go through that is little enough to make for all rows first. A guess."""
 
 
 _FREE = frozenset(name for name in (ELEMENTWISE | MOVES | VIEWS) - EXPENSIVE if not name.startswith("random"))
@@ -85,7 +88,7 @@ def _seeds(traced: Traced, smallest: Bytes) -> list[tuple[int, Row, int]]:
     large = [op for op in graph.ops if op.primitive == "dot_general" and graph.values[op.results[0]].nbytes >= smallest]
     large.sort(key=lambda op: -graph.values[op.results[0]].nbytes)
     values = sorted(values, key=lambda v: -graph.values[v].nbytes)[:SEEDS] + [
-        v for op in large[:4] for v in op.operands
+        v for op in large[:PRODUCTS] for v in op.operands
     ]
     found: dict[tuple[int, Row, int], None] = {}
     for v in dict.fromkeys(values):
