@@ -24,7 +24,7 @@ from jaxtensile.search.variant import Variant
 from jaxtensile.units import Bytes
 
 MOST: Final = 256
-"""Programs that are remembered, those asked for last."""
+"""Programs that are remembered, those asked for last. A bound on memory alone."""
 _FOUND: OrderedDict[str, tuple[Bytes, Entry]] = OrderedDict()
 _LOCK = threading.Lock()
 

@@ -17,6 +17,8 @@ from jaxtensile.units import Seconds
 
 MOST_ROWS: Final = 2**31 - 1
 """A loop counts them with 32 bits."""
+STARTS: Final = 2
+"""Times ``kernel_launch`` that a kernel of a loop takes to be started. A guess."""
 MOST_PARTS: Final = 256
 """Work is done in so many parts at most: each starts all its kernels again. A guess."""
 
@@ -47,7 +49,7 @@ def _apply(start: Start, sites: Sites) -> Traced | None:
 
 def _idle(start: Start, made: Traced, seconds: Seconds) -> Seconds:
     """Kernels are started while others run: what it takes to start them counts once it takes longer than they do."""
-    return max(2 * launches(made.graph, start.request.device) - seconds, 0.0)
+    return max(STARTS * launches(made.graph, start.request.device) - seconds, 0.0)
 
 
 def _describe(sites: Sites) -> str:

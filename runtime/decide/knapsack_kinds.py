@@ -28,6 +28,9 @@ FEW: Final = 4
 those that may be exceeded. A guess."""
 MANY: Final = 10
 """Times the classes up to which a group gets its optimum, up to which all groups together do. A guess."""
+PRICE, SPEED = 0.5, 2.0
+"""With which the search for prices begins: the share of what a byte gains in the mean that it costs, and by what part
+of an exponent a price moves. Guesses."""
 FASTER, SLOWER = 1.2, 0.6
 """By which factor the step of a price grows while it goes on one way, and shrinks when it turns, as in Rprop (1.2 and
 0.5 there). Guesses near these."""
@@ -270,9 +273,9 @@ def _priced(group: list[Class], left: list[Bytes], spans: Sequence[Bytes], enoug
         for i, n in zip(own, c.low, strict=True):
             gains[i] += gain
             lows[i] += n
-    prices = [0.5 * g / s if s else 0.0 for g, s in zip(spread(gains), spans, strict=True)]
+    prices = [PRICE * g / s if s else 0.0 for g, s in zip(spread(gains), spans, strict=True)]
     room = [a + b for a, b in zip(left, spread(lows), strict=True)]
-    speed, last = [2.0] * len(left), [0.0] * len(left)
+    speed, last = [SPEED] * len(left), [0.0] * len(left)
     found, high = prices, -math.inf
     for _ in range(max(FEWEST, min(STEPS, WORK // sum(len(c.rows) for c in group)))):
         taken, value = [0.0] * len(sets), -sum([prices[k] * room[k] for k in mine])

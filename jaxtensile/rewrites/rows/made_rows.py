@@ -17,6 +17,8 @@ from jaxtensile.ir.ir import Graph, consumers
 from jaxtensile.program.trace import Equation, Traced
 from jaxtensile.rewrites.rows.rows import Passing, Row, Section, made_of_whole, passing
 
+LESS = 2
+"""How many times fewer bytes have to be read than the whole has, for rows of it to be made and not sliced. A guess."""
 DEEP = 64
 """Ops that are followed back at most from what rows need to what it is made from: against long programs. A guess."""
 
@@ -69,7 +71,7 @@ class Outer:
         kept = (a for a in found.whole if self.made[a] >= 0)
         sliced = (a for a, _ in found.sliced if not (alone and self.made[a] < 0))  # what is given is there anyway
         read = sum(size[a].nbytes for a in (*sliced, *kept))
-        return found if read <= size[v].nbytes // 2 else None
+        return found if read <= size[v].nbytes // LESS else None
 
     def _how(self, o: int, row: Row, alone: bool) -> Passing | None:
         """How op ``o`` makes some rows of its result."""
