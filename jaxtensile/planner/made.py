@@ -10,7 +10,8 @@ from jaxtensile.search.variant import Variant
 from jaxtensile.xla.compile import Compiled
 
 BY_XLA = -1
-"""The way in which the user's own function is compiled and XLA recomputes by itself."""
+"""The way in which the user's own function is compiled and XLA recomputes by itself: a mark, as ways are counted from
+0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,25 +19,29 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
 ROUNDS = 4
-"""Plans that are compiled at most, each in every way that there is for its platform until one fits.
+"""Plans that are compiled at most, each in every way that there is for its platform until one fits. A guess: each takes
+as long as a compile.
 
 Twice as many where the program without the user's checkpoints is tried first, and in vain.
 """
+
 SPARE, LIFTS = 0.01, 3
-"""After a plan that fits: share of the budget that is worth a plan that uses it, and how many are compiled at most."""
+"""After a plan that fits: share of the budget that is worth a plan that uses it, and how many are compiled at most.
+Guesses."""
 GAIN, UNSURE = 0.001, 0.01
-"""Shares of the step's work that such a plan has to save: at all, and where only the model says what it will need."""
+"""Shares of the step's work that such a plan has to save: at all, and where only the model says what it will need.
+Guesses."""
 ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
-"""Plans at most once one came within this factor of the budget."""
+"""Plans at most once one came within this factor of the budget. Guesses."""
 FLATTEST = 0.4
-"""A byte less in the model is taken to be at least this share of a byte less in XLA's allocation."""
+"""A byte less in the model is taken to be at least this share of a byte less in XLA's allocation. A guess."""
 REFUSED = 0.9
-"""After a compiler ran out of memory without a figure, aim this much lower."""
+"""After a compiler ran out of memory without a figure, aim this much lower. A guess."""
 DEEP = 1.25
-"""Before bodies are planned or loops strip-mined, what the model puts over the budget by no more than this is
-compiled."""
+"""Before bodies are planned or loops strip-mined, what the model puts over the budget by no more than this is compiled.
+A guess, as far as ``SURELY``."""
 HOPELESS = 2.0
-"""Plans that the model puts over the budget by this factor are not compiled where others have been."""
+"""Plans that the model puts over the budget by this factor are not compiled where others have been. A guess."""
 SURELY = 1.25
 """Nor is anything tried for a budget that the model puts all plans over by this factor, where it is sure: of some 300
 plans for an H200, XLA allocated 0.88 of what was predicted at least."""

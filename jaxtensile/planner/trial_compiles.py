@@ -38,10 +38,11 @@ from jaxtensile.xla.kernel_time import timed
 
 KERNELS = "the account of compiled kernels"
 SMALL = 0.5 * RECOMPUTES
-"""Programs that the model gives no more than this share of the device are far from what makes XLA:GPU recompute."""
+"""Programs that the model gives no more than this share of the device are far from what makes XLA:GPU recompute. A
+guess: half of what does."""
 NARROWLY = 1.05
 """Plans with bytes on the host that miss the budget by no more than this are compiled without control dependencies as
-well."""
+well. A guess."""
 
 
 class _Way(NamedTuple):

@@ -34,11 +34,12 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 WORTH = 0.005
-"""Plans that add no more than this share of the step's work are good enough not to look for ways to work in parts."""
+"""Plans that add no more than this share of the step's work are good enough not to look for ways to work in parts. A
+guess."""
 FEWER = (4, 2)
-"""By so much fewer parts than are enough by themselves are planned as well."""
+"""By so much fewer parts than are enough by themselves are planned as well. A guess: each is planned in full."""
 ABOUT = 1.02
-"""Where nothing fits, plans within this factor of the smallest are as good."""
+"""Where nothing fits, plans within this factor of the smallest are as good. A guess."""
 
 
 def _large_bodies(start: Variant, temp: Bytes) -> Iterator[tuple[Key, Body, Traced, MemoryUse]]:
