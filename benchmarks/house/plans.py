@@ -61,7 +61,7 @@ def digest(variant: Any, plan: Any) -> str:
 
 
 def plans(name: str, chunks: Sequence[bool] = (False, True)) -> Iterator[dict[str, Any]]:
-    """``chunks``: whether work may be done in parts of the batch."""
+    """``chunks``: whether work may be done in parts of the batch. ``step``: the charge of the whole program."""
     from dataclasses import replace
 
     from jaxtensile.planner.page import opened
@@ -84,6 +84,7 @@ def plans(name: str, chunks: Sequence[bool] = (False, True)) -> Iterator[dict[st
                 "device": plan.predicted.device,
                 "charge": charge_of(variant, plan),
                 "digest": digest(variant, plan),
+                "step": sum(page.costs().charge),
             }
 
 
@@ -97,7 +98,8 @@ def main() -> int:
     )
     unlike = 0
     for name in asked.workloads:
-        for row in plans(name):
+        for found in plans(name):
+            row = {k: v for k, v in found.items() if k != "step"}
             key = row["workload"], row["chunk"], row["share"]
             same = known.get(key) == row
             unlike += not same

@@ -4,9 +4,11 @@
 
 as ``passes.solvers.greedy:_AWAY``. Each value is planned with in a process of its own, whose import of the module reads
 the other value; those files stay as they are. A share between 0.5 and 1 is moved by half and double of its distance
-from 1, a factor between 1 and 3 by its distance from 1, all other numbers themselves. Told are the plans that change,
-by how much their bytes and their charge do at most, and the CPU seconds beside those with the constant as it is, which
-on a busy machine differ by some 10 % without a reason. ``--keep`` adds the lines to ``sweep.json`` and ``sweep.md``.
+from 1, a factor between 1 and 3 by its distance from 1, all other numbers themselves. Told are how many plans change;
+the change of their bytes, in percent of them, and of their charge, in percent of the charge of the step, the least and
+the most; and CPU seconds beside those with the constant as it is, which on a busy machine differ by some 10 % without a
+reason. Where the constant is a price, charges are in other units and say nothing. ``--keep`` adds the lines to
+``sweep.json`` and ``sweep.md``.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ KEPT, TABLE = HERE / "sweep.json", HERE / "sweep.md"
 HEAD = """# What half and double of a constant change
 
 Made by `python -m benchmarks.house.sweep --keep MODULE:CONSTANT ...`: plans by the model for an H200 at 0.8, 0.5 and
-0.3 of the temporaries (`benchmarks.house.plans`). Charge: the extra work of a plan, in percent of that with the
-constant as it is. Time: CPU seconds of planning, which differ by some 10 % without a reason. A share between 0.5 and 1
-is moved by half and double of its distance from 1, and so is a factor between 1 and 3.
+0.3 of the temporaries (`benchmarks.house.plans`), with the constant at half and at double beside those with it as it
+is. Told are how many plans change; by how much their bytes do, in percent, and what they charge, in percent of the
+step (of a price: in its own units, which says nothing); and the CPU seconds of planning, which differ by some 10 %
+without a reason. A share between 0.5 and 1 is moved by half and double of its distance from 1, and so is a factor
+between 1 and 3.
 """
 
 
@@ -111,8 +115,9 @@ def run(module: str, name: str, factor: float, parts: bool, names: Sequence[str]
 
 def compared(before: dict[Any, dict[str, Any]], after: dict[Any, dict[str, Any]]) -> dict[str, Any]:
     def percent(what: str, key: Any) -> float:
+        """Of the bytes, and of the charge of a step."""
         was, now = before[key][what], after[key][what]
-        return 0.0 if was == now else 100 * (now / was - 1) if was else float("inf")
+        return 100 * (now - was) / before[key]["step" if what == "charge" else what]
 
     changed = [k for k in before if before[k]["digest"] != after[k]["digest"]]
     found: dict[str, Any] = {"plans": len(before), "changed": len(changed)}
