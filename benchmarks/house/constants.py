@@ -19,8 +19,8 @@ HEAD = """# What every number is, and where it comes from
 
 Made by `python -m benchmarks.house.index` from the docstrings behind the constants. The rooms stand as in
 [modules.md](modules.md). Numbers of devices are in `jaxtensile/devices/profiles.py` and `gpu_description.py`, each with
-its source. "A guess" is said of what nobody measured. What plans say to half and to double of some of them:
-`benchmarks/house/sweep.md`.
+its source. "A guess" is said of what nobody measured. "The sweep" is `benchmarks/house/sweep.md`: what half and double
+of some constants change in plans of three workloads.
 """
 OPERATORS: dict[type, Any] = {
     ast.Add: operator.add,

@@ -6,7 +6,7 @@ as ``passes.solvers.greedy:_AWAY``. Each value is planned with in a process of i
 the other value; those files stay as they are. A share between 0.5 and 1 is moved by half and double of its distance
 from 1, a factor between 1 and 3 by its distance from 1, all other numbers themselves. Told are how many plans change;
 the change of their bytes, in percent of them, and of their charge, in percent of the charge of the step, the least and
-the most; and CPU seconds beside those with the constant as it is, which on a busy machine differ by some 10 % without a
+the most; and CPU seconds beside those with the constant as it is, which on a busy machine differ by some 20 % without a
 reason. Where the constant is a price, charges are in other units and say nothing. ``--keep`` adds the lines to
 ``sweep.json`` and ``sweep.md``.
 """
@@ -35,7 +35,7 @@ HEAD = """# What half and double of a constant change
 Made by `python -m benchmarks.house.sweep --keep MODULE:CONSTANT ...`: plans by the model for an H200 at 0.8, 0.5 and
 0.3 of the temporaries (`benchmarks.house.plans`), with the constant at half and at double beside those with it as it
 is. Told are how many plans change; by how much their bytes do, in percent, and what they charge, in percent of the
-step (of a price: in its own units, which says nothing); and the CPU seconds of planning, which differ by some 10 %
+step (of a price: in its own units, which says nothing); and the CPU seconds of planning, which differ by some 20 %
 without a reason. A share between 0.5 and 1 is moved by half and double of its distance from 1, and so is a factor
 between 1 and 3.
 """

@@ -85,7 +85,7 @@ ROW = 1 << 14
 (H200, docs/xla.md)."""
 _MAX_LEAVES = 24
 """Buffers that one kernel reads at most in the model: it bounds the work of the model. XLA:GPU has a limit of its own,
-which is higher. A guess."""
+which is higher. A guess. At half and at double no plan of the sweep changes."""
 
 
 _FUSIBLE = ELEMENTWISE | MOVES | {OUTER, SPREAD}

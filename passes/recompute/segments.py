@@ -26,18 +26,22 @@ from jaxtensile.passes.recompute.stages import Boundary, cut_points
 from jaxtensile.switches import on
 
 _PRICES = 20
-"""Prices of a byte at which the cuts of a segment are solved. 28 made the same plans in more time."""
+"""Prices of a byte at which the cuts of a segment are solved. 28 made the same plans in more time. At half ViT at 0.5
+of its temporaries does 0.26 % of a step more; at double no plan of the sweep charges 0.02 % less."""
 _SPARING = 3
 """Every so manieth price is also solved with products that may not run again. A guess."""
 _SPANS = (1, 2, 4, 8)
-"""Longest segments, in stages, that are tried, beside the whole climb: doubled each time. A guess."""
+"""Longest segments, in stages, that are tried, beside the whole climb: doubled each time. A guess. At 2 to 16 DLRM at
+0.5 of its temporaries does 30 % of a step more; at 1 to 4 no plan of the sweep changes."""
 _OFFSETS = 2
-"""Segmentations tried per span: starts at different cut points. 4 made the same plans in more time."""
+"""Segmentations tried per span: starts at different cut points. 4 made the same plans in more time. At half and at
+double no plan of the sweep changes by more than 0.01 %."""
 _STEPS, _DEAR = 3, 0.002
-"""Steps tried between two neighbouring answers, behind ops that charge at least this share of the whole. A guess."""
+"""Steps tried between two neighbouring answers, behind ops that charge at least this share of the whole. A guess. At
+half and at double no plan of the sweep changes with the first."""
 _UNITS = 16384
 """Resolution of the programme: bytes are rounded to this share of what there is to distribute. A guess: 16 kB in 256
-MB."""
+MB. At half and at double no plan of the sweep changes by more than 0.01 %."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,13 @@ from jaxtensile.passes.lifetimes.liveness import Liveness
 from jaxtensile.switches import on
 
 PROMINENCE = 1.3
-"""A cut point counts when the profile rises by this factor before the next one. A guess."""
+"""A cut point counts when the profile rises by this factor before the next one. A guess. At 1.15 no plan of the sweep
+changes; at 1.6 some do, by less than 0.01 %."""
 
 
 NARROW, NEIGHBOURS = 1.25, 2
-"""A cut point is narrow if it is at most this much wider than its neighbours, so many to each side. A guess."""
+"""A cut point is narrow if it is at most this much wider than its neighbours, so many to each side. A guess. At 1.125
+and at 1.5 no plan of the sweep changes."""
 FEW, MOST = 3, 32
 """With fewer cut points than the first, a level forward part is cut into at most about the second. A guess."""
 SHORTEST, LONGEST, WINDOWS = 2, 64, 64
@@ -30,7 +32,8 @@ QUARTER = 4
 """The usual width of a level forward part is that of which one step in so many is narrower, such as its ends. A
 guess."""
 PLATEAU = 0.9
-"""The boundary is the highest step among those with this share of the most idle bytes. A guess."""
+"""The boundary is the highest step among those with this share of the most idle bytes. A guess. At 0.95 no plan of the
+sweep changes; at 0.8 two do, by less than 0.01 %."""
 
 
 @dataclass(frozen=True, slots=True)
