@@ -1,5 +1,5 @@
-"""What every file answers, what can be turned off, and what every number is: ``docs/modules.md`` from the first lines of
-the files, ``docs/switches.md`` from the table and the calls of ``on``, ``docs/constants.md``.
+"""What every file answers, what can be turned off, and what every number is: ``docs/modules.md`` from the first lines
+of the files, ``docs/switches.md`` from the table and the calls of ``on``, ``docs/constants.md``.
 
 python -m benchmarks.house.index
 """
@@ -51,7 +51,7 @@ def index(rooms: list[str]) -> str:
 def asked_for() -> dict[str, list[str]]:
     """By switch, the files that ask whether it is on: by its name, or as the key of a rewrite."""
     found: dict[str, list[str]] = {}
-    for path in sorted(p for folder in ("jaxtensile", "passes") for p in (ROOT / folder).rglob("*.py")):
+    for path in sorted(p for top in ("jaxtensile", "passes") for p in (ROOT / top).rglob("*.py")):
         text = path.read_text()
         if "jaxtensile.switches import" not in text and "Rewrite(" not in text:
             continue
