@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from graphs import graphs, network
+from graphs import graphs, network, solid_chain
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Costs, Problem
 from jaxtensile.passes.lifetimes.liveness import live_ranges
@@ -33,6 +33,18 @@ def improved(problem, budget):
 
 def price(problem, plan):
     return plan.program.again(problem.costs.charge) / sum(problem.costs.charge)
+
+
+def test_a_programme_that_highs_wrongly_calls_infeasible_has_its_answer():
+    """Its presolve says so with six steps looked at; without it there is the cheapest schedule of all, as it should
+    be."""
+    work = [4, 10, 5, 9, 28, 10, 15]
+    graph = solid_chain([10, 10, 5, 9, 28, 10, 15], work, top=4)
+    costs = tuple(map(float, work)) + (1.0,) * (len(graph.ops) - len(work))
+    problem = replace(problem_of(graph, 0.5), costs=Costs(seconds=costs, charge=costs), budget=186)
+    found = improved(problem, problem.budget)
+    least = least_charge(every_schedule(graph, one_boundary(graph, 186), costs), 186)
+    assert found.program.again(costs) == least == 51.0
 
 
 @given(chains(), st.floats(0.3, 1))

@@ -49,6 +49,8 @@ come first then. Guesses."""
 _BRIEFEST: Seconds = 0.1
 """Time that a programme gets at least: a limit of 0 finds nothing. A guess."""
 
+_INFEASIBLE = 2
+"""The status of scipy's ``milp`` for a programme without an answer."""
 _REPAIRED = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
 
 Row = dict[int, float]
@@ -296,18 +298,24 @@ class Model:
         matrix = cast(
             Any, csr_array(([c for *_, c in entries], ([e[0] for e in entries], [e[1] for e in entries])), shape)
         )
-        with hushed(_REPAIRED):
-            found = cast(Any, milp)(
-                objective,
-                integrality=integral,
-                bounds=Bounds(np.array(self._low), high),
-                constraints=[LinearConstraint(matrix, least, np.full(len(least), np.inf))] if entries else [],
-                options={
-                    "time_limit": max(seconds, _BRIEFEST),
-                    "mip_rel_gap": tolerance,
-                    **({"node_limit": nodes} if nodes else {}),
-                },
-            )
+        rows = [LinearConstraint(matrix, least, np.full(len(least), np.inf))] if entries else []
+        options = {"time_limit": max(seconds, _BRIEFEST), "mip_rel_gap": tolerance} | (
+            {"node_limit": nodes} if nodes else {}
+        )
+
+        def asked(presolve: bool) -> Any:
+            with hushed(_REPAIRED):
+                return cast(Any, milp)(
+                    objective,
+                    integrality=integral,
+                    bounds=Bounds(np.array(self._low), high),
+                    constraints=rows,
+                    options={**options, "presolve": presolve},
+                )
+
+        found = asked(presolve=True)
+        if found.status == _INFEASIBLE:
+            found = asked(presolve=False)  # HiGHS's presolve says so of some programmes that have an answer
         bound = 0.0
         if found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):
             least = float(found.mip_dual_bound)
