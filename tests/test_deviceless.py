@@ -220,7 +220,7 @@ def test_where_work_takes_longer_than_thought_more_waits_on_the_host():
     step = jaxtensile.jit(work.fun, budget=budget, host_budget="8GiB", target=H200, **work.jit_options)
     entry, args, kwargs = step._planned(work.args, {})
     first, traced = entry.fitted, step._plain.trace(*work.args)
-    job = step._job(traced, location(traced, args, kwargs, {}), args, kwargs)
+    job = step._request(traced, location(traced, args, kwargs, {}), args, kwargs)
 
     def renewed(factor):
         took, asked = factor * first.report.step, []

@@ -19,7 +19,7 @@ def request_of(rows=programs.ROWS, budget=None):
     planned = api.jit(programs.step, budget=budget, donate_argnums=0)
     traced = planned._plain.trace(*args)
     abstract = planned._placement.dynamic(lambda _, x, __: without_arrays(x), args, {})
-    return planned._job(traced, location(traced, args, {}, {}), *abstract)
+    return planned._request(traced, location(traced, args, {}, {}), *abstract)
 
 
 def sketched(*args, **options):
