@@ -66,7 +66,6 @@ _LATER: Final = "what a plan was made with goes at the next garbage collection, 
 EXPLAINED: Final = {
     "test_error_disallowed_custom_call_stablehlo": "exports a call that no compiler here knows; plans are compiled",
     "test_fsdp_pipeline_grad": "jax 0.10.2 cannot evaluate its own equations again there; in use it runs as written",
-    "test_hard_stuff3": "XLA:CPU of 0.10 without optimizations emits no barrier in a fusion; in use it runs as written",
     "test_jit_reference_dropping": _LATER,
     "test_pe_close_jaxpr_cache_leak": _LATER,
     "test_reference_cycles_jit": _LATER,
