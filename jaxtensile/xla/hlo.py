@@ -26,7 +26,7 @@ _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\(
 _SHAPE = re.compile(r"([a-z]+\d*\w*)\[([\d,]*)\]")
 _WIDTH = re.compile(r"[a-z]+(\d+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
+CALLED = re.compile(r"(?:calls|to_apply|body)=%?([\w.-]+)")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _AGAIN = re.compile(r"\.remat\d*(?:\.|$)")
 FREE = frozenset({"get-tuple-element", "tuple", "bitcast", "parameter", "constant", "copy-done"})
@@ -54,7 +54,7 @@ class Line:
     @property
     def called(self) -> list[str]:
         """The computations that run when it does."""
-        return _CALLED.findall(self.rest) if self.opcode in ("fusion", "call", "while", "async-start") else []
+        return CALLED.findall(self.rest) if self.opcode in ("fusion", "call", "while", "async-start") else []
 
 
 def hlo_flops(text: str) -> Flops:
@@ -124,9 +124,7 @@ def _flops(computations: dict[str, list[Line]]) -> Callable[[str], Flops]:
 def product(line: Line, shapes: dict[str, str]) -> Flops:
     operands = [dims(shapes.get(name, "")) for name in line.operands]
     if line.opcode == "dot" or "__cublas" in line.rest:
-        contract = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', line.rest)
-        axes = [int(n) for n in re.findall(r"\d+", contract[1])] if contract else []
-        return 2.0 * math.prod(dims(line.shape)) * math.prod(operands[0][a] for a in axes)
+        return 2.0 * math.prod(dims(line.shape)) * math.prod(operands[0][a] for a in axes(line, "contracting"))
     if line.opcode == "convolution" or "__cudnn$conv" in line.rest:
         # Forward, or a gradient: multiply-adds are output x kernel / output features of the forward product.
         result = dims(line.shape)
@@ -139,6 +137,12 @@ def product(line: Line, shapes: dict[str, str]) -> Flops:
         features = kernel[labels[1].index("o")] if labels else 1
         return 2.0 * math.prod(out) * math.prod(kernel) / max(features, 1) if first else 0.0
     return 0.0
+
+
+def axes(line: Line, which: str) -> list[int]:
+    """The ``contracting`` or ``batch`` dimensions of a product's first operand."""
+    found = re.search(rf'lhs_{which}_dim(?:s=\{{|ensions":\[)([^\]}}]*)', line.rest)
+    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
 
 def _arrays(shape: str) -> Iterator[tuple[str, list[int]]]:
@@ -161,4 +165,4 @@ def nbytes_of(shape: str) -> Bytes:
     return total
 
 
-__all__ = ["FREE", "Line", "dims", "hlo_flops", "nbytes_of", "parsed", "product", "recomputed"]
+__all__ = ["CALLED", "FREE", "Line", "axes", "dims", "hlo_flops", "nbytes_of", "parsed", "product", "recomputed"]

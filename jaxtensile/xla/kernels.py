@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxtensile.units import Bytes, Flops
-from jaxtensile.xla.hlo import FREE, Line, dims, nbytes_of, parsed, product
+from jaxtensile.xla.hlo import CALLED, FREE, Line, axes, dims, nbytes_of, parsed, product
 
 _NAMED = re.compile(r'op_name="([^"]*)"')
 _KIND = re.compile(r"kind=k(\w+)")
@@ -24,7 +24,6 @@ _EMITTER = re.compile(r'"kind":"([^"]+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]+)"')
 _FIRST_LAYOUT = re.compile(r"\(?[^{]*\{([^}]*)\}")
 _BRANCHES = re.compile(r"(?:branch_computations=\{|true_computation=|false_computation=|, )%([\w.-]+)")
-_CALLED = re.compile(r"(?:to_apply|calls|body)=%?([\w.-]+)")
 _WIDE = re.compile(r"f32|f64|c64")
 _HOST = "S(5)"
 """How a layout says that a value is in pinned host memory."""
@@ -127,7 +126,7 @@ class _Module:
         return tuple(step for line in lines if line.opcode not in _NO_WORK for step in self._steps(line, shapes))
 
     def _steps(self, line: Line, shapes: Mapping[str, str]) -> Iterator[Kernel | Copying | Copied | Loop]:
-        called = [c for c in _CALLED.findall(line.rest) if c in self.computations]
+        called = [c for c in CALLED.findall(line.rest) if c in self.computations]
         if line.opcode == "while":
             yield Loop(line.trips, self.schedule(called[0]))
         elif line.opcode in ("call", "async-start") and called:
@@ -150,7 +149,7 @@ class _Module:
         written, kind = nbytes_of(line.shape), line.opcode
         products, flops = (_product(line, shapes),) if line.opcode == "dot" else (), product(line, dict(shapes))
         if line.opcode in ("fusion", "fusion-start"):
-            inside = self._of(_CALLED.findall(line.rest)[0])
+            inside = self._of(CALLED.findall(line.rest)[0])
             kind, products, flops, written = inside.kind(line), inside.products, inside.flops, inside.written
             reads = dict.fromkeys(operands, 0)
             for i, o in enumerate(operands):
@@ -266,15 +265,10 @@ class _Inside:
 def _product(line: Line, shapes: Mapping[str, str]) -> Product:
     """The sizes of a product."""
     a, b = (dims(shapes.get(o, "")) for o in line.operands[:2])
-    depth, batch = (math.prod(a[i] for i in _axes(line, which)) for which in ("contracting", "batch"))
+    depth, batch = (math.prod(a[i] for i in axes(line, which)) for which in ("contracting", "batch"))
     others = max(depth * batch, 1)
     wide = _WIDE.match(shapes.get(line.operands[0], "")) is not None
     return Product(batch, math.prod(a) // others, math.prod(b) // others, depth, wide)
-
-
-def _axes(line: Line, which: str) -> list[int]:
-    found = re.search(rf'lhs_{which}_dim(?:s=\{{|ensions":\[)([^\]}}]*)', line.rest)
-    return [int(n) for n in re.findall(r"\d+", found[1])] if found else []
 
 
 def _attention(query: Sequence[int], backward: bool) -> Flops:
