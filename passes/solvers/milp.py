@@ -22,7 +22,7 @@ it is a lower bound as far as XLA's fusion is foreseen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -298,24 +298,17 @@ class Model:
         matrix = cast(
             Any, csr_array(([c for *_, c in entries], ([e[0] for e in entries], [e[1] for e in entries])), shape)
         )
-        rows = [LinearConstraint(matrix, least, np.full(len(least), np.inf))] if entries else []
-        options = {"time_limit": max(seconds, _BRIEFEST), "mip_rel_gap": tolerance} | (
-            {"node_limit": nodes} if nodes else {}
+        found = _answered(
+            c=objective,
+            integrality=integral,
+            bounds=Bounds(np.array(self._low), high),
+            constraints=[LinearConstraint(matrix, least, np.full(len(least), np.inf))] if entries else [],
+            options={
+                "time_limit": max(seconds, _BRIEFEST),
+                "mip_rel_gap": tolerance,
+                **({"node_limit": nodes} if nodes else {}),
+            },
         )
-
-        def asked(presolve: bool) -> Any:
-            with hushed(_REPAIRED):
-                return cast(Any, milp)(
-                    objective,
-                    integrality=integral,
-                    bounds=Bounds(np.array(self._low), high),
-                    constraints=rows,
-                    options={**options, "presolve": presolve},
-                )
-
-        found = asked(presolve=True)
-        if found.status == _INFEASIBLE:
-            found = asked(presolve=False)  # HiGHS's presolve says so of some programmes that have an answer
         bound = 0.0
         if found.mip_dual_bound is not None and np.isfinite(found.mip_dual_bound):
             least = float(found.mip_dual_bound)
@@ -327,6 +320,15 @@ class Model:
             return Outcome(None, bound if found.status == 1 else INF, 0)
         kept = frozenset(v for v, k in self.keep.items() if found.x[k] > 0.5)
         return Outcome(kept | self.nodes.small, bound, int(found.x[self._over] * self._unit))
+
+
+def _answered(*, options: Mapping[str, float], **programme: Any) -> Any:
+    """What HiGHS says; once more without its presolve, which calls some programmes infeasible that have an answer."""
+    with hushed(_REPAIRED):
+        found = cast(Any, milp)(**programme, options=options)
+        if found.status == _INFEASIBLE:
+            found = cast(Any, milp)(**programme, options={**options, "presolve": False})
+    return found
 
 
 def _sum(a: Row, b: Row, times: float = 1.0) -> Row:
