@@ -110,6 +110,7 @@ SWITCHES: Final = (
     Switch("below_the_peak", "state comes in once that adds nothing to the peak"),
     Switch("few_at_once", "few groups of state are on the device at once"),
     # ---- passes/seconds
+    Switch("slices_read", "of a buffer of which a kernel takes slices alone it reads the slices"),
     Switch("draws_dear", "random numbers are as dear as products where a compiler stores them early"),
     # ---- passes/solvers
     Switch("lower_budgets", "a plan that misses, or is dear, is compared with plans for lower budgets"),

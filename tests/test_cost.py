@@ -67,6 +67,19 @@ def test_a_kernel_streams_what_it_reads_and_writes():
     assert only(b.graph(b.op("add", x, y)))[0] == pytest.approx(LAUNCH + 12e6 / BANDWIDTH)
 
 
+def test_of_what_it_only_takes_slices_of_a_kernel_reads_the_slices():
+    def sums(*more):
+        b = Builder()
+        x = b.input(10**4, 64)
+        rows = [b.op("slice", x, shape=(10, 64)) for _ in range(3)]
+        return b.graph(b.op("add", b.op("add", *rows[:2]), rows[2], *(b.op(name, x, shape=(10, 64)) for name in more)))
+
+    rows = 4 * 10 * 64
+    assert only(sums())[0] == pytest.approx(LAUNCH + 4 * rows / BANDWIDTH)
+    assert only(sums("dynamic_slice"))[0] == pytest.approx(LAUNCH + 5 * rows / BANDWIDTH)
+    assert only(sums("pad"))[0] == pytest.approx(LAUNCH + (4 * 64 * 10**4 + rows) / BANDWIDTH), "once, and whole"
+
+
 def test_a_reduction_reads_what_its_fused_operands_come_from():
     b = Builder()
     x = b.input(10**6)

@@ -8,6 +8,7 @@ nearly all of what was measured on the device.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.ir.ir import OUTER, Graph, Op
@@ -21,10 +22,11 @@ from jaxtensile.passes.lifetimes.fusion import (
     REDUCTIONS,
     VIEWS,
     WORK,
+    Kernels,
     fuse,
 )
 from jaxtensile.switches import on
-from jaxtensile.units import Seconds
+from jaxtensile.units import Bytes, Seconds
 
 MATMUL_SHARE = 0.75
 """Dense bf16 products reach 790 of 989 TFLOP/s on an H200 (measured); real shapes a little less."""
@@ -65,6 +67,9 @@ guess on the safe side."""
 WHILE_TRIPS = 10
 """Iterations that a ``while`` is taken to have: nobody knows how many. A guess: solvers end within tens."""
 
+TAKES = frozenset("slice dynamic_slice gather split unstack".split())
+"""Of what these read only their results are."""
+
 KNOWN = (
     ELEMENTWISE
     | MOVES
@@ -92,6 +97,7 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
     seconds themselves.
     """
     kernels = fuse(graph)
+    touched = _touched(graph, kernels) if on("slices_read") else None
     bandwidth = device.reached("memory_bandwidth", COPY_SHARE)
     weight = device.traffic_weight
 
@@ -121,7 +127,7 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
             return 0.0, 0.0, written * share / bandwidth
         if op.primitive in IN_PLACE:
             written = sum(graph.values[v].nbytes for v in op.operands[1:])
-        read = sum(graph.values[b].nbytes for b in kernels.reads[op.id])
+        read = sum(graph.values[b].nbytes for b in kernels.reads[op.id]) if touched is None else touched[op.id]
         if op.primitive in MOVES or op.primitive in IN_PLACE:
             read = min(read, written)
         compute = op.flops / matmul_rate(op, graph, device)
@@ -131,6 +137,30 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
     rows = [both(op) for op in graph.ops]
     seconds = tuple(seconds for seconds, _ in rows)
     return Costs(seconds=seconds, charge=seconds if weight >= 1 else tuple(charge for _, charge in rows))
+
+
+def _touched(graph: Graph, kernels: Kernels) -> list[Bytes]:
+    """Bytes that the kernel of each op reads: of a buffer of which it takes slices alone, the slices."""
+    of: list[Mapping[int, Bytes]] = [{} for _ in graph.values]
+    for v in graph.inputs:
+        of[v] = {v: graph.values[v].nbytes}
+    found: list[Bytes] = []
+    for op in graph.ops:
+        read: dict[int, Bytes] = {}
+        for v in dict.fromkeys(op.operands):
+            for b, nbytes in of[v].items():
+                read[b] = min(read.get(b, 0) + nbytes, graph.values[b].nbytes)
+        for r in op.results:
+            home, made = kernels.home[r], graph.values[r].nbytes
+            taken = {b: min(nbytes, made) for b, nbytes in read.items()} if op.primitive in TAKES else read
+            of[r] = taken if home < 0 else {home: graph.values[home].nbytes}
+        if op.primitive in TAKES:
+            made = sum(graph.values[r].nbytes for r in op.results)
+            read = {b: min(nbytes, made) for b, nbytes in read.items()}
+        # What a kernel adds its result to, say, it reads beside its operands.
+        whole = sum(graph.values[b].nbytes for b in kernels.reads[op.id] if b not in read)
+        found.append(whole + sum(read[b] for b in kernels.reads[op.id] if b in read))
+    return found
 
 
 def _passes(op: Op, graph: Graph) -> float:
