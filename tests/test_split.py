@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
-from jaxtensile.rewrites.split import sliced_products, split_products
+from jaxtensile.rewrites.split import EACH, sliced_products, split_products
 
 
 def pairs(vs):
@@ -41,17 +41,18 @@ CASES = {
 }
 
 
-def split(fun, args):
+def split(fun, args, pieces=EACH):
     closed = jax.jit(fun).trace(*args).jaxpr
     traced = trace_jaxpr(closed)
     chosen = sliced_products(traced, 64)
-    return closed, traced, chosen, split_products(traced, closed, chosen)
+    return closed, traced, chosen, split_products(traced, closed, chosen, pieces)
 
 
+@pytest.mark.parametrize("pieces", [EACH, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_values_from_slices(name):
+def test_the_same_values_from_slices(name, pieces):
     fun, args, count = CASES[name]
-    closed, traced, chosen, new = split(fun, args)
+    closed, traced, chosen, new = split(fun, args, pieces)
     assert len(chosen) == count
     flat = trace_jaxpr(new)
     shapes = {traced.graph.values[v].shape for v in chosen}
@@ -67,6 +68,15 @@ def test_the_same_values_from_slices(name):
         ):
             assert a.dtype == b.dtype and a.shape == b.shape
             np.testing.assert_allclose(np.float64(a), np.float64(b), rtol=2e-6, atol=2e-6)
+
+
+def test_a_piece_is_several_slices():
+    """Five vectors, in two pieces: the gradient is made of products of three of them and of two."""
+    vectors = [jnp.sin(jnp.arange(40.0).reshape(8, 5) * k) for k in range(1, 6)]
+    closed, _, _, new = split(jax.grad(pairs), (vectors,), 2)
+    made = [e.outvars[0].aval.shape for e in new.eqns if e.primitive.name == "dot_general"]
+    assert sorted(shape for shape in made if shape != (8, 5, 5)) == [(8, 2, 5)] * 2 + [(8, 3, 5)] * 2
+    assert jaxpr_flops(new) == jaxpr_flops(closed)
 
 
 def test_the_same_flops():

@@ -12,7 +12,7 @@ from jaxtensile.devices.profiles import profile
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.program.trace import trace_jaxpr
-from jaxtensile.rewrites.split import SLICES
+from jaxtensile.rewrites.split import EACH, SLICES
 from jaxtensile.rewrites.undo import undo
 from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
@@ -200,8 +200,8 @@ def test_products_that_are_read_in_slices():
     written = variants.written(work, traced, costs, prepare)
     nothing, _ = both(job(unrolled))
     assert not rewritten(nothing, SLICES)
-    (sliced,) = rewritten(written, SLICES)
-    assert len(sliced.taken[0].sites) == 3
+    *pieces, sliced = rewritten(written, SLICES)
+    assert [v.taken[0].sites[1] for v in (*pieces, sliced)] == [2, EACH] and len(sliced.taken[0].sites[0]) == 3
     # Only the gradient of one vector is asked for: the other slices are never made.
     assert 0 < sliced.traced.graph.flops < traced.graph.flops
 

@@ -1,10 +1,11 @@
-"""Products that are only read in slices: compute the slices, and never the whole.
+"""Products that are only read in slices: compute some slices at a time, and never the whole.
 
 The gradient of a stack of vectors is often one large product of which every consumer reads a slice.
 No recomputation helps there: the product, what it is made from and whatever is added to it exist at
 once. But a slice of a product is the product of a slice (of one factor along a free dimension, of
 both along a batch dimension), and a slice of a sum is the sum of slices: the same multiplications in
-more and smaller kernels.
+more and smaller kernels. Each of them reads the other factor once more, so that few pieces of several slices each
+take less time, and more bytes.
 
 Invariant: every element is computed by the same operations from the same operands as before; what
 changes is which elements one op makes.
@@ -13,9 +14,9 @@ changes is which elements one op makes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any, Final
 
 from jax import lax
 
@@ -27,6 +28,10 @@ from jaxtensile.units import Bytes
 
 _POINTWISE = frozenset("add add_any sub mul neg convert_element_type".split())
 _CUTS = frozenset(("slice", "split", "unstack"))
+EACH: Final = 0
+"""Pieces: as many as there are slices."""
+FEW: Final = (2, 4, 8)
+"""Other numbers of pieces that are tried. A guess: each is planned in full."""
 
 
 def sliced_products(traced: Traced, smallest: Bytes) -> frozenset[int]:
@@ -51,40 +56,42 @@ def sliced_products(traced: Traced, smallest: Bytes) -> frozenset[int]:
     return frozenset(chosen)
 
 
-def split_products(traced: Traced, closed: Any, chosen: frozenset[int]) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) that makes the ``chosen`` values slice by slice.
+def split_products(traced: Traced, closed: Any, chosen: frozenset[int], pieces: int = EACH) -> Any:
+    """The closed jaxpr of ``traced`` (of ``closed``) that makes the ``chosen`` values in so many ``pieces``, of
+    neighbouring slices each.
 
-    A slice is made where it is first read, and one after the other: each stands behind a barrier with
+    A piece is made where one of its slices is first read, and one after the other: each stands behind a barrier with
     the one before it. Without that XLA merges products that share a factor, and the whole is back.
     """
+    within = _pieces(traced, chosen, pieces)
 
     def evaluate(*flat: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
         env.update(traced.consts)
-        last: dict[int, tuple[int, Any]] = {}  # whole → the slice made last: its value id and itself
+        last: dict[int, _Slice] = {}  # whole → the slice whose piece was made last
+        made: dict[tuple[int, int, int, int], Any] = {}
 
         def read(atom: Any) -> Any:
             if not isinstance(atom, int):
                 return atom.val
             value = env[atom]
             if isinstance(value, _Slice):
-                env[atom] = value = make(atom, value)
+                env[atom] = value = make(value)
             return value
 
-        def make(v: int, wanted: _Slice) -> Any:
+        def make(wanted: _Slice) -> Any:
             with _compat.equation_context(wanted.equation.eqn, wanted.equation.stack):
-                before = last.get(id(wanted.whole))
-                whole = wanted.whole
-                if before is not None:
-                    u, slice_before = before
-                    leaves = whole.leaves()
-                    *leaves, slice_before = lax.optimization_barrier((*leaves, slice_before))
-                    env[u] = slice_before
-                    whole = whole.of(iter(leaves))
-                made = whole.piece(wanted.dim, wanted.low, wanted.high)
-                made = lax.squeeze(made, (wanted.dim,)) if wanted.squeezed else made
-            last[id(wanted.whole)] = v, made
-            return made
+                if wanted.piece not in made:
+                    before, whole = last.get(id(wanted.whole)), wanted.whole
+                    if before is not None:
+                        leaves = whole.leaves()
+                        *leaves, made[before.piece] = lax.optimization_barrier((*leaves, made[before.piece]))
+                        whole = whole.of(iter(leaves))
+                    made[wanted.piece] = whole.piece(wanted.dim, *wanted.within)
+                    last[id(wanted.whole)] = wanted
+                low = wanted.within[0]
+                part = lax.slice_in_dim(made[wanted.piece], wanted.low - low, wanted.high - low, axis=wanted.dim)
+                return lax.squeeze(part, (wanted.dim,)) if wanted.squeezed else part
 
         for equation in traced.equations:
             first = equation.operands[0] if equation.operands else None
@@ -92,7 +99,9 @@ def split_products(traced: Traced, closed: Any, chosen: frozenset[int]) -> Any:
                 operands = tuple(read(a) for a in equation.operands)
                 env[equation.results[0]] = _Later(equation, operands)
             elif isinstance(first, int) and isinstance(env[first], _Later):
-                env.update(zip(equation.results, _slices(equation, env[first]), strict=True))
+                slices = _slices(equation, env[first])
+                slices = [replace(s, within=within.get((first, s.low, s.high), s.within)) for s in slices]
+                env.update(zip(equation.results, slices, strict=True))
             else:
                 results = bind(equation, [read(a) for a in equation.operands])
                 env.update(zip(equation.results, results, strict=True))
@@ -147,14 +156,21 @@ class _Later:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """What one result of a cutting equation is: elements ``low`` to ``high`` along ``dim`` of ``whole``."""
+    """What one result of a cutting equation is: elements ``low`` to ``high`` along ``dim`` of ``whole``, made together
+    with those of ``within``."""
 
     equation: Any
     whole: _Later
     dim: int
     low: int
     high: int
+    within: tuple[int, int]
     squeezed: bool = False
+
+    @property
+    def piece(self) -> tuple[int, int, int, int]:
+        """Equal for slices that are made together."""
+        return id(self.whole), self.dim, *self.within
 
 
 def _rank(x: Any) -> int:
@@ -170,16 +186,47 @@ def _piece(x: Any, dim: int, low: int, high: int) -> Any:
 
 
 def _slices(equation: Any, whole: _Later) -> list[_Slice]:
-    """What a cutting equation makes of ``whole``."""
+    """What a cutting equation makes of ``whole``, each by itself."""
+    squeezed = equation.eqn.primitive.name == "unstack"
+    dim, spans = _cut(equation, whole.shape)
+    return [_Slice(equation, whole, dim, *span, span, squeezed) for span in spans]
+
+
+def _cut(equation: Any, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
+    """Along which dimension a cutting equation cuts a value, and between which elements."""
     name, params = equation.eqn.primitive.name, equation.eqn.params
     if name == "slice":
-        (dim,) = _cut_dims(params, whole.shape)
-        return [_Slice(equation, whole, dim, params["start_indices"][dim], params["limit_indices"][dim])]
+        (dim,) = _cut_dims(params, shape)
+        return dim, [(params["start_indices"][dim], params["limit_indices"][dim])]
     if name == "split":
         ends = list(accumulate(params["sizes"]))
-        return [_Slice(equation, whole, params["axis"], e - n, e) for e, n in zip(ends, params["sizes"], strict=True)]
-    axis = params["axis"]
-    return [_Slice(equation, whole, axis, k, k + 1, True) for k in range(whole.shape[axis])]
+        return params["axis"], [(e - n, e) for e, n in zip(ends, params["sizes"], strict=True)]
+    return params["axis"], [(k, k + 1) for k in range(shape[params["axis"]])]
+
+
+def _pieces(traced: Traced, chosen: frozenset[int], pieces: int) -> dict[tuple[int, int, int], tuple[int, int]]:
+    """For each slice of the ``chosen`` values, by value and span, the span that is made with it, where that is not
+    the slice alone."""
+    if pieces == EACH:
+        return {}
+    found: dict[tuple[int, int, int], tuple[int, int]] = {}
+    for v in chosen:
+        cuts = [_cut(traced.equations[o], traced.graph.values[v].shape) for o in _cuts_of(traced, v)]
+        spans = sorted({span for _, spans in cuts for span in spans})
+        if len({dim for dim, _ in cuts}) != 1 or any(a[1] != b[0] for a, b in pairwise(spans)):
+            continue  # slices of several dimensions, or that overlap, have no neighbours
+        size = -(-len(spans) // pieces)
+        if size == 1:
+            continue
+        for i in range(0, len(spans), size):
+            group = spans[i : i + size]
+            found.update({(v, *span): (group[0][0], group[-1][1]) for span in group})
+    return found
+
+
+def _cuts_of(traced: Traced, v: int) -> list[int]:
+    """The cutting ops that read a value."""
+    return [op.id for op in traced.graph.ops if op.operands and op.operands[0] == v and _cuts(traced, op.id)]
 
 
 def _cut_dims(params: Any, shape: tuple[int, ...]) -> list[int]:
@@ -209,20 +256,31 @@ def _same_shapes(graph: Graph, operands: tuple[int, ...], result: int) -> bool:
     return all(graph.values[v].shape in (shape, ()) for v in operands)
 
 
-def _find(start: Start) -> list[tuple[int, ...]]:
+Sites = tuple[tuple[int, ...], int]
+"""The values that are made in pieces, and how many."""
+
+
+def _find(start: Start) -> list[Sites]:
     chosen = sliced_products(start.base, large(start.base))
-    return [tuple(sorted(chosen))] if chosen else []
+    numbers = dict.fromkeys(k for k in (*FEW, EACH) if k == EACH or _pieces(start.base, chosen, k)) if chosen else ()
+    return [(tuple(sorted(chosen)), k) for k in numbers]
+
+
+def _describe(sites: Sites) -> str:
+    values, pieces = sites
+    how = "slice by slice" if pieces == EACH else f"in {pieces} pieces"
+    return f"{len(values)} large values, read in slices only, are made {how}"
 
 
 SLICES = Rewrite(
     key="slices",
     title="products made slice by slice",
-    form=tuple[int, ...],
+    form=tuple[tuple[int, ...], int],
     find=_find,
-    apply=lambda start, values: changed(
-        start, lambda: split_products(start.base, start.request.jaxpr, frozenset(values))
+    apply=lambda start, sites: changed(
+        start, lambda: split_products(start.base, start.request.jaxpr, frozenset(sites[0]), sites[1])
     ),
-    describe=lambda values: f"{len(values)} large values, read in slices only, are made slice by slice",
+    describe=_describe,
     sharded=True,
     last=True,
 )
