@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Measure plans on a real NVIDIA GPU in at most eight minutes: benchmarks/gpu/run.sh [--dry-run] [--seconds S] [CASE ...]
+# Measure plans on a real NVIDIA GPU: benchmarks/gpu/run.sh [--dry-run] [--programs FOLDER] [--seconds S] [SPEC ...]
 # PYTHON names the interpreter; otherwise the first that has what is needed is taken, and failing that a new
-# environment is tried. Exit status: 0 measured, 1 every case failed, 2 no GPU here or no JAX for it.
+# environment is tried. Exit status: 0 measured, 1 every program failed, 2 no GPU here or no JAX for it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -12,9 +12,9 @@ if [[ -z $dry ]] && ! compgen -G "/dev/nvidia[0-9]*" >/dev/null && ! nvidia-smi 
   exit 2
 fi
 
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_MEM_FRACTION=.93
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-if [[ -n $dry ]]; then export JAX_PLATFORMS=cpu; fi
+if [[ -n $dry ]]; then export JAX_PLATFORMS=cpu XLA_FLAGS=--xla_backend_optimization_level=0; fi
 
 # Prints what is missing, nothing if all is there. A dry run takes any JAX that the package takes.
 check='

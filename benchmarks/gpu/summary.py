@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-RESULTS = Path(__file__).parent / "results.json"
-TOLERANCE, COMPARED = 0.02, 5
-"""Relative difference of losses that is taken for rounding, over so many first steps: training amplifies it."""
+RESULTS: Final = Path(__file__).parent / "results.json"
+TOLERANCE: Final = 0.02
+"""Relative difference of losses that is taken for rounding."""
+
+Row = Mapping[str, Any]
 
 
 def line(path: Path = RESULTS) -> str:
@@ -17,90 +20,71 @@ def line(path: Path = RESULTS) -> str:
     if not path.exists():
         return "On a real GPU: not yet measured (`benchmarks/gpu/run.sh`)."
     result = json.loads(path.read_text())
-    rows, at = compared(result["cases"]), result.get("device", "a GPU")
-    held = [row for row in rows if within(row) is not None]
-    kept = sum(bool(within(row)) for row in held)
-    differences = [d for row in rows if (d := difference(row, result["cases"])) is not None]
-    same = sum(d <= TOLERANCE for d in differences)
+    ours = [row for row in result["rows"] if "budget" in row and "least" in row]
+    kept = sum(row["card_bytes"] <= row["budget"] for row in ours)
+    same = sum((difference(row, result["rows"]) or 0.0) <= TOLERANCE for row in ours)
     return (
-        f"On a real {at} (jax {result['machine']['jax']}, {result['machine']['date']}): {kept} of {len(held)} planned "
-        f"programs peak within their budget by `memory_stats`, {same} of {len(differences)} have the plain program's "
-        f"losses within {TOLERANCE:.0%}; times in `benchmarks/gpu/results.md`."
+        f"On a real {result['device']} (jax {result['machine']['jax']}, {result['machine']['date']}): {kept} of "
+        f"{len(ours)} planned programs are allocated within their budget, {same} have the plain program's loss within "
+        f"{TOLERANCE:.0%}; times in `benchmarks/gpu/results.md`."
     )
 
 
-def compared(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The cases in which a program of ours ran."""
-    return [row for row in cases if "step_seconds" in row.get("ours", {})]
+def plain_of(row: Row, rows: Sequence[Row]) -> Row | None:
+    """The plain program of the same workload."""
+    return next((r for r in rows if r["spec"] == f"{row['workload']}:plain"), None)
 
 
-def within(row: dict[str, Any]) -> bool | None:
-    """Whether the device's own peak is within the budget; None where it does not tell."""
-    peak = row["ours"].get("peak_bytes")
-    return None if peak is None else peak <= row["ours"]["budget"]
-
-
-def unchanged(row: dict[str, Any], cases: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run of the unchanged program of this case: its own, or the plain GPT-2 step's."""
-    own = row if row["case"].startswith("suite:") else next((c for c in cases if c["case"] == "gpt2:none"), {})
-    return own.get("peer", {})
-
-
-def difference(row: dict[str, Any], cases: list[dict[str, Any]]) -> float | None:
-    """The largest relative difference of our program's losses from the unchanged program's; None: not both ran."""
-    ours, plain = row.get("ours", {}).get("losses"), unchanged(row, cases).get("losses")
-    if not ours or not plain:
+def difference(row: Row, rows: Sequence[Row]) -> float | None:
+    """Relative difference of the loss from the plain program's; infinite where one is no number, None: not both ran."""
+    plain = plain_of(row, rows)
+    if plain is None or not row.get("loss") or not plain.get("loss"):
         return None
-    pairs = list(zip(ours, plain, strict=False))[:COMPARED]
-    if not all(map(math.isfinite, ours[:COMPARED] + plain[:COMPARED])):
+    pairs = list(zip(row["loss"], plain["loss"], strict=True))
+    if not all(math.isfinite(a) and math.isfinite(b) for a, b in pairs):
         return math.inf
     return max(abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in pairs)
 
 
-def table(result: dict[str, Any]) -> str:
+def table(result: Mapping[str, Any]) -> str:
     """The result as Markdown."""
-    m, cases = result["machine"], result["cases"]
-    where = f"{result.get('device', 'no device')}, jax {m['jax']}, Python {m['python']}, {m['date']}"
+    machine, rows = result["machine"], result["rows"]
+    where = f"{result['device']}, jax {machine['jax']}, Python {machine['python']}, {machine['date']}"
     lines = [
-        f"# Measured on {where}" + (" (dry run: tiny sizes on a CPU, no measurement)" if result["dry_run"] else ""),
+        f"# Measured on {where}" + (" (dry run: tiny sizes, no measurement)" if result["dry_run"] else ""),
         "",
-        f"Step: median of waited-for steps. XLA MB: argument + output + temp - alias. Peak MB: `memory_stats` of the "
-        "process, initialisation and autotuning included. Overhead: step time over that of the unchanged program. "
-        f"{result['seconds']:.0f} s in all.",
+        "Programs that were planned and lowered without a card, compiled and run on one. MB: argument + output + temp "
+        "- alias by XLA without the card, and on it. Steps of a workload's programs take turns; least and quartiles of "
+        f"waited-for steps. Over: of the least, over the plain program's; beside it what the kernels of the compile "
+        f"without a card say, and the model. {result['seconds']:.0f} s in all.",
         "",
-        "| case | program | budget MB | XLA MB | peak MB | host MB | step ms | overhead | predicted | losses differ by "
-        "| compile s |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| program | budget MB | MB | on the card | least ms | quartiles | over % | by kernels | by the model "
+        "| loss differs by |",
+        "|" + "---|" * 10,
     ]
-    for row in cases:
-        name = row["case"]
-        if "skipped" in row or "crash" in row:
-            why = row.get("skipped") or "failed: " + row["crash"].strip().splitlines()[-1][:160].replace("|", "/")
-            lines.append(f"| {name} | {why} | | | | | | | | | |")
-        base = unchanged(row, cases).get("step_seconds")
-        for program in ("peer", "ours"):
-            if program in row:
-                differ = difference(row, cases) if program == "ours" else None
-                lines.append(f"| {name} | {program} {_cells(row[program], base, differ)}")
-    if link := next((row["link"] for row in cases if "link" in row), None):
+    lines += [f"| {row['spec']} | {_cells(row, rows)} |" for row in rows]
+    if isinstance(link := result.get("link"), dict):
         rates = ", ".join(f"{way.replace('_', ' ')} {rate / 1e9:.1f} GB/s" for way, rate in link.items())
         lines += ["", f"Host link, pinned memory, one copy at a time: {rates}."]
-    if result.get("missing"):
-        lines += ["", f"Not installed, so that cases which need them failed: {', '.join(result['missing'])}."]
     return "\n".join(lines) + "\n"
 
 
-def _cells(one: dict[str, Any], base: float | None, differs: float | None) -> str:
+def _cells(row: Row, rows: Sequence[Row]) -> str:
     def mb(key: str) -> str:
-        return f"{one[key] / 1e6:,.1f}" if one.get(key) is not None else ""
+        return f"{row[key] / 1e6:,.1f}" if row.get(key) is not None else ""
 
-    if "error" in one:
-        return f"| {mb('budget')} | does not fit: {mb('needs')} | | | | | | | |"
-    step = one.get("step_seconds")
-    predicted = f"{one['predicted_overhead']:+.1%}" if "predicted_overhead" in one else ""
-    differ = f"{differs:.1e}" if differs is not None else ""
-    return (
-        f"| {mb('budget')} | {mb('xla_bytes')} | {mb('peak_bytes')} | {mb('host_bytes')} "
-        f"| {f'{step * 1e3:,.1f}' if step else 'not run'} | {f'{step / base - 1:+.1%}' if step and base else ''} "
-        f"| {predicted} | {differ} | {one['compile_seconds']:.1f} |"
+    told = [mb("budget"), mb("bytes"), mb("card_bytes")]
+    if why := row.get("error") or row.get("refused") or ("" if "least" in row else "not run"):
+        return " | ".join([*told, why.splitlines()[0][:160].replace("|", "/"), *[""] * 5])
+    plain = plain_of(row, rows)
+    over = ["", "", ""]
+    if plain is not None and plain is not row and "least" in plain:
+        over[0] = f"{row['least'] / plain['least'] - 1:+.1%}"
+        if row.get("kernels_seconds") and plain.get("kernels_seconds"):
+            over[1] = f"{row['kernels_seconds'] / plain['kernels_seconds'] - 1:+.1%}"
+        over[2] = f"{row['model_overhead']:+.1%}" if row.get("model_overhead") is not None else ""
+    differs = difference(row, rows)
+    quartiles = " ".join(f"{1e3 * q:.2f}" for q in row["quartiles"])
+    return " | ".join(
+        [*told, f"{1e3 * row['least']:.2f}", quartiles, *over, f"{differs:.1e}" if differs is not None else ""]
     )

@@ -13,7 +13,7 @@ One file per model, each readable and loadable on its own, all with the same fiv
   ``workload(name, batch=8)`` does so for every name.
 
 ``load(name)`` imports a module on first use. ``NAMES`` lists the suite; ``IN_PAPERS`` are networks
-that others report, which benchmarks of the suite leave out.
+that others report, which benchmarks of the suite leave out, as they do ``ON_NVIDIA``.
 """
 
 import importlib
@@ -36,12 +36,14 @@ MODULES = {
     "ode": "ode",
 }
 NAMES = tuple(MODULES)
+ON_NVIDIA = {"flash": "flash"}
+"""Whose kernels only an NVIDIA GPU has."""
 IN_PAPERS = {"vgg16": "vgg", "inception_v3": "inception", "densenet121": "densenet"}
 
 
 def load(name: str) -> ModuleType:
     """The module of one workload."""
-    known = MODULES | IN_PAPERS
+    known = MODULES | ON_NVIDIA | IN_PAPERS
     if name not in known:
         raise KeyError(f"no workload named {name!r}; there are {', '.join(known)}")
     return importlib.import_module(f"{__name__}.{known[name]}")
