@@ -102,18 +102,18 @@ def deep(ws, x):
     return (x * x).sum()
 
 
-@pytest.mark.parametrize("share", [0.01, 0.3])
-def test_the_smallest_reachable_budget_is_reached(share):
+@pytest.mark.parametrize("share, chunk", [(0.01, False), (0.3, False), (0.01, "auto")])
+def test_the_smallest_reachable_budget_is_reached(share, chunk):
     """Whatever was asked first, what the error names is met at the first attempt."""
     keys = jax.random.split(jax.random.key(0), 13)
     ws, x = [jax.random.normal(key, (64, 64)) / 16 for key in keys[1:]], jax.random.normal(keys[0], (512, 64))
     plain = jaxtensile.jit(jax.grad(deep), budget=GIB, compiler_options=FAST)
     budget = int(share * plain.plan(ws, x).compiled.device)
     with pytest.raises(jaxtensile.BudgetError) as info:
-        jaxtensile.jit(jax.grad(deep), budget=budget, compiler_options=FAST).plan(ws, x)
+        jaxtensile.jit(jax.grad(deep), budget=budget, chunk=chunk, compiler_options=FAST).plan(ws, x)
     needs = info.value.needs
     assert needs is not None
-    fitted = jaxtensile.jit(jax.grad(deep), budget=needs, compiler_options=FAST)
+    fitted = jaxtensile.jit(jax.grad(deep), budget=needs, chunk=chunk, compiler_options=FAST)
     assert fitted.plan(ws, x).compiled.device <= needs
     for ours, theirs in zip(fitted(ws, x), jax.jit(jax.grad(deep), compiler_options=FAST)(ws, x), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6 * float(jnp.abs(theirs).max()))
@@ -151,10 +151,12 @@ def test_the_smallest_of_a_program_with_checkpoints_may_be_without_them():
     plain = jaxtensile.jit(grad, budget=GIB, compiler_options=FAST).plan(*args).compiled.device
     for share in (0.5, 0.65):
         with pytest.raises(jaxtensile.BudgetError) as info:
-            jaxtensile.jit(grad, budget=int(share * plain), compiler_options=FAST).plan(*args)
+            jaxtensile.jit(grad, budget=int(share * plain), chunk=False, compiler_options=FAST).plan(*args)
         needs = info.value.needs
         assert needs < plain
-        assert jaxtensile.jit(grad, budget=needs, compiler_options=FAST).plan(*args).compiled.device <= needs
+        assert (
+            jaxtensile.jit(grad, budget=needs, chunk=False, compiler_options=FAST).plan(*args).compiled.device <= needs
+        )
 
 
 def test_after_a_budget_error_smaller_arguments_run_and_larger_ones_do_not():
@@ -316,7 +318,7 @@ def test_advice_is_what_can_be_done():
 
     def refused(fun, *args, **options):
         with pytest.raises(jaxtensile.BudgetError) as info:
-            jaxtensile.jit(fun, budget=1000, compiler_options=FAST, **options).plan(*args)
+            jaxtensile.jit(fun, budget=1000, chunk=False, compiler_options=FAST, **options).plan(*args)
         return str(info.value)
 
     def update(x):

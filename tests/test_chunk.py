@@ -552,7 +552,8 @@ def plain():
 
 
 def fitted(step, budget, chunk):
-    return jaxtensile.jit(step, budget=budget, chunk=chunk, target=H200, compiler_options=KERNELS, donate_argnums=0)
+    options = {"compiler_options": KERNELS, "donate_argnums": 0}
+    return jaxtensile.jit(step, budget=budget, chunk=chunk, objective="flops", target=H200, **options)
 
 
 def in_parts(share):

@@ -85,7 +85,7 @@ def test_budget():
     assert report.budget == 3 * MIB >= report.compiled.device
     assert where(report) == {"budget": ("3.00MiB", "jaxtensile.toml:3", "functions.gradients")}
     assert "\n  budget 3.00MiB from jaxtensile.toml:3 [functions.gradients]\n" in str(report)
-    assert "objective flops, undo True, chunk False, offload_state False, host_budget 0B by default" in str(report)
+    assert "objective time, undo True, chunk auto, offload_state False, host_budget 0B by default" in str(report)
     assert "budget 3.00MiB from jaxtensile.toml:3" in report.to_html()
     (first, *_) = report.to_dict()["settings"]
     assert (first["name"], first["value"], first["table"]) == ("budget", "3.00MiB", "functions.gradients")

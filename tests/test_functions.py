@@ -174,7 +174,7 @@ long.budget = 3
         ("[functions.f]\nhost_budget = []", "functions.f.host_budget = []: must be a size"),
         ("[functions.f]\nobjective = 'fast'", "toml:2: functions.f.objective = 'fast': must be flops or time"),
         ("[functions.f]\nundo = 1", "toml:2: functions.f.undo = 1: must be true or false"),
-        ("[functions.f]\nchunk = 'yes'", "functions.f.chunk = 'yes': must be true or false"),
+        ("[functions.f]\nchunk = 'yes'", "functions.f.chunk = 'yes': must be true, false or auto"),
         ("[functions.f]\noffload_state = 'host'", "functions.f.offload_state = 'host': must be true or false"),
         ("[functions.'']\nbudget = 1", "names no function: write [functions."),
         ("[functions.'train.py:']\nbudget = 1", 'toml:1: [functions."train.py:"] names no function'),

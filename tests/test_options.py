@@ -34,7 +34,7 @@ CODE = {
     "chunk": False,
     "offload_state": False,
 }
-DEFAULTS = {"host_budget": 0, "objective": "flops", "undo": True, "chunk": False, "offload_state": False}
+DEFAULTS = {"host_budget": 0, "objective": "time", "undo": True, "chunk": "auto", "offload_state": False}
 
 
 def config(device=None, **step):
@@ -79,7 +79,7 @@ def test_a_default_can_be_told_from_the_same_value_in_the_code():
     assert not resolved(Asked(chunk=False), known, STEP).chunk
     parameters = inspect.signature(jaxtensile.jit).parameters
     shown = {name: repr(p.default) for name, p in parameters.items() if name in KEYS}
-    defaults = {"objective": "'flops'", "undo": "True", "chunk": "False", "offload_state": "False"}
+    defaults = {"objective": "'time'", "undo": "True", "chunk": "'auto'", "offload_state": "False"}
     assert shown == {"budget": "None", "host_budget": "None", **defaults}
     for name in defaults:
         default = parameters[name].default

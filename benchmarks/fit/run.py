@@ -113,7 +113,7 @@ def fit(
 
     options = {**workload.jit_options, "compiler_options": dict(flags) if flags else None}
     given = {"budget": budget, "host_budget": host_budget, "target": target}
-    given |= {"chunk": chunk, "offload_state": offload_state}
+    given |= {"chunk": chunk, "offload_state": offload_state, "objective": "flops"}
     step = jaxtensile.jit(workload.fun, **given, **options)
     started = time.perf_counter()
     try:

@@ -58,6 +58,7 @@ from jaxtensile.rewrites.hosted import copies_come_back, stacks_come_back
 from jaxtensile.search.request import Evaluate, Fitted, Request, loads_index
 from jaxtensile.settings.identity import identity_of, planned
 from jaxtensile.settings.options import (
+    AUTO,
     Asked,
     ConfigLike,
     Resolved,
@@ -93,10 +94,10 @@ def jit(
     target: str | None = None,
     job: Any = None,
     solver: str = "auto",
-    objective: str = unsaid("flops"),
+    objective: str = unsaid("time"),
     undo: bool = unsaid(True),
     offload_state: bool = unsaid(False),
-    chunk: bool = unsaid(False),
+    chunk: bool | str = unsaid(AUTO),
     config: ConfigLike | None = None,
     **jax_jit_options: Any,
 ) -> Any:
@@ -109,14 +110,15 @@ def jit(
     ``host_budget``: bytes of pinned host memory where residuals may wait instead (on GPUs and TPUs; none by default).
     ``undo``: keep what the function's own ``jax.checkpoint``s would recompute where the budget has room
     for it; False honours them as written (those inside loops, and those that offload, always are).
-    ``chunk``: work on many rows (a batch, the logits of a loss) may be done for some of them at a time, where that is
-    the cheapest way to fit, often at a fraction of the bytes and with nothing computed twice; sums over rows, gradients
-    above all, are then sums of the parts' sums, added in float32 or more, and round differently.
+    ``chunk``: work on many rows (a batch, the logits of a loss) may be done for some of them at a time, often at a
+    fraction of the bytes and with nothing computed twice; sums over rows, gradients above all, are then sums of the
+    parts' sums, added in float32 or more, and round differently. ``"auto"``: where the step is shorter for it by 2 % or
+    more, or nothing else fits; True: wherever it is cheaper; False: never.
     ``solver``: ``"auto"``, fast at any size: ``"greedy"``, and for programs of a few layers an integer programme
     without its proof; ``"exact"``, with it, which takes up to a minute and reports a gap; ``"chain"``, a dynamic
     programme for programs that are chains.
-    ``objective``: ``"flops"``, no matrix product is computed twice where anything else can be, and then the predicted
-    step is to be short; ``"time"``, the predicted step alone is to be short, whatever is computed twice for it.
+    ``objective``: ``"time"``, the step is to be short, whatever is computed twice for it; ``"flops"``, no matrix
+    product is computed twice where anything else can be, and then the predicted step is to be short.
     ``offload_state``: donated arguments that only the update needs (optimizer moments, master weights, averages; of
     1 MiB or more) live in pinned host memory between calls, in at most ``host_budget`` bytes where one is given. The
     first call moves them there, their replacements are returned there, and each is on the device only while it is
@@ -141,6 +143,8 @@ def jit(
     named(solver)
     if not isinstance(objective, Unsaid) and objective not in WEIGHTS:
         raise OptionError(f"objective={objective!r} is not known: give one of {', '.join(map(repr, WEIGHTS))}")
+    if not isinstance(chunk, Unsaid) and chunk not in (True, False, AUTO):
+        raise OptionError(f"chunk={chunk!r} is not known: give True, False or {AUTO!r}")
     if target is not None and not isinstance(target, str):
         raise TargetError(f"target={target!r} is no name: give one of jaxtensile.targets(), or None to run here")
     placed = [name for name in ("in_shardings", "out_shardings") if name in jax_jit_options]

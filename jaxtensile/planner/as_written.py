@@ -15,8 +15,9 @@ from jaxtensile.planner.recall import named_by_an_error, remember
 from jaxtensile.planner.smallest import Smallest
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.request import Fitted
-from jaxtensile.search.variant import Variant
+from jaxtensile.search.variant import Variant, charge_of
 from jaxtensile.switches import on
+from jaxtensile.units import Seconds
 from jaxtensile.xla.compile import RECOMPUTES
 
 XLA: Final = "what XLA recomputes"
@@ -31,6 +32,8 @@ LARGE: Final = 8
 ended the process once. The number is a guess."""
 TIGHT: Final = 2.0
 """Budgets below so many times the lower bound may be hopeless. A guess."""
+SHORTER: Final = 0.02
+"""Share of the step that work in parts has to save, as sums round differently then. A guess."""
 
 
 def as_written(page: Page) -> Fitted:
@@ -62,30 +65,75 @@ def as_written(page: Page) -> Fitted:
         if plain.device <= request.budget:
             return page.unchanged()
     candidates, first = ahead()
+    # The smallest of all is looked for among work in parts too.
+    every = candidates.with_parts() if request.decides_on_parts else candidates
     # Below the bound before any search: no plan can need less than what single ops need at once.
     best, count = None, 0
     if possible:
         rounds = page.rounds
         start = page.written()
         lighter, others = page.lighter or start, [start] if page.lighter else []
-        if first is not None and on("glance") and rounds.all_hopeless(candidates, first):
-            best, count = Smallest(rounds).glance(page.candidates(lighter, others))
+        both = page.candidates(lighter, others)
+        both = both.with_parts() if request.decides_on_parts else both
+        hopeless = first is not None and on("glance") and rounds.all_hopeless(candidates, first)
+        if hopeless and (not request.decides_on_parts or rounds.all_hopeless(every, page.cheapest(every.anew()))):
+            best, count = Smallest(rounds).glance(both)
         if best is None or not rounds.hopeless(best.variant, best.compiled.device):
-            best, more = rounds.all(candidates, first)
+            if not (hopeless and request.decides_on_parts):
+                best, more = rounds.all(candidates, first)
+                count += more
+            best, more = or_in_parts(page, candidates.anew(), best)
             count += more
             if best is None or not best.fits:
-                best, more = Smallest(rounds).found(page.candidates(lighter, others), best)
+                best, more = Smallest(rounds).found(both.anew(), best)
                 count += more
     best = _or_by_xla(page, best)
     if best is None or not best.fits:
         fitted = named_by_an_error(page)
         if fitted is not None:
             return fitted
-        best = _smallest(page, candidates, best)
+        best = _smallest(page, every, best)
         if best is None or not best.fits:
             with page.clock("solve"):
-                raise cannot(request, candidates, bound, best)
+                raise cannot(request, every, bound, best)
     return page.fitted(best, bound, count)
+
+
+def or_in_parts(page: Page, without: Candidates, best: Made | None) -> tuple[Made | None, int]:
+    """``best``, of ``without`` parts, or what works in parts, and how many plans were compiled for it.
+
+    The model says what is worth a compile, and the kernels of what was compiled which step is shorter, where they are
+    known.
+    """
+    request = page.request
+    if not request.decides_on_parts:
+        return best, 0
+    worth = SHORTER * sum(without.written.whole.charge)
+    fits = best is not None and best.fits
+    if best is not None and fits and charge_of(best.variant, best.plan) < worth:
+        return best, 0
+    candidates = without.with_parts()
+    first = page.cheapest(candidates)
+    if first[0].parts == 1:
+        return best, 0
+    if best is not None and fits and not _shorter(best, charge_of(*first), worth):
+        return best, 0
+    made, count = page.rounds.all(candidates, first)
+    if made is None or not made.fits or made.variant.parts == 1:
+        return (best if fits else made or best), count
+    if best is None or not fits:
+        return made, count
+    before, now = best.compiled.time, made.compiled.time
+    if before is not None and now is not None:
+        return (made if now.seconds <= (1 - SHORTER) * before.seconds else best), count
+    return (made if _shorter(best, charge_of(made.variant, made.plan), worth) else best), count
+
+
+def _shorter(best: Made, charge: Seconds, worth: Seconds) -> bool:
+    """Whether a plan with such a charge is worth more than one that fits without parts: by much where the model alone
+    says so, at all where kernels are compared as well."""
+    least = 0.0 if best.compiled.time is not None else worth
+    return charge_of(best.variant, best.plan) - charge > least
 
 
 def _or_by_xla(page: Page, best: Made | None) -> Made | None:

@@ -69,7 +69,7 @@ def cannot(request: Request, candidates: Candidates, bound: Bound, best: Made | 
     smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {request.name}"
     other = ", or plan with solver='auto'" if request.solver == "chain" else ""
     ways = ["raise the budget"]
-    if not request.chunk and request.shards == 1 and Chunks(candidates.written).helps:
+    if request.chunk is False and request.shards == 1 and Chunks(candidates.written).helps:
         ways.append("work on the batch in parts (chunk=True)")
     ways.append("shrink the batch")
     if not any(request.donated):

@@ -189,11 +189,21 @@ class Candidates:
     """The variants of one program, cheapest first; once nothing else fits, large products are made slice by slice,
     and bodies of loops and branches are planned.
 
-    ``written``: what they are made from; ``others``: variants that are taken as they are.
+    ``written``: what they are made from; ``others``: variants that are taken as they are; ``parts``: whether work may
+    be done in parts, None for what was asked.
     """
 
-    def __init__(self, start: Variant, others: Sequence[Variant] = (), known: _Ways | None = None) -> None:
+    def __init__(
+        self,
+        start: Variant,
+        others: Sequence[Variant] = (),
+        known: _Ways | None = None,
+        *,
+        parts: bool | None = None,
+    ) -> None:
         self._others = others
+        asked = start.request
+        self._in_parts = bool(asked.chunk) and not asked.decides_on_parts if parts is None else parts
         self._begin(known or _Ways(start))
 
     def _begin(self, known: _Ways) -> None:
@@ -280,7 +290,7 @@ class Candidates:
         request, chunks = self.written.request, self._ways.chunks
         enough = WORTH * sum(self.written.whole.charge)
         if (
-            not request.chunk
+            not self._in_parts
             or request.shards > 1
             or (best[1].predicted.device <= budget and charge_of(*best) <= enough)
         ):
@@ -340,7 +350,11 @@ class Candidates:
 
     def anew(self) -> Candidates:
         """The same candidates, asked nothing yet."""
-        return Candidates(self.written, self._others, self._ways)
+        return Candidates(self.written, self._others, self._ways, parts=self._in_parts)
+
+    def with_parts(self) -> Candidates:
+        """The same candidates and work in parts, asked nothing yet."""
+        return Candidates(self.written, self._others, self._ways, parts=True)
 
     @property
     def _shallow(self) -> list[Variant]:

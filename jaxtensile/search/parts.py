@@ -56,7 +56,7 @@ class Chunks:
 
 def why_not_in_parts(request: Request, traced: Traced) -> str:
     """Why a program that may be worked on in parts cannot be; empty where it can, or was not asked to."""
-    if not request.chunk:
+    if request.chunk is not True:
         return ""
     if request.shards > 1:
         return "chunk=True has no effect on arguments that are sharded over several devices"

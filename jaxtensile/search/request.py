@@ -13,6 +13,7 @@ from jaxtensile.ir.plan import Leaf, Link
 from jaxtensile.passes.seconds.steptime import StepTime
 from jaxtensile.report.facts import Setting
 from jaxtensile.report.report import Report
+from jaxtensile.settings.options import AUTO
 from jaxtensile.units import Bytes
 from jaxtensile.xla.compile import Options
 
@@ -37,10 +38,10 @@ def loads_index(device: DeviceProfile) -> bool:
 class Request:
     """What ``pipeline.fit`` works on: one call of one function for one device.
 
-    ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute
-    less than they say; ``chunk``: whether work on many rows may be done in parts. ``place`` is set where donated
-    arguments may wait on the host between calls, of at most ``state_budget`` bytes; ``state`` are those that do.
-    ``names``: of the flat arguments; ``settings``: where its options are from.
+    ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute less than they
+    say; ``chunk``: whether work on many rows may be done in parts: wherever that is cheaper, or with ``AUTO`` where it
+    is by much. ``place`` is set where donated arguments may wait on the host between calls, of at most ``state_budget``
+    bytes; ``state`` are those that do. ``names``: of the flat arguments; ``settings``: where its options are from.
     ``stacks_come_back``: whether the device has been seen to read right what is stacked in host memory; asked before
     anything is. ``faults``: what of the planner failed for it, and is left out.
     """
@@ -58,7 +59,7 @@ class Request:
     keep_unused: bool = False
     host_budget: Bytes = 0
     undo: bool = True
-    chunk: bool = False
+    chunk: bool | str = False
     solver: str = "auto"
     place: Placer | None = None
     state_budget: Bytes | None = None
@@ -67,6 +68,11 @@ class Request:
     settings: tuple[Setting, ...] = ()
     stacks_come_back: Callable[[], bool] = lambda: True
     faults: Faults = field(default_factory=Faults, compare=False, repr=False)
+
+    @property
+    def decides_on_parts(self) -> bool:
+        """Whether parts are worked on only where that is shorter by much, or nothing else fits."""
+        return self.chunk == AUTO and self.shards == 1
 
     @property
     def way(self) -> Link:

@@ -33,6 +33,8 @@ ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 RESERVE: Final = GIB
 """Bytes of the device left to the process where neither the code nor the config gives a budget: its context
 (``process.CONTEXT``) and as much again for what is not planned. A guess."""
+AUTO: Final = "auto"
+"""Of ``chunk``: the planner decides."""
 CODE, DEFAULT, JOB = "code", "default", "job"
 """Sources of settings that are in no file."""
 
@@ -66,9 +68,9 @@ class Asked:
 
     budget: int | str | None = None
     host_budget: int | str | None = None
-    objective: str = unsaid("flops")
+    objective: str = unsaid("time")
     undo: bool = unsaid(True)
-    chunk: bool = unsaid(False)
+    chunk: bool | str = unsaid(AUTO)
     offload_state: bool = unsaid(False)
     target: str | None = None
     solver: str = "auto"
@@ -88,9 +90,9 @@ class Resolved:
     """What counts for one function. ``state_budget``: bytes of arguments that may wait on the host between calls, None
     without a bound; ``settings``: all options but the budget, which waits for its device."""
 
-    objective: str = "flops"
+    objective: str = "time"
     undo: bool = True
-    chunk: bool = False
+    chunk: bool | str = AUTO
     host_budget: Bytes = 0
     state_budget: Bytes | None = 0
     settings: tuple[Setting, ...] = ()
@@ -175,7 +177,7 @@ def resolved(asked: Asked, config: Config, who: Identity) -> Resolved:
     return Resolved(
         objective=values["objective"],
         undo=bool(values["undo"]),
-        chunk=bool(values["chunk"]),
+        chunk=AUTO if values["chunk"] == AUTO else bool(values["chunk"]),
         host_budget=host,
         state_budget=state if offload else 0,
         settings=(*settings.values(), host_setting),

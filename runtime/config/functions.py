@@ -31,7 +31,7 @@ class FunctionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host_budget: Amount | UnsetType = UNSET
     objective: Literal["flops", "time"] | UnsetType = UNSET
     undo: bool | UnsetType = UNSET
-    chunk: bool | UnsetType = UNSET
+    chunk: bool | Literal["auto"] | UnsetType = UNSET
     offload_state: bool | UnsetType = UNSET
 
     def said(self) -> dict[str, Any]:

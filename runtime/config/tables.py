@@ -38,7 +38,8 @@ _ALLOWED: Final = {
     "priority": "a whole number",
     **dict.fromkeys(("capacity", "reserve", "host", "least", "want", "budget", "host_budget"), _SIZE),
     **dict.fromkeys(("lease_ttl", "min_hold", "revoke_deadline"), _TIME),
-    **dict.fromkeys(("undo", "chunk", "offload_state"), _SWITCH),
+    "chunk": "true, false or auto",
+    **dict.fromkeys(("undo", "offload_state"), _SWITCH),
 }
 _WORD: Final = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
 _KEY: Final = rf"{_WORD}(?:\s*\.\s*{_WORD})*"
