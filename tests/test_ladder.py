@@ -1,12 +1,16 @@
 """The plans of one step: predicted without a compile, then compiled, and what is made of both."""
 
+import threading
+import time
+
 import pytest
 
 import job_programs as programs
 from jaxtensile.api import jit as api
 from jaxtensile.api.feedback import without_arrays
-from jaxtensile.errors import BudgetError
-from jaxtensile.jobs.ladder import Ladder, persistent, together
+from jaxtensile.errors import BudgetError, StoppedError
+from jaxtensile.jobs.ladder import RUNGS, Ladder, persistent, together
+from jaxtensile.passes.solvers import greedy
 from jaxtensile.planner import pipeline
 from jaxtensile.planner.plan_cache import PlanCache
 from jaxtensile.spmd.location import location
@@ -22,9 +26,9 @@ def request_of(rows=programs.ROWS, budget=None):
     return planned._request(traced, location(traced, args, {}, {}), *abstract)
 
 
-def sketched(*args, **options):
+def sketched(*args, count=RUNGS, **options):
     ladder = Ladder(*args, **options)
-    ladder.sketch()
+    ladder.sketch(count)
     return ladder
 
 
@@ -121,13 +125,64 @@ def test_several_steps_have_one_ladder_together(built):
 
 def test_what_somebody_waits_for_is_the_predicted_plan_and_not_the_best(monkeypatch):
     ladder, asked, real = sketched(request_of(rows=programs.ROWS // 2)), [], pipeline.fit
-    monkeypatch.setattr(pipeline, "fit", lambda job, **m: (asked.append((job.budget, m["aim"])), real(job, **m))[1])
+    monkeypatch.setattr(pipeline, "fit", lambda r, *a, **m: (asked.append((r.budget, m["aim"])), real(r, *a, **m))[1])
     low = ladder.places()[0]
     found = ladder.fitted(low.level + 1)
     assert asked == [(low.level, low.aim)]
     assert found.report.compiled.device <= low.level
     assert found.report.rounds == 1, "XLA is asked once"
     assert not ladder.complete
+
+
+def test_what_a_job_is_admitted_with_is_its_smallest_plan_and_the_largest(built):
+    predicted = [(p + t, s) for p, t, s, _ in built[1]]
+    found = sketched(request_of(), count=2).places()
+    assert [(p.level, p.seconds) for p in found] == [predicted[0], predicted[-1]]
+
+
+def test_what_was_predicted_is_not_searched_for_again(monkeypatch):
+    ladder, real, searched = sketched(request_of(rows=programs.ROWS // 2)), greedy.Searches._search, []
+    monkeypatch.setattr(greedy.Searches, "_search", lambda *args: (searched.append(args), real(*args))[1])
+    ladder.fitted(ladder.places()[1].level)
+    assert not searched
+
+
+def test_who_is_to_run_in_less_than_is_compiled_gets_the_smallest(monkeypatch):
+    """It may be told to shrink further while that is compiled."""
+    ladder, asked, real = sketched(request_of(rows=programs.ROWS // 2)), [], pipeline.fit
+    ladder.compile(ladder.places()[-1].budget)
+    low, between, *_, top = ladder.places()
+    assert top.fitted is not None and between.fitted is None
+    monkeypatch.setattr(pipeline, "fit", lambda r, *a, **m: (asked.append(r.budget), real(r, *a, **m))[1])
+    ladder.fitted(between.level)
+    assert asked == [low.level]
+
+
+def test_a_step_waits_for_no_plan_that_is_compiled_for_later(monkeypatch):
+    """That gives way, and begins again."""
+    ladder, real = sketched(request_of(rows=programs.ROWS // 2)), pipeline.fit
+    begun, gave_way = threading.Event(), []
+
+    def fit(request, solver, watch, **more):
+        if threading.current_thread() is builder and not begun.is_set():
+            begun.set()
+            for _ in range(1000):
+                time.sleep(0.01)
+                try:
+                    watch("compile")
+                except StoppedError:
+                    gave_way.append(request.budget)
+                    raise
+        return real(request, solver, watch, **more)
+
+    monkeypatch.setattr(pipeline, "fit", fit)
+    builder = threading.Thread(target=ladder.build)
+    builder.start()
+    assert begun.wait(60)
+    ladder.fitted(ladder.places()[0].level)
+    builder.join()
+    assert gave_way
+    assert ladder.complete, "it began again"
 
 
 def test_a_budget_caps_the_ladder():

@@ -141,7 +141,7 @@ def test_the_first_step_waits_for_no_smaller_plans_where_there_is_room(ladder, m
     monkeypatch.setattr(stepping, "_LONG", WAIT)
     with jaxtensile.job("first", config=programs.config(ROOM)) as job:
         steps, real = [], Ladder.sketch
-        monkeypatch.setattr(Ladder, "sketch", lambda self: (steps.append(job.steps), real(self))[1])
+        monkeypatch.setattr(Ladder, "sketch", lambda *args: (steps.append(job.steps), real(*args))[1])
         training = Training(job)
         training.step = jaxtensile.jit(lambda *args: programs.step(*args), job=job, donate_argnums=0)
         training.run(1)

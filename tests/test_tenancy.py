@@ -136,8 +136,8 @@ def test_a_job_that_is_told_to_shrink_below_its_smallest_plan_gets_what_that_nee
     """It was admitted by a prediction that was too low, and the coordinator goes by that until it knows more."""
     predicted = Ladder._predicted
 
-    def too_low(self, count):
-        low, *others = predicted(self, count)
+    def too_low(self, *args):
+        low, *others = predicted(self, *args)
         low.temp //= 4
         return [low, *others]
 

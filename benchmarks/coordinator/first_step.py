@@ -1,13 +1,14 @@
 """How long until the first step of each job, when several start at once and there is not room for all as they are?
 
-    python -m benchmarks.coordinator.first_step [--jobs N ...]
+    python -m benchmarks.coordinator.first_step [--jobs N ...] [--timeline]
 
 Training steps of a small GPT in processes of their own, under ``jaxtensile serve`` with room for one and a half of the
 program as it is. Beside them as many plain programs that start at once, without a coordinator and with room for all:
 the target is 1.3 times what the last of those takes. Losses are compared. Times are wall times of calls from the first
-to the end of the first step, compiles included, on a machine that does nothing else.
+to the end of the first step, compiles included, on a machine that does nothing else. What a job takes of the CPUs until
+then says the same where the machine does something else: all cores are at work until all have had their first step.
 
-Results go to ``first_step.json`` and ``first_step.md``.
+Results go to ``first_step.json`` and ``first_step.md``; ``--timeline`` prints what each job did when, only.
 """
 
 from __future__ import annotations
@@ -49,34 +50,39 @@ on_overdue = "terminate"
 """
 
 
-def one(name: str, coordinated: bool) -> dict[str, Any]:
+def one(name: str, coordinated: bool, timed: bool) -> dict[str, Any]:
     """Train in this process: seconds of the first step and of all, and losses."""
     import jax
 
     import jaxtensile
+    from benchmarks.coordinator import timeline
     from benchmarks.workloads import gpt2
 
     config = gpt2.Config(layers=4, width=256, heads=4, vocab=2048, context=256, batch=8, compute=jax.numpy.float32)
     state, tokens = gpt2.init_args(config, jax.random.key(0))
     jax.block_until_ready(state)
     losses: list[float] = []
-    took = 0.0
+    took = cpu = 0.0
+    if timed:
+        timeline.record()
 
     def train(step: Any, state: Any) -> None:
-        nonlocal took
+        nonlocal took, cpu
         began = time.monotonic()
         for _ in range(STEPS):
             state, loss = step(state, tokens)
             losses.append(float(loss))
             took = took or time.monotonic() - began
+            cpu = cpu or time.process_time() - before
 
-    began = time.monotonic()
+    began, before = time.monotonic(), time.process_time()
     if coordinated:
         with jaxtensile.job(name) as job:
             train(jaxtensile.jit(gpt2.step(config), job=job, donate_argnums=0), state)
     else:
         train(jax.jit(gpt2.step(config), donate_argnums=0), state)
-    return {"first": round(took, 1), "all": round(time.monotonic() - began, 1), "losses": losses}
+    found = {"first": round(took, 1), "cpu": round(cpu, 1), "all": round(time.monotonic() - began, 1), "losses": losses}
+    return {**found, "lines": timeline.LINES} if timed else found
 
 
 def needs() -> int:
@@ -91,7 +97,7 @@ def needs() -> int:
     return jaxtensile.estimate(work.fun, *work.args, exact=True, **work.jit_options).device
 
 
-def together(count: int, capacity: int | None) -> list[dict[str, Any]]:
+def together(count: int, capacity: int | None, *options: str) -> list[dict[str, Any]]:
     """So many at once; ``capacity``: of the device, None without a coordinator."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "JAXTENSILE_PLAN_CACHE": "off"}
     with tempfile.TemporaryDirectory() as name:
@@ -105,7 +111,7 @@ def together(count: int, capacity: int | None) -> list[dict[str, Any]]:
             while not place.exists():
                 time.sleep(0.02)
         kind = "plain" if capacity is None else "job"
-        command = [sys.executable, "-m", MODULE, "--one"]
+        command = [sys.executable, "-m", MODULE, *options, "--one"]
         jobs = [
             subprocess.Popen([*command, f"{kind}{k}"], cwd=ROOT, env=environment, stdout=subprocess.PIPE)
             for k in range(count)
@@ -131,18 +137,19 @@ def table(result: dict[str, Any]) -> str:
         *heading("First steps of jobs that start at once", result["machine"], __doc__),
         f"One program as it is needs {result['needs'] / 1e6:,.0f} MB; there is room for {ROOM} of it.",
         "",
-        "| jobs | plain: first steps, s | coordinated: first steps, s | slowest of both | target | all steps, plain | "
-        "all steps, coordinated | losses |",
-        "|---|---|---|---|---|---|---|---|",
+        "| jobs | plain: first steps, s | coordinated: first steps, s | slowest of both | target | CPU, plain | CPU, "
+        "coordinated | all steps, plain | all steps, coordinated | losses |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for count, row in result["jobs"].items():
         plain, ours = row["plain"], row["coordinated"]
         failed = sum("failed" in r for r in ours)
         if failed or any("failed" in r for r in plain):
-            lines.append(f"| {count} | {failed} of the jobs failed | | | | | | |")
+            lines.append(f"| {count} | {failed} of the jobs failed | | | | | | | | |")
             continue
         firsts = [sorted(r["first"] for r in rows) for rows in (plain, ours)]
         ratio = firsts[1][-1] / firsts[0][-1]
+        cpu = [sum(r["cpu"] for r in rows) / len(rows) for rows in (plain, ours)]
         whole = [max(r["all"] for r in rows) for rows in (plain, ours)]
         worst = max(
             abs(a / b - 1)
@@ -152,8 +159,8 @@ def table(result: dict[str, Any]) -> str:
         told = "equal" if not worst else f"within {worst:.0e}"
         cells = [", ".join(f"{s:.1f}" for s in row) for row in firsts]
         lines.append(
-            f"| {count} | {cells[0]} | {cells[1]} | {ratio:.1f} × | {TARGET} × | {whole[0]:.0f} s | {whole[1]:.0f} s | "
-            f"{told} |"
+            f"| {count} | {cells[0]} | {cells[1]} | {ratio:.1f} × | {TARGET} × | {cpu[0]:.1f} s | {cpu[1]:.1f} s | "
+            f"{whole[0]:.0f} s | {whole[1]:.0f} s | {told} |"
         )
     return "\n".join([*lines, "", WHY]) + "\n"
 
@@ -162,9 +169,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--jobs", type=int, nargs="*", default=JOBS)
+    parser.add_argument("--timeline", action="store_true", help="print what each job did when, only")
     options = parser.parse_args()
     if options.one:
-        print(json.dumps(one(options.one, options.one.startswith("job"))))
+        print(json.dumps(one(options.one, options.one.startswith("job"), options.timeline)))
+        return
+    if options.timeline:
+        from benchmarks.coordinator.timeline import merged
+
+        for count in options.jobs:
+            rows = together(count, int(ROOM * needs()), "--timeline")
+            print(merged({f"job{k}": row["lines"] for k, row in enumerate(rows)}))
         return
     from benchmarks.machine import describe
 

@@ -1,9 +1,9 @@
 """Which plans does one step have, from the smallest that can be reached up to the program with nothing recomputed?
 
-A *ladder* is first what the model says, without a compile: the program as it is, and once they are asked for the
-smaller plans, which take longer to find. Then plans are compiled, verified by XLA's allocation, and take the places of
-the predicted ones. A rung divides a program's bytes into those that are there whether it runs or not (arguments, and
-results that replace none of them) and those of a running step (temporaries).
+A *ladder* is first what the model says, without a compile: the program as it is, the smallest plan once that is asked
+for, and in the background those between, since each is half a second's work. Then plans are compiled, verified by XLA's
+allocation, and take the places of the predicted ones. A rung divides a program's bytes into those that are there
+whether it runs or not (arguments, and results that replace none of them) and those of a running step (temporaries).
 
 Invariant: what ``fitted`` returns was compiled, and needs no more than the bytes it was asked for.
 """
@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import statistics
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from jaxtensile.errors import BudgetError
-from jaxtensile.ir.plan import MemoryUse
+from jaxtensile.errors import BudgetError, StoppedError
+from jaxtensile.ir.plan import MemoryUse, Prepare
 from jaxtensile.jobs import sketching
+from jaxtensile.passes.solvers.by_name import named
 from jaxtensile.planner import pipeline
 from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.plan_cache import PlanCache
+from jaxtensile.runtime.client.holds import Exclusive
 from jaxtensile.runtime.protocol.messages import Rung
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.units import Bytes, Seconds
@@ -67,6 +69,10 @@ class Position:
         return self.persistent + self.temp
 
 
+class _Wanted(StoppedError):
+    """A step waits for a plan: what is compiled for later gives way."""
+
+
 class Ladder:
     """The plans of one signature. ``request``: without arrays, its budget an upper bound; ``renewed``: called, in
     whatever thread compiles, when there are other plans than before."""
@@ -75,14 +81,17 @@ class Ladder:
         self.request, self._plans = request, plans
         self._most_overhead = most
         self._lock = threading.Lock()
-        self._compiling = threading.Lock()
+        self._compiling, self._building = Exclusive(), threading.Lock()
+        """For a step that waits, and for later: the former does not wait for the latter."""
         self._asked: dict[Bytes, Fitted | None] = {}
         self._soon: set[Bytes] = set()
         """Budgets for which the first plan that fitted was taken."""
         self._sketching = threading.Lock()
+        self._solver: Prepare | None = None
+        """What was asked for predictions, and knows the answers; None while somebody asks it, and at the end."""
         self._places = self._predicted(1)
-        self.sketched = request.shards > 1
-        """Whether the smaller plans are predicted too."""
+        self._sketches = 1 if request.shards == 1 else RUNGS
+        """How many plans were predicted, or are at most."""
         self.smallest = self._places[0].level
         """As far as is known, the fewest bytes that it runs in."""
 
@@ -96,9 +105,14 @@ class Ladder:
         return max(p.persistent for p in self._places)
 
     @property
+    def sketched(self) -> bool:
+        """Whether a smaller plan is predicted too."""
+        return self._sketches > 1
+
+    @property
     def complete(self) -> bool:
         """Whether all plans are compiled, and the best for their bytes."""
-        return self.sketched and not self._soon and self.compiled == len(self._places)
+        return self._sketches == RUNGS and not self._soon and self.compiled == len(self._places)
 
     @property
     def compiled(self) -> int:
@@ -114,18 +128,19 @@ class Ladder:
         """What a plan of the step may need on a rung of its job."""
         return min(self.persistent, rung.persistent) + rung.temp
 
-    def sketch(self) -> None:
-        """Predict the smaller plans, too."""
+    def sketch(self, count: int = 2) -> None:
+        """Predict smaller plans, too: of two the smallest, which is what a job is admitted with."""
         with self._sketching:
-            if self.sketched:
+            if self._sketches >= count:
                 return
-            found = self._predicted(RUNGS)
+            with self._asking() as solver:
+                found = self._predicted(count, solver)
             with self._lock:
                 known = [p for p in self._places if p.fitted is not None]
                 new = [p for p in found if not any(k.level <= p.level and k.seconds <= p.seconds for k in known)]
                 self._places = sorted([*new, *known], key=lambda p: p.level)
                 self.smallest = self._places[0].level
-                self.sketched = True
+                self._sketches = count
 
     def runs(self, budget: Bytes) -> Position | None:
         """The fastest compiled plan within ``budget``."""
@@ -146,7 +161,8 @@ class Ladder:
 
     def fitted(self, budget: Bytes, watch: Watch = nothing) -> Fitted:
         """The fastest plan within ``budget`` device bytes of those that are compiled; where there is none, one that is
-        compiled now. A better one that is only predicted is no reason to wait: ``build`` compiles it.
+        compiled now. A better one that is only predicted is no reason to wait: ``build`` compiles it. Who is to run in
+        less than what is compiled gets the smallest: it may be told to shrink again before that is there.
 
         Raises ``BudgetError`` where there is none.
         """
@@ -155,9 +171,10 @@ class Ladder:
             promised = [p.level for p in self._places if p.fitted is None and p.level <= budget]
         if known is not None:
             return known
-        if promised and promised[-1] < budget:
+        level = promised[0 if self.compiled else -1] if promised else budget
+        if level < budget:
             with suppress(BudgetError):
-                return self.compile(promised[-1], watch, soon=True)
+                return self.compile(level, watch, soon=True)
         return self.compile(budget, watch, soon=True)
 
     def fits(self, fitted: Fitted, budget: Bytes) -> bool:
@@ -165,47 +182,78 @@ class Ladder:
         return _place(fitted).level <= budget
 
     def compile(self, budget: Bytes, watch: Watch = nothing, *, soon: bool = False) -> Fitted:
-        """Make a plan for exactly that many bytes; ``soon``: the predicted one, where one has that level. Raises
-        ``BudgetError``."""
-        with self._compiling:
+        """Make a plan for exactly that many bytes, which somebody waits for; ``soon``: the predicted one, where one has
+        that level. Raises ``BudgetError``."""
+        with self._compiling():
+            return self._compile(budget, watch, soon)
+
+    def _compile(self, budget: Bytes, watch: Watch, soon: bool) -> Fitted:
+        with self._lock:
+            if budget in self._asked and (known := self._within(budget)) is not None:
+                return known
+            place = next((p for p in self._places if p.fitted is None and p.level == budget and soon), None)
+        request = replace(self.request, budget=budget)
+        try:
+            if place is None:
+                found = pipeline.fit(request, None, watch, plans=self._plans)
+            else:
+                with self._asking() as solver:
+                    found = pipeline.fit(request, solver, watch, plans=self._plans, aim=place.aim)
+        except BudgetError as error:
             with self._lock:
-                if budget in self._asked and (known := self._within(budget)) is not None:
-                    return known
-                place = next((p for p in self._places if p.fitted is None and p.level == budget and soon), None)
-            try:
-                aim = None if place is None else place.aim
-                found = pipeline.fit(replace(self.request, budget=budget), watch=watch, plans=self._plans, aim=aim)
-            except BudgetError as error:
-                with self._lock:
-                    self._asked[budget] = None
-                    self._soon.discard(budget)
-                    self.smallest = max(self.smallest, error.needs or 0)
-                    left = [p for p in self._places if p.fitted is not None or min(p.level, p.budget) > budget]
-                    self._places = left or self._places
-                raise
-            with self._lock:
-                self._asked[budget] = found
+                self._asked[budget] = None
                 self._soon.discard(budget)
-                if place is not None and found.evaluate is not None and place.budget not in self._asked:
-                    self._soon.add(place.budget)
-                self._put(found, budget)
-                best = self._within(budget)
+                self.smallest = max(self.smallest, error.needs or 0)
+                left = [p for p in self._places if p.fitted is not None or min(p.level, p.budget) > budget]
+                self._places = left or self._places
+            raise
+        with self._lock:
+            self._asked[budget] = found
+            self._soon.discard(budget)
+            if place is not None and found.evaluate is not None and place.budget not in self._asked:
+                self._soon.add(place.budget)
+            self._put(found, budget)
+            best = self._within(budget)
         assert best is not None, "what was just compiled is within its budget"
         return best
 
+    @contextmanager
+    def _asking(self) -> Iterator[Prepare]:
+        """What knows the answers, for one thread at a time: another one has them found anew."""
+        with self._lock:
+            solver, self._solver = self._solver, None
+        solver = solver or named(self.request.solver)
+        try:
+            yield solver
+        finally:
+            with self._lock:
+                self._solver = solver
+
     def build(self, watch: Watch = nothing, *, between: Callable[[], object] = lambda: None) -> None:
         """Compile all that is only predicted: the smallest first, which others may ask for at any time, then the
-        largest; and what is best where the first that fitted was taken. ``between``: called after each."""
-        self.sketch()
+        largest; and what is best where the first that fitted was taken. Begins again what a step broke off that waits
+        for a plan. ``between``: called after each."""
+        self.sketch(RUNGS)
+
+        def yielding(what: str) -> None:
+            watch(what)
+            if (step := self._compiling.holder) is not None and step.alive:
+                raise _Wanted
+
         while (budget := self._next()) is not None:
             watch("build")
-            try:
-                self.compile(budget, watch)
-            except BudgetError as error:
-                if error.needs is not None and error.needs not in self._asked and error.needs < self._top():
-                    with suppress(BudgetError):
-                        self.compile(error.needs, watch)
+            with self._building, suppress(_Wanted):
+                try:
+                    self._compile(budget, yielding, False)
+                except BudgetError as error:
+                    if error.needs is not None and error.needs not in self._asked and error.needs < self._top():
+                        with suppress(BudgetError):
+                            self._compile(error.needs, yielding, False)
+            with self._compiling():
+                pass  # a step has what it waited for
             between()
+        with self._lock:
+            self._solver = None
 
     def took(self, fitted: Fitted, seconds: Seconds) -> None:
         """What a step of a plan took."""
@@ -225,7 +273,7 @@ class Ladder:
                 for p in self._places
             )
 
-    def _predicted(self, count: int) -> list[Position]:
+    def _predicted(self, count: int, solver: Prepare | None = None) -> list[Position]:
         job = self.request
         if job.shards > 1:
             # The model knows programs, not what one of several devices has of them: the plain one, as XLA says.
@@ -233,7 +281,7 @@ class Ladder:
             self._asked[job.budget] = found
             self._tightest = found.report.compiled.temp
             return [_place(found)]
-        found = sketching.sketches(job, count)
+        found = sketching.sketches(job, count, solver)
         self._tightest = found[0].use.temp
         rounding = _ROUNDING * (1 + len(job.donated) + len(job.jaxpr.out_avals))
         sure = job.device.backend.sketched
