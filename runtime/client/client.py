@@ -203,7 +203,8 @@ class Client(Owned):
         return self.mine and uninterrupted(self._release, in_use, timeout)
 
     def _release(self, in_use: Sequence[Bytes], timeout: Seconds) -> bool:
-        self.pulse()  # its last steps count too
+        if self._measured[0]:
+            self.pulse()  # its last steps count too
         if self._holder.phase == "waiting":
             self.close()
             if not self.admitted:

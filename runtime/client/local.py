@@ -76,8 +76,9 @@ class LocalCoordinator:
         with self._changed:
             self._last += 1
             line = self._lines[self._last] = _LocalLine(self, self._last, client)
-        self.tell(Connected(line.number, self._process))
-        client.connected(line)
+        with self.at_once():  # with what the client says first: one decision
+            self.tell(Connected(line.number, self._process))
+            client.connected(line)
         return LocalLink(line)
 
     def gate(self, device: str) -> Gate:
