@@ -8,7 +8,8 @@ import pytest
 from jaxtensile.errors import NotAdmittedError, RejectedError
 from jaxtensile.runtime.client.client import Client
 from jaxtensile.runtime.client.local import LocalCoordinator
-from jaxtensile.runtime.decide.events import Settings
+from jaxtensile.runtime.coordinate.coordinator import Coordinator
+from jaxtensile.runtime.decide.events import Received, Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.protocol.messages import Admit, Rung
@@ -103,6 +104,20 @@ def test_a_job_that_answers_from_within_needs_no_thread():
     two = client(at, "two", ladder=(Rung(persistent=4, temp=1, seconds=1.0),))
     assert two.wait(WAIT) == 0
     assert jobs[0].rung == 0
+
+
+def test_the_life_of_a_job_that_runs_no_step_is_three_decisions(monkeypatch):
+    at, heard, handle = office(), [], Coordinator.handle_all
+
+    def handle_all(core, events, now):
+        heard.append([type(e.message if isinstance(e, Received) else e).__name__ for e in events])
+        return handle(core, events, now)
+
+    monkeypatch.setattr(Coordinator, "handle_all", handle_all)
+    job = client(at, "one", LADDER[:1])
+    job.wait(WAIT)
+    job.release()
+    assert heard == [["Connected", "Hello", "Admit"], ["Release"], ["Disconnected"]]
 
 
 def test_what_can_never_fit_is_refused_with_the_bound():
