@@ -111,8 +111,8 @@ def test_what_xla_recomputes_is_a_plan_like_any_other(monkeypatch, tmp_path):
     capacity, plain = profile(A100).capacity, 37 << 30
 
     def report(budget, **options):
-        step = jaxtensile.jit(train_step, budget=budget, target=A100, donate_argnums=0, compiler_options=options)
-        return step.plan(*ARGS)
+        given = {"target": A100, "chunk": False, "objective": "flops", "donate_argnums": 0, "compiler_options": options}
+        return jaxtensile.jit(train_step, budget=budget, **given).plan(*ARGS)
 
     free = report(capacity)
     assert free.unchanged and not free.xla.count and free.compiled.device > 0.85 * plain

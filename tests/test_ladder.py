@@ -20,7 +20,7 @@ pytestmark = pytest.mark.xdist_group("ladder")  # one process: what all of them 
 
 def request_of(rows=programs.ROWS, budget=None):
     args = (programs.start(), programs.X[:rows], programs.Y[:rows])
-    planned = api.jit(programs.step, budget=budget, donate_argnums=0)
+    planned = api.jit(programs.step, budget=budget, chunk=False, donate_argnums=0)
     traced = planned._plain.trace(*args)
     abstract = planned._placement.dynamic(lambda _, x, __: without_arrays(x), args, {})
     return planned._request(traced, location(traced, args, {}, {}), *abstract)

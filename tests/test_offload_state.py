@@ -185,7 +185,7 @@ def test_together_with_recomputation():
         return {"m": [0.1 * a for a in w], "w": w}
 
     x = jnp.tile(batch(0), (64, 1))
-    step, report = squeezed(deep, fresh(), x, donate_argnums=0, offload_state=True)
+    step, report = squeezed(deep, fresh(), x, donate_argnums=0, offload_state=True, chunk=False)
     assert len(report.state) == LAYERS and report.actions and report.fits
     close(step(fresh(), x), jax.jit(deep)(fresh(), x))
 

@@ -38,7 +38,7 @@ def test_a_rewrite_that_is_added_is_planned_cached_told_and_checked(monkeypatch,
     x = np.ones((1024, 8), np.float32)
     notes = []
     for _ in range(2):
-        step = jaxtensile.jit(wide, budget="1MiB", compiler_options=FAST)
+        step = jaxtensile.jit(wide, budget="1MiB", chunk=False, compiler_options=FAST)
         np.testing.assert_allclose(step(x), jax.jit(wide)(x))
         notes.append(step.plan(x).notes)
     assert all(any(note.endswith("is narrow") for note in told) for told in notes), notes
@@ -47,7 +47,7 @@ def test_a_rewrite_that_is_added_is_planned_cached_told_and_checked(monkeypatch,
     )
     monkeypatch.setattr(registry, "REWRITES", registry.REWRITES[:-1])
     with pytest.raises(jaxtensile.BudgetError), pytest.warns(RuntimeWarning, match="no rewrite is called 'narrow'"):
-        jaxtensile.jit(wide, budget="1MiB", compiler_options=FAST).plan(x)
+        jaxtensile.jit(wide, budget="1MiB", chunk=False, compiler_options=FAST).plan(x)
 
 
 def test_keys_say_which():

@@ -575,9 +575,10 @@ class Planned(Transformed):
                     found = _SHARED.get(key)
                     if found is None or found.request.jaxpr is not traced.jaxpr:
                         abstract = self._placement.dynamic(lambda _, x, __: without_arrays(x), args, kwargs)
-                        found = Ladder(
-                            self._request(traced, place, *abstract), plan_cache(), most=self._asked.job.overhead
-                        )
+                        request = self._request(traced, place, *abstract)
+                        # A job's plans are predicted as a whole before any is compiled: parts are there where asked.
+                        request = dataclasses.replace(request, chunk=request.chunk is True)
+                        found = Ladder(request, plan_cache(), most=self._asked.job.overhead)
                         _SHARED[key] = found
                 known[place.key] = found
             return known[place.key]

@@ -85,12 +85,20 @@ class Traced:
         if equation.eqn is None:
             return f"<{equation.copy or 'checkpoint'}>"
         lines = [_compat.source_line(e) for e in (equation.eqn, *equation.callers)]
-        return next((line for line in lines if not line.startswith("<")), lines[0])
+        return next((line for line in (*lines, *_inside(equation.eqn)) if not line.startswith("<")), lines[0])
 
     def sources(self) -> tuple[str, ...]:
         """Where the user wrote each op; equal lines are one string."""
         known: dict[str, str] = {}
         return tuple(known.setdefault(line, line) for line in map(self.source, range(len(self.equations))))
+
+
+def _inside(eqn: Any) -> Iterator[str]:
+    """Where the user wrote what the bodies of an equation do, the largest result first."""
+    inner = [e for body in _compat.bodies(eqn) for e in body.eqns]
+    for e in sorted(inner, key=lambda e: -max((getattr(v.aval, "size", 0) for v in e.outvars), default=0)):
+        yield _compat.source_line(e)
+        yield from _inside(e)
 
 
 class _Flattener:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from jaxtensile.devices.profiles import WEIGHTS
 from jaxtensile.ir.ir import Graph
 from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
@@ -69,7 +70,9 @@ def with_state(request: Request, traced: Traced) -> tuple[Request, tuple[str, ..
         return request, ()
     if request.shards > 1:
         return request, ("offload_state: arguments that are sharded over several devices stay there",)
-    state, stay = choose(traced, op_costs(traced.graph, request.device).charge, request.names, request.state_budget)
+    # The update is what comes after the products, whatever plans are to be good at.
+    by_products = replace(request.device, traffic_weight=WEIGHTS["flops"])
+    state, stay = choose(traced, op_costs(traced.graph, by_products).charge, request.names, request.state_budget)
     notes: list[str] = []
     if stay:
         notes.append(
