@@ -575,7 +575,9 @@ def test_sums_stay_as_written_unless_asked():
     with pytest.raises(jaxtensile.BudgetError, match="chunk=True") as caught:
         report(little, False)
     assert not any("parts" in note for note in report(caught.value.needs, False).notes)
-    assert any("parts" in note for note in report(little, True).notes)
+    found = report(little, True)
+    assert any("parts" in note for note in found.notes) and found.parts > 1
+    assert f", in {found.parts} parts: " in str(found).splitlines()[0] and found.to_dict()["parts"] == found.parts
 
 
 @pytest.mark.cuda_aot

@@ -249,6 +249,7 @@ def report(
         decisions=decisions,
         undone=variant.undone is not None,
         rewritten=not variant.as_it_is,
+        parts=variant.parts,
         recompute_flops=flops - traced.graph.flops,
         offload_bytes=plan.offload_bytes,
         wait=plan.wait + sum(loop.wait for loop in variant.loops),

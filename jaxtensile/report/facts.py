@@ -56,7 +56,8 @@ class Facts:
     another plan around the same boundary might spare, by the model (0.0: none, proven; None: not known);
     ``offload_bytes``: what leaves for the host in a step, ``state``: the arguments that wait there between steps, by
     their names, ``wait``: the part of ``overhead`` that is waiting for copies.
-    ``rewritten``: its loops, branches or large products are made in another way;
+    ``rewritten``: its loops, branches or large products are made in another way; ``parts``: in so many its batch is
+    worked on;
     ``step``: predicted seconds of a step of what runs, ``measured``: median seconds of a few of its first calls (None
     until there were enough, and where it runs unchanged), ``renewed``: how often those led to another plan.
     ``kernels``: a step of what runs by its compiled kernels, ``plain_kernels`` of the unchanged program where that was
@@ -91,6 +92,7 @@ class Facts:
     timeline: Timeline | None = field(default=None, repr=False)
     undone: bool = False
     rewritten: bool = False
+    parts: int = 1
     wait: Seconds = 0.0
     state: tuple[Leaf, ...] = ()
     step: Seconds = 0.0

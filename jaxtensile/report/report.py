@@ -82,6 +82,7 @@ class Report(Facts):
             "plain_kernels": by_kernels(self.plain_kernels),
             "stages": self.stages,
             "rounds": self.rounds,
+            "parts": self.parts,
             "undone": self.undone,
             "unknown_primitives": list(self.unknown_primitives),
             "solver": self.solver,

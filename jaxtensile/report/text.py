@@ -85,7 +85,8 @@ def verdict(report: Facts) -> str:
     if r.unchanged:
         return f"{head} fits its budget of {format_bytes(r.budget)} as it is: {after}"
     way = "up" if r.compiled.device > r.baseline.device else "down"  # what a checkpoint recomputed may be kept
-    return f"{head} fits its budget of {format_bytes(r.budget)}: {after}, {way} from {before}"
+    parts = f", in {r.parts} parts" if r.parts > 1 else ""
+    return f"{head} fits its budget of {format_bytes(r.budget)}{parts}: {after}, {way} from {before}"
 
 
 def accounts(report: Facts) -> list[tuple[str, MemoryUse, str]]:
