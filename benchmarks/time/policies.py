@@ -33,6 +33,7 @@ def by_hand(name: str, policy: str | None, target: str) -> dict[str, Any]:
     from benchmarks.fit.run import plain
     from jaxtensile.devices.profiles import profile
     from jaxtensile.xla.kernel_time import timed
+    from jaxtensile.xla.target import tracing_for
 
     def look(executable: Any) -> dict[str, Any]:
         took = timed(executable.as_text(), profile(target))
@@ -40,7 +41,8 @@ def by_hand(name: str, policy: str | None, target: str) -> dict[str, Any]:
         return {"step": took.seconds, "kernels": took.kernels}
 
     remat = getattr(jax.checkpoint_policies, policy) if policy else None
-    row = plain(workloads.workload(name, remat=remat), target, look=look)
+    with tracing_for(target):
+        row = plain(workloads.workload(name, remat=remat), target, look=look)
     return {key: row.get(key) for key in ("device", "argument", "flops", "step", "kernels")}
 
 
