@@ -38,7 +38,7 @@ def configs(name: str) -> dict[str, Any]:
     if "batch" in {f.name for f in fields(config)}:
         config = replace(config, batch=max(config.batch, 8))
     if "compute" not in {f.name for f in fields(config)}:
-        return {"float32": config}
+        return {"as written": config}
     return {dtype: replace(config, compute=jnp.dtype(dtype)) for dtype in DTYPES}
 
 
@@ -118,7 +118,7 @@ def table(result: dict[str, Any]) -> str:
     ]
     for row in result["rows"]:
         (a, b), (c, d) = row["loss"], row["gradients"]
-        cells = f"{a:.1e} | {b:.1e} | {c:.2e} | {d:.2e} | {d / c if c else math.nan:.2f}"
+        cells = f"{a:.1e} | {b:.1e} | " + (f"{c:.2e} | {d:.2e} | {d / c:.2f}" if c else "no moments | | ")
         lines.append(f"| {row['workload']} | {row['dtype']} | {row['parts']} | {cells} |")
     lines += ["", f"No rows to work on in parts: {', '.join(result['none']) or 'none'}."]
     return "\n".join(lines) + "\n"
