@@ -73,11 +73,14 @@ def as_written(page: Page) -> Fitted:
         rounds = page.rounds
         start = page.written()
         lighter, others = page.lighter or start, [start] if page.lighter else []
-        both = page.candidates(lighter, others)
-        both = both.with_parts() if request.decides_on_parts else both
+
+        def both() -> Candidates:
+            found = page.candidates(lighter, others)
+            return found.with_parts() if request.decides_on_parts else found
+
         hopeless = first is not None and on("glance") and rounds.all_hopeless(candidates, first)
         if hopeless and (not request.decides_on_parts or rounds.all_hopeless(every, page.cheapest(every.anew()))):
-            best, count = Smallest(rounds).glance(both)
+            best, count = Smallest(rounds).glance(both())
         if best is None or not rounds.hopeless(best.variant, best.compiled.device):
             if not (hopeless and request.decides_on_parts):
                 best, more = rounds.all(candidates, first)
@@ -85,7 +88,7 @@ def as_written(page: Page) -> Fitted:
             best, more = or_in_parts(page, candidates.anew(), best)
             count += more
             if best is None or not best.fits:
-                best, more = Smallest(rounds).found(both.anew(), best)
+                best, more = Smallest(rounds).found(both(), best)
                 count += more
     best = _or_by_xla(page, best)
     if best is None or not best.fits:
@@ -109,24 +112,22 @@ def or_in_parts(page: Page, without: Candidates, best: Made | None) -> tuple[Mad
     if not request.decides_on_parts:
         return best, 0
     worth = SHORTER * sum(without.written.whole.charge)
-    fits = best is not None and best.fits
-    if best is not None and fits and charge_of(best.variant, best.plan) < worth:
+    fits = best if best is not None and best.fits else None
+    if fits is not None and charge_of(fits.variant, fits.plan) < worth:
         return best, 0
     candidates = without.with_parts()
     first = page.cheapest(candidates)
-    if first[0].parts == 1:
-        return best, 0
-    if best is not None and fits and not _shorter(best, charge_of(*first), worth):
+    if first[0].parts == 1 or (fits is not None and not _shorter(fits, charge_of(*first), worth)):
         return best, 0
     made, count = page.rounds.all(candidates, first)
     if made is None or not made.fits or made.variant.parts == 1:
-        return (best if fits else made or best), count
-    if best is None or not fits:
+        return fits or made or best, count
+    if fits is None:
         return made, count
-    before, now = best.compiled.time, made.compiled.time
+    before, now = fits.compiled.time, made.compiled.time
     if before is not None and now is not None:
-        return (made if now.seconds <= (1 - SHORTER) * before.seconds else best), count
-    return (made if _shorter(best, charge_of(made.variant, made.plan), worth) else best), count
+        return (made if now.seconds <= (1 - SHORTER) * before.seconds else fits), count
+    return (made if _shorter(fits, charge_of(made.variant, made.plan), worth) else fits), count
 
 
 def _shorter(best: Made, charge: Seconds, worth: Seconds) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import jax
@@ -85,7 +86,7 @@ class Traced:
         if equation.eqn is None:
             return f"<{equation.copy or 'checkpoint'}>"
         lines = [_compat.source_line(e) for e in (equation.eqn, *equation.callers)]
-        return next((line for line in (*lines, *_inside(equation.eqn)) if not line.startswith("<")), lines[0])
+        return next((line for line in chain(lines, _inside(equation.eqn)) if not line.startswith("<")), lines[0])
 
     def sources(self) -> tuple[str, ...]:
         """Where the user wrote each op; equal lines are one string."""

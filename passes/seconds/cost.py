@@ -154,9 +154,6 @@ def _touched(graph: Graph, kernels: Kernels) -> list[Bytes]:
             home, made = kernels.home[r], graph.values[r].nbytes
             taken = {b: min(nbytes, made) for b, nbytes in read.items()} if op.primitive in TAKES else read
             of[r] = taken if home < 0 else {home: graph.values[home].nbytes}
-        if op.primitive in TAKES:
-            made = sum(graph.values[r].nbytes for r in op.results)
-            read = {b: min(nbytes, made) for b, nbytes in read.items()}
         # What a kernel adds its result to, say, it reads beside its operands.
         whole = sum(graph.values[b].nbytes for b in kernels.reads[op.id] if b not in read)
         found.append(whole + sum(read[b] for b in kernels.reads[op.id] if b in read))
