@@ -34,20 +34,19 @@ TARGET = 1.3
 LIMIT = 900.0
 WHY = (
     "The machine did nothing else. Until its first step a job takes some 4 s of CPU more than a plain program: 2.2 to "
-    "predict what it needs at least, without which nobody is admitted beside others, 0.9 to import the planner, 0.4 to "
-    "read the program twice; three jobs on two cores feel it as 6 s. "
-    "Six jobs: the smallest plans of all need 6 × 108.0 MiB, there are 633.7, so the last waits until another ends. No "
-    "smaller plan helps: the solver finds none below 101 MiB, after 8 s, and its step takes twice as long. Tried, each "
-    "with a gain: a job that compiles goes where it is told to be, and runs what is compiled meanwhile (107 to 56 s for "
-    "three jobs); the first plan that fits by the model is taken where somebody waits, without a second round and "
-    "without the plain program (56 to 20 s); sketches with a quarter more temporaries, so that this plan is not missed; "
-    "a job is admitted with two predictions instead of four, and what was predicted is not searched for again; a step "
-    "does not wait for what is compiled in the background, and who must shrink gets the smallest plan: the job that "
-    "began as it is did not step for 88 s among six. Tried without a gain: a search for that prediction which stops at "
-    "the first plan that fits (0.65 s less, and steps that take 1.5 times as long). What would help is turns across "
-    "processes, in which each runs its first step as it is: with a lock of the kernel in place of a protocol the last "
-    "of three had its first step after 16.7 s, 1.2 times what plain programs take, and the last of six after 46, 1.45 "
-    "times."
+    "predict what it needs at least, without which nobody is admitted beside others, 0.9 to import the planner, 0.4 "
+    "to read the program twice; three jobs on two cores feel it as 6 s. Six jobs: the smallest plans of all need 6 × "
+    "108.0 MiB, there are 633.7, so the last waits until another ends. No smaller plan helps: the solver finds none "
+    "below 101 MiB, after 8 s, and its step takes twice as long. Tried, each with a gain: a job that compiles goes "
+    "where it is told to be, and runs what is compiled meanwhile (107 to 56 s for three jobs); the first plan that "
+    "fits by the model is taken where somebody waits, without a second round and without the plain program (56 to 20 "
+    "s); sketches with a quarter more temporaries, so that this plan is not missed; a job is admitted with two "
+    "predictions instead of four, and what was predicted is not searched for again; a step does not wait for what is "
+    "compiled in the background, and who must shrink gets the smallest plan: the job that began as it is did not step "
+    "for 88 s among six. Tried without a gain: a search for that prediction which stops at the first plan that fits "
+    "(0.65 s less, and steps that take 1.5 times as long). What would help is turns across processes, in which each "
+    "runs its first step as it is: with a lock of the kernel in place of a protocol the last of three had its first "
+    "step after 16.7 s, 1.2 times what plain programs take, and the last of six after 46, 1.45 times."
 )
 """Of the figures above the target."""
 CONFIG = """[device]
@@ -90,7 +89,12 @@ def one(name: str, coordinated: bool, timed: bool) -> dict[str, Any]:
             train(jaxtensile.jit(gpt2.step(config), job=job, donate_argnums=0), state)
     else:
         train(jax.jit(gpt2.step(config), donate_argnums=0), state)
-    found: dict[str, Any] = {"first": round(took, 1), "cpu": round(cpu, 1), "all": round(time.monotonic() - began, 1), "losses": losses}
+    found: dict[str, Any] = {
+        "first": round(took, 1),
+        "cpu": round(cpu, 1),
+        "all": round(time.monotonic() - began, 1),
+        "losses": losses,
+    }
     if timed:
         from benchmarks.coordinator.timeline import LINES
 
