@@ -15,7 +15,7 @@ VOCAB = 256
 
 _ROOT = Path(__file__).resolve().parent.parent
 _DOCS = ("README.md", "docs/**/*.md")
-_SOURCES = ("jaxtensile/*.py", "passes/*.py", "runtime/*.py", "examples/*.py", "tests/*.py")
+_SOURCES = ("jaxtensile/*.py", "passes/*.py", "runtime/*.py", "examples/*.py", "tests/**/*.py")
 
 
 def corpus(least: int = 200_000) -> np.ndarray:

@@ -15,6 +15,9 @@ from hypothesis import settings
 
 import compiled_once
 import jax_lines
+from paths import ROOT
+
+sys.path.append(str(ROOT))  # benchmarks/ is not installed; appended, so that an installed wheel wins
 
 # Before anything imports JAX: tests are about this machine's CPU and about compile-only devices.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")

@@ -8,9 +8,10 @@ data, or reaches JAX through code that others test there. Without the option all
 import os
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
+
+from paths import TESTS
 
 SOAK = bool(os.environ.get("JAXTENSILE_SOAK"))
 in_a_soak = pytest.mark.skipif(not SOAK, reason="minutes: with JAXTENSILE_SOAK=1")
@@ -47,7 +48,7 @@ def _files(table: Mapping[str, str]) -> set[str]:
 
 def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Tests of the oldest line, and the others."""
-    here = {path.stem: path for path in Path(__file__).parent.glob("test_*.py")}
+    here = {path.stem: path for path in TESTS.rglob("test_*.py")}
     unknown = (_files(ALL) | _files(EVERY_FOURTH) | SOME.keys()) - here.keys()
     for file in SOME.keys() & here.keys():
         text = here[file].read_text()

@@ -5,13 +5,15 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxtensile
+from benchmarks.ablation import run as ablation
+from benchmarks.house import index
+from benchmarks.house.plans import request_of
 from jaxtensile import _compat, switches
 from jaxtensile.api.shared_dispatch import _question
 from jaxtensile.errors import OptionError
@@ -22,12 +24,6 @@ from jaxtensile.program.emit import emit
 from jaxtensile.search import registry
 from jaxtensile.settings.options import Asked
 from programs import FAST, chain_args, close, step
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
-from benchmarks.ablation import run as ablation
-from benchmarks.house import index
-from benchmarks.house.plans import request_of
 
 
 def looped(stacked, x):

@@ -16,7 +16,7 @@ INDEX = ROOT / "docs" / "modules.md"
 HEAD = """# What every file answers
 
 Made by `python -m benchmarks.house.index` from the first lines of the files. The rooms stand as in
-`tests/test_architecture.py`: each looks only into rooms above it in this list.
+`tests/house/test_architecture.py`: each looks only into rooms above it in this list.
 """
 
 
@@ -76,11 +76,11 @@ def switches(table: Iterable[tuple[str, str]]) -> str:
 
 def rooms() -> list[str]:
     """From the ground up, as the test draws them."""
-    drawn = ast.parse((ROOT / "tests" / "test_architecture.py").read_text())
+    drawn = ast.parse((ROOT / "tests" / "house" / "test_architecture.py").read_text())
     for node in drawn.body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS":
             return [room for floor in ast.literal_eval(node.value) for room in floor]
-    raise AssertionError("no FLOORS in tests/test_architecture.py")
+    raise AssertionError("no FLOORS in tests/house/test_architecture.py")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python -m benchmarks.mutation.run [--sample N] [--print-only] [MODULE ...]
 
 A fault is put into one module at a time (``mutants.py`` says which), and the module's own tests run on it:
-``tests/test_<module>.py``, or those that ``TESTS`` names. A fault is *killed* when one of them fails or when they take
+``test_<module>.py``, or those that ``TESTS`` names. A fault is *killed* when one of them fails or when they take
 five times as long as they should; otherwise it *survives*: either it changes nothing that anybody can see, or a test
 is missing. Of each module the first ``--sample`` faults by their hash are tried. The tests that run the changed line
 come first, the quickest before the others, and then all others.
@@ -122,7 +122,7 @@ def modules() -> list[str]:
 def tests_of(module: str) -> list[str]:
     """Its test files, relative to the tree; empty where it has none of its own."""
     names = TESTS.get(module, [module.rpartition("/")[2]])
-    return [f"tests/test_{name}.py" for name in names if (ROOT / f"tests/test_{name}.py").is_file()]
+    return [str(p.relative_to(ROOT)) for name in names for p in (ROOT / "tests").rglob(f"test_{name}.py")]
 
 
 def copied(tree: Path) -> None:
