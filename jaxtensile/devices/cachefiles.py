@@ -1,4 +1,4 @@
-"""Where is what a later process may use, and how is it written so that it is whole or not there?"""
+"""Files kept for later processes: their folder, and writes that are complete or absent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def cache_folder() -> Path | None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file, its folder too; a reader sees the old one or the new one. Raises ``OSError``."""
+    """Write a file and its folder atomically: a reader sees the old file or the new one. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:

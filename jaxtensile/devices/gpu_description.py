@@ -1,9 +1,8 @@
-"""How XLA must be told about a GPU that is not here: ``GpuTargetConfigProto`` as text.
+"""Descriptions of absent GPUs for XLA: ``GpuTargetConfigProto`` as text. No JAX here.
 
-Invariant: every CUDA name of ``device.targets()`` has a row; the capacity is the profile's.
-Rows: the device descriptions in openxla/xla; for L4, RTX 4090 and RTX 3060 the data sheets
-(SM count, boost clock, L2) and the CUDA programming guide's table of compute capabilities
-(threads, shared memory). No JAX here.
+Invariant: every CUDA name of ``device.targets()`` has a row; the capacity is the profile's. Rows: the device
+descriptions in openxla/xla. For L4, RTX 4090 and RTX 3060: the data sheets (SM count, boost clock, L2) and the CUDA
+programming guide's table of compute capabilities (threads, shared memory).
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class GpuFacts:
     clock_ghz: float
     l2: Bytes
     shared: Bytes
-    """Shared memory per multiprocessor; a block may opt in to all but the 1 KiB the driver keeps."""
+    """Shared memory per multiprocessor; a block may use all but the driver's 1 KiB."""
 
 
 _HOPPER: Final = GpuFacts(
@@ -110,8 +109,8 @@ FACTS: Final = {
     ),
 }
 CUDNN: Final = (9, 10)
-"""Version of cuDNN beside every card, major and minor: what JAX is told when it asks for that of a card that is not
-here, before it traces attention for it (docs/xla.md)."""
+"""Version of cuDNN for every card, major and minor. JAX gets it for absent cards, before it traces attention
+(docs/xla.md)."""
 OLDEST_CUDA13: Final = (7, 5)
 """Oldest compute capability that CUDA 13's ptxas accepts; older GPUs need CUDA 12's (docs/xla.md)."""
 

@@ -1,4 +1,4 @@
-"""Which accelerators and how much memory this machine has, asked of the kernel and the driver: no JAX, no plugin."""
+"""This machine's accelerators and memory, from the kernel and the driver: no JAX, no plugin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Final
 from jaxtensile.units import MIB, Bytes
 
 _ANSWERS: Final = 30.0
-"""Seconds in which ``nvidia-smi`` answers: it is slow where it loads the driver first. A guess."""
+"""Seconds to wait for ``nvidia-smi``: it is slow if it loads the driver first. A guess."""
 _GOOGLE: Final = "0x1ae0"
 _CUDA_CHECK: Final = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 WITHOUT_TPU: Final = {
@@ -26,21 +26,21 @@ WITHOUT_TPU: Final = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
-"""Variables with which libtpu is silent where there is no TPU, and several processes may compile for one at once."""
+"""Environment variables that silence libtpu without a TPU and let several processes compile for one at once."""
 
 
 def has_nvidia_driver() -> bool:
-    """Whether an NVIDIA driver is loaded (``/dev/dxg``: the one that WSL passes through)."""
+    """Whether an NVIDIA driver is loaded (``/dev/dxg``: through WSL)."""
     return any(Path(p).exists() for p in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))
 
 
 def has_tpu() -> bool:
-    """Whether a Google accelerator sits on this machine's PCI bus."""
+    """Whether a Google accelerator is on this machine's PCI bus."""
     return any(p.read_text().strip() == _GOOGLE for p in Path("/sys/bus/pci/devices").glob("*/vendor"))
 
 
 def host_memory(root: Path = Path("/")) -> Bytes:
-    """Bytes of host memory that this process may use: the machine's, or less where a control group says so.
+    """Bytes of host memory that this process may use: the machine's, or a control group's lower limit.
 
     ``root``: the folder with ``proc`` and ``sys``.
     """
@@ -49,7 +49,7 @@ def host_memory(root: Path = Path("/")) -> Bytes:
 
 
 def _group_limits(root: Path) -> Iterator[Bytes]:
-    """Limits of this process's memory control groups, versions 1 and 2, and of every group above them."""
+    """Limits of this process's memory control groups, versions 1 and 2, and of all groups above them."""
     with suppress(OSError, ValueError):
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         for line in (root / "proc/self/mountinfo").read_text().splitlines():
@@ -74,7 +74,7 @@ def _group_limits(root: Path) -> Iterator[Bytes]:
 
 
 def _limit(file: Path) -> Iterator[Bytes]:
-    """The number in a file of a control group; nothing where it has none (``max``), or does not exist."""
+    """The number in a control group's file; nothing if it has none (``max``) or does not exist."""
     with suppress(OSError):
         text = file.read_text().strip()
         if text.isdecimal():
@@ -82,12 +82,12 @@ def _limit(file: Path) -> Iterator[Bytes]:
 
 
 def _unescaped(path: str) -> str:
-    """A path of ``/proc/self/mountinfo``, where a blank is ``\\040``."""
+    """A path of ``/proc/self/mountinfo``, in which a blank is ``\\040``."""
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), path)
 
 
 def device_memory() -> dict[str, Bytes]:
-    """Bytes of each device, by the names that leases have: the GPUs that the driver's tool lists, else the CPU."""
+    """Bytes of each device, by lease name: the GPUs that ``nvidia-smi`` lists, else the CPU."""
     tool = shutil.which("nvidia-smi")
     if tool is not None and has_nvidia_driver():
         ask = [tool, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -100,12 +100,12 @@ def device_memory() -> dict[str, Bytes]:
 
 
 def quiet_plugins() -> None:
-    """Keep JAX's CUDA and TPU plugins from raising alarms on a machine that has no such device.
+    """Keep JAX's CUDA and TPU plugins quiet on a machine without such devices.
 
-    The CUDA plugin looks for cuDNN and a driver at the first use of JAX, prints a traceback when they are missing, and
-    is out for the process, for compiling too. libtpu asks where in a pod of TPUs it is, and prints that nobody
-    answered. Must run before the first use of JAX; does nothing where the device is, and changes no variable that is
-    set. JAX itself sets one of libtpu's (``TPU_SKIP_MDS_QUERY``) where it sees no TPU.
+    Without cuDNN or a driver, the CUDA plugin prints a traceback at the first use of JAX. The process then cannot use
+    it, even to compile. libtpu queries its place in a pod and prints that nobody answered. Call this before the first
+    use of JAX. It does nothing if the device is present, and overwrites no variable. JAX itself sets
+    ``TPU_SKIP_MDS_QUERY`` if it sees no TPU.
     """
     if not has_nvidia_driver():
         os.environ.setdefault(_CUDA_CHECK, "1")

@@ -1,8 +1,8 @@
-"""Lines that a library prints although it was told not to: dropped, and nothing else that is printed meanwhile.
+"""Drop one library's unwanted output lines, and nothing else.
 
-HiGHS (1.8 to 1.12 at least) says where it repairs a solution, whatever its options (jump-dev/HiGHS.jl, issue 312). It
-does so in C, so C's ``stdout`` is a stream in memory meanwhile; what C code of other threads printed comes out after.
-The file behind descriptor 1 stays: processes that other threads start meanwhile have it for as long as they live.
+HiGHS (at least 1.8 to 1.12) prints when it repairs a solution, whatever its options (jump-dev/HiGHS.jl, issue 312). It
+prints from C, so C's ``stdout`` is replaced by a stream in memory meanwhile. Output of other threads' C code appears
+afterwards. Descriptor 1 stays, because processes that other threads start meanwhile inherit it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 class _Aside:
-    """A stream in memory: one for all times, because a thread of C code may still be about to write to it."""
+    """A stream in memory. There is only one, never freed: a C thread may still write to it."""
 
     def __init__(self, libc: Any) -> None:
         self._text, self._size = ctypes.c_char_p(), ctypes.c_size_t()
@@ -37,14 +37,14 @@ class _Aside:
 
 @cache
 def _libc() -> tuple[Any, _Aside] | None:
-    """The C library, where its ``stdout`` may be another one, as glibc's may."""
+    """The C library, if its ``stdout`` can be replaced (glibc)."""
     libc = ctypes.CDLL(None)
     return (libc, _Aside(libc)) if platform.libc_ver()[0] == "glibc" else None
 
 
 @contextmanager
 def hushed(line: bytes) -> Iterator[None]:
-    """Drop lines that begin with ``line`` from what C code prints to the standard output inside."""
+    """Drop lines that begin with ``line`` from the standard output of C code inside the context."""
     with _ONE_AT_A_TIME:
         if (found := _libc()) is None:
             yield

@@ -1,13 +1,11 @@
-"""Which rates were measured on devices of a kind, and where are they kept between processes?
+"""Measured rates by device kind, and the files that keep them between processes.
 
-One JSON file per device kind, version of jaxlib and version of this format, in ``profiles`` of the
-user's cache folder (``$XDG_CACHE_HOME/jaxtensile``, else ``~/.cache/jaxtensile``). A kind of accelerator
-is the same wherever it is, compile-only targets included; a CPU's name says too little, so its processor
-and the number of cores that this process may use belong to its kind.
+One JSON file per device kind, version of jaxlib and version of this format, in ``profiles`` of the user's cache folder
+(``$XDG_CACHE_HOME/jaxtensile``, else ``~/.cache/jaxtensile``). An accelerator's kind is the same on every machine,
+compile-only targets included. A CPU's kind includes its processor and the number of cores that this process may use.
 
-Invariant: what lies there is a cache and never stops anybody. A file that is not whole, or is about
-something else, is passed over with a warning; a folder that cannot be written costs the next process
-another measurement.
+Invariant: the files are a cache and never stop anyone. A file that is incomplete or about something else is skipped
+with a warning. If the folder cannot be written, the next process measures again.
 """
 
 from __future__ import annotations
@@ -31,14 +29,14 @@ from jaxtensile.devices.profiles import NUMBERS, DeviceProfile
 from jaxtensile.units import Seconds, format_bytes, format_rate, format_seconds
 
 FORMAT: Final = 1
-"""Version of what is measured and of how it is kept: files of others are not looked at. Goes up with every change."""
+"""Version of the measurements and their format: other versions are ignored. Goes up with every change."""
 
 _UNITS: Final = {"bandwidth": "B/s", "flops": "FLOP/s"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """What was found on a device of ``kind``: ``numbers`` and ``how`` by field of ``DeviceProfile``."""
+    """The measured numbers of a device of ``kind``. ``numbers`` and ``how`` are by field of ``DeviceProfile``."""
 
     kind: str
     jaxlib: str
@@ -50,12 +48,12 @@ class Measurement:
 
 
 def full_kind(device_kind: str) -> str:
-    """The kind that a measurement is about: JAX's own, and for a CPU this machine's."""
+    """The kind in a measurement: JAX's own; for a CPU with this machine's processor and cores."""
     return f"cpu: {_processor()}, {len(os.sched_getaffinity(0))} cores" if device_kind == "cpu" else device_kind
 
 
 def applied(device: DeviceProfile, found: Measurement, device_kind: str) -> DeviceProfile:
-    """``device`` with the numbers measured on ``device_kind``, the first of its kinds then, for the published ones."""
+    """``device`` with the numbers measured on ``device_kind``, which becomes the first of its kinds."""
     kinds = (device_kind, *(k for k in device.kinds if k != device_kind))
     told = {name: f"measured {found.date} with jaxlib {found.jaxlib}: {how}" for name, how in found.how.items()}
     numbers: dict[str, Any] = {n: int(x) if n == "capacity" else x for n, x in found.numbers.items()}
@@ -64,7 +62,7 @@ def applied(device: DeviceProfile, found: Measurement, device_kind: str) -> Devi
 
 
 def best_known(device: DeviceProfile, device_kind: str | None = None) -> DeviceProfile:
-    """``device`` as measured on devices of this kind (None: on the first of its kinds that was); else as it is."""
+    """``device`` with numbers measured on this kind, if any. None: on the first of its kinds that was measured."""
     kinds = device.kinds if device_kind is None else (device_kind,)
     found = ((kind, load(kind)) for kind in kinds)
     return next((applied(device, m, kind) for kind, m in found if m is not None), device)
@@ -77,7 +75,7 @@ _unwritten: dict[str, Measurement] = {}
 
 
 def load(device_kind: str) -> Measurement | None:
-    """What was measured on devices of this kind with the installed jaxlib; None when nothing was."""
+    """The measurement of this kind with the installed jaxlib; None if there is none."""
     kind, path = full_kind(device_kind), file_of(device_kind)
     if (found := _unwritten.get(kind)) is not None:
         return found
@@ -85,10 +83,7 @@ def load(device_kind: str) -> Measurement | None:
 
 
 def keep(found: Measurement, device_kind: str) -> Path | None:
-    """Write a measurement for later processes; None, with a warning, where that is not possible.
-
-    A reader sees the old file or the new one, whole.
-    """
+    """Write a measurement atomically for later processes; the path, or None with a warning if that fails."""
     path = file_of(device_kind)
     text = json.dumps({"format": FORMAT, **asdict(found)}, indent=1) + "\n"
     problem: object = "there is no home folder and no $XDG_CACHE_HOME"
@@ -106,7 +101,7 @@ def keep(found: Measurement, device_kind: str) -> Path | None:
 
 
 def file_of(device_kind: str) -> Path | None:
-    """Where the measurement of a kind is kept; None where there is no folder for it."""
+    """The file of a kind's measurement; None without a cache folder."""
     folder, kind = cache_folder(), full_kind(device_kind)
     if folder is None:
         return None
@@ -117,7 +112,7 @@ def file_of(device_kind: str) -> Path | None:
 
 @cache
 def jaxlib_version() -> str:
-    """Of the installed jaxlib, which need not be imported for it."""
+    """The version of the installed jaxlib, without importing it."""
     try:
         return version("jaxlib")
     except PackageNotFoundError:
@@ -143,7 +138,7 @@ def _read(path: Path, kind: str) -> Measurement | None:
 
 
 def _problem(data: Any, kind: str) -> str:
-    """What keeps ``data`` from being a measurement of ``kind``; empty when nothing does."""
+    """Why ``data`` is no measurement of ``kind``; empty if it is one."""
     if not isinstance(data, dict):
         return "it holds no table"
     for name, expected in (("format", FORMAT), ("kind", kind), ("jaxlib", jaxlib_version())):
@@ -184,7 +179,7 @@ def told(name: str, number: float) -> str:
 
 
 def table(device: DeviceProfile, published: DeviceProfile | None = None) -> list[str]:
-    """Every number of a profile and its source, a line each; with the ``published`` one beside it when given."""
+    """A line for every number of a profile, with its source; beside the ``published`` number if given."""
     rows = [
         (name, told(name, getattr(device, name)), told(name, getattr(published, name)) if published else "")
         for name in NUMBERS
@@ -198,7 +193,7 @@ def table(device: DeviceProfile, published: DeviceProfile | None = None) -> list
 
 @cache
 def _processor() -> str:
-    """The processor's own name, where the kernel tells it."""
+    """The processor's name, if the kernel gives it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

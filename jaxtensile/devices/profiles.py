@@ -1,13 +1,11 @@
-"""What a device can hold and how fast it moves: one frozen profile per target name.
+"""Capacity and speed of devices: one frozen profile per target name. No JAX here.
 
-Invariant: a rate here is a peak of the hardware (data sheet, or derived from one), in bytes or
-operations per second, and ``sources`` says where each number comes from; ``measured`` puts in
-what ``jaxtensile.calibrate`` found. On an H200 790 of 989 TFLOP/s (bf16 matmul) and 4.3 of
-4.8 TB/s (copy) were measured; what share of a peak a program reaches is the cost model's
-business. No JAX here.
+Invariant: a rate here is a hardware peak (from a data sheet or derived from one), in bytes or operations per second.
+``sources`` gives each number's origin. ``measured`` puts in what ``jaxtensile.calibrate`` found. An H200 reached 790 of
+989 TFLOP/s (bf16 matmul) and 4.3 of 4.8 TB/s (copy). The cost model decides which share of a peak a program reaches.
 
-f32 matrix products are counted as XLA runs them by default: TF32 on CUDA from compute
-capability 8.0 on, one bf16 pass on TPU.
+f32 matrix products are counted as XLA runs them by default: TF32 on CUDA from compute capability 8.0, one bf16 pass on
+TPU.
 """
 
 from __future__ import annotations
@@ -23,23 +21,23 @@ from jaxtensile.errors import TargetError
 from jaxtensile.units import GIB, MIB, Bytes, Seconds
 
 OF_MEASURED: Final = 0.95
-"""Share of a measured rate that programs get: where 0.80 and 0.90 of the peaks of an H200 were measured (products,
-copies), real programs are taken to reach 0.75 and 0.85."""
+"""Share of a measured rate that programs get. An H200 measured 0.80 and 0.90 of its peaks (products, copies); real
+programs are taken to reach 0.75 and 0.85."""
 
 
 TRAFFIC_WEIGHT: Final = 0.01
-"""Matrix FLOPs come first: they are the same on every card, whereas what recomputed elementwise work costs depends on
-what it fuses with. At the bytes of per-block policies (nine workloads, H200, by the model) 0.03 plans no more FLOPs
-where the policies recompute no products, and up to half a percent more elsewhere, for steps that are up to 5 % shorter;
-compiled, it loses a point of 88 and misses a budget that is met otherwise. At 0.1 five plans need more FLOPs."""
+"""Weight of a second of traffic under ``"flops"``. Matrix FLOPs come first: they are the same on every card, while
+recomputed elementwise work costs what its fusions make of it. At the bytes of per-block policies (nine workloads, H200,
+by the model) 0.03 plans up to half a percent more FLOPs for steps up to 5 % shorter, but compiled misses a budget that
+is met otherwise. At 0.1 five plans need more FLOPs."""
 WEIGHTS: Final = {"flops": TRAFFIC_WEIGHT, "time": 1.0}
-"""What a plan may be asked for, and what a second of memory traffic counts in it beside one of matrix work: at 1 the
-predicted seconds are compared."""
+"""The objectives of a plan, with the weight of a second of memory traffic beside one of matrix work. At 1 the predicted
+seconds are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProfile:
-    """One device: bytes it can hand out, peak rates, fixed costs, and where they come from."""
+    """One device: its capacity, peak rates, fixed costs, and their sources."""
 
     name: str
     platform: str
@@ -47,7 +45,7 @@ class DeviceProfile:
     kinds: tuple[str, ...]
     """``jax.Device.device_kind`` strings of this device; the first is the usual one."""
     capacity: Bytes
-    """What a program can allocate, not what the box says."""
+    """Bytes that a program can allocate, not the advertised ones."""
     memory_bandwidth: float
     """Bytes per second of device memory."""
     matmul_flops_bf16: float
@@ -59,20 +57,20 @@ class DeviceProfile:
     link_latency: Seconds
     kernel_launch: Seconds
     sources: Mapping[str, str] = field(hash=False, repr=False)
-    """Where each of the numbers above comes from, by its name."""
+    """The source of each number above, by its name."""
     measured: frozenset[str] = frozenset()
     """Names of the numbers that were measured on a device of this kind."""
     traffic_weight: float = TRAFFIC_WEIGHT
-    """What a second of memory traffic or of launches counts beside one of matrix work when plans are compared; from 1
-    on the predicted seconds of a step are compared."""
+    """Weight of a second of memory traffic or launches beside one of matrix work, when plans are compared. From 1 on
+    the predicted seconds of a step are compared."""
 
     @property
     def backend(self) -> Backend:
-        """What is true of all devices of its platform."""
+        """The facts about its platform."""
         return BACKENDS[self.platform]
 
     def reached(self, rate: str, of_peak: float) -> float:
-        """What programs get of the rate of that name: ``of_peak`` of a peak, ``OF_MEASURED`` of a measured rate."""
+        """The rate ``rate`` that programs get: ``of_peak`` of a peak, ``OF_MEASURED`` of a measured rate."""
         return getattr(self, rate) * (OF_MEASURED if rate in self.measured else of_peak)
 
 
@@ -115,8 +113,8 @@ def _gpu(
     room: str | None = None,
     bf16_flops: str | None = None,
 ) -> DeviceProfile:
-    """``flops``, ``memory``, ``way``: sources of rates, of capacity and bandwidth, and of the link;
-    ``room`` and ``bf16_flops``: of the capacity and of the bf16 rate where they are others."""
+    """A GPU's profile. ``flops``, ``memory``, ``way``: sources of rates, of capacity and bandwidth, and of the link.
+    ``room``, ``bf16_flops``: sources of the capacity and the bf16 rate, if different."""
     return DeviceProfile(
         name=name,
         platform=CUDA.name,
@@ -332,7 +330,7 @@ def targets() -> tuple[str, ...]:
 
 
 def profile(name: str) -> DeviceProfile:
-    """The profile of a target name; ``TargetError`` with the nearest names when there is none."""
+    """The profile of a target name; ``TargetError`` with the nearest names if there is none."""
     if name == "cpu":
         return _cpu()
     found = _BY_NAME.get(name)
@@ -347,8 +345,8 @@ def profile(name: str) -> DeviceProfile:
 def profile_for_kind(device_kind: str, platform: str) -> DeviceProfile:
     """The profile of a real device as JAX names it (``device_kind``, ``platform``).
 
-    A kind that is not in the table gets the worst number of its platform in every field,
-    under a name that says so; its capacity should then come from the device itself.
+    A kind that is not in the table gets the worst number of its platform in every field, and a name that says so. Take
+    its capacity from the device itself.
     """
     backend = next((b for b in BACKENDS.values() if platform in (b.in_jax, b.name)), CUDA)
     if backend is CPU:

@@ -1,11 +1,10 @@
-"""How fast is the device that is here? Large products, a stream through memory, copies to the host and back.
+"""Measure a device's rates: large products, a stream through memory, copies to the host and back.
 
-A repetition is a chain of calls, each of which needs the one before, so that the host's share of a call
-hides behind the device's; the rate is that of the median repetition. Sizes start at what the published
-rates make worth ``aim`` seconds and are corrected by what the first runs took.
+A repetition is a chain of dependent calls, so that device work hides the host's share of each call. The rate is that of
+the median repetition. Sizes start at ``aim`` seconds of work by the published rates; the first runs correct them.
 
-Invariant: nothing is assumed. A number that could not be measured stays the published one, and a copy
-counts as one only where the compiled program says that it holds bytes on the host.
+Invariant: nothing is assumed. A number that could not be measured stays the published one. A copy counts only if the
+compiled program holds bytes on the host.
 """
 
 from __future__ import annotations
@@ -35,30 +34,32 @@ from jaxtensile.errors import JaxtensileError, TargetError
 from jaxtensile.units import KIB, MIB, Bytes, Seconds, format_bytes, format_rate
 
 _TILE = 256
-"""Sides of products are multiples of it; operands repeat one random tile of this side. Whole tiles for all matrix
+"""Side of the random tile that operands repeat; sides of products are multiples of it. Whole tiles for all matrix
 units."""
 _RESIZES = 2
-"""Times that another size is tried because a repetition takes far longer, or shorter, than it is to. A guess."""
+"""Times that another size is tried because a repetition is far from ``aim``. A guess."""
 _LONGEST_CHAIN = 32
-"""Calls in one repetition at most: so many are waiting to run. A guess."""
+"""Calls in one repetition at most: all of them are queued. A guess."""
 _FEWEST = 3
-"""Repetitions whatever they take: a median of fewer is none."""
+"""Least number of repetitions, whatever they take: a median needs three."""
 _FREE = 8
-"""Times the free bytes that are taken for the device's where most of it is in use: a quarter of the free ones is used
-then (``Effort.share``)."""
+"""Cap on the assumed memory, in multiples of the free bytes. On a busy device a quarter of the free bytes is then used
+(``Effort.share``)."""
 _MOST_OVER_LINK: Bytes = 256 * MIB
-"""Bytes of a copy by which ``calibrate`` measures the link, at most: pinned memory, of which a machine has little."""
+"""Bytes of a copy by which ``calibrate`` measures the link, at most: pinned memory is scarce."""
 _LITTLE_OVER_LINK: Bytes = 32 * MIB
 """The same for a measurement between two steps: some 1 ms each way."""
 _MEASURING: Final = threading.Lock()
-"""Two measurements at once would each find half of what the device can do."""
+"""Held while measuring: two measurements at once would each find half of the rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How hard to try: a repetition is to take ``aim`` seconds, arrays together at most ``share`` of the device's
-    bytes; ``limit``: seconds of repetitions per number, of which there are three at least. Guesses, so that all
-    rates of a device are measured within seconds."""
+    """How hard to try. Guesses, so that all rates of a device are measured within seconds.
+
+    ``aim``: seconds of a repetition. ``share``: of the device's bytes, for all arrays together. ``limit``: seconds of
+    repetitions per number, of which there are at least three.
+    """
 
     aim: Seconds = 0.03
     share: float = 1 / 32
@@ -71,7 +72,7 @@ _LITTLE = Effort(aim=0.003, repetitions=3, limit=0.05)
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Units of work per second; ``spread``: of the middle half of the repetitions, as a share of their median."""
+    """Units of work per second. ``spread``: width of the middle half of the repetitions, as a share of their median."""
 
     value: float
     spread: float
@@ -84,13 +85,14 @@ class Rate:
 def calibrate(device: Any = None, *, refresh: bool = False) -> DeviceProfile:
     """Measure the device once and plan with its own rates from then on.
 
-    ``device``: one of ``jax.devices()``, None for the default one. Large products in float32 and bfloat16, a
-    stream through memory and, where the compiler knows of one, the link to pinned host memory: seconds of
-    work on at most 1/32 of the memory. What was found is kept in ``$XDG_CACHE_HOME/jaxtensile`` (else
-    ``~/.cache/jaxtensile``) per device kind and version of jaxlib, and returned at once the next time;
-    ``refresh`` measures again. Every later plan for this kind of device uses it, compile-only targets
-    included. Rates are bytes or operations per second; ``.sources`` says where each number comes from,
-    ``.measured`` which were measured. Raises ``TargetError`` for a device that is not here.
+    ``device``: one of ``jax.devices()``, None for the default one. Takes seconds and at most 1/32 of the memory: large
+    products in float32 and bfloat16, a stream through memory and, if the compiler has one, the link to pinned host
+    memory.
+
+    The result is kept in ``$XDG_CACHE_HOME/jaxtensile`` (else ``~/.cache/jaxtensile``) per device kind and version of
+    jaxlib, and returned at once the next time. ``refresh`` measures again. Every later plan for this kind of device
+    uses it, compile-only targets included. Rates are bytes or operations per second; ``.sources`` gives each number's
+    origin, ``.measured`` the measured ones. Raises ``TargetError`` for a device that is not here.
     """
     here = _device(device)
     published = profile_for_kind(here.device_kind, here.platform)
@@ -103,7 +105,7 @@ def calibrate(device: Any = None, *, refresh: bool = False) -> DeviceProfile:
 
 
 def measure(device: Any, published: DeviceProfile, effort: Effort) -> Measurement:
-    """The rates of a device that is here, and the capacity of one that no table knows."""
+    """The rates of a device that is here, and its capacity if no table knows it."""
     started = time.perf_counter()
     most = int(_bytes(device, published) * effort.share)
     numbers: dict[str, float] = {}
@@ -149,10 +151,10 @@ def measure(device: Any, published: DeviceProfile, effort: Effort) -> Measuremen
 
 @cache
 def link_bandwidth(device: Any) -> float | None:
-    """Bytes per second of the link between a device that is here and pinned host memory, the slower way.
+    """Bytes per second between a local device and pinned host memory, in the slower direction.
 
-    Measured once per process with little effort (some 30 ms of copies of at most 32 MiB, and their compiles), and
-    kept nowhere; None where there is no such link, or no room for the test.
+    Measured once per process (some 30 ms of copies of at most 32 MiB, and their compiles) and not kept. None without
+    such a link, or without room for the test.
     """
     published = profile_for_kind(device.device_kind, device.platform)
     try:
@@ -163,14 +165,14 @@ def link_bandwidth(device: Any) -> float | None:
 
 
 class _NotMeasured(Exception):
-    """There is nothing to measure, and why."""
+    """A number cannot be measured; the message says why."""
 
 
 # ---- what is run ----------------------------------------------------------------------------------
 
 
 def products(device: Any, dtype: Any, peak: float, most: Bytes, effort: Effort) -> Rate:
-    """FLOP/s of products of square matrices; ``peak``: the rate to expect, ``most``: bytes of three of them."""
+    """FLOP/s of products of square matrices. ``peak``: the expected rate; ``most``: bytes of three matrices."""
     tile = np.random.default_rng(0).standard_normal((_TILE, _TILE)).astype(np.float32)
 
     @jax.jit
@@ -189,7 +191,7 @@ def products(device: Any, dtype: Any, peak: float, most: Bytes, effort: Effort) 
 
 
 def stream(device: Any, peak: float, most: Bytes, effort: Effort) -> Rate:
-    """Bytes per second read and written by an elementwise op in place; ``most``: bytes of two arrays."""
+    """Bytes per second read and written by an elementwise op in place. ``most``: bytes of two arrays."""
     tile = np.random.default_rng(0).standard_normal((_TILE, _TILE)).astype(np.float32)
     add = jax.jit(lambda x: x + 1, donate_argnums=0)
 
@@ -202,7 +204,7 @@ def stream(device: Any, peak: float, most: Bytes, effort: Effort) -> Rate:
 
 
 def copies(device: Any, to_host: bool, peak: float, most: Bytes, effort: Effort, counts: Callable[[Any], bool]) -> Rate:
-    """Bytes per second to pinned host memory, or from it, in programs of which ``counts`` says that they do copy."""
+    """Bytes per second to or from pinned host memory. ``counts``: whether a compiled program really copies."""
     kinds = {m.kind for m in device.addressable_memories()}
     if "pinned_host" not in kinds:
         raise _NotMeasured("the device has no pinned host memory")
@@ -248,9 +250,9 @@ def _sampled(
     effort: Effort,
     longest: int = _LONGEST_CHAIN,
 ) -> tuple[int, list[Seconds], int]:
-    """The size that was settled on, seconds of each repetition there, and calls in a repetition.
+    """The chosen size, seconds of each repetition, and calls per repetition.
 
-    ``make``: for a size, a step and what it starts from; the work of a step grows with the size to ``power``.
+    ``make``: for a size, a step and its initial state. The work of a step grows with size to the ``power``.
     """
 
     def rounded(size: float) -> int:
@@ -288,14 +290,14 @@ def _timed(step: Callable[[Any], Any], state: Any, calls: int) -> tuple[Seconds,
 
 
 def _rate(samples: Sequence[Seconds], work: float, size: str) -> Rate:
-    """Of the median repetition, each of which did ``work``."""
+    """The rate of the median repetition; each did ``work``."""
     median = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return Rate(work / median, (high - low) / median, size)
 
 
 def _filled(device: Any, tile: np.ndarray, times: tuple[int, int], dtype: Any) -> Any:
-    """An array on ``device``: random, because units that multiply zeros draw less power and run faster."""
+    """A random array on ``device``: units that multiply zeros draw less power and run faster."""
     return jax.jit(lambda t: jnp.tile(t.astype(dtype), times))(jax.device_put(tile, device))
 
 
@@ -314,7 +316,7 @@ def _device(device: Any) -> Any:
 
 
 def _bytes(device: Any, published: DeviceProfile) -> Bytes:
-    """What may be thought of as the device's memory: its capacity, less where most of it is in use."""
+    """Bytes to treat as the device's memory: its capacity, or less if most of it is in use."""
     stats = _stats(device)
     limit = stats.get("bytes_limit") or published.capacity
     free = max(limit - stats.get("bytes_in_use", 0), 64 * KIB)
@@ -332,7 +334,7 @@ def _stats(device: Any) -> dict[str, int]:
 
 
 def told_as_text(device: DeviceProfile) -> str:
-    """The measured numbers beside the published ones."""
+    """The measured numbers beside the published ones, as text."""
     published = profile_for_kind(device.kinds[0], device.platform)
     head = f"{device.kinds[0]} as {device.name}: in use, published, and where the first comes from"
     path = measured.file_of(device.kinds[0])
@@ -341,7 +343,7 @@ def told_as_text(device: DeviceProfile) -> str:
 
 
 def told_as_json(device: DeviceProfile) -> str:
-    """The same as data: by number its value, the published one and the source."""
+    """The same as JSON: each number's value, published value and source."""
     path = measured.file_of(device.kinds[0])
     published = profile_for_kind(device.kinds[0], device.platform)
     numbers = {

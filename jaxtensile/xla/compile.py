@@ -1,7 +1,7 @@
-"""What does XLA say: lower and compile, read the allocation back, survive the known failures.
+"""Lower and compile with XLA, read the allocation back, work around known failures.
 
-Invariant: the executable measured here is the one the jit object runs afterwards: options are
-part of the jit object, never of a separate compile.
+Invariant: the executable measured here is the one that the jit object runs afterwards. Options belong to the jit
+object, never to a separate compile.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ _DISABLED = "xla_disable_hlo_passes"
 REMATERIALIZATION = "rematerialization"
 """The pass in which XLA recomputes by itself."""
 _SCHEDULED = 0.8
-"""Of a GPU's memory XLA schedules for this share, times percent of ``_SLOP`` (95, unless told otherwise): see
-docs/xla.md."""
+"""Share of a GPU's memory that XLA schedules for, times percent of ``_SLOP`` (default 95): see docs/xla.md."""
 RECOMPUTES = 0.95 * _SCHEDULED
-"""Share of a GPU's memory from which on XLA recomputes by itself (docs/xla.md: about 0.76)."""
+"""Share of a GPU's memory above which XLA recomputes by itself (docs/xla.md: about 0.76)."""
 _TILE_SIZES = "output tile sizes"
 _NO_BACKEND = "Unknown backend"
 _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CompileTimeHbmOom", "Ran out of memory")
@@ -42,10 +41,9 @@ _OUT_OF_MEMORY = ("RESOURCE_EXHAUSTED", "CompileTimeHbmOom", "Ran out of memory"
 
 @dataclass(frozen=True)
 class Compiled:
-    """One executable: the jit object that owns it and what XLA allocates for it.
+    """One executable: its jit object and XLA's allocation.
 
-    ``memory`` is None when the compiler refused for lack of memory; ``needs`` is then its own
-    figure if it gave one.
+    ``memory`` is None if the compiler ran out of memory; ``refusal`` is then its message.
     """
 
     jitted: Any
@@ -55,13 +53,13 @@ class Compiled:
     notes: tuple[str, ...] = field(default=())
     refusal: str = ""
     again: Recomputed = NOTHING_AGAIN
-    """What XLA computes twice by itself, where that was asked."""
+    """What XLA recomputes by itself, if asked for."""
     time: CompiledTime | None = None
-    """A step of it by its kernels, where that was asked and they are known."""
+    """Time of a step by its kernels, if asked for and known."""
 
     @property
     def device(self) -> Bytes:
-        """Bytes on the device; larger than any budget when the compiler refused."""
+        """Bytes on the device; larger than any budget if the compiler refused."""
         return self.memory.device if self.memory is not None else 1 << 62
 
 
@@ -76,8 +74,8 @@ def compile_program(
 ) -> Compiled:
     """Compile ``make(options)`` (a jit object) for the arguments and read its allocation.
 
-    ``meanwhile`` is called while XLA, which needs no Python, works in another thread; ``counts``: the device for which
-    what XLA recomputes is counted; ``clock``: how long a step takes, by the text of what was compiled.
+    ``meanwhile``: called while XLA compiles in another thread. ``counts``: device for which XLA's own recomputation is
+    counted. ``clock``: time of a step, from the compiled text.
     """
     started = time.perf_counter()
     notes: tuple[str, ...] = ()
@@ -137,16 +135,16 @@ def memory_of(executable: Any) -> MemoryUse:
 
 
 def within(options: Options, spare: Bytes) -> Options:
-    """``options`` for XLA:TPU, and that ``spare`` bytes of the chip's are in use by others.
+    """``options`` that tell XLA:TPU that others use ``spare`` bytes of the chip.
 
-    It schedules for speed as long as there is room on the chip. Told of less, it spares bytes, by computing things
-    twice where it must; nothing is refused for it.
+    XLA:TPU schedules for speed while there is room. Told of less memory it saves bytes, by recomputing if it must; it
+    refuses nothing because of this option.
     """
     return options if RESERVED in options else {**options, RESERVED: max(spare, 0)}
 
 
 def disabled(options: Options) -> tuple[str, ...]:
-    """The passes that the user, or ``$XLA_FLAGS``, has XLA leave out."""
+    """The passes that ``options``, else ``$XLA_FLAGS``, disable."""
     flags = re.findall(rf"--{_DISABLED}=(\S+)", os.environ.get("XLA_FLAGS", ""))
     return tuple(filter(None, str(options.get(_DISABLED, flags[-1] if flags else "")).split(",")))
 
@@ -156,17 +154,17 @@ def _without_pass(options: Options, *names: str) -> Options:
 
 
 def not_recomputing(backend: Backend, options: Options) -> Options:
-    """``options`` under which XLA computes nothing twice of its own accord, where that can be told."""
+    """``options`` that keep XLA from recomputing by itself, if the backend has such an option."""
     return _without_pass(options, REMATERIALIZATION) if backend.recomputes else options
 
 
 def recomputing(options: Options, capacity: Bytes, aim: Bytes) -> Options:
-    """``options`` under which XLA:GPU recomputes by itself what it must to need no more than ``aim``."""
+    """``options`` under which XLA:GPU recomputes by itself until it needs at most ``aim`` bytes."""
     return options if _SLOP in options else {**options, _SLOP: max(int(100 * aim / (_SCHEDULED * capacity)), 1)}
 
 
 def planned_options(backend: Backend, user: Options) -> list[Options]:
-    """Options under which a rewritten program is worth compiling, best first."""
+    """Options worth trying for a rewritten program, best first."""
     drops = backend.drops_barriers_before > _compat.JAX_VERSION
     # A small loop becomes one kernel, for which XLA:CPU writes no barrier: the process would end (docs/xla.md).
     first = _without_pass(user, "cse_barrier_expander", "small-while-loop-hoisting") if drops else dict(user)

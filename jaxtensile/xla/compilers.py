@@ -1,6 +1,6 @@
-"""How does a target's compiler differ from the others, as far as static estimates know it?
+"""How target compilers differ, as far as static estimates know.
 
-Invariant: what is said here is a rule of a platform or of a compute capability, never of one program.
+Invariant: every rule here is about a platform or a compute capability, never about one program.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide
 from jaxtensile.units import Bytes
 
 _TRITON: Final = (8, 0)
-"""Compute capability from which on XLA:GPU generates products itself: Ampere's, which Triton asks for."""
+"""Compute capability from which XLA:GPU generates products itself: Ampere's, required by Triton."""
 _BF16: Final = (9, 0)
-"""Compute capability from which on XLA:GPU adds and multiplies bf16 as such: Hopper's."""
+"""Compute capability from which XLA:GPU computes bf16 adds and multiplies natively: Hopper's."""
 _NEW_GPU: Final = "GPU from 9.0"
 _GPU: Final = "GPU from 8.0"
 _OLD_GPU: Final = "older GPU"
@@ -35,13 +35,13 @@ _LIKE_H200: Final = FACTS["nvidia-h200"].multiprocessors
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """A share of the temporaries, and copies of the largest array that is stored."""
+    """A margin: a share of the temporaries plus a number of copies of the largest stored array."""
 
     share: float
     copies: float
 
     def of(self, temp: Bytes, largest: Bytes) -> Bytes:
-        """The same in bytes."""
+        """The margin in bytes."""
         return int(self.share * temp + self.copies * largest)
 
 
@@ -52,16 +52,17 @@ MARGINS: Final = {
     CPU.name: (Margin(0.08, 3), Margin(0.5, 8)),
     TPU.name: (Margin(1.0, 0), Margin(0.21, 1)),
 }
-"""Below and above, by kind of compiler: what ``benchmarks/estimate/targets.py`` finds on its calibration half, of the
-versions of jax there the more. A TPU keeps small arrays on the chip, where they count nothing: there may be none."""
+"""Below and above, by kind of compiler: from ``benchmarks/estimate/targets.py`` on its calibration half, the larger
+over its versions of jax. A TPU keeps small arrays on the chip, where they do not count, so it may need no temporaries.
+"""
 UNKNOWN: Final = Margin(1.0, 0), Margin(0.5, 8)
-"""Of a compiler that was not measured: the widest of all."""
+"""Margins of a compiler that was not measured: the widest of all."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """``fuser``: how it fuses; ``wide``: what it computes in f32; ``processors``: of a GPU; ``kind``: whose
-    margins count."""
+    """A target's compiler. ``fuser``: its fusion rules. ``wide``: what it computes in f32. ``processors``:
+    multiprocessors of a GPU. ``kind``: key into ``MARGINS``."""
 
     fuser: Fuser = H200
     wide: Wide | None = None
@@ -75,12 +76,12 @@ class Compiler:
 
     @property
     def high(self) -> Margin:
-        """How far it may be above."""
+        """How far XLA's figure may be above the static one."""
         return MARGINS.get(self.kind, UNKNOWN)[1]
 
     @property
     def spreads(self) -> bool:
-        """Whether it writes products by groups as one product."""
+        """Whether it turns products by groups into one product."""
         return self.kind != TPU.name
 
     def lowered(self, graph: Graph) -> Lowered:
@@ -91,11 +92,11 @@ class Compiler:
         return found if self.fuser == FUSES_CPU else _then(found, lowered(found.graph))
 
     def as_written(self, graph: Graph) -> Graph:
-        """A graph with workspaces as it is where nothing keeps products by groups apart: with the copies they share."""
+        """A graph with workspaces, with the copies that its products by groups share if nothing keeps them apart."""
         return self.lowered(graph).graph if _shares(graph) else graph
 
     def with_workspaces(self, graph: Graph) -> Graph:
-        """The graph whose products by groups say what each needs by itself; the same one where there are none."""
+        """The graph with a workspace on each product by groups; the same object if there are none."""
         ops = tuple(map(partial(self._with_workspace, graph), graph.ops))
         return graph if all(map(is_, ops, graph.ops)) else replace(graph, ops=ops)
 
@@ -122,7 +123,7 @@ def _then(first: Lowered, second: Lowered) -> Lowered:
 
 
 def kind_of(device: DeviceProfile) -> str:
-    """The kind of compiler for a device; a GPU of unknown compute capability is taken for a new one."""
+    """The kind of compiler for a device. A GPU of unknown compute capability counts as new."""
     if device.backend is not CUDA or device.name not in FACTS:
         return _NEW_GPU if device.backend is CUDA else device.platform
     capability = FACTS[device.name].compute_capability
@@ -141,6 +142,6 @@ def compiler_of(device: DeviceProfile) -> Compiler:
 
 
 def _work(device: DeviceProfile) -> float:
-    """How long arithmetic takes beside memory traffic, as XLA's cost model has it."""
+    """Time of arithmetic relative to memory traffic, as in XLA's cost model."""
     gpu = FACTS[device.name]
     return device.memory_bandwidth / (gpu.multiprocessors * gpu.fpus * gpu.clock_ghz * 1e9)

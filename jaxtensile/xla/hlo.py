@@ -1,11 +1,11 @@
-"""What does a compiled program do, by XLA's own text of it? Its products, and what it computes twice to save bytes.
+"""Read a compiled program's HLO text: its products, and what XLA recomputes to save bytes.
 
-Products are counted as for a traced program (2 per multiply-add): those in fusions, cuBLAS and cuDNN calls, loop bodies
-times their trip count. Those that XLA turned into something else (a reduction, a fused attention) are missing, so
-compare with another compile of the same step only.
+Products count as in a traced program (2 FLOPs per multiply-add): those in fusions, cuBLAS and cuDNN calls, and loop
+bodies times their trip count. Products that XLA turned into something else (a reduction, a fused attention) are
+missing. So compare only with another compile of the same step.
 
-XLA:GPU recomputes where a program needs more than about 0.76 of its device, XLA:TPU where it needs more than there is;
-both name what they made again ``…remat``.
+XLA:GPU recomputes if a program needs more than about 0.76 of its device, XLA:TPU if it needs more than there is. Both
+name recomputed instructions ``…remat``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Line:
 
     @property
     def called(self) -> list[str]:
-        """The computations that run when it does."""
+        """The computations that it runs."""
         return CALLED.findall(self.rest) if self.opcode in ("fusion", "call", "while", "async-start") else []
 
 
@@ -64,7 +64,7 @@ def hlo_flops(text: str) -> Flops:
 
 
 def recomputed(text: str, device: DeviceProfile) -> Recomputed:
-    """What XLA computes again by itself. An instruction takes as long as its products or its memory traffic."""
+    """What XLA recomputes by itself. An instruction takes the longer of its products and its memory traffic."""
     if ".remat" not in text:
         return NOTHING_AGAIN
     computations, entry = parsed(text)
@@ -152,7 +152,7 @@ def _arrays(shape: str) -> Iterator[tuple[str, list[int]]]:
 
 
 def dims(shape: str) -> list[int]:
-    """Sizes of an array's shape, of the first array's in a tuple."""
+    """Sizes of an array's shape; of the first array in a tuple."""
     return next((sizes for _, sizes in _arrays(shape)), [])
 
 

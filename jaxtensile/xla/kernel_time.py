@@ -1,11 +1,11 @@
-"""How long does a step of a compiled program for a GPU take? Each of its kernels by a roofline, in XLA's own order.
+"""The time of a compiled GPU step: a roofline per kernel, in XLA's own order.
 
-A kernel takes as long as its products or its traffic, whichever is longer, beside a launch and the time in which it
-fills and empties the device. What was read or written last is still in the second-level cache. Copies over the link run
-beside the kernels, each direction one after the other; what needs one that is not over waits.
+A kernel takes the longer of its products and its traffic, plus a launch and the time to fill and empty the device.
+Recently used values are still in the L2 cache. Copies over the link run beside the kernels, each direction one at a
+time. An op that needs an unfinished copy waits.
 
-The rates are the device's; what share of them each kind of kernel gets was fitted to half of the programs of
-``benchmarks/time``, whose other half says how well that holds: an H100, jax 0.11.
+Rates are the device's. The share that each kind of kernel reaches was fitted to half of the programs of
+``benchmarks/time`` (H100, jax 0.11) and validated on the other half.
 """
 
 from __future__ import annotations
@@ -29,18 +29,21 @@ TILE: Final = 128
 DEEPEST: Final = 512
 """Depth of a product that is worth dividing among multiprocessors."""
 TURNS: Final = 3
-"""Turns of a loop that are looked at one by one; the others are as long as the last of them."""
+"""Turns of a loop that are simulated one by one; the others take as long as the last of these."""
 NAMED: Final = 10
-"""Kinds of kernels, by the operation that they are named after, that are told."""
+"""Kinds of kernels in the account, by the operation they are named after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """What kernels reach, fitted. ``launch``, ``turn``, ``fill``: seconds of each kernel, of each turn of a loop, and
-    at most to fill and empty the device; ``traffic``, ``product``, ``convolution``, ``attention``, ``tile``: times as
-    long as by the device's rates; ``cached``: of traffic that the cache has; ``cache``: the part of it that keeps what
-    was used last; ``start``: depth of a product that takes as long as its beginning and end; ``waves``: of the time
-    that multiprocessors without a tile of a product lose; ``unaligned``: products whose rows are."""
+    """What kernels reach, fitted.
+
+    ``launch``, ``turn``, ``fill``: seconds per kernel, per turn of a loop, and at most to fill and empty the device.
+    ``traffic``, ``product``, ``convolution``, ``attention``, ``tile``: time as a multiple of that by the device's
+    rates. ``cached``: remaining share of traffic that hits the cache. ``cache``: share of the cache that keeps recent
+    values. ``start``: depth of a product whose time equals its start and end. ``waves``: share of the time lost on
+    multiprocessors without a tile. ``unaligned``: factor for products with unaligned rows.
+    """
 
     launch: Seconds = 0.7e-6
     turn: Seconds = 4e-6
@@ -61,12 +64,12 @@ FITTED: Final = Shares()
 
 
 def timed(text: str, device: DeviceProfile, shares: Shares = FITTED) -> CompiledTime | None:
-    """Of the program that XLA wrote ``text`` of; None for devices whose kernels are not known."""
+    """Time of the program with HLO text ``text``; None for devices whose kernels are not known."""
     return seconds_of(schedule_of(text), device, shares) if device.name in FACTS else None
 
 
 def seconds_of(schedule: Schedule, device: DeviceProfile, shares: Shares = FITTED) -> CompiledTime:
-    """Of a step that runs ``schedule`` on a GPU."""
+    """Time of a step that runs ``schedule`` on a GPU."""
     clock = _Clock(device, FACTS[device.name], shares)
     clock.run(schedule)
     most = sorted(clock.spent.items(), key=lambda item: -item[1])[:NAMED]
@@ -76,7 +79,7 @@ def seconds_of(schedule: Schedule, device: DeviceProfile, shares: Shares = FITTE
 
 @dataclass(slots=True)
 class _Clock:
-    """The device while it runs a schedule."""
+    """The state of a device while it runs a schedule."""
 
     device: DeviceProfile
     gpu: GpuFacts
@@ -84,17 +87,17 @@ class _Clock:
     now: Seconds = 0.0
     waited: Seconds = 0.0
     free: dict[bool, Seconds] = field(default_factory=lambda: {True: 0.0, False: 0.0})
-    """When the link has time again, to the host and from it."""
+    """Time at which the link is free, to the host and from it."""
     over: dict[str, Seconds] = field(default_factory=dict[str, Seconds])
-    """When copies are."""
+    """Time at which each copy ends."""
     cached: OrderedDict[str, Bytes] = field(default_factory=OrderedDict[str, Bytes])
     held: Bytes = 0
     times: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    """How often kernels of a kind run that are named after an operation, and what they take."""
+    """Number of kernels by (kind, source operation)."""
     spent: defaultdict[tuple[str, str], Seconds] = field(default_factory=lambda: defaultdict(float))
 
     def run(self, schedule: Schedule, times: int = 1) -> None:
-        """``times``: how often a step runs it, for the account of kernels."""
+        """Run ``schedule``. ``times``: how often a step runs it, for the account of kernels."""
         for step in schedule:
             match step:
                 case Kernel():
@@ -143,7 +146,7 @@ class _Clock:
         return shares.launch + longest + min(longest, shares.fill)
 
     def _slower(self, p: Product) -> float:
-        """Times as long as by the device's rate a product takes for its sizes."""
+        """Factor over the device's rate that a product takes because of its sizes."""
         shares, units = self.shares, self.gpu.multiprocessors
         tiles = p.batch * math.ceil(p.rows / TILE) * math.ceil(p.columns / TILE)
         divided = min(max(units // tiles, 1), max(p.depth // DEEPEST, 1)) if tiles < units else 1
@@ -155,7 +158,7 @@ class _Clock:
         return shares.product * begun * (1 + shares.waves * idle) * padded * (1.0 if p.aligned else shares.unaligned)
 
     def _use(self, value: str, nbytes: Bytes) -> None:
-        """The cache has ``value`` now, if that is not too large for it, and has dropped what was not used for long."""
+        """Put ``value`` into the cache, unless it is too large, and drop the least recently used values."""
         room = self.shares.cache * self.gpu.l2
         self.held -= self.cached.pop(value, 0)
         if nbytes > room:

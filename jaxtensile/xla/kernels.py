@@ -1,10 +1,10 @@
-"""Which kernels does a compiled program for a GPU run, in which order, and what does each read, write and multiply?
+"""The kernels of a compiled GPU program, in order, with what each reads, writes and multiplies.
 
-XLA's own text of the scheduled module says it. A fused kernel reads of an operand what its operations take: of one that
-is only sliced or gathered from the slices, and of one that is updated in place nothing but what is put there. Indices
-of slices are left out.
+The source is XLA's text of the scheduled module. A fused kernel reads of an operand only what its operations need: the
+slices of a sliced or gathered one, and only the updated part of one that is updated in place. Indices of slices are
+left out.
 
-Invariant: a schedule is in the order in which the device is told to run it; loops are kept as loops.
+Invariant: a schedule has the order of launches; loops stay loops.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FIRST_LAYOUT = re.compile(r"\(?[^{]*\{([^}]*)\}")
 _BRANCHES = re.compile(r"(?:branch_computations=\{|true_computation=|false_computation=|, )%([\w.-]+)")
 _WIDE = re.compile(r"f32|f64|c64")
 _HOST = "S(5)"
-"""How a layout says that a value is in pinned host memory."""
+"""Mark of pinned host memory in a layout."""
 _NO_WORK = (FREE - {"copy-done"}) | {
     "after-all",
     "partition-id",
@@ -36,17 +36,17 @@ _NO_WORK = (FREE - {"copy-done"}) | {
     "opt-barrier",
 }
 _SAME_PLACE = ("bitcast", "copy", "convert")
-"""Operations through which an update in place is still one."""
+"""Operations through which an update stays in place."""
 ALIGNED = 8
-"""Sizes of 16-bit operands that are no multiple of it have rows that do not begin at 16 bytes: the fast loads of a
-tensor core cannot read them."""
+"""Sizes of 16-bit operands should be multiples of it: otherwise rows are not 16-byte aligned, and a tensor core's fast
+loads cannot read them."""
 FLASH_BACKWARD = 2.5
-"""Products of the backward pass of an attention, per product of the forward pass: five where that has two."""
+"""Products of an attention's backward pass per product of its forward pass: five against two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """``batch`` products of ``rows`` x ``depth`` by ``depth`` x ``columns``; ``wide``: of 32-bit operands."""
+    """``batch`` products of ``rows`` x ``depth`` by ``depth`` x ``columns``. ``wide``: the operands have 32 bits."""
 
     batch: int
     rows: int
@@ -60,14 +60,14 @@ class Product:
 
     @property
     def aligned(self) -> bool:
-        """Whether all sizes that are worth it are multiples of ``ALIGNED``."""
+        """Whether all sizes above ``ALIGNED``² are multiples of ``ALIGNED``."""
         return not any(n % ALIGNED for n in (self.rows, self.columns, self.depth) if n > ALIGNED**2)
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """``kind``: product, convolution, attention, tile (a block-level fusion), loop, reduction, transpose, scatter, or
-    the operation itself. ``reads``: bytes by the value they are of; ``source``: the operation it is named after."""
+    """One kernel. ``kind``: product, convolution, attention, tile (a block-level fusion), loop, reduction, transpose,
+    scatter, or the opcode. ``reads``: bytes by value. ``source``: the operation it is named after."""
 
     name: str
     kind: str
@@ -84,7 +84,7 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """A copy over the link begins, beside what else runs."""
+    """The start of an asynchronous copy over the link."""
 
     name: str
     nbytes: Bytes
@@ -93,7 +93,7 @@ class Copying:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What follows waits for a copy to be over."""
+    """A wait for the end of a copy."""
 
     name: str
 
@@ -110,7 +110,7 @@ Schedule = tuple["Kernel | Copying | Copied | Loop", ...]
 
 
 def schedule_of(text: str) -> Schedule:
-    """What a module's entry computation runs, from XLA's text of it after scheduling."""
+    """The schedule of a module's entry computation, from its text after scheduling."""
     computations, entry = parsed(text)
     return _Module(computations).schedule(entry)
 
@@ -176,7 +176,7 @@ class _Module:
 
 
 class _Inside:
-    """What one fused computation does: ``reads``: bytes of each of its parameters."""
+    """One fused computation. ``reads``: bytes of each of its parameters."""
 
     def __init__(self, lines: Sequence[Line]) -> None:
         self.lines = lines
@@ -214,7 +214,7 @@ class _Inside:
         return [by_name[o] for o in root.operands if o in by_name] if root.opcode == "tuple" else [root]
 
     def _put(self, root: Line) -> Bytes:
-        """Bytes that a result writes; what is added to is read as well."""
+        """Bytes that a result writes. For a scatter, the target is read as well."""
         self._wanted[root.name] += self.full[root.name]
         update = self._updates.get(root.name)
         if update is None:
@@ -224,14 +224,14 @@ class _Inside:
         return self.full.get(update.operands[1], 0)
 
     def _update_in_place(self, root: Line) -> Line | None:
-        """The update that a result is, where it is one."""
+        """The in-place update that makes a result, if one does."""
         by_name, line = {line.name: line for line in self.lines}, root
         while line.opcode in _SAME_PLACE and line.operands and line.operands[0] in by_name:
             line = by_name[line.operands[0]]
         return line if line.opcode in ("dynamic-update-slice", "scatter") else None
 
     def _want(self, line: Line) -> None:
-        """What ``line`` takes of its operands for what is wanted of it."""
+        """Add what ``line`` reads of its operands for the wanted part of its result."""
         full, wanted = self.full, min(self._wanted[line.name], self.full[line.name])
         operands = [o for o in line.operands if o in full]
         if not wanted or not operands:
@@ -272,7 +272,7 @@ def _product(line: Line, shapes: Mapping[str, str]) -> Product:
 
 
 def _attention(query: Sequence[int], backward: bool) -> Flops:
-    """FLOPs of an attention over sequences as long as the query's, of [batch, heads, length, size] or heads third."""
+    """FLOPs of an attention with keys as long as the query, of [batch, heads, length, size] or heads third."""
     length = max(query[1:3], default=1)
     return 4.0 * math.prod(query) * length * (FLASH_BACKWARD if backward else 1.0)
 

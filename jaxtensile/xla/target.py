@@ -1,22 +1,21 @@
 """The compile-only device of a target name: the target's own compiler, without the hardware.
 
-Invariant: resolving a target leaves the process as it was. ``jax.devices()`` is what it would
-have been, nothing is printed, and environment variables that libtpu needs otherwise than the user
-set them are so only while its topology is built. (A CUDA target is tried on a small program, which starts JAX's
-usual backends.)
+Invariant: resolving a target leaves the process as it was. ``jax.devices()`` does not change and nothing is printed.
+Environment variables for libtpu are set only while its topology is built. (A CUDA target compiles a small program,
+which starts JAX's usual backends.)
 
-What was found on jax 0.10.2 and 0.12.0.1 (none of it needs a driver):
+Found on jax 0.10.2 and 0.12.0.1 (nothing needs a driver):
 
-- XLA:GPU calls ``ptxas`` and reads ``libdevice``: a toolkit in its usual place or the wheels
-  nvidia-cuda-nvcc and nvidia-nvvm; without either every compile fails.
-- CUDA 13's ptxas accepts compute capability 7.5 and newer. For a V100 (7.0) CUDA 12's ptxas
-  (wheel nvidia-cuda-nvcc-cu12) does it, through the compiler option ``xla_gpu_cuda_data_dir``.
-  Compiling for 7.5 instead is no substitute: an f16 step came out 25 % too small.
-- The CUDA plugin looks for cuDNN and the driver once, at the first use of JAX, and if that
-  fails it is out for the process: ``hardware.quiet_plugins`` and the second try here.
-- libtpu takes ``v5e:1x1``, ``v5p:1x1x1``, ``v6e:1x1``. It refuses a second process on the
-  machine (a lock file) unless ``ALLOW_MULTIPLE_LIBTPU_LOAD`` is set, and complains on stderr
-  when JAX loads it on a machine with no TPU: ``hardware.quiet_plugins`` again.
+- XLA:GPU calls ``ptxas`` and reads ``libdevice``: from a toolkit in its usual place, or from the wheels
+  nvidia-cuda-nvcc and nvidia-nvvm. Without either every compile fails.
+- CUDA 13's ptxas accepts compute capability 7.5 and newer. A V100 (7.0) needs CUDA 12's ptxas (wheel
+  nvidia-cuda-nvcc-cu12), through the compiler option ``xla_gpu_cuda_data_dir``. Compiling for 7.5 instead is no
+  substitute: an f16 step came out 25 % too small.
+- The CUDA plugin looks for cuDNN and the driver once, at the first use of JAX. If that fails, the process cannot use
+  it: hence ``hardware.quiet_plugins`` and the second try here.
+- libtpu takes ``v5e:1x1``, ``v5p:1x1x1``, ``v6e:1x1``. It refuses a second process on the machine (a lock file) unless
+  ``ALLOW_MULTIPLE_LIBTPU_LOAD`` is set. Without a TPU it complains on stderr when JAX loads it: again
+  ``hardware.quiet_plugins``.
 """
 
 from __future__ import annotations
@@ -44,22 +43,21 @@ from jaxtensile.devices.profiles import profile
 from jaxtensile.errors import TargetError
 
 Device = Any
-"""``jax.Device``, which is no class to a type checker."""
+"""``jax.Device``, which type checkers do not accept as a class."""
 
 PINNED_HOST: Final = "pinned_host"
-"""Memory kind of host memory that a device reads and writes by itself."""
+"""Memory kind of host memory that a device reads and writes directly."""
 
 _CUDA_PLUGINS: Final = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 _TPU_TOPOLOGIES: Final = {"tpu-v5e": ("v5e", 2), "tpu-v5p": ("v5p", 3), "tpu-v6e": ("v6e", 2)}
-"""Generation, and in how many directions its chips are wired."""
+"""Generation, and the number of dimensions of its chip grid."""
 _LOCK: Final = threading.RLock()
 
 
 def resolve(name: str) -> Device:
     """The device to put in a ``SingleDeviceSharding`` to compile for ``name``; the same object every time.
 
-    Raises ``TargetError`` for an unknown name, a missing plugin (with the extra to install) or
-    a compiler that refuses.
+    Raises ``TargetError`` for an unknown name, a missing plugin (with the extra to install) or a compiler that refuses.
     """
     with _LOCK:
         return _resolve(name)
@@ -81,7 +79,7 @@ def compiler_options(name: str) -> Mapping[str, str]:
 def resolve_all(name: str, count: int) -> tuple[Device, ...]:
     """``count`` devices to compile one program for; the same objects every time.
 
-    Raises ``TargetError`` as ``resolve``, and where no more than fewer of them go together.
+    Raises ``TargetError`` as ``resolve`` does, and if there are fewer than ``count``.
     """
     if count == 1:
         return (resolve(name),)
@@ -126,7 +124,7 @@ def _cuda_device(name: str) -> Device:
 
 
 def _cuda_topology(config: str, plugin: str = "", count: int = 1) -> Sequence[Device]:
-    """``count`` GPUs of one host; ``plugin``: whose it is, before the first time."""
+    """``count`` GPUs of one host. ``plugin``: the module to register at the first use."""
 
     def build() -> Sequence[Device]:
         described = topologies.get_topology_desc(
@@ -145,8 +143,8 @@ def _cuda_topology(config: str, plugin: str = "", count: int = 1) -> Sequence[De
 class _PinnedHost(SingleDeviceSharding):
     """Pinned host memory of a compile-only GPU.
 
-    Such a device lists no memories, and JAX drops the memory kind of its shardings; then XLA takes the argument
-    for one in device memory and lets kernels read it across the link.
+    Such a device lists no memories, and JAX drops the memory kind of its shardings. XLA would then take the argument
+    for device memory and let kernels read it across the link.
     """
 
     def __init__(self, device: Device) -> None:
@@ -158,15 +156,15 @@ class _PinnedHost(SingleDeviceSharding):
 
 
 def is_absent(device: Device) -> bool:
-    """Whether programs can be compiled for ``device`` and not be run."""
+    """Whether ``device`` can only be compiled for, not run on."""
     return "CompileOnly" in type(device.client).__name__
 
 
 def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
-    """While a program is traced for targets by name, or for the absent GPUs that its ``args`` are on.
+    """A context for tracing for named targets, or for the absent GPUs that hold ``args``.
 
-    JAX then sees cuDNN and the least compute capability of them, in this thread. With neither: of the newest, for a
-    program that is only looked at, unless a GPU is here. Nothing is done for other targets.
+    In this thread JAX sees cuDNN and the lowest compute capability of those GPUs. Without targets and devices, and
+    without a GPU here, it sees the newest GPU's. Other targets change nothing.
     """
     placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     devices = {d for s in placed if isinstance(s, Sharding) and not _compat.is_abstract(s) for d in s.device_set}
@@ -180,7 +178,7 @@ def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
 
 
 def host_sharding(device: Device) -> SingleDeviceSharding:
-    """Pinned host memory beside ``device``; ``TargetError`` where it has none."""
+    """Pinned host memory beside ``device``; ``TargetError`` if it has none."""
     if device.platform == CUDA.in_jax and is_absent(device):
         return _PinnedHost(device)
     try:
@@ -196,7 +194,7 @@ def host_sharding(device: Device) -> SingleDeviceSharding:
 
 
 def _compile_something(device: Device, options: Mapping[str, str]) -> None:
-    """Raise what the compiler raises for a program that needs ptxas and libdevice."""
+    """Compile a program that needs ptxas and libdevice; raises the compiler's error."""
     x = jax.ShapeDtypeStruct((128,), jnp.float32, sharding=SingleDeviceSharding(device))
     jax.jit(lambda x: jnp.log1p(x).sum()).lower(x).compile(compiler_options=dict(options))
 
@@ -219,7 +217,7 @@ def _tpu_topology(topology: str) -> Sequence[Device]:
 
 
 def _grid(name: str, count: int) -> str:
-    """The topology of so many chips that is nearest to a square or a cube: ``v5e:2x4``."""
+    """The topology of ``count`` chips nearest to a square or a cube: ``v5e:2x4``."""
     generation, directions = _TPU_TOPOLOGIES[name]
     sides: list[int] = []
     for left in range(directions, 0, -1):
@@ -275,7 +273,7 @@ _ONE: Final[dict[str, Callable[[str], Device]]] = {
     TPU.name: _tpu_device,
     CUDA.name: _cuda_device,
 }
-"""How the device of a target is had, by its backend."""
+"""How to get the device of a target, by its backend."""
 _SEVERAL: Final[dict[str, Callable[[str, int], Sequence[Device]]]] = {
     CPU.name: _cpus,
     TPU.name: lambda name, count: _tpu_topology(_grid(name, count)),
