@@ -1,7 +1,6 @@
-"""A function, its arguments and a byte budget go in; a function that fits, and the proof that it fits, come out.
+"""A memory planner for JAX: from a function, its arguments and a byte budget to a function that provably fits.
 
-Names resolve on first use (PEP 562), so that importing the package and the command line's
-help never import JAX.
+Names resolve on first use (PEP 562), so importing the package and the command line's help never import JAX.
 """
 
 from __future__ import annotations

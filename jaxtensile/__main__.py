@@ -1,4 +1,4 @@
-"""``python -m jaxtensile``: the command line, where no console script is installed."""
+"""``python -m jaxtensile``: the command line without a console script."""
 
 import sys
 

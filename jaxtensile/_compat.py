@@ -1,4 +1,4 @@
-"""Every difference between the supported jax versions, and every touch of ``jax._src``.
+"""All differences between the supported jax versions, and all uses of ``jax._src``.
 
 Invariant: nothing else in the project imports ``jax._src``.
 """
@@ -33,21 +33,21 @@ JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[
 Literal = _core.Literal
 ShapedArray = _core.ShapedArray
 ShardingTypeError = _core.ShardingTypeError
-"""Of types that hold shardings, on meshes with explicit axes: an operation is not defined for them."""
+"""An operation is not defined for types with shardings, on meshes with explicit axes."""
 
 EMPTY_STACK = _source.NameStack()
 
 
 def open_jaxpr(closed: Any) -> tuple[Any, tuple[Any, ...]]:
-    """``(jaxpr, consts)`` of a ClosedJaxpr (0.10) or of the Jaxpr that replaced it (0.11+)."""
+    """``(jaxpr, consts)`` of a ClosedJaxpr (0.10) or its successor Jaxpr (0.11+)."""
     return closed.jaxpr, tuple(closed.consts)
 
 
 def lowered(closed: Any) -> Any:
-    """The program in the primitives that are compiled: high-level ones (``jax.experimental.hijax``) expanded by JAX's
-    own rules, in loops and branches too.
+    """The program in compiled primitives: high-level ones (``jax.experimental.hijax``) are expanded by JAX's rules, in
+    bodies too.
 
-    The same program where there are none, and where an argument or a result has a type of its own.
+    The same object if there are none, or if an argument or result has a type of its own.
     """
     jaxpr, _ = open_jaxpr(closed)
     if not getattr(jaxpr, "is_high", False) or any(v.aval.is_high for v in (*jaxpr.invars, *jaxpr.outvars)):
@@ -56,7 +56,7 @@ def lowered(closed: Any) -> Any:
 
 
 def without_dead_code(closed: Any) -> Any:
-    """The same program without what nothing reads, inside loops too; its arguments and constants stay."""
+    """The same program without unread values, in bodies too; arguments and constants stay."""
     jaxpr, consts = open_jaxpr(closed)
     with jax.enable_checks(False):  # JAX would check bodies of shard_map without the axes that they are in
         new, _ = _partial_eval.dce_jaxpr(jaxpr, True, instantiate=True)
@@ -64,17 +64,17 @@ def without_dead_code(closed: Any) -> Any:
 
 
 def stored_element(dtype: Any) -> Any:
-    """The abstract array that one element of an extended dtype is stored as."""
+    """The abstract array that stores one element of an extended dtype."""
     return _core.physical_element_aval(dtype)
 
 
 def function_source(closed: Any) -> str:
-    """The function that a jaxpr was traced from, and where it is; empty where JAX did not write it down."""
+    """The function behind a jaxpr and its place; empty if JAX did not record it."""
     return str(getattr(getattr(open_jaxpr(closed)[0], "debug_info", None), "func_src_info", "") or "")
 
 
 def under_trace() -> bool:
-    """Whether some transform is tracing right now (grad, vmap, an enclosing jit)."""
+    """Whether a transform is tracing now (grad, vmap, an enclosing jit)."""
     return not _core.trace_state_clean()
 
 
@@ -84,7 +84,7 @@ def jit_is_disabled() -> bool:
 
 
 def default_device() -> Any:
-    """Where a program runs whose arguments do not say."""
+    """The device of a program whose arguments name none."""
     chosen = _config.default_device.value
     return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
 
@@ -95,7 +95,7 @@ def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 
 def jit(fun: Callable[..., Any], **options: Any) -> Any:
-    """``jax.jit(fun, **options)`` whose methods are JAX's, also where ``fun`` has attributes of their names."""
+    """``jax.jit(fun, **options)`` with JAX's methods, even if ``fun`` has attributes of the same names."""
     made = jax.jit(fun, **options)
     for name in [k for k in vars(made) if not k.startswith("_") and hasattr(type(made), k)]:
         del vars(made)[name]
@@ -104,7 +104,7 @@ def jit(fun: Callable[..., Any], **options: Any) -> Any:
 
 @contextmanager
 def equation_context(eqn: Any, stack: Any) -> Iterator[None]:
-    """Bind as ``eqn`` was bound: its configuration, its source line, its name stack under ``stack``."""
+    """Bind as ``eqn`` was bound: its configuration, source line, and name stack under ``stack``."""
     info = eqn.source_info
     name_stack = _source.current_name_stack() + stack + info.name_stack
     variables = (*eqn.invars, *eqn.outvars)
@@ -116,7 +116,7 @@ _WIDE = frozenset(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 
 
 def as_wide_as(variables: Iterable[Any]) -> AbstractContextManager[Any]:
-    """64 bits where there are some: a user may switch to them in the middle of a function."""
+    """Enable 64 bits if a variable has them: users may switch inside a function."""
     wide = any(getattr(v.aval, "dtype", None) in _WIDE for v in variables)
     return jax.enable_x64(True) if wide and not _config.enable_x64.value else nullcontext()
 
@@ -124,7 +124,7 @@ def as_wide_as(variables: Iterable[Any]) -> AbstractContextManager[Any]:
 def source_line(eqn: Any) -> str:
     """``file.py:41 (function)`` of the user's code behind an equation, or the primitive's name.
 
-    The innermost line of the planned function that is in no installed package; where all are, the innermost.
+    The innermost line of the planned function outside installed packages, else the innermost.
     """
     traceback = eqn.source_info.traceback
     found = None
@@ -151,11 +151,11 @@ _AGAIN = "rematted_computation"
 
 
 def is_checkpoint_barrier(eqn: Any) -> bool:
-    """Whether ``jax.checkpoint`` bound this ``optimization_barrier``; False where nobody knows.
+    """Whether ``jax.checkpoint`` bound this ``optimization_barrier``; False if unknown.
 
-    An equation has the stack of the call that made it. One of a backward pass has that of the call it differentiates:
-    of ``lax.optimization_barrier`` itself, or of the high-level primitive that a checkpointed function is. Who called
-    that is in JAX's own file for checkpoints, or it is somebody else's barrier.
+    An equation has the stack of the call that made it. In a backward pass that is the differentiated call:
+    ``lax.optimization_barrier``, or the high-level primitive of a checkpointed function. The barrier is a checkpoint's
+    if the caller is in JAX's file for checkpoints.
     """
     traceback = eqn.source_info.traceback
     frames = iter(traceback.frames if traceback is not None else ())
@@ -170,9 +170,9 @@ def is_checkpoint_barrier(eqn: Any) -> bool:
 
 
 def is_recomputation(eqn: Any, stack: Any = EMPTY_STACK) -> bool:
-    """Whether an equation, under the name stack of what it was inlined from, is of what a differentiated
-    ``jax.checkpoint`` computes again: JAX says so in a parameter of ``remat2``, and in the name stack of what replaces
-    it (``jax_remat3``)."""
+    """Whether an equation belongs to the recomputation of a differentiated ``jax.checkpoint``. JAX marks it in a
+    parameter of ``remat2``, or in the name stack of its successor (``jax_remat3``). ``stack``: of what it was inlined
+    from."""
     if eqn.params.get("differentiated", False):
         return True
     return any(s.name == _AGAIN for names in (stack, eqn.source_info.name_stack) for s in names.stack)
@@ -187,13 +187,13 @@ def scan_split(params: dict[str, Any]) -> tuple[int, int]:
 
 
 class UnknownSizeError(Exception):
-    """An abstract value whose bytes are no number."""
+    """An abstract value has no definite size."""
 
 
 def arrays_of(aval: Any) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Shape and bytes of an element of each array that an abstract value is made of; a token is made of none.
+    """Shape and element bytes of each array in an abstract value; none for a token.
 
-    ``UnknownSizeError``: a dimension is symbolic, or the type does not say what it is made of.
+    ``UnknownSizeError``: a dimension is symbolic, or the type does not tell its arrays.
     """
     if hasattr(aval, "inner_aval"):  # a reference
         yield from arrays_of(aval.inner_aval)
@@ -216,7 +216,7 @@ def arrays_of(aval: Any) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def bodies(eqn: Any) -> Iterator[Any]:
-    """The open jaxprs among the parameters of an equation."""
+    """The open jaxprs in an equation's parameters."""
     return (open_jaxpr(body)[0] if hasattr(body, "consts") else body for body in _core.jaxprs_in_params(eqn.params))
 
 
@@ -225,11 +225,11 @@ def is_tracer(x: Any) -> bool:
 
 
 def configuration() -> Callable[[], bool]:
-    """Puts what this thread's contexts have set (``enable_x64`` and the like, our own switches) in force in the thread
+    """A function that puts this thread's contexts (``enable_x64`` and the like, our switches) in force in the thread
     that calls it.
 
-    For a thread that ends with what it is about. It returns whether that thread now traces and compiles as this one
-    did, by JAX's own key for it: there are contexts that no other thread can be put into.
+    For threads that end with their task. It returns whether that thread now traces and compiles as this one, by JAX's
+    own key: some contexts cannot be entered elsewhere.
     """
     kind = _config.config_ext.Config
     known = {id(x): x for x in (*_config.config_states.values(), *vars(_config).values()) if isinstance(x, kind)}
@@ -260,11 +260,11 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
 
 @contextmanager
 def as_on(card: Card) -> Iterator[None]:
-    """JAX's questions about cuDNN and the card, in this thread, answered as ``card`` would; elsewhere as ever.
+    """Answer JAX's questions about cuDNN and the card, in this thread, for ``card``.
 
-    It asks the machine it is on while it traces ``jax.nn.dot_product_attention(..., implementation="cudnn")``, and
-    refuses what that machine has not; for another machine's card only that one counts. What is traced keeps nothing
-    of the answers but that the program is allowed.
+    While tracing ``jax.nn.dot_product_attention(..., implementation="cudnn")`` JAX asks the local machine and refuses
+    what it lacks; for another machine's program only that machine's card counts. The trace keeps nothing of the
+    answers.
     """
     _ask_through()
     token = _CARD.set(card)
@@ -276,7 +276,7 @@ def as_on(card: Card) -> Iterator[None]:
 
 @cache
 def _ask_through() -> None:
-    """Let JAX's functions that look for cuDNN and a card look at ``_CARD`` first."""
+    """Make JAX's checks for cuDNN and a card look at ``_CARD`` first."""
 
     def through(asked: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(asked)
@@ -299,14 +299,13 @@ def _capability(text: str) -> tuple[int, ...]:
 
 
 Run = Callable[[Any, Any, Any], Any]
-"""``(jit object, args, kwargs)`` → what it returns."""
+"""``(jit object, args, kwargs)`` → its outputs."""
 Choose = Callable[[Any, Any], tuple[Any, Any, Any, Run | None]]
-"""``(args, kwargs)`` → the jit object to run, the arguments to run it on, and who is to run it, if the next such call
-is to come to Python too."""
+"""``(args, kwargs)`` → the jit object, its arguments, and a runner if the next such call must come to Python too."""
 
 
 class _Slow:
-    """Dispatch through Python, for a jax whose C++ jit objects cannot be rebuilt: right, not fast."""
+    """Dispatch through Python, for a jax without rebuildable C++ jit objects: correct, not fast."""
 
     def __init__(self, fun: Any, choose: Choose) -> None:
         self.fun, self.choose = fun, choose
@@ -326,11 +325,10 @@ class _Slow:
 def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choose) -> Any:
     """A callable that runs the jit object that ``choose`` names: in C++ from the second call on.
 
-    It is ``jax.jit(fun, **options)`` whose cache misses go to the chosen object: a miss returns
-    the outputs and the dispatch entry of that object's executable, unless ``choose`` gave it other arguments or
-    somebody to run it. Without an entry such calls stay misses until ``_clear_cache``.
-    ``fun`` runs under ``jax.disable_jit`` only; it must belong to nobody else, because the entries are shared
-    between the jit objects of one function.
+    It is ``jax.jit(fun, **options)`` with cache misses sent to the chosen object. A miss returns the outputs and the
+    dispatch entry of that object's executable, unless ``choose`` gave other arguments or a runner. Without an entry
+    such calls stay misses until ``_clear_cache``. ``fun`` runs only under ``jax.disable_jit``. It must have no other
+    owner, because the jit objects of one function share entries.
     """
 
     def cache_miss(*args: Any, **kwargs: Any) -> Any:
@@ -362,7 +360,7 @@ def donated_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
 
 
 def argument_names(traced: Any) -> tuple[str, ...]:
-    """The flat arguments of a trace as the user would write them: ``state['m'][0]``."""
+    """The flat arguments of a trace as a user writes them: ``state['m'][0]``."""
     jaxpr, _ = open_jaxpr(traced.jaxpr)
     names = getattr(getattr(jaxpr, "debug_info", None), "arg_names", None) or ()
     count = len(jaxpr.invars)
@@ -378,7 +376,7 @@ def in_host_memory(x: Any) -> bool:
 
 
 class HostShape(jax.ShapeDtypeStruct):
-    """A ``ShapeDtypeStruct`` of an array in host memory: JAX traces it as one, whatever kind its sharding is of."""
+    """A ``ShapeDtypeStruct`` that JAX traces as an array in host memory, whatever its sharding's kind."""
 
 
 def _host_aval(x: HostShape) -> Any:
@@ -390,7 +388,7 @@ _dtypes.register_canonicalize_value_handler(HostShape, None)
 
 
 class OfType:
-    """Stands for an argument of an abstract value's very type: JAX traces it as that, be it a reference."""
+    """An argument that JAX traces as exactly the abstract value ``aval``, even a reference."""
 
     def __init__(self, aval: Any) -> None:
         self.aval = aval
@@ -410,14 +408,14 @@ def captured(traced: Any) -> tuple[Any, ...]:
 
 
 def donated_inputs(traced: Any) -> tuple[bool, ...]:
-    """Of every input of a trace's jaxpr, captured ones first, whether its buffer may be reused."""
+    """For every input of a trace's jaxpr, captured ones first, whether its buffer may be reused."""
     # Not by its ``args_info``: that puts what is no array into the user's own classes, and they may not have it.
     own, donated = len(captured(traced)), traced._params["donated_invars"]
     return (*(False for _ in range(own)), *map(bool, donated[: len(traced.jaxpr.in_avals) - own]))
 
 
 def lower(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """``jitted.lower(...)``, also where the user's own classes take arrays alone: its ``args_info`` is flat then."""
+    """``jitted.lower(...)``, with a flat ``args_info`` if the user's classes accept only arrays."""
     try:
         return jitted.lower(*args, **kwargs)
     except Exception:
@@ -428,7 +426,7 @@ def lower(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _without_args_info(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A trace whose ``args_info`` is flat; None where it can be had as it is, or there is no trace."""
+    """A trace with a flat ``args_info``; None if that is not needed or there is no trace."""
     try:
         traced = jitted.trace(*args, **kwargs)
     except Exception:
@@ -448,7 +446,7 @@ def is_abstract(place: Any) -> bool:
 
 
 def asked_shardings(traced: Any) -> Iterator[Any]:
-    """What ``jax.jit`` was told of where a program runs: its shardings, and the mesh that is set, if there is one."""
+    """The shardings given to ``jax.jit``, and the mesh in force, if any."""
     params = traced._params
     yield from (s for s in (*params["in_shardings"], *params["out_shardings"]) if isinstance(s, jax.sharding.Sharding))
     mesh = params.get("ctx_mesh")
@@ -467,7 +465,7 @@ def device_sets(traced: Any) -> set[frozenset[Any]]:
 
 
 def _constraints(closed: Any) -> Iterator[Any]:
-    """Shardings that the equations of a jaxpr name, bodies included."""
+    """Shardings named by the equations of a jaxpr, in bodies too."""
     for eqn in open_jaxpr(closed)[0].eqns if hasattr(closed, "consts") else closed.eqns:
         if eqn.primitive.name == "sharding_constraint":
             yield eqn.params["sharding"]
@@ -476,7 +474,7 @@ def _constraints(closed: Any) -> Iterator[Any]:
 
 
 def select_and_scatter_add(source: Any, operand: Any, zero: Any, params: Mapping[str, Any]) -> Any:
-    """``select_and_scatter_add_p`` that begins with ``zero``, a scalar of its own, instead of a constant."""
+    """``select_and_scatter_add_p`` that starts from the scalar ``zero`` instead of a constant."""
     return _windows._select_and_scatter(
         operand,
         params["select_prim"].bind,
@@ -490,24 +488,24 @@ def select_and_scatter_add(source: Any, operand: Any, zero: Any, params: Mapping
 
 
 def shardings(tree: Any) -> list[str]:
-    """Where each leaf is, in words that are the same in every process."""
+    """The place of each leaf, in words that are equal in every process."""
     return [str(getattr(x, "sharding", None)) for x in jax.tree.leaves(tree)]
 
 
 def uncommitted(x: Any) -> Any:
-    """The same array as one whose place nobody has chosen, so that it goes together with those of any device."""
+    """The same array without a committed place, so that it combines with arrays of any device."""
     if _dtypes.issubdtype(x.dtype, _dtypes.prng_key):
         return jax.random.wrap_key_data(uncommitted(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     return _ArrayImpl(x.aval, x.sharding, x._arrays, committed=False)
 
 
 def is_counted_threefry(eqn: Any) -> bool:
-    """Whether an equation makes random bits from one Threefry key, every element from its number alone."""
+    """Whether an equation draws bits from one Threefry key, each element from its index alone."""
     key = eqn.invars[0].aval
     name = getattr(getattr(key.dtype, "_impl", None), "name", "")
     return not key.shape and name == "threefry2x32" and bool(getattr(eqn.ctx, "threefry_partitionable", False))
 
 
 def key_value_client() -> Any:
-    """What ``jax.distributed.initialize`` connected this process to; None where it was not called."""
+    """The client of ``jax.distributed.initialize``; None if that was not called."""
     return _distributed.global_state.client

@@ -1,7 +1,6 @@
-"""What can go wrong, each with the value, the bound and the way out.
+"""The errors, each with the value, the bound and the way out.
 
-Invariant: every error a user can cause derives from ``JaxtensileError``; its text is
-complete without a traceback.
+Invariant: every error that a user can cause derives from ``JaxtensileError``; its text is complete without a traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ class JaxtensileError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """One op that forces memory: its primitive, where the user wrote it, and the bytes it needs."""
+    """One op that forces memory: its primitive, source place and bytes."""
 
     primitive: str
     source: str
@@ -29,11 +28,10 @@ class Culprit:
 
 
 class BudgetError(JaxtensileError, ValueError):
-    """A budget that cannot be read or cannot be met.
+    """A budget that cannot be read or met.
 
-    ``needs``: the smallest budget that was found to be met, in bytes (None when the text could not be read): asked for,
-    it is met at once;
-    ``has``: the budget asked for, in bytes; ``culprits``: the ops that force ``needs``.
+    ``needs``: the smallest budget found to be met, in bytes (None for unreadable text); asking for it succeeds at once.
+    ``has``: the budget asked for, in bytes. ``culprits``: the ops that force ``needs``.
     """
 
     def __init__(
@@ -50,7 +48,7 @@ class BudgetError(JaxtensileError, ValueError):
         self.culprits = culprits
 
     def anew(self) -> BudgetError:
-        """The same error, to be raised again."""
+        """A copy of the error, to raise again."""
         return type(self)(str(self), needs=self.needs, has=self.has, culprits=self.culprits)
 
 
@@ -59,42 +57,42 @@ class OptionError(JaxtensileError, ValueError, TypeError):
 
 
 class TargetError(JaxtensileError, ValueError):
-    """A target that does not exist, or whose compiler plugin is not installed."""
+    """A target that does not exist, or has no compiler plugin installed."""
 
 
 class SolverError(JaxtensileError, ValueError):
-    """A solver that does not exist, or that cannot plan this program."""
+    """A solver that does not exist, or cannot plan this program."""
 
 
 class ConfigError(JaxtensileError, ValueError):
-    """A configuration file that says something impossible: file, key, value, what is allowed."""
+    """A config with an impossible entry: file, key, value, what is allowed."""
 
 
 class ConfigWarning(UserWarning):
-    """A configuration file that says something of no use: a function's name that no function has."""
+    """A config with a useless entry: a name that no function has."""
 
 
 class IgnoredBudgetWarning(UserWarning):
-    """A planned function was called inside of another transformation, where its budget has no effect."""
+    """A planned function was called inside another transformation, where its budget has no effect."""
 
 
 class ManyPlansWarning(UserWarning):
-    """A function was planned for many shapes of its arguments, which takes seconds each time."""
+    """A function was planned for many shapes of its arguments, each in seconds."""
 
 
 class InternalError(JaxtensileError, RuntimeError):
-    """A fault of jaxtensile itself, which could not be worked around; its cause is what went wrong."""
+    """A fault of jaxtensile itself without a workaround; its cause is the original error."""
 
 
 class PlanningError(InternalError, BudgetError):
-    """Planning failed by a fault of jaxtensile itself, and the program as it was written does not fit the budget.
+    """Planning failed by a fault of jaxtensile itself, and the program as written does not fit the budget.
 
-    ``needs``: what that takes; None where its compiler had no figure.
+    ``needs``: bytes of that program; None if its compiler had no figure.
     """
 
 
 class InternalErrorWarning(RuntimeWarning):
-    """A part of jaxtensile failed and was left out: results are right, bytes or time may be more than they need be."""
+    """A part of jaxtensile failed and was left out: results are right, bytes or time may be higher than necessary."""
 
 
 class StoppedError(Exception):
@@ -102,13 +100,13 @@ class StoppedError(Exception):
 
 
 class VerifyError(JaxtensileError, RuntimeError):
-    """The compiled program did not do what the plan promised."""
+    """The compiled program broke the plan's promise."""
 
 
 class AgreementError(JaxtensileError, RuntimeError):
     """The processes of one program cannot run one plan: they ask for different things, or one is missing or failed.
 
-    Every process that takes part raises it, with the same text, and none has run anything.
+    All of them raise it with the same text, and none has run anything.
     """
 
 
@@ -117,16 +115,16 @@ class CoordinatorError(JaxtensileError, RuntimeError):
 
 
 class RejectedError(CoordinatorError):
-    """The coordinator will never grant what a job asks for; the text says why."""
+    """The coordinator will never grant a job's request; the text says why."""
 
 
 class NotAdmittedError(CoordinatorError, TimeoutError):
-    """A job waited for its lease for as long as it wanted to. It holds nothing, and may go on waiting."""
+    """A job's wait for its lease timed out. It holds nothing, and may go on waiting."""
 
 
 class UnreachableError(CoordinatorError):
-    """Nobody answers where the coordinator should be."""
+    """Nobody answers at the coordinator's socket."""
 
 
 class LostLeaseError(CoordinatorError):
-    """The coordinator does not know of a job's lease any more: the job is to give up what it holds and to ask anew."""
+    """The coordinator no longer knows a job's lease: the job must release all and ask anew."""

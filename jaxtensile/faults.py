@@ -1,8 +1,8 @@
-"""What becomes of a plan when code of ours fails: what failed is left out, and the program runs.
+"""Faults of our own code in planning: what failed is left out, and the program runs.
 
-A rewrite that fails is left out, with one warning for each function; where planning fails altogether the program runs
-as it was written, if that fits. Errors that speak to the user (``JaxtensileError``) are no faults and pass. A plan that
-the checker refuses is one: it was made here.
+A rewrite that fails is left out, with one warning per function. If planning fails altogether, the program runs as
+written, if that fits. Errors for the user (``JaxtensileError``) are no faults and pass. A plan that the checker refuses
+is a fault.
 
 Under ``$JAXTENSILE_STRICT=1``, as in the tests, every fault is raised as it is.
 """
@@ -43,7 +43,7 @@ S = TypeVar("S", bound=_HasRequest)
 
 
 class Failed(Exception):
-    """A fault in one rewrite, on its way to where the plan is begun again without it."""
+    """A fault in one rewrite, raised to restart the plan without it."""
 
     def __init__(self, rewrite: str, error: Exception) -> None:
         super().__init__(f"{rewrite}: {error!r}")
@@ -56,7 +56,7 @@ def strict() -> bool:
 
 
 def passes(error: BaseException) -> bool:
-    """Whether an error is no fault of ours: it speaks to the user, or is Ctrl-C under another name."""
+    """Whether an error is no fault of ours: it is for the user, or is a disguised Ctrl-C."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
@@ -73,8 +73,7 @@ _MARK: Final = "_jaxtensile_of_the_user"
 
 @contextmanager
 def of_the_user(meanwhile: Callable[[], object] | None = None) -> Iterator[Callable[[], object] | None]:
-    """What fails in here is the user's own program, as written; but for what fails in ``meanwhile``, which is given
-    back to be called."""
+    """Errors in here are the user's own program's, except those of ``meanwhile``; yields ``meanwhile`` to be called."""
     ours: list[BaseException] = []
 
     def called() -> object:
@@ -94,16 +93,16 @@ def of_the_user(meanwhile: Callable[[], object] | None = None) -> Iterator[Calla
 
 
 def is_of_the_user(error: BaseException) -> bool:
-    """Whether it is what JAX says of the program as the user wrote it."""
+    """Whether JAX raised it for the program as written."""
     return bool(getattr(error, _MARK, False))
 
 
 class Faults:
-    """What failed of one job's planning, and is left out of it from then on. Shared by the jobs of its bodies."""
+    """The faults of one job's planning, left out from then on. Shared by the jobs of its bodies."""
 
     def __init__(self) -> None:
         self.left_out: dict[str, str] = {}
-        """What, and why in a line: an error would keep alive what its frames hold."""
+        """What failed, and why in a line: an error would keep its frames alive."""
         self._told: set[str] = set()
 
     def __contains__(self, rewrite: object) -> bool:
@@ -111,7 +110,7 @@ class Faults:
 
     @contextmanager
     def of(self, rewrite: str) -> Iterator[None]:
-        """Faults in here are those of ``rewrite``; without a name those of all planning."""
+        """Attribute faults in here to ``rewrite``; with an empty name, to all planning."""
         try:
             yield
         except Exception as error:
@@ -120,7 +119,7 @@ class Faults:
             raise Failed(rewrite, error) from error
 
     def spared(self, rewrite: str, make: Callable[[], T], otherwise: Callable[[], U]) -> T | U:
-        """``make()``; ``otherwise()`` where that fails or has failed."""
+        """``make()``; ``otherwise()`` if that fails or has failed."""
         if rewrite in self:
             return otherwise()
         try:
@@ -130,7 +129,7 @@ class Faults:
         return otherwise()
 
     def without(self, plan: Callable[[], T], otherwise: Callable[[Exception], T]) -> T:
-        """``plan()``, begun again without each rewrite that fails; ``otherwise(error)`` where all of it does."""
+        """``plan()``, restarted without each rewrite that fails; ``otherwise(error)`` if all of it fails."""
         while True:
             try:
                 return plan()
@@ -160,7 +159,7 @@ class Faults:
 
     @contextmanager
     def telling(self, name: str, where: str) -> Iterator[None]:
-        """In the end, warn of what was left out of function ``name``, at ``where``."""
+        """At the end, warn of what was left out of function ``name``, at ``where``."""
         try:
             yield
         except InternalError:
@@ -171,9 +170,9 @@ class Faults:
         self.tell(name, where)
 
     def tell(self, name: str, where: str) -> None:
-        """One warning for each rewrite that was left out of function ``name``, at ``where``, the first time.
+        """Warn once per rewrite that was left out of function ``name``, at ``where``.
 
-        Where all planning failed, that alone is told.
+        If all planning failed, only that is reported.
         """
         left_out = self.left_out
         for rewrite in [PLANNING] if PLANNING in self else [*left_out]:
@@ -186,7 +185,8 @@ class Faults:
 def leaves_out(
     rewrite: str, otherwise: Callable[[Any], U]
 ) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T | U]]:
-    """A rewrite of what is its first argument, of a job; where it fails it is ``otherwise`` of that."""
+    """Decorate a rewrite of its first argument, which has a ``request``; if it fails, the result is ``otherwise`` of
+    that."""
 
     def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T | U]:
         @wraps(function)
@@ -200,12 +200,12 @@ def leaves_out(
 
 
 def raised(error: Exception) -> NoReturn:
-    """Where nothing is done without what failed."""
+    """Raise ``error``, where nothing replaces what failed."""
     raise error
 
 
 def unless_faulty(make: Callable[[], T], otherwise: Callable[[Exception], T]) -> T:
-    """``make()``; ``otherwise(error)`` where that fails by a fault."""
+    """``make()``; ``otherwise(error)`` if that fails by a fault."""
     try:
         return make()
     except Exception as fault:
@@ -217,7 +217,7 @@ def unless_faulty(make: Callable[[], T], otherwise: Callable[[Exception], T]) ->
 
 @contextmanager
 def as_ours(what: str, instead: str) -> Iterator[None]:
-    """A fault in here becomes an ``InternalError``: ``what`` failed, and what to do ``instead``."""
+    """Turn a fault in here into an ``InternalError``: ``what`` failed, and what to do ``instead``."""
     try:
         yield
     except Exception as error:
@@ -237,12 +237,12 @@ _LOCK = threading.Lock()
 
 
 def warn_unplanned(name: str, error: Exception) -> None:
-    """One warning that function ``name`` runs without a plan."""
+    """Warn once that function ``name`` runs without a plan."""
     _warn(PLANNING, name, "", told(error), _AS_WRITTEN)
 
 
 def _warn(rewrite: str, name: str, where: str, why: str, so: str) -> None:
-    """Ask for a report, once for each rewrite and function."""
+    """Ask for a report, once per rewrite and function."""
     with _LOCK:
         if (rewrite, name, where) in _KNOWN:
             return
@@ -252,7 +252,7 @@ def _warn(rewrite: str, name: str, where: str, why: str, so: str) -> None:
 
 
 def outside() -> int:
-    """How far up the first frame is that is neither ours nor JAX's."""
+    """The ``stacklevel`` of the first frame outside jaxtensile and JAX."""
     frame, level = sys._getframe(2), 2
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("jaxtensile", "jax"):
         frame, level = frame.f_back, level + 1

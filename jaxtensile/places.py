@@ -1,4 +1,4 @@
-"""Where in the user's code something is, short enough to read and long enough to find."""
+"""A place in the user's code, short to read and enough to find it."""
 
 from __future__ import annotations
 

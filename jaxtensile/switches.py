@@ -1,12 +1,11 @@
-"""What can be turned off alone: each model of XLA's behaviour and each refinement of a search, from one table.
+"""A table of switches for each model of XLA's behaviour and each refinement of a search.
 
-For tests, and for measuring what each is worth (``benchmarks/ablation``): ``with switches.off("local_search"): ...``,
-or ``$JAXTENSILE_OFF=local_search,grow`` for a whole process. Values are right whatever is off, and the checker is no
-switch. What is off is part of what a plan is known by, and is told in its report.
+For tests and ablations (``benchmarks/ablation``): ``with switches.off("local_search"): ...``, or
+``$JAXTENSILE_OFF=local_search,grow`` for a process. Values are right whatever is off; the checker is no switch. What is
+off is part of a plan's key and appears in its report.
 
-It belongs to a context, as the precision of ``decimal`` does: other threads are not disturbed, and those that plan on
-behalf of a thread are given what is off there (``_compat.configuration``). A plan that was begun with something off is
-finished so.
+Switches belong to a context, like the precision of ``decimal``: other threads are not affected. Threads that plan for
+another one get its switches (``_compat.configuration``). A plan ends with the switches it began with.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ VARIABLE: Final = "JAXTENSILE_OFF"
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """``does``: what is so while it is on. Where it is asked for says ``docs/switches.md``."""
+    """``does``: what holds while it is on. ``docs/switches.md`` lists where it is asked for."""
 
     name: str
     does: str
@@ -160,7 +159,7 @@ NAMES: Final = tuple(switch.name for switch in SWITCHES)
 
 
 def _known(names: Iterable[str], source: str) -> frozenset[str]:
-    """``OptionError`` with the nearest for a name that is none."""
+    """The names as a set; ``OptionError`` with the nearest name for an unknown one."""
     found = frozenset(names)
     for name in sorted(found.difference(NAMES)):
         near = difflib.get_close_matches(name, NAMES, n=1)
@@ -179,7 +178,7 @@ def on(name: str) -> bool:
 
 
 def switched_off() -> frozenset[str]:
-    """All that is off here; a part of the key of whatever outlives a call and depends on it."""
+    """All that is off here: part of the key of whatever depends on it and outlives a call."""
     return _OFF.get()
 
 
@@ -191,8 +190,8 @@ def notes() -> tuple[str, ...]:
 
 @contextmanager
 def off(*names: str) -> Iterator[None]:
-    """These are off in here, beside what was. For functions that are made and planned in here: plans that there are
-    stay as they are."""
+    """Switch these off in here, besides what is off already. It affects functions made and planned in here; existing
+    plans stay."""
     before, more = switched_off(), _known(names, "switches.off()")
     with _set(before | more if more else before):
         yield
@@ -208,7 +207,7 @@ def _set(found: frozenset[str]) -> Iterator[None]:
 
 
 class _Noted(frozenset[str]):
-    """Nothing, and what it was asked for."""
+    """An empty set that records the names it was asked for."""
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -220,14 +219,14 @@ class _Noted(frozenset[str]):
 
 @contextmanager
 def asked() -> Iterator[set[str]]:
-    """What is asked for in here, where everything is on: a switch that is not asked for changes nothing."""
+    """The names asked for in here, with everything on: a switch that is not asked for changes nothing."""
     noted = _Noted()
     with _set(noted):
         yield noted.names
 
 
 def handed_on() -> Callable[[], object]:
-    """What is off here, for another thread: called there, it is off there from then on."""
+    """A function that switches off, in the thread that calls it, what is off here."""
     found = switched_off()
     return lambda: _OFF.set(found)
 

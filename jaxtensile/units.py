@@ -1,7 +1,6 @@
 """Bytes and seconds: parsing, printing, and the only place that knows 1024.
 
-Invariant: sizes are plain non-negative integers of bytes, times are floats of seconds;
-the aliases exist so that a signature says which it means.
+Invariant: sizes are non-negative integers of bytes, times are floats of seconds; the aliases name them in signatures.
 """
 
 from __future__ import annotations
@@ -37,17 +36,16 @@ _FACTORS: Final[dict[str, int]] = {
     "gib": GIB,
     "tib": TIB,
 }
-"""Bytes of a unit of size, by its name in lower case: powers of 1000 (SI), with an ``i`` of 1024 (IEC 80000-13)."""
+"""Bytes of a unit of size, by its lower-case name: powers of 1000 (SI), with an ``i`` of 1024 (IEC 80000-13)."""
 _SECONDS: Final[dict[str, float]] = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
-"""Seconds of a unit of time, by its name; without a name they are seconds."""
+"""Seconds of a unit of time, by its name; seconds without a name."""
 _SIZE: Final = re.compile(r"\s*([+-]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([A-Za-z]*|%)\s*")
 
 
 def parse_bytes(text: int | float | str, *, capacity: Bytes | None = None) -> Bytes:
     """Bytes meant by ``12 * 2**30``, ``"12GiB"``, ``"12GB"`` or ``"80%"`` (of ``capacity``).
 
-    Raises ``ValueError`` with the value and the accepted forms; callers wrap it in the
-    error class of their own surface.
+    Raises ``ValueError`` with the value and the accepted forms; callers wrap it in an error class of their own.
     """
     if isinstance(text, bool):
         raise ValueError(f"a size must be a number of bytes or a text like '12GiB', not {text!r}")

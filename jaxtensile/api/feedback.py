@@ -1,17 +1,14 @@
-"""Do steps take as long as predicted? The first calls of a plan are timed, and where they do not it is renewed.
+"""Time the first calls of a plan, and plan again if steps are longer or shorter than predicted.
 
-A plan of recomputation and copies rests on one ratio, that of work to the link; so what is learned is:
+Two things are learned. The measured step gives one factor by which all work is slower (or faster) than the device's
+rates. If the plan copies to the host, the link's rate comes from ``calibrate`` or from a short measurement between two
+steps. Without one nothing is learned, since slow work and a slow link look the same.
 
-* from the time of the step one factor, by which all work is slower (or faster) than the device's rates say. How
-  work is divided among products, traffic and launches, one time cannot tell: their ratios stay as they are.
-* where the step has copies, the link's rate from a measurement of its own: the one of ``calibrate``, else a short
-  one between two steps. Without either nothing is folded in, because slow work and a slow link look alike.
+A new plan is solved in a thread of its own. It is compiled if it differs and its predicted step beats the measured one
+by ``WORTH``. Calls switch to it between two steps, and back if it proves slower. Plans that only recompute stay: one
+factor changes none of their comparisons.
 
-The program is solved anew with those rates in a thread of its own. A plan is compiled when it is another one and by
-the model shorter, by more than ``WORTH``, than what was measured; calls change to it between two steps, and back if
-it turns out to be longer. A plan by recomputation alone is not renewed: one factor changes no comparison in it.
-
-Invariant: whatever happens here, calls go on with a program that was verified, and return what it returns.
+Invariant: calls always run a verified program with the same results.
 """
 
 from __future__ import annotations
@@ -34,17 +31,16 @@ from jaxtensile.units import Seconds, format_seconds
 from jaxtensile.xla.calibration import link_bandwidth
 
 SKIPPED, TIMED = 1, 5
-"""Calls of a plan that are not timed (the first loads the program), and that are then: the median of five passes over
-two that were disturbed. A guess."""
+"""Calls of a plan that are not timed (the first loads the program), then calls that are: a median of five tolerates two
+disturbed ones. A guess."""
 OFF = 1.3
-"""Steps that are longer or shorter than predicted by more than this factor are folded in. A guess."""
+"""Factor between measured and predicted step above which the measurement is folded in. A guess."""
 WORTH = 1.02
-"""By which factor another plan has to be shorter. A guess."""
+"""Factor by which another plan must be shorter. A guess."""
 PATIENCE = 50
-"""Calls after which nothing is timed any more: those that overlap with others, or return no array, cannot be. A
-guess."""
+"""Calls after which timing ends: overlapping calls, and those that return no array, cannot be timed. A guess."""
 RENEWALS = 2
-"""Renewals of one signature at most. A guess."""
+"""Most renewals of one signature. A guess."""
 
 clock = time.perf_counter
 _RATES = ("memory_bandwidth", "matmul_flops_bf16", "matmul_flops_f32", "elementwise_flops")
@@ -52,7 +48,7 @@ _RATES = ("memory_bandwidth", "matmul_flops_bf16", "matmul_flops_f32", "elementw
 
 @dataclass(slots=True)
 class _Search:
-    """A renewal under way: what it found, and why it found nothing."""
+    """A renewal under way: its result, or why there is none."""
 
     found: Fitted | None = None
     device: DeviceProfile | None = None
@@ -62,10 +58,10 @@ class _Search:
 
 
 class Feedback:
-    """What one signature runs, and what was learned from running it. ``fitted``: what it runs at present.
+    """What one signature runs, and what its steps taught. ``fitted``: what it runs at present.
 
-    ``device``: the rates it was planned for; ``ask_again``: called, in another thread, once calls that do not come
-    to Python are to come there again.
+    ``device``: the rates it was planned for. ``ask_again``: called in another thread when calls should come to Python
+    again.
     """
 
     def __init__(self, fitted: Fitted, device: DeviceProfile, ask_again: Callable[[], object]) -> None:
@@ -81,18 +77,18 @@ class Feedback:
 
     @property
     def timing(self) -> bool:
-        """Whether calls are to come to ``run``."""
+        """Whether calls should come to ``run``."""
         return not self._settled and self._search is None
 
     def give_up(self) -> None:
-        """End what is under way as soon as possible; what runs at present stays."""
+        """End a renewal as soon as possible; the present plan stays."""
         with self._lock:
             self._settled = True
             if self._search is not None:
                 self._search.given_up = True
 
     def change(self) -> None:
-        """Between two steps: run from now on what a renewal has found."""
+        """Between two steps: switch to the plan that a renewal has found."""
         with self._lock:
             search = self._search
             if self._settled or search is None or not search.done:
@@ -118,9 +114,9 @@ class Feedback:
             self.fitted = replace(self.fitted, report=replace(self.fitted.report, **fields))
 
     def run(self, fitted: Fitted, args: Any, kwargs: Any, request: Callable[[], Request], device: Any) -> Any:
-        """Call ``fitted.jitted``, timed where that is wanted; the last timed call decides what follows.
+        """Call ``fitted.jitted``, timed if wanted; the last timed call decides what follows.
 
-        ``request``: to be fitted again, without arrays; ``device``: where the call runs.
+        ``request``: makes a renewal's request, without arrays. ``device``: where the call runs.
         """
         with self._lock:
             timed = fitted is self.fitted and self.timing
@@ -161,7 +157,7 @@ class Feedback:
             self.fitted = replace(self.fitted, report=report)
 
     def _judged(self, measured: Seconds) -> _Search | None:
-        """Put what was measured into the report; where it is not what was predicted, a renewal, which has not begun."""
+        """Record the measured time; a renewal to begin if it differs from the prediction."""
         report = replace(self.fitted.report, measured=measured)
         self.fitted = replace(self.fitted, report=report)
         if self._before is not None and measured > self._before[1]:
@@ -182,7 +178,7 @@ class Feedback:
     def _begin(
         self, search: _Search, fitted: Fitted, measured: Seconds, make_request: Callable[[], Request], device: Any
     ) -> None:
-        """Begin a renewal, or say why there is none."""
+        """Begin a renewal, or note why there is none."""
         predicted = format_seconds(fitted.report.step)
         off = f"steps take {format_seconds(measured)} where {predicted} were predicted"
         try:
@@ -203,14 +199,14 @@ class Feedback:
                 self._settled, self._search = True, None
 
     def _why_not(self, request: Request, fitted: Fitted) -> str:
-        """Why a plan cannot be renewed; empty where it can."""
+        """Why a plan cannot be renewed; empty if it can."""
         link = (request.host_budget > 0 or fitted.state) and request.device.backend.offloads
         if not (link or request.may_stack_on_host):
             return "it recomputes alone, and one factor on all work changes nothing in it"
         return "it has been renewed often enough" if fitted.report.renewed >= RENEWALS else ""
 
     def _link(self, request: Request, fitted: Fitted, device: Any) -> float | None:
-        """Bytes per second of the link, where that matters and is or can be known."""
+        """Bytes per second of the link, if it matters and can be known."""
         if "link_bandwidth" in request.device.measured:
             return request.device.link_bandwidth
         return link_bandwidth(device) if fitted.time is not None and fitted.time.copies else None
@@ -230,11 +226,8 @@ class Feedback:
 
 @dataclass(frozen=True, kw_only=True)
 class _Task:
-    """What is to be renewed: the running plan, the request it was made for, and what was measured.
-
-    ``link``: bytes per second, None to leave it as it is; ``off``: the two times in words; ``enter``: into the
-    context of the calls.
-    """
+    """A renewal's input. ``link``: bytes per second, None to keep it. ``off``: both times in words. ``enter``: enter
+    the calls' context."""
 
     running: Fitted
     request: Request
@@ -261,7 +254,7 @@ def _renew(search: _Search, task: _Task) -> None:
 
 
 def _find(search: _Search, task: _Task, watch: Callable[[str], None]) -> str:
-    """Fill ``search``; returns what is to be told."""
+    """Fill ``search``; the note for the report."""
     stays = f"{task.off}; the plan stays"
     if not task.enter():
         return f"{stays}: the calls are made in a context that no other thread can enter"
@@ -283,7 +276,7 @@ def _find(search: _Search, task: _Task, watch: Callable[[str], None]) -> str:
 
 
 def slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
-    """``device`` with all work ``factor`` times as long, and the link as it is."""
+    """``device`` with all work ``factor`` times as long and the same link."""
     rates = {name: getattr(device, name) / factor for name in _RATES}
     note = f" / {factor:.3g}, from measured steps"
     told = {name: device.sources.get(name, "") + note for name in (*_RATES, "kernel_launch")}
@@ -292,7 +285,7 @@ def slowed(device: DeviceProfile, factor: float) -> DeviceProfile:
 
 
 def without_arrays(x: Any) -> Any:
-    """What a call with ``x`` is lowered for: the shape, and the place where the array is committed to one."""
+    """What a call with ``x`` is lowered for: its shape, and its sharding if committed."""
     if not isinstance(x, jax.Array) or _compat.is_tracer(x):
         return x
     aval = jax.typeof(x)
@@ -301,7 +294,7 @@ def without_arrays(x: Any) -> Any:
 
 
 def _wait_for(tree: Any) -> bool:
-    """Whether there was anything to wait for. Errors are left to whoever uses the arrays."""
+    """Wait for the arrays of ``tree``; False if there are none or one failed. Errors are left to the arrays' users."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     try:
         jax.block_until_ready(arrays)

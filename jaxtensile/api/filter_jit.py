@@ -1,9 +1,9 @@
-"""``jaxtensile.filter_jit``: ``equinox.filter_jit``, and it fits.
+"""``jaxtensile.filter_jit``: ``equinox.filter_jit``, and the program fits.
 
-Arrays anywhere in the arguments, and in the function where that is a module or a method of one, are arguments of one
-``jaxtensile.jit``; everything else is a static argument of it. Results that are no arrays come back as they are.
+Arrays in the arguments, and in the function if it is a module or its method, are arguments of one ``jaxtensile.jit``.
+Everything else is static. Results that are no arrays come back as they are.
 
-Invariant: equinox is imported when ``filter_jit`` is called, never before.
+Invariant: equinox is imported only when ``filter_jit`` is called.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _TAKEN = ("static_argnums", "static_argnames", "donate_argnums", "donate_argname
 def filter_jit(fun: Callable[..., Any] | None = None, /, *, donate: str = "none", **options: Any) -> Any:
     """``equinox.filter_jit(fun)`` whose compiled program fits ``budget`` device bytes.
 
-    Arrays in arguments and in ``fun`` itself (a module, a method of one) are traced, everything else is static; so are
-    Python numbers. ``donate`` is equinox's: ``"all"``, ``"all-except-first"``, ``"warn"``, ``"warn-except-first"`` or
-    ``"none"``. All other options are those of ``jaxtensile.jit``: ``budget``, ``host_budget``, ``target``, ``solver``,
-    ``objective``, ``undo``, ``chunk``, ``config``.
-    The result has ``plan``, ``lower``, ``trace``, ``eval_shape`` and ``clear_cache`` too. Needs equinox.
+    Arrays in the arguments and in ``fun`` (a module, a method of one) are traced; the rest, Python numbers included, is
+    static. ``donate`` is equinox's: ``"all"``, ``"all-except-first"``, ``"warn"``, ``"warn-except-first"`` or
+    ``"none"``. Other options are those of ``jaxtensile.jit``: ``budget``, ``host_budget``, ``target``, ``solver``,
+    ``objective``, ``undo``, ``chunk``, ``config``. The result also has ``plan``, ``lower``, ``trace``, ``eval_shape``
+    and ``clear_cache``. Needs equinox.
     """
     if donate not in _DONATED:
         raise OptionError(f"donate={donate!r} is not known: give one of {', '.join(map(repr, _DONATED))}")
@@ -69,7 +69,7 @@ def _equinox() -> Any:
 
 
 class _Static:
-    """Leaves that are no arrays and the structure around all, equal only where their types are too: 1 is not True."""
+    """A tree's structure and its non-array leaves; equal only if the types are too: 1 is not True."""
 
     __slots__ = ("key", "leaves", "tree")
 
@@ -89,7 +89,7 @@ class _Static:
 
 
 class _Array:
-    """Where an array was."""
+    """The place of an array."""
 
     def __repr__(self) -> str:
         return "array"
@@ -100,7 +100,7 @@ _ARRAY = _Array()
 
 @jax.tree_util.register_pytree_node_class
 class _Results:
-    """Arrays that a call returns, and beside them what is no array."""
+    """The arrays of a result, and the rest."""
 
     def __init__(self, arrays: list[Any], static: _Static) -> None:
         self.arrays, self.static = arrays, static
@@ -114,7 +114,7 @@ class _Results:
 
 
 class _Opaque:
-    """Results need not be hashable or comparable: then they are equal to themselves alone."""
+    """A wrapper for results that may not be hashable or comparable; those equal only themselves."""
 
     __slots__ = ("value",)
 
@@ -139,7 +139,7 @@ def _join(static: _Static, arrays: Sequence[Any]) -> Any:
 
 
 class _Core:
-    """What all bound forms of one filtered function share: the jit object and how arguments are split."""
+    """Shared by all bound forms of one filtered function: the jit object and how arguments are split."""
 
     def __init__(self, fun: Callable[..., Any], donate: str, options: dict[str, Any], equinox: Any) -> None:
         self.signature = inspect.signature(fun)
@@ -172,11 +172,11 @@ class _Core:
         return donated, kept, tuple(static for _, static in split.values())
 
     def calm(self) -> Any:
-        """Without the warning about donated arrays that nothing replaces, where ``donate`` asks for that."""
+        """Suppress warnings about unused donated arrays, if ``donate`` asks for it."""
         return _without_donation_warnings() if self.quiet else nullcontext()
 
     def finish(self, call: Callable[[], _Results]) -> Any:
-        """The results of a call; what ``equinox.error_if`` raised inside comes out here, in its own words."""
+        """The results of a call; an ``equinox.error_if`` error comes out in its own words."""
         log, its_own = logging.getLogger("jax._src.callback"), partial(_said_by_the_error)
         log.addFilter(its_own)  # another call's may go before this one's
         try:
@@ -204,8 +204,8 @@ _calm: ContextVar[bool] = ContextVar("calm", default=False)
 
 
 class _DonationWarning:
-    """The message of a warnings filter, which are the process's: it matches in a thread that wants calm, and nowhere
-    else. So the filter may stay, where one that each call adds and takes away would be put back by another's end."""
+    """The message of a warnings filter; it matches only in threads that want calm. Filters belong to the process, and
+    another thread could undo a filter that each call adds and removes. So this one stays."""
 
     def match(self, text: str) -> bool:
         return _calm.get() and text.startswith("Some donated buffers were not usable")
@@ -230,7 +230,7 @@ def _without_donation_warnings() -> Any:
 
 @jax.tree_util.register_pytree_node_class
 class Filtered(Transformed):
-    """The result of ``jaxtensile.filter_jit``: callable, and a tree of the arrays of its function."""
+    """The result of ``jaxtensile.filter_jit``: callable, and a pytree of its function's arrays."""
 
     __slots__ = ("__dict__", "__weakref__", "_core")  # wrappers copy __dict__
 
@@ -259,7 +259,7 @@ class Filtered(Transformed):
         return repr(self._core.planned).replace("jaxtensile.jit", "jaxtensile.filter_jit")
 
     def plan(self, /, *args: Any, **kwargs: Any) -> Report:
-        """What was decided for these arguments and what XLA said; nothing is executed.
+        """The report of the plan for these arguments; nothing is executed.
 
         Arrays may be ``jax.ShapeDtypeStruct``s, as ``equinox.filter_eval_shape`` returns them.
         """
@@ -272,15 +272,15 @@ class Filtered(Transformed):
             return _Lowered(self._core.planned.lower(*self._split(args, kwargs)), self)
 
     def trace(self, /, *args: Any, **kwargs: Any) -> Any:
-        """``jax.jit``'s ``trace`` of the planned program, whose arguments are the arrays."""
+        """``jax.jit``'s ``trace`` of the planned program; its arguments are the arrays."""
         return self._core.planned.trace(*self._split(args, kwargs))
 
     def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """The ``jax.jit`` result of the function of arrays and of what is none, and these arguments split so."""
+        """A ``jax.jit`` result that takes arrays and static parts, and these arguments split so."""
         return self._core.planned.as_written(self._split(args, {}))
 
     def eval_shape(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Shapes and dtypes of the arrays of the result, among what is no array."""
+        """Shapes and dtypes of the result's arrays, among its other leaves."""
         out = self._core.planned.eval_shape(*self._split(args, kwargs))
         return _join(out.static, out.arrays)
 
@@ -296,7 +296,7 @@ class Filtered(Transformed):
 
 
 class _Stage:
-    """A stage of JAX's, whose calls take and return whole trees."""
+    """A stage of JAX's; its calls take and return whole trees."""
 
     def __init__(self, stage: Any, filtered: Filtered) -> None:
         self._stage, self._filtered = stage, filtered
@@ -319,7 +319,7 @@ class _Compiled(_Stage):
 
 @jax.tree_util.register_pytree_node_class
 class FilteredMethod(Transformed):
-    """A filtered method of one object: the object is the first argument of everything."""
+    """A filtered method; the object is the first argument."""
 
     __slots__ = ("__dict__", "__func__", "__self__", "__weakref__")  # wrappers copy __dict__
 
@@ -341,7 +341,7 @@ class FilteredMethod(Transformed):
         return self.__func__(self.__self__, *args, **kwargs)
 
     def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """The ``jax.jit`` result of the function of arrays and of what is none, and these arguments split so."""
+        """A ``jax.jit`` result that takes arrays and static parts, and these arguments split so."""
         return self.__func__.as_written((self.__self__, *args))
 
     def __getattr__(self, name: str) -> Any:

@@ -1,13 +1,11 @@
-"""``jaxtensile.jit``: like ``jax.jit``, and it fits.
+"""``jaxtensile.jit``: like ``jax.jit``, and the program fits.
 
-Calls go through one C++ jit object of JAX's own. Only what it has not seen before comes to
-Python: there the call is traced (by the plain ``jax.jit(fun)``, so errors, static arguments and
-caching are JAX's), planned, compiled and verified, and its dispatch entry is taken from the jit
-object whose executable was verified. From then on a call costs what a call of ``jax.jit`` costs,
-whatever the number of signatures.
+Calls go through one C++ jit object of JAX's own; only new signatures come to Python. There the plain ``jax.jit(fun)``
+traces the call, so errors, static arguments and caching are JAX's. Then it is planned, compiled and verified. Its
+dispatch entry comes from the verified jit object, so later calls cost what a ``jax.jit`` call costs.
 
-Invariant: what a call runs is an executable whose allocation was read and found within the
-budget; under an outer trace, and under ``jax.disable_jit``, it is ``jax.jit(fun)``.
+Invariant: a call runs an executable whose allocation was read and is within the budget. Under an outer trace or
+``jax.disable_jit`` it is ``jax.jit(fun)``.
 """
 
 from __future__ import annotations
@@ -78,11 +76,10 @@ from jaxtensile.xla.compile import Options, compile_program
 from jaxtensile.xla.target import compiler_options, is_absent, resolve_all, tracing_for
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
-"""Plans of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
+"""Ladders of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
 _SHARING = threading.Lock()
 MANY = 8
-"""Plans of one function after which it is told that each shape of its arguments has its own: each takes seconds. A
-guess."""
+"""Plans of one function after which it warns that every shape needs its own, which takes seconds. A guess."""
 
 
 def jit(
@@ -219,10 +216,8 @@ def _is_job(job: Any) -> bool:
 
 @dataclass(slots=True)
 class _Entry:
-    """The outcome for one signature; ``measured``: the plain program was compiled for the report.
-
-    ``watched``: calls come to Python, because their times are wanted.
-    """
+    """The outcome for one signature. ``measured``: the plain program was compiled for the report. ``watched``: calls
+    come to Python to be timed."""
 
     feedback: Feedback
     measured: bool
@@ -236,10 +231,10 @@ class _Entry:
 
 
 class Planned(Transformed):
-    """The result of ``jaxtensile.jit``: callable, with all that a ``jax.jit`` result has, and ``plan``.
+    """The result of ``jaxtensile.jit``: callable, with everything a ``jax.jit`` result has, and ``plan``.
 
-    Invariant: all of its state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and with it every
-    transform of JAX's, copies it into other functions, and what was copied into ``fun`` comes here.
+    Invariant: all state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and so every transform of JAX,
+    copies it into other functions. What was copied into ``fun`` comes here.
     """
 
     __slots__ = (
@@ -296,11 +291,11 @@ class Planned(Transformed):
         return self if instance is None else Bound(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
-        """Another one of the same function, as of a ``jax.jit`` result: plans and executables stay with this one."""
+        """A new one of the same function, as for a ``jax.jit`` result; plans and executables are not copied."""
         return type(self)(copy.deepcopy(self._fun, memo), self._asked)
 
     def __reduce__(self) -> tuple[type[Planned], tuple[Any, Asked]]:
-        """The function and what was asked, for whatever can pickle the function: it is planned where it is loaded."""
+        """The function and what was asked: the copy plans anew. Raises ``PicklingError`` for a step of a job."""
         if self._asked.job is not None:
             raise PicklingError(
                 f"{self!r} is a step of {self._asked.job!r}, which is of this process alone: pickle the function, and "
@@ -309,7 +304,7 @@ class Planned(Transformed):
         return type(self), (self._fun, self._asked)
 
     def __getstate__(self) -> Any:
-        """What ``jax.jit``'s object tells of itself."""
+        """The state of JAX's own object."""
         return self._plain.__getstate__()
 
     def __repr__(self) -> str:
@@ -318,11 +313,11 @@ class Planned(Transformed):
         return f"<jaxtensile.jit of {getattr(self._fun, '__qualname__', self._fun)!s}, budget={self._asked.budget!r}>"
 
     def plan(self, *args: Any, **kwargs: Any) -> Report:
-        """What was decided for these arguments and what XLA said; nothing is executed.
+        """The report of the plan for these arguments, with XLA's figures; nothing is executed.
 
-        ``args``: arrays or ``jax.ShapeDtypeStruct``. Compiles the plain program as well, so that
-        ``report.baseline`` is XLA's own number. Where the devices belong to several processes, all of them have to
-        call it (or ``lower``, ``trace``, or the function itself): they agree on one plan, or raise one error.
+        ``args``: arrays or ``jax.ShapeDtypeStruct``. The plain program is compiled too, so ``report.baseline`` is XLA's
+        own number. If the devices belong to several processes, all must call it (or ``lower``, ``trace``, or the
+        function itself): they agree on one plan, or raise one error.
         """
         with self._tracing(args, kwargs):
             args, kwargs = self._seen(args, kwargs)
@@ -339,8 +334,8 @@ class Planned(Transformed):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one.
 
-        Without a budget it is that of the plain program where that has ample room, where nothing says which device it
-        is for, and where no plan fits: such a program may be looked at, and lowered for another platform.
+        Without a budget it traces the plain program if that has ample room, no known device, or no plan that fits. Such
+        a program can be inspected, and lowered for another platform.
         """
         with self._tracing(args, kwargs):
             return self._traced(*self._seen(args, kwargs))
@@ -373,7 +368,7 @@ class Planned(Transformed):
     # ---- from here on: once per signature ----
 
     def _resolved(self) -> Resolved:
-        """What is asked for; the config is read where that was not done since the cache was cleared."""
+        """The options; the config is read once after each ``clear_cache``."""
         with self._lock:
             if self._found is None:
                 config, job = self._asked.config, self._asked.job
@@ -384,18 +379,17 @@ class Planned(Transformed):
             return self._found
 
     def _offloads(self) -> bool:
-        """Whether arguments may wait on the host between calls."""
+        """Whether arguments may be offloaded between calls."""
         return self._resolved().offloads
 
     @property
     def _unasked(self) -> bool:
-        """Whether the code asks nothing of the program but that it fits the device that it runs on."""
+        """Whether the code only asks that the program fits its device."""
         asked = self._asked
         return asked.budget is None and asked.target is None and asked.job is None and not asked.offload_state
 
     def _runs_as_it_is(self, traced: Any, place: Location) -> bool:
-        """Whether nobody asks for anything, and a program surely fits, or is of unknown size, and there are no
-        checkpoints to undo where it does."""
+        """Whether nothing is asked and the program is of unknown size, or surely fits without checkpoints to undo."""
         wanted = self._resolved()
         if not self._is_free(wanted):
             return False
@@ -404,17 +398,17 @@ class Planned(Transformed):
         return most is None or (AMPLE * most <= room and not (self._undoes(traced) and recomputes(traced.jaxpr)))
 
     def _is_free(self, wanted: Resolved) -> bool:
-        """Whether neither the code nor the config asks for anything but that the program fits its device."""
+        """Whether code and config only ask that the program fits its device."""
         return self._unasked and not (wanted.says_budget or wanted.offloads)
 
     def _undoes(self, traced: Any) -> bool:
-        """Whether the function's own checkpoints may be undone: what nobody asked for is to be worth its planning."""
+        """Whether the function's checkpoints may be undone; if nothing is asked, only in programs worth planning."""
         wanted = self._resolved()
         most = all_values(traced.jaxpr) if self._is_free(wanted) else None
         return wanted.undo and (most is None or most >= WORTHWHILE)
 
     def _chosen(self, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
-        """The jit object that a call with these arguments is to run, what on, and who runs it if it is watched."""
+        """The jit object for a call, its arguments, and a runner if the call is watched."""
         if _compat.under_trace() or _compat.jit_is_disabled():
             self._say_ignored()
             return self._plain, *self._placement.on_device(args, kwargs), None
@@ -426,12 +420,12 @@ class Planned(Transformed):
         )
 
     def _trace_plain(self, args: Any, kwargs: Any) -> Any:
-        """What ``jax.jit``'s ``trace`` gives of the function as it was written."""
+        """JAX's trace of the function as written."""
         with told_of_modules(self._fun, args, kwargs):
             return self._plain.trace(*args, **kwargs)
 
     def _say_ignored(self) -> None:
-        """Once, that a budget has no effect here."""
+        """Warn once that a budget has no effect here."""
         if self._asked.budget is None or self._ignored or not _compat.under_trace():
             return
         self._ignored = True
@@ -443,8 +437,8 @@ class Planned(Transformed):
         )
 
     def _say_many(self, shapes: tuple[str, ...], seconds: Seconds) -> None:
-        """Once, that another plan was made for other shapes, in so many seconds. For the same ones it is made again
-        where JAX has forgotten their trace, as when the cache of any jit of the function is cleared."""
+        """Warn once that ``MANY`` shapes were planned for. Equal shapes count once: they are planned again if JAX
+        forgot their trace, as when the cache of any jit of the function is cleared."""
         known = self._planned_for
         if len(known) == MANY:
             return
@@ -460,7 +454,7 @@ class Planned(Transformed):
     def _chosen_for(
         self, traced: Any, known: Any, named: Any, args: Any, kwargs: Any
     ) -> tuple[Any, Any, Any, _compat.Run | None]:
-        """The same for a call that was traced, with arguments as the user's function sees them."""
+        """``_chosen`` for a traced call. ``known``, ``named``: the arguments as the user's function sees them."""
         place = location(traced, known, named, self._jit_options)
         alone = place is not None and not processes.members_of(place.devices)  # the others might not say the same
         if place is None or (alone and self._runs_as_it_is(traced, place)):
@@ -487,7 +481,7 @@ class Planned(Transformed):
         return fitted.jitted, *moved, lambda _, a, k: entry.feedback.run(fitted, a, k, request, place.device)
 
     def _without_plan(self, error: Exception, args: Any, kwargs: Any) -> tuple[Any, Any, Any, None]:
-        """What ``_chosen`` is where not even the question can be put: the function as it was written, if it fits."""
+        """``_chosen`` after a fault: the function as written, if it fits."""
         name = name_of(self._fun)
         shared = any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in jax.tree.leaves((args, kwargs)))
         if shared or self._asked.job is not None:
@@ -506,33 +500,32 @@ class Planned(Transformed):
         return self._plain, args, kwargs, None
 
     def _without_report(self, error: Exception, args: Any, kwargs: Any) -> Report:
-        """Raises what is wrong with the function itself; else that planning failed."""
+        """Raise the function's own error, else that planning failed."""
         compile_program(lambda _: self._plain, args, kwargs, self._compiler_options)
         with as_ours(f"planning {name_of(self._fun)}", "call it, and it runs as it was written where that fits"):
             raise error
 
     def _is_for_looking(self, traced: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a program is traced as it is, where nothing was asked of it."""
+        """Whether an unasked program is traced as it is."""
         if is_nowhere(traced, args, kwargs):
             return True
         place = location(traced, args, kwargs, self._jit_options)
         return place is None or self._runs_as_it_is(traced, place)
 
     def _seen(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments of a program that is not called, as its compiler wants them."""
+        """Arguments as the compiler wants them, for a program that is not called."""
         if self._asked.target is not None:
             args, kwargs = as_for(self._asked.target, self._plain, args, kwargs)
         return self._placement.as_on_device(args, kwargs)
 
     def _planned(self, args: Any, kwargs: Any) -> tuple[_Entry, Any, Any]:
-        """The entry of a program that is not called, and its arguments as they are seen: without a compile of the plain
-        program, which ``plan`` makes."""
+        """The entry of a program that is not called, and its arguments; the plain program is not compiled."""
         with self._tracing(args, kwargs):
             args, kwargs = self._seen(args, kwargs)
             return self._entry_of(self._trace_plain(args, kwargs), args, kwargs), args, kwargs
 
     def _entry_of(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
-        """The entry of a program that is not called; its arguments as they are seen."""
+        """The entry of a program that is not called; arguments as from ``_seen``."""
         if is_nowhere(traced, args, kwargs):
             raise TargetError(
                 f"{name_of(self._fun)} is traced for a mesh without devices, and nothing can be compiled for one: give "
@@ -565,7 +558,7 @@ class Planned(Transformed):
         return _Entry(feedback, True, place.device, watched=False)
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
-        """The plans that a job's steps of one signature have, once for every program and place."""
+        """The ladder of a job's steps of one signature; one per program and place."""
         processes.refuse(place.devices, name_of(self._fun), "job=")
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
@@ -584,7 +577,7 @@ class Planned(Transformed):
             return known[place.key]
 
     def _entry(self, traced: Any, place: Location, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
-        """Plan once for every program, as JAX's own trace cache tells them apart, and place."""
+        """Plan once per program, as JAX's trace cache tells them apart, and place."""
         with self._lock:
             entries = self._entries.setdefault(traced.jaxpr, {})
             entry = entries.get(place.key)
@@ -644,7 +637,7 @@ class Planned(Transformed):
         )
 
     def _question(self, place: Location) -> tuple[Hashable, ...]:
-        """All that the plans of a program depend on beside it and its place."""
+        """Everything that a ladder depends on besides its program and place."""
         wanted = self._resolved()
         budget, _ = self._budget(wanted, place, self._device(place))
         options = repr((self._asked.options, self._asked.solver))
@@ -656,14 +649,14 @@ class Planned(Transformed):
         return best_known(*known) if self._asked.target is None else best_known(profile(self._asked.target))
 
     def _budget(self, wanted: Resolved, place: Location, device: DeviceProfile) -> tuple[Bytes, Setting]:
-        """Device bytes of a call; a job's are its lease, and this an upper bound of it."""
+        """Device bytes of a call; for a job an upper bound of its lease."""
         names = tuple(map(device_name, place.devices)) if self._asked.target is None else (device.platform,)
         return (wanted.budget if self._asked.job is None else wanted.lease)(names, device.capacity)
 
     # ---- making and measuring ----
 
     def _make(self, out_tree: Any, captured: Sequence[Any], evaluate: Evaluate | None, options: Options) -> Any:
-        """A jit object that runs ``evaluate``; without it the user's function as it is."""
+        """A jit object that runs ``evaluate``; None: the user's function as it is."""
         if evaluate is None and options == self._compiler_options:
             return self._plain
         fun = self._fun
@@ -678,7 +671,7 @@ class Planned(Transformed):
         return _compat.jit(run, **self._jit_options, compiler_options=dict(options) or None)
 
     def _measure(self, entry: _Entry, args: Any, kwargs: Any) -> None:
-        """Put XLA's number for the plain program into the report of a planned one."""
+        """Put XLA's number for the plain program into the report."""
         report = entry.fitted.report
         if not report.baseline.exact:
             plain = compile_program(functools.partial(self._make, None, (), None), args, kwargs, entry.fitted.options)
@@ -687,7 +680,7 @@ class Planned(Transformed):
         entry.measured = True
 
     def _traced(self, args: Any, kwargs: Any) -> Any:
-        """What ``trace`` gives for arguments as the compiler wants them."""
+        """``trace`` for arguments as the compiler wants them."""
         traced = self._trace_plain(args, kwargs)
         if self._unasked and self._is_for_looking(traced, args, kwargs):
             return traced
@@ -708,13 +701,13 @@ class Planned(Transformed):
         return entry.fitted.jitted.trace(*args, **kwargs)
 
     def _tracing(self, args: Any, kwargs: Any) -> AbstractContextManager[None]:
-        """What JAX is to be told while the function is traced for a device that is not here."""
+        """The context for tracing for an absent device."""
         named = () if self._asked.target is None else (self._asked.target,)
         return tracing_for(*named, args=(args, kwargs))
 
 
 class Bound(Transformed):
-    """A planned method of one object: the object is the first argument of everything."""
+    """A planned method; the object is the first argument."""
 
     __slots__ = ("__func__", "__self__", "__weakref__")
 
@@ -723,7 +716,7 @@ class Bound(Transformed):
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the method, without the object, so that names of arguments find their places."""
+        """The method's signature without the object, so that names of arguments find their places."""
         try:
             return inspect.signature(MethodType(self.__func__._fun, self.__self__))
         except (TypeError, ValueError) as error:
@@ -754,7 +747,7 @@ _TAKE_ARGUMENTS = frozenset({"plan", "lower", "trace", "eval_shape"})
 
 
 def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
-    """Whether ``device`` reads stacks on the host right; taken for granted where nothing can be run on it."""
+    """Whether ``device`` reads stacks on the host correctly; True for absent devices."""
     if is_absent(device):
         return True
     straight = not known.backend.places_copies or copies_come_back(device)
@@ -762,7 +755,7 @@ def _stacks_come_back(device: Any, known: DeviceProfile) -> bool:
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method that does not keep its object: what a jitted function closes over goes when the function does."""
+    """A bound method that does not keep its object alive: a jitted function's closure lives as long as the function."""
     reference = weakref.WeakMethod(method)
 
     def call(*args: Any) -> Any:
@@ -774,7 +767,7 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _look_like(planned: Planned, fun: Callable[..., Any]) -> None:
-    """Name, documentation, signature and attributes of ``fun``, but for those that would hide one of ``Planned``'s."""
+    """Copy the name, docs, signature and attributes of ``fun``, except attributes that would hide ``Planned``'s."""
     own = {k: v for k, v in getattr(fun, "__dict__", {}).items() if not hasattr(Planned, k)}
     vars(planned).update(own)  # before what a wrapper around another function may have copied from there
     functools.update_wrapper(planned, fun, updated=())

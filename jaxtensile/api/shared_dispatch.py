@@ -1,9 +1,9 @@
-"""By what does JAX know a planned function? By a stand-in, which jits of one function that ask for the same share.
+"""The stand-in by which JAX knows a planned function; jits that ask the same of one function share it.
 
-JAX keeps dispatch entries by function and options, for all jit objects and as long as there is the function, so that
-``jax.jit(f)(x)`` again and again is compiled once. ``jaxtensile.jit(f)(x)`` is planned once as well.
+JAX keeps dispatch entries by function and options while the function lives, so repeated ``jax.jit(f)(x)`` compiles
+once. In the same way repeated ``jaxtensile.jit(f)(x)`` plans once.
 
-Invariant: entries of a planned function are never those of ``jax.jit`` of it, nor of one that is asked something else.
+Invariant: a planned function never shares entries with ``jax.jit`` of it, nor with one that is asked something else.
 Nothing here keeps a function alive.
 """
 
@@ -25,15 +25,15 @@ from jaxtensile.switches import switched_off
 
 _StandIn = Callable[..., Any]
 _KNOWN: WeakKeyDictionary[Any, dict[Hashable, tuple[_StandIn, WeakSet[Any]]]] = WeakKeyDictionary()
-"""By function and by what is asked: the stand-in, and what may run for it."""
+"""By function and question: the stand-in, and the callables that may run for it."""
 _LOCK = threading.Lock()
 
 
 def stand_in(fun: Callable[..., Any], asked: Asked, run: Callable[..., Any]) -> _StandIn:
-    """What JAX is to know ``fun`` by where ``asked`` is asked of it; called, it is ``run``, or one like it.
+    """The function that JAX sees instead of ``fun`` for ``asked``; called, it runs ``run`` or an equal one.
 
-    ``run`` is to live as long as whoever calls. Shared are functions alone: methods and callable objects may equal
-    each other and be different things.
+    ``run`` must live as long as its callers. Only functions are shared: methods and callable objects may be equal yet
+    differ.
     """
     key = _question(asked)
     if key is None or type(fun) is not FunctionType:
@@ -49,7 +49,7 @@ def stand_in(fun: Callable[..., Any], asked: Asked, run: Callable[..., Any]) -> 
 
 
 def _question(asked: Asked) -> Hashable | None:
-    """All that is asked, in the code and in the config, and our switches; None where that cannot be compared."""
+    """All that is asked in code and config, and our switches; None if that cannot be compared."""
     if asked.job is not None or not (asked.config is None or isinstance(asked.config, str | os.PathLike)):
         return None
     values = (getattr(asked, f.name) for f in dataclasses.fields(asked) if f.name != "options")
@@ -64,7 +64,7 @@ def _question(asked: Asked) -> Hashable | None:
 
 
 def _for(fun: Callable[..., Any], running: set[Any] | WeakSet[Any]) -> _StandIn:
-    """A function that looks like ``fun`` to JAX, does not hold it, and runs as any of ``running``."""
+    """A function that looks like ``fun`` to JAX, does not hold it, and runs one of ``running``."""
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         with _LOCK:  # another thread may add one

@@ -1,7 +1,7 @@
-"""What have processes left behind that this one started?
+"""Processes left behind by those that this one started.
 
-Invariant: only processes are touched that have become children of this one because their parents have ended. Linux
-gives them to the next *subreaper* above, whatever sessions they have made; elsewhere none come.
+Invariant: only processes that became children of this one are touched. Linux gives orphans to the next *subreaper*
+above, whatever their session; other systems give none.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _GET_CHILD_SUBREAPER: Final = 37
 
 
 class Adopted(AbstractContextManager["Adopted", None]):
-    """While it is open, what descendants of this process leave behind becomes its own children."""
+    """While open, this process adopts what its descendants leave behind."""
 
     def __init__(self) -> None:
         self._prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -43,9 +43,10 @@ class Adopted(AbstractContextManager["Adopted", None]):
             self._prctl(_SET_CHILD_SUBREAPER, self._before.value, 0, 0, 0)
 
     def end(self, started: Collection[int], said: Collection[bytes] | None = None) -> bool:
-        """Kill those whose environment has one of the settings ``said``, or all; forget those that have ended.
+        """Kill orphans whose environment has one of the settings ``said`` (None: all), and reap the ended ones.
 
-        ``started``: children that are no orphans. Whether there were any: what they have started comes next."""
+        ``started``: children that are no orphans. True if there were orphans; what they started comes next.
+        """
         orphans = set(_children()) - self._own - set(started)
         for pid in orphans:
             with suppress(ProcessLookupError, ChildProcessError):
@@ -54,14 +55,14 @@ class Adopted(AbstractContextManager["Adopted", None]):
         return bool(orphans)
 
     def end_all(self, started: Collection[int], within: Seconds) -> None:
-        """Kill all of them, and those that they leave behind."""
+        """Kill all orphans, and what those leave behind."""
         ends = time.monotonic() + within
         while self.end(started) and time.monotonic() < ends:
             time.sleep(0.01)
 
 
 def _environment(pid: int) -> set[bytes]:
-    """As the process was started: ``NAME=value``."""
+    """The process's initial environment, as ``NAME=value``."""
     with suppress(OSError):
         return set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     return set()

@@ -1,7 +1,7 @@
-"""What is installed here, which targets compile here, and what to install for the rest.
+"""What is installed, which targets compile here, and what to install for the rest.
 
-Invariant: never raises and never imports JAX in this process. Targets are tried in a child,
-because a compiler may print, or abort its process, when something is missing.
+Invariant: never raises and never imports JAX in this process. A child tries the targets, because a compiler may print
+or abort if something is missing.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ for name in sys.argv[1:]:
         print(json.dumps([name, str(error)]), flush=True)
 """
 _LIMIT_S: Final = 120.0
-"""Seconds for all targets to be tried in: compilers load in seconds, and one that hangs is not waited for. A guess."""
+"""Seconds to try all targets: compilers load in seconds, and a hung one is not waited for. A guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """Versions by distribution (None: not installed), for each target '' or why it does not compile, and what the
-    config says, or is wrong with it, line by line."""
+    """The doctor's findings. ``core``, ``extras``: versions by distribution, None if not installed. ``targets``: '' or
+    why the target does not compile. ``config``: lines that it says, or its error."""
 
     python: str
     nvidia_driver: bool
@@ -87,8 +87,7 @@ class Diagnosis:
 
 
 def diagnose(config: str | None = None) -> Diagnosis:
-    """Look at this Python's packages, this machine's accelerators and config (the one that counts here, or this file),
-    and try every target once."""
+    """Check packages, accelerators and config (``config``, or the one that counts here), and try every target once."""
     return Diagnosis(
         python=platform.python_version(),
         nvidia_driver=has_nvidia_driver(),

@@ -1,6 +1,6 @@
 """``jaxtensile estimate``: one workload on several targets, the largest batch that fits each, and what grew.
 
-Invariant: the program is traced once per batch size, whatever the number of targets.
+Invariant: one trace per batch size, for any number of targets.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from jaxtensile.xla.target import tracing_for
 
 Tell = Callable[[str], None]
 _LARGEST = 1 << 30
-"""No batch is looked for beyond: against workloads whose bytes do not grow with it."""
+"""Largest batch tried: a bound for workloads whose bytes do not grow with it."""
 _FIRST = (1, 2, 4, 8, 16, 32, 64, 128)
-"""Batch sizes with which the search begins: the first that the workload takes. Models whose batch is a multiple of
-devices take one of these."""
+"""First batch sizes tried, until the workload takes one. Models whose batch is a multiple of devices take one of these.
+"""
 _GROWN = 8
-"""Values named, at most, that grew. A guess: what is read."""
+"""Most values named that grew. A guess: what is read."""
 
 
 class BaselineError(JaxtensileError, ValueError):
-    """A baseline file that cannot be read, or that knows nothing of what is compared with it."""
+    """A baseline file that cannot be read, or lacks what is compared with it."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """The estimates by target; ``batches``: the largest that fits each (0: none), if it was asked for."""
+    """The estimates by target. ``batches``: the largest that fits each (0: none), if asked for."""
 
     estimates: Mapping[str, Estimate]
     batches: Mapping[str, int] = field(default_factory=lambda: {})
@@ -62,7 +62,7 @@ class Table:
 
 
 def versions() -> dict[str, str]:
-    """What estimates depend on beside the program."""
+    """The versions that estimates depend on."""
     from jaxtensile import __version__
 
     return {"jaxtensile": __version__, "jax": version("jax"), "jaxlib": version("jaxlib")}
@@ -71,7 +71,7 @@ def versions() -> dict[str, str]:
 def tabulate(
     maker: Maker, targets: Sequence[str], *, exact: bool, largest: bool, tell: Tell, config: Config | None = None
 ) -> Table:
-    """Estimate on every target (where the arguments are without one); ``tell`` hears of work that takes long."""
+    """Estimate on every target (none: the arguments' device). ``tell`` announces slow work."""
     tell(f"estimating {maker.function} ...")
     config = config_of(config)
     workload = maker()
@@ -97,13 +97,12 @@ class _Search:
         self._known: dict[int, Mapping[str, Estimate] | None] = {}
 
     def largest(self, target: str) -> int:
-        """The largest batch that fits, a multiple of the smallest that the workload takes; 0 where not even that one
-        does."""
+        """The largest batch that fits, a multiple of the smallest that the workload takes; 0 if none fits."""
         first = self._first()
         return self._between(first, self._guess(first, target), target) if self._fits(first, target) else 0
 
     def near(self, target: str, batch: int) -> int:
-        """The same, where it is not far from ``batch``."""
+        """The largest batch that fits, searched from ``batch``."""
         first = self._first()
         return self._between(first, max(batch, first), target)
 
@@ -111,8 +110,8 @@ class _Search:
         return next(b for b in _FIRST if self._at(b) is not None or b == _FIRST[-1])
 
     def _between(self, unit: int, batch: int, target: str) -> int:
-        """From a guess to the largest multiple of ``unit`` that fits: where the line through two sizes meets the
-        device, one beside what is known, and by halves where neither helps."""
+        """The largest multiple of ``unit`` that fits, from a guess. Each step tries where the line through two sizes
+        meets the device, else one beside what is known, else halves."""
         low, high = 0, max(_LARGEST, 2 * unit)
         batch = max(batch // unit * unit, unit)
         beside = False
@@ -144,7 +143,7 @@ class _Search:
         return min(int(large + (room - self._needs(large, target)) / per_item), _LARGEST) // unit * unit
 
     def _guess(self, first: int, target: str) -> int:
-        """Where bytes that grow by the batch reach the device's; the smallest sizes need not grow as later ones do."""
+        """Where bytes that grow with the batch reach the device's. The smallest sizes may not grow like later ones."""
         small, large = 2 * first, 4 * first
         if not (self._fits(small, target) and self._fits(large, target)):
             return first
@@ -164,7 +163,7 @@ class _Search:
         return found is not None and found[target].fits()
 
     def _at(self, batch: int) -> Mapping[str, Estimate] | None:
-        """None for a batch size that the workload refuses."""
+        """The estimates of a batch size; None if the workload refuses it."""
         if batch not in self._known:
             self._tell(f"{self._maker.batch} {batch} ...")
             try:
@@ -179,9 +178,9 @@ class _Search:
 
 @contextmanager
 def telling(workload: Workload) -> Iterator[None]:
-    """Errors of the workload's own function or options come out as ``WorkloadError``, all others as they are.
+    """Turn errors of the workload's own function or options into ``WorkloadError``; others pass.
 
-    They are its own where JAX alone cannot trace it either.
+    An error is the workload's own if JAX alone cannot trace it either.
     """
     try:
         yield
@@ -207,7 +206,7 @@ def _on(workload: Workload, targets: Sequence[str], exact: bool, tell: Tell, con
 
 
 def _as_rows(table: Table) -> str:
-    """Targets below each other, bytes by kind."""
+    """One row per target, bytes by kind."""
     head = ["target", "device", "argument", "output", "temp", "alias", "process", "of", "fits"]
     rows = [head + ["largest batch"] * bool(table.batches)]
     for name, e in table.estimates.items():
@@ -224,7 +223,7 @@ def _as_rows(table: Table) -> str:
 
 @dataclass(frozen=True)
 class Growth:
-    """A target's bytes then and now, and the groups of values at the peak that grew, most first."""
+    """A target's bytes before and now, and the groups of values at the peak that grew, most first."""
 
     target: str
     before: Bytes
@@ -233,7 +232,7 @@ class Growth:
 
     @property
     def ratio(self) -> float:
-        """How much of what there was came on top."""
+        """Growth as a share of the bytes before."""
         return (self.after - self.before) / self.before if self.before else float(self.after > 0)
 
     def __str__(self) -> str:
@@ -246,7 +245,7 @@ class Growth:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What an earlier ``--json`` file says: by target the device bytes, whether XLA said them, and what was held."""
+    """An earlier ``--json`` file: by target the device bytes, whether they are XLA's, and what was held."""
 
     path: Path
     targets: Mapping[str, tuple[Bytes, bool, list[dict[str, Any]]]]
@@ -254,7 +253,7 @@ class Baseline:
 
     @property
     def older(self) -> str:
-        """With which other versions it was made; empty where with these."""
+        """The other versions it was made with; empty if they are these."""
         other = [
             f"{name} {was}, now {now}"
             for name, now in versions().items()
@@ -277,7 +276,7 @@ def read_baseline(baseline: Path) -> Baseline:
 
 
 def compare(table: Table, baseline: Baseline) -> list[Growth]:
-    """Against an earlier file; raises ``BaselineError`` where the two do not go together."""
+    """The growth against an earlier file; raises ``BaselineError`` if the two do not match."""
     path, before = baseline.path, baseline.targets
     out: list[Growth] = []
     for name, e in table.estimates.items():
@@ -292,7 +291,7 @@ def compare(table: Table, baseline: Baseline) -> list[Growth]:
 
 
 def _grown(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[tuple[str, Bytes, Bytes], ...]:
-    """Values by op and file that need more than before; lines and sizes may have changed."""
+    """Values by op and file that need more than before; lines and sizes may differ."""
 
     def sums(held: list[dict[str, Any]]) -> dict[tuple[str, str], tuple[Bytes, str]]:
         found: dict[tuple[str, str], tuple[Bytes, str]] = {}

@@ -1,7 +1,7 @@
-"""Was it Ctrl-C? For programs that end by it with one line.
+"""Detect Ctrl-C, for programs that end on it with one line.
 
-Why ask: an interrupt inside JAX may come out as an error of another kind; where cache keys are compared, as
-``ValueError: Cache keys should be comparable``.
+JAX may turn an interrupt into another error: where cache keys are compared, into ``ValueError: Cache keys should be
+comparable``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Interrupts(AbstractContextManager["Interrupts", None]):
-    """While it is open ``pressed`` says whether Ctrl-C was; ``KeyboardInterrupt`` is raised as ever."""
+    """While open, ``pressed`` records Ctrl-C; ``KeyboardInterrupt`` is raised as usual."""
 
     def __init__(self) -> None:
         self.pressed = False

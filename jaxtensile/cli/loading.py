@@ -1,7 +1,7 @@
-"""The workload that ``FILE:FUNCTION`` names: load the file, call the function, check what came back.
+"""Load the workload that ``FILE:FUNCTION`` names.
 
-Invariant: whatever is wrong with the text, the file or the function comes out as ``WorkloadError``,
-one sentence with the place; the file sees the ``sys.path`` that ``python FILE`` would give it.
+Invariant: any error in the text, the file or the function is a ``WorkloadError``: one sentence with the place. The file
+sees the ``sys.path`` of ``python FILE``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jaxtensile.errors import JaxtensileError
 from jaxtensile.program.workload import Workload
 
 _BATCH = ("batch", "batch_size")
-"""Names of a parameter that is the batch size."""
+"""Names of a batch-size parameter."""
 
 _MACHINERY = tuple(
     f"{Path(found.origin).parent}/" for found in map(find_spec, ("jaxtensile", "jax")) if found and found.origin
 )
-"""Folders of what calls the user's code and is called by it: no line of theirs says what is wrong."""
+"""Folders of code around the user's: no line there explains an error."""
 
 
 class WorkloadError(JaxtensileError, ValueError):
@@ -35,7 +35,7 @@ class WorkloadError(JaxtensileError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """FUNCTION of FILE; ``batch``: the name of its parameter for the batch size, empty without one."""
+    """FUNCTION of FILE. ``batch``: the name of its batch-size parameter, empty without one."""
 
     file: str
     function: str
@@ -64,7 +64,7 @@ class Maker:
 
 
 def load_workload(text: str) -> Workload:
-    """Call FUNCTION of FILE, without arguments, and return its ``Workload``."""
+    """Call FUNCTION of FILE without arguments; its ``Workload``."""
     return load_maker(text)()
 
 
@@ -85,7 +85,7 @@ def load_maker(text: str) -> Maker:
 
 
 class _AsItStands(SourceFileLoader):
-    """Compiles the file itself: Python's compiled copy counts as current within a second of an edit of equal length."""
+    """Compiles the file itself: Python's cached copy looks current within a second of an edit of equal length."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
@@ -121,7 +121,7 @@ def _function(module: ModuleType, file: str, function: str) -> Callable[[], obje
 
 
 def described(error: BaseException) -> str:
-    """An error of the user's code in a line, with its place."""
+    """An error of the user's code in one line, with its place."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_MACHINERY)]
     if isinstance(error, SyntaxError) and error.lineno is not None:
         where = f" at {error.filename}:{error.lineno}"

@@ -1,7 +1,7 @@
-"""``jaxtensile estimate | plan | calibrate | config | doctor | serve | status | top | run``: the command line.
+"""The command line: ``jaxtensile estimate | plan | calibrate | config | doctor | serve | status | top | run``.
 
-Exit codes: 0 done, 1 does not fit or a job failed, 3 needs more than the baseline, 2 anything else. JAX is imported by
-a command that needs it, never for help or for a wrong argument.
+Exit codes: 0 done, 1 does not fit or a job failed, 3 needs more than the baseline, 2 anything else. Only commands that
+need JAX import it, never help or a wrong argument.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DONE, DOES_NOT_FIT, WRONG_USE, GREW = 0, 1, 2, 3
 """Exit codes. 2 is argparse's own for a wrong use."""
 STANDARD_OUTPUT = Path("-")
 _INTERRUPTED = 130
-"""Exit code after Ctrl-C, as of a shell: 128 and the number of SIGINT."""
+"""Exit code after Ctrl-C, as in a shell: 128 plus SIGINT's number."""
 _CONFIG = "the config; default: $JAXTENSILE_CONFIG, or the jaxtensile.toml found upward from here"
 
 
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard() -> None:
-    """Where this was started without standard descriptors, /dev/null is in their places: else they are the numbers of
-    the next files that are opened, and a daemon writes its log into its own lock."""
+    """Open /dev/null in place of missing standard descriptors. Otherwise the next opened files get their numbers, and a
+    daemon writes its log into its own lock."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -55,7 +55,7 @@ def _open_standard() -> None:
 
 
 def _failed(error: Exception) -> int:
-    """Say what went wrong, and return the exit code."""
+    """Print the error; the exit code."""
     if not isinstance(error, JaxtensileError):
         # Python would exit with 1, which here says "does not fit".
         traceback.print_exception(error)
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_coordination(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """What several jobs on one device need."""
+    """Add the commands for jobs that share a device."""
     place = argparse.ArgumentParser(add_help=False)
     place.add_argument("--config", metavar="F", help=_CONFIG)
     place.add_argument("--socket", metavar="P", help="the coordinator's socket; default: the config's, or your own")
@@ -257,7 +257,7 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _config_of(options: argparse.Namespace) -> Config:
-    """The config that counts; an error in it is told before the work, not after."""
+    """The config that counts, read before the work so that its errors come first."""
     from jaxtensile.settings.options import config_of
 
     return config_of(options.config)
@@ -298,7 +298,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _unwritable(path: Path | None) -> str | None:
-    """Why a file that is asked for cannot be written, told before the work."""
+    """Why a requested file cannot be written, checked before the work."""
     if path is None or path == STANDARD_OUTPUT:
         return None
     if not path.absolute().parent.is_dir():

@@ -1,8 +1,7 @@
 """``jaxtensile run``: the config's jobs as processes, with a coordinator between them.
 
-Invariant: what it started ends with it, and nothing is started twice. What a job leaves behind ends with the job, also
-in a session of its own. A job that fails is told, in a line when it happens and in the table at the end, and never
-started again.
+Invariant: everything started ends with this process, and nothing starts twice. What a job leaves behind ends with the
+job, also in its own session. A failed job is reported at once and in the final table, and never restarted.
 """
 
 from __future__ import annotations
@@ -38,16 +37,15 @@ from jaxtensile.units import KIB, Bytes, Seconds, format_bytes, format_seconds
 _LOOK_EVERY: Final = 0.2
 """Seconds between two looks at the jobs and at the coordinator. A guess."""
 _CHUNK: Final = 64 * KIB
-"""Bytes that a job may say before the next one is heard, and of a line before it is told without its end: a pipe of
-Linux."""
+"""Bytes read from one job before the next, and of a line before it is printed without its end: a pipe of Linux."""
 _LEFT: Final = 32
-"""Chunks that are heard of a job that has ended: what it has left behind may say more, for ever. A guess: 2 MiB."""
+"""Chunks read from an ended job: what it left behind may write for ever. A guess: 2 MiB."""
 _TELL_EVERY: Final = 10.0
 """Seconds between two lines about the steps of a job. A guess."""
 _STARTS_WITHIN: Final = 20.0
-"""Seconds in which the coordinator that was started answers. A guess."""
+"""Seconds in which a started coordinator must answer. A guess."""
 _PATIENCE: Final = 3.0
-"""Seconds for a job to end by a signal, before a harsher one. A guess."""
+"""Seconds for a job to end on a signal, before a harsher one. A guess."""
 
 
 @dataclass(slots=True)
@@ -61,19 +59,20 @@ class Job:
     status: int | None = None
     rest: bytes = b""
     memory: Bytes = 0
-    """Of the process itself: what was resident at most."""
+    """Peak resident bytes of the process itself."""
     peak: Bytes = 0
     step: int = 0
     step_us: int = 0
     waited: Seconds = 0.0
     told: str = ""
-    """What was said of its lease last."""
+    """The last message about its lease."""
 
 
 def run(options: argparse.Namespace) -> bool:
-    """Run the jobs to their ends, and print a table. True if any has failed.
+    """Run the jobs to their ends and print a table; True if any failed.
 
-    Raises ``ConfigError`` for jobs that cannot be started, and ``CoordinatorError`` without a coordinator."""
+    Raises ``ConfigError`` for jobs that cannot start, and ``CoordinatorError`` without a coordinator.
+    """
     file, config = configured(options)
     chosen = _chosen(options.jobs, file, config)
     with _coordinator(options, file, config) as socket, _until_terminated(), Adopted() as adopted:
@@ -118,7 +117,7 @@ def _chosen(names: Sequence[str], file: Path | None, config: Config) -> dict[str
 
 @contextmanager
 def _coordinator(options: argparse.Namespace, file: Path | None, config: Config) -> Iterator[Path]:
-    """The socket of the coordinator that is there, or of one for these jobs alone, which ends with them."""
+    """The socket of the running coordinator, or of one for these jobs alone that ends with them."""
     path = place_of(options, config)
     try:
         Inquirer(path).close()
@@ -164,7 +163,7 @@ def _wait_for(path: Path, daemon: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _environment(name: str, job: JobConfig, config: Config, file: Path | None, socket: Path) -> dict[str, str]:
-    """What a job's process sees."""
+    """The environment of a job's process."""
     seen = dict(os.environ)
     gpus = [size for device, size in reported(config).items() if device.startswith("cuda:")]
     if gpus:
@@ -198,7 +197,7 @@ def _start(name: str, job: JobConfig, environment: Mapping[str, str], file: Path
 
 
 def _watch(jobs: Sequence[Job], inquirer: Inquirer, adopted: Adopted) -> None:
-    """Tell what the jobs say and what becomes of them, until all have ended."""
+    """Report the jobs' output and state until all have ended."""
     with selectors.DefaultSelector() as speaking:
         for job in jobs:
             assert job.process.stdout is not None
@@ -229,7 +228,7 @@ def _until_ended(jobs: Sequence[Job], inquirer: Inquirer, adopted: Adopted, spea
 
 
 def _hear(speaking: selectors.BaseSelector, until: Seconds) -> None:
-    """Repeat what the jobs say, a piece of each in turn, until then."""
+    """Repeat the jobs' output in turns, a chunk each, until ``until``."""
     while (left := until - time.monotonic()) > 0:
         if not speaking.get_map():
             time.sleep(left)
@@ -239,7 +238,7 @@ def _hear(speaking: selectors.BaseSelector, until: Seconds) -> None:
 
 
 def _reaped(job: Job) -> bool:
-    """Whether a job has ended. What it has left behind in its group then ends, too."""
+    """Whether a job has ended; kills what it left in its process group."""
     if job.status is not None:
         return True
     pid, status, usage = os.wait4(job.process.pid, os.WNOHANG)
@@ -257,7 +256,7 @@ def _reaped(job: Job) -> bool:
 
 
 def _repeat(job: Job) -> bool:
-    """A piece of what a job has said since, each line with its name. Whether it may say more."""
+    """Print a chunk of a job's output, each line with its name; whether more may come."""
     assert job.process.stdout is not None
     try:
         data = os.read(job.process.stdout.fileno(), _CHUNK)
@@ -273,7 +272,7 @@ def _repeat(job: Job) -> bool:
 
 
 def _look(snapshot: Snapshot, jobs: Sequence[Job]) -> None:
-    """What the coordinator knows of the jobs' processes: each is the leader of a session of its own."""
+    """Update the jobs from the coordinator's snapshot. Each job's process leads its own session."""
     sessions = {job.process.pid: job for job in jobs}
     now = time.monotonic()
     for e in snapshot.events:
@@ -306,7 +305,7 @@ def _session(pid: int) -> int:
 
 
 def _end(jobs: Sequence[Job]) -> None:
-    """End what still runs: first as Ctrl-C would, and harsher if that is not enough."""
+    """End what still runs: first as Ctrl-C would, then harsher."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         left = [job for job in jobs if not _reaped(job)]
         for job in left:
@@ -320,7 +319,7 @@ def _end(jobs: Sequence[Job]) -> None:
 
 @contextmanager
 def _until_terminated() -> Iterator[None]:
-    """SIGTERM, or the end of its terminal, ends this process as Ctrl-C does: in order. Under ``nohup`` it goes on."""
+    """SIGTERM, or the end of the terminal, acts like Ctrl-C; under ``nohup`` the process goes on."""
 
     def interrupt(number: int, stack: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -355,7 +354,6 @@ def _exit(status: int) -> str:
 
 
 def _summary(jobs: Sequence[Job], seconds: Seconds) -> str:
-    """The table at the end."""
     rows = [
         (
             job.name,

@@ -1,7 +1,7 @@
 """``jaxtensile serve``: the coordinator of this user's jobs, until a signal ends it.
 
-SIGTERM or Ctrl-C: no new jobs, and the end when all have released what they hold, at the latest after ``--grace``; a
-second one: at once. SIGHUP: the config is read again; a broken one is reported and changes nothing.
+SIGTERM or Ctrl-C: no new jobs; it ends when all have released, at the latest after ``--grace``. A second one: at once.
+SIGHUP: read the config again; a broken one is reported and changes nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.units import GIB, Bytes
 
 _RESERVE, _PART = GIB, 8
-"""Bytes of a device of which the config says nothing that are not granted, for contexts, libraries and other processes
-(``process.CONTEXT`` is half of it); one part in so many of a small device at most. A guess."""
+"""Bytes of a device without a config entry that are not granted, for contexts, libraries and other processes
+(``process.CONTEXT`` is half of it); on a small device at most one part in so many. A guess."""
 
 
 def configured(options: argparse.Namespace) -> tuple[Path | None, Config]:
@@ -34,12 +34,12 @@ def configured(options: argparse.Namespace) -> tuple[Path | None, Config]:
 
 
 def place_of(options: argparse.Namespace, config: Config) -> Path:
-    """Where the coordinator is. Raises ``PlaceError``."""
+    """The coordinator's socket. Raises ``PlaceError``."""
     return socket_path(options.socket, os.environ, config.socket, os.getuid())
 
 
 def reported(config: Config) -> dict[str, Bytes]:
-    """Bytes of the devices that are here, and of those that only the config knows."""
+    """Bytes of the devices here, and of those known only to the config."""
     devices = device_memory()
     for name, table in config.devices.items():
         if ":" in name and table.capacity is not None:
@@ -48,8 +48,8 @@ def reported(config: Config) -> dict[str, Bytes]:
 
 
 def capacities(config: Config) -> dict[str, Capacity]:
-    """What there is to grant here. Of a device that the config does not mention a part is left to what no plan counts:
-    contexts, libraries, other processes. Raises ``ConfigError``."""
+    """The bytes to grant here. Of a device without a config entry, a part is reserved for contexts, libraries and other
+    processes. Raises ``ConfigError``."""
     found = config.capacities(reported(config), host_memory())
     for name, capacity in found.items():
         said = [t for k in (name, name.partition(":")[0], "") if (t := config.devices.get(k)) is not None]
@@ -67,7 +67,7 @@ def serve(options: argparse.Namespace) -> None:
     unread = [config]
 
     def reread() -> Reading:
-        """Without a wait once it serves: one who finds the file empty then keeps what was read before."""
+        """Later reads do not wait: if the file is empty, the server keeps the earlier config."""
         now = unread.pop() if unread else Config() if file is None else read(file)
         return capacities(now), now.settings
 
@@ -82,7 +82,7 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def _listening(port: int) -> socket.socket:
-    """A socket for metrics, for this machine only."""
+    """A socket for metrics, on 127.0.0.1 only."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

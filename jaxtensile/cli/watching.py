@@ -21,12 +21,12 @@ from jaxtensile.units import Seconds, format_bytes, format_seconds
 _BAR: Final = 32
 """Letters of a device's bar: a third of a line."""
 _EVENTS: Final = 8
-"""Lines of what happened lately: so the state is one screen."""
+"""Lines of recent events: the state is one screen."""
 _CLEAR: Final = "\x1b[H\x1b[J"
 
 
 def status(options: argparse.Namespace) -> str:
-    """What the coordinator says, once. Raises ``UnreachableError``."""
+    """The coordinator's state, once. Raises ``UnreachableError``."""
     _, config = configured(options)
     path = place_of(options, config)
     snapshot = ask(path)
@@ -34,7 +34,7 @@ def status(options: argparse.Namespace) -> str:
 
 
 def top(options: argparse.Namespace) -> None:
-    """The same again and again, until Ctrl-C; where the output is no terminal, once or ``--count`` times."""
+    """Print the state repeatedly until Ctrl-C; without a terminal, once or ``--count`` times."""
     if not options.every > 0:
         raise CoordinatorError(f"--every {options.every:g}: give a number of seconds above 0")
     _, config = configured(options)
@@ -61,14 +61,14 @@ def top(options: argparse.Namespace) -> None:
 
 
 def as_json(snapshot: Snapshot, path: Path) -> str:
-    """Everything, as JSON; sizes in bytes, times in seconds or as their names say."""
+    """Everything as JSON; sizes in bytes, times in seconds or as their names say."""
     told: dict[str, Any] = to_builtins(snapshot)
     del told["type"], told["more"]
     return json.dumps({"socket": str(path), **told}, indent=1)
 
 
 def as_text(snapshot: Snapshot, path: Path) -> str:
-    """Devices, jobs and what happened lately, for people."""
+    """Devices, jobs and recent events, for people."""
     states = f"{len(snapshot.leases)} jobs, {snapshot.waiting} of them waiting"
     lines = [f"coordinator at {path}: {snapshot.phase}, policy {snapshot.policy}, start {snapshot.epoch}; {states}", ""]
     lines += _devices(snapshot.devices)
@@ -132,7 +132,7 @@ def duration(time: Seconds) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines with columns of equal widths; all but the first are right-aligned, and the last is as long as it is."""
+    """Lines with aligned columns: all but the first right-aligned, the last as long as it is."""
     widths = [max(len(row[k]) for row in (head, *rows)) for k in range(len(head))]
     lines: list[str] = []
     for row in (head, *rows):

@@ -1,12 +1,12 @@
-"""Which environment variables make XLA share a GPU with other processes?
+"""Environment variables that make XLA share a GPU with other processes.
 
-What its allocators do with memory that a program has given back, and whether they stop at a limit:
+What its allocators do with freed memory, and whether they stop at a limit:
 
     bfc (the default)      keeps it for good                                  stops at the fraction
     cuda_async             returns what is above the fraction                 does not stop
     platform               returns it at once, and waits for the device       does not stop
 
-Invariant: what the user has set stays as it is. On other devices than CUDA ones the variables mean nothing.
+Invariant: the user's settings stay. The variables have no effect on non-CUDA devices.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FRACTION: Final = "XLA_CLIENT_MEM_FRACTION"
 OLD_FRACTION: Final = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 """XLA refuses both names at once."""
 _LEAST_FRACTION: Final = 0.01
-"""Share of a GPU that XLA's allocator is given at least, also to a job that asks for next to nothing. A guess."""
+"""Least share of a GPU for XLA's allocator, even if a job asks for next to nothing. A guess."""
 
 
 def variables(least: Bytes, want: Bytes | None, device: Bytes, environment: Mapping[str, str]) -> dict[str, str]:
-    """What to add to a job's environment; ``device``: bytes of the smallest GPU it may be on.
+    """What to add to a job's environment. ``device``: bytes of the smallest GPU it may be on.
 
-    A job that always has the same bytes gets the default allocator, which stops it there. One that grows and shrinks
-    gets the one that gives back what is above what it is guaranteed.
+    A job of constant size gets the default allocator, which stops it there. One that grows and shrinks gets the one
+    that returns everything above its guarantee.
     """
     fixed = want is not None and least == want
     chosen = {

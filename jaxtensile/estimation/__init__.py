@@ -1,1 +1,1 @@
-"""How many bytes does a job need, before it runs and without its device?"""
+"""The bytes that a job needs, before it runs and without its device."""

@@ -1,7 +1,7 @@
-"""``jaxtensile.estimate``: how many device bytes a job needs, before it runs and without its device.
+"""``jaxtensile.estimate``: the device bytes of a job, before it runs and without its device.
 
-Statically, from the jaxpr: JAX traces the function, `passes.fusion` says which values become buffers,
-`passes.liveness` how many bytes are there at once. Exactly, by the target's own compiler.
+Statically, from the jaxpr: `passes.fusion` decides which values become buffers, `passes.liveness` how many bytes are
+live at once. Exactly, from the target's own compiler.
 
 Invariant: nothing is executed and no device memory is allocated.
 """
@@ -71,11 +71,11 @@ def estimate(
 ) -> Estimate:
     """Peak device bytes of ``fun(*args)`` before anything runs.
 
-    ``fun``: any function, or a ``jax.jit`` result (whose own options then count); ``args``: arrays or
-    ``jax.ShapeDtypeStruct``s; ``target``: a name of ``jaxtensile.targets()``, where the arguments are without one;
-    ``exact``: ask the target's own compiler (``False``: from the jaxpr alone); ``config``: a ``jaxtensile.toml`` or its
-    tables, by default the one that counts here, whose budget ``fits()`` heeds; the rest are arguments of ``jax.jit``,
-    ``donate_argnums`` above all.
+    ``fun``: any function, or a ``jax.jit`` result (its own options then count). ``args``: arrays or
+    ``jax.ShapeDtypeStruct``s. ``target``: a name of ``jaxtensile.targets()``; None: the arguments' device. ``exact``:
+    ask the target's own compiler (``False``: from the jaxpr alone). ``config``: a ``jaxtensile.toml`` or its tables, by
+    default the one that counts here; ``fits()`` heeds its budget. The rest are arguments of ``jax.jit``, above all
+    ``donate_argnums``.
 
     Raises ``TargetError`` for an unknown target, or one that cannot be compiled for with ``exact=True``, and
     ``ConfigError``.
@@ -95,9 +95,9 @@ def estimate_on(
     config: ConfigLike | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Estimate, ...]:
-    """One estimate per target, in their order, of a function that is traced once.
+    """One estimate per target, in their order, from one trace; without targets, for the arguments' device.
 
-    Without targets one, for the device of the arguments. ``tell`` is told before each compile.
+    ``tell`` is told before each compile.
     """
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
     wanted = _wanted(fun, config)
@@ -130,14 +130,14 @@ def estimate_on(
 
 
 def _wanted(fun: Callable[..., Any], config: ConfigLike | None) -> Resolved:
-    """What the config says of a function. Raises ``ConfigError``."""
+    """The config's options for a function. Raises ``ConfigError``."""
     known, who = config_of(config), identity_of(fun)
     planned(known, who)
     return resolved(Asked(), known, who)
 
 
 def program_of(traced: Any, keep_unused: bool = False) -> Traced:
-    """The flat program of what ``jax.jit``'s ``trace`` gave."""
+    """The flat program of a ``jax.jit`` trace."""
     return cse(trace_jaxpr(traced.jaxpr, _compat.donated_inputs(traced), keep_unused=keep_unused))
 
 
@@ -149,7 +149,7 @@ def static_estimate(
     seconds: Mapping[str, Seconds],
     shards: int = 1,
 ) -> Estimate:
-    """The estimate from a traced program, without a compiler."""
+    """The estimate of a traced program, without a compiler."""
     before = time.perf_counter()
     compiler = compiler_of(device)
     if compiler.fuser.twice:
@@ -184,7 +184,7 @@ def static_estimate(
 
 
 def _largest(graph: Graph, live: Liveness) -> Bytes:
-    """Bytes of the largest array that is stored."""
+    """Bytes of the largest stored array."""
     return max(
         (r.nbytes for r in (*live.ranges, *(graph.values[v] for v in (*graph.inputs, *graph.outputs)))), default=0
     )
@@ -193,7 +193,7 @@ def _largest(graph: Graph, live: Liveness) -> Bytes:
 def held_at_the_peak(
     program: Traced, graph: Graph, origin: Sequence[int], live: Liveness, holes: Bytes
 ) -> tuple[Held, ...]:
-    """What is there at the peak, like values together, largest first; ``holes``: bytes between them that go unused."""
+    """What is live at the peak, like values together, largest first. ``holes``: unused bytes between buffers."""
     peak, ranges, inside = live.at_peak()
     made = producers(graph)
     found: dict[tuple[str, str, tuple[int, ...], str], tuple[int, Bytes]] = {}
@@ -228,7 +228,7 @@ def _exactly(
     device: DeviceProfile,
     target: str | None,
 ) -> Estimate:
-    """The same estimate with XLA's own figures."""
+    """The estimate with XLA's own figures."""
     options = compiler_options(target) if target is not None else {}
     placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
     make, recomputes = functools.partial(_Optioned, plain), device.backend.recomputes
@@ -256,7 +256,7 @@ def _exactly(
 
 
 class _Optioned:
-    """A ``jax.jit`` result whose compiles take more compiler options."""
+    """A ``jax.jit`` result that compiles with more options."""
 
     def __init__(self, plain: Any, options: Mapping[str, Any]) -> None:
         self._plain, self._options = plain, dict(options) or None
@@ -267,7 +267,7 @@ class _Optioned:
 
 
 def _jitted(fun: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """A ``jax.jit`` result of the function, as it was written, and its arguments."""
+    """A ``jax.jit`` result of the function as written, and its arguments."""
     plain = fun
     if isinstance(fun, Transformed):
         plain, args = fun.as_written(args)

@@ -1,4 +1,4 @@
-"""What an estimate says, as data."""
+"""The data of an estimate."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxtensile.units import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Values of one op, type and line that are there at the peak: how many, and their bytes together.
+    """Values of one op, type and line that are live at the peak: their number and total bytes.
 
-    Without a ``dtype``: what the bodies of a loop or branch need inside, or holes between buffers.
+    Without a ``dtype``: needs inside the bodies of a loop or branch, or holes between buffers.
     """
 
     primitive: str
@@ -31,7 +31,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What bounds are made of: the temporaries of the order that needs least, and the largest array that is stored."""
+    """Inputs of the bounds: the temporaries of the smallest order, and the largest stored array."""
 
     least: Bytes = 0
     largest: Bytes = 0
@@ -41,12 +41,11 @@ class Room:
 class Figures:
     """Peak device bytes of a function, as XLA's memory analysis divides them; printable.
 
-    ``low``, ``high``: bounds of ``device`` that are believed in (equal where XLA said it); ``capacity``: of the target;
-    ``parts``: what a process needs, each with how it was found, ``process`` their sum; ``held``: what is there at the
-    peak, largest first (by the model in both modes); ``seconds``: wall time of each step; ``refusal``: why the target's
-    compiler gave no program; ``xla``: what XLA recomputes by itself under ``jax.jit``, and ``spared``: the device bytes
-    that a GPU then needs, where that was asked and it does; ``budget``: device bytes that the config gives the
-    function, None where it gives it none, ``settings``: where that is from.
+    ``low``, ``high``: trusted bounds of ``device`` (equal if XLA's). ``capacity``: of the target. ``parts``: needs of a
+    process, each with its origin; ``process``: their sum. ``held``: what is live at the peak, largest first (always by
+    the model). ``seconds``: wall time of each step. ``refusal``: why the target's compiler gave no program. ``xla``:
+    what XLA recomputes by itself under ``jax.jit``; ``spared``: the device bytes that a GPU then needs, if asked for
+    and if it does. ``budget``: device bytes that the config gives the function, or None; ``settings``: their source.
     """
 
     name: str
@@ -81,7 +80,7 @@ class Figures:
 
     @property
     def temp(self) -> Bytes:
-        """Bytes of temporaries at their most."""
+        """Peak bytes of temporaries."""
         return self.use.temp
 
     @property
@@ -101,18 +100,18 @@ class Figures:
 
     @property
     def exact(self) -> bool:
-        """Whether XLA said so."""
+        """Whether the figures are XLA's."""
         return self.use.exact
 
     @property
     def process(self) -> Bytes:
-        """What a process needs of its device for it: allocator and context included."""
+        """Device bytes of a process that runs it, with allocator and context."""
         return total(self.parts)
 
     def fits(self, target: str | None = None) -> bool:
-        """Whether the process fits a device: a name of ``jaxtensile.targets()``, this estimate's own without one.
+        """Whether the process fits a device: a name of ``jaxtensile.targets()``, by default this estimate's.
 
-        Where a config gives the function fewer bytes, it has to fit them too.
+        If a config gives the function fewer bytes, it must fit those too.
         """
         if self.refusal:
             return False
@@ -125,7 +124,7 @@ class Figures:
 def room_of(
     wanted: Resolved, device: DeviceProfile, names: Sequence[str] = ()
 ) -> tuple[Bytes, Bytes | None, tuple[Setting, ...]]:
-    """Bytes of a device, and those that a config leaves the function; ``names``: of the very devices, if known."""
+    """Bytes of a device, and those that a config gives the function. ``names``: of the actual devices, if known."""
     names = names or (device.platform,)
     capacity = wanted.capacity(names, device.capacity)
     if not wanted.says_budget and wanted.limit(names, device.capacity) is None:

@@ -1,10 +1,10 @@
-"""What does a process need of its device beyond the bytes of one program?
+"""What a process needs of its device beyond one program's bytes.
 
-The program's arguments, results and temporaries go through XLA's allocator for a few calls, as a training loop makes
-them: the state is there, each call allocates its temporaries and the results that replace nothing donated, and gives
-the temporaries back. The allocator's simulation (`passes.bfc`) says how large the pool must be for that.
+The program's allocations go through a simulation of XLA's allocator (`passes.bfc`) for a few calls of a training loop.
+The state is there; each call allocates its temporaries and the results that replace nothing donated, then frees the
+temporaries. The simulation gives the pool's size.
 
-Invariant: the parts add up to what the process needs, and each says how it was found.
+Invariant: the parts add up to the process's need, and each says how it was found.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from jaxtensile.passes.pack.bfc import BFC, GRAIN, Chunk, OutOfMemory, rounded
 from jaxtensile.units import MIB, Bytes
 
 CONTEXT = 512 * MIB
-"""The CUDA context, with the kernels and library handles that JAX loads."""
+"""Bytes of the CUDA context, with the kernels and library handles that JAX loads."""
 _ROUNDING_HOW = "each array in multiples of 256 bytes, and the results of the call before, which are still there"
 _CONTEXT_HOW = "assumed: 300 to 700 MB are reported for CUDA 11.7 and newer; not yet measured"
 _FINE = 2048
-"""Parts of a pool of which its size is told to one: fragmentation within half a thousandth is close enough."""
+"""Parts of a pool to which its size is exact: fragmentation within half a thousandth is close enough."""
 _CALLS = 3
-"""After so many calls of the same program the pool does not change any more."""
+"""Calls of the same program after which the pool no longer changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What one call allocates: ``state``, the arguments' sizes; ``temp``; ``fresh``, the results that reuse no donated
-    argument; ``replaced``: the argument whose place each of those takes after the call, -1 if none."""
+    """Allocations of one call. ``state``: the arguments' sizes. ``fresh``: the results that reuse no donated argument.
+    ``replaced``: the argument that each of those replaces after the call, -1 if none."""
 
     state: tuple[Bytes, ...]
     temp: Bytes
@@ -72,7 +72,7 @@ def traffic(graph: Graph, temp: Bytes) -> Traffic:
 
 
 def run(pool: BFC, calls: Traffic, count: int = _CALLS) -> None:
-    """``count`` calls on ``pool``; raises ``OutOfMemory`` where it is too small."""
+    """``count`` calls on ``pool``; raises ``OutOfMemory`` if it is too small."""
     state = [pool.allocate(size) for size in calls.state]
     passing: list[Chunk | None] = []
     for _ in range(count):
@@ -91,7 +91,7 @@ def run(pool: BFC, calls: Traffic, count: int = _CALLS) -> None:
 
 
 def pool_of(calls: Traffic) -> tuple[Bytes, Bytes]:
-    """Bytes handed out at most, and the smallest pool, taken at once, in which every call succeeds."""
+    """Peak bytes handed out, and the smallest pool, taken at once, in which every call succeeds."""
     endless = BFC(1 << 62, grows=False)
     run(endless, calls)
     low, high = endless.peak, endless.peak
@@ -113,7 +113,7 @@ def _enough(limit: Bytes, calls: Traffic) -> bool:
 
 
 def parts(use: MemoryUse, graph: Graph, device: DeviceProfile, shards: int) -> tuple[Part, ...]:
-    """What a process that runs the program needs on ``device``, one part after the other."""
+    """What a process that runs the program needs on ``device``, part by part."""
     program = Part("program", use.device, "XLA's allocation" if use.exact else "static, from the jaxpr")
     if not device.backend.pools:
         return (program,)
@@ -129,5 +129,5 @@ def parts(use: MemoryUse, graph: Graph, device: DeviceProfile, shards: int) -> t
 
 
 def total(of: Sequence[Part]) -> Bytes:
-    """All parts together."""
+    """Bytes of all parts."""
     return sum(part.nbytes for part in of)

@@ -11,11 +11,11 @@ from jaxtensile.report.text import operations, short_type, told_settings
 from jaxtensile.units import format_bytes, format_seconds
 
 _ROWS = 8
-"""Groups of values shown; what is left shares one line. So an estimate is one screen."""
+"""Groups of values shown; the rest shares one line. So an estimate is one screen."""
 
 
 def as_text(estimate: Figures) -> str:
-    """One screen: the figure, what it is made of, what is there at the peak."""
+    """One screen: the figure, its parts, and what is live at the peak."""
     e = estimate
     source = "XLA" if e.exact else "static"
     if e.refusal:
@@ -88,7 +88,7 @@ def as_dict(estimate: Figures) -> dict[str, Any]:
 
 
 def _by_xla(e: Figures) -> Iterator[str]:
-    """What XLA recomputes by itself."""
+    """XLA's own recomputation."""
     if e.xla.count:
         to = f" to get from {format_bytes(e.device)} to {format_bytes(e.spared)}" if e.spared is not None else ""
         took = f"predicted +{format_seconds(e.xla.seconds)} a step"

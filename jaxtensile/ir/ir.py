@@ -1,7 +1,7 @@
-"""A program as data: values with bytes, ops in schedule order, nested bodies kept.
+"""A program as data: values with bytes, ops in schedule order, nested bodies.
 
-Invariant: ``graph.ops[i].id == i`` and ``graph.values[j].id == j``; an op reads only
-values that are inputs or results of earlier ops. Nothing here knows JAX.
+Invariant: ``graph.ops[i].id == i`` and ``graph.values[j].id == j``; an op reads only inputs and results of earlier ops.
+Nothing here knows JAX.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 OUTER = "outer_product"
-"""The primitive of a ``dot_general`` that adds nothing up: XLA multiplies its operands, spread out (``HandleDot`` in
+"""The primitive of a ``dot_general`` that sums nothing: XLA multiplies its broadcast operands (``HandleDot`` in
 ``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """One array: its bytes on the device that runs the program."""
+    """One array and its bytes on the device."""
 
     id: ValueId
     nbytes: Bytes
@@ -37,22 +37,21 @@ class Value:
 class Op:
     """One equation.
 
-    ``flops``: matrix and convolution FLOPs, bodies and trip counts included;
-    ``pinned``: never cloned, dropped or moved (effects, references, foreign calls);
-    ``bodies``: bodies of loops and branches; ``trip_count``: how often they run (1 when unknown).
-    ``slots``: for ops with bodies, and for barriers before literals, the value in every operand position, -1 for a
-    literal;
-    ``carried``: for scans, the number of constants and of carries among the positions;
-    ``reverse``: for scans, whether they run from the last slice to the first;
-    ``padded``: for convolutions and gradients of max pools, bytes of operand 0 or of the result once padding that XLA
-    has no kernel for is written out, 0 where there is none; where it is ``turned``, of the transposed operand 0; for
-    a ``pad`` with as many zeros on either side, bytes of the result;
-    ``turned``: for convolutions, the gradient of a dilated one's filter: XLA swaps batch and features of both operands;
-    ``across``: for products and convolutions, in which order of its axes a library that takes arrays by rows needs
-    each operand, none where that is its own;
-    ``groups``: for products by groups, how many copies of each operand a compiler writes that multiplies all as one;
-    ``workspace``: bytes that the op needs beside its operands and results while it runs, as far as they are known;
-    ``rereads``: for windowed reductions and their gradients, how often an element of the operand is read.
+    ``flops``: matrix and convolution FLOPs, including bodies times trips. ``pinned``: never cloned, dropped or moved
+    (effects, references, foreign calls). ``bodies``: of loops and branches. ``trip_count``: how often they run, 1 if
+    unknown. ``slots``: of ops with bodies, and of barriers before literals: the value at each operand position, -1 for
+    a literal. ``carried``: of scans: numbers of constants and of carries. ``reverse``: of scans: whether they run from
+    the last slice to the first.
+
+    ``padded``: bytes after padding that XLA has no kernel for and writes out, 0 if none. Of convolutions and gradients
+    of max pools: of operand 0 or the result; if ``turned``, of the transposed operand 0. Of a ``pad`` with as many
+    zeros on either side: of the result. ``turned``: the op is the gradient of a dilated filter, and XLA swaps batch and
+    features of both operands.
+
+    ``across``: of products and convolutions: the axis order that a row-major library needs for each operand, empty if
+    its own. ``groups``: of products by groups: copies of each operand if a compiler multiplies all as one.
+    ``workspace``: known bytes that the op needs beside operands and results. ``rereads``: of windowed reductions and
+    their gradients: reads per element of the operand.
     """
 
     id: OpId
@@ -104,8 +103,8 @@ class Op:
 class Graph:
     """Ops in schedule order.
 
-    ``donated``: inputs whose buffers the outputs may reuse; ``output_slots``: the value in every
-    output position, None for a literal (``outputs`` leaves those out).
+    ``donated``: inputs with buffers that outputs may reuse. ``output_slots``: the value at each output position, None
+    for a literal (``outputs`` omits those).
     """
 
     values: tuple[Value, ...]
@@ -122,7 +121,7 @@ class Graph:
 
 
 class Same(Generic[T]):
-    """Something as a key: itself, whatever equals it."""
+    """A key that compares by identity."""
 
     __slots__ = ("it",)
 
@@ -146,7 +145,7 @@ def producers(graph: Graph) -> list[int]:
 
 
 def consumers(graph: Graph) -> list[list[int]]:
-    """For each value the ops that read it, in schedule order, each once."""
+    """For each value its readers, in schedule order, each once."""
     read_by: list[list[int]] = [[] for _ in graph.values]
     for op in graph.ops:
         operands = op.operands
@@ -156,7 +155,7 @@ def consumers(graph: Graph) -> list[list[int]]:
 
 
 def of_nothing(graph: Graph) -> set[int]:
-    """The ops that depend on no input, and are neither pinned, loops or branches, nor products."""
+    """Ops that depend on no input, and are neither pinned, loops or branches, nor products."""
     made, found = set[int](), set[int]()
     for op in graph.ops:
         if not (op.pinned or op.bodies or op.flops) and made.issuperset(op.operands):

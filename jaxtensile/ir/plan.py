@@ -1,7 +1,7 @@
-"""What was decided: the vocabulary between solvers, checker, rewriter and report.
+"""The vocabulary of plans, shared by solvers, checker, rewriter and report.
 
-Invariant: a ``Program`` computes the same outputs as the graph it was made from: each of its
-ops is an op of the original on versions of the same values, or a barrier that changes nothing.
+Invariant: a ``Program`` computes the same outputs as its original graph. Each op is an op of the original on versions
+of the same values, or a barrier that changes nothing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtensile.units import Bytes, Flops, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes of one executable, as XLA's memory analysis names them. ``exact``: XLA said so."""
+    """Bytes of one executable, in the terms of XLA's memory analysis. ``exact``: XLA said so."""
 
     argument: Bytes
     output: Bytes
@@ -27,14 +27,13 @@ class MemoryUse:
 
     @property
     def device(self) -> Bytes:
-        """What must fit on the device: argument + output + temp - alias."""
+        """Bytes that must fit on the device: argument + output + temp - alias."""
         return self.argument + self.output + self.temp - self.alias
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """What XLA computes again in a step: how many instructions (those of a loop once), their products, and predicted
-    seconds."""
+    """XLA's own recomputation in a step: instructions (those of a loop once), FLOPs of products, predicted seconds."""
 
     count: int = 0
     flops: Flops = 0.0
@@ -46,7 +45,7 @@ NOTHING_AGAIN: Final = Recomputed()
 
 @dataclass(frozen=True, slots=True)
 class KernelTime:
-    """What the kernels of one kind that are named after one operation take in a step, and how many runs these are."""
+    """Number and seconds of one kind of kernel, named after one operation, in a step."""
 
     kind: str
     source: str
@@ -56,8 +55,8 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class CompiledTime:
-    """A step of a compiled program, by its kernels: seconds, those that it waits for copies, how many kernels it runs,
-    and what takes longest."""
+    """The time of a compiled step by its kernels: seconds, seconds of waiting for copies, number of kernels, and the
+    longest."""
 
     seconds: Seconds
     wait: Seconds
@@ -84,7 +83,7 @@ class Remat:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Residual ``value`` waits in host memory; ``hidden``: both copies end while other ops run."""
+    """Residual ``value`` is offloaded. ``hidden``: both copies overlap with other ops."""
 
     value: ValueId
     nbytes: Bytes
@@ -110,9 +109,9 @@ TO_HOST, TO_DEVICE = "to_host", "to_device"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Predicted cost of every op of a graph, when it runs as part of the fused program.
+    """Predicted cost of every op of a graph, as part of the fused program.
 
-    ``seconds``: roofline time; ``charge``: what solvers minimise, matrix time first.
+    ``seconds``: roofline time. ``charge``: the solvers' objective, matrix time first.
     """
 
     seconds: tuple[Seconds, ...]
@@ -120,13 +119,13 @@ class Costs:
 
     @property
     def per_second(self) -> float:
-        """Charge of a second of the step: what a second of waiting is worth beside work that runs again."""
+        """Charge per second of the step: converts waiting to the price of recomputation."""
         return sum(self.charge) / (sum(self.seconds) or 1.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way between device and host: bytes per second in each direction, and seconds per copy."""
+    """The link between device and host: bytes per second in each direction, and seconds per copy."""
 
     bandwidth: float
     latency: Seconds
@@ -136,8 +135,8 @@ class Link:
 class Program:
     """A schedule over versions of the original's values.
 
-    ``origin[i]``: the original op that op ``i`` repeats, -1 for an inserted barrier or copy;
-    ``version_of[v]``: the original value that value ``v`` equals.
+    ``origin[i]``: the original op that op ``i`` repeats, -1 for an inserted barrier or copy. ``version_of[v]``: the
+    original value that value ``v`` equals.
     """
 
     graph: Graph
@@ -150,7 +149,7 @@ class Program:
         return cls(graph, tuple(range(len(graph.ops))), tuple(range(len(graph.values))))
 
     def stages(self) -> int:
-        """Barriers that open a stage; those that tie copies to steps are not among them."""
+        """Number of barriers that open a stage, without those that tie copies to steps."""
         graph = self.graph
         return sum(
             self.origin[op.id] < 0
@@ -172,7 +171,7 @@ class Program:
         return out
 
     def again(self, figure: Sequence[float]) -> float:
-        """What ``figure``, one per op of the original, adds up to over the clones."""
+        """The sum over the clones of ``figure``, which has an entry per original op."""
         return sum(figure[self.origin[op.id]] for op in self.clones())
 
 
@@ -180,8 +179,8 @@ class Program:
 class Problem:
     """Make ``graph`` fit into ``budget`` device bytes at the least cost in seconds.
 
-    ``link``: None where nothing may wait in host memory; ``host_budget``: bytes that may. ``state``: bytes of
-    arguments that the graph itself takes from the host and gives back to it; ``stacks``: of what its loops stack there.
+    ``link``: None if nothing may be offloaded. ``host_budget``: bytes that may. ``state``: bytes of arguments that the
+    graph itself takes from the host and returns. ``stacks``: bytes that its loops stack there.
     """
 
     graph: Graph
@@ -195,7 +194,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A solver's answer. ``predicted.device`` may exceed the budget: then it is the least found."""
+    """A solver's answer. If ``predicted.device`` exceeds the budget, it is the least found."""
 
     program: Program
     actions: tuple[Action, ...]
@@ -205,13 +204,13 @@ class Plan:
     recompute_flops: Flops
     solver: str
     offload_bytes: Bytes = 0
-    """Bytes that leave for the host in one run."""
+    """Bytes copied to the host in one run."""
     wait: Seconds = 0.0
-    """What of ``overhead`` is waiting for copies."""
+    """Part of ``overhead`` spent waiting for copies."""
     gap: float | None = None
     """How far the charge may be above the least, as a share of it: 0.0 is proven, None is not known."""
     bound: Seconds | None = None
-    """Charge that no plan of the solver's space is below, where it has one."""
+    """Lower bound on the charge in the solver's space, if it has one."""
 
     @property
     def changes_nothing(self) -> bool:
@@ -225,11 +224,11 @@ Solver = Callable[[Problem], Plan]
 class Solve(Protocol):
     """A plan of one problem for a budget.
 
-    Where it misses, the smallest there is; if that is not asked for (``least``), it need not be the smallest.
+    If it misses the budget it is the smallest plan; with ``least=False`` any plan.
     """
 
     def __call__(self, budget: Bytes, /, *, least: bool = True) -> Plan: ...
 
 
 Prepare = Callable[[Problem], Solve]
-"""A solver for several budgets: what does not depend on the budget is done once, then one plan per budget."""
+"""A solver for several budgets: budget-independent work is done once."""

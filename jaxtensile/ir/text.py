@@ -1,4 +1,4 @@
-"""A Graph as text: one op a line, readable in a diff, and parsed back.
+"""A Graph as text: one op per line, readable in a diff, and parsed back.
 
     graph(%0:f32[8,64], %1:f32[64,64] donated)
       %2:f32[8,64] = dot_general(%0, %1) flops=65536.0  # what a note says
@@ -9,10 +9,10 @@
       }
     return %3, %4
 
-A value is written with its type where it is made; bytes (``!400``) only if they are not what the
-type says, its memory (``@host``) only if that is not the device. ``_`` is a literal.
+A value has its type where it is made. Its bytes (``!400``) appear only if the type implies others, its memory
+(``@host``) only if that is not the device. ``_`` is a literal.
 
-Invariant: ``parse_graph(format_graph(g)) == g`` for every graph that makes each of its values once.
+Invariant: ``parse_graph(format_graph(g)) == g`` for every graph that makes each value once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TextError(JaxtensileError, ValueError):
 
 
 def format_graph(graph: Graph, note: Callable[[Op], str] = lambda op: "") -> str:
-    """The text of a graph; ``note``: a remark behind each op (of the outermost graph)."""
+    """The text of a graph. ``note``: a remark on each op of the outermost graph."""
 
     def new(v: ValueId) -> str:
         return f"%{v}:{_type(graph.values[v])}"
@@ -84,7 +84,7 @@ def _fields(op: Op) -> str:
 
 
 def parse_graph(text: str) -> Graph:
-    """The graph that a text means."""
+    """The graph of a text; raises ``TextError``."""
     lines = [line.partition("  # ")[0].strip() for line in text.splitlines()]
     parser = _Parser([line for line in lines if line])
     graph = parser.graph()
@@ -94,8 +94,6 @@ def parse_graph(text: str) -> Graph:
 
 
 class _Parser:
-    """Reads lines from the top."""
-
     def __init__(self, lines: list[str]) -> None:
         self.lines, self.at = lines, 0
 

@@ -1,7 +1,7 @@
-"""How many device bytes are live while each op runs, by the model: what charts and traces are drawn from.
+"""Predicted live device bytes while each op runs, for charts and traces.
 
-Invariant: ``device[i]`` is argument + output + temp - alias while step ``i`` runs, so its maximum
-is the predicted ``MemoryUse.device``.
+Invariant: ``device[i]`` is argument + output + temp - alias while step ``i`` runs; its maximum is the predicted
+``MemoryUse.device``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from itertools import accumulate
 from jaxtensile.units import Bytes, Seconds
 
 BARRIER = -1
-"""``Track.origin`` of a barrier that the plan inserted: a stage begins. A mark: no op has this number."""
+"""``Track.origin`` of a barrier that the plan inserted, where a stage begins. A mark: no op has this number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sites:
-    """The ops that tracks refer to: primitive, the user's source line, predicted seconds of one run."""
+    """The ops of tracks: primitive, source line, predicted seconds of one run."""
 
     primitives: tuple[str, ...]
     sources: tuple[str, ...]
@@ -31,14 +31,14 @@ class Stage:
     start: int
     stop: int
     repeated: int
-    """How many ops run again."""
+    """Number of ops that run again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
     """One program: device bytes and the op of every step of its schedule.
 
-    ``base``: arguments + outputs - aliases, there from the first step to the last.
+    ``base``: arguments + outputs - aliases, live in every step.
     """
 
     sites: Sites
@@ -64,7 +64,7 @@ class Track:
     def stages(self) -> list[Stage]:
         """The stages in which ops run again, in schedule order.
 
-        What is repeated before the first barrier is made with its readers, at no cost: no stage of its own.
+        Ops repeated before the first barrier fuse with their readers at no cost, and form no stage.
         """
         found: list[Stage] = []
         start, stop, count = -1, -1, 0
@@ -82,7 +82,7 @@ class Track:
         return [self.sites.seconds[o] if o != BARRIER else 0.0 for o in self.origin]
 
     def starts(self) -> list[Seconds]:
-        """Predicted time at which each step starts, and at the end when the last one stops."""
+        """Predicted start of each step, then the end of the last one."""
         return list(accumulate(self.seconds(), initial=0.0))
 
     def label(self, step: int) -> str:
@@ -93,16 +93,16 @@ class Track:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The plain program and, when it did not fit as it was, the planned one."""
+    """The plain program and, if it did not fit, the planned one."""
 
     plain: Track
     planned: Track | None
 
     def aligned(self) -> list[Bytes]:
-        """For each planned step the plain program's bytes at the same work.
+        """For each planned step, the plain program's bytes at the same work.
 
-        While the planned program repeats ops the plain one stands still. Two programs of
-        different ops (rewritten loops) are stretched over each other instead.
+        The plain program stands still while the planned one repeats ops. Programs of different ops (rewritten loops)
+        are stretched over each other.
         """
         plain, planned = self.plain, self.planned
         if planned is None:

@@ -1,7 +1,7 @@
-"""Device bytes over the steps of a schedule, as an inline SVG that reads on light and on dark.
+"""Device bytes over the steps of a schedule, as an inline SVG for light and dark pages.
 
-The plain and the planned program share the axis: at the same place both do the same work, and
-while the planned one repeats ops the plain one stands still (see ``Timeline.aligned``).
+Both programs share the axis: at the same place they do the same work. While the planned one repeats ops, the plain one
+stands still (see ``Timeline.aligned``).
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jaxtensile.report.text import short_place
 from jaxtensile.units import GIB, KIB, MIB, TIB, Bytes, format_bytes
 
 WIDTH, HEIGHT = 960, 368
-"""Units of the SVG, which browsers scale to the page: its size, drawn by eye."""
+"""Units of the SVG, which browsers scale to the page: its size, by eye."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 66, 150, 14, 70
-"""Units of the SVG between its edges and the axes, for the labels there: by eye."""
+"""Units of the SVG between its edges and the axes, for the labels: by eye."""
 _LANE = 10
-"""Height of the strip that shows where ops run again, in units of the SVG: by eye."""
+"""Height of the strip of repeated ops, in units of the SVG: by eye."""
 _LABEL = 15
 """Least distance between two labels at the right, in units of the SVG: a line of text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """A horizontal line with a name: the budget, or a figure of XLA's. ``kind`` is its CSS class."""
+    """A named horizontal line: the budget, or a figure of XLA's. ``kind`` is its CSS class."""
 
     label: str
     nbytes: Bytes
@@ -36,7 +36,7 @@ class Line:
 
 
 def memory_chart(timeline: Timeline, lines: Sequence[Line], *, columns: int = 480) -> str:
-    """The chart; every column tells on hover what runs there."""
+    """The chart; on hover every column tells what runs there."""
     track = timeline.planned or timeline.plain
     steps = len(track.device)
     if not steps:
@@ -84,7 +84,7 @@ def _edges(steps: int, columns: int) -> list[int]:
 
 
 def _area(kind: str, device: Sequence[Bytes], edges: Sequence[int], scale: _Scale) -> str:
-    """The most bytes of each column as a filled staircase."""
+    """The most bytes of each column, as a filled staircase."""
     path = [f"M{scale.x(0)} {_short(scale.y(0))}"]
     last = ""
     for a, b in pairwise(edges):
@@ -128,7 +128,7 @@ def _ticks(most: float) -> list[float]:
 
 
 def _lane(stages: Sequence[Stage], scale: _Scale) -> list[str]:
-    """The strip below the axis: where ops run again."""
+    """The strip of repeated ops below the axis."""
     if not stages:
         return []
     y = HEIGHT - _BOTTOM + 12
@@ -146,7 +146,7 @@ def _lane(stages: Sequence[Stage], scale: _Scale) -> list[str]:
 
 
 def _lines(lines: Sequence[Line], scale: _Scale) -> list[str]:
-    """Horizontal lines; their labels are moved apart where they would touch."""
+    """Horizontal lines, with labels that do not overlap."""
     parts: list[str] = []
     end = WIDTH - _RIGHT
     bottom = HEIGHT - _BOTTOM
@@ -172,7 +172,7 @@ def _lines(lines: Sequence[Line], scale: _Scale) -> list[str]:
 def _columns(
     track: Track, plain: Sequence[Bytes], planned: Sequence[Bytes], edges: Sequence[int], scale: _Scale, *, both: bool
 ) -> list[str]:
-    """Invisible columns that tell what runs where."""
+    """Invisible columns that tell what runs there."""
     parts: list[str] = []
     height = HEIGHT - _BOTTOM - _TOP
     for a, b in pairwise(edges):

@@ -1,6 +1,6 @@
-"""What is told of a plan: the data.
+"""The data of a report.
 
-Invariant: a figure that XLA gave is marked as compiled, a figure of our own as predicted.
+Invariant: XLA's figures are marked as compiled, our own as predicted.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from jaxtensile.units import Bytes, Flops, Seconds
 class Decision:
     """One kept or recomputed residual in the user's words.
 
-    ``stored``: the plain program has it in memory where it needs most. What is recomputed and is not is a step on the
-    way to others, or in memory for a moment alone.
+    ``stored``: whether it is live at the plain program's peak. A recomputed value that is not is an intermediate step,
+    or lives only for a moment.
     """
 
     kind: str
@@ -32,9 +32,10 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One option of a function, its value as text, and who says so.
+    """One option of a function, its value as text, and its source.
 
-    ``source``: ``"code"``, ``"default"``, ``"job"`` (its lease), or file and line of the config, whose ``table`` it is.
+    ``source``: ``"code"``, ``"default"``, ``"job"`` (its lease), or file and line of the config; ``table`` is its table
+    there.
     """
 
     name: str
@@ -47,25 +48,24 @@ class Setting:
 class Facts:
     """The outcome of one plan. Bytes are device bytes, times predicted seconds unless said otherwise.
 
-    ``baseline``: the unchanged program (``.exact`` when it was compiled); ``predicted``: the
-    planned one by our model; ``compiled``: the planned one by XLA; ``lower_bound``: no plan can
-    need less; ``overhead``: extra seconds of a step, ``overhead_ratio`` relative to the step;
-    ``rounds``: compiles of planned programs; ``seconds``: wall time per pipeline step;
-    ``timeline``: the model's bytes while each op runs; ``undone``: runs without the user's own
-    ``jax.checkpoint``s; ``solver``: which made the plan, and ``gap``: what share of its recomputation
-    another plan around the same boundary might spare, by the model (0.0: none, proven; None: not known);
-    ``offload_bytes``: what leaves for the host in a step, ``state``: the arguments that wait there between steps, by
-    their names, ``wait``: the part of ``overhead`` that is waiting for copies.
-    ``rewritten``: its loops, branches or large products are made in another way; ``parts``: in so many its batch is
-    worked on;
-    ``step``: predicted seconds of a step of what runs, ``measured``: median seconds of a few of its first calls (None
-    until there were enough, and where it runs unchanged), ``renewed``: how often those led to another plan.
-    ``kernels``: a step of what runs by its compiled kernels, ``plain_kernels`` of the unchanged program where that was
-    compiled; None where a device's kernels are not known;
-    ``settings``: the options that it was planned by, and where each is from; ``xla``: what XLA recomputes by itself in
-    what runs, which ``overhead`` and ``recompute_flops`` hold too.
-    ``flops`` are those of the program as written, so ``recompute_flops`` and ``overhead`` are negative
-    where a checkpoint recomputed more than the budget needs.
+    Memory. ``baseline``: the unchanged program (``.exact`` if compiled). ``predicted``: the planned one by our model.
+    ``compiled``: the planned one by XLA. ``lower_bound``: no plan needs less. ``timeline``: the model's bytes while
+    each op runs.
+
+    Cost. ``overhead``: extra seconds of a step; ``overhead_ratio``: relative to the step; ``wait``: its part that waits
+    for copies. ``flops``: of the program as written, so ``recompute_flops`` and ``overhead`` are negative if a
+    checkpoint recomputed more than the budget needs. ``xla``: XLA's own recomputation in what runs, which both include.
+    ``step``: predicted seconds of a step. ``measured``: median seconds of a few first calls (None until there are
+    enough, and if the program is unchanged). ``renewed``: how often those led to another plan. ``kernels``: the step by
+    its compiled kernels; ``plain_kernels``: the same of the unchanged program, if compiled; None if a device's kernels
+    are not known.
+
+    Plan. ``solver``: its maker. ``gap``: share of its recomputation that another plan around the same boundary might
+    save, by the model (0.0: none, proven; None: not known). ``offload_bytes``: bytes offloaded per step. ``state``:
+    arguments on the host between steps, by name. ``undone``: runs without the user's ``jax.checkpoint``s.
+    ``rewritten``: its loops, branches or large products are changed. ``parts``: number of parts of its batch.
+    ``rounds``: compiles of planned programs. ``seconds``: wall time per pipeline step. ``settings``: the options, each
+    with its source.
     """
 
     name: str
@@ -105,10 +105,10 @@ class Facts:
 
     @property
     def fits(self) -> bool:
-        """Whether XLA's allocation is within the budget; False where XLA cannot tell it."""
+        """Whether XLA's allocation is within the budget; False if XLA does not tell it."""
         return self.compiled.exact and self.compiled.device <= self.budget
 
     @property
     def unchanged(self) -> bool:
-        """Whether the program runs as the user wrote it."""
+        """Whether the program runs as written."""
         return not (self.actions or self.undone or self.state or self.rewritten)

@@ -1,7 +1,7 @@
-"""A report as one HTML page, or as the part of it that a notebook shows.
+"""A report as an HTML page, or as a notebook's fragment of it.
 
-Invariant: nothing is loaded from anywhere, no script runs, and every text that came from the
-user's program is escaped. Colours are chosen to read on light and on dark.
+Invariant: nothing is loaded, no script runs, and all text from the user's program is escaped. Colours suit light and
+dark.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from jaxtensile.report.text import (
 from jaxtensile.units import format_bytes, format_seconds
 
 _NOTEBOOK_COLUMNS = 160
-"""Columns of the chart in a notebook, where the page has 480: each has a text of its own, and notebooks keep them. A
-guess."""
+"""Columns of the chart in a notebook (480 on the page): each has its own text, which notebooks store. A guess."""
 _NOTEBOOK_ROWS = 8
 """Groups of kept and of dropped values shown in a notebook: what fits below a cell. A guess."""
 _SMALL = 0.01
@@ -97,7 +96,7 @@ def as_page(report: Facts) -> str:
 
 
 def as_fragment(report: Facts) -> str:
-    """What a notebook shows below a cell."""
+    """The fragment below a notebook cell."""
     parts = [
         f'<div class="jt"><style>{_STYLE}</style>',
         *_top(report),
@@ -110,7 +109,7 @@ def as_fragment(report: Facts) -> str:
 
 
 def _top(r: Facts) -> list[str]:
-    """The verdict, and the figures that decide."""
+    """The verdict and the main figures."""
     tiles = [
         (format_bytes(r.baseline.device), f"plain, {_by(r.baseline)}"),
         (format_bytes(r.compiled.device), "planned, by XLA"),

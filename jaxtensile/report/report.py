@@ -1,7 +1,6 @@
 """``jaxtensile.Report``: the facts of a plan, and the ways to read them.
 
-``text`` is what people read first, ``html`` a page with a chart, ``trace`` a timeline for Perfetto; JSON is for
-programs.
+``text`` is for people, ``html`` a page with a chart, ``trace`` a timeline for Perfetto, JSON for programs.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ class Report(Facts):
         return as_fragment(self)
 
     def to_html(self, path: str | PathLike[str] | None = None) -> str:
-        """The report as one HTML page that needs nothing else; also written to ``path`` when given."""
+        """The report as one self-contained HTML page; also written to ``path`` if given."""
         from jaxtensile.report.html import as_page
 
         return _written(as_page(self), path)
 
     def to_perfetto(self, path: str | PathLike[str] | None = None) -> str:
-        """Live bytes and predicted times as trace JSON, for ui.perfetto.dev; also written to ``path`` when given."""
+        """Live bytes and predicted times as trace JSON, for ui.perfetto.dev; also written to ``path`` if given."""
         from jaxtensile.report.trace import as_trace
 
         return _written(as_trace(self), path)
@@ -107,7 +106,7 @@ class Report(Facts):
         }
 
     def to_json(self, path: str | PathLike[str] | None = None) -> str:
-        """The report as JSON text; also written to ``path`` when given."""
+        """The report as JSON text; also written to ``path`` if given."""
         return _written(json.dumps(self.to_dict(), indent=1), path)
 
 

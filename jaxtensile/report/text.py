@@ -1,6 +1,6 @@
-"""A report as text: one screen, the figures that decide first.
+"""A report as text: one screen, the main figures first.
 
-Also the words that the other forms share: groups of like decisions, short types.
+Also the wording shared with other forms: groups of like decisions, short types.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from jaxtensile.report.facts import Decision, Facts, Setting
 from jaxtensile.units import Bytes, format_bytes, format_seconds
 
 _ROWS = 5
-"""Groups shown of the kept and of the dropped values; what is left shares one line. So the text is one screen."""
+"""Groups shown of the kept and of the dropped values; the rest shares one line. So the text is one screen."""
 _DTYPE = re.compile(r"(b?float|complex|u?int)(\d+)(\w*)")
 _LETTERS = {"float": "f", "bfloat": "bf", "complex": "c", "int": "i", "uint": "u"}
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Values of one op, type and line that share a decision."""
+    """Values of one op, type and line with the same decision."""
 
     what: str
     where: str
@@ -41,22 +41,22 @@ def groups(decisions: Iterable[Decision]) -> list[Group]:
 
 
 def kept(report: Facts) -> list[Decision]:
-    """What waits in memory for the backward pass."""
+    """Residuals kept in device memory."""
     return [d for d in report.decisions if d.kind == "keep"]
 
 
 def offloaded(report: Facts) -> list[Decision]:
-    """What waits in host memory."""
+    """Residuals in host memory."""
     return [d for d in report.decisions if d.kind == "offload"]
 
 
 def dropped(report: Facts) -> list[Decision]:
-    """What the plain program holds where it needs most, and the planned one computes again."""
+    """Recomputed values that are live at the plain program's peak."""
     return [d for d in report.decisions if d.kind == "recompute" and d.stored]
 
 
 def passing(report: Facts) -> list[Decision]:
-    """What is computed again on the way to others, or was there for a moment alone."""
+    """Recomputed values that are intermediate steps or short-lived."""
     return [d for d in report.decisions if d.kind == "recompute" and not d.stored]
 
 
@@ -90,7 +90,7 @@ def verdict(report: Facts) -> str:
 
 
 def accounts(report: Facts) -> list[tuple[str, MemoryUse, str]]:
-    """The memory of the plain and of the planned program, by the model and by XLA."""
+    """Memory of the plain and the planned program, by the model and by XLA."""
     rows = [("plain", report.baseline), ("planned", report.predicted), ("planned", report.compiled)]
     if report.unchanged:
         before = [("plain", report.baseline)] if report.baseline not in (report.predicted, report.compiled) else []
@@ -108,7 +108,7 @@ def price(report: Facts) -> str:
 
 
 def by_xla(report: Facts) -> str:
-    """What XLA recomputes by itself, and its price."""
+    """XLA's own recomputation and its price."""
     r = report
     share = f", {100 * r.xla.seconds / (r.step - r.overhead):+.1f} %" if r.step > r.overhead else ""
     products = f", matrix FLOPs x {1 + r.xla.flops / r.flops:.3f}" if r.flops else ""
@@ -132,12 +132,12 @@ def made_by(report: Facts) -> str:
 
 
 def slower(report: Facts) -> str:
-    """The predicted change of the step time, ``+2.5 %``; with a minus where a checkpoint was undone."""
+    """The predicted change of the step time, ``+2.5 %``; negative if a checkpoint was undone."""
     return f"{100 * report.overhead_ratio:+.1f} %"
 
 
 def by_kernels(report: Facts) -> str:
-    """What a step takes by the kernels that XLA compiled, beside the plain program where that was compiled."""
+    """The time of a step by its compiled kernels, beside the plain program's if compiled."""
     now, plain = report.kernels, report.plain_kernels
     assert now is not None
     beside = ""
@@ -156,7 +156,7 @@ def longest_kernel(kernel: KernelTime) -> str:
 
 
 def timed(report: Facts) -> str:
-    """What a step took, beside what was predicted for it."""
+    """The measured step beside the predicted one."""
     r = report
     took = f"{format_seconds(r.measured)} measured" if r.measured is not None else "not yet measured"
     renewals = "1 renewal" if r.renewed == 1 else f"{r.renewed} renewals"
@@ -180,7 +180,7 @@ def spent(report: Facts) -> str:
 
 
 def told_settings(settings: Iterable[Setting]) -> list[str]:
-    """Where options are from: a line for each that a config gives, one for all others; none where no config does."""
+    """Sources of options: a line for each that a config gives, one for all others; empty without a config's."""
     all_ = list(settings)
     lines = [f"{s.name} {s.value} from {short_place(s.source)} [{s.table}]" for s in all_ if s.table]
     if not lines:
@@ -192,7 +192,7 @@ def told_settings(settings: Iterable[Setting]) -> list[str]:
 
 
 def as_text(report: Facts) -> str:
-    """What ``print(report)`` shows: at most about 25 lines."""
+    """The output of ``print(report)``: at most about 25 lines."""
     r = report
     lines = [verdict(r), _row("", "device", "=", "argument", "+", "output", "+", "temp", "-", "alias")]
     for name, use, by in accounts(r):
@@ -227,7 +227,7 @@ def as_text(report: Facts) -> str:
 
 
 def _waiting(report: Facts) -> list[str]:
-    """The arguments on the host between steps, the largest first."""
+    """The arguments on the host between steps, largest first."""
     state = sorted(report.state, key=lambda leaf: -leaf.nbytes)
     if not state:
         return []
@@ -250,7 +250,7 @@ def _row(name: str, *cells: str) -> str:
 
 
 def _listed(word: str, decisions: list[Decision]) -> list[str]:
-    """A headed list of groups, the largest first, in columns."""
+    """A headed list of groups in columns, largest first."""
     found = groups(decisions)
     if not found:
         return []

@@ -1,8 +1,7 @@
 """A report as trace JSON, for ui.perfetto.dev or chrome://tracing: bytes over predicted time.
 
-One process per program, so that the two can be laid over each other: a counter of live device
-bytes with the budget beside it, a slice per op, and a slice per stage in which ops run again.
-Times are the cost model's, not measured. Format: the JSON trace event format, microseconds.
+Each program is a process, so that the two can be overlaid: a counter of live device bytes beside the budget, a slice
+per op, and a slice per stage of repeated ops. Times are predicted. Format: JSON trace events, microseconds.
 """
 
 from __future__ import annotations

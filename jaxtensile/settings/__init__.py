@@ -1,1 +1,1 @@
-"""Which options does a function get: its code's, the config's, or the defaults?"""
+"""The options of a function: its code's, the config's, or the defaults."""

@@ -1,4 +1,4 @@
-"""What does the config say, value by value, each with its line? No JAX, no device."""
+"""The config as text: each value with its line. No JAX, no device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxtensile.units import format_bytes
 
 
 def checked(option: str | None = None) -> list[str]:
-    """Which file counts here, or the one of ``option``, and all that it says to plans. Raises ``ConfigError``."""
+    """The config file that counts here, or ``option``, and all that it says to plans. Raises ``ConfigError``."""
     config = config_of(option)
     if not config.file:
         return [f"no {configs.NAME} here or above, and ${configs.VARIABLE} is not set: everything is by default"]
@@ -24,7 +24,7 @@ def checked(option: str | None = None) -> list[str]:
 
 
 def told(config: Config) -> list[str]:
-    """A line for each value of ``[device]`` and ``[functions]``, and one for the tables that are for jobs."""
+    """A line per value of ``[device]`` and ``[functions]``, and one for the tables of jobs."""
     rows = [(dotted(path), _value(config, path), short_place(place)) for path, place in config.places.items()]
     wide = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     lines = [f"{key:<{wide[0]}}  {value:<{wide[1]}}  {place}" for key, value, place in rows]
@@ -37,7 +37,7 @@ def told(config: Config) -> list[str]:
 
 
 def _value(config: Config, path: tuple[str, ...]) -> str:
-    """As it is meant: devices in bytes, options of functions as they are written."""
+    """The value as it is meant: devices in bytes, options as written."""
     top, *name, key = path
     if top == "device":
         return format_bytes(getattr(config.devices["".join(name)], key))

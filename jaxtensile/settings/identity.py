@@ -1,8 +1,8 @@
-"""What may a function be called in a config, and which names in configs are no planned function's?
+"""The names of a function in a config, and config names that match no function.
 
-A name that nothing has is told once: when a function is planned that has almost that name and no table of its own,
-else when the process ends, unless it is one in a script that was not loaded. It is a ``ConfigWarning`` at the line of
-the config.
+An unmatched name is reported once, as a ``ConfigWarning`` at its line of the config. That happens when a function with
+nearly that name and no table of its own is planned, else when the process ends. Names in scripts that were not loaded
+are skipped.
 
 Invariant: nothing here keeps a function alive.
 """
@@ -29,10 +29,10 @@ from jaxtensile.runtime.config.functions import Identity, is_pattern, nearest_fi
 from jaxtensile.runtime.config.tables import dotted
 
 NEAR: Final = 0.8
-"""Likeness of two names, from 0 to 1 (``difflib``), from which a function is taken to be meant by another's table: a
-letter or two of ten. A guess."""
+"""Likeness of two names, from 0 to 1 (``difflib``), from which another's table is taken to mean a function: a letter or
+two of ten. A guess."""
 _DEPTH: Final = 100
-"""Wrappers in one another, at most: against wrappers of themselves."""
+"""Most nested wrappers followed: against wrappers of themselves."""
 
 _lock = threading.Lock()
 _stand_ins: WeakKeyDictionary[Any, Identity] = WeakKeyDictionary()
@@ -42,7 +42,7 @@ _stand_ins: WeakKeyDictionary[Any, Identity] = WeakKeyDictionary()
 
 
 def identity_of(fun: Any) -> Identity:
-    """What ``fun`` may be called, with what it wraps (``functools.partial``, ``functools.wraps``, methods)."""
+    """The names of ``fun`` and of what it wraps (``functools.partial``, ``functools.wraps``, methods)."""
     with _lock:
         known = _stand_ins.get(fun) if inspect.isfunction(fun) else None
     if known is not None:
@@ -55,14 +55,14 @@ def identity_of(fun: Any) -> Identity:
 
 
 def stand_in(made: Callable[..., Any], fun: Any) -> None:
-    """From now on ``made``, a function of our own, is called what ``fun`` is."""
+    """Give ``made``, a function of our own, the names of ``fun``."""
     found = identity_of(fun)
     with _lock:
         _stand_ins[made] = found
 
 
 def _layers(fun: Any) -> Iterator[Any]:
-    """``fun`` and what it wraps, from the outside in; of a callable object the class and its ``__call__`` last."""
+    """``fun`` and what it wraps, from the outside in; last a callable object's class and ``__call__``."""
     for _ in range(_DEPTH):
         yield fun
         if isinstance(fun, partial):
@@ -95,8 +95,8 @@ def _names(layer: Any) -> Iterator[str]:
 
 @dataclass
 class _File:
-    """What is known of one config's ``[functions]``: the places of those not yet matched nor told, and the functions
-    that were planned, by their shortest names."""
+    """One config's ``[functions]``. ``places``: of each name. ``done``: names matched or reported. ``planned``:
+    functions, by their shortest names."""
 
     places: dict[str, str] = field(default_factory=dict[str, str])
     done: set[str] = field(default_factory=set[str])
@@ -104,11 +104,11 @@ class _File:
 
 
 _files: dict[Hashable, _File] = {}
-"""By the file's name; of tables that were in no file, with the names in them."""
+"""By the file's name; for tables from no file also by the names in them."""
 
 
 def planned(config: Config, who: Identity) -> None:
-    """A function is planned by this config: tell whether another's table was meant for it."""
+    """Register a function planned by this config; warn if another's table seems meant for it."""
     if not config.functions or not who.names:
         return
     with _lock:
@@ -130,13 +130,13 @@ def planned(config: Config, who: Identity) -> None:
 
 
 def _place(config: Config, name: str) -> str:
-    """Where the first key of a table is."""
+    """The place of a table's first key."""
     keys = (("functions", name, key) for key in config.functions[name].said())
     return next((config.places[key] for key in keys if key in config.places), config.file)
 
 
 def tell() -> None:
-    """Warn of names that no function had that was planned so far, each once; at the end this is called by itself."""
+    """Warn once of each name that no planned function has; called at exit too."""
     with _lock:
         told = [
             (place, name, tuple(known.planned))
@@ -153,7 +153,7 @@ def tell() -> None:
 
 
 def _is_elsewhere(name: str, place: str) -> bool:
-    """Whether a table is of a script that this process has not loaded: several may share a config."""
+    """Whether a table is for a script that this process has not loaded: several may share a config."""
     file = name.rpartition(":")[0]
     if not file:
         return False

@@ -1,10 +1,10 @@
-"""Which options does a function get, and who says so: its code, the config, or nobody?
+"""The options of a function, and the source of each: its code, the config, or the default.
 
-What is written in the code wins over ``jaxtensile.toml``, which wins over the defaults; each option is decided by
-itself. The config is that of ``config=``, else of the job, else the one that jobs find: ``$JAXTENSILE_CONFIG``, else
-the first ``jaxtensile.toml`` upward from the working directory.
+The code wins over ``jaxtensile.toml``, which wins over the defaults, option by option. The config is that of
+``config=``, else of the job, else ``$JAXTENSILE_CONFIG``, else the first ``jaxtensile.toml`` upward from the working
+directory.
 
-Invariant: no option counts that nobody can find: each has a ``Setting`` that says where it is from. No JAX here.
+Invariant: each option has a ``Setting`` that names its source. No JAX here.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from jaxtensile.units import GIB, Bytes, format_bytes, parse_bytes
 
 T = TypeVar("T")
 _Said = Mapping[str, tuple[Any, str]]
-"""What a config says of a function: by key the value, and the table that it is from."""
+"""A config's options for a function: by key the value and its table."""
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 RESERVE: Final = GIB
-"""Bytes of the device left to the process where neither the code nor the config gives a budget: its context
-(``process.CONTEXT``) and as much again for what is not planned. A guess."""
+"""Bytes of the device left to the process if neither code nor config gives a budget: its context (``process.CONTEXT``)
+and as much again for what is not planned. A guess."""
 AUTO: Final = "auto"
 """Of ``chunk``: the planner decides."""
 CODE, DEFAULT, JOB = "code", "default", "job"
-"""Sources of settings that are in no file."""
+"""Sources of settings outside files."""
 
 
 class Unsaid:
-    """The default of an option, printed as its value, so that it can be told from the same value in the code."""
+    """An option's default, distinct from the same value in the code, printed as its value."""
 
     __slots__ = ("value",)
 
@@ -55,15 +55,15 @@ class Unsaid:
 
 
 def unsaid(value: T) -> T:
-    """``value`` as the default of a parameter, for its signature."""
+    """``value`` as a parameter's default, for its signature."""
     return cast(T, Unsaid(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What the code asks of ``jaxtensile.jit``; None, or ``Unsaid``, where it says nothing.
+    """What the code asks of ``jaxtensile.jit``; None or ``Unsaid`` if nothing.
 
-    ``to_host``: whether its solver may use host memory; ``options``: those of ``jax.jit``.
+    ``to_host``: whether its solver may use host memory. ``options``: those of ``jax.jit``.
     """
 
     budget: int | str | None = None
@@ -81,14 +81,14 @@ class Asked:
 
     @property
     def placed(self) -> str:
-        """An option of ``jax.jit`` that places arguments or results; empty where none is given."""
+        """The ``jax.jit`` option that places arguments or results; empty if none."""
         return next((name for name in ("in_shardings", "out_shardings") if name in self.options), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """What counts for one function. ``state_budget``: bytes of arguments that may wait on the host between calls, None
-    without a bound; ``settings``: all options but the budget, which waits for its device."""
+    """The options of one function. ``state_budget``: bytes of arguments that may be offloaded between calls, None for
+    no bound. ``settings``: all options but the budget, which depends on the device."""
 
     objective: str = "time"
     undo: bool = True
@@ -102,21 +102,21 @@ class Resolved:
 
     @property
     def offloads(self) -> bool:
-        """Whether arguments may wait on the host between calls."""
+        """Whether arguments may be offloaded between calls."""
         return self.state_budget != 0
 
     @property
     def says_budget(self) -> bool:
-        """Whether the code or the function's table has one."""
+        """Whether the code or the function's table gives a budget."""
         return self._budget is not None
 
     @property
     def as_written(self) -> Any:
-        """The budget as the code or the function's table has it, which is the same on every machine; None without."""
+        """The budget as written in the code or the function's table, the same on every machine; None without one."""
         return self._budget
 
     def limit(self, devices: Sequence[str], capacity: Bytes) -> tuple[Bytes, Setting] | None:
-        """What the config's ``[device]`` leaves of the smallest of ``devices``; None where it says nothing of them."""
+        """What the config's ``[device]`` leaves of the smallest of ``devices``; None if it does not mention them."""
         keys = ("capacity", "reserve")
         said = {name: place for name in devices if (place := self.config.place_of(name, keys))}
         if not said:
@@ -126,7 +126,7 @@ class Resolved:
         return granted[name].limit, Setting("budget", format_bytes(granted[name].limit), *said[name])
 
     def capacity(self, devices: Sequence[str], capacity: Bytes) -> Bytes:
-        """What percentages are of: the bytes of the smallest of ``devices``."""
+        """The base of percentages: bytes of the smallest of ``devices``."""
         granted = self.config.capacities(dict.fromkeys(devices, capacity), 0)
         return min((granted[name].capacity for name in devices), default=capacity)
 
@@ -152,7 +152,7 @@ class Resolved:
         return size, Setting("budget", format_bytes(size), source, table)
 
     def lease(self, devices: Sequence[str], capacity: Bytes) -> tuple[Bytes, Setting]:
-        """What a job's plans need at most: the budget of the code, else all that its coordinator might grant."""
+        """Upper bound of a job's plans: the code's budget, else all that its coordinator might grant."""
         if self._budget is not None and self._from[0] == CODE:
             return self.budget(devices, capacity)
         size, _ = _default_budget(capacity)
@@ -160,8 +160,8 @@ class Resolved:
 
 
 def resolved(asked: Asked, config: Config, who: Identity) -> Resolved:
-    """The options of one function. Raises ``ConfigError`` where those of the code and of the config do not go together,
-    and ``BudgetError`` for a size in the code that cannot be read."""
+    """The options of one function. Raises ``ConfigError`` if code and config conflict, and ``BudgetError`` for an
+    unreadable size in the code."""
     said = said_of(config.functions, who)
     chosen = {name: _chosen(name, asked, config, said) for name in ("objective", "undo", "chunk", "offload_state")}
     values = {name: value for name, (value, _) in chosen.items()}
@@ -188,7 +188,7 @@ def resolved(asked: Asked, config: Config, who: Identity) -> Resolved:
 
 
 def _chosen(name: str, asked: Asked, config: Config, said: _Said) -> tuple[Any, Setting]:
-    """An option that is no size: its value, and who says so."""
+    """The value and source of an option that is no size."""
     value, place = getattr(asked, name), (CODE, "")
     if isinstance(value, Unsaid):
         value, place = (said[name][0], _place(config, said, name)) if name in said else (value.value, (DEFAULT, ""))
@@ -196,7 +196,7 @@ def _chosen(name: str, asked: Asked, config: Config, said: _Said) -> tuple[Any, 
 
 
 def _host(asked: Asked, config: Config, said: _Said) -> tuple[Bytes, Setting]:
-    """Pinned host memory that plans may use: none unless somebody gives it."""
+    """Pinned host memory that plans may use; none by default."""
     name = "host_budget"
     if asked.host_budget is not None:
         size = host_bytes(asked.host_budget, _host_of(config))
@@ -215,7 +215,7 @@ def _host_of(config: Config) -> Bytes:
 
 
 def _host_said(config: Config) -> Bytes | None:
-    """The ``host`` of ``[device]``; None where it has none."""
+    """``[device]``'s ``host``, or None."""
     return _host_of(config) if any(table.host is not None for table in config.devices.values()) else None
 
 
@@ -249,7 +249,7 @@ def budget_bytes(budget: int | str, capacity: Bytes, name: str = "budget") -> By
 
 
 def host_bytes(host_budget: int | str | None, whole: Bytes) -> Bytes:
-    """A ``host_budget`` of the code in bytes, of a machine with ``whole`` bytes. Raises ``BudgetError``."""
+    """A ``host_budget`` of the code in bytes, on a machine with ``whole`` bytes. Raises ``BudgetError``."""
     if host_budget is None or (isinstance(host_budget, int) and host_budget == 0):
         return 0
     return budget_bytes(host_budget, whole, "host_budget")
@@ -259,7 +259,7 @@ def host_bytes(host_budget: int | str | None, whole: Bytes) -> Bytes:
 
 
 def config_of(given: ConfigLike | None) -> Config:
-    """What ``config=`` means: a file, its tables, or None for the ``jaxtensile.toml`` that counts here."""
+    """The config that ``config=`` means: a file, its tables, or None for the ``jaxtensile.toml`` that counts here."""
     if isinstance(given, Config):
         return given
     if isinstance(given, Mapping):
@@ -271,7 +271,7 @@ def config_of(given: ConfigLike | None) -> Config:
 
 
 def config_file(given: str | os.PathLike[str] | None) -> Path | None:
-    """The file that is meant, or that counts here; None without such."""
+    """The given file, or the one that counts here; None without one."""
     try:
         here = Path.cwd()
     except OSError:  # it was removed
