@@ -153,9 +153,9 @@ _AGAIN = "rematted_computation"
 def is_checkpoint_barrier(eqn: Any) -> bool:
     """Whether ``jax.checkpoint`` bound this ``optimization_barrier``; False if unknown.
 
-    An equation has the stack of the call that made it. In a backward pass that is the differentiated call:
-    ``lax.optimization_barrier``, or the high-level primitive of a checkpointed function. The barrier is a checkpoint's
-    if the caller is in JAX's file for checkpoints.
+    An equation has the stack of its call, in a backward pass of the differentiated call: ``lax.optimization_barrier``,
+    or the high-level primitive of a checkpointed function. For a checkpoint's barrier the caller is in JAX's file for
+    checkpoints.
     """
     traceback = eqn.source_info.traceback
     frames = iter(traceback.frames if traceback is not None else ())
@@ -170,9 +170,8 @@ def is_checkpoint_barrier(eqn: Any) -> bool:
 
 
 def is_recomputation(eqn: Any, stack: Any = EMPTY_STACK) -> bool:
-    """Whether an equation belongs to the recomputation of a differentiated ``jax.checkpoint``. JAX marks it in a
-    parameter of ``remat2``, or in the name stack of its successor (``jax_remat3``). ``stack``: of what it was inlined
-    from."""
+    """Whether an equation recomputes for a differentiated ``jax.checkpoint``: marked in a parameter of ``remat2``, or
+    in the name stack of its successor (``jax_remat3``). ``stack``: of what it was inlined from."""
     if eqn.params.get("differentiated", False):
         return True
     return any(s.name == _AGAIN for names in (stack, eqn.source_info.name_stack) for s in names.stack)
@@ -225,8 +224,8 @@ def is_tracer(x: Any) -> bool:
 
 
 def configuration() -> Callable[[], bool]:
-    """A function that puts this thread's contexts (``enable_x64`` and the like, our switches) in force in the thread
-    that calls it.
+    """A function that applies this thread's contexts (``enable_x64`` and the like, our switches) to the thread that
+    calls it.
 
     For threads that end with their task. It returns whether that thread now traces and compiles as this one, by JAX's
     own key: some contexts cannot be entered elsewhere.
@@ -262,9 +261,8 @@ _ANSWERS: Mapping[str, Callable[..., Any]] = {
 def as_on(card: Card) -> Iterator[None]:
     """Answer JAX's questions about cuDNN and the card, in this thread, for ``card``.
 
-    While tracing ``jax.nn.dot_product_attention(..., implementation="cudnn")`` JAX asks the local machine and refuses
-    what it lacks; for another machine's program only that machine's card counts. The trace keeps nothing of the
-    answers.
+    To trace ``jax.nn.dot_product_attention(..., implementation="cudnn")`` JAX asks the local machine and refuses what
+    it lacks. Here the other machine's card counts; the trace keeps nothing of the answers.
     """
     _ask_through()
     token = _CARD.set(card)
@@ -325,10 +323,10 @@ class _Slow:
 def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choose) -> Any:
     """A callable that runs the jit object that ``choose`` names: in C++ from the second call on.
 
-    It is ``jax.jit(fun, **options)`` with cache misses sent to the chosen object. A miss returns the outputs and the
-    dispatch entry of that object's executable, unless ``choose`` gave other arguments or a runner. Without an entry
-    such calls stay misses until ``_clear_cache``. ``fun`` runs only under ``jax.disable_jit``. It must have no other
-    owner, because the jit objects of one function share entries.
+    It is ``jax.jit(fun, **options)`` with cache misses sent to that object. A miss returns the outputs and the dispatch
+    entry of its executable, unless ``choose`` gave other arguments or a runner. Without an entry such calls stay misses
+    until ``_clear_cache``. ``fun`` runs only under ``jax.disable_jit``, and needs no other owner: the jit objects of
+    one function share entries.
     """
 
     def cache_miss(*args: Any, **kwargs: Any) -> Any:

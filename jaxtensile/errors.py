@@ -92,7 +92,7 @@ class PlanningError(InternalError, BudgetError):
 
 
 class InternalErrorWarning(RuntimeWarning):
-    """A part of jaxtensile failed and was left out: results are right, bytes or time may be higher than necessary."""
+    """A part of jaxtensile failed and was left out: results are right, bytes or time may be higher."""
 
 
 class StoppedError(Exception):

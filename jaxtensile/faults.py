@@ -1,8 +1,7 @@
 """Faults of our own code in planning: what failed is left out, and the program runs.
 
-A rewrite that fails is left out, with one warning per function. If planning fails altogether, the program runs as
-written, if that fits. Errors for the user (``JaxtensileError``) are no faults and pass. A plan that the checker refuses
-is a fault.
+A failing rewrite is left out, with one warning per function. If planning fails altogether, the program runs as written,
+if that fits. Errors for the user (``JaxtensileError``) pass. A plan that the checker refuses is a fault.
 
 Under ``$JAXTENSILE_STRICT=1``, as in the tests, every fault is raised as it is.
 """

@@ -1,11 +1,11 @@
-"""A table of switches for each model of XLA's behaviour and each refinement of a search.
+"""Switches for each model of XLA's behaviour and each refinement of a search.
 
 For tests and ablations (``benchmarks/ablation``): ``with switches.off("local_search"): ...``, or
 ``$JAXTENSILE_OFF=local_search,grow`` for a process. Values are right whatever is off; the checker is no switch. What is
-off is part of a plan's key and appears in its report.
+off is in a plan's key and its report.
 
-Switches belong to a context, like the precision of ``decimal``: other threads are not affected. Threads that plan for
-another one get its switches (``_compat.configuration``). A plan ends with the switches it began with.
+Switches belong to a context, like the precision of ``decimal``. Threads that plan for another one get its switches
+(``_compat.configuration``). A plan ends with the switches it began with.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Time the first calls of a plan, and plan again if steps are longer or shorter than predicted.
 
-Two things are learned. The measured step gives one factor by which all work is slower (or faster) than the device's
-rates. If the plan copies to the host, the link's rate comes from ``calibrate`` or from a short measurement between two
-steps. Without one nothing is learned, since slow work and a slow link look the same.
+The measured step gives one factor by which all work is slower (or faster) than the device's rates. If the plan copies
+to the host, the link's rate comes from ``calibrate`` or a short measurement between two steps. Without one nothing is
+learned, since slow work and a slow link look the same.
 
-A new plan is solved in a thread of its own. It is compiled if it differs and its predicted step beats the measured one
-by ``WORTH``. Calls switch to it between two steps, and back if it proves slower. Plans that only recompute stay: one
+A new plan is solved in its own thread. It is compiled if it differs and its predicted step beats the measured one by
+``WORTH``. Calls switch to it between two steps, and back if it proves slower. Plans that only recompute stay: one
 factor changes none of their comparisons.
 
 Invariant: calls always run a verified program with the same results.
@@ -31,14 +31,14 @@ from jaxtensile.units import Seconds, format_seconds
 from jaxtensile.xla.calibration import link_bandwidth
 
 SKIPPED, TIMED = 1, 5
-"""Calls of a plan that are not timed (the first loads the program), then calls that are: a median of five tolerates two
-disturbed ones. A guess."""
+"""Calls of a plan left untimed (the first loads the program), then timed: a median of five tolerates two disturbed
+ones. A guess."""
 OFF = 1.3
 """Factor between measured and predicted step above which the measurement is folded in. A guess."""
 WORTH = 1.02
 """Factor by which another plan must be shorter. A guess."""
 PATIENCE = 50
-"""Calls after which timing ends: overlapping calls, and those that return no array, cannot be timed. A guess."""
+"""Calls after which timing ends: some overlap or return no array and cannot be timed. A guess."""
 RENEWALS = 2
 """Most renewals of one signature. A guess."""
 

@@ -204,8 +204,8 @@ _calm: ContextVar[bool] = ContextVar("calm", default=False)
 
 
 class _DonationWarning:
-    """The message of a warnings filter; it matches only in threads that want calm. Filters belong to the process, and
-    another thread could undo a filter that each call adds and removes. So this one stays."""
+    """The message of a permanent warnings filter; it matches only in threads that want calm. Filters belong to the
+    process: one added and removed per call could be undone by another thread."""
 
     def match(self, text: str) -> bool:
         return _calm.get() and text.startswith("Some donated buffers were not usable")

@@ -1,8 +1,8 @@
 """``jaxtensile.jit``: like ``jax.jit``, and the program fits.
 
 Calls go through one C++ jit object of JAX's own; only new signatures come to Python. There the plain ``jax.jit(fun)``
-traces the call, so errors, static arguments and caching are JAX's. Then it is planned, compiled and verified. Its
-dispatch entry comes from the verified jit object, so later calls cost what a ``jax.jit`` call costs.
+traces them, so errors, static arguments and caching are JAX's. After planning, compiling and verifying, the verified
+jit object gives the dispatch entry. Later calls cost what a ``jax.jit`` call costs.
 
 Invariant: a call runs an executable whose allocation was read and is within the budget. Under an outer trace or
 ``jax.disable_jit`` it is ``jax.jit(fun)``.
@@ -234,7 +234,7 @@ class Planned(Transformed):
     """The result of ``jaxtensile.jit``: callable, with everything a ``jax.jit`` result has, and ``plan``.
 
     Invariant: all state is in slots. ``__dict__`` is the user's: ``functools.wraps``, and so every transform of JAX,
-    copies it into other functions. What was copied into ``fun`` comes here.
+    copies it to and from other functions.
     """
 
     __slots__ = (
@@ -315,9 +315,9 @@ class Planned(Transformed):
     def plan(self, *args: Any, **kwargs: Any) -> Report:
         """The report of the plan for these arguments, with XLA's figures; nothing is executed.
 
-        ``args``: arrays or ``jax.ShapeDtypeStruct``. The plain program is compiled too, so ``report.baseline`` is XLA's
-        own number. If the devices belong to several processes, all must call it (or ``lower``, ``trace``, or the
-        function itself): they agree on one plan, or raise one error.
+        ``args``: arrays or ``jax.ShapeDtypeStruct``. The plain program is compiled too, for XLA's own
+        ``report.baseline``. If the devices belong to several processes, all must call it (or ``lower``, ``trace``, or
+        the function itself): they agree on one plan, or raise one error.
         """
         with self._tracing(args, kwargs):
             args, kwargs = self._seen(args, kwargs)
@@ -334,8 +334,8 @@ class Planned(Transformed):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one.
 
-        Without a budget it traces the plain program if that has ample room, no known device, or no plan that fits. Such
-        a program can be inspected, and lowered for another platform.
+        Without a budget it traces the plain program if that has ample room, no known device, or no plan that fits, for
+        inspection or another platform.
         """
         with self._tracing(args, kwargs):
             return self._traced(*self._seen(args, kwargs))
@@ -379,7 +379,6 @@ class Planned(Transformed):
             return self._found
 
     def _offloads(self) -> bool:
-        """Whether arguments may be offloaded between calls."""
         return self._resolved().offloads
 
     @property
@@ -438,7 +437,7 @@ class Planned(Transformed):
 
     def _say_many(self, shapes: tuple[str, ...], seconds: Seconds) -> None:
         """Warn once that ``MANY`` shapes were planned for. Equal shapes count once: they are planned again if JAX
-        forgot their trace, as when the cache of any jit of the function is cleared."""
+        forgot their trace."""
         known = self._planned_for
         if len(known) == MANY:
             return
@@ -671,7 +670,6 @@ class Planned(Transformed):
         return _compat.jit(run, **self._jit_options, compiler_options=dict(options) or None)
 
     def _measure(self, entry: _Entry, args: Any, kwargs: Any) -> None:
-        """Put XLA's number for the plain program into the report."""
         report = entry.fitted.report
         if not report.baseline.exact:
             plain = compile_program(functools.partial(self._make, None, (), None), args, kwargs, entry.fitted.options)

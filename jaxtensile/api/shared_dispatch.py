@@ -1,10 +1,10 @@
 """The stand-in by which JAX knows a planned function; jits that ask the same of one function share it.
 
-JAX keeps dispatch entries by function and options while the function lives, so repeated ``jax.jit(f)(x)`` compiles
-once. In the same way repeated ``jaxtensile.jit(f)(x)`` plans once.
+JAX keeps dispatch entries by function and options, so repeated ``jax.jit(f)(x)`` compiles once. So repeated
+``jaxtensile.jit(f)(x)`` plans once.
 
-Invariant: a planned function never shares entries with ``jax.jit`` of it, nor with one that is asked something else.
-Nothing here keeps a function alive.
+Invariant: a planned function never shares entries with ``jax.jit`` of it, nor with other questions. Nothing here keeps
+a function alive.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ _LOCK = threading.Lock()
 def stand_in(fun: Callable[..., Any], asked: Asked, run: Callable[..., Any]) -> _StandIn:
     """The function that JAX sees instead of ``fun`` for ``asked``; called, it runs ``run`` or an equal one.
 
-    ``run`` must live as long as its callers. Only functions are shared: methods and callable objects may be equal yet
-    differ.
+    ``run`` must live as long as its callers. Methods and callable objects are not shared: they may be equal yet differ.
     """
     key = _question(asked)
     if key is None or type(fun) is not FunctionType:

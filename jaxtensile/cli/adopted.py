@@ -1,7 +1,7 @@
 """Processes left behind by those that this one started.
 
-Invariant: only processes that became children of this one are touched. Linux gives orphans to the next *subreaper*
-above, whatever their session; other systems give none.
+Invariant: only processes that became children of this one are touched. Linux gives orphans of any session to the next
+*subreaper* above; other systems give none.
 """
 
 from __future__ import annotations

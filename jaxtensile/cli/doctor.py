@@ -1,7 +1,7 @@
 """What is installed, which targets compile here, and what to install for the rest.
 
-Invariant: never raises and never imports JAX in this process. A child tries the targets, because a compiler may print
-or abort if something is missing.
+Invariant: never raises and never imports JAX in this process. A child tries the targets, since compilers may print or
+abort.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _LIMIT_S: Final = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """The doctor's findings. ``core``, ``extras``: versions by distribution, None if not installed. ``targets``: '' or
-    why the target does not compile. ``config``: lines that it says, or its error."""
+    """The doctor's findings. ``core``, ``extras``: versions, None if not installed. ``targets``: '' or why it does not
+    compile. ``config``: its lines or error."""
 
     python: str
     nvidia_driver: bool
@@ -87,7 +87,7 @@ class Diagnosis:
 
 
 def diagnose(config: str | None = None) -> Diagnosis:
-    """Check packages, accelerators and config (``config``, or the one that counts here), and try every target once."""
+    """Check packages, accelerators and config (by default the one that counts here), and try every target once."""
     return Diagnosis(
         python=platform.python_version(),
         nvidia_driver=has_nvidia_driver(),

@@ -25,10 +25,9 @@ from jaxtensile.xla.target import tracing_for
 
 Tell = Callable[[str], None]
 _LARGEST = 1 << 30
-"""Largest batch tried: a bound for workloads whose bytes do not grow with it."""
+"""Largest batch tried, for workloads whose bytes do not grow with it."""
 _FIRST = (1, 2, 4, 8, 16, 32, 64, 128)
-"""First batch sizes tried, until the workload takes one. Models whose batch is a multiple of devices take one of these.
-"""
+"""First batch sizes tried, until the workload takes one; batches in multiples of devices match one."""
 _GROWN = 8
 """Most values named that grew. A guess: what is read."""
 
@@ -110,8 +109,8 @@ class _Search:
         return next(b for b in _FIRST if self._at(b) is not None or b == _FIRST[-1])
 
     def _between(self, unit: int, batch: int, target: str) -> int:
-        """The largest multiple of ``unit`` that fits, from a guess. Each step tries where the line through two sizes
-        meets the device, else one beside what is known, else halves."""
+        """The largest multiple of ``unit`` that fits. Each step tries where the line through two sizes meets the
+        device, else one beside what is known, else halves."""
         low, high = 0, max(_LARGEST, 2 * unit)
         batch = max(batch // unit * unit, unit)
         beside = False
@@ -143,7 +142,7 @@ class _Search:
         return min(int(large + (room - self._needs(large, target)) / per_item), _LARGEST) // unit * unit
 
     def _guess(self, first: int, target: str) -> int:
-        """Where bytes that grow with the batch reach the device's. The smallest sizes may not grow like later ones."""
+        """Where bytes that grow with the batch reach the device's; the smallest sizes may not grow like later ones."""
         small, large = 2 * first, 4 * first
         if not (self._fits(small, target) and self._fits(large, target)):
             return first

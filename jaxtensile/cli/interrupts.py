@@ -1,7 +1,6 @@
 """Detect Ctrl-C, for programs that end on it with one line.
 
-JAX may turn an interrupt into another error: where cache keys are compared, into ``ValueError: Cache keys should be
-comparable``.
+JAX may turn an interrupt into another error, such as ``ValueError: Cache keys should be comparable``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command line: ``jaxtensile estimate | plan | calibrate | config | doctor | serve | status | top | run``.
 
-Exit codes: 0 done, 1 does not fit or a job failed, 3 needs more than the baseline, 2 anything else. Only commands that
-need JAX import it, never help or a wrong argument.
+Exit codes: 0 done, 1 does not fit or a job failed, 3 needs more than the baseline, 2 anything else. JAX is imported
+only by commands that need it.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _open_standard() -> None:
-    """Open /dev/null in place of missing standard descriptors. Otherwise the next opened files get their numbers, and a
-    daemon writes its log into its own lock."""
+    """Open /dev/null for missing standard descriptors: otherwise the next files get their numbers, and a daemon writes
+    its log into its own lock."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
@@ -257,7 +257,7 @@ def _config(options: argparse.Namespace) -> int:
 
 
 def _config_of(options: argparse.Namespace) -> Config:
-    """The config that counts, read before the work so that its errors come first."""
+    """The config that counts; read first, so that its errors come before the work."""
     from jaxtensile.settings.options import config_of
 
     return config_of(options.config)

@@ -1,7 +1,7 @@
 """``jaxtensile run``: the config's jobs as processes, with a coordinator between them.
 
-Invariant: everything started ends with this process, and nothing starts twice. What a job leaves behind ends with the
-job, also in its own session. A failed job is reported at once and in the final table, and never restarted.
+Invariant: everything started ends with this process, and nothing starts twice. What a job leaves behind ends with it,
+also in its own session. A failed job is reported at once and in the final table, never restarted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jaxtensile.units import KIB, Bytes, Seconds, format_bytes, format_seconds
 _LOOK_EVERY: Final = 0.2
 """Seconds between two looks at the jobs and at the coordinator. A guess."""
 _CHUNK: Final = 64 * KIB
-"""Bytes read from one job before the next, and of a line before it is printed without its end: a pipe of Linux."""
+"""Bytes read from one job before the next, and of a line printed without its end: a pipe of Linux."""
 _LEFT: Final = 32
 """Chunks read from an ended job: what it left behind may write for ever. A guess: 2 MiB."""
 _TELL_EVERY: Final = 10.0
@@ -163,7 +163,6 @@ def _wait_for(path: Path, daemon: subprocess.Popen[bytes], log: Path) -> None:
 
 
 def _environment(name: str, job: JobConfig, config: Config, file: Path | None, socket: Path) -> dict[str, str]:
-    """The environment of a job's process."""
     seen = dict(os.environ)
     gpus = [size for device, size in reported(config).items() if device.startswith("cuda:")]
     if gpus:

@@ -1,7 +1,7 @@
 """``jaxtensile serve``: the coordinator of this user's jobs, until a signal ends it.
 
-SIGTERM or Ctrl-C: no new jobs; it ends when all have released, at the latest after ``--grace``. A second one: at once.
-SIGHUP: read the config again; a broken one is reported and changes nothing.
+SIGTERM or Ctrl-C: no new jobs, and the end after all releases or ``--grace``; a second one: at once. SIGHUP: read the
+config again; a broken one is reported and changes nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.units import GIB, Bytes
 
 _RESERVE, _PART = GIB, 8
-"""Bytes of a device without a config entry that are not granted, for contexts, libraries and other processes
-(``process.CONTEXT`` is half of it); on a small device at most one part in so many. A guess."""
+"""Bytes of a device without a config entry left to contexts, libraries and other processes (``process.CONTEXT`` is half
+of it); on a small device at most one part in so many. A guess."""
 
 
 def configured(options: argparse.Namespace) -> tuple[Path | None, Config]:
@@ -48,7 +48,7 @@ def reported(config: Config) -> dict[str, Bytes]:
 
 
 def capacities(config: Config) -> dict[str, Capacity]:
-    """The bytes to grant here. Of a device without a config entry, a part is reserved for contexts, libraries and other
+    """The bytes to grant here. A device without a config entry keeps a reserve for contexts, libraries and other
     processes. Raises ``ConfigError``."""
     found = config.capacities(reported(config), host_memory())
     for name, capacity in found.items():
@@ -67,7 +67,7 @@ def serve(options: argparse.Namespace) -> None:
     unread = [config]
 
     def reread() -> Reading:
-        """Later reads do not wait: if the file is empty, the server keeps the earlier config."""
+        """Later reads do not wait: the server keeps its config if the file is empty."""
         now = unread.pop() if unread else Config() if file is None else read(file)
         return capacities(now), now.settings
 

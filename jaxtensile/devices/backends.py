@@ -1,4 +1,4 @@
-"""Facts that hold for every device of a platform: what its compiler does and accepts. One frozen record each.
+"""Facts about every device of a platform: what its compiler does and accepts. One frozen record each.
 
 Invariant: nothing else in the package tests a platform's name. Each quirk names its source; XLA's observed behavior is
 in ``docs/xla.md``.
@@ -26,7 +26,7 @@ class Backend:
     recomputes: bool = False
     """Whether it recomputes by itself near the memory limit, and has an option against that."""
     takes_all: bool = False
-    """Whether it uses all memory, and less if told that others use some. It then recomputes, visibly in its program."""
+    """Whether it uses all memory, or less if told that others use some; then it recomputes, visibly in its program."""
     places_copies: bool = False
     """Whether it places copies to the host by itself, so that they must be tied to data (``host_stacks``)."""
     reads_backwards_from: tuple[int, ...] = (0,)
@@ -35,8 +35,8 @@ class Backend:
     draws_dear: bool = False
     """Whether drawing random bits again is expensive in straight-line code: measured for v5e, ``benchmarks/tpu``."""
     bounded: bool = False
-    """Whether single ops' needs bound every program, and loop-free programs need about what is predicted. Of some 300
-    plans for an H200, XLA allocated at least 0.88 of the prediction."""
+    """Whether single ops' needs bound every program, and programs without loops need about the prediction: of some 300
+    plans for an H200, XLA allocated at least 0.88 of it."""
     pools: bool = False
     """Whether a process takes its memory from XLA's BFC allocator, beside a context."""
     widens_sums: bool = True
@@ -44,16 +44,16 @@ class Backend:
     schedulers: tuple[Mapping[str, Any], ...] = field(default=({},), hash=False)
     """Compiler options of the schedulers worth trying for a rewritten program, best first."""
     drops_barriers_before: tuple[int, ...] = (0,)
-    """The jax before which the pass ``cse_barrier_expander`` drops barriers before scheduling. That undoes every
-    recomputation (a GPT step with manual recomputation: 592 MiB with the pass, 129 without; the same bits)."""
+    """The jax before which the pass ``cse_barrier_expander`` drops barriers before scheduling and undoes every
+    recomputation (a GPT step: 592 MiB with the pass, 129 without)."""
     alike: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Compiler options for a process that compiles alone. XLA:GPU otherwise divides kernel tuning among a program's
-    processes, and would wait for those that do not compile it."""
+    """Compiler options for a process that compiles alone: XLA:GPU otherwise divides kernel tuning among a program's
+    processes and waits for all."""
     kernels_known: bool = False
     """Whether the compiled text names the kernels, with known times (``xla/kernel_time``)."""
     sketched: float = 0.25
-    """Share by which a plan's temporaries may exceed the sketch. This much more is requested: a first step waits if it
-    has too little. A CPU's compiler keeps no plan's order."""
+    """Extra share of temporaries requested over the sketch: a first step waits if it has too little. A CPU's compiler
+    keeps no plan's order."""
 
 
 CUDA: Final = Backend(

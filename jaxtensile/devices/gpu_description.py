@@ -1,8 +1,8 @@
 """Descriptions of absent GPUs for XLA: ``GpuTargetConfigProto`` as text. No JAX here.
 
-Invariant: every CUDA name of ``device.targets()`` has a row; the capacity is the profile's. Rows: the device
-descriptions in openxla/xla. For L4, RTX 4090 and RTX 3060: the data sheets (SM count, boost clock, L2) and the CUDA
-programming guide's table of compute capabilities (threads, shared memory).
+Invariant: every CUDA name of ``device.targets()`` has a row; the capacity is the profile's. Sources: openxla/xla's
+device descriptions. For L4, RTX 4090 and RTX 3060: data sheets (SM count, boost clock, L2) and the CUDA programming
+guide (threads, shared memory).
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ FACTS: Final = {
     ),
 }
 CUDNN: Final = (9, 10)
-"""Version of cuDNN for every card, major and minor. JAX gets it for absent cards, before it traces attention
+"""Version of cuDNN for every card, major and minor; JAX gets it for absent cards when it traces attention
 (docs/xla.md)."""
 OLDEST_CUDA13: Final = (7, 5)
 """Oldest compute capability that CUDA 13's ptxas accepts; older GPUs need CUDA 12's (docs/xla.md)."""

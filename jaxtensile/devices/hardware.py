@@ -100,12 +100,11 @@ def device_memory() -> dict[str, Bytes]:
 
 
 def quiet_plugins() -> None:
-    """Keep JAX's CUDA and TPU plugins quiet on a machine without such devices.
+    """Keep JAX's CUDA and TPU plugins quiet on a machine without such devices. Call it before the first use of JAX.
 
-    Without cuDNN or a driver, the CUDA plugin prints a traceback at the first use of JAX. The process then cannot use
-    it, even to compile. libtpu queries its place in a pod and prints that nobody answered. Call this before the first
-    use of JAX. It does nothing if the device is present, and overwrites no variable. JAX itself sets
-    ``TPU_SKIP_MDS_QUERY`` if it sees no TPU.
+    Without cuDNN or a driver, the CUDA plugin prints a traceback, and the process cannot even compile with it. libtpu
+    queries its place in a pod and prints that nobody answered. No effect if the device is present; set variables stay.
+    JAX itself sets ``TPU_SKIP_MDS_QUERY`` if it sees no TPU.
     """
     if not has_nvidia_driver():
         os.environ.setdefault(_CUDA_CHECK, "1")

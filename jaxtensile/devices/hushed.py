@@ -1,8 +1,8 @@
-"""Drop one library's unwanted output lines, and nothing else.
+"""Drop a library's unwanted output lines, and nothing else.
 
 HiGHS (at least 1.8 to 1.12) prints when it repairs a solution, whatever its options (jump-dev/HiGHS.jl, issue 312). It
-prints from C, so C's ``stdout`` is replaced by a stream in memory meanwhile. Output of other threads' C code appears
-afterwards. Descriptor 1 stays, because processes that other threads start meanwhile inherit it.
+prints from C, so C's ``stdout`` becomes a stream in memory; other threads' C output appears afterwards. Descriptor 1
+stays, since processes started meanwhile inherit it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Measured rates by device kind, and the files that keep them between processes.
 
-One JSON file per device kind, version of jaxlib and version of this format, in ``profiles`` of the user's cache folder
-(``$XDG_CACHE_HOME/jaxtensile``, else ``~/.cache/jaxtensile``). An accelerator's kind is the same on every machine,
-compile-only targets included. A CPU's kind includes its processor and the number of cores that this process may use.
+One JSON file per device kind, jaxlib version and format version, in ``profiles`` of the user's cache folder
+(``$XDG_CACHE_HOME/jaxtensile``, else ``~/.cache/jaxtensile``). A kind is the same on every machine, compile-only
+targets included. A CPU's kind includes its processor and the cores that this process may use.
 
-Invariant: the files are a cache and never stop anyone. A file that is incomplete or about something else is skipped
-with a warning. If the folder cannot be written, the next process measures again.
+Invariant: this cache never stops anyone. An incomplete or foreign file is skipped with a warning; without a writable
+folder the next process measures again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxtensile.devices.profiles import NUMBERS, DeviceProfile
 from jaxtensile.units import Seconds, format_bytes, format_rate, format_seconds
 
 FORMAT: Final = 1
-"""Version of the measurements and their format: other versions are ignored. Goes up with every change."""
+"""Version of the measurements and their format; others are ignored. Goes up with every change."""
 
 _UNITS: Final = {"bandwidth": "B/s", "flops": "FLOP/s"}
 

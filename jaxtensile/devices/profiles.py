@@ -1,11 +1,10 @@
 """Capacity and speed of devices: one frozen profile per target name. No JAX here.
 
-Invariant: a rate here is a hardware peak (from a data sheet or derived from one), in bytes or operations per second.
-``sources`` gives each number's origin. ``measured`` puts in what ``jaxtensile.calibrate`` found. An H200 reached 790 of
-989 TFLOP/s (bf16 matmul) and 4.3 of 4.8 TB/s (copy). The cost model decides which share of a peak a program reaches.
+Invariant: a rate is a hardware peak (from a data sheet or derived), in bytes or operations per second. ``sources``
+gives each origin; ``measured`` puts in ``jaxtensile.calibrate``'s numbers. The cost model decides the share of a peak
+that a program reaches; an H200 reached 790 of 989 TFLOP/s (bf16 matmul) and 4.3 of 4.8 TB/s (copy).
 
-f32 matrix products are counted as XLA runs them by default: TF32 on CUDA from compute capability 8.0, one bf16 pass on
-TPU.
+f32 products run as XLA's defaults: TF32 on CUDA from compute capability 8.0, one bf16 pass on TPU.
 """
 
 from __future__ import annotations
@@ -21,18 +20,17 @@ from jaxtensile.errors import TargetError
 from jaxtensile.units import GIB, MIB, Bytes, Seconds
 
 OF_MEASURED: Final = 0.95
-"""Share of a measured rate that programs get. An H200 measured 0.80 and 0.90 of its peaks (products, copies); real
+"""Share of a measured rate that programs get: an H200 measured 0.80 and 0.90 of its peaks (products, copies), and real
 programs are taken to reach 0.75 and 0.85."""
 
 
 TRAFFIC_WEIGHT: Final = 0.01
 """Weight of a second of traffic under ``"flops"``. Matrix FLOPs come first: they are the same on every card, while
-recomputed elementwise work costs what its fusions make of it. At the bytes of per-block policies (nine workloads, H200,
-by the model) 0.03 plans up to half a percent more FLOPs for steps up to 5 % shorter, but compiled misses a budget that
-is met otherwise. At 0.1 five plans need more FLOPs."""
+recomputed elementwise work depends on fusion. 0.03 plans up to half a percent more FLOPs for steps up to 5 % shorter
+(nine workloads, H200, by the model), but compiled it misses a budget; at 0.1 five plans need more FLOPs."""
 WEIGHTS: Final = {"flops": TRAFFIC_WEIGHT, "time": 1.0}
-"""The objectives of a plan, with the weight of a second of memory traffic beside one of matrix work. At 1 the predicted
-seconds are compared."""
+"""Objectives of a plan, with the weight of a second of memory traffic beside one of matrix work; 1 compares predicted
+seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +59,8 @@ class DeviceProfile:
     measured: frozenset[str] = frozenset()
     """Names of the numbers that were measured on a device of this kind."""
     traffic_weight: float = TRAFFIC_WEIGHT
-    """Weight of a second of memory traffic or launches beside one of matrix work, when plans are compared. From 1 on
-    the predicted seconds of a step are compared."""
+    """Weight of a second of memory traffic or launches beside one of matrix work in comparisons of plans; from 1 on
+    predicted seconds are compared."""
 
     @property
     def backend(self) -> Backend:
@@ -345,8 +343,8 @@ def profile(name: str) -> DeviceProfile:
 def profile_for_kind(device_kind: str, platform: str) -> DeviceProfile:
     """The profile of a real device as JAX names it (``device_kind``, ``platform``).
 
-    A kind that is not in the table gets the worst number of its platform in every field, and a name that says so. Take
-    its capacity from the device itself.
+    An unknown kind gets its platform's worst number in every field, and a name that says so; take its capacity from the
+    device itself.
     """
     backend = next((b for b in BACKENDS.values() if platform in (b.in_jax, b.name)), CUDA)
     if backend is CPU:

@@ -1,7 +1,7 @@
 """``jaxtensile.estimate``: the device bytes of a job, before it runs and without its device.
 
-Statically, from the jaxpr: `passes.fusion` decides which values become buffers, `passes.liveness` how many bytes are
-live at once. Exactly, from the target's own compiler.
+Statically, from the jaxpr: `passes.fusion` finds the buffers, `passes.liveness` the bytes live at once. Exactly, from
+the target's own compiler.
 
 Invariant: nothing is executed and no device memory is allocated.
 """

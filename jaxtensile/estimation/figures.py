@@ -41,11 +41,11 @@ class Room:
 class Figures:
     """Peak device bytes of a function, as XLA's memory analysis divides them; printable.
 
-    ``low``, ``high``: trusted bounds of ``device`` (equal if XLA's). ``capacity``: of the target. ``parts``: needs of a
-    process, each with its origin; ``process``: their sum. ``held``: what is live at the peak, largest first (always by
+    ``low``, ``high``: trusted bounds of ``device`` (equal if XLA's). ``capacity``: of the target. ``parts``: a
+    process's needs, each with its origin; ``process``: their sum. ``held``: live at the peak, largest first (always by
     the model). ``seconds``: wall time of each step. ``refusal``: why the target's compiler gave no program. ``xla``:
-    what XLA recomputes by itself under ``jax.jit``; ``spared``: the device bytes that a GPU then needs, if asked for
-    and if it does. ``budget``: device bytes that the config gives the function, or None; ``settings``: their source.
+    what XLA recomputes by itself under ``jax.jit``; ``spared``: the device bytes that a GPU then needs, if asked for.
+    ``budget``: device bytes that the config gives the function, or None; ``settings``: their source.
     """
 
     name: str

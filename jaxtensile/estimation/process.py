@@ -1,8 +1,7 @@
 """What a process needs of its device beyond one program's bytes.
 
-The program's allocations go through a simulation of XLA's allocator (`passes.bfc`) for a few calls of a training loop.
-The state is there; each call allocates its temporaries and the results that replace nothing donated, then frees the
-temporaries. The simulation gives the pool's size.
+A simulation of XLA's allocator (`passes.bfc`) runs a few calls of a training loop and gives the pool's size. Each call
+allocates its temporaries and the results that replace nothing donated, then frees the temporaries.
 
 Invariant: the parts add up to the process's need, and each says how it was found.
 """

@@ -39,19 +39,18 @@ class Op:
 
     ``flops``: matrix and convolution FLOPs, including bodies times trips. ``pinned``: never cloned, dropped or moved
     (effects, references, foreign calls). ``bodies``: of loops and branches. ``trip_count``: how often they run, 1 if
-    unknown. ``slots``: of ops with bodies, and of barriers before literals: the value at each operand position, -1 for
-    a literal. ``carried``: of scans: numbers of constants and of carries. ``reverse``: of scans: whether they run from
-    the last slice to the first.
+    unknown. ``slots``: for ops with bodies and barriers before literals, the value at each operand position, -1 for a
+    literal. ``carried``: for scans, numbers of constants and of carries. ``reverse``: a scan runs from last to first.
 
-    ``padded``: bytes after padding that XLA has no kernel for and writes out, 0 if none. Of convolutions and gradients
-    of max pools: of operand 0 or the result; if ``turned``, of the transposed operand 0. Of a ``pad`` with as many
-    zeros on either side: of the result. ``turned``: the op is the gradient of a dilated filter, and XLA swaps batch and
-    features of both operands.
+    ``padded``: bytes after padding that XLA writes out for lack of a kernel, 0 if none. For convolutions and gradients
+    of max pools: of operand 0 or the result; if ``turned``, of the transposed operand 0. For a ``pad`` with equal zeros
+    on both sides: of the result. ``turned``: gradient of a dilated filter; XLA swaps batch and features of both
+    operands.
 
-    ``across``: of products and convolutions: the axis order that a row-major library needs for each operand, empty if
-    its own. ``groups``: of products by groups: copies of each operand if a compiler multiplies all as one.
-    ``workspace``: known bytes that the op needs beside operands and results. ``rereads``: of windowed reductions and
-    their gradients: reads per element of the operand.
+    ``across``: for products and convolutions, the axis order of each operand for a row-major library, empty if its own.
+    ``groups``: for products by groups, copies of each operand if a compiler multiplies all as one. ``workspace``: known
+    bytes needed beside operands and results. ``rereads``: for windowed reductions and their gradients, reads per
+    element.
     """
 
     id: OpId

@@ -1,7 +1,7 @@
 """The vocabulary of plans, shared by solvers, checker, rewriter and report.
 
-Invariant: a ``Program`` computes the same outputs as its original graph. Each op is an op of the original on versions
-of the same values, or a barrier that changes nothing.
+Invariant: a ``Program`` computes its original's outputs. Each op is one of the original's on versions of the same
+values, or a barrier.
 """
 
 from __future__ import annotations
@@ -179,8 +179,8 @@ class Program:
 class Problem:
     """Make ``graph`` fit into ``budget`` device bytes at the least cost in seconds.
 
-    ``link``: None if nothing may be offloaded. ``host_budget``: bytes that may. ``state``: bytes of arguments that the
-    graph itself takes from the host and returns. ``stacks``: bytes that its loops stack there.
+    ``link``: None without offloading. ``host_budget``: bytes that may be offloaded. ``state``: bytes of arguments that
+    the graph itself takes from the host and returns. ``stacks``: bytes that its loops stack there.
     """
 
     graph: Graph

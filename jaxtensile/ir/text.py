@@ -9,8 +9,8 @@
       }
     return %3, %4
 
-A value has its type where it is made. Its bytes (``!400``) appear only if the type implies others, its memory
-(``@host``) only if that is not the device. ``_`` is a literal.
+A value has its type where it is made, with bytes (``!400``) if the type implies others and memory (``@host``) if not
+the device. ``_`` is a literal.
 
 Invariant: ``parse_graph(format_graph(g)) == g`` for every graph that makes each value once.
 """

@@ -62,10 +62,8 @@ class Track:
         return out
 
     def stages(self) -> list[Stage]:
-        """The stages in which ops run again, in schedule order.
-
-        Ops repeated before the first barrier fuse with their readers at no cost, and form no stage.
-        """
+        """The stages in which ops run again, in schedule order; without those before the first barrier, which fuse with
+        their readers at no cost."""
         found: list[Stage] = []
         start, stop, count = -1, -1, 0
         for i, again in enumerate([*self.repeats(), False]):
@@ -101,8 +99,8 @@ class Timeline:
     def aligned(self) -> list[Bytes]:
         """For each planned step, the plain program's bytes at the same work.
 
-        The plain program stands still while the planned one repeats ops. Programs of different ops (rewritten loops)
-        are stretched over each other.
+        It stands still while the planned one repeats ops. Programs of different ops (rewritten loops) are stretched
+        over each other.
         """
         plain, planned = self.plain, self.planned
         if planned is None:

@@ -17,8 +17,7 @@ from jaxtensile.units import Bytes, Flops, Seconds
 class Decision:
     """One kept or recomputed residual in the user's words.
 
-    ``stored``: whether it is live at the plain program's peak. A recomputed value that is not is an intermediate step,
-    or lives only for a moment.
+    ``stored``: live at the plain program's peak. Other recomputed values are intermediate or short-lived.
     """
 
     kind: str
@@ -54,18 +53,16 @@ class Facts:
 
     Cost. ``overhead``: extra seconds of a step; ``overhead_ratio``: relative to the step; ``wait``: its part that waits
     for copies. ``flops``: of the program as written, so ``recompute_flops`` and ``overhead`` are negative if a
-    checkpoint recomputed more than the budget needs. ``xla``: XLA's own recomputation in what runs, which both include.
-    ``step``: predicted seconds of a step. ``measured``: median seconds of a few first calls (None until there are
-    enough, and if the program is unchanged). ``renewed``: how often those led to another plan. ``kernels``: the step by
-    its compiled kernels; ``plain_kernels``: the same of the unchanged program, if compiled; None if a device's kernels
-    are not known.
+    checkpoint recomputed more than needed. ``xla``: XLA's own recomputation, included in both. ``step``: predicted
+    seconds of a step. ``measured``: median seconds of a few first calls (None before, and for an unchanged program).
+    ``renewed``: how often those led to another plan. ``kernels``: the step by its compiled kernels; ``plain_kernels``:
+    the unchanged program's, if compiled; None if a device's kernels are not known.
 
     Plan. ``solver``: its maker. ``gap``: share of its recomputation that another plan around the same boundary might
-    save, by the model (0.0: none, proven; None: not known). ``offload_bytes``: bytes offloaded per step. ``state``:
-    arguments on the host between steps, by name. ``undone``: runs without the user's ``jax.checkpoint``s.
-    ``rewritten``: its loops, branches or large products are changed. ``parts``: number of parts of its batch.
-    ``rounds``: compiles of planned programs. ``seconds``: wall time per pipeline step. ``settings``: the options, each
-    with its source.
+    save, by the model (0.0: none, proven; None: not known). ``offload_bytes``: offloaded per step. ``state``: arguments
+    on the host between steps, by name. ``undone``: without the user's ``jax.checkpoint``s. ``rewritten``: changed
+    loops, branches or large products. ``parts``: of its batch. ``rounds``: compiles of planned programs. ``seconds``:
+    wall time per pipeline step. ``settings``: the options and their sources.
     """
 
     name: str

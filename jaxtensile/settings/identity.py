@@ -1,8 +1,7 @@
 """The names of a function in a config, and config names that match no function.
 
-An unmatched name is reported once, as a ``ConfigWarning`` at its line of the config. That happens when a function with
-nearly that name and no table of its own is planned, else when the process ends. Names in scripts that were not loaded
-are skipped.
+An unmatched name gives one ``ConfigWarning`` at its line of the config: when a function with nearly that name and no
+own table is planned, else at exit. Names in scripts that were not loaded are skipped.
 
 Invariant: nothing here keeps a function alive.
 """
@@ -29,8 +28,8 @@ from jaxtensile.runtime.config.functions import Identity, is_pattern, nearest_fi
 from jaxtensile.runtime.config.tables import dotted
 
 NEAR: Final = 0.8
-"""Likeness of two names, from 0 to 1 (``difflib``), from which another's table is taken to mean a function: a letter or
-two of ten. A guess."""
+"""Likeness of names, from 0 to 1 (``difflib``), from which another's table may mean a function: a letter or two of ten.
+A guess."""
 _DEPTH: Final = 100
 """Most nested wrappers followed: against wrappers of themselves."""
 

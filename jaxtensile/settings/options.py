@@ -1,8 +1,7 @@
 """The options of a function, and the source of each: its code, the config, or the default.
 
 The code wins over ``jaxtensile.toml``, which wins over the defaults, option by option. The config is that of
-``config=``, else of the job, else ``$JAXTENSILE_CONFIG``, else the first ``jaxtensile.toml`` upward from the working
-directory.
+``config=``, else the job's, else ``$JAXTENSILE_CONFIG``, else the first ``jaxtensile.toml`` upward from here.
 
 Invariant: each option has a ``Setting`` that names its source. No JAX here.
 """
@@ -31,8 +30,8 @@ _Said = Mapping[str, tuple[Any, str]]
 """A config's options for a function: by key the value and its table."""
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 RESERVE: Final = GIB
-"""Bytes of the device left to the process if neither code nor config gives a budget: its context (``process.CONTEXT``)
-and as much again for what is not planned. A guess."""
+"""Bytes of the device left to the process without a budget: its context (``process.CONTEXT``) and as much again for
+what is not planned. A guess."""
 AUTO: Final = "auto"
 """Of ``chunk``: the planner decides."""
 CODE, DEFAULT, JOB = "code", "default", "job"
@@ -87,8 +86,8 @@ class Asked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """The options of one function. ``state_budget``: bytes of arguments that may be offloaded between calls, None for
-    no bound. ``settings``: all options but the budget, which depends on the device."""
+    """The options of one function. ``state_budget``: most bytes of arguments offloaded between calls, None for no
+    bound. ``settings``: all options but the budget, which depends on the device."""
 
     objective: str = "time"
     undo: bool = True

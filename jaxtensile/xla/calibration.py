@@ -1,10 +1,9 @@
 """Measure a device's rates: large products, a stream through memory, copies to the host and back.
 
-A repetition is a chain of dependent calls, so that device work hides the host's share of each call. The rate is that of
-the median repetition. Sizes start at ``aim`` seconds of work by the published rates; the first runs correct them.
+A repetition is a chain of dependent calls, which hides the host's share of a call. The rate is the median repetition's.
 
-Invariant: nothing is assumed. A number that could not be measured stays the published one. A copy counts only if the
-compiled program holds bytes on the host.
+Invariant: a number that could not be measured stays the published one. A copy counts only if the compiled program holds
+bytes on the host.
 """
 
 from __future__ import annotations
@@ -34,31 +33,30 @@ from jaxtensile.errors import JaxtensileError, TargetError
 from jaxtensile.units import KIB, MIB, Bytes, Seconds, format_bytes, format_rate
 
 _TILE = 256
-"""Side of the random tile that operands repeat; sides of products are multiples of it. Whole tiles for all matrix
-units."""
+"""Side of the repeated random tile; divides the sides of products. Whole tiles for all matrix units."""
 _RESIZES = 2
-"""Times that another size is tried because a repetition is far from ``aim``. A guess."""
+"""Most retries with another size. A guess."""
 _LONGEST_CHAIN = 32
-"""Calls in one repetition at most: all of them are queued. A guess."""
+"""Most calls queued in one repetition. A guess."""
 _FEWEST = 3
-"""Least number of repetitions, whatever they take: a median needs three."""
+"""Least repetitions: a median needs three."""
 _FREE = 8
-"""Cap on the assumed memory, in multiples of the free bytes. On a busy device a quarter of the free bytes is then used
+"""Most times the free bytes that count as the device's memory; a quarter of the free ones is then used
 (``Effort.share``)."""
 _MOST_OVER_LINK: Bytes = 256 * MIB
-"""Bytes of a copy by which ``calibrate`` measures the link, at most: pinned memory is scarce."""
+"""Most bytes of a copy by which ``calibrate`` measures the link: pinned memory is scarce."""
 _LITTLE_OVER_LINK: Bytes = 32 * MIB
 """The same for a measurement between two steps: some 1 ms each way."""
 _MEASURING: Final = threading.Lock()
-"""Held while measuring: two measurements at once would each find half of the rate."""
+"""Two measurements at once would each find half of the rate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """How hard to try. Guesses, so that all rates of a device are measured within seconds.
+    """How hard to try. Guesses, so that all rates are measured within seconds.
 
-    ``aim``: seconds of a repetition. ``share``: of the device's bytes, for all arrays together. ``limit``: seconds of
-    repetitions per number, of which there are at least three.
+    ``aim``: seconds of a repetition. ``share``: of the device's bytes, for all arrays. ``limit``: seconds per number,
+    if three repetitions take less.
     """
 
     aim: Seconds = 0.03
@@ -85,14 +83,13 @@ class Rate:
 def calibrate(device: Any = None, *, refresh: bool = False) -> DeviceProfile:
     """Measure the device once and plan with its own rates from then on.
 
-    ``device``: one of ``jax.devices()``, None for the default one. Takes seconds and at most 1/32 of the memory: large
-    products in float32 and bfloat16, a stream through memory and, if the compiler has one, the link to pinned host
-    memory.
+    ``device``: one of ``jax.devices()``, None for the default one. It takes seconds and at most 1/32 of the memory:
+    products in float32 and bfloat16, a stream through memory and, if there is one, the link to pinned host memory.
 
-    The result is kept in ``$XDG_CACHE_HOME/jaxtensile`` (else ``~/.cache/jaxtensile``) per device kind and version of
-    jaxlib, and returned at once the next time. ``refresh`` measures again. Every later plan for this kind of device
-    uses it, compile-only targets included. Rates are bytes or operations per second; ``.sources`` gives each number's
-    origin, ``.measured`` the measured ones. Raises ``TargetError`` for a device that is not here.
+    The result is kept in ``$XDG_CACHE_HOME/jaxtensile`` (else ``~/.cache/jaxtensile``) per device kind and jaxlib
+    version; ``refresh`` measures again. Later plans for this kind use it, compile-only targets included. Rates are
+    bytes or operations per second; ``.sources`` gives each number's origin, ``.measured`` the measured ones. Raises
+    ``TargetError`` for a device that is not here.
     """
     here = _device(device)
     published = profile_for_kind(here.device_kind, here.platform)
@@ -151,10 +148,9 @@ def measure(device: Any, published: DeviceProfile, effort: Effort) -> Measuremen
 
 @cache
 def link_bandwidth(device: Any) -> float | None:
-    """Bytes per second between a local device and pinned host memory, in the slower direction.
+    """Bytes per second between a local device and pinned host memory, in the slower direction; None if not measurable.
 
-    Measured once per process (some 30 ms of copies of at most 32 MiB, and their compiles) and not kept. None without
-    such a link, or without room for the test.
+    Measured once per process, in some 30 ms with copies of at most 32 MiB, and not kept.
     """
     published = profile_for_kind(device.device_kind, device.platform)
     try:
@@ -165,7 +161,7 @@ def link_bandwidth(device: Any) -> float | None:
 
 
 class _NotMeasured(Exception):
-    """A number cannot be measured; the message says why."""
+    """Why a number cannot be measured."""
 
 
 # ---- what is run ----------------------------------------------------------------------------------
@@ -290,7 +286,6 @@ def _timed(step: Callable[[Any], Any], state: Any, calls: int) -> tuple[Seconds,
 
 
 def _rate(samples: Sequence[Seconds], work: float, size: str) -> Rate:
-    """The rate of the median repetition; each did ``work``."""
     median = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return Rate(work / median, (high - low) / median, size)
@@ -334,7 +329,7 @@ def _stats(device: Any) -> dict[str, int]:
 
 
 def told_as_text(device: DeviceProfile) -> str:
-    """The measured numbers beside the published ones, as text."""
+    """The measured numbers beside the published ones."""
     published = profile_for_kind(device.kinds[0], device.platform)
     head = f"{device.kinds[0]} as {device.name}: in use, published, and where the first comes from"
     path = measured.file_of(device.kinds[0])
@@ -343,7 +338,7 @@ def told_as_text(device: DeviceProfile) -> str:
 
 
 def told_as_json(device: DeviceProfile) -> str:
-    """The same as JSON: each number's value, published value and source."""
+    """The same as JSON: value, published value and source of each number."""
     path = measured.file_of(device.kinds[0])
     published = profile_for_kind(device.kinds[0], device.platform)
     numbers = {

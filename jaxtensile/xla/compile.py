@@ -1,7 +1,7 @@
 """Lower and compile with XLA, read the allocation back, work around known failures.
 
-Invariant: the executable measured here is the one that the jit object runs afterwards. Options belong to the jit
-object, never to a separate compile.
+Invariant: the measured executable is the one that the jit object runs: options belong to it, never to a separate
+compile.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def compile_program(
 ) -> Compiled:
     """Compile ``make(options)`` (a jit object) for the arguments and read its allocation.
 
-    ``meanwhile``: called while XLA compiles in another thread. ``counts``: device for which XLA's own recomputation is
-    counted. ``clock``: time of a step, from the compiled text.
+    ``meanwhile``: called while XLA compiles in another thread. ``counts``: the device for counting XLA's recomputation.
+    ``clock``: time of a step, from the compiled text.
     """
     started = time.perf_counter()
     notes: tuple[str, ...] = ()
@@ -137,8 +137,8 @@ def memory_of(executable: Any) -> MemoryUse:
 def within(options: Options, spare: Bytes) -> Options:
     """``options`` that tell XLA:TPU that others use ``spare`` bytes of the chip.
 
-    XLA:TPU schedules for speed while there is room. Told of less memory it saves bytes, by recomputing if it must; it
-    refuses nothing because of this option.
+    It schedules for speed while there is room. Told of less it saves bytes, if necessary by recomputing, and refuses
+    nothing.
     """
     return options if RESERVED in options else {**options, RESERVED: max(spare, 0)}
 

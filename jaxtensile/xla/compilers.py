@@ -1,6 +1,6 @@
-"""How target compilers differ, as far as static estimates know.
+"""How target compilers differ, for static estimates.
 
-Invariant: every rule here is about a platform or a compute capability, never about one program.
+Invariant: each rule is about a platform or a compute capability, never about one program.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide
 from jaxtensile.units import Bytes
 
 _TRITON: Final = (8, 0)
-"""Compute capability from which XLA:GPU generates products itself: Ampere's, required by Triton."""
+"""Compute capability from which XLA:GPU generates products itself: Ampere's, as Triton requires."""
 _BF16: Final = (9, 0)
-"""Compute capability from which XLA:GPU computes bf16 adds and multiplies natively: Hopper's."""
+"""Compute capability from which XLA:GPU computes bf16 natively: Hopper's."""
 _NEW_GPU: Final = "GPU from 9.0"
 _GPU: Final = "GPU from 8.0"
 _OLD_GPU: Final = "older GPU"
@@ -35,7 +35,7 @@ _LIKE_H200: Final = FACTS["nvidia-h200"].multiprocessors
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """A margin: a share of the temporaries plus a number of copies of the largest stored array."""
+    """A share of the temporaries plus copies of the largest stored array."""
 
     share: float
     copies: float
@@ -52,9 +52,8 @@ MARGINS: Final = {
     CPU.name: (Margin(0.08, 3), Margin(0.5, 8)),
     TPU.name: (Margin(1.0, 0), Margin(0.21, 1)),
 }
-"""Below and above, by kind of compiler: from ``benchmarks/estimate/targets.py`` on its calibration half, the larger
-over its versions of jax. A TPU keeps small arrays on the chip, where they do not count, so it may need no temporaries.
-"""
+"""Below and above, by kind of compiler: the larger over its versions of jax in ``benchmarks/estimate/targets.py``,
+calibration half. A TPU keeps small arrays on the chip, uncounted, so it may need no temporaries."""
 UNKNOWN: Final = Margin(1.0, 0), Margin(0.5, 8)
 """Margins of a compiler that was not measured: the widest of all."""
 

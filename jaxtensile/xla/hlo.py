@@ -1,11 +1,11 @@
 """Read a compiled program's HLO text: its products, and what XLA recomputes to save bytes.
 
-Products count as in a traced program (2 FLOPs per multiply-add): those in fusions, cuBLAS and cuDNN calls, and loop
-bodies times their trip count. Products that XLA turned into something else (a reduction, a fused attention) are
-missing. So compare only with another compile of the same step.
+Products count 2 FLOPs per multiply-add: those in fusions, cuBLAS and cuDNN calls, and loop bodies times trip count.
+Products that became something else (a reduction, a fused attention) are missing, so compare only compiles of the same
+step.
 
-XLA:GPU recomputes if a program needs more than about 0.76 of its device, XLA:TPU if it needs more than there is. Both
-name recomputed instructions ``…remat``.
+XLA:GPU recomputes above about 0.76 of its device, XLA:TPU above all of it. Both name recomputed instructions
+``…remat``.
 """
 
 from __future__ import annotations

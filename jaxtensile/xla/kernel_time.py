@@ -1,11 +1,11 @@
 """The time of a compiled GPU step: a roofline per kernel, in XLA's own order.
 
 A kernel takes the longer of its products and its traffic, plus a launch and the time to fill and empty the device.
-Recently used values are still in the L2 cache. Copies over the link run beside the kernels, each direction one at a
-time. An op that needs an unfinished copy waits.
+Recent values are still in the L2 cache. Copies run beside the kernels, each direction one at a time; their readers
+wait.
 
-Rates are the device's. The share that each kind of kernel reaches was fitted to half of the programs of
-``benchmarks/time`` (H100, jax 0.11) and validated on the other half.
+The share of the device's rates that each kind reaches was fitted to half of ``benchmarks/time`` (H100, jax 0.11) and
+validated on the other half.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TILE: Final = 128
 DEEPEST: Final = 512
 """Depth of a product that is worth dividing among multiprocessors."""
 TURNS: Final = 3
-"""Turns of a loop that are simulated one by one; the others take as long as the last of these."""
+"""Turns of a loop simulated one by one; the others repeat the last of these."""
 NAMED: Final = 10
 """Kinds of kernels in the account, by the operation they are named after."""
 
@@ -39,10 +39,10 @@ class Shares:
     """What kernels reach, fitted.
 
     ``launch``, ``turn``, ``fill``: seconds per kernel, per turn of a loop, and at most to fill and empty the device.
-    ``traffic``, ``product``, ``convolution``, ``attention``, ``tile``: time as a multiple of that by the device's
-    rates. ``cached``: remaining share of traffic that hits the cache. ``cache``: share of the cache that keeps recent
-    values. ``start``: depth of a product whose time equals its start and end. ``waves``: share of the time lost on
-    multiprocessors without a tile. ``unaligned``: factor for products with unaligned rows.
+    ``traffic``, ``product``, ``convolution``, ``attention``, ``tile``: factors on the time by the device's rates.
+    ``cached``: cost share of traffic that hits the cache. ``cache``: its share that keeps recent values. ``start``:
+    depth of a product as long as its start and end. ``waves``: share of the time lost on multiprocessors without a
+    tile. ``unaligned``: factor for unaligned rows.
     """
 
     launch: Seconds = 0.7e-6
@@ -146,7 +146,7 @@ class _Clock:
         return shares.launch + longest + min(longest, shares.fill)
 
     def _slower(self, p: Product) -> float:
-        """Factor over the device's rate that a product takes because of its sizes."""
+        """The factor of a product's sizes over the device's rate."""
         shares, units = self.shares, self.gpu.multiprocessors
         tiles = p.batch * math.ceil(p.rows / TILE) * math.ceil(p.columns / TILE)
         divided = min(max(units // tiles, 1), max(p.depth // DEEPEST, 1)) if tiles < units else 1
@@ -158,7 +158,7 @@ class _Clock:
         return shares.product * begun * (1 + shares.waves * idle) * padded * (1.0 if p.aligned else shares.unaligned)
 
     def _use(self, value: str, nbytes: Bytes) -> None:
-        """Put ``value`` into the cache, unless it is too large, and drop the least recently used values."""
+        """Cache ``value``, unless it is too large, and evict the least recently used."""
         room = self.shares.cache * self.gpu.l2
         self.held -= self.cached.pop(value, 0)
         if nbytes > room:

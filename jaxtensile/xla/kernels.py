@@ -1,8 +1,7 @@
 """The kernels of a compiled GPU program, in order, with what each reads, writes and multiplies.
 
-The source is XLA's text of the scheduled module. A fused kernel reads of an operand only what its operations need: the
-slices of a sliced or gathered one, and only the updated part of one that is updated in place. Indices of slices are
-left out.
+The source is XLA's text of the scheduled module. A fused kernel reads only the slices of a sliced or gathered operand,
+and only the updated part of one updated in place. Indices of slices are left out.
 
 Invariant: a schedule has the order of launches; loops stay loops.
 """
@@ -38,8 +37,7 @@ _NO_WORK = (FREE - {"copy-done"}) | {
 _SAME_PLACE = ("bitcast", "copy", "convert")
 """Operations through which an update stays in place."""
 ALIGNED = 8
-"""Sizes of 16-bit operands should be multiples of it: otherwise rows are not 16-byte aligned, and a tensor core's fast
-loads cannot read them."""
+"""Divisor of sizes of 16-bit operands for rows aligned to 16 bytes, which a tensor core's fast loads need."""
 FLASH_BACKWARD = 2.5
 """Products of an attention's backward pass per product of its forward pass: five against two."""
 
@@ -263,7 +261,6 @@ class _Inside:
 
 
 def _product(line: Line, shapes: Mapping[str, str]) -> Product:
-    """The sizes of a product."""
     a, b = (dims(shapes.get(o, "")) for o in line.operands[:2])
     depth, batch = (math.prod(a[i] for i in axes(line, which)) for which in ("contracting", "batch"))
     others = max(depth * batch, 1)

@@ -1,21 +1,20 @@
 """The compile-only device of a target name: the target's own compiler, without the hardware.
 
-Invariant: resolving a target leaves the process as it was. ``jax.devices()`` does not change and nothing is printed.
-Environment variables for libtpu are set only while its topology is built. (A CUDA target compiles a small program,
-which starts JAX's usual backends.)
+Invariant: resolving a target leaves the process as it was. ``jax.devices()`` stays and nothing is printed. libtpu's
+environment variables are set only while its topology is built. (A CUDA target compiles a small program, which starts
+JAX's usual backends.)
 
 Found on jax 0.10.2 and 0.12.0.1 (nothing needs a driver):
 
-- XLA:GPU calls ``ptxas`` and reads ``libdevice``: from a toolkit in its usual place, or from the wheels
-  nvidia-cuda-nvcc and nvidia-nvvm. Without either every compile fails.
-- CUDA 13's ptxas accepts compute capability 7.5 and newer. A V100 (7.0) needs CUDA 12's ptxas (wheel
-  nvidia-cuda-nvcc-cu12), through the compiler option ``xla_gpu_cuda_data_dir``. Compiling for 7.5 instead is no
-  substitute: an f16 step came out 25 % too small.
+- XLA:GPU needs ``ptxas`` and ``libdevice``: from a toolkit in its usual place, or from the wheels nvidia-cuda-nvcc and
+  nvidia-nvvm. Without either every compile fails.
+- CUDA 13's ptxas accepts compute capability 7.5 and newer. A V100 (7.0) needs CUDA 12's (wheel nvidia-cuda-nvcc-cu12),
+  through the compiler option ``xla_gpu_cuda_data_dir``. Compiling for 7.5 is no substitute: an f16 step came out 25 %
+  too small.
 - The CUDA plugin looks for cuDNN and the driver once, at the first use of JAX. If that fails, the process cannot use
   it: hence ``hardware.quiet_plugins`` and the second try here.
 - libtpu takes ``v5e:1x1``, ``v5p:1x1x1``, ``v6e:1x1``. It refuses a second process on the machine (a lock file) unless
-  ``ALLOW_MULTIPLE_LIBTPU_LOAD`` is set. Without a TPU it complains on stderr when JAX loads it: again
-  ``hardware.quiet_plugins``.
+  ``ALLOW_MULTIPLE_LIBTPU_LOAD`` is set. Without a TPU it complains on stderr: again ``hardware.quiet_plugins``.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ _LOCK: Final = threading.RLock()
 
 
 def resolve(name: str) -> Device:
-    """The device to put in a ``SingleDeviceSharding`` to compile for ``name``; the same object every time.
+    """The device to put in a ``SingleDeviceSharding`` to compile for ``name``; always the same object.
 
     Raises ``TargetError`` for an unknown name, a missing plugin (with the extra to install) or a compiler that refuses.
     """
@@ -64,7 +63,7 @@ def resolve(name: str) -> Device:
 
 
 def compiler_options(name: str) -> Mapping[str, str]:
-    """Options that every compile for ``name`` needs, to be merged under the user's own."""
+    """Options for every compile for ``name``; the user's own take precedence."""
     if name not in FACTS or FACTS[name].compute_capability >= OLDEST_CUDA13:
         return {}
     root = _wheel_folder("nvidia.cuda_nvcc")
@@ -77,9 +76,9 @@ def compiler_options(name: str) -> Mapping[str, str]:
 
 
 def resolve_all(name: str, count: int) -> tuple[Device, ...]:
-    """``count`` devices to compile one program for; the same objects every time.
+    """``count`` devices to compile one program for; always the same objects.
 
-    Raises ``TargetError`` as ``resolve`` does, and if there are fewer than ``count``.
+    Raises ``TargetError`` as ``resolve`` does, and if there are fewer.
     """
     if count == 1:
         return (resolve(name),)
@@ -143,8 +142,8 @@ def _cuda_topology(config: str, plugin: str = "", count: int = 1) -> Sequence[De
 class _PinnedHost(SingleDeviceSharding):
     """Pinned host memory of a compile-only GPU.
 
-    Such a device lists no memories, and JAX drops the memory kind of its shardings. XLA would then take the argument
-    for device memory and let kernels read it across the link.
+    JAX drops the memory kind of its shardings, since it lists no memories. XLA would then place the argument on the
+    device, and let kernels read it across the link.
     """
 
     def __init__(self, device: Device) -> None:
@@ -163,8 +162,8 @@ def is_absent(device: Device) -> bool:
 def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
     """A context for tracing for named targets, or for the absent GPUs that hold ``args``.
 
-    In this thread JAX sees cuDNN and the lowest compute capability of those GPUs. Without targets and devices, and
-    without a GPU here, it sees the newest GPU's. Other targets change nothing.
+    In this thread JAX sees cuDNN and their lowest compute capability. Without targets, devices and a local GPU it sees
+    the newest GPU's. Other targets change nothing.
     """
     placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     devices = {d for s in placed if isinstance(s, Sharding) and not _compat.is_abstract(s) for d in s.device_set}
