@@ -1,6 +1,6 @@
 """A memory planner for JAX: from a function, its arguments and a byte budget to a function that provably fits.
 
-Names resolve on first use (PEP 562), so importing the package and the command line's help never import JAX.
+Names resolve on first use (PEP 562), so importing the package never imports JAX.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def open_jaxpr(closed: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def lowered(closed: Any) -> Any:
-    """The program in compiled primitives: high-level ones (``jax.experimental.hijax``) are expanded by JAX's rules, in
+    """The program in compiled primitives: JAX's own rules expand high-level ones (``jax.experimental.hijax``), in
     bodies too.
 
     The same object if there are none, or if an argument or result has a type of its own.
@@ -90,7 +90,7 @@ def default_device() -> Any:
 
 
 def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Positions and names of the static arguments of a ``jax.jit`` result, as JAX resolved them."""
+    """Positions and names of the static arguments of a ``jax.jit`` result."""
     return frozenset(jitted._jit_info.static_argnums), frozenset(jitted._jit_info.static_argnames)
 
 
@@ -325,7 +325,7 @@ def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choo
 
     It is ``jax.jit(fun, **options)`` with cache misses sent to that object. A miss returns the outputs and the dispatch
     entry of its executable, unless ``choose`` gave other arguments or a runner. Without an entry such calls stay misses
-    until ``_clear_cache``. ``fun`` runs only under ``jax.disable_jit``, and needs no other owner: the jit objects of
+    until ``_clear_cache``. ``fun`` runs only under ``jax.disable_jit``. It must have no other owner: the jit objects of
     one function share entries.
     """
 
@@ -353,7 +353,7 @@ def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choo
 
 
 def donated_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Positions and names of the donated arguments of a ``jax.jit`` result, as JAX resolved them."""
+    """Positions and names of the donated arguments of a ``jax.jit`` result."""
     return frozenset(jitted._jit_info.donate_argnums), frozenset(jitted._jit_info.donate_argnames)
 
 
@@ -406,7 +406,7 @@ def captured(traced: Any) -> tuple[Any, ...]:
 
 
 def donated_inputs(traced: Any) -> tuple[bool, ...]:
-    """For every input of a trace's jaxpr, captured ones first, whether its buffer may be reused."""
+    """Whether each input of a trace's jaxpr, captured ones first, may be reused."""
     # Not by its ``args_info``: that puts what is no array into the user's own classes, and they may not have it.
     own, donated = len(captured(traced)), traced._params["donated_invars"]
     return (*(False for _ in range(own)), *map(bool, donated[: len(traced.jaxpr.in_avals) - own]))
@@ -424,7 +424,7 @@ def lower(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 
 def _without_args_info(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A trace with a flat ``args_info``; None if that is not needed or there is no trace."""
+    """A trace with a flat ``args_info``; None if not needed or without a trace."""
     try:
         traced = jitted.trace(*args, **kwargs)
     except Exception:
@@ -453,7 +453,7 @@ def asked_shardings(traced: Any) -> Iterator[Any]:
 
 
 def device_sets(traced: Any) -> set[frozenset[Any]]:
-    """The sets of devices that the program itself asks for: jit's shardings, the mesh, constraints."""
+    """The device sets that the program asks for: jit's shardings, the mesh, constraints."""
     places = (*asked_shardings(traced), *_constraints(traced.jaxpr))
     return {
         frozenset(p.devices.flat if isinstance(p, jax.sharding.Mesh) else p.device_set)
@@ -463,7 +463,6 @@ def device_sets(traced: Any) -> set[frozenset[Any]]:
 
 
 def _constraints(closed: Any) -> Iterator[Any]:
-    """Shardings named by the equations of a jaxpr, in bodies too."""
     for eqn in open_jaxpr(closed)[0].eqns if hasattr(closed, "consts") else closed.eqns:
         if eqn.primitive.name == "sharding_constraint":
             yield eqn.params["sharding"]
@@ -486,12 +485,12 @@ def select_and_scatter_add(source: Any, operand: Any, zero: Any, params: Mapping
 
 
 def shardings(tree: Any) -> list[str]:
-    """The place of each leaf, in words that are equal in every process."""
+    """The place of each leaf, in words equal in every process."""
     return [str(getattr(x, "sharding", None)) for x in jax.tree.leaves(tree)]
 
 
 def uncommitted(x: Any) -> Any:
-    """The same array without a committed place, so that it combines with arrays of any device."""
+    """The same array without a committed place, to combine with arrays of any device."""
     if _dtypes.issubdtype(x.dtype, _dtypes.prng_key):
         return jax.random.wrap_key_data(uncommitted(jax.random.key_data(x)), impl=jax.random.key_impl(x))
     return _ArrayImpl(x.aval, x.sharding, x._arrays, committed=False)

@@ -77,7 +77,7 @@ class IgnoredBudgetWarning(UserWarning):
 
 
 class ManyPlansWarning(UserWarning):
-    """A function was planned for many shapes of its arguments, each in seconds."""
+    """A function was planned for many shapes of its arguments, which takes seconds each."""
 
 
 class InternalError(JaxtensileError, RuntimeError):

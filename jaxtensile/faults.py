@@ -55,7 +55,7 @@ def strict() -> bool:
 
 
 def passes(error: BaseException) -> bool:
-    """Whether an error is no fault of ours: it is for the user, or is a disguised Ctrl-C."""
+    """Whether an error is no fault of ours: it is for the user, or a disguised Ctrl-C."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:
@@ -184,8 +184,7 @@ class Faults:
 def leaves_out(
     rewrite: str, otherwise: Callable[[Any], U]
 ) -> Callable[[Callable[Concatenate[S, P], T]], Callable[Concatenate[S, P], T | U]]:
-    """Decorate a rewrite of its first argument, which has a ``request``; if it fails, the result is ``otherwise`` of
-    that."""
+    """Decorate a rewrite of its first argument, which has a ``request``; if it fails, return ``otherwise`` of that."""
 
     def decorate(function: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T | U]:
         @wraps(function)

@@ -25,7 +25,7 @@ VARIABLE: Final = "JAXTENSILE_OFF"
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """``does``: what holds while it is on. ``docs/switches.md`` lists where it is asked for."""
+    """``does``: the effect while on. ``docs/switches.md`` lists where it is asked for."""
 
     name: str
     does: str

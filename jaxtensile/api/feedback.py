@@ -60,8 +60,7 @@ class _Search:
 class Feedback:
     """What one signature runs, and what its steps taught. ``fitted``: what it runs at present.
 
-    ``device``: the rates it was planned for. ``ask_again``: called in another thread when calls should come to Python
-    again.
+    ``device``: the rates it was planned for. ``ask_again``: called in another thread to bring calls back to Python.
     """
 
     def __init__(self, fitted: Fitted, device: DeviceProfile, ask_again: Callable[[], object]) -> None:
@@ -157,7 +156,7 @@ class Feedback:
             self.fitted = replace(self.fitted, report=report)
 
     def _judged(self, measured: Seconds) -> _Search | None:
-        """Record the measured time; a renewal to begin if it differs from the prediction."""
+        """Record the measured time; returns a renewal to begin if it is not the predicted one."""
         report = replace(self.fitted.report, measured=measured)
         self.fitted = replace(self.fitted, report=report)
         if self._before is not None and measured > self._before[1]:
@@ -294,7 +293,7 @@ def without_arrays(x: Any) -> Any:
 
 
 def _wait_for(tree: Any) -> bool:
-    """Wait for the arrays of ``tree``; False if there are none or one failed. Errors are left to the arrays' users."""
+    """Wait for the arrays of ``tree``; False if there are none or one failed. Its user gets the error."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     try:
         jax.block_until_ready(arrays)

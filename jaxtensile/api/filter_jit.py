@@ -89,8 +89,6 @@ class _Static:
 
 
 class _Array:
-    """The place of an array."""
-
     def __repr__(self) -> str:
         return "array"
 
@@ -100,8 +98,6 @@ _ARRAY = _Array()
 
 @jax.tree_util.register_pytree_node_class
 class _Results:
-    """The arrays of a result, and the rest."""
-
     def __init__(self, arrays: list[Any], static: _Static) -> None:
         self.arrays, self.static = arrays, static
 
@@ -114,7 +110,7 @@ class _Results:
 
 
 class _Opaque:
-    """A wrapper for results that may not be hashable or comparable; those equal only themselves."""
+    """A wrapper for results; unhashable or incomparable ones equal only themselves."""
 
     __slots__ = ("value",)
 
@@ -139,7 +135,7 @@ def _join(static: _Static, arrays: Sequence[Any]) -> Any:
 
 
 class _Core:
-    """Shared by all bound forms of one filtered function: the jit object and how arguments are split."""
+    """Shared by all bound forms of a filtered function: the jit object and the splitting of arguments."""
 
     def __init__(self, fun: Callable[..., Any], donate: str, options: dict[str, Any], equinox: Any) -> None:
         self.signature = inspect.signature(fun)

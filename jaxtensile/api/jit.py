@@ -76,7 +76,7 @@ from jaxtensile.xla.compile import Options, compile_program
 from jaxtensile.xla.target import compiler_options, is_absent, resolve_all, tracing_for
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
-"""Ladders of jobs by program, place and options: jobs that train the same function of the same shapes share them."""
+"""Ladders of jobs by program, place and options: jobs that train the same function and shapes share them."""
 _SHARING = threading.Lock()
 MANY = 8
 """Plans of one function after which it warns that every shape needs its own, which takes seconds. A guess."""
@@ -226,7 +226,6 @@ class _Entry:
 
     @property
     def fitted(self) -> Fitted:
-        """What runs at present."""
         return self.feedback.fitted
 
 
@@ -291,7 +290,7 @@ class Planned(Transformed):
         return self if instance is None else Bound(self, instance)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Planned:
-        """A new one of the same function, as for a ``jax.jit`` result; plans and executables are not copied."""
+        """A new one of the same function, as for a ``jax.jit`` result, without plans and executables."""
         return type(self)(copy.deepcopy(self._fun, memo), self._asked)
 
     def __reduce__(self) -> tuple[type[Planned], tuple[Any, Asked]]:
@@ -304,7 +303,6 @@ class Planned(Transformed):
         return type(self), (self._fun, self._asked)
 
     def __getstate__(self) -> Any:
-        """The state of JAX's own object."""
         return self._plain.__getstate__()
 
     def __repr__(self) -> str:
@@ -383,7 +381,7 @@ class Planned(Transformed):
 
     @property
     def _unasked(self) -> bool:
-        """Whether the code only asks that the program fits its device."""
+        """Whether the code only asks for fitting the device."""
         asked = self._asked
         return asked.budget is None and asked.target is None and asked.job is None and not asked.offload_state
 
@@ -397,11 +395,11 @@ class Planned(Transformed):
         return most is None or (AMPLE * most <= room and not (self._undoes(traced) and recomputes(traced.jaxpr)))
 
     def _is_free(self, wanted: Resolved) -> bool:
-        """Whether code and config only ask that the program fits its device."""
+        """Whether code and config only ask for fitting the device."""
         return self._unasked and not (wanted.says_budget or wanted.offloads)
 
     def _undoes(self, traced: Any) -> bool:
-        """Whether the function's checkpoints may be undone; if nothing is asked, only in programs worth planning."""
+        """Whether the function's checkpoints may be undone; unasked, only in programs worth planning."""
         wanted = self._resolved()
         most = all_values(traced.jaxpr) if self._is_free(wanted) else None
         return wanted.undo and (most is None or most >= WORTHWHILE)
@@ -419,12 +417,10 @@ class Planned(Transformed):
         )
 
     def _trace_plain(self, args: Any, kwargs: Any) -> Any:
-        """JAX's trace of the function as written."""
         with told_of_modules(self._fun, args, kwargs):
             return self._plain.trace(*args, **kwargs)
 
     def _say_ignored(self) -> None:
-        """Warn once that a budget has no effect here."""
         if self._asked.budget is None or self._ignored or not _compat.under_trace():
             return
         self._ignored = True
@@ -518,7 +514,7 @@ class Planned(Transformed):
         return self._placement.as_on_device(args, kwargs)
 
     def _planned(self, args: Any, kwargs: Any) -> tuple[_Entry, Any, Any]:
-        """The entry of a program that is not called, and its arguments; the plain program is not compiled."""
+        """The entry and arguments of a program that is not called; the plain program is not compiled."""
         with self._tracing(args, kwargs):
             args, kwargs = self._seen(args, kwargs)
             return self._entry_of(self._trace_plain(args, kwargs), args, kwargs), args, kwargs

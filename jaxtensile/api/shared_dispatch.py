@@ -1,6 +1,6 @@
 """The stand-in by which JAX knows a planned function; jits that ask the same of one function share it.
 
-JAX keeps dispatch entries by function and options, so repeated ``jax.jit(f)(x)`` compiles once. So repeated
+JAX keeps dispatch entries by function and options: repeated ``jax.jit(f)(x)`` compiles once, and so repeated
 ``jaxtensile.jit(f)(x)`` plans once.
 
 Invariant: a planned function never shares entries with ``jax.jit`` of it, nor with other questions. Nothing here keeps
@@ -63,7 +63,7 @@ def _question(asked: Asked) -> Hashable | None:
 
 
 def _for(fun: Callable[..., Any], running: set[Any] | WeakSet[Any]) -> _StandIn:
-    """A function that looks like ``fun`` to JAX, does not hold it, and runs one of ``running``."""
+    """A function that looks like ``fun`` to JAX without holding it, and runs one of ``running``."""
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         with _LOCK:  # another thread may add one

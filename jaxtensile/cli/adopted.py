@@ -45,7 +45,7 @@ class Adopted(AbstractContextManager["Adopted", None]):
     def end(self, started: Collection[int], said: Collection[bytes] | None = None) -> bool:
         """Kill orphans whose environment has one of the settings ``said`` (None: all), and reap the ended ones.
 
-        ``started``: children that are no orphans. True if there were orphans; what they started comes next.
+        ``started``: children that are no orphans. True if there were orphans: what they started follows.
         """
         orphans = set(_children()) - self._own - set(started)
         for pid in orphans:

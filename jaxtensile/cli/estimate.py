@@ -33,7 +33,7 @@ _GROWN = 8
 
 
 class BaselineError(JaxtensileError, ValueError):
-    """A baseline file that cannot be read, or lacks what is compared with it."""
+    """A baseline file that is unreadable, or lacks what is compared."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Search:
         self._known: dict[int, Mapping[str, Estimate] | None] = {}
 
     def largest(self, target: str) -> int:
-        """The largest batch that fits, a multiple of the smallest that the workload takes; 0 if none fits."""
+        """The largest batch that fits, a multiple of the smallest accepted one; 0 if none fits."""
         first = self._first()
         return self._between(first, self._guess(first, target), target) if self._fits(first, target) else 0
 
@@ -205,7 +205,6 @@ def _on(workload: Workload, targets: Sequence[str], exact: bool, tell: Tell, con
 
 
 def _as_rows(table: Table) -> str:
-    """One row per target, bytes by kind."""
     head = ["target", "device", "argument", "output", "temp", "alias", "process", "of", "fits"]
     rows = [head + ["largest batch"] * bool(table.batches)]
     for name, e in table.estimates.items():
@@ -275,7 +274,7 @@ def read_baseline(baseline: Path) -> Baseline:
 
 
 def compare(table: Table, baseline: Baseline) -> list[Growth]:
-    """The growth against an earlier file; raises ``BaselineError`` if the two do not match."""
+    """The growth against an earlier file; ``BaselineError`` if they do not match."""
     path, before = baseline.path, baseline.targets
     out: list[Growth] = []
     for name, e in table.estimates.items():

@@ -55,7 +55,6 @@ def _open_standard() -> None:
 
 
 def _failed(error: Exception) -> int:
-    """Print the error; the exit code."""
     if not isinstance(error, JaxtensileError):
         # Python would exit with 1, which here says "does not fit".
         traceback.print_exception(error)
@@ -127,7 +126,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_coordination(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the commands for jobs that share a device."""
     place = argparse.ArgumentParser(add_help=False)
     place.add_argument("--config", metavar="F", help=_CONFIG)
     place.add_argument("--socket", metavar="P", help="the coordinator's socket; default: the config's, or your own")
@@ -200,7 +198,6 @@ def _same(one: Path, other: Path | None) -> bool:
 
 
 def _percent(text: str) -> float:
-    """A percentage, 0 or more, with or without its sign."""
     with suppress(ValueError):
         found = float(text.strip().removesuffix("%"))
         if found >= 0:  # which nan is not

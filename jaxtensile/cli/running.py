@@ -117,7 +117,7 @@ def _chosen(names: Sequence[str], file: Path | None, config: Config) -> dict[str
 
 @contextmanager
 def _coordinator(options: argparse.Namespace, file: Path | None, config: Config) -> Iterator[Path]:
-    """The socket of the running coordinator, or of one for these jobs alone that ends with them."""
+    """The socket of the running coordinator, or of one that ends with these jobs."""
     path = place_of(options, config)
     try:
         Inquirer(path).close()
@@ -255,7 +255,7 @@ def _reaped(job: Job) -> bool:
 
 
 def _repeat(job: Job) -> bool:
-    """Print a chunk of a job's output, each line with its name; whether more may come."""
+    """Print a chunk of a job's output, each line with its name; False at its end."""
     assert job.process.stdout is not None
     try:
         data = os.read(job.process.stdout.fileno(), _CHUNK)
@@ -318,7 +318,7 @@ def _end(jobs: Sequence[Job]) -> None:
 
 @contextmanager
 def _until_terminated() -> Iterator[None]:
-    """SIGTERM, or the end of the terminal, acts like Ctrl-C; under ``nohup`` the process goes on."""
+    """SIGTERM, or the end of the terminal, acts like Ctrl-C; ``nohup`` holds."""
 
     def interrupt(number: int, stack: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,7 +1,7 @@
 """``jaxtensile serve``: the coordinator of this user's jobs, until a signal ends it.
 
-SIGTERM or Ctrl-C: no new jobs, and the end after all releases or ``--grace``; a second one: at once. SIGHUP: read the
-config again; a broken one is reported and changes nothing.
+SIGTERM or Ctrl-C: no new jobs; it ends when all have released, at the latest after ``--grace``. A second one: at once.
+SIGHUP: read the config again; a broken one is reported and changes nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def serve(options: argparse.Namespace) -> None:
     unread = [config]
 
     def reread() -> Reading:
-        """Later reads do not wait: the server keeps its config if the file is empty."""
+        """Later reads do not wait: an empty file keeps the earlier config."""
         now = unread.pop() if unread else Config() if file is None else read(file)
         return capacities(now), now.settings
 
@@ -82,7 +82,6 @@ def serve(options: argparse.Namespace) -> None:
 
 
 def _listening(port: int) -> socket.socket:
-    """A socket for metrics, on 127.0.0.1 only."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

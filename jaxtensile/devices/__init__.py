@@ -1,1 +1,1 @@
-"""What a device is: its memory and speed, what this machine has, what was measured of it. No JAX."""
+"""Devices: memory and speed, this machine's hardware, measured rates. No JAX."""

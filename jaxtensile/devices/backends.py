@@ -20,7 +20,7 @@ class Backend:
     own_memory: bool = True
     """Whether its memory is separate from the host's."""
     offloads: bool = False
-    """Whether values can be offloaded to the host: in straight-line code, and stacks of loops."""
+    """Whether values can be offloaded: in straight-line code, and stacks of loops."""
     heeds_barriers: bool = False
     """Whether its scheduler keeps the order that barriers give. XLA:CPU and XLA:TPU drop them before scheduling."""
     recomputes: bool = False
@@ -28,21 +28,21 @@ class Backend:
     takes_all: bool = False
     """Whether it uses all memory, or less if told that others use some; then it recomputes, visibly in its program."""
     places_copies: bool = False
-    """Whether it places copies to the host by itself, so that they must be tied to data (``host_stacks``)."""
+    """Whether it places host copies itself, so that they must be tied to data (``host_stacks``)."""
     reads_backwards_from: tuple[int, ...] = (0,)
     """The jax from which it recognizes slices of stacks in host memory (``rewrites.loops``): XLA:GPU before its change
     46308 of 2026-07-27 does not."""
     draws_dear: bool = False
-    """Whether drawing random bits again is expensive in straight-line code: measured for v5e, ``benchmarks/tpu``."""
+    """Whether redrawing random bits is expensive in straight-line code: measured for v5e, ``benchmarks/tpu``."""
     bounded: bool = False
     """Whether single ops' needs bound every program, and programs without loops need about the prediction: of some 300
     plans for an H200, XLA allocated at least 0.88 of it."""
     pools: bool = False
-    """Whether a process takes its memory from XLA's BFC allocator, beside a context."""
+    """Whether a process allocates from XLA's BFC allocator, beside a context."""
     widens_sums: bool = True
     """Whether products of 16-bit numbers can be summed in 32 bits."""
     schedulers: tuple[Mapping[str, Any], ...] = field(default=({},), hash=False)
-    """Compiler options of the schedulers worth trying for a rewritten program, best first."""
+    """Compiler options of the schedulers to try for a rewritten program, best first."""
     drops_barriers_before: tuple[int, ...] = (0,)
     """The jax before which the pass ``cse_barrier_expander`` drops barriers before scheduling and undoes every
     recomputation (a GPT step: 592 MiB with the pass, 129 without)."""

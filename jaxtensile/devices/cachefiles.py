@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def cache_folder() -> Path | None:
-    """The user's cache folder for this package, by the XDG base directory rules; it need not exist."""
+    """The user's cache folder for this package (XDG base directory rules); it need not exist."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     if os.path.isabs(given):  # relative ones are to be ignored
         return Path(given) / "jaxtensile"
@@ -18,7 +18,7 @@ def cache_folder() -> Path | None:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file and its folder atomically: a reader sees the old file or the new one. Raises ``OSError``."""
+    """Write a file and its folder atomically. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
     try:

@@ -30,7 +30,7 @@ WITHOUT_TPU: Final = {
 
 
 def has_nvidia_driver() -> bool:
-    """Whether an NVIDIA driver is loaded (``/dev/dxg``: through WSL)."""
+    """Whether an NVIDIA driver is loaded (``/dev/dxg``: WSL)."""
     return any(Path(p).exists() for p in ("/proc/driver/nvidia", "/dev/nvidiactl", "/dev/dxg"))
 
 
@@ -49,7 +49,7 @@ def host_memory(root: Path = Path("/")) -> Bytes:
 
 
 def _group_limits(root: Path) -> Iterator[Bytes]:
-    """Limits of this process's memory control groups, versions 1 and 2, and of all groups above them."""
+    """Limits of this process's memory control groups (versions 1 and 2) and of all above them."""
     with suppress(OSError, ValueError):
         groups = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
         for line in (root / "proc/self/mountinfo").read_text().splitlines():
@@ -74,7 +74,7 @@ def _group_limits(root: Path) -> Iterator[Bytes]:
 
 
 def _limit(file: Path) -> Iterator[Bytes]:
-    """The number in a control group's file; nothing if it has none (``max``) or does not exist."""
+    """The number in a control group's file, if it has one (not ``max``)."""
     with suppress(OSError):
         text = file.read_text().strip()
         if text.isdecimal():

@@ -36,7 +36,7 @@ _UNITS: Final = {"bandwidth": "B/s", "flops": "FLOP/s"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """The measured numbers of a device of ``kind``. ``numbers`` and ``how`` are by field of ``DeviceProfile``."""
+    """Measured numbers of a device of ``kind``. ``numbers``, ``how``: by field of ``DeviceProfile``."""
 
     kind: str
     jaxlib: str
@@ -53,7 +53,7 @@ def full_kind(device_kind: str) -> str:
 
 
 def applied(device: DeviceProfile, found: Measurement, device_kind: str) -> DeviceProfile:
-    """``device`` with the numbers measured on ``device_kind``, which becomes the first of its kinds."""
+    """``device`` with the numbers measured on ``device_kind``, its first kind from then on."""
     kinds = (device_kind, *(k for k in device.kinds if k != device_kind))
     told = {name: f"measured {found.date} with jaxlib {found.jaxlib}: {how}" for name, how in found.how.items()}
     numbers: dict[str, Any] = {n: int(x) if n == "capacity" else x for n, x in found.numbers.items()}
@@ -62,7 +62,7 @@ def applied(device: DeviceProfile, found: Measurement, device_kind: str) -> Devi
 
 
 def best_known(device: DeviceProfile, device_kind: str | None = None) -> DeviceProfile:
-    """``device`` with numbers measured on this kind, if any. None: on the first of its kinds that was measured."""
+    """``device`` with numbers measured on this kind, if any; None: on its first measured kind."""
     kinds = device.kinds if device_kind is None else (device_kind,)
     found = ((kind, load(kind)) for kind in kinds)
     return next((applied(device, m, kind) for kind, m in found if m is not None), device)
@@ -83,7 +83,7 @@ def load(device_kind: str) -> Measurement | None:
 
 
 def keep(found: Measurement, device_kind: str) -> Path | None:
-    """Write a measurement atomically for later processes; the path, or None with a warning if that fails."""
+    """Write a measurement atomically; its path, or None with a warning."""
     path = file_of(device_kind)
     text = json.dumps({"format": FORMAT, **asdict(found)}, indent=1) + "\n"
     problem: object = "there is no home folder and no $XDG_CACHE_HOME"
@@ -179,7 +179,7 @@ def told(name: str, number: float) -> str:
 
 
 def table(device: DeviceProfile, published: DeviceProfile | None = None) -> list[str]:
-    """A line for every number of a profile, with its source; beside the ``published`` number if given."""
+    """A line per number of a profile, with its source and, if given, the ``published`` number."""
     rows = [
         (name, told(name, getattr(device, name)), told(name, getattr(published, name)) if published else "")
         for name in NUMBERS
@@ -193,7 +193,6 @@ def table(device: DeviceProfile, published: DeviceProfile | None = None) -> list
 
 @cache
 def _processor() -> str:
-    """The processor's name, if the kernel gives it."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

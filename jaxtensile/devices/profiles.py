@@ -43,7 +43,7 @@ class DeviceProfile:
     kinds: tuple[str, ...]
     """``jax.Device.device_kind`` strings of this device; the first is the usual one."""
     capacity: Bytes
-    """Bytes that a program can allocate, not the advertised ones."""
+    """Bytes that a program can allocate."""
     memory_bandwidth: float
     """Bytes per second of device memory."""
     matmul_flops_bf16: float
@@ -57,7 +57,7 @@ class DeviceProfile:
     sources: Mapping[str, str] = field(hash=False, repr=False)
     """The source of each number above, by its name."""
     measured: frozenset[str] = frozenset()
-    """Names of the numbers that were measured on a device of this kind."""
+    """Names of the measured numbers."""
     traffic_weight: float = TRAFFIC_WEIGHT
     """Weight of a second of memory traffic or launches beside one of matrix work in comparisons of plans; from 1 on
     predicted seconds are compared."""
@@ -68,7 +68,7 @@ class DeviceProfile:
         return BACKENDS[self.platform]
 
     def reached(self, rate: str, of_peak: float) -> float:
-        """The rate ``rate`` that programs get: ``of_peak`` of a peak, ``OF_MEASURED`` of a measured rate."""
+        """The rate that programs get: ``of_peak`` of a peak, ``OF_MEASURED`` of a measured rate."""
         return getattr(self, rate) * (OF_MEASURED if rate in self.measured else of_peak)
 
 
@@ -88,11 +88,11 @@ _XLA_GEN4: Final = f"{_XLA}, which lists PCIe 4 rates for this card"
 _ENCODED: Final = "PCIe 4.0 x16 after encoding"
 _GOOGLE: Final = "Google's TPU system architecture pages"
 _GEN3: Final = 17_179_869_184.0
-"""Bytes per second of PCIe 3.0 x16, one way: 16 GiB/s, as openxla/xla's device descriptions have it."""
+"""Bytes per second of PCIe 3.0 x16, one way: 16 GiB/s, from openxla/xla's device descriptions."""
 _GEN4: Final = 34_359_738_368.0
-"""Bytes per second of PCIe 4.0 x16, one way: 32 GiB/s, as openxla/xla's device descriptions have it."""
+"""Bytes per second of PCIe 4.0 x16, one way: 32 GiB/s, from openxla/xla's device descriptions."""
 _GEN5: Final = 68_719_476_736.0
-"""Bytes per second of PCIe 5.0 x16, one way: 64 GiB/s, as openxla/xla's device descriptions have it."""
+"""Bytes per second of PCIe 5.0 x16, one way: 64 GiB/s, from openxla/xla's device descriptions."""
 
 
 def _gpu(
@@ -112,7 +112,7 @@ def _gpu(
     bf16_flops: str | None = None,
 ) -> DeviceProfile:
     """A GPU's profile. ``flops``, ``memory``, ``way``: sources of rates, of capacity and bandwidth, and of the link.
-    ``room``, ``bf16_flops``: sources of the capacity and the bf16 rate, if different."""
+    ``room``, ``bf16_flops``: of the capacity and the bf16 rate, if different."""
     return DeviceProfile(
         name=name,
         platform=CUDA.name,

@@ -184,7 +184,6 @@ def static_estimate(
 
 
 def _largest(graph: Graph, live: Liveness) -> Bytes:
-    """Bytes of the largest stored array."""
     return max(
         (r.nbytes for r in (*live.ranges, *(graph.values[v] for v in (*graph.inputs, *graph.outputs)))), default=0
     )
@@ -193,7 +192,7 @@ def _largest(graph: Graph, live: Liveness) -> Bytes:
 def held_at_the_peak(
     program: Traced, graph: Graph, origin: Sequence[int], live: Liveness, holes: Bytes
 ) -> tuple[Held, ...]:
-    """What is live at the peak, like values together, largest first. ``holes``: unused bytes between buffers."""
+    """Values live at the peak, like ones together, largest first. ``holes``: unused bytes between buffers."""
     peak, ranges, inside = live.at_peak()
     made = producers(graph)
     found: dict[tuple[str, str, tuple[int, ...], str], tuple[int, Bytes]] = {}
@@ -228,7 +227,6 @@ def _exactly(
     device: DeviceProfile,
     target: str | None,
 ) -> Estimate:
-    """The estimate with XLA's own figures."""
     options = compiler_options(target) if target is not None else {}
     placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
     make, recomputes = functools.partial(_Optioned, plain), device.backend.recomputes

@@ -16,7 +16,7 @@ from jaxtensile.units import Bytes, Seconds
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Values of one op, type and line that are live at the peak: their number and total bytes.
+    """Values of one op, type and line live at the peak: number and total bytes.
 
     Without a ``dtype``: needs inside the bodies of a loop or branch, or holes between buffers.
     """

@@ -88,7 +88,6 @@ def as_dict(estimate: Figures) -> dict[str, Any]:
 
 
 def _by_xla(e: Figures) -> Iterator[str]:
-    """XLA's own recomputation."""
     if e.xla.count:
         to = f" to get from {format_bytes(e.device)} to {format_bytes(e.spared)}" if e.spared is not None else ""
         took = f"predicted +{format_seconds(e.xla.seconds)} a step"

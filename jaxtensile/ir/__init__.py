@@ -1,1 +1,1 @@
-"""What a program and a plan are, as plain data: no JAX, no decisions."""
+"""Programs and plans as plain data: no JAX, no decisions."""

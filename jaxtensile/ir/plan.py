@@ -16,7 +16,7 @@ from jaxtensile.units import Bytes, Flops, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryUse:
-    """Bytes of one executable, in the terms of XLA's memory analysis. ``exact``: XLA said so."""
+    """Bytes of one executable, by XLA's categories. ``exact``: XLA's own."""
 
     argument: Bytes
     output: Bytes
@@ -27,7 +27,7 @@ class MemoryUse:
 
     @property
     def device(self) -> Bytes:
-        """Bytes that must fit on the device: argument + output + temp - alias."""
+        """Bytes needed on the device: argument + output + temp - alias."""
         return self.argument + self.output + self.temp - self.alias
 
 
@@ -55,8 +55,7 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class CompiledTime:
-    """The time of a compiled step by its kernels: seconds, seconds of waiting for copies, number of kernels, and the
-    longest."""
+    """A compiled step by its kernels: seconds, seconds of waiting for copies, number of kernels, and the longest."""
 
     seconds: Seconds
     wait: Seconds
@@ -109,7 +108,7 @@ TO_HOST, TO_DEVICE = "to_host", "to_device"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Predicted cost of every op of a graph, as part of the fused program.
+    """Predicted cost of every op of a graph, within the fused program.
 
     ``seconds``: roofline time. ``charge``: the solvers' objective, matrix time first.
     """
@@ -135,8 +134,8 @@ class Link:
 class Program:
     """A schedule over versions of the original's values.
 
-    ``origin[i]``: the original op that op ``i`` repeats, -1 for an inserted barrier or copy. ``version_of[v]``: the
-    original value that value ``v`` equals.
+    ``origin[i]``: the original op of op ``i``, -1 for an inserted barrier or copy. ``version_of[v]``: the original of
+    value ``v``.
     """
 
     graph: Graph
@@ -208,9 +207,9 @@ class Plan:
     wait: Seconds = 0.0
     """Part of ``overhead`` spent waiting for copies."""
     gap: float | None = None
-    """How far the charge may be above the least, as a share of it: 0.0 is proven, None is not known."""
+    """How far the charge may be above the least, as a share of it: 0.0 proven, None not known."""
     bound: Seconds | None = None
-    """Lower bound on the charge in the solver's space, if it has one."""
+    """Lower bound of the charge in the solver's space, if any."""
 
     @property
     def changes_nothing(self) -> bool:

@@ -26,7 +26,7 @@ class Sites:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Steps ``[start, stop)``: a barrier, then the ops that run again because of it."""
+    """Steps ``[start, stop)``: a barrier, then the ops repeated because of it."""
 
     start: int
     stop: int
@@ -36,7 +36,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Track:
-    """One program: device bytes and the op of every step of its schedule.
+    """One program: device bytes and op of every step.
 
     ``base``: arguments + outputs - aliases, live in every step.
     """

@@ -1,1 +1,1 @@
-"""What is told of a plan: text, HTML, a trace."""
+"""Reports of a plan: text, HTML, a trace."""

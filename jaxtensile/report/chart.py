@@ -1,7 +1,7 @@
 """Device bytes over the steps of a schedule, as an inline SVG for light and dark pages.
 
-Both programs share the axis: at the same place they do the same work. While the planned one repeats ops, the plain one
-stands still (see ``Timeline.aligned``).
+Both programs share the axis: the same place is the same work. While the planned one repeats ops, the plain one stands
+still (see ``Timeline.aligned``).
 """
 
 from __future__ import annotations
@@ -62,8 +62,6 @@ def memory_chart(timeline: Timeline, lines: Sequence[Line], *, columns: int = 48
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Steps and bytes to pixels."""
-
     steps: int
     top: float
 
@@ -84,7 +82,6 @@ def _edges(steps: int, columns: int) -> list[int]:
 
 
 def _area(kind: str, device: Sequence[Bytes], edges: Sequence[int], scale: _Scale) -> str:
-    """The most bytes of each column, as a filled staircase."""
     path = [f"M{scale.x(0)} {_short(scale.y(0))}"]
     last = ""
     for a, b in pairwise(edges):
@@ -128,7 +125,6 @@ def _ticks(most: float) -> list[float]:
 
 
 def _lane(stages: Sequence[Stage], scale: _Scale) -> list[str]:
-    """The strip of repeated ops below the axis."""
     if not stages:
         return []
     y = HEIGHT - _BOTTOM + 12
@@ -146,7 +142,6 @@ def _lane(stages: Sequence[Stage], scale: _Scale) -> list[str]:
 
 
 def _lines(lines: Sequence[Line], scale: _Scale) -> list[str]:
-    """Horizontal lines, with labels that do not overlap."""
     parts: list[str] = []
     end = WIDTH - _RIGHT
     bottom = HEIGHT - _BOTTOM

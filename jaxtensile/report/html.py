@@ -109,7 +109,6 @@ def as_fragment(report: Facts) -> str:
 
 
 def _top(r: Facts) -> list[str]:
-    """The verdict and the main figures."""
     tiles = [
         (format_bytes(r.baseline.device), f"plain, {_by(r.baseline)}"),
         (format_bytes(r.compiled.device), "planned, by XLA"),

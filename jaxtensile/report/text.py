@@ -137,7 +137,7 @@ def slower(report: Facts) -> str:
 
 
 def by_kernels(report: Facts) -> str:
-    """The time of a step by its compiled kernels, beside the plain program's if compiled."""
+    """The step by its compiled kernels, beside the plain program's if compiled."""
     now, plain = report.kernels, report.plain_kernels
     assert now is not None
     beside = ""
@@ -180,7 +180,7 @@ def spent(report: Facts) -> str:
 
 
 def told_settings(settings: Iterable[Setting]) -> list[str]:
-    """Sources of options: a line for each that a config gives, one for all others; empty without a config's."""
+    """Sources of options: a line for each from a config, one for the rest; empty without a config's."""
     all_ = list(settings)
     lines = [f"{s.name} {s.value} from {short_place(s.source)} [{s.table}]" for s in all_ if s.table]
     if not lines:
@@ -227,7 +227,6 @@ def as_text(report: Facts) -> str:
 
 
 def _waiting(report: Facts) -> list[str]:
-    """The arguments on the host between steps, largest first."""
     state = sorted(report.state, key=lambda leaf: -leaf.nbytes)
     if not state:
         return []
@@ -250,7 +249,6 @@ def _row(name: str, *cells: str) -> str:
 
 
 def _listed(word: str, decisions: list[Decision]) -> list[str]:
-    """A headed list of groups in columns, largest first."""
     found = groups(decisions)
     if not found:
         return []

@@ -1,7 +1,7 @@
 """A report as trace JSON, for ui.perfetto.dev or chrome://tracing: bytes over predicted time.
 
-Each program is a process, so that the two can be overlaid: a counter of live device bytes beside the budget, a slice
-per op, and a slice per stage of repeated ops. Times are predicted. Format: JSON trace events, microseconds.
+Each program is a process, to overlay the two: a counter of live device bytes beside the budget, a slice per op, and a
+slice per stage of repeated ops. Format: JSON trace events, microseconds.
 """
 
 from __future__ import annotations

@@ -129,7 +129,6 @@ def planned(config: Config, who: Identity) -> None:
 
 
 def _place(config: Config, name: str) -> str:
-    """The place of a table's first key."""
     keys = (("functions", name, key) for key in config.functions[name].said())
     return next((config.places[key] for key in keys if key in config.places), config.file)
 

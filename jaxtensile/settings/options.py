@@ -39,7 +39,7 @@ CODE, DEFAULT, JOB = "code", "default", "job"
 
 
 class Unsaid:
-    """An option's default, distinct from the same value in the code, printed as its value."""
+    """An option's default: prints as its value, but differs from the same value in the code."""
 
     __slots__ = ("value",)
 
@@ -111,11 +111,11 @@ class Resolved:
 
     @property
     def as_written(self) -> Any:
-        """The budget as written in the code or the function's table, the same on every machine; None without one."""
+        """The budget as written, the same on every machine; None without one."""
         return self._budget
 
     def limit(self, devices: Sequence[str], capacity: Bytes) -> tuple[Bytes, Setting] | None:
-        """What the config's ``[device]`` leaves of the smallest of ``devices``; None if it does not mention them."""
+        """What the config's ``[device]`` leaves of the smallest of ``devices``; None if not mentioned."""
         keys = ("capacity", "reserve")
         said = {name: place for name in devices if (place := self.config.place_of(name, keys))}
         if not said:
@@ -187,7 +187,6 @@ def resolved(asked: Asked, config: Config, who: Identity) -> Resolved:
 
 
 def _chosen(name: str, asked: Asked, config: Config, said: _Said) -> tuple[Any, Setting]:
-    """The value and source of an option that is no size."""
     value, place = getattr(asked, name), (CODE, "")
     if isinstance(value, Unsaid):
         value, place = (said[name][0], _place(config, said, name)) if name in said else (value.value, (DEFAULT, ""))

@@ -1,1 +1,1 @@
-"""What XLA says: the compiler of an absent device, and the bytes and the text of what it compiled."""
+"""XLA's answers: compilers of absent devices, and the bytes and text of compiled programs."""

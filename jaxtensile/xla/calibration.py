@@ -55,8 +55,8 @@ _MEASURING: Final = threading.Lock()
 class Effort:
     """How hard to try. Guesses, so that all rates are measured within seconds.
 
-    ``aim``: seconds of a repetition. ``share``: of the device's bytes, for all arrays. ``limit``: seconds per number,
-    if three repetitions take less.
+    ``aim``: seconds of a repetition. ``share``: of the device's bytes, for all arrays. ``limit``: seconds of
+    repetitions per number, of which there are at least three.
     """
 
     aim: Seconds = 0.03
@@ -70,7 +70,7 @@ _LITTLE = Effort(aim=0.003, repetitions=3, limit=0.05)
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Units of work per second. ``spread``: width of the middle half of the repetitions, as a share of their median."""
+    """Units of work per second. ``spread``: interquartile range of the repetitions over their median."""
 
     value: float
     spread: float
@@ -102,7 +102,7 @@ def calibrate(device: Any = None, *, refresh: bool = False) -> DeviceProfile:
 
 
 def measure(device: Any, published: DeviceProfile, effort: Effort) -> Measurement:
-    """The rates of a device that is here, and its capacity if no table knows it."""
+    """The rates of a local device, and its capacity if no table knows it."""
     started = time.perf_counter()
     most = int(_bytes(device, published) * effort.share)
     numbers: dict[str, float] = {}
@@ -168,7 +168,7 @@ class _NotMeasured(Exception):
 
 
 def products(device: Any, dtype: Any, peak: float, most: Bytes, effort: Effort) -> Rate:
-    """FLOP/s of products of square matrices. ``peak``: the expected rate; ``most``: bytes of three matrices."""
+    """FLOP/s of products of square matrices. ``peak``: expected rate; ``most``: bytes of three matrices."""
     tile = np.random.default_rng(0).standard_normal((_TILE, _TILE)).astype(np.float32)
 
     @jax.jit
@@ -248,7 +248,7 @@ def _sampled(
 ) -> tuple[int, list[Seconds], int]:
     """The chosen size, seconds of each repetition, and calls per repetition.
 
-    ``make``: for a size, a step and its initial state. The work of a step grows with size to the ``power``.
+    ``make``: for a size, a step and its initial state; its work grows with size to the ``power``.
     """
 
     def rounded(size: float) -> int:

@@ -74,8 +74,8 @@ def compile_program(
 ) -> Compiled:
     """Compile ``make(options)`` (a jit object) for the arguments and read its allocation.
 
-    ``meanwhile``: called while XLA compiles in another thread. ``counts``: the device for counting XLA's recomputation.
-    ``clock``: time of a step, from the compiled text.
+    ``meanwhile``: called while XLA compiles in another thread. ``counts``: device for counting XLA's recomputation.
+    ``clock``: step time of the compiled text.
     """
     started = time.perf_counter()
     notes: tuple[str, ...] = ()
@@ -154,12 +154,12 @@ def _without_pass(options: Options, *names: str) -> Options:
 
 
 def not_recomputing(backend: Backend, options: Options) -> Options:
-    """``options`` that keep XLA from recomputing by itself, if the backend has such an option."""
+    """``options`` that keep XLA from recomputing by itself, if there are any."""
     return _without_pass(options, REMATERIALIZATION) if backend.recomputes else options
 
 
 def recomputing(options: Options, capacity: Bytes, aim: Bytes) -> Options:
-    """``options`` under which XLA:GPU recomputes by itself until it needs at most ``aim`` bytes."""
+    """``options`` under which XLA:GPU recomputes by itself down to ``aim`` bytes."""
     return options if _SLOP in options else {**options, _SLOP: max(int(100 * aim / (_SCHEDULED * capacity)), 1)}
 
 

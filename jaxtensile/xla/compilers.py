@@ -60,8 +60,8 @@ UNKNOWN: Final = Margin(1.0, 0), Margin(0.5, 8)
 
 @dataclass(frozen=True, slots=True)
 class Compiler:
-    """A target's compiler. ``fuser``: its fusion rules. ``wide``: what it computes in f32. ``processors``:
-    multiprocessors of a GPU. ``kind``: key into ``MARGINS``."""
+    """A target's compiler. ``fuser``: fusion rules. ``wide``: what it computes in f32. ``processors``: of a GPU.
+    ``kind``: key into ``MARGINS``."""
 
     fuser: Fuser = H200
     wide: Wide | None = None
@@ -91,7 +91,7 @@ class Compiler:
         return found if self.fuser == FUSES_CPU else _then(found, lowered(found.graph))
 
     def as_written(self, graph: Graph) -> Graph:
-        """A graph with workspaces, with the copies that its products by groups share if nothing keeps them apart."""
+        """A graph with workspaces, with the copies that its products by groups share if nothing separates them."""
         return self.lowered(graph).graph if _shares(graph) else graph
 
     def with_workspaces(self, graph: Graph) -> Graph:
@@ -122,7 +122,7 @@ def _then(first: Lowered, second: Lowered) -> Lowered:
 
 
 def kind_of(device: DeviceProfile) -> str:
-    """The kind of compiler for a device. A GPU of unknown compute capability counts as new."""
+    """The kind of compiler for a device; an unknown GPU counts as new."""
     if device.backend is not CUDA or device.name not in FACTS:
         return _NEW_GPU if device.backend is CUDA else device.platform
     capability = FACTS[device.name].compute_capability

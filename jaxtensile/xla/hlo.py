@@ -64,7 +64,7 @@ def hlo_flops(text: str) -> Flops:
 
 
 def recomputed(text: str, device: DeviceProfile) -> Recomputed:
-    """What XLA recomputes by itself. An instruction takes the longer of its products and its memory traffic."""
+    """XLA's own recomputation; an instruction takes the longer of its products and its traffic."""
     if ".remat" not in text:
         return NOTHING_AGAIN
     computations, entry = parsed(text)
@@ -146,7 +146,6 @@ def axes(line: Line, which: str) -> list[int]:
 
 
 def _arrays(shape: str) -> Iterator[tuple[str, list[int]]]:
-    """Type and sizes of every array of a shape."""
     for dtype, sizes in _SHAPE.findall(shape):
         yield dtype, [int(n) for n in sizes.split(",") if n]
 

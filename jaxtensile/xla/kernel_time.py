@@ -25,9 +25,9 @@ from jaxtensile.xla.kernels import Copied, Copying, Kernel, Product, Schedule, s
 LINK_SHARE: Final = 0.95
 """Share of the link's rate that copies of many megabytes reach."""
 TILE: Final = 128
-"""Rows and columns of a product that one multiprocessor makes at a time."""
+"""Rows and columns of a product's tile on one multiprocessor."""
 DEEPEST: Final = 512
-"""Depth of a product that is worth dividing among multiprocessors."""
+"""Least depth of a product worth dividing among multiprocessors."""
 TURNS: Final = 3
 """Turns of a loop simulated one by one; the others repeat the last of these."""
 NAMED: Final = 10
@@ -64,7 +64,7 @@ FITTED: Final = Shares()
 
 
 def timed(text: str, device: DeviceProfile, shares: Shares = FITTED) -> CompiledTime | None:
-    """Time of the program with HLO text ``text``; None for devices whose kernels are not known."""
+    """Time of the program with HLO text ``text``; None for devices without known kernels."""
     return seconds_of(schedule_of(text), device, shares) if device.name in FACTS else None
 
 
@@ -128,7 +128,6 @@ class _Clock:
         self.free = {way: at + more for way, at in self.free.items()}
 
     def takes(self, kernel: Kernel) -> Seconds:
-        """Seconds of one kernel that begins now."""
         shares, device = self.shares, self.device
         there = sum(min(n, self.cached.get(v, 0)) for v, n in kernel.reads.items())
         traffic = sum(kernel.reads.values()) - there + kernel.written + shares.cached * there

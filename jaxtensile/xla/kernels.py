@@ -39,7 +39,7 @@ _SAME_PLACE = ("bitcast", "copy", "convert")
 ALIGNED = 8
 """Divisor of sizes of 16-bit operands for rows aligned to 16 bytes, which a tensor core's fast loads need."""
 FLASH_BACKWARD = 2.5
-"""Products of an attention's backward pass per product of its forward pass: five against two."""
+"""Products of an attention's backward pass per forward product: five against two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,14 +222,13 @@ class _Inside:
         return self.full.get(update.operands[1], 0)
 
     def _update_in_place(self, root: Line) -> Line | None:
-        """The in-place update that makes a result, if one does."""
         by_name, line = {line.name: line for line in self.lines}, root
         while line.opcode in _SAME_PLACE and line.operands and line.operands[0] in by_name:
             line = by_name[line.operands[0]]
         return line if line.opcode in ("dynamic-update-slice", "scatter") else None
 
     def _want(self, line: Line) -> None:
-        """Add what ``line`` reads of its operands for the wanted part of its result."""
+        """Add what ``line`` reads for the wanted part of its result."""
         full, wanted = self.full, min(self._wanted[line.name], self.full[line.name])
         operands = [o for o in line.operands if o in full]
         if not wanted or not operands:

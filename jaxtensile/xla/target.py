@@ -6,12 +6,11 @@ JAX's usual backends.)
 
 Found on jax 0.10.2 and 0.12.0.1 (nothing needs a driver):
 
-- XLA:GPU needs ``ptxas`` and ``libdevice``: from a toolkit in its usual place, or from the wheels nvidia-cuda-nvcc and
-  nvidia-nvvm. Without either every compile fails.
+- XLA:GPU needs ``ptxas`` and ``libdevice``, from a toolkit in its usual place or the wheels nvidia-cuda-nvcc and
+  nvidia-nvvm.
 - CUDA 13's ptxas accepts compute capability 7.5 and newer. A V100 (7.0) needs CUDA 12's (wheel nvidia-cuda-nvcc-cu12),
-  through the compiler option ``xla_gpu_cuda_data_dir``. Compiling for 7.5 is no substitute: an f16 step came out 25 %
-  too small.
-- The CUDA plugin looks for cuDNN and the driver once, at the first use of JAX. If that fails, the process cannot use
+  through the compiler option ``xla_gpu_cuda_data_dir``. Compiled for 7.5, an f16 step came out 25 % too small.
+- The CUDA plugin looks for cuDNN and the driver once, at the first use of JAX. After a failure the process cannot use
   it: hence ``hardware.quiet_plugins`` and the second try here.
 - libtpu takes ``v5e:1x1``, ``v5p:1x1x1``, ``v6e:1x1``. It refuses a second process on the machine (a lock file) unless
   ``ALLOW_MULTIPLE_LIBTPU_LOAD`` is set. Without a TPU it complains on stderr: again ``hardware.quiet_plugins``.
@@ -142,8 +141,8 @@ def _cuda_topology(config: str, plugin: str = "", count: int = 1) -> Sequence[De
 class _PinnedHost(SingleDeviceSharding):
     """Pinned host memory of a compile-only GPU.
 
-    JAX drops the memory kind of its shardings, since it lists no memories. XLA would then place the argument on the
-    device, and let kernels read it across the link.
+    Such a device lists no memories, so JAX drops the memory kind. XLA would place the argument on the device, and let
+    kernels read it across the link.
     """
 
     def __init__(self, device: Device) -> None:
@@ -162,8 +161,8 @@ def is_absent(device: Device) -> bool:
 def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
     """A context for tracing for named targets, or for the absent GPUs that hold ``args``.
 
-    In this thread JAX sees cuDNN and their lowest compute capability. Without targets, devices and a local GPU it sees
-    the newest GPU's. Other targets change nothing.
+    In this thread JAX sees cuDNN and their lowest compute capability; without targets, devices and a local GPU, the
+    newest GPU's. Other targets change nothing.
     """
     placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     devices = {d for s in placed if isinstance(s, Sharding) and not _compat.is_abstract(s) for d in s.device_set}
