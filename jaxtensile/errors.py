@@ -17,7 +17,7 @@ class JaxtensileError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Culprit:
-    """One op that forces memory: its primitive, source place and bytes."""
+    """One op that forces memory: its primitive, its place in the user's code, and its bytes."""
 
     primitive: str
     source: str

@@ -293,7 +293,7 @@ def without_arrays(x: Any) -> Any:
 
 
 def _wait_for(tree: Any) -> bool:
-    """Wait for the arrays of ``tree``; False if there are none or one failed. Its user gets the error."""
+    """Wait for the arrays of ``tree``; False if there are none or one failed. The error comes at their use."""
     arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
     try:
         jax.block_until_ready(arrays)

@@ -332,8 +332,8 @@ class Planned(Transformed):
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one.
 
-        Without a budget it traces the plain program if that has ample room, no known device, or no plan that fits, for
-        inspection or another platform.
+        Without a budget it is the plain program's if that has ample room, no known device, or no plan that fits. Such a
+        program can be inspected, or lowered for another platform.
         """
         with self._tracing(args, kwargs):
             return self._traced(*self._seen(args, kwargs))

@@ -109,8 +109,8 @@ class _Search:
         return next(b for b in _FIRST if self._at(b) is not None or b == _FIRST[-1])
 
     def _between(self, unit: int, batch: int, target: str) -> int:
-        """The largest multiple of ``unit`` that fits. Each step tries where the line through two sizes meets the
-        device, else one beside what is known, else halves."""
+        """The largest multiple of ``unit`` that fits. A step tries where the line through two sizes meets the device,
+        else one beside what is known, else halves."""
         low, high = 0, max(_LARGEST, 2 * unit)
         batch = max(batch // unit * unit, unit)
         beside = False

@@ -318,7 +318,7 @@ def _end(jobs: Sequence[Job]) -> None:
 
 @contextmanager
 def _until_terminated() -> Iterator[None]:
-    """SIGTERM, or the end of the terminal, acts like Ctrl-C; ``nohup`` holds."""
+    """SIGTERM, or the end of the terminal, acts like Ctrl-C; not under ``nohup``."""
 
     def interrupt(number: int, stack: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -35,8 +35,8 @@ class Backend:
     draws_dear: bool = False
     """Whether redrawing random bits is expensive in straight-line code: measured for v5e, ``benchmarks/tpu``."""
     bounded: bool = False
-    """Whether single ops' needs bound every program, and programs without loops need about the prediction: of some 300
-    plans for an H200, XLA allocated at least 0.88 of it."""
+    """Whether single ops' needs bound every program, and programs without loops need hardly less than predicted: of
+    some 300 plans for an H200, XLA allocated at least 0.88 of it."""
     pools: bool = False
     """Whether a process allocates from XLA's BFC allocator, beside a context."""
     widens_sums: bool = True
@@ -48,7 +48,7 @@ class Backend:
     recomputation (a GPT step: 592 MiB with the pass, 129 without)."""
     alike: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """Compiler options for a process that compiles alone: XLA:GPU otherwise divides kernel tuning among a program's
-    processes and waits for all."""
+    processes and waits for those that do not compile."""
     kernels_known: bool = False
     """Whether the compiled text names the kernels, with known times (``xla/kernel_time``)."""
     sketched: float = 0.25

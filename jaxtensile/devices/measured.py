@@ -1,11 +1,11 @@
-"""Measured rates by device kind, and the files that keep them between processes.
+"""Measured rates by device kind, kept in files between processes.
 
 One JSON file per device kind, jaxlib version and format version, in ``profiles`` of the user's cache folder
 (``$XDG_CACHE_HOME/jaxtensile``, else ``~/.cache/jaxtensile``). A kind is the same on every machine, compile-only
-targets included. A CPU's kind includes its processor and the cores that this process may use.
+targets included; a CPU's includes its processor and this process's cores.
 
-Invariant: this cache never stops anyone. An incomplete or foreign file is skipped with a warning; without a writable
-folder the next process measures again.
+Invariant: this cache never stops anyone. A broken or foreign file is skipped with a warning; without a writable folder
+the next process measures again.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class Remat:
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Residual ``value`` is offloaded. ``hidden``: both copies overlap with other ops."""
+    """Residual ``value`` is offloaded. ``hidden``: both copies end while other ops run."""
 
     value: ValueId
     nbytes: Bytes
@@ -223,7 +223,7 @@ Solver = Callable[[Problem], Plan]
 class Solve(Protocol):
     """A plan of one problem for a budget.
 
-    If it misses the budget it is the smallest plan; with ``least=False`` any plan.
+    If it misses the budget it is the smallest plan; with ``least=False`` it need not be.
     """
 
     def __call__(self, budget: Bytes, /, *, least: bool = True) -> Plan: ...

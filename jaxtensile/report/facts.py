@@ -15,7 +15,7 @@ from jaxtensile.units import Bytes, Flops, Seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One kept or recomputed residual in the user's words.
+    """One residual's decision in the user's words.
 
     ``stored``: live at the plain program's peak. Other recomputed values are intermediate or short-lived.
     """
