@@ -90,7 +90,7 @@ def default_device() -> Any:
 
 
 def static_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Positions and names of the static arguments of a ``jax.jit`` result."""
+    """Positions and names of the static arguments of a ``jax.jit`` result, as JAX resolved them."""
     return frozenset(jitted._jit_info.static_argnums), frozenset(jitted._jit_info.static_argnames)
 
 
@@ -262,7 +262,7 @@ def as_on(card: Card) -> Iterator[None]:
     """Answer JAX's questions about cuDNN and the card, in this thread, for ``card``.
 
     To trace ``jax.nn.dot_product_attention(..., implementation="cudnn")`` JAX asks the local machine and refuses what
-    it lacks. Here the other machine's card counts; the trace keeps nothing of the answers.
+    it lacks. Here the other machine's card counts. The trace keeps of the answers only that the program is allowed.
     """
     _ask_through()
     token = _CARD.set(card)
@@ -353,7 +353,7 @@ def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choo
 
 
 def donated_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:
-    """Positions and names of the donated arguments of a ``jax.jit`` result."""
+    """Positions and names of the donated arguments of a ``jax.jit`` result, as JAX resolved them."""
     return frozenset(jitted._jit_info.donate_argnums), frozenset(jitted._jit_info.donate_argnames)
 
 
@@ -406,7 +406,7 @@ def captured(traced: Any) -> tuple[Any, ...]:
 
 
 def donated_inputs(traced: Any) -> tuple[bool, ...]:
-    """Whether each input of a trace's jaxpr, captured ones first, may be reused."""
+    """For each input of a trace's jaxpr, captured ones first, whether its buffer may be reused."""
     # Not by its ``args_info``: that puts what is no array into the user's own classes, and they may not have it.
     own, donated = len(captured(traced)), traced._params["donated_invars"]
     return (*(False for _ in range(own)), *map(bool, donated[: len(traced.jaxpr.in_avals) - own]))

@@ -1,8 +1,9 @@
 """Time the first calls of a plan, and plan again if steps are longer or shorter than predicted.
 
-The measured step gives one factor by which all work is slower (or faster) than the device's rates. If the plan copies
-to the host, the link's rate comes from ``calibrate`` or a short measurement between two steps. Without one nothing is
-learned, since slow work and a slow link look the same.
+The measured step gives one factor by which all work is slower (or faster) than the device's rates. The ratios of
+products, traffic and launches stay as they are. If the plan copies to the host, the link's rate comes from
+``calibrate``, else from a short measurement between two steps. Without either nothing is learned, since slow work and a
+slow link look the same.
 
 A new plan is solved in its own thread. It is compiled if it differs and its predicted step beats the measured one by
 ``WORTH``. Calls switch to it between two steps, and back if it proves slower. Plans that only recompute stay: one
@@ -38,7 +39,7 @@ OFF = 1.3
 WORTH = 1.02
 """Factor by which another plan must be shorter. A guess."""
 PATIENCE = 50
-"""Calls after which timing ends: some overlap or return no array and cannot be timed. A guess."""
+"""Calls after which timing ends: calls that overlap with others, or return no array, cannot be timed. A guess."""
 RENEWALS = 2
 """Most renewals of one signature. A guess."""
 

@@ -2,7 +2,7 @@
 
 Calls go through one C++ jit object of JAX's own; only new signatures come to Python. There the plain ``jax.jit(fun)``
 traces them, so errors, static arguments and caching are JAX's. After planning, compiling and verifying, the verified
-jit object gives the dispatch entry. Later calls cost what a ``jax.jit`` call costs.
+jit object gives the dispatch entry. Later calls cost what a ``jax.jit`` call costs, for any number of signatures.
 
 Invariant: a call runs an executable whose allocation was read and is within the budget. Under an outer trace or
 ``jax.disable_jit`` it is ``jax.jit(fun)``.
@@ -294,7 +294,8 @@ class Planned(Transformed):
         return type(self)(copy.deepcopy(self._fun, memo), self._asked)
 
     def __reduce__(self) -> tuple[type[Planned], tuple[Any, Asked]]:
-        """The function and what was asked: the copy plans anew. Raises ``PicklingError`` for a step of a job."""
+        """The function and what was asked, if the function can be pickled: the copy plans anew. Raises
+        ``PicklingError`` for a step of a job."""
         if self._asked.job is not None:
             raise PicklingError(
                 f"{self!r} is a step of {self._asked.job!r}, which is of this process alone: pickle the function, and "
@@ -433,7 +434,7 @@ class Planned(Transformed):
 
     def _say_many(self, shapes: tuple[str, ...], seconds: Seconds) -> None:
         """Warn once that ``MANY`` shapes were planned for. Equal shapes count once: they are planned again if JAX
-        forgot their trace."""
+        forgot their trace, as when the cache of any jit of the function is cleared."""
         known = self._planned_for
         if len(known) == MANY:
             return

@@ -1,10 +1,10 @@
 """The stand-in by which JAX knows a planned function; jits that ask the same of one function share it.
 
-JAX keeps dispatch entries by function and options: repeated ``jax.jit(f)(x)`` compiles once, and so repeated
-``jaxtensile.jit(f)(x)`` plans once.
+JAX keeps dispatch entries by function and options, for all jit objects and while the function lives. So repeated
+``jax.jit(f)(x)`` compiles once, and repeated ``jaxtensile.jit(f)(x)`` plans once.
 
-Invariant: a planned function never shares entries with ``jax.jit`` of it, nor with other questions. Nothing here keeps
-a function alive.
+Invariant: a planned function never shares entries with ``jax.jit`` of it, nor with a jit of it that is asked something
+else. Nothing here keeps a function alive.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ def _chosen(names: Sequence[str], file: Path | None, config: Config) -> dict[str
 
 @contextmanager
 def _coordinator(options: argparse.Namespace, file: Path | None, config: Config) -> Iterator[Path]:
-    """The socket of the running coordinator, or of one that ends with these jobs."""
+    """The socket of the running coordinator, or of one for these jobs alone that ends with them."""
     path = place_of(options, config)
     try:
         Inquirer(path).close()

@@ -42,10 +42,11 @@ class Figures:
     """Peak device bytes of a function, as XLA's memory analysis divides them; printable.
 
     ``low``, ``high``: trusted bounds of ``device`` (equal if XLA's). ``capacity``: of the target. ``parts``: a
-    process's needs, each with its origin; ``process``: their sum. ``held``: live at the peak, largest first (always by
-    the model). ``seconds``: wall time of each step. ``refusal``: why the target's compiler gave no program. ``xla``:
-    what XLA recomputes by itself under ``jax.jit``; ``spared``: the device bytes that a GPU then needs, if asked for.
-    ``budget``: device bytes that the config gives the function, or None; ``settings``: their source.
+    process's needs, each with its origin. ``process``: the sum of ``parts``. ``held``: live at the peak, largest first
+    (by the model in both modes). ``seconds``: wall time of each step. ``refusal``: why the target's compiler gave no
+    program. ``xla``: what XLA recomputes by itself under ``jax.jit``. ``spared``: the device bytes that a GPU then
+    needs, if that was asked for and it recomputes. ``budget``: device bytes that the config gives the function, None if
+    it gives none. ``settings``: the source of ``budget``.
     """
 
     name: str

@@ -40,17 +40,18 @@ class Op:
     ``flops``: matrix and convolution FLOPs, including bodies times trips. ``pinned``: never cloned, dropped or moved
     (effects, references, foreign calls). ``bodies``: of loops and branches. ``trip_count``: how often they run, 1 if
     unknown. ``slots``: for ops with bodies and barriers before literals, the value at each operand position, -1 for a
-    literal. ``carried``: for scans, numbers of constants and of carries. ``reverse``: a scan runs from last to first.
+    literal. ``carried``: for scans, numbers of constants and of carries. ``reverse``: whether a scan runs from the last
+    slice to the first.
 
     ``padded``: bytes after padding that XLA writes out for lack of a kernel, 0 if none. For convolutions and gradients
     of max pools: of operand 0 or the result; if ``turned``, of the transposed operand 0. For a ``pad`` with equal zeros
-    on both sides: of the result. ``turned``: gradient of a dilated filter; XLA swaps batch and features of both
-    operands.
+    on both sides: of the result. ``turned``: whether a convolution is the gradient of a dilated one's filter; then XLA
+    swaps batch and features of both operands.
 
-    ``across``: for products and convolutions, the axis order of each operand for a row-major library, empty if its own.
-    ``groups``: for products by groups, copies of each operand if a compiler multiplies all as one. ``workspace``: known
-    bytes needed beside operands and results. ``rereads``: for windowed reductions and their gradients, reads per
-    element.
+    ``across``: for products and convolutions, the axis order that a row-major library needs for each operand, empty if
+    the operand has it. ``groups``: for products by groups, copies of each operand if a compiler multiplies all as one.
+    ``workspace``: known bytes needed beside operands and results. ``rereads``: for windowed reductions and their
+    gradients, reads per element of the operand.
     """
 
     id: OpId

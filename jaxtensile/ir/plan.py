@@ -134,8 +134,8 @@ class Link:
 class Program:
     """A schedule over versions of the original's values.
 
-    ``origin[i]``: the original op of op ``i``, -1 for an inserted barrier or copy. ``version_of[v]``: the original of
-    value ``v``.
+    ``origin[i]``: the original op that op ``i`` repeats, -1 for an inserted barrier or copy. ``version_of[v]``: the
+    original value that value ``v`` equals.
     """
 
     graph: Graph

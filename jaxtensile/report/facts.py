@@ -51,18 +51,20 @@ class Facts:
     ``compiled``: the planned one by XLA. ``lower_bound``: no plan needs less. ``timeline``: the model's bytes while
     each op runs.
 
-    Cost. ``overhead``: extra seconds of a step; ``overhead_ratio``: relative to the step; ``wait``: its part that waits
-    for copies. ``flops``: of the program as written, so ``recompute_flops`` and ``overhead`` are negative if a
-    checkpoint recomputed more than needed. ``xla``: XLA's own recomputation, included in both. ``step``: predicted
-    seconds of a step. ``measured``: median seconds of a few first calls (None before, and for an unchanged program).
-    ``renewed``: how often those led to another plan. ``kernels``: the step by its compiled kernels; ``plain_kernels``:
-    the unchanged program's, if compiled; None if a device's kernels are not known.
+    Cost. ``overhead``: extra seconds of a step. ``overhead_ratio``: ``overhead`` relative to the step. ``wait``: the
+    part of ``overhead`` that waits for copies. ``flops``: of the program as written, so ``recompute_flops`` and
+    ``overhead`` are negative if a checkpoint recomputed more than the budget needs. ``xla``: XLA's own recomputation in
+    what runs, included in ``overhead`` and ``recompute_flops``. ``step``: predicted seconds of a step. ``measured``:
+    median seconds of a few first calls (None until there are enough, and for an unchanged program). ``renewed``: how
+    often those led to another plan. ``kernels``: the step by its compiled kernels, None if the device's kernels are not
+    known. ``plain_kernels``: the same of the unchanged program, None also if that was not compiled.
 
     Plan. ``solver``: its maker. ``gap``: share of its recomputation that another plan around the same boundary might
-    save, by the model (0.0: none, proven; None: not known). ``offload_bytes``: offloaded per step. ``state``: arguments
-    on the host between steps, by name. ``undone``: without the user's ``jax.checkpoint``s. ``rewritten``: changed
-    loops, branches or large products. ``parts``: of its batch. ``rounds``: compiles of planned programs. ``seconds``:
-    wall time per pipeline step. ``settings``: the options and their sources.
+    save, by the model (0.0: none, proven; None: not known). ``offload_bytes``: bytes copied to the host per step.
+    ``state``: arguments on the host between steps, by name. ``undone``: runs without the user's ``jax.checkpoint``s.
+    ``rewritten``: its loops, branches or large products are changed. ``parts``: number of parts of its batch.
+    ``rounds``: compiles of planned programs. ``seconds``: wall time per pipeline step. ``settings``: the options and
+    their sources.
     """
 
     name: str

@@ -1,7 +1,8 @@
 """The options of a function, and the source of each: its code, the config, or the default.
 
 The code wins over ``jaxtensile.toml``, which wins over the defaults, option by option. The config is that of
-``config=``, else the job's, else ``$JAXTENSILE_CONFIG``, else the first ``jaxtensile.toml`` upward from here.
+``config=``, else the job's, else ``$JAXTENSILE_CONFIG``, else the first ``jaxtensile.toml`` upward from the working
+directory.
 
 Invariant: each option has a ``Setting`` that names its source. No JAX here.
 """
@@ -30,8 +31,8 @@ _Said = Mapping[str, tuple[Any, str]]
 """A config's options for a function: by key the value and its table."""
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
 RESERVE: Final = GIB
-"""Bytes of the device left to the process without a budget: its context (``process.CONTEXT``) and as much again for
-what is not planned. A guess."""
+"""Bytes of the device left to the process if neither code nor config gives a budget: its context (``process.CONTEXT``)
+and as much again for what is not planned. A guess."""
 AUTO: Final = "auto"
 """Of ``chunk``: the planner decides."""
 CODE, DEFAULT, JOB = "code", "default", "job"

@@ -1,6 +1,7 @@
 """Measure a device's rates: large products, a stream through memory, copies to the host and back.
 
 A repetition is a chain of dependent calls, which hides the host's share of a call. The rate is the median repetition's.
+Sizes start from the published rates, and the first runs correct them.
 
 Invariant: a number that could not be measured stays the published one. A copy counts only if the compiled program holds
 bytes on the host.
@@ -41,8 +42,8 @@ _LONGEST_CHAIN = 32
 _FEWEST = 3
 """Least repetitions: a median needs three."""
 _FREE = 8
-"""Most times the free bytes that count as the device's memory; a quarter of the free ones is then used
-(``Effort.share``)."""
+"""If most memory is in use: the multiple of the free bytes that counts as the device's memory. A quarter of the free
+bytes is used then (``Effort.share``)."""
 _MOST_OVER_LINK: Bytes = 256 * MIB
 """Most bytes of a copy by which ``calibrate`` measures the link: pinned memory is scarce."""
 _LITTLE_OVER_LINK: Bytes = 32 * MIB
@@ -148,9 +149,10 @@ def measure(device: Any, published: DeviceProfile, effort: Effort) -> Measuremen
 
 @cache
 def link_bandwidth(device: Any) -> float | None:
-    """Bytes per second between a local device and pinned host memory, in the slower direction; None if not measurable.
+    """Bytes per second between a local device and pinned host memory, in the slower direction.
 
-    Measured once per process, in some 30 ms with copies of at most 32 MiB, and not kept.
+    Measured once per process, in some 30 ms with copies of at most 32 MiB, plus compiles, and not kept. None without
+    such a link, or without room for the test.
     """
     published = profile_for_kind(device.device_kind, device.platform)
     try:

@@ -40,9 +40,9 @@ class Shares:
 
     ``launch``, ``turn``, ``fill``: seconds per kernel, per turn of a loop, and at most to fill and empty the device.
     ``traffic``, ``product``, ``convolution``, ``attention``, ``tile``: factors on the time by the device's rates.
-    ``cached``: cost share of traffic that hits the cache. ``cache``: its share that keeps recent values. ``start``:
-    depth of a product as long as its start and end. ``waves``: share of the time lost on multiprocessors without a
-    tile. ``unaligned``: factor for unaligned rows.
+    ``cached``: cost share of traffic that hits the cache. ``cache``: share of the cache that keeps recent values.
+    ``start``: depth at which a product takes as long as its start and end. ``waves``: share of the time lost on
+    multiprocessors without a tile. ``unaligned``: factor for products with unaligned rows.
     """
 
     launch: Seconds = 0.7e-6

@@ -161,8 +161,8 @@ def is_absent(device: Device) -> bool:
 def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
     """A context for tracing for named targets, or for the absent GPUs that hold ``args``.
 
-    In this thread JAX sees cuDNN and their lowest compute capability; without targets, devices and a local GPU, the
-    newest GPU's. Other targets change nothing.
+    In this thread JAX sees cuDNN and their lowest compute capability. Without targets, devices and a local GPU, the
+    program is only inspected: JAX sees the newest GPU's. Other targets change nothing.
     """
     placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     devices = {d for s in placed if isinstance(s, Sharding) and not _compat.is_abstract(s) for d in s.device_set}
