@@ -31,7 +31,7 @@ SEEDS = 2
 LOWERED = 0.75
 """Of the capacity is there at times. Whoever has more then shrinks in its own time, so it is no bound for the audit."""
 EVERY = 0.5
-"""Seconds between two harms, in the mean."""
+"""Seconds between two harms, in the mean; more where jobs are slow to come to something before the next one."""
 TOLD = 60
 """Lines at most that tell how more was held than there is."""
 JOB = re.compile(r"job=(\S+)")
@@ -222,8 +222,8 @@ class Chaos:
     """``run`` for some seconds; then ``held`` says what was wrong. ``broken``: see ``broken_daemon.py``; ``liars``:
     jobs that go on with plans they have given up."""
 
-    def __init__(self, folder, seed, *, broken="", liars=False, capacity=CAPACITY):
-        self.folder, self.capacity, self._liars = folder, capacity, liars
+    def __init__(self, folder, seed, *, broken="", liars=False, capacity=CAPACITY, every=EVERY):
+        self.folder, self.capacity, self._liars, self._every = folder, capacity, liars, every
         self._random = Random(seed)
         self.daemon = ChaosDaemon(capacity, broken)
         (folder / "logs").mkdir()
@@ -273,7 +273,7 @@ class Chaos:
                 harm = self._next_harm()
 
     def _next_harm(self):
-        return time.monotonic() + self._random.expovariate(1 / EVERY)
+        return time.monotonic() + self._random.expovariate(1 / self._every)
 
     def _tend(self, now):
         """A daemon that was killed is started again, a process that was stopped goes on."""
