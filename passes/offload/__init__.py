@@ -1,1 +1,1 @@
-"""What waits on the host, when it is copied, and what waiting for it costs."""
+"""Which buffers wait on the host, when they are copied, and what the waiting costs."""

@@ -1,14 +1,12 @@
-"""How do copies to the host enter a schedule, and what is made again of what comes back?
+"""Insert copies to and from the host into a schedule.
 
-Both ends of a copy are tied to a step by a barrier with a value of that step: the copy out is
-done before ``done`` runs, the copy in does not begin before ``begin``. Without them XLA:GPU
-cancels the pair against each other or keeps the device buffer for as long as it likes.
+A barrier with a value of a step ties each end of a copy to that step: the copy out ends before ``done`` runs, the copy
+in starts no earlier than ``begin``. Without barriers XLA:GPU cancels the pair or keeps the device buffer.
 
-What fuses into its readers has no buffer of its own and is computed in each of them. Such a value that was written
-down before the copy left, and is read after it is back, would be computed from the buffer that left. So it is written
-down once more where it is read, from what came back: a batch norm's centred input in the backward pass, a mask.
+A value that fuses into its readers has no buffer. After the copy returns, its readers would still compute it from the
+buffer that left. So it is written down again at the reader, from the returned copy.
 
-Invariant: every op reads versions of the values that it read before; XLA computes nothing twice that it did not.
+Invariant: every op reads versions of its original operands; XLA computes nothing more often than before.
 """
 
 from __future__ import annotations
@@ -23,18 +21,18 @@ from jaxtensile.passes.order.schedule import BARRIER, Schedule
 from jaxtensile.units import KIB, Bytes
 
 _RECENT = 32
-"""Ops before a kernel within which a value that it reads counts as just made: a tie to an older one holds nothing. A
-guess of about a layer."""
+"""Ops before a kernel within which an operand counts as just made; older ties hold nothing. A guess of about a layer.
+"""
 _SOME = KIB
-"""Bytes: a tie of fewer might be a scalar that XLA computes elsewhere and earlier. A guess."""
+"""Bytes: a smaller tie might be a scalar that XLA computes elsewhere and earlier. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
     """``value`` is on the host between two uses of its buffer.
 
-    ``after``: the op that uses it last; the copy out is done before ``done`` and the copy in begins
-    at ``begin``, in time for ``until``, the next op that uses it. ``hidden``: nobody waits for it.
+    ``after``: the last op that uses it. ``done``: the copy out ends before this op. ``begin``: the copy in starts here.
+    ``until``: the next op that uses it. ``hidden``: no op waits.
     """
 
     value: int
@@ -47,8 +45,8 @@ class Copy:
 
 
 def tie(graph: Graph, kernels: Kernels, made: Sequence[int], op: Op) -> int | None:
-    """The operand of ``op`` that was made last, if it is a buffer of its own and recent: what a barrier can hold a copy
-    to ``op`` by."""
+    """The operand by which a barrier can hold a copy to ``op``: the most recent buffer of its own; None if there is
+    none."""
     if not kernels.is_root[op.id] or op.primitive == BARRIER or op.pinned or op.bodies:
         return None
     fresh = [
@@ -63,14 +61,14 @@ def tie(graph: Graph, kernels: Kernels, made: Sequence[int], op: Op) -> int | No
 
 
 class Remade:
-    """Which values of a program could be made again from another copy of the buffer that they are computed from."""
+    """Values that can be made again from another copy of their buffer."""
 
     def __init__(self, program: Program, kernels: Kernels) -> None:
         self._program, self._kernels = program, kernels
         self.made = producers(program.graph)
 
     def through(self, v: int) -> int | None:
-        """The operand that ``v`` is a version of behind a barrier that was inserted; None where it is none."""
+        """The operand that ``v`` is a version of behind an inserted barrier; None if there is none."""
         o = self.made[v]
         if o < 0 or self._program.origin[o] >= 0:
             return None
@@ -84,7 +82,7 @@ class Remade:
         return v
 
     def can_be(self, wanted: Iterable[int], value: int, buffer: int) -> bool:
-        """Whether all ``wanted`` can be made from another copy of ``value``, whose buffer they are computed from."""
+        """Whether all of ``wanted``, computed from ``buffer``, can be made from a copy of ``value``."""
         graph, home, leaves = self._program.graph, self._kernels.home, self._kernels.leaves
         original = self._program.version_of
         todo, seen = [*wanted], set[int]()
@@ -107,12 +105,12 @@ class Remade:
 
 
 def insert(program: Program, copies: Sequence[Copy]) -> Program:
-    """``program`` with its copies: each tied by one barrier to an op that needs its end or allows its beginning."""
+    """``program`` with its copies, each tied by a barrier."""
     return _Insertion(program, copies).run()
 
 
 class _Insertion(Schedule):
-    """Scratch of one insertion: the new schedule, and what stands for every value by now."""
+    """Scratch of one insertion."""
 
     def __init__(self, program: Program, copies: Sequence[Copy]) -> None:
         super().__init__(program.graph.values, program.version_of)
@@ -127,13 +125,13 @@ class _Insertion(Schedule):
         self.away: set[int] = set()
         """Buffers that have left and are not back."""
         self.back: dict[int, int] = {}
-        """For each buffer that came back: the value that was copied."""
+        """For each returned buffer: the copied value."""
         self.times: dict[int, int] = {}
-        """How often it has come back."""
+        """Returns of each buffer so far."""
         self.seen: dict[int, tuple[int, ...]] = {}
-        """How often the buffers that a value is computed from had come back when it was last written down."""
+        """For each value: the returns of its source buffers when it was last written down."""
         self.postponed: set[int] = set()
-        """Ops that fuse into their readers and wait for these, since what they read is away."""
+        """Fusing ops that wait for their readers, because an operand is away."""
 
     def run(self) -> Program:
         graph = self.program.graph
@@ -165,7 +163,7 @@ class _Insertion(Schedule):
         self.seen[v] = self._times(v)
 
     def _tied(self, op: Op, values: Sequence[int]) -> None:
-        """A barrier over host copies and what ``op`` reads; ``op`` and everybody later reads behind it."""
+        """Put a barrier over host copies and an operand of ``op``; later readers read behind it."""
         held = tie(self.program.graph, self.kernels, self.made, op)
         assert held is not None, "anchors have a tie"
         operands = [self.on_host[v] for v in values] + [self._current(held)]
@@ -175,7 +173,7 @@ class _Insertion(Schedule):
         self.seen[held] = self._times(held)
 
     def _written(self, op: Op, results: Sequence[int]) -> None:
-        """Append ``op``, on what stands for its operands by now."""
+        """Append ``op`` on the current versions of its operands."""
         self.put(op, [self._current(v) for v in op.operands], results, self.program.origin[op.id])
         for v, result in zip(op.results, results, strict=True):
             if v != result:
@@ -190,7 +188,7 @@ class _Insertion(Schedule):
         return tuple(self.times[b] for b in self.kernels.leaves[v] if b in self.times)
 
     def _current(self, v: int) -> int:
-        """What stands for ``v``, written down again where it would be computed from a buffer that has left."""
+        """The current version of ``v``, written down again if its buffer has left."""
         if not self.times:
             return self.now.get(v, v)
         todo = [v]
@@ -217,7 +215,7 @@ class _Insertion(Schedule):
         return found
 
     def _stands(self, v: int) -> int | None:
-        """What stands for ``v``; None where that has to be written down."""
+        """The current version of ``v``; None if it must be written down."""
         times = self._times(v)
         if not times or self.seen.get(v) == times:
             return self.now.get(v, v)

@@ -1,13 +1,12 @@
-"""What may a pair of scans stop stacking: residuals that the backward body recomputes per iteration.
+"""Residuals that a pair of scans recomputes per iteration instead of stacking.
 
-After differentiation a loop is two scans: a forward one that stacks residuals as ``ys`` and a
-backward one that reads them as ``xs`` at the same positions. A residual kept costs its bytes
-times the trip count; recomputed, it costs its ops once per iteration. Which to keep is the same
-minimum cut as between stages, on the forward body: loop constants are there for free, slices of
-what outlives the loop too, a carry must be stacked to be had, and everything stacked anyway is free.
+A differentiated loop is two scans: the forward one stacks residuals as ``ys``, the backward one reads them as ``xs``. A
+kept residual costs its bytes times the trip count; a recomputed one costs its ops once per iteration. A minimum cut on
+the forward body chooses. Loop constants, slices of arrays that outlive the loop, and values stacked anyway are free; a
+carry must be stacked.
 
-What is kept may be stacked in host memory instead: its slice leaves at the end of a forward iteration
-and comes back at the beginning of the backward one.
+A kept residual may wait in host memory: its slice leaves at the end of a forward iteration and returns at the start of
+the backward one.
 """
 
 from __future__ import annotations
@@ -26,14 +25,16 @@ from jaxtensile.passes.recompute.stages import Boundary
 from jaxtensile.units import KIB, Bytes, Seconds
 
 SLICE: Bytes = 64 * KIB
-"""Bytes: slices below this never wait on the host. Starting a copy takes some 10 us (``profiles._LATENCY``), in which
-32 GiB/s carry five times as much."""
+"""Bytes: smaller slices never wait on the host. Starting a copy takes some 10 us (``profiles._LATENCY``), in which 32
+GiB/s carry five times as much."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScanPair:
-    """Scans ``forward`` and ``backward`` (op ids); ``links``: (position among the forward's ys,
-    position among the backward's xs) of every stack that nothing else reads."""
+    """Op ids of a forward and a backward scan.
+
+    ``links``: (position among ys, position among xs) of each stack that nothing else reads.
+    """
 
     forward: int
     backward: int
@@ -42,11 +43,11 @@ class ScanPair:
 
 @dataclass(frozen=True, slots=True)
 class LoopPlan:
-    """``dropped``: ys positions that are no longer stacked; ``stacked``: forward-body values that
-    are stacked instead; ``again``: forward-body ops to run in every backward iteration.
+    """What a pair stacks and recomputes.
 
-    ``hosted``: those of ``stacked`` that wait in host memory, ``aside`` bytes in all; ``wait``: seconds
-    that the copies of all iterations add.
+    ``dropped``: ys positions no longer stacked. ``stacked``: forward-body values stacked instead. ``again``:
+    forward-body ops to run in each backward iteration. ``hosted``: values of ``stacked`` in host memory, ``aside``
+    bytes in all. ``wait``: seconds that all copies add.
     """
 
     pair: ScanPair
@@ -60,8 +61,10 @@ class LoopPlan:
 
 @dataclass(frozen=True, slots=True)
 class InnerPlan:
-    """What becomes of the loops in one iteration of a pair, forwards and backwards, as a program of its own: first of
-    the loops in their iterations (``inner``), then of themselves (``loops``)."""
+    """Plans for the loops within one iteration of a pair.
+
+    ``inner``: for the bodies of those loops, applied first. ``loops``: for the loops themselves.
+    """
 
     pair: ScanPair
     inner: tuple[InnerPlan, ...]
@@ -69,16 +72,16 @@ class InnerPlan:
 
 
 def copying(trips: int, one_way: Seconds, forward: Seconds) -> Seconds:
-    """Seconds that copies add to a pair of loops; ``one_way``: the copies of one iteration, ``forward``: its work.
+    """Seconds that copies add to a pair of loops; ``one_way``: copies of one iteration, ``forward``: its work.
 
-    A slice leaves while the rest of its iteration runs; the next one needs nothing of it.
-    XLA starts to bring one back when the backward iteration begins, which needs it at once.
+    A slice leaves while its iteration runs on. XLA starts the copy in when the backward iteration begins, which needs
+    it at once.
     """
     return trips * (max(one_way - forward, 0.0) + one_way)
 
 
 def find_pairs(graph: Graph) -> tuple[ScanPair, ...]:
-    """Pairs of scans of equal length that are linked by stacks read nowhere else."""
+    """Pairs of scans of equal length, linked by stacks that nothing else reads."""
     read_by = consumers(graph)
     made = producers(graph)
     final = set(graph.outputs)
@@ -101,9 +104,9 @@ def find_pairs(graph: Graph) -> tuple[ScanPair, ...]:
 
 
 class PairCut:
-    """What one pair may stack instead: the minimum cut on its forward body.
+    """The minimum cut on a pair's forward body.
 
-    ``charge``: seconds of each op of the forward body, for one iteration.
+    ``charge``: seconds of each op of the forward body, per iteration.
     """
 
     def __init__(self, graph: Graph, pair: ScanPair, charge: Sequence[float]) -> None:
@@ -125,7 +128,7 @@ class PairCut:
         always = frozenset(given | free)
         needed = tuple(sorted(v for v in linked if v is not None and v not in always))
         self.all = frozenset(needed)
-        """What the pair stacks as it is."""
+        """What the unchanged pair stacks."""
         trips = self._trips = front.trip_count
         self._boundary = Boundary(len(wrapped.ops), needed, always, _cone(wrapped, needed, always))
         self._graph = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
@@ -143,7 +146,7 @@ class PairCut:
             self._able = {}  # XLA:GPU may write such a stack in the wrong order, see ``jaxtensile.rewrites.loops``
 
     def keep(self, price: float) -> frozenset[int]:
-        """What to stack when a byte costs ``price`` seconds."""
+        """Values to stack when a byte costs ``price`` seconds."""
         return self._cut.keep(price) if self._cut is not None else self.all
 
     @property
@@ -155,7 +158,7 @@ class PairCut:
         return sum(self._graph.values[v].nbytes for v in kept)
 
     def between(self, more: frozenset[int], less: frozenset[int], share: float) -> frozenset[int]:
-        """``less``, and of what only ``more`` keeps the share of bytes that the body makes first."""
+        """``less``, plus ``share`` of the bytes that only ``more`` keeps, in the body's order."""
         extra = sorted(more - less, key=lambda v: (self._made[v], v))
         room = share * sum(self._graph.values[v].nbytes for v in extra)
         out = set(less)
@@ -167,11 +170,11 @@ class PairCut:
         return frozenset(out)
 
     def nbytes(self, value: int) -> Bytes:
-        """Bytes of one slice of a value that can wait on the host."""
+        """Bytes of one slice."""
         return self._able[value]
 
     def hosted(self, kept: frozenset[int], share: float) -> frozenset[int]:
-        """Of ``kept`` what waits on the host when about ``share`` of the bytes that can do so; large slices first."""
+        """Values of ``kept`` to put on the host: about ``share`` of the eligible bytes, large slices first."""
         able = sorted((v for v in kept if v in self._able), key=lambda v: (-self._able[v], v))
         room = share * sum(self._able[v] for v in able)
         out: list[int] = []
@@ -182,12 +185,12 @@ class PairCut:
         return frozenset(out)
 
     def wait(self, hosted: frozenset[int], link: Link, forward: Seconds) -> Seconds:
-        """Seconds that copying ``hosted`` adds; ``forward``: one iteration of the forward loop."""
+        """Seconds that copying ``hosted`` adds; ``forward``: seconds of one forward iteration."""
         one_way = sum(link.latency + self._able[v] / link.bandwidth for v in hosted)
         return copying(self._trips, one_way, forward)
 
     def plan(self, kept: frozenset[int], hosted: frozenset[int] = frozenset(), wait: Seconds = 0.0) -> LoopPlan | None:
-        """The pair that stacks exactly ``kept``, ``hosted`` of it on the host; None when it does so already."""
+        """The plan that stacks exactly ``kept``, ``hosted`` of it on the host; None if the pair already does."""
         again = recomputed_ops(self._graph, self._boundary, kept)
         outs, shift = self._outs, self._shift
         dropped = tuple(sorted(y for y, _ in self.pair.links if outs[y] in self.all - (kept - hosted)))
@@ -207,14 +210,15 @@ class PairCut:
 
 
 def repeated(front: Op) -> Graph:
-    """The forward body as the backward loop repeats it: what was stacked is stored for nobody and may fuse."""
+    """The forward body as the backward loop repeats it: residuals need no buffer and may fuse."""
     body = front.bodies[0]
     carried = body.output_slots[: front.carried[1]]
     return replace(body, outputs=tuple(v for v in carried if v is not None), output_slots=carried)
 
 
 def _there(graph: Graph, step: int) -> Callable[[int], bool]:
-    """Whether a value is there at ``step`` whatever happens: inputs, what is read then or later, and views of both."""
+    """A test whether any plan has a value at ``step``: inputs, outputs, values read from then on, and views of these.
+    """
     stays: set[int] = {*graph.inputs, *graph.outputs, *(v for op in graph.ops[step:] for v in op.operands)}
     source: dict[int, int] = {
         op.results[0]: op.operands[0] for op in graph.ops if op.primitive in VIEWS and op.operands
@@ -230,7 +234,7 @@ def _there(graph: Graph, step: int) -> Callable[[int], bool]:
 
 
 def _with_sources(body: Graph, sources: set[int]) -> tuple[Graph, int]:
-    """The body with an immovable op in front that makes ``sources``: they can be kept, never recomputed."""
+    """The body with a pinned op in front that makes ``sources``, and the shift of op ids."""
     source = Op(
         id=OpId(0),
         primitive="carry_in",
@@ -257,7 +261,7 @@ def _cone(graph: Graph, needed: Sequence[int], always: frozenset[int]) -> tuple[
 
 
 def _linked(cuts: Sequence[PairCut]) -> list[list[PairCut]]:
-    """Pairs that share a loop, together."""
+    """Pairs grouped by shared loops."""
     groups: list[list[PairCut]] = []
     for cut in cuts:
         ends = {cut.pair.forward, cut.pair.backward}
@@ -268,13 +272,12 @@ def _linked(cuts: Sequence[PairCut]) -> list[list[PairCut]]:
 
 
 _FAR = 1.5
-"""A divisor is taken for the number of inner iterations unless it is off by more than this factor: at 1.5 the bytes n c
-+ k r are 8 % above their least at most. Else a rest is a pair of its own."""
+"""Largest factor between a divisor and the wanted number of inner iterations; else a rest is a pair of its own. At 1.5
+the bytes n c + k r are 8 % above their least at most."""
 
 
 def _inner(trips: int, wanted: float) -> int | None:
-    """About the wanted number of iterations for an inner loop, one that divides all of them if there is such a one;
-    None where an inner loop of that length is none."""
+    """Inner iterations near ``wanted``, if possible a divisor of ``trips``; None if no inner loop fits."""
     divisors = [d for d in range(2, trips // 2 + 1) if trips % d == 0]
     best = min(divisors, key=lambda d: abs(math.log(d / wanted)), default=trips)
     if max(best / wanted, wanted / best) > _FAR:
@@ -283,20 +286,20 @@ def _inner(trips: int, wanted: float) -> int | None:
 
 
 _PRICES = 10
-"""Ways to rewrite the loops, one for each price of a byte: half as many as of a segment (``segments._PRICES``), as
-steps between two are tried as well (``_SHARES``). A guess."""
+"""Rungs, one per price of a byte: half of ``segments._PRICES``, as steps in between are tried too (``_SHARES``). A
+guess."""
 _SHARES = (0.25, 0.5, 0.75)
-"""Of what two neighbouring rungs differ in, the shares of bytes that steps between them keep: quarters. A guess."""
+"""Shares of the differing bytes that steps between neighbouring rungs keep: quarters. A guess."""
 
 LoopChoice = tuple[LoopPlan, ...]
 """One way to rewrite the loops of a program: the pairs that change."""
 
 
 class LoopLadder:
-    """Ways to rewrite the loops of ``graph``; ``charges``: seconds of a ``repeated`` body's ops.
+    """Ways to rewrite the loops of ``graph``.
 
-    ``rungs``: from nothing to everything dropped, one minimum cut of every pair per price. With a ``link`` each
-    rung has a way with all that it keeps on the host (``away``); ``seconds``: of the ops of a body as it is.
+    ``charges``: of the ops of a ``repeated`` body. ``seconds``: of a body as written. ``rungs``: from nothing to
+    everything dropped, one minimum cut per pair and price. ``link``: enables ``away``.
     """
 
     def __init__(
@@ -321,11 +324,10 @@ class LoopLadder:
         self.rungs: tuple[LoopChoice, ...] = tuple(self._kept)
 
     def nests(self, smallest: Bytes) -> tuple[dict[int, int], ...]:
-        """Ways to nest the loops that stack ``smallest`` bytes or more: op → iterations of its inner loop.
+        """Ways to nest the loops that stack at least ``smallest`` bytes: op → iterations of its inner loop.
 
-        Where the inner pair stacks all that it does now, c and r bytes in an iteration at least and at most,
-        N / k * c + k * r bytes are the fewest for k = sqrt(N * c / r); where it stacks no more than it must,
-        for k = sqrt(N).
+        N trips, k of them inner, take N / k * c + k * r bytes. c: fewest bytes per iteration. r: the inner pair's. If
+        that stacks as much as now, the best k is sqrt(N * c / r); if as little as possible, sqrt(N).
         """
         ways: list[dict[int, int]] = [{}, {}]
         dearest = dict(zip(self._cuts, self._kept[self.rungs[-1]], strict=True))
@@ -346,7 +348,7 @@ class LoopLadder:
         return way
 
     def away(self, rung: LoopChoice, share: float = 1.0) -> LoopChoice:
-        """``rung`` with about ``share`` of the bytes that it keeps, and that can be there, in host memory."""
+        """``rung`` with about ``share`` of the eligible kept bytes in host memory."""
         if self._link is None:
             return rung
         plans: list[LoopPlan | None] = []
@@ -356,7 +358,7 @@ class LoopLadder:
         return tuple(p for p in plans if p is not None)
 
     def aways(self, rung: LoopChoice) -> list[LoopChoice]:
-        """Ways that are ``rung`` with more and more of what it keeps in host memory, but not all."""
+        """Variants of ``rung`` with some of its kept bytes in host memory, not all."""
         ways = dict.fromkeys(self.away(rung, share) for share in _SHARES)
         return [way for way in ways if way not in (rung, self.away(rung))]
 

@@ -1,11 +1,10 @@
-"""Which buffers wait in host memory: copies out after a use, back before the next, hidden behind work.
+"""Choose buffers to wait in host memory, with copies hidden behind work.
 
-A candidate is a buffer that nothing touches for a while (a *gap*) around the step that needs the
-most bytes. The ops are laid on a clock; a copy out takes the earliest free time of the link after
-the use that opens the gap, a copy in the latest free time before the one that closes it, one copy
-at a time in each direction. Of the candidates at the highest step over budget the one with the
-most bytes x absence goes first, those that cost no time before those that do; then again from
-the new highest step. What is not hidden is waited for, and the wait is the price.
+A candidate is a *gap* around the peak step: no op in it touches the buffer. A copy out takes the earliest free link
+time after the gap opens; a copy in the latest before it closes. Each direction carries one copy at a time.
+
+Until the peak fits, the candidate there with the most bytes x absence goes, hidden ones first. Copies that are not
+hidden are waited for; that wait is the price.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from jaxtensile.switches import on
 from jaxtensile.units import MIB, Bytes, Seconds
 
 NEAREST = 4
-"""Ops between two uses of a buffer, below which it stays: there is nothing to hide copies behind. A guess."""
+"""Ops between two uses below which a buffer stays: too few to hide copies behind. A guess."""
 SMALLEST = MIB
-"""Bytes: smaller buffers are never copied. A copy of so much takes 30 us each way on 32 GiB/s, three times the latency.
-A guess beyond that."""
+"""Bytes: smaller buffers are never copied. A copy of this size takes 30 us each way on 32 GiB/s, three times the
+latency. A guess beyond that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """A program with copies, and the seconds of waiting that they add."""
+    """A program with copies, and the seconds of waiting they add."""
 
     program: Program
     copies: tuple[Copy, ...]
@@ -45,7 +44,7 @@ class Offloaded:
 
 @dataclass(frozen=True, slots=True)
 class _Gap:
-    """Buffer bytes that nothing touches between ops ``after`` and ``until``."""
+    """A buffer, untouched between ops ``after`` and ``until``."""
 
     value: int
     nbytes: Bytes
@@ -54,9 +53,9 @@ class _Gap:
 
 
 def offload(program: Program, seconds: Sequence[Seconds], link: Link, budget: Bytes, host_budget: Bytes) -> Offloaded:
-    """Move buffers of ``program`` to the host until it fits ``budget`` device bytes, or as far as that goes.
+    """Move buffers to the host until the program fits ``budget`` device bytes, or as far as possible.
 
-    ``seconds``: of every op of the program.
+    ``seconds``: of every op.
     """
     live = live_ranges(program.graph)
     copies = _choose(program, live, seconds, link, budget - (live.device - live.temp), host_budget)
@@ -68,12 +67,12 @@ def offload(program: Program, seconds: Sequence[Seconds], link: Link, budget: By
 
 
 class Channel:
-    """One direction of the link: copies one at a time."""
+    """One direction of the link: one copy at a time."""
 
     def __init__(self) -> None:
         self._starts: list[Seconds] = []
         self._ends: list[Seconds] = []
-        """Of the stretches in which it is busy, one after another; copies that follow at once share one."""
+        """Ends of the busy stretches, ascending; adjacent copies share a stretch."""
 
     def earliest(self, ready: Seconds, length: Seconds) -> Seconds:
         """Start of the first free stretch of ``length`` from ``ready`` on."""
@@ -94,7 +93,7 @@ class Channel:
         return end - length
 
     def take(self, start: Seconds, length: Seconds) -> None:
-        """Be busy for ``length`` from ``start`` on, which is free."""
+        """Mark ``length`` from ``start`` on as busy; it must be free."""
         end = start + length
         k = bisect_left(self._starts, start)
         if k and self._ends[k - 1] >= start:
@@ -111,7 +110,7 @@ class Channel:
 def _choose(
     program: Program, live: Liveness, seconds: Sequence[Seconds], link: Link, budget_temp: Bytes, host_budget: Bytes
 ) -> list[Copy]:
-    """Copies that take the profile below ``budget_temp``, or as many as help."""
+    """Copies that bring the profile down to ``budget_temp``, or as many as help."""
     begins = [0.0, *accumulate(seconds)]  # begins[i]: when op i starts
     profile = np.array(live.profile, np.int64)
     anchors = _anchors(program.graph, live.kernels)
@@ -154,7 +153,7 @@ def _choose(
 def _tighten(
     copies: list[Copy], peak: int, anchors: Sequence[int], begins: Sequence[Seconds], profile: np.ndarray
 ) -> bool:
-    """Take one buffer that is on its way at ``peak`` off the device there, and wait for it."""
+    """Take one buffer in transit at ``peak`` off the device, and wait for its copy; False if there is none."""
     i = bisect_left(anchors, peak + 1)
     before, behind = anchors[i - 1] if i else -1, anchors[i] if i < len(anchors) else len(begins)
     best: tuple[Seconds, int] | None = None
@@ -175,7 +174,7 @@ def _tighten(
 
 
 def _gaps(program: Program, live: Liveness) -> list[_Gap]:
-    """Where a buffer is not touched for long, and all that is read of it later can be made from a copy of it."""
+    """Long gaps of buffers for which one copy serves all later reads."""
     graph, kernels, owner = program.graph, live.kernels, live.owner
     home, leaves = kernels.home, kernels.leaves
     touched = buffer_steps(graph, live)
@@ -224,7 +223,7 @@ def _gaps(program: Program, live: Liveness) -> list[_Gap]:
 
 
 def _anchors(graph: Graph, kernels: Kernels) -> list[int]:
-    """Ops that read a buffer made by a recent op: where a barrier can hold a copy, ascending."""
+    """Ops at which a barrier can hold a copy (``tie``), ascending."""
     made = producers(graph)
     return [op.id for op in graph.ops if tie(graph, kernels, made, op) is not None]
 
@@ -248,7 +247,7 @@ def _at_or_before(anchors: Sequence[int], step: int, low: int, high: int) -> int
 
 
 def _wait(seconds: Sequence[Seconds], copies: Sequence[Copy], link: Link) -> Seconds:
-    """Seconds by which the program is late, the copies queueing in each direction."""
+    """Seconds by which the copies delay the program; they queue in each direction."""
     leaving: dict[int, list[int]] = {}
     done: dict[int, list[int]] = {}
     begin: dict[int, list[int]] = {}

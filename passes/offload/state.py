@@ -1,8 +1,7 @@
-"""Which donated arguments may wait on the host between steps?
+"""Donated arguments that may wait on the host between steps.
 
-Those that only the update needs, as optimizer moments, master weights and averages: they idle on the device through
-the whole forward and backward pass. What they are replaced by is known from the program: the output that is made
-from the argument by ops that depend on such arguments, and from as few other donated ones as possible.
+Only the update needs them: optimizer moments, master weights, averages. The output that replaces one is made from it,
+by ops of the update, and from as few other donated arguments as possible.
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from jaxtensile.passes.offload.offload import SMALLEST
 from jaxtensile.units import Bytes, Seconds
 
 UPDATE = 0.5
-"""An argument is needed late if what depends on it is at most this share of the step's charge. A guess: an update is
+"""An argument is needed late if its dependents take at most this share of the step's charge. A guess: an update is
 little of a step, and what reads its parameters is most of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Argument ``value`` waits on the host, and ``output``, which replaces it in the next step, goes there."""
+    """Argument ``value`` and ``output``, its replacement in the next step; both on the host."""
 
     value: ValueId
     output: ValueId
@@ -30,10 +29,11 @@ class Moved:
 
 
 def movable(graph: Graph, charge: Sequence[Seconds]) -> tuple[tuple[Moved, ...], tuple[ValueId, ...]]:
-    """The donated arguments that may wait on the host, in argument order; and those that may not for their place.
+    """The donated arguments that may wait on the host, in argument order, and those that JAX's pairing keeps on the
+    device.
 
-    JAX pairs donated arguments and outputs of one shape and type in their orders, whatever memory they are in. Where
-    it would give an argument's buffer to another output than the one that replaces it, the argument must stay.
+    JAX pairs donated arguments and outputs of one shape and type in order, in any memory space. An argument stays if
+    its buffer would go to another output than its replacement.
     """
     pairs = _donations(graph)
     read_by = consumers(graph)
@@ -82,9 +82,9 @@ def descendants(graph: Graph, read_by: Sequence[Sequence[int]], v: int) -> set[i
 
 
 def _heirs(graph: Graph, update: dict[int, set[int]], pairs: dict[int, int]) -> dict[int, int]:
-    """Argument → the output that replaces it: of its shape and type, made from it and from few other donated ones.
+    """Argument → its replacement: of its shape and type, made from it and few other donated arguments.
 
-    A new moment is made from the old one; the new parameter from the old parameter and the moments.
+    A new moment is made from the old one; a new parameter from the old parameter and the moments.
     """
     late: set[int] = set()
     for ops in update.values():
@@ -106,7 +106,7 @@ def _heirs(graph: Graph, update: dict[int, set[int]], pairs: dict[int, int]) -> 
 
 
 def _read_by_cone(graph: Graph, made: Sequence[int], inside: set[int], o: int) -> set[int]:
-    """What the ops of ``inside`` that make ``o`` read from outside of it."""
+    """What the ops of ``inside`` that make ``o`` read from outside it."""
     seen: set[int] = set()
     found: set[int] = set()
     todo = [o]

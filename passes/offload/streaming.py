@@ -1,17 +1,18 @@
-"""When does each argument that waits on the host come in, and when does what replaces it go out?
+"""Schedule when each host argument comes in and when its replacement goes out.
 
-Everything that depends on such an argument (the *update*) is taken out of the schedule and put back group by
-group, as soon as what it reads is made and nobody else reads what it overwrites. A group is the leaves that
-are updated together. Its copies in take the latest free time of the link that ends when it may be updated, its
-copies out follow the update; at most ``AHEAD`` groups, or groups of ``WINDOW`` bytes, are here at once, and none
-comes in while it would add to the most bytes that the program needs.
+All ops that depend on such arguments (the *update*) leave the schedule. They return by groups of leaves updated
+together, once their operands exist and nobody else reads what they overwrite. Copies in take the latest free link time
+before the update may run; copies out follow it. ``AHEAD`` and ``WINDOW`` limit what is on the device at once. No group
+comes in while it would raise the peak.
 
-Two barriers hold a group to its place: one before the copies in, with a buffer that was just made and the copies
-out of the group that must have gone; one before the update, with the leaves, and with what the last readers of
-the overwritten arguments made. Without the first XLA brings everything in at the start; without the second it
-copies a parameter that is still read.
+Two barriers hold a group in place:
 
-Invariant: the same ops on the same operands, in another order; effects stay where they are.
+* Before the copies in, over a buffer just made and the copies out of the group that must have gone. Without it XLA
+  brings all groups in at the start.
+* Before the update, over the leaves and results of the last readers of overwritten arguments. Without it XLA copies a
+  parameter that is still read.
+
+Invariant: the same ops on the same operands, in another order; effects stay in place.
 """
 
 from __future__ import annotations
@@ -33,32 +34,30 @@ from jaxtensile.switches import on
 from jaxtensile.units import KIB, MIB, Bytes, Seconds
 
 AHEAD, WINDOW = 3, 64 * MIB
-"""So many groups, or groups of so many bytes together, may be on the device at once: one leaves, one is updated, one
+"""At most so many groups, or groups of so many bytes together, are on the device: one leaves, one is updated, one
 comes, and small ones fill the time of a copy (64 MiB: 2 ms on 32 GiB/s). A guess."""
 LEVEL = 0.95
-"""Nothing comes in while it would take the program above this share of the most bytes: XLA's order differs a little. A
-guess."""
+"""Share of the peak above which no group comes in: XLA's order differs a little. A guess."""
 _SMALL = KIB
-"""Bytes: what only makes values of so few, as a learning rate, runs as soon as an update wants it. A guess."""
+"""Bytes: smaller results, like a learning rate, are made as soon as an update needs them. A guess."""
 _FEW = 8
-"""Leaves that an output reads together are one group, unless it reads more than so many (for a global norm). Adam's
-read two or three. A guess above that."""
+"""Leaves read together by one output form a group, up to this many (not for a global norm). Adam's read two or three. A
+guess above that."""
 
 
 def stream(graph: Graph, moved: Sequence[Moved], seconds: Sequence[Seconds], link: Link) -> Program:
-    """``graph`` with ``moved`` on the host, as a program whose ends are in another memory space.
+    """``graph`` with ``moved`` on the host, as a program with ends in another memory space.
 
-    ``seconds``: of every op of the graph.
+    ``seconds``: of every op.
     """
     return _Streaming(graph, moved, seconds, link).run()
 
 
 @dataclass(slots=True)
 class _Group:
-    """Leaves that come in together, the outputs made from them, and the ops that make these.
+    """Leaves that come in together, the outputs made from them, and the ops between.
 
-    ``ready``: the last op outside of the update that must have run; ``gone``: the group that must have left
-    before this one comes in.
+    ``ready``: the last op outside the update that must run first. ``gone``: the group that must have left first.
     """
 
     leaves: list[int]
@@ -71,7 +70,7 @@ class _Group:
 
 @dataclass(frozen=True, slots=True)
 class _Event:
-    """Before op ``step`` of the original schedule ``group`` comes in, or is updated."""
+    """Before op ``step`` of the original schedule, ``group`` comes in or is updated."""
 
     step: int
     time: Seconds
@@ -80,7 +79,7 @@ class _Event:
 
 
 class _Streaming(Schedule):
-    """Scratch of one streaming: the new schedule, and what stands for every value by now."""
+    """Scratch of one streaming."""
 
     def __init__(self, graph: Graph, moved: Sequence[Moved], seconds: Sequence[Seconds], link: Link) -> None:
         self.moved: set[int] = {m.value for m in moved}
@@ -101,10 +100,10 @@ class _Streaming(Schedule):
         self.earliest = self._earliest()
         self.last_read = self._last_reads()
         self.clock = [0.0, *accumulate(0.0 if i in self.update else s for i, s in enumerate(seconds))]
-        """When each op starts, the update left out."""
+        """Start of each op, without the update."""
 
     def _with_feeders(self, read_by: Sequence[Sequence[int]]) -> None:
-        """Take what fuses into the update, and nowhere else, along with it."""
+        """Add to the update what fuses into it and nowhere else."""
         final = set(self.graph.outputs)
         for op in reversed(self.graph.ops):
             if op.id in self.update or self.kernels.is_root[op.id] or op.pinned or not final.isdisjoint(op.results):
@@ -114,7 +113,7 @@ class _Streaming(Schedule):
                 self.update.add(op.id)
 
     def _earliest(self) -> list[int]:
-        """Value → the step from which it can be there: small ones as soon as what they are made from is."""
+        """Value → the step from which it can exist; small values as soon as their operands do."""
         graph = self.graph
         step = [-1] * len(graph.values)
         for op in graph.ops:
@@ -125,7 +124,7 @@ class _Streaming(Schedule):
         return step
 
     def _last_reads(self) -> dict[int, int]:
-        """Input → the last kernel outside of the update that reads it."""
+        """Input → the last kernel outside the update that reads it."""
         inputs = set(self.graph.inputs)
         last: dict[int, int] = {}
         for op in self.graph.ops:
@@ -143,7 +142,7 @@ class _Streaming(Schedule):
         return Program(new, tuple(self.origin), tuple(self.version_of))
 
     def _lay(self, events: Sequence[_Event]) -> None:
-        """All ops, what ``events`` say among them."""
+        """Put all ops, with ``events`` in between."""
         graph = self.graph
         k = 0
         for op in graph.ops:
@@ -156,7 +155,7 @@ class _Streaming(Schedule):
             self._happens(event)
 
     def _most_from(self, groups: Sequence[_Group]) -> list[Bytes]:
-        """The most bytes that are live from each op on, with every update as early as it can be, and no copies."""
+        """Most live bytes from each op on, with every update as early as possible and no copies."""
         graph = self.graph
         early = copy(self)
         early.moved, early.leaving, early.done = set[int](), set[int](), set[int]()
@@ -176,7 +175,7 @@ class _Streaming(Schedule):
         return self.on_host[v] if v in self.leaving else self.now.get(v, v)
 
     def _groups(self) -> list[_Group]:
-        """The update, taken apart: outputs that share few leaves go together."""
+        """The groups of the update; outputs that share few leaves go together."""
         graph = self.graph
         outputs: list[int] = [o for o in dict.fromkeys(graph.outputs) if self.made[o] in self.update]
         cones = {o: self._cone(o) for o in outputs}
@@ -222,18 +221,18 @@ class _Streaming(Schedule):
         return seen
 
     def _read(self, ops: Iterable[int]) -> list[int]:
-        """What ``ops`` of the update read from outside of it."""
+        """Operands of ``ops`` from outside the update."""
         return [v for c in ops for v in self.graph.ops[c].operands if self.made[v] not in self.update]
 
     def _ready(self, cone: set[int]) -> int:
-        """The last op that must run before ``cone``: it makes what that reads, or reads what that overwrites."""
+        """The last op before ``cone``: it makes an operand, or reads an argument that is overwritten."""
         read = self._read(cone)
         return max((max(self.earliest[v], self.last_read.get(v, -1)) for v in read), default=-1)
 
     def _events(self, groups: Sequence[_Group], above: Sequence[Bytes]) -> list[_Event]:
-        """When every group comes in and is updated, by the clock of the other ops; in order.
+        """When each group comes in and is updated, by the clock of the other ops; in order.
 
-        ``above``: the most bytes that are live from each op on.
+        ``above``: see ``_most_from``.
         """
         graph, clock = self.graph, self.clock
         here = [g for g in groups if g.leaves]
@@ -296,7 +295,7 @@ class _Streaming(Schedule):
             self._run(c)
 
     def _run(self, c: int) -> None:
-        """Put op ``c`` and what it still needs."""
+        """Put op ``c``, and first the ops it still needs."""
         graph = self.graph
         todo = [c]
         while todo:
@@ -318,7 +317,7 @@ class _Streaming(Schedule):
                     self.on_host[r] = self.put_copy(TO_HOST, r, "host")
 
     def _barrier(self, leaves: Sequence[int], ties: Sequence[int], away: Sequence[int]) -> None:
-        """Nothing behind it is read before all of it is there."""
+        """Put a barrier over ``leaves``, ``ties`` and the copies out of ``away``."""
         held = dict.fromkeys((*leaves, *ties))
         if not held:
             return
@@ -328,7 +327,7 @@ class _Streaming(Schedule):
         self.on_host.update(zip(away, results[len(held) :], strict=True))
 
     def _readers(self, group: _Group) -> list[int]:
-        """What the last readers of arguments that ``group`` overwrites have made."""
+        """Results of the last readers of arguments that ``group`` overwrites."""
         ties: dict[int, None] = {}
         for p in dict.fromkeys(v for v in self._read(group.ops) if v in self.last_read):
             for r in self.graph.ops[self.last_read[p]].results:
@@ -341,10 +340,10 @@ class _Streaming(Schedule):
 
 
 def waiting(program: Program, seconds: Sequence[Seconds], link: Link) -> Seconds:
-    """Seconds by which copies make the program late, those that follow its last op included.
+    """Seconds by which copies delay the program, including those after its last op.
 
-    ``seconds``: of every op of the original. Copies queue in each direction; what stands behind a barrier
-    waits for all that stands before it.
+    ``seconds``: of every op of the original. Each direction carries one copy at a time; a barrier waits for all its
+    operands.
     """
     graph = program.graph
     kernels = fuse(graph)
