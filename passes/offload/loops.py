@@ -217,8 +217,7 @@ def repeated(front: Op) -> Graph:
 
 
 def _there(graph: Graph, step: int) -> Callable[[int], bool]:
-    """A test whether any plan has a value at ``step``: inputs, outputs, values read from then on, and views of these.
-    """
+    """A test whether every plan has a value at ``step``: inputs, outputs, values read from then on, and their views."""
     stays: set[int] = {*graph.inputs, *graph.outputs, *(v for op in graph.ops[step:] for v in op.operands)}
     source: dict[int, int] = {
         op.results[0]: op.operands[0] for op in graph.ops if op.primitive in VIEWS and op.operands

@@ -1,1 +1,1 @@
-"""In which order does a program run, and how is XLA kept in it?"""
+"""The order of a program, and how XLA is kept in it."""

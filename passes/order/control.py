@@ -1,24 +1,17 @@
-"""Which control dependencies keep XLA from putting off what frees memory?
+"""Control dependencies that keep XLA from postponing work that frees memory.
 
-Of what could run next, XLA's list schedule prefers what frees the most at once, whatever comes of it. The product that
-reads a softmax last may have to transpose it first, which frees nothing, so it waits behind the kernel that makes the
-gradient of the scores, which frees a little and makes the largest buffer of all. A barrier before what makes something
-large, over what it reads and what was computed from large buffers that go, has them go first.
+XLA's list schedule runs first whatever frees the most bytes at once. A product that needs a transpose first seems to
+free nothing, so it waits behind a kernel that makes a large buffer. A barrier before each op with a large result
+prevents that. It covers the operands, and results computed from large buffers that die there.
 
-Measured on an H200 (jax 0.10.2): two plans of a Llama's step of 57 GB for 19,604 MB, its scores in float32, compile to
-20,158 and 20,117 MB, with them to 19,605 and 19,593.
+* A sum over a gradient that only an update reads can be postponed to the end, and all gradients with it. With bytes on
+  the host so can the gradient's last reader. Every barrier waits for both.
+* XLA would transpose all weights of convolutions at the start. So a convolution reads its weights behind a barrier with
+  its other operand.
 
-A sum over a gradient that only an update reads may be put off to the end, and all gradients with it; where bytes wait
-on the host, whoever reads the gradient last. So every barrier that there is waits for those sums as well (Mixer with
-12.9 GB on the host, planned at 870 MB: 6,849 MB without any, 5,839 with those above, 974 with these; ResNet-50 without
-the host 3,733 and 3,448 of 3,182, U-Net 9,478 and 9,210 of 8,983).
+Mixer with 12.9 GB on the host, planned at 870 MB (jax 0.10.2, H200): 6,849 MB without any, 974 with these.
 
-What XLA makes of an argument alone waits for nothing: convolutions want their weights transposed, and copies of all of
-them are there from the beginning, or from where the first barrier lets them be read. So a convolution reads its weights
-from behind a barrier with what else it reads (ResNet-50, batch 16, f32: a plan predicted at 600 MB compiles to 709 MB
-without, to 676 with these alone and to 666 with all).
-
-Invariant: nothing runs again but what fuses into its readers.
+Invariant: nothing runs twice, except what fuses into its readers.
 """
 
 from __future__ import annotations
@@ -40,21 +33,21 @@ CONVOLUTION = "conv_general_dilated"
 LARGE = 1 / 64
 """Buffers of this share of the temporaries count. A guess."""
 _WEIGHT = 1 / 1000
-"""Weights of this share of the temporaries are held back: copies of smaller ones are together little beside the first
-activation (ResNet-50 at batch 16: 709 MB without, 666 with). The share is a guess."""
+"""Weights of this share of the temporaries are held back; copies of smaller ones are little beside the first
+activation. The share is a guess."""
 
 
 def controlled(program: Program) -> Program:
-    """The program with a barrier before what makes something large while others could still wait; the program as it is
-    where there is none."""
+    """The program with a barrier before each large result that other ops could wait behind; unchanged if there is none.
+    """
     live = live_ranges(program.graph)
     found = with_barriers(program, live.kernels, dependencies(program.graph, live))
     return with_weights_late(found, int(_WEIGHT * live.temp))
 
 
 def with_weights_late(program: Program, least: Bytes) -> Program:
-    """The program with arguments of ``least`` bytes and more, where convolutions read them, behind a barrier with the
-    buffer that the convolution reads beside; the program as it is where there are none."""
+    """The program with convolution weights of at least ``least`` bytes behind a barrier with the other operand;
+    unchanged if there are none."""
     graph = program.graph
     home, inputs = fuse(graph).home, set(graph.inputs)
     schedule = Schedule(graph.values, program.version_of)
@@ -75,10 +68,15 @@ def with_weights_late(program: Program, least: Bytes) -> Program:
 
 
 def dependencies(graph: Graph, live: Liveness) -> dict[int, frozenset[int]]:
-    """By op that makes something large: the buffers it reads, and what the ops made that read another large one last,
-    since the large one before, without which it could run. By barrier: what it holds, and what they made since the
-    barrier before; in programs with copies, what all made there that read something large and make nothing large.
-    Linear in edges."""
+    """Op → the buffers that a barrier before it covers.
+
+    * An op with a large result: its operands, and results of ops that read another large buffer last, since the
+      previous large result. Ops that it needs anyway do not count.
+    * An existing barrier: its operands, and results of such ops since the previous barrier. In programs with copies
+      also of all ops that read a large buffer and make none.
+
+    Linear in edges.
+    """
     kernels, made = live.kernels, producers(graph)
     large = max(int(LARGE * live.temp), 1)
     last = {r.stop - 1 for r in live.ranges if r.nbytes >= large}

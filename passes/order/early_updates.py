@@ -1,11 +1,11 @@
-"""What can be done as soon as what it reads is there, so that nothing large waits for it?
+"""Move ops right behind their operands, so that no large value waits for them.
 
-A training step's updates stand behind all gradients, as they are written; where each is done behind its own gradient,
-no gradient waits for the others. The same holds for metrics of what is large, like logits. What updates read of one
-another, such as the norm of all gradients, keeps them where they are.
+A training step as written runs its updates after all gradients. If each update runs behind its own gradient, no
+gradient waits for the others. The same holds for metrics of large values, like logits. Updates that read each other's
+results, such as a global norm, stay.
 
-Invariant: a permutation in which each op comes after what makes its operands; what multiplies, loops or is pinned keeps
-its order.
+Invariant: a permutation in which each op follows the makers of its operands; products, loops and pinned ops keep their
+order.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from jaxtensile.passes.order.schedule import BARRIER
 from jaxtensile.units import KIB, Bytes
 
 SMALL: Final = 64 * KIB
-"""Bytes of values up to which ops that share them need not stay together: a learning rate, a norm, a count of steps. A
-guess."""
+"""Bytes: ops that share only values up to this size need not stay together, such as a learning rate, a norm or a step
+count. A guess."""
 
 
 def early_updates(graph: Graph, least: Bytes = 1) -> list[int] | None:
-    """The ops, by id, in an order in which nothing large waits for what could be done with it; None: as they are.
+    """The op ids in an order in which no large value waits needlessly; None to keep the order.
 
-    ``least``: bytes that have to be freed early, all in all, for another order.
+    ``least``: bytes that another order must free early, in all.
     """
     order = _Order(graph)
     freed = sum(order.place(group) for group in order.in_turn())
@@ -38,7 +38,7 @@ def early_updates(graph: Graph, least: Bytes = 1) -> list[int] | None:
 
 
 class _Order:
-    """Groups of ops with which computation ends, and behind which op each of them can be done."""
+    """Groups of ops at the ends of the computation, and the op that each can follow."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -46,21 +46,21 @@ class _Order:
         self.outputs = frozenset(graph.outputs)
         fixed = self.outputs.union(graph.inputs)
         self.size = [0 if v.id in fixed else v.nbytes for v in graph.values]
-        """Bytes of the values that come and go."""
+        """Bytes of each value; 0 for inputs and outputs."""
         self.group = self._groups(_ends(graph))
-        """The first op of the group of an op; -1 where it is in none."""
+        """The first op of each op's group; -1 without a group."""
         self.passed = [0, *accumulate(group < 0 for group in self.group)]
-        """How many ops before each belong to the computation itself: what moves is to pass some of them."""
+        """Ops before each that are in no group: a move must pass some."""
         self.members: dict[int, list[int]] = {}
         for o, group in enumerate(self.group):
             if group >= 0:
                 self.members.setdefault(group, []).append(o)
         self.reads = {g: self._read(g) for g in self.members}
         self.behind: dict[int, int] = {}
-        """Groups that were moved, and the op that each stands behind."""
+        """Moved groups, and the op that each follows."""
 
     def _groups(self, ends: Sequence[bool]) -> list[int]:
-        """Ops that share large values belong together, and those that wait for each other."""
+        """Group the ops that share large values or wait for each other."""
         small: list[tuple[int, int]] = []
         large: list[tuple[int, int]] = []
         for op in self.graph.ops:
@@ -79,7 +79,7 @@ class _Order:
         return {v for v in read if self.made[v] >= 0 and self.group[self.made[v]] != group}
 
     def in_turn(self) -> list[int]:
-        """The groups, each behind those that it reads."""
+        """The groups, each behind those it reads."""
         sources = {g: {self.group[self.made[v]] for v in reads} - {-1} for g, reads in self.reads.items()}
         readers: dict[int, list[int]] = {}
         for g, before in sources.items():
@@ -95,7 +95,7 @@ class _Order:
         return found
 
     def place(self, group: int) -> Bytes:
-        """Move a group to behind what it reads, where that takes no more than it frees; the bytes that it frees."""
+        """Move a group behind its operands if it takes no more bytes than it frees; the freed bytes."""
         members, ops = self.members[group], self.graph.ops
         ready = max((self._there(self.made[v]) for v in self.reads[group]), default=-1)
         if any(r in self.outputs for o in members for r in ops[o].results):
@@ -110,12 +110,12 @@ class _Order:
         return max(freed, 0)
 
     def _there(self, o: int) -> int:
-        """Behind which op the results of op ``o`` are there."""
+        """The op after which the results of op ``o`` exist."""
         group = self.group[o]
         return self.behind.get(group, o)
 
     def _frees(self, group: int) -> Bytes:
-        """How many bytes fewer there are once a group is done. Arguments and outputs have theirs all along."""
+        """Bytes that running a group frees, net. Inputs and outputs do not count."""
         graph, inside = self.graph, set(self.members[group])
         made = {r for o in inside for r in graph.ops[o].results}
         read = {v for o in inside for v in graph.ops[o].operands} - made
@@ -123,13 +123,13 @@ class _Order:
         return gone - sum(self.size[r] for r in made if not inside.issuperset(self.read_by[r]))
 
     def key(self, o: int) -> tuple[int, int]:
-        """Where op ``o`` stands."""
+        """The sort key of op ``o``."""
         behind = self.behind.get(self.group[o])
         return (o, -1) if behind is None else (behind, o)
 
 
 def _components(n: int, pairs: Sequence[tuple[int, int]], connection: Literal["weak", "strong"]) -> list[int]:
-    """For each of ``n`` nodes a number that is the same for all that are connected."""
+    """A component number for each of ``n`` nodes."""
     if not pairs:
         return list(range(n))
     rows, columns = zip(*pairs, strict=True)
@@ -138,7 +138,7 @@ def _components(n: int, pairs: Sequence[tuple[int, int]], connection: Literal["w
 
 
 def _ends(graph: Graph) -> list[bool]:
-    """For each op whether it is no product, loop or pinned op, and none of them depends on it."""
+    """For each op whether it and all its dependents are free of products, loops, barriers and pinned ops."""
     needed = [False] * len(graph.values)
     found = [False] * len(graph.ops)
     for op in reversed(graph.ops):
@@ -151,7 +151,7 @@ def _ends(graph: Graph) -> list[bool]:
 
 
 def _is_order(graph: Graph, order: Sequence[int]) -> bool:
-    """Whether each op comes after what makes its operands."""
+    """Whether each op follows the makers of its operands."""
     place = {o: k for k, o in enumerate(order)}
     made = producers(graph)
     return all(made[v] < 0 or place[made[v]] < place[op.id] for op in graph.ops for v in op.operands)

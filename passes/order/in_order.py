@@ -1,11 +1,10 @@
-"""Which barriers keep XLA in the order of the trace, where nothing runs again?
+"""Barriers that keep XLA in the order of the trace.
 
-XLA knows no order but that of the data, so it may put off what nothing waits for: of a backward body the products that
-are added to the gradients of weights, all of them to its end, with everything that they read. A barrier where few
-bytes cross ends what was begun: over the buffers that were made before and are read behind it, which all later readers
-take from there.
+XLA may postpone any op that no other waits for, with all its operands. In a backward body these are the products added
+to weight gradients. A barrier where few bytes cross ends such work. It covers the buffers made before and read behind
+it; all later readers read behind it.
 
-Invariant: nothing runs again but what fuses into its readers.
+Invariant: nothing runs twice, except what fuses into its readers.
 """
 
 from __future__ import annotations
@@ -22,23 +21,23 @@ from jaxtensile.passes.order.schedule import Schedule
 from jaxtensile.units import Bytes
 
 RISE = 1 / 16
-"""A valley is cut where the bytes rise by this share of the temporaries behind it. A guess; with it an ODE solver's
+"""Share of the temporaries by which the bytes must rise behind a valley that is cut. A guess; with it an ODE solver's
 loop needed 520 MB where it needed 571."""
 
 
 def in_order(program: Program) -> Program:
-    """The program with a barrier in every valley behind its peak; the program as it is where there is none.
+    """The program with a barrier in every valley behind its peak; unchanged if there is none.
 
-    Where one buffer alone crosses, nothing can be put off, and no barrier stands.
+    A valley that only one buffer crosses gets no barrier: nothing can be postponed.
     """
     live = live_ranges(program.graph)
     return with_barriers(program, live.kernels, dict.fromkeys(valleys(live)))
 
 
 def with_barriers(program: Program, kernels: Kernels, before: Mapping[int, frozenset[int] | None]) -> Program:
-    """The program with barriers; the same one where none has more than one buffer to hold together.
+    """The program with barriers; unchanged if no barrier covers more than one buffer.
 
-    ``before``: by op before which one stands, the buffers that it is over, None for all that cross there.
+    ``before``: op → the buffers that the barrier before it covers; None for all that cross.
     """
     order = _Order(program, kernels, before)
     ordered = order.run()
@@ -46,7 +45,7 @@ def with_barriers(program: Program, kernels: Kernels, before: Mapping[int, froze
 
 
 def valleys(live: Liveness) -> list[int]:
-    """Steps behind the peak before which fewer bytes cross than around."""
+    """Steps behind the peak that fewer bytes cross than the steps around."""
     n, rise = len(live.profile), max(int(RISE * live.temp), 1)
     delta = [0] * (n + 2)
     for r in live.ranges:
@@ -73,7 +72,7 @@ def valleys(live: Liveness) -> list[int]:
 
 
 class _Order(Schedule):
-    """Scratch: the schedule so far; what fuses into its readers is put where it is read, once between two cuts."""
+    """Scratch; an op that fuses is put where it is read, once between two cuts."""
 
     def __init__(self, program: Program, kernels: Kernels, before: Mapping[int, frozenset[int] | None]) -> None:
         graph = program.graph
@@ -83,13 +82,13 @@ class _Order(Schedule):
         self.made = producers(graph)
         self.barriers = self.era = 0
         self.era_of: dict[int, int] = {}
-        """Of what fuses: when it was put last."""
+        """For each op that fuses: when it was put last."""
         self.last = self._last_reads()
         self.open: dict[int, None] = {}
-        """Of what kernels made so far: what may be read again."""
+        """Kernel results that may be read again."""
 
     def _last_reads(self) -> dict[int, int]:
-        """The last kernel that reads what a kernel made, be it through what fuses into it."""
+        """The last kernel that reads each kernel result, also through ops that fuse."""
         last: dict[int, int] = {}
         sources: dict[int, tuple[int, ...]] = {}
         for op in self.graph.ops:
@@ -126,7 +125,7 @@ class _Order(Schedule):
         return home >= 0 and self.made[home] >= 0 and value.nbytes > 0 and value.space != "host"
 
     def cut(self, step: int, over: frozenset[int] | None) -> None:
-        """A barrier over what was made before ``step`` and is read from there on, each buffer once in each shape."""
+        """Put a barrier over values made before ``step`` and read from there on, each buffer once per shape."""
         self.open = {v: None for v in self.open if self.last.get(v, -1) >= step}
         same = {v: (self.kernels.home[v], self.version_of[v]) for v in self.open}
         if over is not None:
@@ -139,7 +138,7 @@ class _Order(Schedule):
             self.era += 1
 
     def demand(self, wanted: Iterable[int]) -> None:
-        """Put what ``wanted`` is computed from and fuses, on this side of the last cut."""
+        """Put the fusing ops that ``wanted`` is computed from, behind the last cut."""
         todo = [(o, False) for o in self.absent(wanted)]
         while todo:
             o, ready = todo.pop()

@@ -1,14 +1,16 @@
-"""In which order does XLA run a program's kernels?
+"""The order in which XLA runs a program's kernels.
 
-XLA knows no order but that of the data. It makes three schedules and takes the one that needs least memory
-(``xla/hlo/transforms/memory_scheduler.cc``): a list schedule (of the kernels that can run, the one that frees most
-bytes, of like ones the one that can run most lately), a depth-first one (the operand first whose history has most other
-readers, then most bytes), and the plain post-order of the results. Before, it makes one kernel of some
-(``xla/service/gpu/transforms/multi_output_fusion.cc``): numbers in an array are written by the first elementwise kernel
-that reads them; what is little of something large comes out of another kernel that reads that; rows that are spread
-alike over the same groups come out of one, where none waits for another.
+XLA makes three schedules and takes the one that needs least memory (``xla/hlo/transforms/memory_scheduler.cc``):
 
-Invariant: each order has every op once, after what it reads.
+* List schedule: of the ready kernels the one that frees most bytes; of equals the one that became ready last.
+* Depth-first: the operand first whose history has most other readers, then most bytes.
+* Post-order of the results.
+
+First it joins kernels (``xla/service/gpu/transforms/multi_output_fusion.cc``). The first elementwise reader of an array
+of numbers writes it. A small result of a large buffer comes out of another kernel that reads the buffer. Rows spread
+alike over the same groups come out of one kernel, unless one waits for another.
+
+Invariant: each order has every op once, after its operands.
 """
 
 from __future__ import annotations
@@ -27,19 +29,20 @@ from jaxtensile.units import Bytes
 
 BROADCAST, COPY, CONVOLUTION = "broadcast_in_dim", "written copy", "conv_general_dilated"
 POINTER = 8
-"""Bytes of an entry in a table of results, as in XLA: a 64-bit address. They decide between kernels that make as much
-otherwise."""
+"""Bytes of an entry in a table of results, as in XLA: a 64-bit address. It breaks ties between kernels."""
 _MOST_EXTRA = 1 << 40
-"""Of readers that are counted: sums over operands grow like powers of two, and would be numbers of thousands of digits
-in long programs."""
+"""Most readers counted: sums over operands grow like powers of two, to thousands of digits in long programs."""
 LITTLE = 0.01
-"""Share of the bytes that a kernel reads from one buffer up to which it is another's by-product: the label's logit of a
-row, or a sum of it. A guess: rows have hundreds of elements and more."""
+"""Largest share of a buffer's bytes that makes a kernel a by-product of another reader: the label's logit of a row, or
+its sum. A guess: rows have hundreds of elements and more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scheduled:
-    """``origin[i]``: the op of the given graph that op ``i`` is; ``live``: the buffers in this order."""
+    """A graph in another order.
+
+    ``origin[i]``: the op of the given graph that op ``i`` is. ``live``: the buffers in this order.
+    """
 
     graph: Graph
     origin: tuple[int, ...]
@@ -47,13 +50,12 @@ class Scheduled:
 
 
 def as_scheduled(graph: Graph, *, by: Fuser = H200) -> tuple[Scheduled, ...]:
-    """The order of XLA's three in which the program needs least, of several the first; and that of the trace.
+    """The first order of XLA's three that needs least, and the order of the trace.
 
-    XLA:CPU takes the order in which kernels could run side by side, whatever it needs: that one alone.
+    XLA:CPU has one order only: that in which kernels could run side by side.
 
-    XLA counts results as well, from when they are written on, those too that will take over an argument. In the order
-    of the trace results are written as soon as they can be, or where they stand if that needs less. Where it needs more
-    than XLA's, those are not known well enough to promise less.
+    XLA counts results from when they are written, also those that take over an argument. The order of the trace writes
+    results as soon as possible, or in place if that needs less.
     """
     nodes = _Nodes(graph, fuse(graph, by=by, written=True))
 
@@ -82,7 +84,7 @@ def _in_order(graph: Graph, order: Sequence[int], kernels: Kernels) -> Scheduled
 
 
 class _Nodes:
-    """Kernels by the op at their root, what each reads, and what it makes."""
+    """Kernels by their root op, with what each reads and makes."""
 
     def __init__(self, graph: Graph, kernels: Kernels) -> None:
         self.graph, self.kernels = graph, kernels
@@ -95,7 +97,7 @@ class _Nodes:
         self.maker = maker
         self.wanted = {home[v] for v in graph.outputs}
         self.parts: dict[int, list[int]] = {}
-        """Other kernels that are one with that of an op."""
+        """Other kernels joined to the kernel of an op."""
         inside = self._made_together()
         self.roots: list[int] = [op.id for op in graph.ops if kernels.is_root[op.id] and op.id not in inside]
         self.reads: list[tuple[int, ...]] = [()] * n
@@ -116,7 +118,7 @@ class _Nodes:
                 self.readers[o].append(i)
 
     def _behind(self) -> dict[int, list[int]]:
-        """The barriers that each kernel reads something behind: what a barrier hands on stays where it is."""
+        """The barriers behind which each kernel reads; it cannot move before them."""
         of: dict[int, list[int]] = {}
         found: dict[int, list[int]] = {}
         into = {o: i for i, joined in self.parts.items() for o in joined}
@@ -132,8 +134,8 @@ class _Nodes:
         return found
 
     def _made_together(self) -> set[int]:
-        """Join numbers in an array to the first kernel that reads them, if that is elementwise, or their copies to
-        them; what is joined to another kernel."""
+        """Join arrays of numbers to their first reader if it is elementwise, else their copies to them; the joined
+        kernels."""
         graph, kernels, maker = self.graph, self.kernels, self.maker
         numbers: dict[int, list[int]] = {}
         for op in graph.ops:
@@ -164,7 +166,7 @@ class _Nodes:
         return inside | self._spread_together()
 
     def _spread_together(self) -> set[int]:
-        """Join what spreads rows to the first kernel that does so alike; what is joined to another kernel."""
+        """Join kernels that spread rows to the first that does so alike; the joined kernels."""
         graph, kernels, maker = self.graph, self.kernels, self.maker
         alike: dict[tuple[tuple[int, ...], int], list[int]] = {}
         inside = set[int]()
@@ -197,11 +199,11 @@ class _Nodes:
         return inside
 
     def users(self, i: int) -> int:
-        """Instructions that read what a kernel makes; of several results, those that take one out."""
+        """Instructions that read a kernel's result; with several results, those that take one out."""
         return self.parts_made(i) or len(self.readers[i]) + (not self.wanted.isdisjoint(self.makes[i]))
 
     def parts_made(self, i: int) -> int:
-        """How many results a kernel makes that come in a table, 0 for one alone. A convolution's workspace is one."""
+        """Results of a kernel that has a table of them, 0 for a single one. A convolution's workspace is one."""
         made = len(self.makes[i]) + (self.graph.ops[i].primitive == CONVOLUTION)
         return made if made > 1 else 0
 
@@ -209,13 +211,13 @@ class _Nodes:
         return self.graph.values[value].nbytes
 
     def results(self) -> list[int]:
-        """Kernels that make the program's outputs, then those that nobody reads, in order."""
+        """Kernels of the program's outputs, then unread ones, in order."""
         home = self.kernels.home
         out = [self.maker[home[v]] for v in self.graph.outputs if home[v] >= 0 and self.maker[home[v]] >= 0]
         return list(dict.fromkeys([*out, *(i for i in self.roots if not self.readers[i])]))
 
     def with_fused(self, roots: Sequence[int]) -> list[int]:
-        """All ops: what is computed inside a kernel, or is a view, right before the first op that reads it."""
+        """All ops: fused ones and views right before their first reader."""
         graph, out, done = self.graph, list[int](), [False] * len(self.graph.ops)
         made = [-1] * len(graph.values)
         for op in graph.ops:
@@ -253,13 +255,13 @@ def _as_traced(nodes: _Nodes) -> list[int]:
 
 
 def _results_early(nodes: _Nodes) -> list[int]:
-    """The order of the trace, but for kernels that make results alone: each right after the last that it reads."""
+    """The order of the trace, with kernels that only make results right after the last kernel they read."""
     last = {i: max(nodes.operands[i], default=-1) for i in nodes.roots if nodes.makes[i] and not nodes.readers[i]}
     return sorted(nodes.roots, key=lambda i: (last.get(i, i), i))
 
 
 def _breadth_first(nodes: _Nodes) -> list[int]:
-    """Kernels in the order in which all that they read is there (``BFScheduler``)."""
+    """Kernels in the order in which their operands become ready (``BFScheduler``)."""
     kernels, given = nodes.kernels, dict[int, list[int]]()
     waits: dict[int, int] = {}
     for i in nodes.roots:
@@ -283,7 +285,7 @@ def _breadth_first(nodes: _Nodes) -> list[int]:
 
 
 def _list_schedule(nodes: _Nodes) -> list[int]:
-    """Of the kernels that can run, always the one that frees most bytes, less those it makes; then of most readers."""
+    """Of the ready kernels the one that frees most bytes, net of those it makes; then the one with most readers."""
     uses = {r: 0 for i in nodes.roots for r in nodes.makes[i]}
     users: dict[int, list[int]] = {r: [] for r in uses}
     for i in nodes.roots:
@@ -333,7 +335,7 @@ def _list_schedule(nodes: _Nodes) -> list[int]:
 
 
 def _depth_first(nodes: _Nodes) -> list[int]:
-    """Post-order from the results, the operand first whose history has most other readers, then most bytes."""
+    """Post-order from the results, first the operand whose history has most other readers, then most bytes."""
     extra = [0] * len(nodes.graph.ops)
     total: list[Bytes] = [0] * len(nodes.graph.ops)
     most = sum(nodes.size(r) for i in nodes.roots for r in nodes.makes[i])
@@ -345,7 +347,7 @@ def _depth_first(nodes: _Nodes) -> list[int]:
 
 
 def _post_order(nodes: _Nodes) -> list[int]:
-    """Post-order from the results, operands as they are written."""
+    """Post-order from the results, operands as written."""
     return _visited(nodes, list)
 
 
@@ -365,7 +367,7 @@ def _visited(nodes: _Nodes, order: Callable[[Sequence[int]], list[int]]) -> list
 
 
 def _with_siblings(nodes: _Nodes, order: list[int]) -> list[int]:
-    """The same order, but what is little of something large right after the last that it is made of."""
+    """The same order, with by-products right after their last operand."""
     place = {i: k for k, i in enumerate(order)}
     when: dict[int, int] = {}
     for i in order:

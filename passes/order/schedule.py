@@ -1,6 +1,6 @@
-"""A schedule while it is written: the ops so far, and the versions of values that they make.
+"""A schedule under construction: the ops so far, and the versions of values they make.
 
-Invariant: ``origin`` and ``version_of`` go along with ``ops`` and ``values``, as a ``Program`` wants them.
+Invariant: ``origin`` matches ``ops`` and ``version_of`` matches ``values``, as in ``Program``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BARRIER: Final = "optimization_barrier"
 
 
 class Schedule:
-    """Scratch of one pass that lays ops out anew; ``now``: what stands for a value of the old schedule by now."""
+    """Scratch of a pass that lays ops out anew; ``now``: the current version of each old value."""
 
     def __init__(self, values: Sequence[Value], version_of: Sequence[int]) -> None:
         self.values: list[Value] = list(values)
@@ -24,7 +24,7 @@ class Schedule:
         self.now: dict[int, int] = {}
 
     def version(self, v: int, space: str | None = None) -> ValueId:
-        """Another value equal to ``v``, in another memory space if one is given."""
+        """A new value equal to ``v``, in memory ``space`` if given."""
         fresh = cast("ValueId", len(self.values))
         old = self.values[v]
         where = old.space if space is None else space
@@ -33,7 +33,7 @@ class Schedule:
         return fresh
 
     def put(self, op: Op, operands: Sequence[int], results: Sequence[int], origin: int) -> None:
-        """Append what ``op`` computes, on these values; ``origin``: the op of the original, -1 for none."""
+        """Append ``op`` on these values; ``origin``: the original op, -1 for none."""
         same = op.id == len(self.ops) and operands is op.operands and results is op.results
         self.ops.append(op if same else op.on(len(self.ops), operands, results))
         self.origin.append(origin)

@@ -1,1 +1,1 @@
-"""How long does an op take, and how long a planned step?"""
+"""Seconds of an op and of a planned step."""

@@ -1,8 +1,7 @@
-"""How long does each op take: a roofline per op, aware that fused ops cost no traffic of their own.
+"""Seconds of each op: a roofline, in which fused ops cost no traffic of their own.
 
-Rules are keyed by primitive; an unknown primitive is charged the traffic of its operands and
-results and reported by name. Rates are peaks times the share of them that real programs reach, or
-nearly all of what was measured on the device.
+Rules are keyed by primitive. An unknown primitive pays for the traffic of its operands and results, and is reported by
+name. A rate is the peak times a share that real programs reach, or nearly the rate measured on the device.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ MATMUL_SHARE = 0.75
 COPY_SHARE = 0.85
 """Streaming kernels reach 4.3 of 4.8 TB/s on an H200 (measured)."""
 FUSED_SHARE = 0.04
-"""Cost of recomputing a fused elementwise value, as a share of streaming it through memory: little, but not nothing, so
-that of equal plans the one with less is taken. A guess."""
+"""Cost of recomputing a fused elementwise value, as a share of streaming it through memory: not nothing, so that of
+equal plans the one with less wins. A guess."""
 EXPENSIVE_TIMES = 4
-"""How many times as much that is for what is expensive to compute again (``fusion.EXPENSIVE``). A guess; where one of
-them is stored it is a kernel, and priced as such."""
+"""Factor on ``FUSED_SHARE`` for expensive ops (``fusion.EXPENSIVE``). A guess; a stored one is a kernel, and priced as
+such."""
 
 LIBRARY_SHARE = 0.1
-"""Of the rate outside the matrix units: what factorizations and sparse products reach, at most. A guess on the safe
-side: they are not recomputed for little."""
+"""Share of the rate outside the matrix units that factorizations and sparse products reach, at most. A guess on the
+safe side: they are not recomputed for little."""
 LIBRARY = frozenset(
     """cholesky cholesky_update lu qr geqrf geqp3 householder_product ormqr eigh eig schur hessenberg tridiagonal svd
     triangular_solve tridiagonal_solve symmetric_product spsolve bcoo_dot_general bcoo_dot_general_sampled
     bcoo_spdot_general bcsr_dot_general coo_matvec coo_matmat coo_spmv coo_spmm csr_matvec csr_matmat csr_spmv
     csr_spmm""".split()
 )
-"""Products and factorizations that keep the matrix units waiting."""
+"""Products and factorizations that do not use the matrix units."""
 FREE = (
     frozenset(
         """optimization_barrier create_token after_all axis_index stage pin unpin tie random_clone platform_index
@@ -58,17 +57,17 @@ FREE = (
     | VIEWS
     | {TO_HOST, TO_DEVICE}
 )
-"""What takes no time of its own."""
+"""Primitives that take no time."""
 _SCANS = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
 _SORTS = frozenset("sort top_k approx_top_k".split())
 UNKNOWN = 10.0
-"""Times that what has no rule goes through its operands and results; what a special function or a transform takes. A
-guess on the safe side."""
+"""Passes over operands and results for a primitive without a rule, as for a special function or a transform. A guess on
+the safe side."""
 WHILE_TRIPS = 10
-"""Iterations that a ``while`` is taken to have: nobody knows how many. A guess: solvers end within tens."""
+"""Iterations assumed for a ``while``. A guess: solvers end within tens."""
 
 TAKES = frozenset("slice dynamic_slice gather split unstack".split())
-"""Of what these read only their results are."""
+"""They read only as much of their operands as their results hold."""
 
 KNOWN = (
     ELEMENTWISE
@@ -91,10 +90,10 @@ KNOWN = (
 
 
 def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Costs:
-    """Seconds of each op of ``graph`` on ``device``, and what solvers are charged for running it again.
+    """Seconds of each op of ``graph`` on ``device``, and the charge that solvers pay to run it again.
 
-    ``body``: of a loop, or a branch. The charge is matrix time, and the rest at ``device.traffic_weight``; or the
-    seconds themselves.
+    ``body``: ``graph`` is the body of a loop or branch. The charge is matrix time plus the rest at
+    ``device.traffic_weight``; at a weight of 1 or more, the seconds.
     """
     kernels = fuse(graph)
     touched = _touched(graph, kernels) if on("slices_read") else None
@@ -140,7 +139,7 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
 
 
 def _touched(graph: Graph, kernels: Kernels) -> list[Bytes]:
-    """Bytes that the kernel of each op reads: of a buffer of which it takes slices alone, the slices."""
+    """Bytes that each op's kernel reads; only the slices of a buffer that it slices."""
     of: list[Mapping[int, Bytes]] = [{} for _ in graph.values]
     for v in graph.inputs:
         of[v] = {v: graph.values[v].nbytes}
@@ -161,8 +160,8 @@ def _touched(graph: Graph, kernels: Kernels) -> list[Bytes]:
 
 
 def _passes(op: Op, graph: Graph) -> float:
-    """How often a kernel goes through memory, where that is not once: charged as work, so that nothing of it is done
-    again for nothing."""
+    """Passes over memory of a kernel that needs more than one, else 0; charged as work, so that it is not repeated for
+    nothing."""
     longest = max((d for v in op.operands for d in graph.values[v].shape), default=1)
     levels = math.log2(max(longest, 2))
     if op.primitive in _SORTS:
@@ -175,7 +174,7 @@ def _passes(op: Op, graph: Graph) -> float:
 
 
 def launches(graph: Graph, device: DeviceProfile) -> Seconds:
-    """Seconds that starting all kernels takes, bodies of loops included: what a device waits for that works faster."""
+    """Seconds to launch all kernels, bodies of loops included: a bound for fast devices."""
     kernels = fuse(graph)
     total = 0.0
     for op in graph.ops:
@@ -187,7 +186,7 @@ def launches(graph: Graph, device: DeviceProfile) -> Seconds:
 
 
 def matmul_rate(op: Op, graph: Graph, device: DeviceProfile) -> float:
-    """FLOP/s that programs get for the operand type of ``op``: of the matrix units, where it can use them."""
+    """FLOP/s for the operand type of ``op``, on the matrix units if it can use them."""
     if op.primitive in LIBRARY:
         return device.reached("elementwise_flops", LIBRARY_SHARE)
     wide = any(graph.values[v].dtype in ("float32", "float64", "complex64") for v in op.operands)
@@ -195,7 +194,7 @@ def matmul_rate(op: Op, graph: Graph, device: DeviceProfile) -> float:
 
 
 def unknown_primitives(graph: Graph) -> tuple[str, ...]:
-    """Primitives without a rule of their own, bodies included, sorted."""
+    """Primitives without a rule, bodies included, sorted."""
     names: set[str] = set()
     for op in graph.ops:
         if op.primitive not in KNOWN:

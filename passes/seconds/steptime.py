@@ -1,7 +1,7 @@
-"""How long does a planned step take where work is slower, or the link another, than it was planned for?
+"""Seconds of a planned step at other work or link rates than it was planned for.
 
-Invariant: at the rates that it was planned for, and at others, the step is priced by the same rules as plans
-are compared by: ``streaming.waiting`` for copies in straight-line code, ``loops.copying`` for those of loops.
+Invariant: the rules are those by which plans are compared: ``streaming.waiting`` for straight-line copies,
+``loops.copying`` for copies of loops.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from jaxtensile.passes.offload.streaming import waiting
 from jaxtensile.units import Bytes, Seconds
 
 _HALVINGS = 16
-"""Steps of the bisection: the factor is known to 2^-16 of the measured ratio, far below the 30 % from which on it is
-used (``feedback.OFF``)."""
+"""Bisection steps: the factor is known to 2^-16 of the measured ratio, far below the 30 % at which it is used
+(``feedback.OFF``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopCopies:
-    """What every iteration of a pair of loops stacks on the host: ``count`` slices of ``nbytes`` in all.
+    """Slices that each iteration of a pair of loops stacks on the host: ``count`` of them, ``nbytes`` in all.
 
-    ``forward``: seconds of work of one iteration of the forward loop.
+    ``forward``: seconds of work of one forward iteration.
     """
 
     trips: int
@@ -34,9 +34,9 @@ class LoopCopies:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """Seconds of one step: ``work``, and waiting for copies over ``link``, None where nothing is copied.
+    """Seconds of one step: ``work``, and waiting for copies over ``link`` (None without copies).
 
-    ``program``: the schedule, if it copies; ``seconds``: of every op of the program that it was made from.
+    ``program``: the schedule, if it copies. ``seconds``: of every op of the original program.
     """
 
     work: Seconds
@@ -51,7 +51,7 @@ class StepTime:
         return self.link is not None and (self.program is not None or bool(self.loops))
 
     def at(self, slower: float = 1.0, link: Link | None = None) -> Seconds:
-        """Predicted seconds of a step whose work takes ``slower`` times as long, with copies over ``link``."""
+        """Predicted seconds of a step with ``slower`` times the work time, and copies over ``link``."""
         link = link or self.link
         wait = 0.0
         if link is not None:
@@ -63,10 +63,10 @@ class StepTime:
         return slower * self.work + wait
 
     def slower(self, measured: Seconds, link: Link | None = None) -> float | None:
-        """By which factor work is slower if a step takes ``measured`` seconds; None if the copies alone take longer.
+        """The factor by which work is slower if a step takes ``measured`` seconds; None if the copies alone take
+        longer.
 
-        One time of one program is one equation. Its unknown is this factor: how work is divided among kinds of
-        kernels, and how fast the link is, remain as they are given.
+        One measurement determines one unknown: the ratios among kinds of kernels, and the link's rate, stay as given.
         """
         if self.work <= 0.0:
             return None
@@ -77,7 +77,7 @@ class StepTime:
 
 
 def _root(excess: Callable[[float], float], high: float) -> float | None:
-    """Where a growing function that is positive at ``high`` crosses zero; None when it is positive at once."""
+    """The zero of a growing function that is positive at ``high``; None if it is positive at once."""
     if excess(high * 2.0**-_HALVINGS) > 0.0:
         return None
     low = 0.0

@@ -1,1 +1,1 @@
-"""Is it right? Derived again in the obvious way; shares nothing with the solvers."""
+"""Checks that derive results again in the obvious way and share nothing with the solvers."""

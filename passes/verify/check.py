@@ -1,9 +1,8 @@
-"""Is a planned program the original one, repeated in places and in a new order?
+"""Check that a planned program is the original, with ops repeated and reordered.
 
-Re-derived from the two graphs alone, slowly and in the obvious way; shares no code with the
-solvers or with ``emit``. What holds afterwards: every value of the program equals the original
-value that ``version_of`` names, effects happen once and in their order, and the outputs,
-inputs and donations are the original ones. So the program computes what the original computes.
+The check uses the two graphs alone and shares no code with the solvers or with ``emit``. Afterwards every value equals
+the original value named by ``version_of``. Effects happen once and in order. Outputs, inputs and donations are the
+original ones. So the program computes what the original computes.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ COPIES = {"to_host": (("device",), ("host",)), "to_device": (("host",), ("device
 def check(graph: Graph, program: Program, on_host: frozenset[ValueId] = frozenset()) -> None:
     """Raise ``VerifyError`` unless ``program`` computes what ``graph`` computes.
 
-    ``on_host``: inputs and outputs of ``graph`` on the device that the program takes and leaves on the host.
+    ``on_host``: inputs and outputs that ``graph`` has on the device and the program on the host.
     """
     _check_schedule(program.graph)
     _check_tables(graph, program)
@@ -39,7 +38,7 @@ def _fail(what: str, bound: str) -> NoReturn:
 
 
 def _check_schedule(graph: Graph) -> None:
-    """Ids are positions; every value has one origin, and it has it before it is read."""
+    """Check that ids are positions, and that each value is made once, before it is read."""
     for i, value in enumerate(graph.values):
         if value.id != i:
             _fail(f"value {value.id} is at place {i}", "ids are consecutive")
@@ -75,7 +74,7 @@ def _check_schedule(graph: Graph) -> None:
 
 
 def _check_tables(graph: Graph, program: Program) -> None:
-    """``origin`` and ``version_of`` cover everything and point into the original; versions look alike."""
+    """Check that ``origin`` and ``version_of`` are complete and point into the original; versions look alike."""
     if len(program.origin) != len(program.graph.ops):
         _fail(f"{len(program.origin)} origins are given", f"there are {len(program.graph.ops)} ops")
     if len(program.version_of) != len(program.graph.values):
@@ -94,7 +93,7 @@ def _check_tables(graph: Graph, program: Program) -> None:
 
 
 def _check_ends(graph: Graph, program: Program, on_host: frozenset[ValueId]) -> None:
-    """The same inputs and donations; outputs that equal the original ones, in their order."""
+    """Check for the same inputs and donations, and equal outputs in order."""
     if program.graph.inputs != graph.inputs:
         _fail(f"its inputs are {program.graph.inputs}", f"the original's are {graph.inputs}")
     for v in graph.inputs:
@@ -113,9 +112,9 @@ def _check_ends(graph: Graph, program: Program, on_host: frozenset[ValueId]) -> 
 
 
 def _check_ops(graph: Graph, program: Program) -> None:
-    """Every op is an op of the original on versions of the same values, or changes nothing.
+    """Check that every op is an original op on versions of the same values, or changes nothing.
 
-    Only copies move a value to the host and back; everything else finds its operands where the original does.
+    Only copies move a value to the host and back; other ops find their operands in the original space.
     """
 
     def versions(values: tuple[ValueId, ...]) -> tuple[int, ...]:
@@ -164,7 +163,7 @@ def _traits(op: Op) -> tuple[str, float, bool, int, tuple[int, int]]:
 
 
 def _check_effects(graph: Graph, program: Program) -> None:
-    """Effects happen as in the original; the makers of all outputs are there."""
+    """Check that effects happen as in the original, and that the makers of all outputs are there."""
     before = [op.id for op in graph.ops if op.pinned]
     after = [program.origin[op.id] for op in program.graph.ops if op.pinned]
     if before != after:
@@ -176,10 +175,10 @@ def _check_effects(graph: Graph, program: Program) -> None:
 
 
 def naive_peak(graph: Graph) -> list[Bytes]:
-    """Bytes of all values, inputs excluded, that exist while each op runs, without fusion or sharing.
+    """Live bytes while each op runs, inputs excluded, without fusion or sharing.
 
-    A value exists from the op that makes it to the last op that reads it, to the end if it is an
-    output, and at least while it is made. Quadratic on purpose; the insides of loops are left out.
+    A value is live from its op to its last reader, or to the end if it is an output. Quadratic on purpose; bodies of
+    loops are left out.
     """
     made = {v: op.id for op in graph.ops for v in op.results}
     reads = {v: {op.id for op in graph.ops if v in op.operands} for v in made}

@@ -1,6 +1,6 @@
-"""Is a packing one: does no buffer overlap another that is live at the same time?
+"""Check that no buffer of a packing overlaps another that is live at the same time.
 
-Invariant: nothing here is shared with the packers; what they claim is derived again from the buffers alone.
+Invariant: shares nothing with the packers; derives everything from the buffers.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from jaxtensile.passes.pack.buffers import Buffer, Packing
 
 
 def faults(buffers: Sequence[Buffer], packed: Packing) -> list[str]:
-    """What is wrong with a packing, one sentence each; empty if it holds.
+    """The faults of a packing, one sentence each; empty if it holds.
 
-    Time runs from left to right and the live buffers are kept by offset: before the first overlap, each new one can
-    only overlap its neighbours. ``O(n log n)`` comparisons; after an overlap was found, later ones may be missed.
+    A sweep over time keeps the live buffers by offset: before the first overlap a new buffer can only overlap its
+    neighbours. ``O(n log n)`` comparisons; after an overlap, later ones may be missed.
     """
     if len(packed.offsets) != len(buffers):
         return [f"{len(packed.offsets)} offsets for {len(buffers)} buffers"]
