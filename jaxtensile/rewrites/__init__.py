@@ -1,1 +1,1 @@
-"""What can be changed in a program beside running ops again: one file for each kind of change."""
+"""Changes to a program other than recomputation, one file per kind."""

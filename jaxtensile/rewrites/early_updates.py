@@ -1,4 +1,4 @@
-"""Updates right behind their gradients: the same ops, in an order in which no large gradient waits for others."""
+"""Updates right behind their gradients: the same ops, ordered so that no large gradient waits for others."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from jaxtensile.program.cse import rebuilt
 from jaxtensile.rewrites.rewrite import Rewrite, Start, large
 
 _SMALLER = 4
-"""How many times smaller than what is worth a change elsewhere a value may be to be waited for: updates are many. A
-guess."""
+"""How many times smaller than ``large`` a value worth waiting for may be: updates are many. A guess."""
 
 
 def _find(start: Start) -> list[tuple[int, ...]]:

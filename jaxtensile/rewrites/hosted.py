@@ -1,8 +1,8 @@
-"""Does what waits in host memory come back right? Small programs, run on the very device, say so.
+"""Trials on the very device: whether values that wait in host memory come back right.
 
-Compilers have read stacks there in the wrong order without an error (``jaxtensile.rewrites.loops``), so what a loop
-stacks goes to the host on a device only after this has been tried there; so do, on TPUs, the stacks of
-straight-line code (``jaxtensile.program.host_stacks``) and state between steps. Once per process and device.
+Compilers have read host stacks in the wrong order without an error (``jaxtensile.rewrites.loops``). So stacks of loops
+go to the host only after a trial on the device. The same holds for state between steps, and on TPUs for stacks of
+straight-line code (``jaxtensile.program.host_stacks``). Each trial runs once per process and device.
 """
 
 from __future__ import annotations
@@ -28,17 +28,16 @@ from jaxtensile.rewrites.state import choose, on_host
 from jaxtensile.xla.target import PINNED_HOST
 
 _SIDES, _TRIPS = (128, 512), 16
-"""Slices of 64 KiB, the smallest that are stacked on the host (``loops.SLICE``), and of 1 MiB, as matrices of f32;
-iterations that make 1 MiB of the small ones (``offload.SMALLEST``)."""
+"""Sides of f32 matrices: slices of 64 KiB, the smallest on the host (``loops.SLICE``), and of 1 MiB; iterations that
+make 1 MiB of the small ones (``offload.SMALLEST``)."""
 _LAYERS, _PLENTY = 8, 1 << 30
-"""Layers of the trial of copies, enough that the first residuals leave long before they are read; bytes of the host for
-it, more than it takes."""
+"""Layers of the trial of copies, so that the first residuals leave long before they are read; host bytes for it, more
+than it takes."""
 _LEAVES, _STEPS = 3, 3
-"""Weights of the trial of state, and steps of it: the first moves the state, the second finds it where it was, the
-third repeats that."""
+"""Weights and steps of the trial of state: the first step moves the state, the second finds it moved, the third repeats
+that."""
 _NEAR, _NEARLY = 1e-4, 1e-3
-"""Relative differences within which a result is the wanted one: of loops, and where products round as well. A wrong
-slice differs in the first digit."""
+"""Relative tolerances of results: of loops, and with rounding products. A wrong slice differs in the first digit."""
 
 
 def _gradient(x: Any, w: Any) -> Any:
@@ -54,7 +53,7 @@ def _gradient(x: Any, w: Any) -> Any:
 
 
 def with_hosted_stacks(fun: Any, args: Any, *, load_index: bool) -> tuple[Any, int]:
-    """``fun`` with all that its loops stack, and that may be there, in host memory; and how many bytes that is."""
+    """``fun`` with all eligible stacks of its loops in host memory, and their bytes."""
     closed = jax.make_jaxpr(fun)(*args)
     traced = trace_jaxpr(closed)
     free = Link(bandwidth=1.0, latency=0.0)
@@ -66,7 +65,7 @@ def with_hosted_stacks(fun: Any, args: Any, *, load_index: bool) -> tuple[Any, i
 
 @cache
 def stacks_come_back(device: Any, *, load_index: bool) -> bool:
-    """Whether a backward loop on ``device`` gets from host memory what its forward loop put there."""
+    """Whether a backward loop on ``device`` reads from host memory what its forward loop put there."""
     # Small, so that what one compiler rounds otherwise than another stays small over all iterations.
     random = np.random.default_rng(0)
     args = tuple([_square(random, n, most) for n in _SIDES] for most in (1.0, 0.5))
@@ -75,7 +74,7 @@ def stacks_come_back(device: Any, *, load_index: bool) -> bool:
 
 
 def _layers(x: Any, w: Any) -> Any:
-    """The gradient of some layers whose residuals are 1 MiB each, the smallest that is copied."""
+    """The gradient of some layers with residuals of 1 MiB each, the smallest that are copied."""
 
     def loss(x: Any) -> Any:
         for _ in range(_LAYERS):
@@ -86,7 +85,7 @@ def _layers(x: Any, w: Any) -> Any:
 
 
 def with_hosted_copies(fun: Any, args: Any) -> tuple[Any, int]:
-    """``fun`` with as much as can be of its straight-line code in stacks in host memory; and how many bytes that is."""
+    """``fun`` with as much as possible of its straight-line code in host stacks, and the bytes."""
     traced = trace_jaxpr(jax.make_jaxpr(fun)(*args))
     free = Link(bandwidth=1e15, latency=0.0)
     away = offload(Program.unchanged(traced.graph), [1.0] * len(traced.graph.ops), free, 0, _PLENTY)
@@ -96,7 +95,7 @@ def with_hosted_copies(fun: Any, args: Any) -> tuple[Any, int]:
 
 @cache
 def copies_come_back(device: Any) -> bool:
-    """Whether straight-line code on ``device`` gets from stacks in host memory what it put there."""
+    """Whether straight-line code on ``device`` reads from host stacks what it put there."""
     random, side = np.random.default_rng(0), _SIDES[-1]
     x, w = (_square(random, side, most) for most in (2.0, 2.0 * side**-0.5))
     return _moved_as_wanted(device, _layers, (x, w), with_hosted_copies, rtol=_NEARLY) >= 2 * x.nbytes
@@ -118,8 +117,11 @@ def _step(state: Any, x: Any) -> Any:
 
 
 def with_hosted_state(fun: Any, args: Any) -> tuple[Any, tuple[int, ...]]:
-    """``fun``, which replaces its first argument, on flat arguments, with all of it that may be there in host memory
-    between calls; and the places of these arguments."""
+    """``fun`` on flat arguments, with the eligible leaves of its first argument on the host between calls, and their
+    positions.
+
+    ``fun`` replaces its first argument.
+    """
     closed = jax.make_jaxpr(fun)(*args)
     count, donated = len(jax.tree.leaves(args)), len(jax.tree.leaves(args[0]))
     traced = trace_jaxpr(closed, tuple(i < donated for i in range(count)))
@@ -133,7 +135,7 @@ def with_hosted_state(fun: Any, args: Any) -> tuple[Any, tuple[int, ...]]:
 
 @cache
 def state_comes_back(device: Any) -> bool:
-    """Whether steps on ``device`` get from host memory what those before them left there."""
+    """Whether steps on ``device`` read from host memory what earlier steps left there."""
     random, side = np.random.default_rng(0), _SIDES[-1]
     weights = [_square(random, side, 2.0 * side**-0.5) for _ in range(_LEAVES)]
     state, x = (weights, [np.zeros_like(w) for w in weights]), _square(random, side, 1.0)
@@ -161,8 +163,8 @@ def _square(random: np.random.Generator, side: int, most: float) -> Any:
 def _moved_as_wanted(
     device: Any, fun: Any, args: Any, change: Callable[[Any, Any], tuple[Any, int]], *, rtol: float
 ) -> int:
-    """Bytes that ``change`` takes to the host where what comes back is what ``fun`` makes; 0 where it is not, and
-    where nothing is shown: the compiler refuses, or there is no memory."""
+    """Bytes that ``change`` moves to the host if results match ``fun``; 0 on a mismatch, a compiler's refusal or lack
+    of memory."""
     try:
         there = jax.device_put(args, SingleDeviceSharding(device))
         changed, moved = change(fun, there)

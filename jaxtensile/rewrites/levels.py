@@ -1,11 +1,11 @@
-"""Rewrite pairs of scans inside of pairs of scans: what an inner forward scan stacks passes through the outer pair.
+"""Rewrite pairs of scans inside pairs of scans: the outer pair passes on what an inner forward scan stacks.
 
-One iteration of the outer forward scan and the same one of the backward scan behind it are a program in which the inner
-scans are an ordinary pair. That program is rewritten as any other, at any depth, and parted again where it was put
-together: what its second half then reads of the first is what the outer pair stacks.
+One iteration of the outer forward scan, followed by that of the backward scan, is a program with ordinary inner pairs.
+It is rewritten as any other, at any depth, and then cut in two again. The outer pair stacks what the second half reads
+of the first.
 
-Invariant: both scans run the same iterations in the same order on the same values. What the second half reads of the
-first is a result of that iteration, stacked; or a constant or a slice that both scans can be given.
+Invariant: both scans run the same iterations in order on the same values. What the second half reads of the first is a
+stacked result, a constant, or a slice available to both scans.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 from jaxtensile.units import Bytes
 
 RUNGS = 3
-"""Of the ways to rewrite the loops in one iteration of a pair, how many are tried at most: the first, the last and one
-between. A guess."""
+"""Most ways tried per iteration of a pair: the first, the last and one between. A guess."""
 
 
 @dataclass(frozen=True)
 class Halves:
-    """Bodies of a forward and of a backward scan, closed jaxprs: ``given`` says which arguments of the second are
-    results of the first (their number), or arguments of it (``~number``).
+    """The bodies of a forward and a backward scan, as closed jaxprs.
 
-    ``fixed``: constants of the forward scan; ``carried``: its arguments that differ between iterations and are no
-    slices, so that the second half is given them as results.
+    ``given``: argument of the second body → number of the first body's result, or ``~k`` for the first body's argument
+    k. ``fixed``: constants of the forward scan. ``carried``: forward arguments that change per iteration and are not
+    slices; the second half gets them as results.
     """
 
     first: Any
@@ -55,7 +54,7 @@ class Halves:
         return cls(front["jaxpr"], back["jaxpr"], given, range(consts), range(consts, consts + carries))
 
     def traced(self) -> tuple[Traced, int]:
-        """Both as one program, and how many of its equations are the first half."""
+        """Both halves as one program, and the number of equations in the first."""
         return trace_in_turn(self.first, self.second, self.given)
 
     def rewritten(self, plan: InnerPlan) -> Halves:
@@ -81,7 +80,7 @@ class Halves:
         anew = sorted(o for o in of_nothing(traced.graph) if o < count)
         last = range(count, len(traced.equations))
         read: dict[Any, Any] = {}
-        """What the second half reads of the first: its type."""
+        """What the second half reads of the first → its type."""
 
         def whole(*flat: Any) -> list[Any]:
             work = evaluation(traced)
@@ -120,13 +119,13 @@ class Halves:
 
 
 def _check(traced: Traced, pairs: Sequence[ScanPair]) -> None:
-    """A plan may come from a file: what is linked is not for it to say."""
+    """Raise ``ValueError`` unless the program has these ``pairs``: a plan may come from a file."""
     if not set(find_pairs(traced.graph)).issuperset(pairs):
         raise ValueError("its loops are linked in another way")
 
 
 class _Seen(dict[Any, Any]):
-    """Remembers what is read."""
+    """A dict that remembers the keys read."""
 
     def __init__(self, known: Mapping[Any, Any]) -> None:
         super().__init__(known)
@@ -141,7 +140,7 @@ class _Seen(dict[Any, Any]):
 
 
 class _Inner(Evaluation):
-    """With what is in the iterations of some pairs rewritten."""
+    """Evaluation with the iterations of some pairs rewritten."""
 
     def __init__(self, traced: Traced, plans: Sequence[InnerPlan]) -> None:
         super().__init__(traced)
@@ -176,7 +175,7 @@ class _Inner(Evaluation):
         return self._scan(i, halves.second, args, fixed)
 
     def _scan(self, i: int, closed: Any, args: Sequence[Any], fixed: Container[int]) -> list[Any]:
-        """Scan ``i`` with another body, on ``args``: what is not in ``fixed``, and is not carried, by slices."""
+        """Run scan ``i`` with another body; arguments neither ``fixed`` nor carried are sliced."""
         equation = self.traced.equations[i]
         params, body = equation.eqn.params, trace_jaxpr(closed)
         consts, carries = _compat.scan_split(params)
@@ -196,13 +195,12 @@ class _Inner(Evaluation):
 
 
 def rewrite_inner(traced: Traced, closed: Any, plans: Sequence[InnerPlan]) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) with what ``plans`` say done in the iterations of its loops."""
+    """The closed jaxpr of ``traced`` (of ``closed``) with ``plans`` applied in the iterations of its loops."""
     return retrace(lambda *flat: _Inner(traced, plans).of(flat), closed)
 
 
 def inner_ways(traced: Traced, ladder: Callable[[Graph], LoopLadder], least: Bytes) -> list[tuple[InnerPlan, ...]]:
-    """Ways to rewrite the loops in the iterations of those pairs that stack ``least`` bytes or more; less and less is
-    stacked."""
+    """Ways to rewrite loops inside the pairs that stack at least ``least`` bytes, from most to least stacked."""
     found = [[*_plans(traced, pair, ladder)] for pair in _apart(traced.graph, least)]
     found = [own for own in found if own]
     most = max(map(len, found), default=0)
@@ -224,7 +222,7 @@ def _apart(graph: Graph, least: Bytes) -> Iterator[ScanPair]:
 
 
 def _plans(traced: Traced, pair: ScanPair, ladder: Callable[[Graph], LoopLadder]) -> Iterator[InnerPlan]:
-    """For one pair, from most to least stacked."""
+    """Plans for one pair, from most to least stacked."""
     halves = Halves.of(traced, pair)
     both, _ = halves.traced()
     if not find_pairs(both.graph):
@@ -241,8 +239,10 @@ def _plans(traced: Traced, pair: ScanPair, ladder: Callable[[Graph], LoopLadder]
 
 
 def without_loops_between(traced: Traced, closed: Any) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) without those loops in the iterations of others that carry nothing
-    and make slices for one loop beside them alone: each is made where it is read."""
+    """The closed jaxpr of ``traced`` (of ``closed``) with certain inner loops merged into their reader.
+
+    They carry nothing and make slices for one loop of the same body; each slice is made where it is read.
+    """
     new: dict[Key, Callable[[Sequence[Any]], list[Any]]] = {}
     for op in traced.graph.ops:
         for k, body in enumerate(bodies_of(traced, op.id) if op.primitive == "scan" and not op.pinned else ()):

@@ -1,12 +1,11 @@
-"""Rewrite pairs of scans: stop stacking what the backward body can recompute.
+"""Rewrite pairs of scans so that they do not stack what the backward body can recompute.
 
-Invariant: both loops run the same iterations in the same order on the same values; the forward
-one stacks something else, or elsewhere, the backward one computes the rest from it before its own
-equations.
+Invariant: both loops run the same iterations in order on the same values. The forward loop stacks something else, or
+elsewhere; the backward loop recomputes the rest before its own equations.
 
-XLA:GPU before its change 46308 (2026-07-27) takes the place of a host slice that it copies in the background
-to be linear in the iteration that XLA counts, also where the loop runs backwards: it reads the stack
-forwards, and gradients are silently wrong. An index that is loaded from memory has no such place.
+XLA:GPU before its change 46308 (2026-07-27) assumes a host slice copied in the background to be at a place linear in
+the iteration count. If the loop runs backwards, it reads the stack forwards, and gradients are silently wrong. An index
+loaded from memory avoids that.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from jaxtensile.units import Seconds
 
 HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
 RECOMPUTATION = "recomputation inside loops"
-"""What users are told where it is left out."""
+"""The name for users when it is left out."""
 
 
 def loop_ladder(graph: Graph, device: DeviceProfile, link: Link | None) -> LoopLadder:
-    """The ways to rewrite the loops of a program, by what their bodies cost on a device."""
+    """Ways to rewrite the loops of a program, by the cost of their bodies on ``device``."""
 
     def costs(body: Graph) -> Costs:
         return op_costs(body, device, body=True)
@@ -45,7 +44,7 @@ def loop_ladder(graph: Graph, device: DeviceProfile, link: Link | None) -> LoopL
 
 
 def again_of(graph: Graph, device: DeviceProfile) -> Callable[[LoopPlan], tuple[Seconds, Seconds]]:
-    """For what becomes of a pair of loops: the charge and the seconds of what all its iterations compute again."""
+    """A function from a loop plan to the charge and the seconds of its recomputation, over all iterations."""
     costs = cache(lambda forward: op_costs(repeated(graph.ops[forward]), device, body=True))
 
     def again(plan: LoopPlan) -> tuple[Seconds, Seconds]:
@@ -56,7 +55,7 @@ def again_of(graph: Graph, device: DeviceProfile) -> Callable[[LoopPlan], tuple[
 
 
 def fewest_stacks(start: Start) -> MemoryUse:
-    """What the program needs where its loops stack as little as they can."""
+    """Memory use of the program if its loops stack as little as possible."""
     graph, device = start.base.graph, start.request.device
     again = again_of(graph, device)
     way = sorted(loop_ladder(graph, device, None).rungs, key=lambda way: sum(again(plan)[0] for plan in way))[-1]
@@ -65,8 +64,10 @@ def fewest_stacks(start: Start) -> MemoryUse:
 
 
 class Evaluation:
-    """A program on its way through JAX's tracers, with some of its equations changed: ``env`` is what there is so far,
-    values and what changed equations hand on to others."""
+    """A program run through JAX's tracers, with some equations changed.
+
+    ``env``: values so far, and what changed equations pass on to others.
+    """
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced
@@ -87,19 +88,19 @@ class Evaluation:
         return self.env[atom] if isinstance(atom, int) else atom.val
 
     def operands(self, i: int) -> list[Any]:
-        """Of equation ``i``; None for what is no longer made."""
+        """Operands of equation ``i``; None for a value no longer made."""
         atoms = self.traced.equations[i].operands
         return [self.read(a) if not isinstance(a, int) or a in self.env else None for a in atoms]
 
     def results(self, i: int) -> Sequence[Any]:
-        """Of equation ``i``; None for what is no longer made."""
+        """Results of equation ``i``; None for a value no longer made."""
         return bind(self.traced.equations[i], self.operands(i))
 
 
 class Rewriting(Evaluation):
-    """With the loops of ``plans`` rewritten.
+    """Evaluation with the loops of ``plans`` rewritten.
 
-    ``load_index``: slices of stacks in host memory are read at an index that comes from memory.
+    ``load_index``: read host stacks at an index loaded from memory.
     """
 
     def __init__(self, traced: Traced, plans: Sequence[LoopPlan], load_index: bool = False) -> None:
@@ -129,10 +130,9 @@ def _loop(
     extra: dict[Any, Any],
     load_index: bool,
 ) -> list[Any]:
-    """The scan that is the forward one of ``plans`` and the backward one of ``sources``; it may be both.
+    """Run a scan that is the forward one of ``plans``, the backward one of ``sources``, or both.
 
-    Without the stacks that its plans drop (None in their place), with the new ones in ``extra``, and with what
-    its forward scans no longer stack recomputed.
+    Dropped stacks are None in the result; new ones go to ``extra``. Residuals no longer stacked are recomputed.
     """
     params = equation.eqn.params
     consts, carries = _compat.scan_split(params)
@@ -183,7 +183,7 @@ def _loop(
 
 
 def _reads(body: Traced, plan: LoopPlan, consts: int, carries: int) -> set[int]:
-    """What the backward scan of ``plan`` needs of an iteration of ``body``, to recompute the rest from."""
+    """Values of one iteration of ``body`` from which the backward scan of ``plan`` recomputes the rest."""
     made = {r for o in plan.again for r in body.equations[o].results}
     reads = [a for o in plan.again for a in body.equations[o].operands]
     reads += [body.outputs[carries + y] for y in plan.dropped]
@@ -192,7 +192,7 @@ def _reads(body: Traced, plan: LoopPlan, consts: int, carries: int) -> set[int]:
 
 
 class _Source:
-    """Where one backward scan gets the values of one forward body from."""
+    """Where one backward scan gets the values of one forward body."""
 
     def __init__(self, traced: Traced, plan: LoopPlan, extra: dict[Any, Any], read: Any) -> None:
         equation = traced.equations[plan.pair.forward]

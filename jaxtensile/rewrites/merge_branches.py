@@ -1,10 +1,10 @@
-"""A branch and its backward branch as one: what a ``cond`` hands on to its gradient is computed there again.
+"""Merge a branch into its backward branch, which recomputes the residuals of the ``cond``.
 
-After differentiation a branch is two conds on one predicate: the forward one hands residuals of every branch to the
-backward one. Joined, each backward branch begins with the forward branch, from the operands of the forward cond; then
-it is a program that has a forward and a backward part like any other, and its body can be planned.
+Differentiation makes two conds on one predicate; the forward one passes residuals of every branch to the backward one.
+After merging, each backward branch first runs the forward branch, on the operands of the forward cond. Its body then
+has a forward and a backward part, and can be planned.
 
-Invariant: the same branch is taken, on the same values; residuals that something else reads are still handed on.
+Invariant: the same branch runs on the same values; residuals with other readers are still passed on.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from jaxtensile.units import Bytes
 
 @dataclass(frozen=True)
 class CondPair:
-    """Conds ``forward`` and ``backward`` (op ids); ``links``: (which result of the forward one, which operand of the
-    backward one behind the predicate) of every value that nothing else reads."""
+    """Op ids of a forward and a backward cond.
+
+    ``links``: (forward result, backward operand behind the predicate) of each value that nothing else reads.
+    """
 
     forward: int
     backward: int
@@ -35,7 +37,7 @@ class CondPair:
 
 
 def find_cond_pairs(graph: Graph, smallest: Bytes) -> tuple[CondPair, ...]:
-    """Pairs of conds on one predicate that hand on ``smallest`` bytes or more."""
+    """Pairs of conds on one predicate that pass on at least ``smallest`` bytes."""
     read_by, made, final = consumers(graph), producers(graph), set(graph.outputs)
     found: list[CondPair] = []
     for back in graph.ops:

@@ -1,6 +1,6 @@
-"""Work on the batch in parts: a region of the program as a loop over some of its rows at a time.
+"""Run a region of the program as a loop over parts of the batch.
 
-``rows`` knows which region that may be and makes the loop; here is how often it may be divided, and what that costs.
+``rows`` finds the region and makes the loop; this file chooses the numbers of parts and prices them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from jaxtensile.rewrites.rows.region import Seed, find_region, region_of
 from jaxtensile.units import Seconds
 
 MOST_ROWS: Final = 2**31 - 1
-"""A loop counts them with 32 bits."""
+"""The most rows: a loop counts them with 32 bits."""
 STARTS: Final = 2
-"""Times ``kernel_launch`` that a kernel of a loop takes to be started. A guess."""
+"""Times ``kernel_launch`` to start a kernel of a loop. A guess."""
 MOST_PARTS: Final = 256
-"""Work is done in so many parts at most: each starts all its kernels again. A guess."""
+"""Most parts: each starts all its kernels again. A guess."""
 
 Sites = tuple[Seed, int]
-"""Where the rows come from, and in how many parts they are worked on."""
+"""Where the rows come from, and the number of parts."""
 
 
 def parts_of(rows: int) -> tuple[int, ...]:
-    """The numbers of parts that so many rows may be worked on in."""
+    """The numbers of parts that ``rows`` can be divided into."""
     most = min(rows, MOST_PARTS) if rows <= MOST_ROWS else 1
     return tuple(k for k in range(2, most + 1) if rows % k == 0)
 
@@ -48,7 +48,7 @@ def _apply(start: Start, sites: Sites) -> Traced | None:
 
 
 def _idle(start: Start, made: Traced, seconds: Seconds) -> Seconds:
-    """Kernels are started while others run: what it takes to start them counts once it takes longer than they do."""
+    """Seconds by which launching all kernels takes longer than running them."""
     return max(STARTS * launches(made.graph, start.request.device) - seconds, 0.0)
 
 

@@ -1,7 +1,7 @@
-"""A change to a program as a value: where it can be made, the program with it, and what is said of it.
+"""A change to a program as a value: where it applies, how it is made, and how it is described.
 
 To add one: a file here with its value, and its place in ``search.registry``. Search, recipes, reports and the checker
-know it through this interface alone.
+use this interface alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jaxtensile.units import Bytes, Seconds
 from jaxtensile.xla.compilers import compiler_of
 
 LARGE: Final = 1 / 16
-"""From this share of the temporaries on values are worth a change. A guess."""
+"""Share of the temporaries from which a value is worth a change. A guess."""
 
 
 class Start(Protocol):
-    """What is changed: a program of a request."""
+    """The program of a request to change."""
 
     @property
     def request(self) -> Any: ...
@@ -31,13 +31,14 @@ class Start(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rewrite:
-    """``key``: what recipes call it; ``title``: what users are told where it is left out by a fault.
+    """A kind of change.
 
-    ``find``: the ways to make the change, each as plain data that says where (``sites``, of type ``form``: hashable,
-    and known to msgspec); ``apply``: the program with it, None where it comes to nothing; ``describe``: a line of the
-    report, empty for none; ``extra``: seconds of a step that its ops do not show. ``sharded``: also of programs on
-    several devices; ``last``: asked for once nothing else fits; ``in_bodies``: what it saves is in bodies of loops and
-    branches, which the model knows least; ``reorders``: it changes nothing but the order of ops.
+    ``key``: its name in recipes. ``title``: its name for users when a fault leaves it out. ``find``: ways to make the
+    change, each as plain data of type ``form`` (``sites``: hashable, known to msgspec). ``apply``: the changed program,
+    None if nothing changes. ``describe``: a line of the report, or empty. ``extra``: seconds of a step that its ops do
+    not show. ``sharded``: applies to programs on several devices too. ``last``: only tried once nothing else fits.
+    ``in_bodies``: saves bytes in bodies of loops and branches, which the model knows least. ``reorders``: changes only
+    the order of ops.
     """
 
     key: str
@@ -62,24 +63,26 @@ class Taken:
 
 
 def large(traced: Traced) -> Bytes:
-    """Bytes from which on a value of the program is worth a change."""
+    """Bytes from which a value of the program is worth a change."""
     return max(int(LARGE * live_ranges(traced.graph).temp), 1)
 
 
 def traced_for(request: Any, jaxpr: Any) -> Traced:
-    """A program of the request as it is planned."""
+    """A program of the request, traced as it is planned."""
     return on_device(request, trace_jaxpr(jaxpr, request.donated, keep_unused=request.keep_unused))
 
 
 def on_device(request: Any, traced: Traced) -> Traced:
-    """``traced`` with what its ops need by themselves on the request's device."""
+    """``traced`` with the workspaces of its ops on the request's device."""
     graph = compiler_of(request.device).with_workspaces(traced.graph)
     return traced if graph is traced.graph else replace(traced, graph=graph)
 
 
 def changed(start: Start, change: Callable[[], Any | None]) -> Traced | None:
-    """The program of the closed jaxpr that ``change`` makes; None where it makes none, and on meshes with explicit axes
-    where it takes an operation that their types do not allow."""
+    """The program of the closed jaxpr that ``change`` makes; None if it makes none.
+
+    Also None if an operation does not fit the types of a mesh with explicit axes.
+    """
     try:
         jaxpr = change()
     except _compat.ShardingTypeError:

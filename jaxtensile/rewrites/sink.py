@@ -1,8 +1,8 @@
-"""What lies between a stack and the loop that reads it, done slice by slice in that loop.
+"""Move ops between a stack and the loop that reads it into that loop, slice by slice.
 
-A custom gradient may keep what its loop stacks in another type or shape and turn it back for the backward loop.
-The two loops are a pair all the same: conversions, transpositions behind the first axis, and reshapes that lead
-back to one slice an iteration are as good in the backward body, on the slice.
+A custom gradient may keep a loop's stack in another type or shape, and convert it back for the backward loop. Such
+loops are still a pair. Conversions, transpositions behind the first axis, and reshapes back to one slice per iteration
+work as well on the slice.
 
 Invariant: every iteration of every loop sees the same values.
 """
@@ -22,14 +22,14 @@ from jaxtensile.program.trace import Traced, bind, exchanged, trace_jaxpr
 from jaxtensile.rewrites.rewrite import Rewrite, changed
 
 ELEMENTWISE = frozenset({"convert_element_type", "copy", "copy_p", "neg", "reduce_precision"})
-"""The same on a slice, whatever its shape."""
+"""They act the same on a slice of any shape."""
 ROW_MAJOR = frozenset({"reshape", "squeeze", "broadcast_in_dim", "expand_dims"})
-"""They keep the order of the elements, where they keep their number."""
+"""They keep the order of the elements if they keep their number."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """From ``stack`` to what a loop reads: ``ops``, and the shape of a slice after each; None: slices are not apart."""
+    """``ops`` from ``stack`` to a loop's operand; ``shapes``: of a slice after each, None if slices are not apart."""
 
     stack: int
     ops: tuple[int, ...]
@@ -37,7 +37,7 @@ class Chain:
 
 
 def find_chains(graph: Graph) -> dict[int, dict[int, Chain]]:
-    """Loop → position among its xs → what lies between that one and a stack of another loop of as many iterations."""
+    """Loop → xs position → the chain from a stack of another loop with as many iterations."""
     read_by, made, final = consumers(graph), producers(graph), set(graph.outputs)
     found: dict[int, dict[int, Chain]] = {}
     for back in graph.ops:
@@ -64,7 +64,7 @@ def _passes(op: Op) -> bool:
 
 
 def _slices(graph: Graph, ops: Sequence[int]) -> tuple[tuple[int, ...] | None, ...] | None:
-    """The shape of a slice after each op; None where one of them mixes iterations."""
+    """The shape of a slice after each op; None if one mixes iterations."""
     length = graph.values[graph.ops[ops[0]].operands[0]].shape[0]
     shape: tuple[int, ...] | None = graph.values[graph.ops[ops[0]].operands[0]].shape[1:]
     found: list[tuple[int, ...] | None] = []
@@ -92,7 +92,7 @@ def _count(shape: Sequence[int]) -> int:
 
 
 def sink(traced: Traced, closed: Any) -> Any | None:
-    """The closed jaxpr of ``traced`` (of ``closed``) with its chains in the loops that read them; None without any."""
+    """The closed jaxpr of ``traced`` (of ``closed``) with chains in the loops that read them; None without chains."""
     chains = find_chains(traced.graph)
     chains = {o: own for o, own in chains.items() if all(_plain(traced, c) for c in own.values())}
     if not chains:
@@ -102,7 +102,7 @@ def sink(traced: Traced, closed: Any) -> Any | None:
 
 
 def _plain(traced: Traced, chain: Chain) -> bool:
-    """Whether its ops say nothing about places, and its transpositions leave the iterations first."""
+    """Whether its ops have no sharding, and its transpositions keep the first axis."""
     for o in chain.ops:
         params = traced.equations[o].eqn.params
         if params.get("sharding") is not None or params.get("permutation", (0,))[0] != 0:
@@ -140,7 +140,7 @@ def _loop(traced: Traced, o: int, chains: dict[int, Chain], read: Callable[[Any]
 
 
 def _sliced(traced: Traced, chain: Chain, x: Any) -> Any:
-    """What the chain makes of one slice."""
+    """The chain applied to one slice."""
     for o, shape in zip(chain.ops, chain.shapes, strict=True):
         equation = traced.equations[o]
         name = equation.eqn.primitive.name

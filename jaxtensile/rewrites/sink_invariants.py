@@ -1,10 +1,9 @@
-"""What a loop reads in every iteration and the program makes for it alone, made anew in each iteration instead.
+"""Make a loop's constants inside each iteration instead of once before the loop.
 
-What a loop reads as constants is there until it ends: the residuals of a linearised network, say, which every
-iteration of conjugate gradients goes through. Made in the loop, from what is there anyway, they are part of a body that
-has a forward and a backward part like any other, and that can be planned.
+A constant lives until its loop ends, such as the residuals of a linearised network in conjugate gradients. Made inside,
+from values that live anyway, it is part of a body with a forward and a backward part, which can be planned.
 
-Invariant: every iteration sees the same values; nothing that is pinned, and no other loop, is done more often.
+Invariant: every iteration sees the same values; pinned ops and other loops do not run more often.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from jaxtensile.units import Bytes
 
 @dataclass(frozen=True)
 class Moved:
-    """``ops`` that a loop does itself, in their order, and the values they are made from: ``given``."""
+    """``ops`` that a loop runs itself, in order, and their outside operands ``given``."""
 
     ops: tuple[int, ...]
     given: tuple[int, ...]
 
 
 def find_invariants(graph: Graph, least: Bytes) -> dict[int, Moved]:
-    """Loop → what makes those of its constants that have ``least`` bytes or more and that nobody reads behind it."""
+    """Loop → the makers of its constants of at least ``least`` bytes that nothing reads after it."""
     read_by, made, final = consumers(graph), producers(graph), set(graph.outputs)
     found: dict[int, Moved] = {}
     for loop in graph.ops:
@@ -46,7 +45,7 @@ def find_invariants(graph: Graph, least: Bytes) -> dict[int, Moved]:
         slices = set(loop.slots[sum(loop.carried) :])
 
         def there(v: int, loop: int = loop.id, slices: set[int] = slices) -> bool:
-            """Whether it is there while the loop runs in any case, if under another name."""
+            """Whether the value, or its source behind views, lives during the loop anyway."""
             while not (made[v] < 0 or v in final or v in slices or read_by[v][-1] > loop):
                 op = graph.ops[made[v]]
                 if op.primitive not in VIEWS or not op.operands:
@@ -55,7 +54,7 @@ def find_invariants(graph: Graph, least: Bytes) -> dict[int, Moved]:
             return True
 
         def stays(v: int, there: Callable[[int], bool] = there) -> bool:
-            """Whether it is, cannot be made again, or is not worth it."""
+            """Whether the value lives anyway, cannot be made again, or is too small."""
             value, op = graph.values[v], graph.ops[made[v]]
             # A loop that carries nothing makes each slice by itself, as the loop that reads it then may.
             loops = bool(op.bodies) and (op.primitive != "scan" or op.carried[1] > 0)
@@ -79,7 +78,7 @@ def find_invariants(graph: Graph, least: Bytes) -> dict[int, Moved]:
 def _made_from(
     graph: Graph, made: list[int], v: int, known: set[int], stays: Callable[[int], bool]
 ) -> tuple[set[int], list[int]]:
-    """The ops beside ``known`` ones that make a value, and what stays of that which they read."""
+    """The ops, beside ``known`` ones, that make a value, and those of their operands that stay."""
     ops, given, left = set[int](), list[int](), [v]
     while left:
         op = graph.ops[made[left.pop()]]
@@ -91,7 +90,7 @@ def _made_from(
 
 
 def sink_invariants(traced: Traced, closed: Any, moved: dict[int, Moved]) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) with loops that make themselves what ``moved`` says."""
+    """The closed jaxpr of ``traced`` (of ``closed``) with loops that make ``moved`` themselves."""
     new = {o: partial(_loop, traced, o, own) for o, own in moved.items()}
     return exchanged(traced, closed, new)
 
@@ -147,7 +146,7 @@ def _among(wanted: dict[int, int], atoms: Iterable[Any]) -> list[int]:
 
 
 def _late(traced: Traced, moved: Moved, wanted: list[list[int]]) -> list[list[int]]:
-    """For each equation of a body what of ``moved`` is done in front of it; ``wanted``: which values it reads."""
+    """For each equation of a body the ops of ``moved`` right before it; ``wanted``: values it reads."""
     made = {v: i for i in moved.ops for v in traced.equations[i].results}
     done = set[int]()
     out: list[list[int]] = []
@@ -172,7 +171,7 @@ def _run(traced: Traced, ops: Iterable[int], env: dict[int, Any]) -> None:
 
 
 _SMALLER = 4
-"""How many times smaller than what is worth a change elsewhere an invariant may be to be moved. A guess."""
+"""How many times smaller than ``large`` an invariant worth moving may be. A guess."""
 
 
 def _find(start: Start) -> list[tuple[tuple[int, Moved], ...]]:

@@ -1,14 +1,11 @@
-"""Products that are only read in slices: compute some slices at a time, and never the whole.
+"""Compute products that are only read in slices some slices at a time, never as a whole.
 
-The gradient of a stack of vectors is often one large product of which every consumer reads a slice.
-No recomputation helps there: the product, what it is made from and whatever is added to it exist at
-once. But a slice of a product is the product of a slice (of one factor along a free dimension, of
-both along a batch dimension), and a slice of a sum is the sum of slices: the same multiplications in
-more and smaller kernels. Each of them reads the other factor once more, so that few pieces of several slices each
-take less time, and more bytes.
+The gradient of a stack of vectors is often one large product read in slices. Recomputation does not help: the product,
+its operands and its sums exist at once. A slice of a product is the product of a slice: of one factor along a free
+dimension, of both along a batch dimension. A slice of a sum is a sum of slices. Each smaller kernel reads the other
+factor again, so fewer pieces take less time and more bytes.
 
-Invariant: every element is computed by the same operations from the same operands as before; what
-changes is which elements one op makes.
+Invariant: the same operations on the same operands make every element; one op makes other elements than before.
 """
 
 from __future__ import annotations
@@ -29,9 +26,9 @@ from jaxtensile.units import Bytes
 _POINTWISE = frozenset("add add_any sub mul neg convert_element_type".split())
 _CUTS = frozenset(("slice", "split", "unstack"))
 EACH: Final = 0
-"""Pieces: as many as there are slices."""
+"""Pieces: one per slice."""
 FEW: Final = (2, 4, 8)
-"""Other numbers of pieces that are tried. A guess: each is planned in full."""
+"""Other numbers of pieces tried. A guess: each is planned in full."""
 
 
 def sliced_products(traced: Traced, smallest: Bytes) -> frozenset[int]:
@@ -57,11 +54,10 @@ def sliced_products(traced: Traced, smallest: Bytes) -> frozenset[int]:
 
 
 def split_products(traced: Traced, closed: Any, chosen: frozenset[int], pieces: int = EACH) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) that makes the ``chosen`` values in so many ``pieces``, of
-    neighbouring slices each.
+    """The closed jaxpr of ``traced`` (of ``closed``) with each ``chosen`` value in ``pieces`` of neighbouring slices.
 
-    A piece is made where one of its slices is first read, and one after the other: each stands behind a barrier with
-    the one before it. Without that XLA merges products that share a factor, and the whole is back.
+    A piece is made where one of its slices is first read, behind a barrier with the previous piece. Without barriers
+    XLA merges products that share a factor, and the whole is back.
     """
     within = _pieces(traced, chosen, pieces)
 
@@ -129,7 +125,7 @@ class _Later:
         return out
 
     def of(self, leaves: Iterator[Any]) -> _Later:
-        """The same from other arrays, in the order of ``leaves()``."""
+        """The same value from other arrays, in the order of ``leaves()``."""
         operands = [
             x.of(leaves) if isinstance(x, _Later) else next(leaves) if getattr(x, "shape", ()) else x
             for x in self.operands
@@ -137,7 +133,7 @@ class _Later:
         return _Later(self.equation, tuple(operands))
 
     def piece(self, dim: int, low: int, high: int) -> Any:
-        """Elements ``low`` to ``high`` along ``dim``, all of the other dimensions."""
+        """Elements ``low`` to ``high`` along ``dim``."""
         if self.equation.eqn.primitive.name != "dot_general":
             return bind(self.equation, [_piece(x, dim, low, high) for x in self.operands])[0]
         (left_sum, right_sum), (left_batch, right_batch) = self.equation.eqn.params["dimension_numbers"]
@@ -156,8 +152,7 @@ class _Later:
 
 @dataclass(frozen=True, slots=True)
 class _Slice:
-    """What one result of a cutting equation is: elements ``low`` to ``high`` along ``dim`` of ``whole``, made together
-    with those of ``within``."""
+    """Elements ``low`` to ``high`` along ``dim`` of ``whole``, made together with those of ``within``."""
 
     equation: Any
     whole: _Later
@@ -169,7 +164,7 @@ class _Slice:
 
     @property
     def piece(self) -> tuple[int, int, int, int]:
-        """Equal for slices that are made together."""
+        """A key, equal for slices made together."""
         return id(self.whole), self.dim, *self.within
 
 
@@ -186,14 +181,14 @@ def _piece(x: Any, dim: int, low: int, high: int) -> Any:
 
 
 def _slices(equation: Any, whole: _Later) -> list[_Slice]:
-    """What a cutting equation makes of ``whole``, each by itself."""
+    """The results of a cutting equation on ``whole``."""
     squeezed = equation.eqn.primitive.name == "unstack"
     dim, spans = _cut(equation, whole.shape)
     return [_Slice(equation, whole, dim, *span, span, squeezed) for span in spans]
 
 
 def _cut(equation: Any, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
-    """Along which dimension a cutting equation cuts a value, and between which elements."""
+    """The dimension that a cutting equation cuts, and the spans."""
     name, params = equation.eqn.primitive.name, equation.eqn.params
     if name == "slice":
         (dim,) = _cut_dims(params, shape)
@@ -205,8 +200,7 @@ def _cut(equation: Any, shape: tuple[int, ...]) -> tuple[int, list[tuple[int, in
 
 
 def _pieces(traced: Traced, chosen: frozenset[int], pieces: int) -> dict[tuple[int, int, int], tuple[int, int]]:
-    """For each slice of the ``chosen`` values, by value and span, the span that is made with it, where that is not
-    the slice alone."""
+    """(value, span) of each slice → the span made with it, if larger."""
     if pieces == EACH:
         return {}
     found: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -257,7 +251,7 @@ def _same_shapes(graph: Graph, operands: tuple[int, ...], result: int) -> bool:
 
 
 Sites = tuple[tuple[int, ...], int]
-"""The values that are made in pieces, and how many."""
+"""The values made in pieces, and the number of pieces."""
 
 
 def _find(start: Start) -> list[Sites]:

@@ -1,6 +1,6 @@
-"""Arguments that wait on the host between steps: which of a traced program's, and the program that streams them.
+"""Choose arguments that wait on the host between steps, and make the program that streams them.
 
-Invariant: a program with its state on the host is checked against the one it was made from.
+Invariant: a program with its state on the host is checked against its original.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jaxtensile.units import Bytes, Seconds
 def choose(
     traced: Traced, charge: Sequence[Seconds], names: Sequence[str], most: Bytes | None
 ) -> tuple[tuple[Leaf, ...], tuple[str, ...]]:
-    """The leaves that wait on the host, the largest first up to ``most`` bytes; in argument order.
+    """The leaves that wait on the host, in argument order, and the names of those that must stay.
 
-    Also the names of those that must stay because the outputs come in another order than the arguments.
+    The largest go first, up to ``most`` bytes. A leaf stays if outputs come in another order than arguments.
     """
     found, stay = movable(traced.graph, charge)
     position = {v: i for i, v in enumerate(traced.arguments)}
@@ -38,7 +38,7 @@ def choose(
 
 
 def on_host(traced: Traced, leaves: Sequence[Leaf], seconds: Sequence[Seconds], link: Link) -> Traced:
-    """``traced`` with ``leaves`` as arguments and outputs in host memory, each on the device only while it is updated.
+    """``traced`` with ``leaves`` in host memory, each on the device only during its update.
 
     ``seconds``: of every op of ``traced``.
     """

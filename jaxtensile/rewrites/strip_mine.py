@@ -1,9 +1,9 @@
-"""Loops as loops of loops: N iterations become n times k, so that what all N stack may be stacked once in k.
+"""Nest loops in loops: N iterations become n times k.
 
-A pair of scans stacks at least its carry in every iteration. Where both scans are nested alike, the outer
-pair need stack its carry n times only, and its backward body runs the k iterations once more: n + k slices
-instead of N, for one more forward pass. A pair inside a body may be nested again.
-(Griewank, Optimization Methods and Software 1992; Chen et al., arXiv 1604.06174.)
+A pair of scans stacks at least its carry per iteration. If both scans are nested alike, the outer pair stacks its carry
+only n times, and its backward body runs the k iterations again. That is n + k slices instead of N, for one more forward
+pass. A pair inside a body may be nested again. (Griewank, Optimization Methods and Software 1992; Chen et al., arXiv
+1604.06174.)
 
 Invariant: the same iterations in the same order on the same values; every stack has the same elements.
 """
@@ -27,14 +27,14 @@ def strip_mine(traced: Traced, closed: Any, inner: Mapping[int, int]) -> Any:
     """The closed jaxpr of ``traced`` (of ``closed``) with scans strip-mined; ``inner``: op → iterations of its inner
     loop.
 
-    What does not fill an inner loop, the last iterations by position, is a loop behind or in front of the nested one.
+    The last iterations by position that do not fill an inner loop form a loop beside the nested one.
     """
 
     def evaluate(*flat: Any) -> list[Any]:
         env: dict[int, Any] = dict(zip(traced.arguments, flat, strict=True))
         env.update(traced.consts)
         parted: dict[int, _Parts] = {}
-        """Stacks of nested loops; the next one takes them as they are."""
+        """Stacks of nested loops, which the next nested loop takes as they are."""
 
         def read(atom: Any) -> Any:
             if not isinstance(atom, int):
@@ -69,7 +69,7 @@ def strip_mine(traced: Traced, closed: Any, inner: Mapping[int, int]) -> Any:
 
 @dataclass(frozen=True)
 class _Parts:
-    """A stack: [n, k, ...] of the nested loop, and [rest, ...] where n times k is not all; ``sizes``: n, rest, k."""
+    """A stack as [n, k, ...], and [rest, ...] if n times k is not all; ``sizes``: n, rest, k."""
 
     sizes: tuple[int, int, int]
     nested: Any
@@ -91,7 +91,7 @@ class _Parts:
 def _nested(
     equation: Equation, consts: Sequence[Any], start: Sequence[Any], xs: Sequence[_Parts], sizes: tuple[int, int, int]
 ) -> tuple[Sequence[Any], list[_Parts]]:
-    """The carry and the stacks of a scan that is nested."""
+    """The carry and the stacks of a nested scan."""
     params = equation.eqn.params
     n, rest, k = sizes
     carries = len(start)

@@ -1,13 +1,11 @@
-"""What would a program be without its ``jax.checkpoint``s: their recomputation merged away.
+"""Merge away the recomputation of a program's ``jax.checkpoint``s.
 
-The same equations without the barriers in front of recomputation, and with equal ones computed
-once: the same primitive, parameters and configuration, on the same values. What a checkpoint
-would compute again is then an ordinary residual, which a plan may keep or recompute. Only what is
-made of nothing but constants, as masks are, is still made wherever it is read.
+Barriers before recomputation are removed, and equal equations run once: same primitive, parameters, configuration and
+values. A plan may then keep or recompute these residuals. Values made of constants only, such as masks, are still made
+wherever they are read.
 
-Invariant: an equation is merged only with one that computes the same bits; what has effects, is
-foreign code or touches mutable state runs as often as before. Programs that send anything to the
-host are left alone, and so are loops that are computed again as a whole.
+Invariant: an equation is merged only with one that computes the same bits. Effects, foreign code and mutable state run
+as often as before. Programs that send anything to the host, and loops recomputed as a whole, are left alone.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ from jaxtensile.rewrites.undo_loops import without_recomputation
 class Undone:
     """A program without its checkpoints.
 
-    ``kept``: values of ``traced`` that the program as written computes again instead of waiting;
-    ``barriers``: how many stood in the way of merging, and loops as well. Without any, XLA merges by itself.
+    ``kept``: values of ``traced`` that the program as written recomputes instead of keeping. ``barriers``: barriers and
+    loops that prevented merging; without any, XLA merges by itself.
     """
 
     traced: Traced
@@ -36,9 +34,9 @@ class Undone:
 
 
 def undo(traced: Traced, closed: Any | None = None, *, keep_unused: bool = True) -> Undone | None:
-    """The program without its checkpoints; None where they recompute nothing, or send it to the host.
+    """The program without its checkpoints; None if they recompute nothing, or send it to the host.
 
-    ``closed``: what ``traced`` is of; without it those in loops are left alone.
+    ``closed``: the source of ``traced``; without it, checkpoints in loops stay.
     """
     if _uses_host(traced.graph):
         return None
@@ -48,7 +46,7 @@ def undo(traced: Traced, closed: Any | None = None, *, keep_unused: bool = True)
 
 
 def checkpoints_in_loops(jaxpr: Any) -> int:
-    """How many of the user's checkpoints, differentiated, stand inside of loops."""
+    """The number of the user's differentiated checkpoints inside loops."""
     return _checkpoints(jaxpr, False)
 
 
@@ -62,7 +60,7 @@ def _checkpoints(jaxpr: Any, inside: bool) -> int:
 
 
 def _straight(traced: Traced) -> Undone | None:
-    """The program with what is computed again outside of loops merged."""
+    """The program with recomputation outside loops merged."""
     again = [_recomputes(e) for e in traced.equations]
     if not any(again):
         return None
@@ -85,7 +83,7 @@ def _straight(traced: Traced) -> Undone | None:
 
 
 def _looped(before: Undone, closed: Any, keep_unused: bool) -> Undone | None:
-    """The same with what loops compute again stacked; None where they do not."""
+    """The program with what its loops recompute stacked; None if they recompute nothing."""
     old = before.traced
     found = without_recomputation(old, closed, _recomputes)
     if found is None:
@@ -105,7 +103,8 @@ def _looped(before: Undone, closed: Any, keep_unused: bool) -> Undone | None:
 
 
 def _recomputes(equation: Equation) -> bool:
-    """Whether the equation is of a differentiated checkpoint: its recomputation, and of ``remat2`` the rest of it."""
+    """Whether the equation belongs to a differentiated checkpoint: its recomputation, and with ``remat2`` the rest
+    too."""
     if any(map(_compat.is_recomputation, equation.callers)):
         return True
     return equation.eqn is not None and _compat.is_recomputation(equation.eqn, equation.stack)

@@ -1,12 +1,12 @@
-"""What would a program be whose backward loops compute nothing again that its forward loops made?
+"""Drop from backward loops what they recompute of their forward loops.
 
-A checkpoint around the body of a scan leaves two scans: the forward one stacks its carry, and the body of the backward
-one begins with the forward body. Here the forward scan stacks what of that is read, and the backward one reads it. What
-the stacks cost is then for a plan to decide, as for any pair of scans.
+A checkpoint around a scan body leaves two scans: the forward one stacks its carry, and the backward body begins with
+the forward body. Here the forward scan stacks the values that are read, and the backward one reads them. A plan then
+decides about the stacks, as for any pair.
 
-Invariant: an equation of one body is dropped only for one of another, or of its own, that computes the same bits from
-the same values in the same iteration. What has effects, is foreign code or behind a barrier of the user's runs as often
-as before, and so does what is the same in every iteration, or a view of an argument: that is not stacked.
+Invariant: an equation of a body is dropped only for one that computes the same bits from the same values in the same
+iteration. Effects, foreign code and equations behind a user's barrier run as often as before. So do values constant
+over iterations and views of arguments, which are not stacked.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxtensile.program.cse import key_of, literal_key, values
 from jaxtensile.program.trace import Equation, Traced, bind, exchanged, trace_jaxpr
 
 _VIEWS = VIEWS | {"transpose", "convert_element_type"}
-"""What is made anew of an argument for less than a stack of it costs."""
+"""Cheaper to make again from an argument than to stack."""
 
 Slot = tuple[int, int]
 """A scan, and a value of its body."""
@@ -31,11 +31,10 @@ Slot = tuple[int, int]
 
 @dataclass
 class _Loop:
-    """One scan: what of it is not done any more, and what is handed on instead.
+    """One scan: the equations it drops, and the values passed on instead.
 
-    ``again``: equations of its body that a checkpoint computes again, ``gone``: those that are not any more; ``given``:
-    value of its body → where it is stacked; ``known``: value of its body → the one that it is; ``stacked``: values of
-    its body that others read.
+    ``again``: body equations that a checkpoint recomputes. ``gone``: dropped equations. ``given``: body value → where
+    it is stacked. ``known``: body value → its equal. ``stacked``: body values that others read.
     """
 
     body: Traced
@@ -54,10 +53,10 @@ class _Loop:
 def without_recomputation(
     traced: Traced, closed: Any, is_again: Callable[[Equation], bool]
 ) -> tuple[Any, dict[int, int]] | None:
-    """The closed jaxpr of ``traced`` (of ``closed``) whose scans compute nothing again, and by scan how many stacks it
-    has more, behind those that it had; None where there is nothing of it.
+    """The closed jaxpr of ``traced`` (of ``closed``) without recomputation in scans; None if nothing changes.
 
-    ``is_again``: whether an equation of a body is of what a checkpoint computes again.
+    Also, by scan, the number of stacks added behind its own. ``is_again``: whether a body equation is a checkpoint's
+    recomputation.
     """
     scans = [i for i, op in enumerate(traced.graph.ops) if op.primitive == "scan" and not op.pinned]
     loops = {i: _Loop(trace_jaxpr(traced.equations[i].eqn.params["jaxpr"])) for i in scans}
@@ -75,37 +74,37 @@ def without_recomputation(
 
 
 class _Search:
-    """Which equations of bodies are equal, one scan after the other."""
+    """Find equal equations of bodies, one scan after the other."""
 
     def __init__(self, traced: Traced, loops: dict[int, _Loop]) -> None:
         self.traced, self.loops = traced, loops
         self.first: dict[Hashable, tuple[int, int]] = {}
-        """Key of an equation → the scan and the equation of its body that was first."""
+        """Key of an equation → the first scan, and its body's equation."""
         self.made: dict[int, tuple[int, int]] = {
             v: (i, y - traced.graph.ops[i].carried[1])
             for i in loops
             for y, v in enumerate(traced.equations[i].results)
             if y >= traced.graph.ops[i].carried[1]
         }
-        """Stack → the scan that makes it, and which of its stacks it is."""
+        """Stack → its scan, and its number among the scan's stacks."""
         self.number: dict[Slot, Hashable] = {}
-        """Value of a body → what stands for it and its equals: the first of them, or a value outside for a constant."""
+        """Body value → what stands for it and its equals: the first of them, or for a constant a value outside."""
         self.outside: dict[Hashable, tuple[int, ...]] = {}
-        """Key of an equation outside of loops → its results: forward loops have some of what is constant from there."""
+        """Key of an equation outside loops → its results: forward loops get some constants from there."""
         for i, equation in enumerate(traced.equations):
             key = None if equation.eqn is None else key_of(traced, i, {})
             if key is not None:
                 self.outside.setdefault(key, equation.results)
 
     def look_through(self, i: int, is_again: Callable[[Equation], bool]) -> None:
-        """Find what scan ``i`` need not do."""
+        """Find what scan ``i`` need not compute."""
         loop, trips = self.loops[i], self.traced.graph.ops[i].trip_count
         body = loop.body
         number, fixed = self._arguments(i)
         near = fixed | {*body.arguments}
-        """What is at hand: arguments, and views of them."""
+        """Arguments, and views of them."""
         behind: dict[int, int] = {}
-        """Results of barriers of checkpoints → what they are."""
+        """Results of checkpoint barriers → their operands."""
         for j, equation in enumerate(body.equations):
             if equation.eqn is None:
                 for r, v in zip(equation.results, equation.operands, strict=True):
@@ -138,14 +137,14 @@ class _Search:
             loop.known.clear()
 
     def _first(self, key: Hashable, here: tuple[int, int]) -> tuple[int, int]:
-        """The first equation of a key that is still there, and that is ``here`` where there is none."""
+        """The first remaining equation of a key; ``here`` if there is none."""
         front, first = self.first.setdefault(key, here)
         if front != here[0] and first in self.loops[front].gone:
             self.first[key] = here
         return self.first[key]
 
     def _arguments(self, i: int) -> tuple[dict[int, Hashable], set[int]]:
-        """What is known of the arguments of a body, and which are the same in every iteration."""
+        """What stands for each argument of a body, and the arguments that are the same in every iteration."""
         body, operands, ops = self.loops[i].body, self.traced.equations[i].operands, self.traced.graph.ops
         consts, carries = ops[i].carried
         number: dict[int, Hashable] = {}
@@ -166,7 +165,7 @@ class _Search:
         return number, {*body.arguments[:consts], *body.consts}
 
     def _hand_on(self, i: int, number: dict[int, Hashable]) -> None:
-        """Say where what scan ``i`` no longer makes, and reads, comes from."""
+        """Record the sources of values that scan ``i`` reads and no longer makes."""
         loop = self.loops[i]
         read = {loop.now(a) for a in loop.body.outputs if isinstance(a, int)}
         for j in reversed(range(len(loop.body.equations))):
@@ -187,7 +186,7 @@ class _Search:
 def _scan(
     equation: Equation, loop: _Loop, i: int, stacks: dict[Slot, Any], read: Callable[[Any], Any]
 ) -> Sequence[Any]:
-    """The scan without what it need not do; what it stacks for others is in ``stacks``."""
+    """Run the scan without what it need not compute; ``stacks`` gets what it stacks for others."""
     params, body = equation.eqn.params, loop.body
     consts, carries = _compat.scan_split(params)
     operands = [read(a) for a in equation.operands]

@@ -9,7 +9,7 @@ prevents that. It covers the operands, and results computed from large buffers t
 * XLA would transpose all weights of convolutions at the start. So a convolution reads its weights behind a barrier with
   its other operand.
 
-Mixer with 12.9 GB on the host, planned at 870 MB (jax 0.10.2, H200): 6,849 MB without any, 974 with these.
+A Llama's step planned at 19,604 MB (H200, jax 0.10.2) compiles to 20,158 MB without them, to 19,605 with them.
 
 Invariant: nothing runs twice, except what fuses into its readers.
 """
@@ -38,8 +38,7 @@ activation. The share is a guess."""
 
 
 def controlled(program: Program) -> Program:
-    """The program with a barrier before each large result that other ops could wait behind; unchanged if there is none.
-    """
+    """The program with a barrier before each large result that other ops could wait behind, if any."""
     live = live_ranges(program.graph)
     found = with_barriers(program, live.kernels, dependencies(program.graph, live))
     return with_weights_late(found, int(_WEIGHT * live.temp))

@@ -1,1 +1,1 @@
-"""Work on some rows after the others: which rows there are, and the loop over parts of them."""
+"""Row-by-row work: which rows there are, and the loop over parts of them."""

@@ -1,8 +1,7 @@
-"""Which rows does an equation pass on by JAX's own batching rule, where none of ours knows its primitive?
+"""Rows that an equation passes on by JAX's batching rule, for primitives without a rule of ours.
 
-A batching rule says what a primitive makes of a batch: every element of it alone. Where what it says is the very
-equation, parameter by parameter, that equation makes every row of its results from the same row of its operands, and
-as well of a part of the rows.
+A batching rule computes each element of a batch alone. If its result is the very same equation, with equal parameters,
+then each row of the results depends on that row of the operands only. This holds for a part of the rows too.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from jaxtensile.program.trace import trace_jaxpr, trace_on
 
 Shapes = Sequence[tuple[int, ...]]
 Dims = Sequence[int | None]
-"""Of each operand the dimension of its rows; None: all of it is read."""
+"""Dimension of the rows of each operand; None: all of it is read."""
 
 
 @lru_cache(maxsize=1000)
 def batched(eqn: Any, dims: Dims) -> int | None:
-    """Where the rows of all results are, of rows in these dimensions of the operands; None where the batching rule says
-    something else, or there is none."""
+    """The dimension of the rows of all results, for rows in ``dims`` of the operands; None if no batching rule says
+    so."""
     avals = [v.aval for v in eqn.invars]
     if eqn.effects or not all(type(a) is _compat.ShapedArray for a in avals):
         return None
@@ -45,7 +44,7 @@ def _found(eqn: Any, shapes: Shapes, dims: Dims) -> int | None:
 
 
 def _is_itself(eqn: Any, shapes: Shapes, dims: Dims, out: int) -> bool:
-    """Whether the rule makes the equation itself of operands of these shapes."""
+    """Whether the rule makes the equation itself for operands of these shapes."""
 
     def element(*operands: Any) -> Any:
         return eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))

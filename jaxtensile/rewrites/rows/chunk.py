@@ -1,11 +1,10 @@
-"""A region of a program done for some rows after the other: the batch in parts, as a loop inside the step.
+"""Run a region of a program part by part: the batch as a loop inside the step.
 
-What the region makes on the way is as much smaller, and the multiplications are the same; rows that others read are
-made again afterwards instead of stacked where that is little beside the region (a mean over the batch, and then the
-gradient of something small).
+Intermediates shrink accordingly; the multiplications stay the same. Rows that others read are recomputed afterwards
+instead of stacked if that costs little beside the region.
 
-Invariant: every element is made by the same operations from the same elements as before; totals over rows are totals of
-the parts' totals, added in float32 where they are of fewer bits.
+Invariant: the same operations on the same elements make every element. Totals over rows are totals of the parts'
+totals, added in float32 if they have fewer bits.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ _JOIN: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def in_chunks(traced: Traced, closed: Any, own: Region, parts: int, *, mixed: bool = True) -> Any | None:
-    """The closed jaxpr of ``traced`` (of ``closed``) with the region in a loop of so many parts of its rows.
+    """The closed jaxpr of ``traced`` (of ``closed``) with the region in a loop of ``parts`` parts of its rows.
 
-    None where what has effects would have to wait for the loop. ``parts`` divides the number of rows; ``mixed``:
-    whether the device multiplies numbers of 16 bits into float32 (XLA:CPU does not for all shapes).
+    None if an op with effects would have to wait for the loop. ``parts`` divides the number of rows. ``mixed``: the
+    device multiplies 16-bit numbers into float32 (XLA:CPU does not for all shapes).
     """
     order = _order(traced.graph, own)
     if order is None:
@@ -66,7 +65,7 @@ def in_chunks(traced: Traced, closed: Any, own: Region, parts: int, *, mixed: bo
 
 
 def _order(graph: Graph, own: Region) -> list[int] | None:
-    """The other ops and the loop (-1): it begins as soon as it can, and what waits for it comes right after."""
+    """The other ops and the loop (-1), which starts as early as possible; ops that wait for it follow at once."""
     reads = {own.root(v) for v in (*(a for a, _ in own.sliced), *own.whole)}
     missing = {v for op in graph.ops for v in op.results} & reads
     late: set[int] = {v for o in own.members for v in graph.ops[o].results if v not in own.same}
@@ -91,9 +90,10 @@ def _order(graph: Graph, own: Region) -> list[int] | None:
 
 
 def _made_again(graph: Graph, own: Region, there: set[int]) -> list[int]:
-    """The ops that make rows that leave the region of what is ``there`` before it, in their order, of those for which
-    that is little beside the region: rows of all parts need not wait for the last part then. Nothing larger is made on
-    the way."""
+    """The ops that recompute rows that leave the region, in order, so that these need not wait for the last part.
+
+    They start from values in ``there``, cost little beside the region, and make nothing larger on the way.
+    """
     made, found = producers(graph), set[int]()
     little = CHEAP * sum(graph.ops[o].flops for o in own.members)
 
@@ -120,7 +120,7 @@ def _made_again(graph: Graph, own: Region, there: set[int]) -> list[int]:
 def _loop(
     traced: Traced, own: Region, leaving: Sequence[int], read: Callable[[Any], Any], parts: int, mixed: bool
 ) -> Iterator[tuple[int, Any]]:
-    """What leaves the region, made part by part: ``leaving`` of it."""
+    """Run the region part by part; yields the values of ``leaving``."""
     n = own.seed.rows // parts
 
     def part(i: Any) -> dict[int, Any]:
@@ -163,15 +163,15 @@ def _loop(
 
 
 class _Part:
-    """Part ``i`` of a section of a program: ``n`` rows of what it makes."""
+    """Part ``i`` of a section: ``n`` rows of its results."""
 
     def __init__(
         self, traced: Traced, own: Section, read: Callable[[Any], Any], i: Any, n: int, mixed: bool, wide: bool = True
     ) -> None:
         self.traced, self.own, self.read, self.i, self.n, self.mixed, self.wide = traced, own, read, i, n, mixed, wide
-        """``read``: any value as a whole; ``wide``: totals of few bits are made with 32."""
+        """``read``: gives any whole value. ``wide``: totals of fewer bits are made with 32."""
         self.rows: dict[int, Any] = {}
-        """Rows and totals of rows, of what passes them on."""
+        """Rows, and totals of rows, made by members."""
         self.outer: dict[tuple[int, Row], Any] = {}
         """Rows of other values."""
 
@@ -187,7 +187,7 @@ class _Part:
         return self.outer[atom, need]
 
     def make(self) -> None:
-        """Make all rows, in the order of the program."""
+        """Make all rows, in program order."""
         pulled = _by_op(self.own)
         for o in sorted({*self.own.members, *pulled}):
             for row, how in pulled.get(o, ()):
@@ -204,7 +204,7 @@ class _Part:
                     self.rows.update(zip(equation.results, self._made(o, how), strict=True))
 
     def _made(self, o: int, how: Passing, row: Row | None = None) -> list[Any]:
-        """The rows that op ``o`` makes; ``row``: where they are, for what depends on their numbers."""
+        """The rows that op ``o`` makes; ``row``: where they are, for results that depend on their numbers."""
         equation = self.traced.equations[o]
         operands = [*map(self.get, equation.operands, how.needs)]
         if how.numbered is not None and row is not None:
@@ -237,7 +237,7 @@ class _Part:
         return [*last, *stacks]
 
     def _branched(self, equation: Equation, own: Branches, operands: list[Any]) -> list[Any]:
-        """Branches that make some rows; for which platforms they are stays."""
+        """Branches that make some rows; their platforms stay."""
         which, *given = operands
         avals = [jax.typeof(x) for x in (self.i, *given)]
         made = tuple(trace_on(lambda i, *args, b=branch: self._inside(b, args, i), avals) for branch in own.each)
@@ -245,7 +245,7 @@ class _Part:
         return bind(replace(equation, eqn=eqn), [which, self.i, *given])
 
     def _inside(self, own: Loop, args: Sequence[Any], i: Any) -> list[Any]:
-        """What a body makes of some rows."""
+        """The results of a body for some rows."""
         body = own.body
         known = {v: (x, takes) for v, x, takes in zip(body.arguments, args, own.takes, strict=True)}
         whole = {**body.consts, **{v: x for v, (x, takes) in known.items() if takes is None}}
@@ -256,7 +256,7 @@ class _Part:
 
 
 def _reader(body: Traced, own: Section, known: dict[int, Any]) -> Callable[[Any], Any]:
-    """Any whole value, made when it is first read where it is not ``known``."""
+    """A reader of whole values, which makes unknown ones when first read."""
     made = producers(body.graph)
 
     def read(atom: Any) -> Any:
@@ -293,7 +293,7 @@ def _is_short(dtype: Any) -> bool:
 
 
 def _bound(equation: Equation, how: Passing, operands: list[Any], n: int, mixed: bool, wide: bool) -> list[Any]:
-    """The equation on some rows; ``wide``: totals of fewer than 32 bits in float32."""
+    """Run the equation on some rows; ``wide``: totals of fewer than 32 bits in float32."""
     eqn = equation.eqn
     params = {**eqn.params, **how.params(n)}
     adds = how.gives == ("add",) and "update_jaxpr" not in params  # a scatter's says of which type it is

@@ -1,12 +1,10 @@
-"""How do loops and branches pass rows on?
+"""How loops and branches pass rows on.
 
-A scan does when its body does: every row of what it carries and stacks is made from the same row of what it carries and
-reads. Totals over rows may be stacked, or added up in what is carried if that begins at zero, as gradients of weights.
+A scan does if its body does: each row of a carry or stack comes from the same row of the carries and slices read.
+Totals over rows may be stacked. They may also be added to a carry that starts at zero, like weight gradients. A cond
+does if all its branches do, alike.
 
-A branch does when each of the branches does, alike.
-
-Invariant: a loop on some rows makes exactly those rows of what it makes of all; a total only differs by the order in
-which its terms are added.
+Invariant: a loop on some rows makes exactly those rows of the full result; totals differ only in the order of addition.
 """
 
 from __future__ import annotations
@@ -27,26 +25,26 @@ _LINEAR = frozenset(
     """reshape squeeze transpose broadcast_in_dim slice split unstack reduce_sum convert_element_type neg copy
     copy_p""".split()
 )
-"""What may be done to a total of some rows before it is added to that of the others."""
+"""Ops allowed on a total of some rows before it is added to the others."""
 
 SMALL = 4
-"""How many times the bytes of a total its terms have to have, to be added up part by part: each part reads it again. A
+"""How many times a total's bytes its terms must have to be added part by part: each part reads the total again. A
 guess."""
 
 At = Row | str | None
-"""Where the rows of a value are; None: it is whole, ``"add"``: it is a total of them, ``"same"``: it is made beside
-rows, and is the same whichever they are."""
+"""Where the rows of a value are. None: it is whole. ``"add"``: a total of rows. ``"same"``: made beside rows, equal for
+all of them."""
 
 
 @dataclass(kw_only=True)
 class Loop(Section):
-    """The body of a scan that passes rows on, and where those of its arguments and results are."""
+    """The body of a scan that passes rows on, and where the rows of its arguments and results are."""
 
     body: Traced
     takes: tuple[At, ...] = ()
     gives: tuple[At, ...] = ()
     again: bool = False
-    """Whether it multiplies what has no rows: once for each part."""
+    """Whether it multiplies values without rows, and so once per part."""
 
 
 @dataclass(kw_only=True)
@@ -57,7 +55,7 @@ class Branches(Section):
 
 
 class Loops:
-    """How the equations of a program, or of a ``body``, pass rows on, loops among them."""
+    """How the equations of a program, or of a ``body``, pass rows on."""
 
     def __init__(self, traced: Traced, *, body: bool = False) -> None:
         self.traced, self.body = traced, body
@@ -66,7 +64,7 @@ class Loops:
         self.read = {v for op in graph.ops for v in op.operands} | set(graph.outputs)
 
     def passing(self, o: int, given: Sequence[Row | None], rows: int) -> Passing | None:
-        """How op ``o`` passes on the rows that it is given of some operands; None where it does not."""
+        """How op ``o`` passes on the ``given`` rows of operands; None if it does not."""
         equation = self.traced.equations[o]
         if equation.eqn is not None and equation.eqn.primitive.name == "scan":
             how = self._of_scan(equation, given, rows)
@@ -110,7 +108,7 @@ class Loops:
         return Passing(tuple(given), tuple(g or SAME for g in gives.pop()), inside=Branches(each=each))
 
     def _is_small(self, equation: Equation) -> bool:
-        """Whether what a scatter adds to begins at zero and is small beside what it adds, or is in a body."""
+        """Whether a scatter's target starts at zero, and is small beside the updates or in a body."""
         target, _, updates = equation.operands
         size = self.traced.graph.values
         known = isinstance(updates, int) and size[updates].nbytes >= SMALL * size[equation.results[0]].nbytes
@@ -130,16 +128,16 @@ _TRACED: Final[WeakKeyDictionary[Any, Traced]] = WeakKeyDictionary()
 
 
 def _body(closed: Any) -> Traced:
-    """A body, traced once for all places that rows are looked for in; forgotten with the body, whose constants may be
-    arrays on a device."""
+    """The traced body, cached until the body is freed, because its constants may be device arrays."""
     known = _TRACED.get(closed)
     return _TRACED.setdefault(closed, trace_jaxpr(closed)) if known is None else known
 
 
 def _settled(body: Traced, takes: list[At], rows: int, wanted: Sequence[bool], eqn: Any) -> Loop | None:
-    """How a body passes rows on when what it carries from one iteration to the next is the same; None where not.
+    """How a body passes rows on once the carry's rows are the same before and after an iteration; None if they never
+    are.
 
-    What is carried may get rows, or become a total, in one iteration for the next: once each at most.
+    A carry may gain rows, or become a total, from one iteration to the next: at most once each.
     """
     consts, carries = _compat.scan_split(eqn.params)
     carry = slice(consts, consts + carries)
@@ -162,7 +160,7 @@ def _settled(body: Traced, takes: list[At], rows: int, wanted: Sequence[bool], e
 
 
 def _through(body: Traced, takes: Sequence[At], rows: int, wanted: Sequence[bool]) -> Loop | None:
-    """How a body passes rows on in one iteration; None where it does not. ``wanted``: results whose rows are read."""
+    """How a body passes rows on in one iteration; None if it does not. ``wanted``: results whose rows are read."""
     graph, of_loops = body.graph, Loops(body, body=True)
     arguments = frozenset(body.arguments)
     at: dict[int, Row | str] = {v: t for v, t in zip(body.arguments, takes, strict=True) if t is not None}
@@ -213,7 +211,7 @@ def _through(body: Traced, takes: Sequence[At], rows: int, wanted: Sequence[bool
 
 
 def _row_of(outer: Outer, own: Section, v: int, shape: Sequence[int], rows: int) -> Row | None:
-    """Where rows are that can be made of a value which nothing passes any to, such as a mask for dropout."""
+    """Where ``v`` has rows that can be made though no operand passes any on, as in a dropout mask."""
     for dim in (d for d, size in enumerate(shape) if size == rows):
         found = outer.rows_of(v, Row(dim))
         if found.pulled:
@@ -223,7 +221,7 @@ def _row_of(outer: Outer, own: Section, v: int, shape: Sequence[int], rows: int)
 
 
 def _of_totals(equation: Equation, at: Mapping[int, Row | str]) -> Passing | None:
-    """What an equation makes of totals of some rows; None where that is no total."""
+    """How an equation acts on totals of some rows; None if its result is no total."""
     name = equation.eqn.primitive.name if equation.eqn is not None else ""
     kinds = [at.get(a) if isinstance(a, int) else None for a in equation.operands]
     first, *others = [k == "add" for k in kinds]
@@ -248,10 +246,10 @@ def _row(how: At) -> Row | None:
 
 
 def _inner(row: Row | None) -> Row | None:
-    """Where the rows of a slice are, by where those of the stack are."""
+    """Rows of a slice, from those of the stack."""
     return None if row is None else Row(row.dim - 1, row.block)
 
 
 def _outer(how: Any) -> Any:
-    """Where the rows of a stack are, by where those of its slices are."""
+    """Rows of a stack, from those of its slices."""
     return Row(how.dim + 1, how.block) if isinstance(how, Row) else how

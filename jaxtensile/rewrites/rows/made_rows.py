@@ -1,8 +1,7 @@
-"""What are some rows of a value made from, where none of those that are passed on gives them?
+"""Rows that no member of a region makes.
 
-A mask for dropout is made from random bits for the rows that need it; rows of what another argument of the batch says
-come from the same rows of that argument, products as well where nobody else reads them. What is not made from less
-comes as a slice.
+Random bits of a dropout mask are made for the needed rows alone. Rows of values from another batch argument come from
+its same rows; products too, if nothing else reads them. Other rows are slices.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from jaxtensile.program.trace import Equation, Traced
 from jaxtensile.rewrites.rows.rows import Passing, Row, Section, made_of_whole, passing
 
 LESS = 2
-"""How many times fewer bytes have to be read than the whole has, for rows of it to be made and not sliced. A guess."""
+"""How many times fewer bytes making rows must read than the whole value has; else they are sliced. A guess."""
 DEEP = 64
-"""Ops that are followed back at most from what rows need to what it is made from: against long programs. A guess."""
+"""Most ops followed back from needed rows to their sources, a limit for long programs. A guess."""
 
 
 class Outer:
-    """Rows of values that no member makes: of a mask for dropout, or of what the rows of another argument give.
+    """Rows of values that no member makes: of a dropout mask, or from rows of another argument.
 
-    ``members``: who reads rows.
+    ``members``: readers of rows.
     """
 
     def __init__(
@@ -38,16 +37,15 @@ class Outer:
         self._found: dict[tuple[int, Row], Section] = {}
 
     def rows_of(self, v: int, row: Row, depth: int = 0, by: int = -1) -> Section:
-        """What some rows of ``v`` had best be made from: from less than they are, or by a slice of ``v``; ``by``: who
-        reads them, where that is no member."""
+        """The cheapest source of some rows of ``v``: fewer bytes than ``v``, or a slice of it; ``by``: a reader that is
+        no member."""
         if (v, row) not in self._found:
             made = self._from_less(v, row, depth, by) if depth < DEEP else None
             self._found[v, row] = made or Section(sliced={(v, row): None})
         return self._found[v, row]
 
     def _from_less(self, v: int, row: Row, depth: int, by: int) -> Section | None:
-        """The rows made anew, by an op that multiplies nothing unless it does so for them alone; None where a slice is
-        as good."""
+        """The rows made anew; None if a slice is as good. An op that multiplies must do so for these rows alone."""
         graph, o = self.traced.graph, self.made[v]
         if o < 0:
             return None
@@ -92,7 +90,7 @@ class Outer:
 
 
 def on_the_device(graph: Graph, equation: Equation) -> bool:
-    """Whether all that it makes are arrays of numbers that are on the device."""
+    """Whether all operands and results are on the device, and all results are numeric arrays."""
     avals = () if equation.eqn is None else [v.aval for v in equation.eqn.outvars]
     if any(not isinstance(getattr(a, "dtype", None), np.dtype) or a.dtype == jax.dtypes.float0 for a in avals):
         return False

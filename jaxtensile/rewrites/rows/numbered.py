@@ -1,8 +1,6 @@
-"""What are some places of an array whose elements depend on where they stand?
+"""Parts of arrays whose elements depend on their position: a counter, or random bits for rows of a dropout mask.
 
-Random bits above all: a mask for dropout is made for the rows that it is needed for.
-
-Invariant: the bits are those of the same places of the whole array.
+Invariant: the elements equal those at the same positions of the whole array.
 """
 
 from __future__ import annotations
@@ -21,21 +19,21 @@ from jaxtensile import _compat
 
 
 def iota(dtype: Any, shape: Sequence[int], dim: int, at: Any, n: int) -> Any:
-    """``lax.broadcasted_iota(dtype, shape, dim)`` at the ``n`` places from ``at`` on of that dimension."""
+    """``lax.broadcasted_iota(dtype, shape, dim)`` at ``n`` positions from ``at`` along that dimension."""
     own = lax.broadcasted_iota(dtype, (*shape[:dim], n, *shape[dim + 1 :]), dim)
     return own + lax.convert_element_type(at, dtype)
 
 
 def are_counted(eqn: Any) -> bool:
-    """Whether random bits are made of one key and the number of each element alone, and numbers are below 2^32."""
+    """Whether random bits depend only on one key and each element's number, below 2^32."""
     return _compat.is_counted_threefry(eqn) and math.prod(eqn.params["shape"]) < 1 << 32
 
 
 def bits(key: Any, width: int, shape: Sequence[int], dim: int, at: Any, n: int) -> Any:
-    """``jax.random.bits`` of ``width`` bits an element, at the ``n`` places from ``at`` on of dimension ``dim``.
+    """``jax.random.bits`` of ``width`` bits per element, at ``n`` positions from ``at`` along ``dim``.
 
-    Threefry-2x32 (Salmon et al., SC 2011) encrypts the number of each element, as ``jax_threefry_partitionable``
-    has it: high and low words make 64 bits, or are combined by exclusive or.
+    Threefry-2x32 (Salmon et al., SC 2011) encrypts each element's number, as with ``jax_threefry_partitionable``. High
+    and low words make 64 bits; for fewer they are XORed.
     """
     own = (*shape[:dim], n, *shape[dim + 1 :])
     strides = [math.prod(shape[k + 1 :]) for k in range(len(shape))]

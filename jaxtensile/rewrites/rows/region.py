@@ -1,8 +1,8 @@
-"""Which region of a program can be done for some rows after the other?
+"""Find the region of a program that can run some rows at a time.
 
-What lies between a batch and the gradients of the weights makes every row from the same row of what went before, and
-adds up over rows in the end (``rows``). Where that is all of a training step up to the update, doing it in parts is
-gradient accumulation; where it is the loss of a language model, logits of all tokens need never exist.
+Between a batch and the weight gradients each row comes from the same row before, and sums over rows come last
+(``rows``). If the region is the step up to the update, parts of it are gradient accumulation. If it is the loss of a
+language model, the logits of all tokens need never exist at once.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from jaxtensile.rewrites.rows.rows import SAME, TOTALS, Row, Section
 from jaxtensile.units import Bytes
 
 SEEDS = 12
-"""Places of rows that are tried at most, of arguments and of what large products read. A guess; each is a walk through
-the program."""
+"""Most places of rows tried, in arguments and in operands of large products. A guess; each is a walk through the
+program."""
 LARGEST = 4
-"""Values whose rows are followed back to where they begin. A guess."""
+"""Values whose rows are followed back to their origin. A guess."""
 PRODUCTS = 4
-"""The largest products, of whose operands the rows are tried as well. A guess."""
+"""Largest products, whose operands' rows are tried too. A guess."""
 CHEAP = 1 / 64
-"""Share of what rows go through that is little enough to make for all rows first. A guess."""
+"""Share of a region small enough to compute for all rows outside it. A guess."""
 
 
 _FREE = frozenset(name for name in (ELEMENTWISE | MOVES | VIEWS) - EXPENSIVE if not name.startswith("random"))
-"""What costs nothing in a kernel that reads its result."""
+"""Ops that cost nothing in a kernel that reads their result."""
 
 
 class Seed(NamedTuple):
-    """Where rows come from: a value, its dimension of that many rows; ``stage``: after how many totals of them."""
+    """The origin of rows: dimension ``dim`` of a value, ``rows`` long; ``stage``: after how many totals of them."""
 
     value: int
     dim: int
@@ -46,27 +46,26 @@ class Seed(NamedTuple):
 
 @dataclass(kw_only=True)
 class Region(Section):
-    """Ops that pass rows on, with no way from one to another outside.
+    """Ops that pass rows on, with no path between two of them outside.
 
-    ``leaving``: what others read of it, as rows or as totals.
+    ``leaving``: values that others read, as rows or totals.
     """
 
     seed: Seed
     leaving: dict[int, Row | str] = field(default_factory=dict)
     inside: Bytes = 0
-    """Bytes of the values that nothing outside reads, less those of rows that leave it."""
+    """Bytes of values that only the region reads, less those of rows that leave it."""
 
 
 def find_region(traced: Traced, smallest: Bytes) -> Region | None:
-    """The region that keeps most bytes to itself, less those of rows that leave it; None where these are fewer than
-    ``smallest``."""
+    """The region with the most ``inside`` bytes; None if fewer than ``smallest``."""
     found = [s for seed in _seeds(traced, smallest) for s in regions(traced, *seed)]
     best = max(found, key=lambda s: (s.inside, -s.seed.value, -s.seed.dim), default=None)
     return best if best is not None and best.inside >= smallest else None
 
 
 def ends(traced: Traced, smallest: Bytes) -> list[int]:
-    """The ops that get rows and pass none on, those of the most bytes first: why there is no region."""
+    """Ops that get rows and pass none on, most bytes first: why there is no region."""
     found = {o for seed in _seeds(traced, smallest) for o in _passed_on(traced, *seed, set())[-1]}
     graph = traced.graph
     size = {o: sum(graph.values[v].nbytes for v in (*graph.ops[o].operands, *graph.ops[o].results)) for o in found}
@@ -74,14 +73,14 @@ def ends(traced: Traced, smallest: Bytes) -> list[int]:
 
 
 def region_of(traced: Traced, seed: Seed) -> Region | None:
-    """The region that comes from a seed; None where there is none."""
+    """The region of a seed; None if there is none."""
     found = regions(traced, seed.value, Row(seed.dim), seed.rows)
     return next((s for s in found if s.seed == seed), None)
 
 
 def _seeds(traced: Traced, smallest: Bytes) -> list[tuple[int, Row, int]]:
-    """(value, rows, how many) of arguments that come back as no result, of what large products read, and of what the
-    rows of the largest values begin with: a number for each of a batch of vectors, say."""
+    """(value, rows, count) to try: arguments that are no state, operands of large products, and origins of the rows of
+    the largest values."""
     graph = traced.graph
     kinds = {(graph.values[v].shape, graph.values[v].dtype) for v in graph.outputs}
     values = [v for v in graph.inputs if (graph.values[v].shape, graph.values[v].dtype) not in kinds]
@@ -106,7 +105,7 @@ def _seeds(traced: Traced, smallest: Bytes) -> list[tuple[int, Row, int]]:
 
 
 def _beginning(graph: Graph, made: Sequence[int], v: int, size: int) -> Iterator[tuple[int, Row, int]]:
-    """The values made of ``size`` places along a dimension that lead to ``v``, and no other of so many to them."""
+    """Values of ``size`` places along a dimension that lead to ``v`` and read none of that size."""
     seen, todo = {v}, [v]
     while todo:
         v = todo.pop()
@@ -119,9 +118,9 @@ def _beginning(graph: Graph, made: Sequence[int], v: int, size: int) -> Iterator
 
 
 def regions(traced: Traced, value: int, row: Row, rows: int) -> list[Region]:
-    """The regions of ops that rows of a value go through, one for each time that totals of them are needed.
+    """The regions that rows of a value go through, one per stage of needed totals.
 
-    Totals that are cheap to have before, like the number of tokens that count, are not waited for.
+    Cheap totals, like the number of tokens, are computed before and start no new stage.
     """
     graph = traced.graph
     aside: set[int] = set()
@@ -140,8 +139,8 @@ def regions(traced: Traced, value: int, row: Row, rows: int) -> list[Region]:
 def _passed_on(
     traced: Traced, value: int, row: Row, rows: int, aside: set[int]
 ) -> tuple[dict[int, Row | str], dict[int, Region], dict[int, int], list[int]]:
-    """Where rows of all values are that have them, the regions by their stage, what barriers only hand on, and the
-    ops that get rows and pass none on; ``aside``: ops that are for whole values."""
+    """(rows of values, regions by stage, results of barriers → operands, ops that end rows); ``aside``: ops kept on
+    whole values."""
     graph = traced.graph
     at: dict[int, Row | str] = {value: row}
     stage = [0] * len(graph.values)
@@ -179,7 +178,7 @@ def _passed_on(
 
 
 def _cheap_totals(graph: Graph, at: Mapping[int, Row | str], found: Mapping[int, Region]) -> set[int]:
-    """Members that make totals which later ones wait for, where they multiply nothing and make little."""
+    """Members that make awaited totals, multiply nothing and make little."""
     if len(found) < 2:
         return set()
     members = {o for own in found.values() for o in own.members}
@@ -202,7 +201,7 @@ def _cheap_totals(graph: Graph, at: Mapping[int, Row | str], found: Mapping[int,
 
 
 def _ancestors(graph: Graph, made: Sequence[int], v: int, members: set[int]) -> set[int]:
-    """The members that ``v`` is made by, as far back as there are any."""
+    """The members that ``v`` depends on."""
     found, todo = set[int](), [v]
     while todo:
         o = made[todo.pop()]
@@ -215,7 +214,7 @@ def _ancestors(graph: Graph, made: Sequence[int], v: int, members: set[int]) -> 
 def _complete(
     traced: Traced, own: Region, at: Mapping[int, Row | str], same: Mapping[int, int], made: Sequence[int]
 ) -> None:
-    """What a region reads from outside, and what is read of it there."""
+    """Fill in what a region reads from outside, and what outside reads of it."""
     graph = traced.graph
     _leave_moves(graph, own, at)
     own.same = {v: a for v, a in same.items() if made[v] in own.members}
@@ -238,8 +237,8 @@ def _complete(
 
 
 def _leave_moves(graph: Graph, own: Region, at: Mapping[int, Row | str]) -> None:
-    """Take out what at the end only moves first rows elsewhere: done once for all, it costs a kernel, and rows that are
-    first are stacked as they are."""
+    """Remove final ops that only move leading rows: outside they cost one kernel, and leading rows are stacked as they
+    are."""
     read = [0] * len(graph.values)
     for o in own.members:
         for v in graph.ops[o].operands:
@@ -255,9 +254,10 @@ def _leave_moves(graph: Graph, own: Region, at: Mapping[int, Row | str]) -> None
 
 
 def _from_less(graph: Graph, own: Region, made: Sequence[int]) -> None:
-    """Have whole values made anew where they are read, if what they are made from has fewer bytes beside what is read
-    anyway: masks above all, of no bytes at all; and what products alone read in another order turned by each part:
-    outside it would be a copy."""
+    """Have each part make whole values anew where that reads fewer bytes, such as masks.
+
+    A transposed value that only products read is transposed by each part: outside it would be a copy.
+    """
     for v in [v for v in own.whole if _is_turned(graph, own, made, v)]:
         del own.whole[v]
         own.whole[graph.ops[made[v]].operands[0]] = None
@@ -280,7 +280,7 @@ def _from_less(graph: Graph, own: Region, made: Sequence[int]) -> None:
 
 
 def _is_turned(graph: Graph, own: Region, made: Sequence[int], v: int) -> bool:
-    """Whether a value is another one in another order of its dimensions, and all that read it here are products."""
+    """Whether a value is a transposition that only products of the region read."""
     if made[v] < 0 or graph.ops[made[v]].primitive != "transpose" or not graph.ops[made[v]].operands:
         return False
     return all(graph.ops[o].primitive == PRODUCT for o in own.members if v in graph.ops[o].operands)

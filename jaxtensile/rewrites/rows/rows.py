@@ -1,11 +1,11 @@
-"""What does an equation make of some rows of its operands?
+"""How an equation acts on some rows of its operands.
 
-A row of an array is what lies at one place of one dimension, or at ``block`` places next to each other. An equation
-passes rows on when every row of its results is made from the same row of those operands that have it, and from all of
-the others; a sum over rows is a sum of sums. Everything else is for whole arrays.
+A row is one place of one dimension of an array, or ``block`` adjacent places. An equation passes rows on if every row
+of its results depends only on the same row of operands with rows, and on the others as a whole. A sum over rows is a
+sum of sums. All else is for whole arrays.
 
-Invariant: an equation on some rows makes exactly those rows of what it makes of all; a total only differs by the order
-in which its terms are added.
+Invariant: an equation on some rows makes exactly those rows of the full result; totals differ only in the order of
+addition.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ ELEMENTWISE = (fusion.ELEMENTWISE - {"random_bits", "threefry2x32"}) | frozenset
     """bitcast_convert_type copy copy_p igamma igamma_grad_a igammac polygamma regularized_incomplete_beta
     stop_gradient zeta""".split()
 )
-"""Also the ones that XLA makes no kernel of, or does not fuse; random bits depend on their place in the array."""
+"""Includes ops that XLA does not fuse or gives no kernel; excludes random bits, which depend on their place."""
 SAME = "same"
-"""How a result is given that is whole, and made beside rows by an equation that cannot be parted."""
+"""Marks a whole result made beside rows by an equation that cannot be parted."""
 TOTALS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min"}
 _REDUCTIONS = frozenset({*TOTALS, "reduce_prod", "reduce_and", "reduce_or", "reduce_xor", "argmax", "argmin"})
 _CUMULATIVE = frozenset("cumsum cumprod cummax cummin cumlogsumexp".split())
@@ -35,7 +35,7 @@ _PLACES = ("sharding", "out_sharding")
 
 
 class Row(NamedTuple):
-    """Where the rows of an array are: the dimension, and how many of its places are one row."""
+    """Where the rows of an array are: the dimension, and the places per row."""
 
     dim: int
     block: int = 1
@@ -45,11 +45,10 @@ class Row(NamedTuple):
 class Passing:
     """How an equation passes rows on.
 
-    ``needs``: for each operand where its rows are, None: it reads all of it; ``gives``: for each result the same, None:
-    it is the operand of the same number, or how totals of rows become the total (``"add"``, ``"max"``, ``"min"``;
-    ``SAME``: it is no total); ``params``: for a number of rows those parameters that say how many there are;
-    ``numbered``: for what depends on which rows they are, how some of them are made from the operands, the first place
-    and the number of places; ``inside``: how the body of a loop passes them on.
+    ``needs``: the rows of each operand, None: all of it is read. ``gives``: for each result its rows; None: it is the
+    operand of the same number; or how totals of rows are joined (``"add"``, ``"max"``, ``"min"``; ``SAME``: no total).
+    ``params``: parameters for a number of rows. ``numbered``: makes rows that depend on their position from the
+    operands, the first place and the number of places. ``inside``: how the body of a loop passes rows on.
     """
 
     needs: tuple[Row | None, ...]
@@ -61,11 +60,10 @@ class Passing:
 
 @dataclass(kw_only=True)
 class Section:
-    """Ops of a program or of a body that pass rows on, and what they read.
+    """Ops of a program or body that pass rows on, and what they read.
 
-    ``members``: op → how; ``pulled``: (value, rows) that are made anew, from less than they are, by an op → how;
-    ``sliced``: (value, rows) that come as slices of the value; ``whole``: values that are read as they are; ``same``:
-    results of barriers → what they are, for whoever reads all of it.
+    ``members``: op → how. ``pulled``: (value, rows) made anew from less → op and how. ``sliced``: (value, rows) sliced
+    from the value. ``whole``: values read whole. ``same``: results of barriers → operands, for readers of all of it.
     """
 
     members: dict[int, Passing] = field(default_factory=dict)
@@ -75,20 +73,20 @@ class Section:
     same: dict[int, int] = field(default_factory=dict)
 
     def reads(self, other: Section) -> None:
-        """This one reads what the other one is made from."""
+        """Add what ``other`` is made from to what this section reads."""
         self.pulled.update(other.pulled)
         self.sliced.update(other.sliced)
         self.whole.update(other.whole)
 
     def root(self, v: int) -> int:
-        """What ``v`` is, behind all barriers."""
+        """The value behind all barriers of ``v``."""
         while v in self.same:
             v = self.same[v]
         return v
 
 
 def passing(eqn: Any, given: Sequence[Row | None], rows: int) -> Passing | None:
-    """How ``eqn`` passes on ``rows`` rows that it is ``given`` of some operands; None where it does not."""
+    """How ``eqn`` passes on ``rows`` rows ``given`` of some operands; None if it does not."""
     if eqn is None or (eqn.primitive.name == "optimization_barrier" and not eqn.effects):
         return Passing(tuple(given), tuple(given))
     if _placed(eqn) or eqn.effects:
@@ -99,7 +97,7 @@ def passing(eqn: Any, given: Sequence[Row | None], rows: int) -> Passing | None:
 
 
 def made_of_whole(eqn: Any, wanted: Row, rows: int) -> Passing | None:
-    """How some rows of the result are made from whole operands, and from no other rows; None where they are not."""
+    """How some rows of the result are made from whole operands; None if they are not."""
     name, shape = eqn.primitive.name, _shape(eqn.outvars[0])
     if _placed(eqn) or eqn.effects:
         return None
@@ -121,7 +119,7 @@ def made_of_whole(eqn: Any, wanted: Row, rows: int) -> Passing | None:
 
 
 def _placed(eqn: Any) -> bool:
-    """Whether it says on which of several devices its result is."""
+    """Whether it places its result on some of several devices."""
     places = (eqn.params.get(name) for name in _PLACES)
     return any(place is not None and not getattr(getattr(place, "mesh", None), "empty", False) for place in places)
 
@@ -136,7 +134,7 @@ def _resized(shape: Sequence[int], row: Row, n: int) -> tuple[int, ...]:
 
 
 def _only(given: Sequence[Row | None]) -> Row | None:
-    """Where the rows are that operands of one shape have; None where they are in several places."""
+    """The rows of operands of one shape; None if they differ."""
     found = {row for row in given if row is not None}
     return found.pop() if len(found) == 1 else None
 
@@ -241,7 +239,7 @@ def _convolution(eqn: Any, given: tuple[Row | None, ...], _: int) -> Passing | N
 
 
 def _alike(eqn: Any, given: tuple[Row | None, ...], axis: int | None) -> Passing | None:
-    """Operands and results have their rows in one place, which is not ``axis``."""
+    """Operands and results have their rows in one place, other than ``axis``."""
     row = _only(given)
     if row is None or row.dim == axis:
         return None
@@ -350,7 +348,7 @@ def _scatter(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | No
 
 
 def _batched(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | None:
-    """By JAX's own batching rule: of the rows that are given alone, or of the same rows of the other operands too."""
+    """By JAX's batching rule: with the given rows alone, or with the same rows of the other operands too."""
     found = {row.block for row in given if row is not None}
     if len(found) != 1:
         return None
@@ -365,8 +363,8 @@ def _batched(eqn: Any, given: tuple[Row | None, ...], rows: int) -> Passing | No
 
 
 def adding_scatter(eqn: Any, given: Sequence[Row | None]) -> tuple[None, Row, Row] | None:
-    """Which rows a scatter needs that adds up all of its updates, each row of them from the same row of the indices;
-    None where it does something else."""
+    """The rows that a scatter needs to add each row of its updates by the same row of its indices; None for other
+    ops."""
     if eqn is None or eqn.primitive.name not in ("scatter-add", "scatter_add") or _placed(eqn):
         return None
     numbers = eqn.params["dimension_numbers"]
