@@ -1,4 +1,4 @@
-"""Make a loop's constants inside each iteration instead of once before the loop.
+"""Make the constants that only one loop reads inside its iterations, instead of once before it.
 
 A constant lives until its loop ends, such as the residuals of a linearised network in conjugate gradients. Made inside,
 from values that live anyway, it is part of a body with a forward and a backward part, which can be planned.

@@ -5,7 +5,7 @@ its operands and its sums exist at once. A slice of a product is the product of 
 dimension, of both along a batch dimension. A slice of a sum is a sum of slices. Each smaller kernel reads the other
 factor again, so fewer pieces take less time and more bytes.
 
-Invariant: the same operations on the same operands make every element; one op makes other elements than before.
+Invariant: the same operations on the same operands make every element. Only the elements that one op makes change.
 """
 
 from __future__ import annotations

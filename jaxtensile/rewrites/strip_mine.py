@@ -27,7 +27,7 @@ def strip_mine(traced: Traced, closed: Any, inner: Mapping[int, int]) -> Any:
     """The closed jaxpr of ``traced`` (of ``closed``) with scans strip-mined; ``inner``: op → iterations of its inner
     loop.
 
-    The last iterations by position that do not fill an inner loop form a loop beside the nested one.
+    The last iterations by position that do not fill an inner loop form a loop behind or in front of the nested one.
     """
 
     def evaluate(*flat: Any) -> list[Any]:

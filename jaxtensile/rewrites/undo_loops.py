@@ -4,9 +4,9 @@ A checkpoint around a scan body leaves two scans: the forward one stacks its car
 the forward body. Here the forward scan stacks the values that are read, and the backward one reads them. A plan then
 decides about the stacks, as for any pair.
 
-Invariant: an equation of a body is dropped only for one that computes the same bits from the same values in the same
-iteration. Effects, foreign code and equations behind a user's barrier run as often as before. So do values constant
-over iterations and views of arguments, which are not stacked.
+Invariant: an equation is dropped only for one of the same or another body that computes the same bits from the same
+values in the same iteration. Effects, foreign code and equations behind a user's barrier run as often as before. So do
+values constant over iterations and views of arguments, which are not stacked.
 """
 
 from __future__ import annotations

@@ -357,7 +357,7 @@ class LoopLadder:
         return tuple(p for p in plans if p is not None)
 
     def aways(self, rung: LoopChoice) -> list[LoopChoice]:
-        """Variants of ``rung`` with some of its kept bytes in host memory, not all."""
+        """Variants of ``rung`` with growing shares of its kept bytes in host memory, but not all."""
         ways = dict.fromkeys(self.away(rung, share) for share in _SHARES)
         return [way for way in ways if way not in (rung, self.away(rung))]
 

@@ -1,9 +1,9 @@
 """Schedule when each host argument comes in and when its replacement goes out.
 
 All ops that depend on such arguments (the *update*) leave the schedule. They return by groups of leaves updated
-together, once their operands exist and nobody else reads what they overwrite. Copies in take the latest free link time
-before the update may run; copies out follow it. ``AHEAD`` and ``WINDOW`` limit what is on the device at once. No group
-comes in while it would raise the peak.
+together, once their operands exist and no other op reads what they overwrite. Copies in take the latest free link time
+before the update may run; copies out follow it. At most ``AHEAD`` groups, or more of ``WINDOW`` bytes together, are on
+the device at once. No group comes in while it would raise the peak.
 
 Two barriers hold a group in place:
 
@@ -41,8 +41,8 @@ LEVEL = 0.95
 _SMALL = KIB
 """Bytes: smaller results, like a learning rate, are made as soon as an update needs them. A guess."""
 _FEW = 8
-"""Leaves read together by one output form a group, up to this many (not for a global norm). Adam's read two or three. A
-guess above that."""
+"""Leaves that an output reads together form one group, unless there are more than this many (a global norm). Adam's
+read two or three. A guess above that."""
 
 
 def stream(graph: Graph, moved: Sequence[Moved], seconds: Sequence[Seconds], link: Link) -> Program:

@@ -55,8 +55,8 @@ def as_scheduled(graph: Graph, *, by: Fuser = H200) -> tuple[Scheduled, ...]:
     XLA:CPU has one order only: that in which kernels could run side by side.
 
     XLA counts results from when they are written, also those that take over an argument. The order of the trace writes
-    results as soon as possible, or in place if that needs less. XLA's orders are not known well enough to promise less
-    than it.
+    results as soon as possible, or in place if that needs less. If it needs more than XLA's orders, these are not known
+    well enough to promise less.
     """
     nodes = _Nodes(graph, fuse(graph, by=by, written=True))
 

@@ -177,8 +177,8 @@ def _check_effects(graph: Graph, program: Program) -> None:
 def naive_peak(graph: Graph) -> list[Bytes]:
     """Live bytes while each op runs, inputs excluded, without fusion or sharing.
 
-    A value is live from its op to its last reader, or to the end if it is an output. Quadratic on purpose; bodies of
-    loops are left out.
+    A value is live from its op to its last reader, at least during its op, and to the end if it is an output. Quadratic
+    on purpose; bodies of loops are left out.
     """
     made = {v: op.id for op in graph.ops for v in op.results}
     reads = {v: {op.id for op in graph.ops if v in op.operands} for v in made}

@@ -79,8 +79,8 @@ def region_of(traced: Traced, seed: Seed) -> Region | None:
 
 
 def _seeds(traced: Traced, smallest: Bytes) -> list[tuple[int, Row, int]]:
-    """(value, rows, count) to try: arguments that are no state, operands of large products, and origins of the rows of
-    the largest values."""
+    """(value, rows, count) to try: arguments that return as no result, operands of large products, and origins of the
+    rows of the largest values."""
     graph = traced.graph
     kinds = {(graph.values[v].shape, graph.values[v].dtype) for v in graph.outputs}
     values = [v for v in graph.inputs if (graph.values[v].shape, graph.values[v].dtype) not in kinds]
@@ -254,7 +254,8 @@ def _leave_moves(graph: Graph, own: Region, at: Mapping[int, Row | str]) -> None
 
 
 def _from_less(graph: Graph, own: Region, made: Sequence[int]) -> None:
-    """Have each part make whole values anew where that reads fewer bytes, such as masks.
+    """Have each part make whole values anew if their sources have fewer bytes, beside values read anyway; masks have
+    none.
 
     A transposed value that only products read is transposed by each part: outside it would be a copy.
     """

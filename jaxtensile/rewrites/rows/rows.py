@@ -45,10 +45,11 @@ class Row(NamedTuple):
 class Passing:
     """How an equation passes rows on.
 
-    ``needs``: the rows of each operand, None: all of it is read. ``gives``: for each result its rows; None: it is the
-    operand of the same number; or how totals of rows are joined (``"add"``, ``"max"``, ``"min"``; ``SAME``: no total).
-    ``params``: parameters for a number of rows. ``numbered``: makes rows that depend on their position from the
-    operands, the first place and the number of places. ``inside``: how the body of a loop passes rows on.
+    ``needs``: the rows of each operand; None: all of it is read. ``gives``: the rows of each result; None: it is the
+    operand of the same number; a string: how totals of rows are joined (``"add"``, ``"max"``, ``"min"``; ``SAME``: no
+    total). ``params``: those parameters that depend on the number of rows, from that number. ``numbered``: makes rows
+    that depend on their position, from the operands, the first place and the number of places. ``inside``: how the body
+    of a loop passes rows on.
     """
 
     needs: tuple[Row | None, ...]
@@ -97,7 +98,7 @@ def passing(eqn: Any, given: Sequence[Row | None], rows: int) -> Passing | None:
 
 
 def made_of_whole(eqn: Any, wanted: Row, rows: int) -> Passing | None:
-    """How some rows of the result are made from whole operands; None if they are not."""
+    """How some rows of the result are made from whole operands, and from no other rows; None if they are not."""
     name, shape = eqn.primitive.name, _shape(eqn.outvars[0])
     if _placed(eqn) or eqn.effects:
         return None
