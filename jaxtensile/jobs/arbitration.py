@@ -1,7 +1,8 @@
-"""Which coordinator do the jobs of this process ask: their own, in this process, or one behind a socket?
+"""The coordinator that this process's jobs ask: one in this process, or one behind a socket.
 
-``JAXTENSILE_SOCKET`` or the config's ``coordinator.socket`` names a socket; without one it is this process's own, with
-the devices that JAX has here and what the config says of them. It begins with the first job and ends with the last.
+``JAXTENSILE_SOCKET`` or the config's ``coordinator.socket`` names the socket. Without it, the process has its own
+coordinator, for the devices JAX has here and the config's settings. It begins with the first job and ends with the
+last.
 
 Invariant: the jobs of one process that hold anything ask the same coordinator.
 """
@@ -32,10 +33,11 @@ from jaxtensile.spmd.location import device_name, profile_of
 from jaxtensile.units import GIB, Bytes, Seconds
 
 _RESERVE, _PART = GIB, 8
-"""Bytes of a device of which the config says nothing that are not granted, as ``cli.serving`` has it; one part in so
-many of a small device at most."""
+"""Bytes withheld from a device that the config does not mention, as in ``cli.serving``; at most one part in ``_PART``
+of a small device."""
 _ANSWERS: Seconds = 1.0
-"""In which a coordinator says what is free; who does not know asks for what it gets by. A guess."""
+"""Seconds for a coordinator to say what is free. Without an answer, the job asks for the bytes it can get by with. A
+guess."""
 
 _lock = threading.Lock()
 _jobs: set[str] = set()
@@ -43,7 +45,7 @@ _local: tuple[Config, LocalCoordinator] | None = None
 
 
 def _in_child() -> None:
-    """A forked process has no jobs yet, and a coordinator of its own."""
+    """Give a forked process no jobs and a coordinator of its own."""
     global _lock, _jobs, _local
     _lock, _jobs, _local = threading.Lock(), set(), None
 
@@ -53,16 +55,16 @@ os.register_at_fork(after_in_child=_in_child)
 
 @dataclass(frozen=True, slots=True)
 class Arbitration:
-    """How one job is arbitrated. ``local``: the coordinator, where it is of this process."""
+    """How one job is arbitrated. ``local``: the coordinator if it is in this process, else None."""
 
     name: str
     connect: Callable[[Client], Link]
     local: LocalCoordinator | None
     status: Callable[[], Snapshot]
-    """What the coordinator says of itself."""
+    """The coordinator's report of its own state."""
 
     def has_room(self, devices: Sequence[str], need: Bytes) -> bool:
-        """Whether so many bytes are free on each device, and nobody waits."""
+        """Whether ``need`` bytes are free on each device and no job waits."""
         try:
             now = self.status()
         except CoordinatorError:
@@ -71,20 +73,21 @@ class Arbitration:
         return not now.waiting and all(free.get(name, 0) >= need for name in devices)
 
     def turns(self, devices: Sequence[str], priority: int, weight: float) -> tuple[Turns, ...]:
-        """The job's places at the gates of its devices, in the order in which all jobs take them; none where its jobs
-        are processes of their own."""
+        """The job's places at the gates of its devices, in the order all jobs use; none if the jobs are separate
+        processes."""
         local = self.local
         return () if local is None else tuple(local.gate(d).member(priority, weight) for d in sorted(devices))
 
     def end(self) -> None:
-        """The job is no more."""
+        """Free the job's name."""
         uninterrupted(_end, self.name)
 
 
 def arbitration(job: str, config: Config) -> Arbitration:
-    """Who arbitrates a job, whose name is its own until ``end``. Raises ``ConfigError``.
+    """The arbitration of a job, which owns its name until ``end``. Raises ``ConfigError``.
 
-    Called ``uninterrupted``, by who keeps it: what Ctrl-C takes away here would never end."""
+    Call it inside ``uninterrupted`` and keep the result: a name taken here and lost to Ctrl-C would never be freed.
+    """
     global _local
     config = config.of_jobs
     socket = os.environ.get(VARIABLE) or config.socket

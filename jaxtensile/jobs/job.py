@@ -1,16 +1,15 @@
-"""``jaxtensile.job``: a lease on device memory whose steps change plans as others come and go.
+"""``jaxtensile.job``: a lease on device memory, whose steps change plans as other jobs come and go.
 
-The first call of a step says what it needs: what is predicted of the program as it is, or of its whole ladder where
-there is no room for that, is what the job asks to be admitted with. The plan of the rung that it is granted is compiled
-and verified; the others are compiled in the background, and the compiled ladder takes the predicted one's place. From
-then on GRANT and REVOKE move the job from plan to plan: at a step boundary, or at once while no step runs. All plans of
-a step compute the same, from the same arguments, so there is nothing to move.
+The first step asks for admission: with the predicted bytes of the program as it is if there is room, else with its
+whole predicted ladder. The plan of the granted rung is compiled and verified. The others are compiled in the
+background, and the compiled ladder then replaces the predicted one. GRANT and REVOKE move the job between plans, at a
+step boundary or while no step runs. All plans of a step compute the same from the same arguments, so no data moves.
 
-A suspended job keeps its lease, and with it its place in the status, at the bytes that may still be on the device;
-what waits on the host is charged there. To come back it waits for the rest as a job does that waits to be admitted.
+A suspended job keeps its lease, and its place in the status, at the bytes that may still be on the device. Its state is
+charged to the host. To resume, it queues for the rest like a new job.
 
-Invariant: a step runs only while the job holds its turn, the plan that it runs fits the rung that the job is charged
-for, and the job says that it has shrunk when no step of the larger plan runs any more: a step is waited for.
+Invariant: a step runs only during the job's turn, with a plan that fits the rung the job is charged for. The job
+reports that it has shrunk only after the last step of the larger plan has ended.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
 
 
 class Job:
-    """One job. A context manager; give it to ``jaxtensile.jit(job=...)``. Made by ``jaxtensile.job``."""
+    """One job, made by ``jaxtensile.job``. A context manager; pass it to ``jaxtensile.jit(job=...)``."""
 
     def __init__(self, terms: Terms, config: Config) -> None:
         self.name, self.least, self.want = terms.name, terms.least, terms.want
@@ -72,20 +71,22 @@ class Job:
         self.close()
 
     def close(self) -> None:
-        """Give the lease back; steps of the job cannot be called any more, and one that waits for its lease ends."""
+        """Give the lease back. Later steps of the job are errors, and a step that waits for its lease ends."""
         self._steps.close()
 
     def suspend(self, state: Any) -> Any:
-        """Move ``state`` to the host and give the device bytes back to others; returns it with its arrays there.
+        """Move ``state`` to the host, give its device bytes back, and return it with its arrays there.
 
-        ``state`` is a pytree, of all that the job keeps on the device between steps: its arrays go to pinned host
-        memory one by one and are deleted on the device, as donated ones are; what is no array stays as it is. The host
-        bytes are charged. Of the job's device bytes those of ``state`` are given back, and all that only a running
-        step needs; what a step is given beside ``state`` stays charged, since it may still be there, so suspend it too
-        where it is large: ``job.suspend((state, batch))``. Steps of the job are errors until ``resume``.
+        ``state``: a pytree of everything the job keeps on the device between steps. Its arrays move to pinned host
+        memory one by one and are deleted on the device, like donated ones. Other leaves stay as they are. The host
+        bytes are charged.
 
-        Should it fail in between, or be interrupted, ``resume`` gives the state back. Raises ``CoordinatorError`` where
-        there is no room on the host; then nothing has moved.
+        The job gives back the device bytes of ``state`` and of a running step's temporaries. A step's other arguments
+        stay charged, since they may still be on the device. Suspend large ones too: ``job.suspend((state, batch))``.
+        Steps are errors until ``resume``.
+
+        If it fails or is interrupted midway, ``resume`` gives the state back. Raises ``CoordinatorError`` if the host
+        has no room; then nothing has moved.
         """
         steps, tenancy, waiting = self._steps, self._tenancy, self._steps.waiting
         with steps.alone(f"job {self.name!r} was suspended"):
@@ -107,12 +108,12 @@ class Job:
         return found
 
     def resume(self, state: Any = None, *, timeout: Seconds | None = None) -> Any:
-        """Move the state of a suspended job back, once there is room; returns it, each array as and where it was.
+        """Move a suspended job's state back once there is room, and return it, each array as and where it was.
 
-        ``state``: what ``suspend`` returned, or another one of the same structure, shapes and types; without it, that
-        which was suspended. Its arrays on the host are deleted. Waits for its turn like a job that is to be admitted;
-        after ``timeout`` seconds, if one is given, ``NotAdmittedError``: it is still suspended, and may ask again.
-        Until the next step another ``resume`` returns the same: its caller may have been interrupted just then.
+        ``state``: what ``suspend`` returned, or one of the same structure, shapes and types; None: the suspended one.
+        Its host arrays are deleted. The job queues like a new one. Raises ``NotAdmittedError`` after ``timeout``
+        seconds, if given: the job is still suspended, and may ask again. Until the next step, another ``resume``
+        returns the same state, in case its caller was interrupted.
         """
         steps, tenancy, waiting = self._steps, self._tenancy, self._steps.waiting
         with steps.alone(f"job {self.name!r} was resumed"):
@@ -133,7 +134,7 @@ class Job:
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
-        """Whatever goes wrong, the state is not lost, and the error says where it is."""
+        """On any error, keep the state and add a note that says how to get it."""
         try:
             yield
         except BaseException as error:
@@ -142,41 +143,42 @@ class Job:
 
     @property
     def suspended(self) -> Any:
-        """The state of a suspended job, each array where it is; None of one that is not."""
+        """The state of a suspended job, each array where it is; None if the job is not suspended."""
         return None if (away := self._steps.away) is None else away.tree
 
     @property
     def budget(self) -> Bytes:
-        """Device bytes that steps of the job may use at present; 0 before its first one and while it is suspended."""
+        """Device bytes that the job's steps may use now; 0 before the first step and while suspended."""
         return self._tenancy.budget
 
     @property
     def rung(self) -> int:
-        """Which rung of ``ladder`` it is on, from 0; -1 while it has no lease."""
+        """Index of the current rung in ``ladder``, from 0; -1 without a lease."""
         return self._tenancy.rung
 
     @property
     def ladder(self) -> tuple[Rung, ...]:
-        """What the coordinator knows of the job's plans."""
+        """The job's plans, as the coordinator knows them."""
         return self._tenancy.ladder
 
     @property
     def steps(self) -> int:
-        """How many were run."""
+        """Number of steps run."""
         return self._steps.steps
 
     @property
     def switches(self) -> int:
-        """How often the job went to another rung."""
+        """Number of times the job changed to another rung."""
         return self._tenancy.switches
 
     @property
     def compiled(self) -> bool:
-        """Whether all its plans are compiled, and the coordinator knows."""
+        """Whether all plans are compiled and the coordinator knows them."""
         return bool(self._tenancy.ladders) and not self._steps.compiles and not self._tenancy.renew
 
     def wait(self, timeout: Seconds | None = None) -> bool:
-        """Until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds."""
+        """Wait until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds.
+        """
         return self._steps.wait(timeout)
 
     def __repr__(self) -> str:
@@ -188,29 +190,29 @@ class Job:
     # What planned functions ask.
 
     def used_by(self, call: Any) -> None:
-        """``call`` is what calls a planned function of the job."""
+        """Register ``call``, which calls a planned function of the job."""
         self._tenancy.used_by(call)
 
     def step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One call of a step, as a turn of the job, up to the end of its work on the device."""
+        """Run one call of a step as a turn of the job, until its work on the device has ended."""
         return self._steps.step(call, args, kwargs)
 
     def plan(self, ladder: Ladder, devices: Sequence[Any]) -> Fitted:
-        """What a call is to run now. Its turn is given back while plans are made or the lease is waited for."""
+        """The plan that a call runs now. The call's turn is given back while it plans or waits for the lease."""
         return self._steps.plan(ladder, devices)
 
     @property
     def overhead(self) -> float | None:
-        """By which factor a step may be slower at most; None: by any."""
+        """Largest factor by which a step may be slower; None: no limit."""
         return self._tenancy.terms.overhead
 
     @property
     def config(self) -> Config:
-        """What holds for its steps too, where they have no other."""
+        """The config, which also applies to steps without another one."""
         return self._config
 
     def bytes_for(self, ladder: Ladder) -> Bytes | None:
-        """What a plan of a step may need now; None before the first one and while the job is suspended."""
+        """Bytes that a plan of a step may need now; None before the first plan and while the job is suspended."""
         now = self._tenancy.now
         return None if now is None or self._tenancy.resting is not None else ladder.share(now)
 
@@ -227,15 +229,16 @@ def job(
 ) -> Job:
     """A job whose steps share a device with others: ``with jaxtensile.job("a") as j``, ``jaxtensile.jit(f, job=j)``.
 
-    ``name``: its own in this process; without it, the one that ``jaxtensile run`` has given the process. ``least``:
-    bytes (an int, ``"4GiB"``) below which it is never put; ``want``: bytes above which it asks for nothing (without it:
-    all it is faster with). ``priority``: its class, a higher one goes first; ``weight``: its share inside the class.
-    ``devices``: names as ``"cuda:0"``, by default the one its arguments are on. ``config``: a ``jaxtensile.toml`` or
-    its tables as a dict, by default the file found upward from here; its ``[jobs.NAME]`` holds for what is not given.
-    The coordinator is this process's own, unless ``$JAXTENSILE_SOCKET`` or the config names the socket of
-    ``jaxtensile serve``.
+    ``name``: unique in this process; None: the one that ``jaxtensile run`` gave the process. ``least``: bytes (an int,
+    ``"4GiB"``) that the job never shrinks below. ``want``: bytes it never asks to exceed (None: as many as make it
+    faster). ``priority``: its class; a higher one goes first. ``weight``: its share within the class. ``devices``:
+    names like ``"cuda:0"``; by default the device of its arguments. ``config``: a ``jaxtensile.toml`` or its tables as
+    a dict; by default the file found upward from here. Its ``[jobs.NAME]`` supplies what is not given.
 
-    Raises ``ConfigError`` where the config is invalid. Steps raise ``RejectedError`` when the job can never fit.
+    The coordinator is this process's own, unless ``$JAXTENSILE_SOCKET`` or the config names the socket of ``jaxtensile
+    serve``.
+
+    Raises ``ConfigError`` if the config is invalid. Steps raise ``RejectedError`` if the job can never fit.
     """
     name = os.environ.get(JOB_VARIABLE) if name is None else name
     if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():

@@ -1,11 +1,11 @@
-"""Which plans does one step have, from the smallest that can be reached up to the program with nothing recomputed?
+"""The plans of one step, from the smallest found up to the program with nothing recomputed.
 
-A *ladder* is first what the model says, without a compile: the program as it is, the smallest plan once that is asked
-for, and in the background those between, since each is half a second's work. Then plans are compiled, verified by XLA's
-allocation, and take the places of the predicted ones. A rung divides a program's bytes into those that are there
-whether it runs or not (arguments, and results that replace none of them) and those of a running step (temporaries).
+A *ladder* starts as the model's prediction, without a compile: the program as it is, the smallest plan once asked for,
+and the plans between in the background, since each takes half a second. Compiled plans, verified by XLA's allocation,
+then replace the predicted ones. A rung splits a program's bytes into persistent ones (arguments, and results that
+replace none) and the temporaries of a running step.
 
-Invariant: what ``fitted`` returns was compiled, and needs no more than the bytes it was asked for.
+Invariant: ``fitted`` returns a compiled plan that needs no more than the bytes asked for.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from jaxtensile.search.request import Fitted, Request
 from jaxtensile.units import Bytes, Seconds
 
 RUNGS = 4
-"""Plans at most; each is a few compiles. A guess."""
+"""Plans at most; each takes a few compiles. A guess."""
 MARGIN, TOP_MARGIN = 0.2, 0.25
-"""What XLA may need more temporaries than the model says: of the smallest plan, and of the program as it is, where
-nobody waits and another plan may be compiled. Plans between are made to fit what they are given. Guesses; the first as
+"""Shares of temporaries that XLA may need beyond the model: for the smallest plan, and for the program as it is. They
+apply if nobody waits and another plan may be compiled. Plans between are made to fit their bytes. Guesses; the first as
 ``build_report.MARGIN``."""
 STEPS = 5
-"""Measured steps of a rung that are remembered; the one after a switch is none of them. A guess: the median of five
-passes over two that were disturbed."""
+"""Measured steps remembered per rung, without the one after a switch. A guess: the median of five ignores two disturbed
+ones."""
 _LEAST: Seconds = 1e-9
-"""Of a step that is told, at least: the protocol has no step of no time."""
+"""Least seconds reported for a step: the protocol has no step of zero time."""
 _ROUNDING: Bytes = 64
-"""Bytes: XLA rounds what a program is given and returns up to so many, and returns a table of several results."""
+"""Bytes: XLA rounds arguments and results up by at most this, and adds a table for several results."""
 
 
 def persistent(use: MemoryUse) -> Bytes:
-    """Bytes on the device between steps: what a step is given, and what it returns beside that."""
+    """Bytes on the device between steps: a step's arguments, and results that replace none of them."""
     return use.argument + use.output - use.alias
 
 
 @dataclass(slots=True, eq=False)
 class Position:
-    """One plan: what it needs, as predicted (``fitted`` is None) or as XLA allocated it."""
+    """One plan's needs, as predicted (``fitted`` is None) or as XLA allocated it."""
 
     persistent: Bytes
     temp: Bytes
     host: Bytes
     seconds: Seconds
-    """Predicted."""
+    """Predicted seconds of a step."""
     aim: Bytes
-    """Asked for so many bytes, the model finds it again."""
+    """Bytes for which the model finds this plan again."""
     budget: Bytes
-    """For which it is compiled where nobody waits for it."""
+    """Bytes to compile it for if nobody waits for it."""
     fitted: Fitted | None = None
     measured: list[Seconds] = field(default_factory=list[Seconds])
 
@@ -70,30 +70,30 @@ class Position:
 
 
 class _Wanted(StoppedError):
-    """A step waits for a plan: what is compiled for later gives way."""
+    """A step waits for a plan, so background compiles give way."""
 
 
 class Ladder:
-    """The plans of one signature. ``request``: without arrays, its budget an upper bound; ``renewed``: called, in
-    whatever thread compiles, when there are other plans than before."""
+    """The plans of one signature. ``request``: without arrays; its budget is an upper bound."""
 
     def __init__(self, request: Request, plans: PlanCache | None = None, *, most: float | None = None) -> None:
         self.request, self._plans = request, plans
         self._most_overhead = most
         self._lock = threading.Lock()
         self._compiling, self._building = Exclusive(), threading.Lock()
-        """For a step that waits, and for later: the former does not wait for the latter."""
+        """Locks for a waiting step and for background compiles: a step does not wait for the background."""
         self._asked: dict[Bytes, Fitted | None] = {}
         self._soon: set[Bytes] = set()
         """Budgets for which the first plan that fitted was taken."""
         self._sketching = threading.Lock()
         self._solver: Prepare | None = None
-        """What was asked for predictions, and knows the answers; None while somebody asks it, and at the end."""
+        """The solver asked for predictions, which remembers its answers; None while a thread uses it, and at the end.
+        """
         self._places = self._predicted(1)
         self._sketches = 1 if request.shards == 1 else RUNGS
-        """How many plans were predicted, or are at most."""
+        """Number of plans predicted, or the most there may be."""
         self.smallest = self._places[0].level
-        """As far as is known, the fewest bytes that it runs in."""
+        """Fewest bytes the step is known to run in."""
 
     @property
     def name(self) -> str:
@@ -101,7 +101,7 @@ class Ladder:
 
     @property
     def persistent(self) -> Bytes:
-        """Bytes between steps, of whichever plan has most."""
+        """Largest bytes between steps over all plans."""
         return max(p.persistent for p in self._places)
 
     @property
@@ -111,12 +111,12 @@ class Ladder:
 
     @property
     def complete(self) -> bool:
-        """Whether all plans are compiled, and the best for their bytes."""
+        """Whether every plan is compiled and the best for its bytes."""
         return self._sketches == RUNGS and not self._soon and self.compiled == len(self._places)
 
     @property
     def compiled(self) -> int:
-        """How many plans are."""
+        """Number of compiled plans."""
         return sum(p.fitted is not None for p in self._places)
 
     def places(self) -> tuple[Position, ...]:
@@ -125,11 +125,11 @@ class Ladder:
             return tuple(self._places)
 
     def share(self, rung: Rung) -> Bytes:
-        """What a plan of the step may need on a rung of its job."""
+        """Bytes that a plan of this step may need on a rung of its job."""
         return min(self.persistent, rung.persistent) + rung.temp
 
     def sketch(self, count: int = 2) -> None:
-        """Predict smaller plans, too: of two the smallest, which is what a job is admitted with."""
+        """Predict up to ``count`` plans. With two, the second is the smallest, used for admission."""
         with self._sketching:
             if self._sketches >= count:
                 return
@@ -149,8 +149,7 @@ class Ladder:
             return next((p for p in self._places if p.fitted is found), None) if found is not None else None
 
     def tight(self) -> bool:
-        """Promise the predicted bytes of the smallest plan without a margin; False where that was done, or nothing is
-        gained by it."""
+        """Promise the smallest plan's predicted bytes without a margin; False if already done or nothing is gained."""
         with self._lock:
             low = self._places[0]
             if low.fitted is not None or self._tightest >= low.temp:
@@ -160,11 +159,11 @@ class Ladder:
             return True
 
     def fitted(self, budget: Bytes, watch: Watch = nothing) -> Fitted:
-        """The fastest plan within ``budget`` device bytes of those that are compiled; where there is none, one that is
-        compiled now. A better one that is only predicted is no reason to wait: ``build`` compiles it. Who is to run in
-        less than what is compiled gets the smallest: it may be told to shrink again before that is there.
+        """The fastest compiled plan within ``budget`` device bytes; if there is none, one compiled now.
 
-        Raises ``BudgetError`` where there is none.
+        A better plan that is only predicted is not waited for: ``build`` compiles it. If plans are compiled but none
+        fits ``budget``, the smallest predicted one is compiled, since the job may be told to shrink again meanwhile.
+        Raises ``BudgetError`` if no plan fits.
         """
         with self._lock:
             known = self._within(budget)
@@ -182,8 +181,8 @@ class Ladder:
         return _place(fitted).level <= budget
 
     def compile(self, budget: Bytes, watch: Watch = nothing, *, soon: bool = False) -> Fitted:
-        """Make a plan for exactly that many bytes, which somebody waits for; ``soon``: the predicted one, where one has
-        that level. Raises ``BudgetError``."""
+        """Make a plan for exactly ``budget`` bytes, for a waiting step. ``soon``: use the predicted plan of that level
+        if there is one. Raises ``BudgetError``."""
         with self._compiling():
             return self._compile(budget, watch, soon)
 
@@ -219,7 +218,7 @@ class Ladder:
 
     @contextmanager
     def _asking(self) -> Iterator[Prepare]:
-        """What knows the answers, for one thread at a time: another one has them found anew."""
+        """The solver and its answers, for one thread at a time; another thread starts a new solver."""
         with self._lock:
             solver, self._solver = self._solver, None
         solver = solver or named(self.request.solver)
@@ -230,9 +229,12 @@ class Ladder:
                 self._solver = solver
 
     def build(self, watch: Watch = nothing, *, between: Callable[[], object] = lambda: None) -> None:
-        """Compile all that is only predicted: the smallest first, which others may ask for at any time, then the
-        largest; and what is best where the first that fitted was taken. Begins again what a step broke off that waits
-        for a plan. ``between``: called after each."""
+        """Compile every plan that is only predicted.
+
+        Order: the smallest first, since others may ask for it at any time; then from the largest down; last, the best
+        plan for budgets where the first fit was taken. A compile broken off for a waiting step begins again.
+        ``between``: called after each compile.
+        """
         self.sketch(RUNGS)
 
         def yielding(what: str) -> None:
@@ -256,15 +258,15 @@ class Ladder:
             self._solver = None
 
     def took(self, fitted: Fitted, seconds: Seconds) -> None:
-        """What a step of a plan took."""
+        """Record the measured ``seconds`` of a step of a plan."""
         with self._lock:
             for place in self._places:
                 if place.fitted is fitted:
                     place.measured = [*place.measured[-STEPS + 1 :], seconds]
 
     def timed(self) -> tuple[tuple[Position, Seconds], ...]:
-        """The plans, ascending in bytes, and how long a step of each takes: as measured, or as predicted and corrected
-        by what was measured of others."""
+        """The plans, ascending in bytes, with a step's seconds: measured, or predicted and corrected by other plans'
+        measurements."""
         with self._lock:
             ratios = [statistics.median(p.measured) / p.seconds for p in self._places if p.measured]
             factor = statistics.median(ratios) if ratios else 1.0
@@ -303,7 +305,7 @@ class Ladder:
         return self._quick(within or places[:1])
 
     def _quick(self, places: list[Position]) -> list[Position]:
-        """Without those that are slower than wanted; the fastest stays."""
+        """The plans within the wanted overhead; the fastest always stays."""
         if self._most_overhead is None:
             return places
         fastest = min(p.seconds for p in places)
@@ -316,7 +318,7 @@ class Ladder:
         return min(fit, key=lambda p: p.seconds).fitted if fit else None
 
     def _planned(self) -> bool:
-        """Whether nothing runs the program as it is."""
+        """Whether no compiled plan is the program as it is."""
         return not any(p.fitted is not None and p.fitted.evaluate is None for p in self._places)
 
     def _top(self) -> Bytes:
@@ -332,7 +334,7 @@ class Ladder:
             return left[0] if left[0] == self._places[0].budget else left[-1]
 
     def _put(self, found: Fitted, budget: Bytes) -> None:
-        """A compiled plan takes the place of what was predicted for its budget, and of what it is better than."""
+        """Insert a compiled plan in place of the prediction for its budget and of the plans it beats."""
         new = _place(found)
         places = [p for p in self._places if p.fitted is not None or budget not in (p.level, p.budget)]
         better = [p for p in places if p.fitted is not None and p.level <= new.level and p.seconds <= new.seconds]
@@ -349,10 +351,10 @@ def _place(found: Fitted) -> Position:
 
 
 def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung, ...]:
-    """The ladder of a job with several steps: on each rung every step has the plan that fits it.
+    """The ladder of a job with several steps: on each rung, every step has a plan that fits.
 
-    What stays is that of the step with most: the steps of a job are taken to be given the same state. Seconds are the
-    mean over ``calls`` of each.
+    Persistent bytes are those of the step with most, as all steps are assumed to share one state. Seconds are the mean,
+    weighted by ``calls`` of each step.
     """
     counts = [max(n, 1) for n in calls or [1] * len(ladders)]
     tables = [ladder.timed() for ladder in ladders]

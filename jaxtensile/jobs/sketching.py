@@ -1,4 +1,4 @@
-"""Plans by the model alone, for a ladder: what each needs, and how long a step takes."""
+"""Plans by the model alone, for a ladder, with bytes and step times."""
 
 from __future__ import annotations
 
@@ -15,28 +15,26 @@ from jaxtensile.search.variant import step_time
 from jaxtensile.units import TIB, Bytes, Seconds
 
 LOWEST: Final = 0.343
-"""Share of the bytes of the program as it is that the smallest sketch is to need. A guess: 0.7 from each of four to the
-next."""
+"""Bytes of the smallest sketch, as a share of the program as it is. A guess: 0.7 from each of four to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sketch:
-    """A plan by the model alone: what it needs, and how long a step takes."""
+    """A plan by the model alone: its memory and its step's seconds."""
 
     use: MemoryUse
     seconds: Seconds
     aim: Bytes
-    """Asked for so many bytes, the model finds it again."""
+    """Bytes for which the model finds this plan again."""
 
 
 @seldom()
 def sketches(request: Request, count: int, solver: Prepare | None = None) -> tuple[Sketch, ...]:
-    """Up to ``count`` plans, the largest of them the program with nothing recomputed; nothing is compiled. Asked for
-    the ``aim`` of one of them, ``solver`` knows it.
+    """Up to ``count`` plans, without a compile; the largest is the program with nothing recomputed.
 
-    Ascending in bytes, each shorter than those below it. The request's budget plays no part, and nothing is tried that
-    is only worth its time once nothing else fits: smaller plans may be found by ``fit``. Where all planning fails by a
-    fault of ours, it is the program as written, compiled.
+    Ascending in bytes; each is faster than those below it. Given a sketch's ``aim``, ``solver`` knows its plan. The
+    request's budget plays no part. Last-resort rewrites are not tried, so ``fit`` may find smaller plans. If all
+    planning fails by a fault of ours, the one sketch is the program as written, compiled.
     """
     with request.faults.telling(request.name, _compat.function_source(request.jaxpr)):
         return request.faults.without(lambda: _sketches(request, count, solver), lambda _: (_as_compiled(request),))

@@ -1,11 +1,10 @@
-"""Which plan does a call of a job run, and when is its turn?
+"""The plan and the turn of each call of a job.
 
-The plan of the rung that was granted is compiled and verified in the first call; the others are compiled in the
-background, some time after that has run. A job that is told to go elsewhere does so at a step boundary, or at once
-while no step runs.
+The first call compiles and verifies the plan of the granted rung. The others are compiled in the background, some time
+after that call has run. A job told to change rungs does so at a step boundary, or at once while no step runs.
 
-Invariant: one step of the job runs at a time, and only while the job holds its turn; it is waited for. Both are held by
-the frame of the step (``runtime.holds``), so they end with it wherever it is interrupted.
+Invariant: one step of the job runs at a time, only during the job's turn, and the job waits for its end. The step's
+frame holds both (``runtime.holds``), so they end with it wherever it is interrupted.
 """
 
 from __future__ import annotations
@@ -35,11 +34,9 @@ from jaxtensile.units import Seconds
 T = TypeVar("T")
 
 _LONG: Seconds = 2.0
-"""Where the first plan takes longer, others are not to wait for it: they are told what the job can do with less. A
-guess."""
+"""Seconds: if the first plan takes longer, other jobs do not wait; they are told the job's smaller plans. A guess."""
 _REMEASURED = 8
-"""Steps after which it is looked whether they are as fast as was told, and again each time there are twice as many. A
-guess."""
+"""Steps after which measured times are compared with those told, and again at each doubling. A guess."""
 _log = logging.getLogger("jaxtensile")
 
 
@@ -52,32 +49,32 @@ class Stepping(Owned):
         self._name = tenancy.terms.name
         self.waiting = Waiting(tenancy, self.settle, self._moving)
         self._lock = Exclusive()
-        """One step at a time."""
+        """Held by the one step that runs."""
         self._place = Exclusive()
-        """Where the job is does not change: a step of it runs, or somebody changes that. A step that compiles has not
-        got it, so the job goes where it is told to be meanwhile."""
+        """Fixes the job's rung: held by a running step, or by the thread that changes the rung. A compiling step does
+        not hold it, so the job can move meanwhile."""
         self._calling: Any = None
         self._runs: WeakKeyDictionary[Any, tuple[Ladder, Fitted] | None] = WeakKeyDictionary()
-        """What the calls of a function run; None where its calls are not all alike."""
+        """The plan that calls of a function run; None if its calls differ."""
         self._fresh = False
-        """The call plans, compiles or loads: its time says nothing."""
+        """Whether the call plans, compiles or loads, which makes its time meaningless."""
         self._builder: threading.Thread | None = None
         self._ran, self._rest = threading.Event(), 0.0
-        """The step has run that had to wait for a plan; until when the builder rests."""
+        """Set once the step that waited for a plan has run; and when the builder's rest ends."""
         self._hurry = threading.Event()
-        """Somebody waits for what is compiled in the background."""
+        """Set if somebody waits for the background compiles."""
         self._watcher: threading.Thread | None = None
         self._ended = False
-        """Its lease is given back, for good."""
+        """Whether the lease is given back for good."""
         self.away: Suspended | None = None
-        """The job's state, from the begin of ``suspend`` to the end of ``resume``."""
+        """The job's state, from the beginning of ``suspend`` to the end of ``resume``."""
         self.back: tuple[Any] | None = None
-        """What ``resume`` has returned, until the next step."""
+        """The result of ``resume``, until the next step."""
         self.steps = 0
-        """How many were run."""
+        """Number of steps run."""
 
     def step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One call of a step, as a turn of the job, up to the end of its work on the device."""
+        """Run one call of a step as a turn of the job, until its work on the device has ended."""
         with self.alone(f"a step of job {self._name!r} was called"):
             if self.away is not None:
                 raise CoordinatorError(
@@ -104,7 +101,7 @@ class Stepping(Owned):
         return out
 
     def plan(self, ladder: Ladder, devices: Sequence[Any]) -> Fitted:
-        """What a call is to run now. Its turn is given back while plans are made or the lease is waited for."""
+        """The plan that a call runs now. The call's turn is given back while it plans or waits for the lease."""
         self._fresh = True
         self._end_turn()
         self.waiting.known(ladder, devices)
@@ -116,7 +113,7 @@ class Stepping(Owned):
         return fitted
 
     def _found(self, ladder: Ladder) -> Fitted | None:
-        """What runs where the job is now; None if it was told to go elsewhere while that was compiled."""
+        """The plan for the job's present rung; None if the job was told to move while it was compiled."""
         if self.steps:
             self._on.boundary()
         asked = self._on.bytes_for(ladder)
@@ -142,9 +139,11 @@ class Stepping(Owned):
         return fitted if ladder.fits(fitted, self._on.bytes_for(ladder)) else None
 
     def _moving(self, compiles: Callable[[], T]) -> T:
-        """What takes long, while the job goes where it is told to be. Its first plan is worth waiting for, half of the
-        time in which it is to shrink, since it may be ended after that: else it would compile another one, and another
-        one, before its first step."""
+        """Run a long compile while the job still follows changes of its rung.
+
+        Before the first step, the job moves only after half of the time it has to shrink, after which it may be ended.
+        Otherwise it could compile plan after plan before its first step.
+        """
         mark, over = self._lock.holder, threading.Event()
         assert mark is not None
         self._build()
@@ -170,8 +169,8 @@ class Stepping(Owned):
             self._on.require_going_on()
 
     def alone(self, what: str) -> Held:
-        """For the body of a ``with``: no other step of the job runs. When it is over, the job goes where it was told to
-        be meanwhile, or ends."""
+        """A ``with`` context in which no other step of the job runs. At its end the job moves to its new rung, or ends.
+        """
         self.require_mine()
         holder = self._lock.holder
         if holder is not None and holder.mine:
@@ -179,7 +178,7 @@ class Stepping(Owned):
         return Held(self._begin, self._end)
 
     def _begin(self, mark: Mark) -> None:
-        """No other step runs, until ``_end``. Raises ``CoordinatorError`` where the job has no steps at present."""
+        """Exclude other steps until ``_end``. Raises ``CoordinatorError`` if the job has not begun or has ended."""
         self._lock.take(mark)
         self._place.take(mark)
         if self._on.over or self._on.by is None:
@@ -189,7 +188,7 @@ class Stepping(Owned):
             raise CoordinatorError(f"job {self._name!r} {why}: call its steps inside 'with jaxtensile.job(...)'{state}")
 
     def _end(self, mark: Mark) -> None:
-        """Others may run."""
+        """Let other steps run."""
         self._place.give(mark)
         self._lock.give(mark)
         self.settle()
@@ -221,7 +220,7 @@ class Stepping(Owned):
     # While no step runs.
 
     def settle(self) -> None:
-        """If no step runs: go where the job was told to be, or end. Else that is done when the step is over."""
+        """If no step runs, change the rung as told, or end; otherwise the step does so at its end."""
         if self._to_do():
             uninterrupted(self._settle)
 
@@ -246,7 +245,7 @@ class Stepping(Owned):
                 self._place.give(hold.mark)
 
     def _watch(self) -> None:
-        """Whoever has its place settles what there is afterwards, unless it is interrupted before it can. Look."""
+        """Watch the holder of the place: it settles at its end, unless an interrupt prevents it."""
         holder = self._place.holder
         if holder is None or holder.thread != threading.main_thread().ident or self._watcher is not None:
             return
@@ -264,7 +263,7 @@ class Stepping(Owned):
         self._watcher.start()
 
     def close(self) -> None:
-        """The job ends, and what it waits for; not in a forked child, whose it is not."""
+        """End the job and its waits; does nothing in a forked child, which does not own the job."""
         if not self.mine or self._ended:
             return
         holder = self._lock.holder
@@ -298,7 +297,8 @@ class Stepping(Owned):
         return self._builder is not None and self._builder.is_alive()
 
     def wait(self, timeout: Seconds | None = None) -> bool:
-        """Until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds."""
+        """Wait until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds.
+        """
         self.require_mine()
         builder = self._builder
         if builder is not None:
@@ -310,7 +310,7 @@ class Stepping(Owned):
         return True
 
     def _build(self) -> None:
-        """Predict what is not, and compile what is only predicted: once the step has run, or where that takes long."""
+        """Predict and compile the missing plans in a thread, once the step has run or if it takes long."""
         if self.compiles:
             return
         if all(ladder.complete for ladder in self._on.ladders):

@@ -1,9 +1,9 @@
-"""Where is the state of a suspended job? Its arrays in pinned host memory, each until it is back where it was.
+"""The state of a suspended job: arrays in pinned host memory until they are back in place.
 
-Arrays go one by one: copied, waited for, deleted. So there is never more than one array in both places, and what
-donation cannot do (JAX gives no buffer of one memory for one of another) is not needed.
+Arrays move one by one: copy, wait, delete. So at most one array is in both places. Donation is not needed; JAX cannot
+donate a buffer of one memory to one of another.
 
-Invariant: whatever fails in between, ``tree`` has every value of the state, each array in one of its two places.
+Invariant: whatever fails midway, ``tree`` has every value of the state, each array in one of its two places.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _HOST = (PINNED_HOST, "unpinned_host")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Home:
-    """Where an array was: the leaves that are it, and what brings it back there."""
+    """The original place of an array: its leaves, and what restores it there."""
 
     leaves: tuple[int, ...]
     aval: Any
     sharding: Any
     committed: bool
     nbytes: Bytes
-    """On each of its devices, of whichever has most."""
+    """Bytes on the device that has most of the array."""
 
 
 class Suspended:
@@ -45,12 +45,12 @@ class Suspended:
 
     @property
     def tree(self) -> Any:
-        """The state as it is: every array where it is at present."""
+        """The state, every array where it is now."""
         return jax.tree.unflatten(self._structure, self._leaves)
 
     @property
     def device_bytes(self) -> Bytes:
-        """What its arrays take of each device, of whichever has most of them."""
+        """Bytes of its arrays on the device that has most of them."""
         total: dict[Any, Bytes] = {}
         for home in self._homes:
             for device in home.sharding.device_set:
@@ -59,18 +59,18 @@ class Suspended:
 
     @property
     def host_bytes(self) -> Bytes:
-        """What they take of host memory."""
+        """Bytes of its arrays in host memory."""
         return sum(home.nbytes * len(home.sharding.device_set) for home in self._homes)
 
     def to_host(self) -> Any:
-        """Move every array to pinned host memory; the state with the copies."""
+        """Move every array to pinned host memory; returns the state with the copies."""
         jax.block_until_ready([self._leaves[home.leaves[0]] for home in self._homes])
         for home in self._homes:
             self._move(home, lambda x: jax.device_put(x, x.sharding.with_memory_kind(PINNED_HOST)))
         return self.tree
 
     def to_device(self) -> Any:
-        """Move every array to where it was; the state with the copies. What is there already stays."""
+        """Move every array back, except those already there; returns the state with the copies."""
         for home in self._homes:
             x = self._leaves[home.leaves[0]]
             if isinstance(x, jax.Array) and x.sharding == home.sharding:
@@ -79,7 +79,7 @@ class Suspended:
         return self.tree
 
     def take(self, state: Any) -> None:
-        """This is the state from now on: of the same structure, shapes and types, as read from a file."""
+        """Replace the state by one of the same structure, shapes and types, such as one read from a file."""
         leaves, structure = jax.tree.flatten(state)
         if structure != self._structure:
             raise CoordinatorError(
@@ -120,7 +120,7 @@ class Suspended:
                 x.delete()
 
     def _arrays(self) -> list[tuple[int, ...]]:
-        """Leaves that are arrays on devices: those of one buffer together, for it can be deleted only once."""
+        """Leaves that are arrays on devices, grouped by buffer: a buffer can be deleted only once."""
         groups: dict[Any, list[int]] = {}
         for k, x in enumerate(self._leaves):
             if _compat.is_tracer(x):
@@ -156,14 +156,14 @@ def _home(leaves: tuple[int, ...], x: Any) -> _Home:
 
 
 def _apart(home: _Home, leaves: list[Any]) -> list[_Home]:
-    """One for each array that there is now."""
+    """One home for each distinct array."""
     if all(leaves[k] is leaves[home.leaves[0]] for k in home.leaves):
         return [home]
     return [replace(home, leaves=(k,)) for k in home.leaves]
 
 
 def _bytes_of(x: Any) -> Bytes:
-    """As they are stored: types of less than a byte may be packed."""
+    """Bytes as stored: sub-byte types may be packed."""
     return x.on_device_size_in_bytes() if hasattr(x, "on_device_size_in_bytes") else int(x.nbytes)
 
 

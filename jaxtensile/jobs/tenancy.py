@@ -1,8 +1,8 @@
-"""On which rung is a job, and what does the coordinator know of its plans?
+"""A job's rung, and what the coordinator knows of its plans.
 
-Invariant: ``now`` is within what the job is charged; while another ladder is on its way, within both. It changes at a
-boundary alone, when no step runs: whoever calls what changes it has the job's step lock. A change is not cut in two by
-Ctrl-C (``runtime.uninterrupted``).
+Invariant: ``now`` is within the job's charge; while another ladder is pending, within both. It changes only at a
+boundary, when no step runs: callers that change it hold the job's step lock. Ctrl-C does not split a change
+(``runtime.uninterrupted``).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from jaxtensile.runtime.protocol.messages import Admit, Rung
 from jaxtensile.units import Bytes
 
 _OFF: Final = 1.3
-"""Measured steps that change the ladder's seconds by more than this factor are told: as much as has a plan renewed
+"""Factor of change in the ladder's measured seconds beyond which the coordinator is told, as for renewing a plan
 (``feedback.OFF``). A guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """What was asked of ``jaxtensile.job``."""
+    """The arguments of ``jaxtensile.job``."""
 
     name: str
     least: Bytes
@@ -45,15 +45,15 @@ class Terms:
 
 @dataclass(slots=True)
 class Taken:
-    """All that a job has to give back. It knows nothing of the job, so it can be given back when that is gone."""
+    """Everything a job has to give back. It holds no reference to the job, so it can outlive it."""
 
     by: Arbitration | None = None
     client: Client | None = None
     asking: Client | None = None
-    """What waits at present, for the job's lease or for more."""
+    """The pending request, for the job's lease or for more."""
 
     def give_back(self, in_use: Sequence[Bytes] = ()) -> str:
-        """Give it back, for good; what the coordinator had to complain of."""
+        """Give everything back for good; returns the coordinator's complaint."""
         why = ""
         try:
             for client in (self.asking, self.client):
@@ -76,57 +76,57 @@ class Tenancy:
         """Its places at the gates of its devices."""
         self.ladders: list[Ladder] = []
         self.calls: Counter[Ladder] = Counter()
-        """Of each step that were timed."""
+        """Number of timed calls of each step."""
         self._users: dict[int, ref[Any]] = {}
-        """What calls its planned functions, which has what runs at present, by its address. Any thread may add one
-        while others go through them: each is one instruction."""
+        """Callers of its planned functions, which hold the running plan, by address. Any thread may add one while
+        others iterate: each operation is one instruction."""
         self.admit: Admit | None = None
-        """The ladder that ``now`` is of."""
+        """The admission whose ladder ``now`` belongs to."""
         self.now: Rung | None = None
         self.renew = False
-        """The coordinator is to be told the ladder as it is now."""
+        """Whether to tell the coordinator the present ladder."""
         self.over = False
         self.resting: Rung | None = None
-        """What it holds while it is suspended, in place of its ladder."""
+        """What it holds while suspended, instead of its ladder."""
         self.waits: Bytes = 0
         """Host bytes of its state."""
         self.switches = 0
-        """How often the job went to another rung."""
+        """Number of times the job changed to another rung."""
         self._clamped = False
-        """``now`` is less than the rung, until another ladder counts."""
+        """Whether ``now`` is less than the rung, until another ladder applies."""
 
     @property
     def by(self) -> Arbitration | None:
-        """Who arbitrates, from the job's begin on."""
+        """The arbitration, from the job's beginning on."""
         return self.taken.by
 
     @property
     def client(self) -> Client | None:
-        """What holds its lease."""
+        """The client that holds its lease."""
         return self.taken.client
 
     @property
     def budget(self) -> Bytes:
-        """Device bytes that steps of the job may use at present; 0 before its first one and while it is suspended."""
+        """Device bytes that the job's steps may use now; 0 before the first step and while suspended."""
         return 0 if (now := self.now) is None or self.resting is not None else now.level
 
     @property
     def rung(self) -> int:
-        """Which rung of ``ladder`` it is on, from 0; -1 while it has no lease."""
+        """Index of the current rung in ``ladder``, from 0; -1 without a lease."""
         return -1 if (client := self.client) is None else client.rung
 
     @property
     def ladder(self) -> tuple[Rung, ...]:
-        """What the coordinator knows of the job's plans."""
+        """The job's plans, as the coordinator knows them."""
         return () if (admit := self.admit) is None else admit.ladder
 
     def bytes_for(self, ladder: Ladder) -> Bytes:
-        """What a plan of a step may need now."""
+        """Bytes that a plan of a step may need now."""
         assert self.now is not None
         return ladder.share(self.now)
 
     def compile_more(self, ladder: Ladder, error: BudgetError) -> bool:
-        """Compile the smallest plan that there is, before asking for its bytes."""
+        """Compile the smallest plan before asking for its bytes; whether that succeeded."""
         if error.needs is None or error.needs > self.terms.want:
             return False
         try:
@@ -136,13 +136,13 @@ class Tenancy:
         return True
 
     def covers(self, ladder: Ladder) -> bool:
-        """Whether a step has a plan, as far as is known, for the rung that the job is on."""
+        """Whether a step has a plan, predicted or compiled, for the job's current rung."""
         now = self.now
         assert now is not None
         return any(p.temp <= now.temp and p.persistent <= now.persistent for p in ladder.places())
 
     def require_going_on(self) -> None:
-        """Raises where the job was ended, by whatever thread."""
+        """Raise ``CoordinatorError`` if any thread has ended the job."""
         if self.over:
             raise CoordinatorError(f"job {self.terms.name!r} has ended while it waited")
 
@@ -150,21 +150,21 @@ class Tenancy:
 
     @property
     def told_to_go(self) -> bool:
-        """Whether it is to go to another rung, or to a rung of another ladder."""
+        """Whether the job is to move to another rung, or to a rung of another ladder."""
         client = self.client
         if client is None or not client.admitted:
             return False
         return client.target != client.rung or client.admit is not self.admit
 
     def told(self) -> bool:
-        """Whether there is something to do at its next boundary."""
+        """Whether there is anything to do at the next boundary."""
         client = self.client
         if client is None or not client.admitted:
             return False
         return self.told_to_go or ((self.renew or self._clamped) and not client.renewing)
 
     def boundary(self) -> None:
-        """Between two steps: go where it was told to be, and say what ladder it has now."""
+        """Between two steps: change the rung as told, and report the present ladder."""
         client = self.client
         if client is not None and (client.due or self.told()):
             uninterrupted(self._boundary, client)
@@ -181,38 +181,38 @@ class Tenancy:
             self.renewal(client)
 
     def tell(self) -> None:
-        """While it compiles for the rung that it is on: say what ladder it has now."""
+        """While compiling for the current rung: report the present ladder."""
         client = self.client
         if client is not None and self.renew and not self.told_to_go and not client.renewing:
             self.renew = False
             self.renewal(client)
 
     def put(self, admit: Admit, rung: int) -> None:
-        """It is on a rung from now on."""
+        """Put the job on a rung of ``admit``."""
         before, self.admit, self.now, self._clamped = self.now, admit, admit.ladder[rung], False
         if before is not None and before.temp != self.now.temp:
             self.switches += 1
         self.forget()
 
     def used_by(self, call: Any) -> None:
-        """``call`` is what calls a planned function of the job."""
+        """Register ``call``, which calls a planned function of the job."""
         users, key = self._users, id(call)
         users[key] = ref(call, lambda _: users.pop(key, None))
 
     def forget(self) -> None:
-        """Have the next call of each planned function ask again what to run."""
+        """Make the next call of each planned function ask again for its plan."""
         for user in [*self._users.values()]:
             if (call := user()) is not None:
                 call._clear_cache()
 
     def in_use(self) -> tuple[Bytes, ...]:
-        """Measured bytes per device, where they are this job's alone: not while a process has several."""
+        """Measured bytes per device; empty, as several jobs of a process cannot be told apart."""
         return ()
 
     # What the coordinator is told of its plans.
 
     def asked(self, ladder: tuple[Rung, ...]) -> Admit:
-        """What a ladder is asked to be admitted with."""
+        """The admission request for a ladder."""
         assert self.devices is not None
         return Admit(
             job=self.terms.name,
@@ -226,7 +226,7 @@ class Tenancy:
         )
 
     def renewal(self, client: Client, *, covering: bool = True) -> None:
-        """Tell the coordinator the ladder as it is known now. Until that counts, nothing larger runs than does now."""
+        """Tell the coordinator the present ladder. Until it applies, nothing larger runs than now."""
         uninterrupted(self._renewal, client, covering=covering)
 
     def _renewal(self, client: Client, *, covering: bool) -> None:
@@ -244,21 +244,22 @@ class Tenancy:
             self.now, self._clamped, self.renew = before, False, True
 
     def together(self) -> tuple[Rung, ...]:
-        """The ladder of all its steps as it is known now."""
+        """The present ladder of all the job's steps together."""
         if self.resting is not None:
             return (self.resting,)
         rungs = together(self.ladders, [self.calls[ladder] for ladder in self.ladders])
         return tuple(structs.replace(r, host=r.host + self.waits) for r in rungs) if self.waits else rungs
 
     def lowest(self, rungs: tuple[Rung, ...], *, covering: bool = True) -> Rung:
-        """The lowest of ``rungs`` that is no lower than ``least``, and covers what runs or is compiled."""
+        """The lowest of ``rungs`` that is at least ``least`` and, if ``covering``, covers the plans that run or are
+        compiled."""
         assert self.now is not None
         runs = [p.temp for ladder in self.ladders if (p := ladder.runs(self.bytes_for(ladder))) is not None]
         used, floor = max(runs, default=self.now.temp) if covering else 0, self.asked(rungs).floor
         return next((r for r in rungs if r.temp >= used and r.level >= floor), rungs[-1])
 
     def misjudged(self) -> bool:
-        """Whether measured steps say something else of the rungs than the coordinator knows."""
+        """Whether measured steps contradict the rungs that the coordinator knows."""
         new, old = self.together(), self.ladder
         if len(new) != len(old):
             return True
@@ -267,6 +268,6 @@ class Tenancy:
         return max(ratios) > _OFF or min(ratios) < 1 / _OFF
 
     def watch(self, _: str) -> None:
-        """Raises ``StoppedError`` where nobody waits for a compile any more."""
+        """Raise ``StoppedError`` if nobody waits for a compile any more."""
         if self.over or not threading.main_thread().is_alive():
             raise StoppedError

@@ -1,13 +1,11 @@
-"""How does a job come to a lease, or to more of one?
+"""How a job gets a lease, or more of one.
 
-It is admitted with what is predicted: where there is room with its programs as they are, and says which smaller plans
-there are when those have run, or meanwhile; else with all plans, and waits for that. What comes later, another shape or
-the way back from the host, has room made for it by a second lease: that waits as any job does, and its bytes then go
-over to the first one.
+A job is admitted with predicted bytes. If there is room, it enters with its programs as they are and reports smaller
+plans once those have run, or meanwhile. Otherwise it asks with all plans and waits. For another shape, or to return
+from the host, a second lease makes room: it waits like any job, and its bytes then pass to the first.
 
-Invariant: what waits can be ended by ``close``, from whatever thread; and whatever fails, the lease is as it was. What
-asks is on record in ``Taken`` from its beginning to its end, so that what an interrupt leaves behind is given back by
-whoever asks next, or by ``close``.
+Invariant: ``close`` ends any wait, from any thread, and on any failure the lease is unchanged. A request is on record
+in ``Taken`` from beginning to end, so the next request, or ``close``, gives back what an interrupt leaves.
 """
 
 from __future__ import annotations
@@ -33,21 +31,21 @@ from jaxtensile.spmd.location import device_name
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
 _AT_ONCE: Seconds = 0.05
-"""In which a coordinator answers who need not wait: it takes milliseconds. A guess."""
+"""Seconds for a coordinator to admit a job that need not wait: it takes milliseconds. A guess."""
 _TELL_AFTER: Seconds = 5.0
-"""After which it is told that a job waits: sooner it mostly ends by itself. A guess."""
+"""Seconds after which a wait is logged; shorter ones mostly end by themselves. A guess."""
 _TELL_AT_LEAST: Seconds = 60.0
-"""That a job waits is told ever more rarely, and at least as often as this. A guess."""
+"""Longest interval in seconds between log lines of a wait; intervals double up to it. A guess."""
 _TRIES = 5
-"""To have room for a larger shape, where others may be given the bytes in between. A guess."""
+"""Tries to get room for a larger shape, as others may be given the bytes in between. A guess."""
 _PATIENCE: Seconds = 60.0
-"""Two jobs that wait for larger shapes may each wait for the other's end: then neither does for longer. A guess."""
+"""Seconds to wait for a larger shape, as two jobs may each wait for the other to end. A guess."""
 _log = logging.getLogger("jaxtensile")
 
 
 class Waiting:
-    """What a job waits for. ``changed``: called when it is told something while it does not ask; ``compiling``: calls
-    what compiles a plan."""
+    """The waits of a job. ``changed``: called if the job is told something while it does not ask. ``compiling``: runs a
+    function that compiles a plan."""
 
     def __init__(
         self, tenancy: Tenancy, changed: Callable[[], None], compiling: Callable[[Callable[[], object]], object]
@@ -56,7 +54,7 @@ class Waiting:
         self._name = tenancy.terms.name
 
     def close(self) -> None:
-        """End what waits, or what waited when it was interrupted."""
+        """End a present or interrupted wait."""
         uninterrupted(self._drop)
 
     def _ask(self, admit: Admit, changed: Callable[[], None] | None = None) -> Client:
@@ -70,14 +68,14 @@ class Waiting:
         return client
 
     def _drop(self) -> None:
-        """Whoever asks does so no more."""
+        """Withdraw the pending request."""
         taken = self._on.taken
         asking, taken.asking = taken.asking, None
         if asking is not None:
             asking.release()
 
     def known(self, ladder: Ladder, devices: Sequence[Any]) -> None:
-        """The job has a lease, and a ladder that this step is part of."""
+        """Ensure that the job has a lease and that its ladder includes this step."""
         if self._on.client is None:
             if ladder not in self._on.ladders:
                 self._on.ladders.append(ladder)
@@ -87,7 +85,7 @@ class Waiting:
             self._join(ladder)
 
     def _enter(self, devices: Sequence[Any]) -> None:
-        """Ask to be admitted, by what is predicted or known."""
+        """Ask to be admitted, with predicted or known bytes."""
         assert self._on.by is not None
         if self._on.devices is None:
             self._on.devices = tuple(map(device_name, devices))
@@ -116,7 +114,7 @@ class Waiting:
                 uninterrupted(self._leave)
 
     def _as_they_are(self) -> bool:
-        """Be admitted with the programs as they are, where nobody else wants the bytes; whether it was."""
+        """Try to enter with the programs as they are, if nobody else wants the bytes; whether it was admitted."""
         assert self._on.by is not None and self._on.devices is not None
         rung = self._on.together()[-1]
         if all(ladder.sketched for ladder in self._on.ladders) or rung.level > self._on.terms.want or rung.host:
@@ -140,13 +138,13 @@ class Waiting:
         return True
 
     def _admitted(self, client: Client) -> None:
-        """What it asked for is the job's lease."""
+        """Make the request the job's lease."""
         self._on.require_going_on()
         self._on.taken.asking, self._on.taken.client = None, client
         self._on.put(client.admit, client.rung)
 
     def _leave(self) -> None:
-        """The lease is of no use."""
+        """Give up a lease that is of no use."""
         client, self._on.taken.client = self._on.client, None
         self._on.now = self._on.admit = None
         if client is not None:
@@ -163,7 +161,7 @@ class Waiting:
         )
 
     def _has_plans(self, rung: Rung) -> bool:
-        """Whether there are plans for a rung; the ladders know better if not."""
+        """Whether there are plans for a rung; if not, the ladders have learned why."""
         for ladder in self._on.ladders:
             try:
                 self._compiling(lambda ladder=ladder: ladder.fitted(ladder.share(rung), self._on.watch))
@@ -174,8 +172,11 @@ class Waiting:
         return True
 
     def _wait_for(self, client: Client) -> bool:
-        """Until it is admitted. Meanwhile the plans of the guaranteed rung are compiled, which any grant covers; False
-        where they need more than that, or less, for which there may be room: it asks again, once, by what it knows."""
+        """Wait for admission, compiling meanwhile the plans of the guaranteed rung, which any grant covers.
+
+        False if those plans need more than the rung, or less and there may be room for it: the job then asks again,
+        once, with what it knows.
+        """
         with suppress(NotAdmittedError):
             client.wait(_AT_ONCE)
             return True
@@ -197,7 +198,7 @@ class Waiting:
     # More, or another ladder.
 
     def _join(self, ladder: Ladder) -> None:
-        """A step of another shape: the job's ladder is that of all its steps together from now on."""
+        """Add a step of another shape; the job's ladder then covers all its steps."""
         self._on.ladders.append(ladder)
         try:
             self.have_room(ladder)
@@ -206,7 +207,7 @@ class Waiting:
             raise
 
     def have_room(self, ladder: Ladder) -> None:
-        """Have a rung on which a step has a plan, by a ladder that the coordinator does not know yet."""
+        """Get a rung on which a step has a plan, with a ladder new to the coordinator. Raises ``NotAdmittedError``."""
         try:
             there = self._agree(lambda: self._on.covers(ladder), _PATIENCE)
         except RejectedError:
@@ -222,8 +223,11 @@ class Waiting:
         )
 
     def _agree(self, there: Callable[[], bool], patience: Seconds = 0.0, *, tell: bool = False) -> bool:
-        """Have the ladder count that is known now, until ``there``. With ``patience`` others are asked to make room for
-        it, and that is waited for; ``tell``: say that it waits. Raises ``RejectedError`` where there never will be."""
+        """Make the present ladder apply, until ``there``; False if it does not.
+
+        With ``patience``, others are asked to make room, and the job waits that many seconds for it. ``tell``: log the
+        wait. Raises ``RejectedError`` if there never will be room.
+        """
         until = time.monotonic() + patience
         for tries in itertools.count():
             self._on.renew = True
@@ -238,7 +242,7 @@ class Waiting:
         return False
 
     def _answered(self) -> None:
-        """The coordinator knows the ladder, or has refused it."""
+        """Wait until the coordinator knows the ladder or has refused it."""
         client = self._on.client
         assert client is not None
         away: Seconds | None = None
@@ -257,8 +261,9 @@ class Waiting:
         self._on.boundary()
 
     def _make_room(self, until: Seconds, tell: bool) -> bool:
-        """Have room made for a larger ladder, by a second lease that asks for what is missing; its bytes go over to the
-        first one. It waits as any job does, and the job goes on to shrink when it is asked to. False after ``until``.
+        """Make room for a larger ladder: a second lease asks for the missing bytes, which then pass to the first.
+
+        It waits like any job, and meanwhile the job still shrinks when asked. False after ``until``.
         """
         assert self._on.by is not None and self._on.now is not None and self._on.client is not None
         now, need = self._on.now, self._on.lowest(self._on.together(), covering=False)
@@ -282,7 +287,7 @@ class Waiting:
         return True
 
     def _add(self, room: Client) -> None:
-        """The bytes of a second lease go over to the first one."""
+        """Pass the bytes of a second lease to the first."""
         assert self._on.by is not None and self._on.client is not None
         with self._on.by.local.at_once() if self._on.by.local is not None else nullcontext():
             room.give_back()
@@ -290,7 +295,7 @@ class Waiting:
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Until ``close``, from whatever thread."""
+        """Run the body until ``close``, from any thread."""
         try:
             yield
         except (RejectedError, NotAdmittedError):
@@ -300,7 +305,7 @@ class Waiting:
             raise
 
     def _wait_beside(self, room: Client, until: Seconds, tell: bool) -> bool:
-        """Until there is room, at rest: the job's own lease may shrink meanwhile."""
+        """Wait for room between steps; the job's own lease may shrink meanwhile."""
         next_ = time.monotonic() + _TELL_AFTER
         while True:
             try:
@@ -318,7 +323,7 @@ class Waiting:
     # A suspended job.
 
     def charge_host(self, nbytes: Bytes) -> None:
-        """The job is charged what its state will take of the host. Raises ``NotAdmittedError``."""
+        """Charge the job for its state's host bytes. Raises ``NotAdmittedError``."""
         if self._on.client is None or not nbytes:
             return
         before, self._on.waits = self._on.admit, nbytes
@@ -334,11 +339,11 @@ class Waiting:
         )
 
     def uncharge_host(self) -> None:
-        """Its state is not on the host, or does not go there."""
+        """Remove the charge for state on the host."""
         self._on.waits, self._on.renew = 0, True
 
     def rest(self, moved: Bytes) -> None:
-        """It holds what stays on the device without its state, and nothing for a step."""
+        """Reduce the lease to what stays on the device without the state, with nothing for a step."""
         on = self._on
         if on.now is not None:
             on.resting = Rung(persistent=max(on.now.persistent - moved, 0), host=on.now.host, seconds=1.0)
@@ -346,7 +351,7 @@ class Waiting:
                 self._agree(lambda: on.ladder == (on.resting,))
 
     def come_back(self, timeout: Seconds | None) -> None:
-        """The job has its ladder again, and a rung of it."""
+        """Get the ladder and a rung of it back."""
         if self._on.client is None or self._on.resting is None:
             return
         resting, self._on.resting = self._on.resting, None
@@ -368,7 +373,7 @@ def _guaranteed(admit: Admit) -> Rung:
 
 
 def _weakly(method: Callable[[], None]) -> Callable[[], None]:
-    """The method of an object that is not kept for it: the coordinator keeps no job."""
+    """A bound method that does not keep its object alive: the coordinator keeps no job."""
     known = WeakMethod(method)
 
     def call() -> None:
