@@ -1,1 +1,1 @@
-"""From a request to a function that fits: search, compile, check, search again. Begin with ``pipeline``."""
+"""From a request to a function that fits: search, compile, check, repeat. Start with ``pipeline``."""

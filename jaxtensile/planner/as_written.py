@@ -1,4 +1,4 @@
-"""The program as the user wrote it: as it is where that fits, else planned, else the error that says what would fit."""
+"""The program as the user wrote it: unchanged if it fits, else planned, else the error that says what would fit."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from jaxtensile.xla.compile import RECOMPUTES
 
 XLA: Final = "what XLA recomputes"
 CHEAP: Final = 0.01
-"""Plans that take no more of a step are not compared with what XLA recomputes by itself: that is one compile more. A
-guess."""
+"""Share of a step: cheaper plans are not compared with XLA's own recomputation, which costs another compile. A guess.
+"""
 SAVES: Final = 0.9
-"""Share of the predicted bytes of the program as it is, above which one with its state on the host is compared with it.
-A guess."""
+"""Share of the plain program's predicted bytes. A program with its state on the host that needs more is compared with
+the plain one. A guess."""
 LARGE: Final = 8
-"""Times the device's memory: up to that the program as it is is compiled, to be named by an error. Beyond, XLA:CPU
-ended the process once. The number is a guess."""
+"""Times the device's memory up to which the plain program is compiled for an error to name. Beyond, XLA:CPU once ended
+the process. The number is a guess."""
 TIGHT: Final = 2.0
-"""Budgets below so many times the lower bound may be hopeless. A guess."""
+"""Budgets below this multiple of the lower bound may be hopeless. A guess."""
 SHORTER: Final = 0.02
-"""Share of the step that work in parts has to save, as sums round differently then. A guess."""
+"""Share of the step that work in parts has to save, because it rounds sums differently. A guess."""
 
 
 def as_written(page: Page) -> Fitted:
-    """The program as the user wrote it, as it is or planned; ``BudgetError`` when it cannot fit."""
+    """The user's program, as it is or planned. Raises ``BudgetError`` if it cannot fit."""
     request, program = page.request, page.program
     bound = page.bound()
     possible = request.shards > 1 or bound.nbytes <= request.budget
@@ -103,10 +103,9 @@ def as_written(page: Page) -> Fitted:
 
 
 def or_in_parts(page: Page, without: Candidates, best: Made | None) -> tuple[Made | None, int]:
-    """``best``, of ``without`` parts, or what works in parts, and how many plans were compiled for it.
+    """``best``, which works without parts, or a plan in parts; and the number of plans compiled for it.
 
-    The model says what is worth a compile, and the kernels of what was compiled which step is shorter, where they are
-    known.
+    The model decides what is worth a compile. Compiled kernels, if known, decide which step is shorter.
     """
     request = page.request
     if not request.decides_on_parts:
@@ -131,14 +130,14 @@ def or_in_parts(page: Page, without: Candidates, best: Made | None) -> tuple[Mad
 
 
 def _shorter(best: Made, charge: Seconds, worth: Seconds) -> bool:
-    """Whether a plan with such a charge is worth more than one that fits without parts: by much where the model alone
-    says so, at all where kernels are compared as well."""
+    """Whether a plan of this charge beats ``best``: by more than ``worth`` on the model's word alone, by anything if
+    compiled kernels are compared too."""
     least = 0.0 if best.compiled.time is not None else worth
     return charge_of(best.variant, best.plan) - charge > least
 
 
 def _or_by_xla(page: Page, best: Made | None) -> Made | None:
-    """The plan, or what XLA recomputes under ``jax.jit`` by itself, where that fits and costs less."""
+    """``best``, or the plain program with XLA's own recomputation if that fits and costs less."""
     request, plain = page.request, page.compiles.plain
     fits = best is not None and best.fits
     cost = best.variant.seconds + best.plan.overhead if best is not None and fits else math.inf
@@ -153,8 +152,8 @@ def _or_by_xla(page: Page, best: Made | None) -> Made | None:
 
 
 def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | None:
-    """The smallest program that was compiled, for the error to name, and to be found again: one that was planned,
-    or the user's own where that is no larger."""
+    """The smallest compiled program, for the error to name and to be found again: planned, or the user's own if no
+    larger."""
     request, rounds = page.request, page.rounds
     # What no machine holds is not for compilers either: XLA:CPU ends the process for arrays of 2**50 bytes.
     held = page.program.bound.nbytes <= request.device.capacity
@@ -176,8 +175,7 @@ def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | N
 
 
 def _saves_nothing(page: Page, made: Made) -> bool:
-    """Whether the program needs no fewer bytes with its state on the host than without: a branch, say, takes all of
-    it in at once."""
+    """Whether state on the host saves no bytes: a branch, for example, loads all of it at once."""
     needs, memory = made.compiled.device, made.compiled.memory
     if memory is None or not memory.host:
         return False  # a CPU has one memory

@@ -1,7 +1,7 @@
-"""What is told of the end: the Report of a program that fits, the BudgetError of one that cannot.
+"""The Report of a program that fits, and the BudgetError of one that cannot.
 
-Invariant: figures are those of the program as the user wrote it, and of the one that runs; ops and
-values are named by the user's lines.
+Invariant: figures are those of the program as written and of the one that runs; ops and values are named by the user's
+lines.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from jaxtensile.units import MIB, Bytes, Seconds, format_bytes, parse_bytes
 from jaxtensile.xla.compile import Compiled, compile_program
 
 NAMED = 4
-"""Ops that are left alone, at most, in one note. A guess: a line."""
+"""Ops left alone that one note names at most. A guess: a line."""
 MEANT = 1000
-"""Bytes below which a budget lacks its unit, and times what is needed up to which another unit is taken to be meant. A
+"""Bytes below which a budget lacks its unit, and the largest multiple of the need that a suggested unit may give. A
 guess."""
 MARGIN = 0.2
-"""Of the smallest plan's predicted bytes: what XLA may add to them, where it was not asked. A guess."""
+"""Share that XLA may add to the smallest plan's predicted bytes, if it was not compiled. A guess."""
 
 
 def cannot(request: Request, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:
-    """Value, bound, way out: the smallest budget we can reach and the ops that force it."""
+    """The ``BudgetError``: the budget, the smallest one found, the ops that force it, and ways out."""
     traced = candidates.written.traced
     values = traced.graph.values
     fixed = sum(values[v].nbytes for v in traced.graph.inputs if values[v].space != "host")
@@ -86,7 +86,7 @@ def cannot(request: Request, candidates: Candidates, bound: Bound, best: Made | 
 
 
 def _unit_left_out(budget: Bytes, needs: Bytes) -> str:
-    """What a budget was probably meant to be that is a few bytes."""
+    """A hint at the unit that a budget of a few bytes probably lacks."""
     meant = next((unit for unit in ("MiB", "GiB") if needs <= budget * parse_bytes(f"1{unit}") <= MEANT * needs), "")
     return f" (did you mean {budget}{meant}?)" if budget < MEANT and meant else ""
 
@@ -94,8 +94,7 @@ def _unit_left_out(budget: Bytes, needs: Bytes) -> str:
 def unplanned(
     request: Request, notes: tuple[str, ...], use: MemoryUse | None = None, seconds: Mapping[str, Seconds] | None = None
 ) -> Report:
-    """What is told of a program of which no more is known than ``use``, what XLA allocates for it; not even that
-    without."""
+    """Report on a program of which only ``use``, XLA's allocation, is known; None: nothing is."""
     unknown = MemoryUse(argument=0, output=0, temp=0, alias=0) if use is None else use
     return Report(
         name=request.name,
@@ -121,7 +120,7 @@ def unplanned(
 
 
 def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, ...]:
-    """What lives at the predicted peak, by the op and line that made it, largest first."""
+    """Buffers alive at the predicted peak, by the op and line that made them, largest first."""
     graph, origin = plan.program.graph, plan.program.origin
     peak, ranges, inside = live_ranges(graph).at_peak()
     made = producers(graph)
@@ -137,8 +136,7 @@ def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, 
 
 
 def without_plan(request: Request, error: Exception | None = None) -> Fitted:
-    """The program as it was written, for a request whose planning failed by ``error``; ``PlanningError`` where it does
-    not fit."""
+    """The program as written, after planning failed by ``error``. Raises ``PlanningError`` if it does not fit."""
     plain = compile_program(lambda options: request.make(None, options), request.args, request.kwargs, request.options)
     if plain.memory is None or plain.device > request.budget:
         raise too_large(request.name, error, plain, request.budget) from error
@@ -148,7 +146,7 @@ def without_plan(request: Request, error: Exception | None = None) -> Fitted:
 
 
 def too_large(name: str, error: Exception | None, plain: Compiled, budget: Bytes) -> PlanningError:
-    """Of function ``name``, whose planning failed by ``error`` and that does not fit as it was written."""
+    """The error for function ``name``, whose planning failed by ``error`` and which does not fit as written."""
     known = plain.memory is not None
     why = told(error) if error is not None else "no plan"
     takes = f"takes {format_bytes(plain.device)}" if known else f"does not compile ({plain.refusal})"
@@ -172,7 +170,7 @@ def report(
     rounds: int,
     seconds: Mapping[str, Seconds],
 ) -> Report:
-    """What became of ``traced``, the program as written; ``made`` is None where it runs as it is."""
+    """Report on ``traced``, the program as written; ``made`` is None if it runs as it is."""
     assert compiled.memory is not None
     notes = [*switches.notes(), *(plain.notes if plain is not None else ()), *compiled.notes]
     if plain is not None and plain.refusal:
@@ -267,7 +265,7 @@ def report(
 
 
 def _left_alone(traced: Traced) -> list[str]:
-    """What plans do not touch, and why: ops (those that only make keys left out), and large constants."""
+    """Notes on what plans do not touch, and why: ops (except those that only make keys), and large constants."""
     found = Counter(
         f"{op.primitive} at {traced.source(op.id)} ({why})"
         for op in traced.graph.ops
@@ -300,7 +298,7 @@ def _track(program: Program, sites: Sites) -> Track:
 
 
 def _chosen(variant: Variant, plan: Plan) -> tuple[tuple[Action, ...], tuple[Decision, ...]]:
-    """What was done with values: by loops, inside bodies (of which they are values), and by the plan."""
+    """Actions and decisions of loops, of bodies (on the bodies' values), and of the plan."""
     loops = _loop_actions(variant.base, variant.loops)
     bodies = [_chosen(inside.variant, inside.plan) for inside in variant.inside]
     actions = (*loops, *(a for acts, _ in bodies for a in acts), *plan.actions)
@@ -309,12 +307,12 @@ def _chosen(variant: Variant, plan: Plan) -> tuple[tuple[Action, ...], tuple[Dec
 
 
 def _stages(variant: Variant, plan: Plan) -> int:
-    """Points at which recomputation begins, loops and bodies included."""
+    """Number of points where recomputation begins, loops and bodies included."""
     return plan.program.stages() + len(variant.loops) + sum(_stages(i.variant, i.plan) for i in variant.inside)
 
 
 def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, ...]:
-    """A stack that a loop no longer makes is recomputed by that loop's body, or stands in host memory."""
+    """Actions for the stacks that a loop no longer makes: recomputed by its body, or in host memory."""
     out: list[Action] = []
     for plan in loops:
         front = traced.graph.ops[plan.pair.forward]
@@ -328,9 +326,9 @@ def _loop_actions(traced: Traced, loops: tuple[LoopPlan, ...]) -> tuple[Action, 
 
 
 def _kept_again(undone: Undone, variant: Variant, plan: Plan) -> tuple[Action, ...]:
-    """What waits in memory, or on the host, because the checkpoints are undone.
+    """Values kept, in memory or on the host, because the checkpoints are undone.
 
-    Unknown where loops were rewritten too: that program has other values.
+    Unknown if loops were rewritten too: that program has other values.
     """
     if not variant.as_it_is:
         return ()
@@ -344,7 +342,7 @@ _KINDS = {Keep: "keep", Remat: "recompute", Offload: "offload"}
 
 
 def _decisions(traced: Traced, actions: tuple[Action, ...], program: Program | None = None) -> tuple[Decision, ...]:
-    """The actions in the user's words, without what is only held for a moment after the first barrier."""
+    """The actions in the user's terms, without values held only for a moment after the first barrier."""
     origin = program.origin if program is not None else ()
     early = set(origin[: origin.index(-1)] if -1 in origin else range(len(traced.graph.ops)))
     made = {r: op.id for op in traced.graph.ops for r in op.results}

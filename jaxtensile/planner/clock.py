@@ -1,4 +1,4 @@
-"""How long does each step of the page take, and what begins?"""
+"""Wall time of each planning step, and a notice when it begins."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 Watch = Callable[[str], None]
-"""Told the name of each step when it begins."""
+"""Called with the name of each step when it begins."""
 
 
 def nothing(_: str) -> None:
@@ -15,7 +15,7 @@ def nothing(_: str) -> None:
 
 
 class Clock:
-    """Wall seconds per pipeline step, summed over rounds; tells ``watch`` what begins."""
+    """Wall seconds per pipeline step, summed over rounds. Calls ``watch`` when a step begins."""
 
     def __init__(self, watch: Watch) -> None:
         self.seconds: dict[str, float] = {}

@@ -1,7 +1,7 @@
-"""Python's garbage is looked for less often while a program is planned.
+"""Rarer garbage collection during planning.
 
-Planning makes millions of objects that stay, and the collector, which counts objects, goes through all of them, and
-all of JAX's, again and again: a fifth of the time.
+Planning makes millions of objects that stay. The collector would scan them, and all of JAX's, again and again: a fifth
+of the time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Final
 
 SELDOM: Final = (100_000, 20, 100)
 """Thresholds of Python's garbage collector: new objects, and collections of each younger generation, between two
-collections (by default 700, 10, 10). A planner makes millions of objects and little garbage. Guesses."""
+collections (default 700, 10, 10). Guesses."""
 _lock = threading.Lock()
 _before: list[tuple[int, int, int]] = []
-"""The thresholds of whoever was here first, and one entry for each that came while he was."""
+"""The thresholds found by each present user; the first entry is the original."""
 
 
 @contextmanager
 def seldom() -> Iterator[None]:
-    """Within it, of whatever threads, garbage is looked for seldom; behind the last, as often as before the first."""
+    """Collect garbage rarely inside, in any thread. The last to leave restores the first thresholds, unless they were
+    changed."""
     with _lock:
         _before.append(gc.get_threshold())
         gc.set_threshold(*SELDOM)

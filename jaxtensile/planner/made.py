@@ -1,4 +1,4 @@
-"""What came of one plan: the program, as XLA compiled it."""
+"""One plan as XLA compiled it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from jaxtensile.search.variant import Variant
 from jaxtensile.xla.compile import Compiled
 
 BY_XLA = -1
-"""The way in which the user's own function is compiled and XLA recomputes by itself: a mark, as ways are counted from
-0."""
+"""``choice`` of the user's own function with XLA's own recomputation; other ways count from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """One planned and compiled program; ``evaluate`` is None where it is the user's function itself.
+    """One planned and compiled program.
 
-    ``choice``: in which of the ways that there are for its platform.
+    ``evaluate``: None for the user's function itself. ``choice``: index of its way to compile, among its platform's.
     """
 
     compiled: Compiled
@@ -34,8 +33,7 @@ class Made:
 
     @property
     def misplaced(self) -> bool:
-        """Whether the compiler dropped every copy of a plan with copies, or holds more on the host than is allowed:
-        what is left is no plan."""
+        """Whether the compiler dropped every copy of a plan with copies, or holds more on the host than allowed."""
         memory, request = self.compiled.memory, self.variant.request
         there = request.state_bytes
         if self.plan.offload_bytes <= there or memory is None:

@@ -1,6 +1,6 @@
-"""What is known of one request while it is planned, and what is told of it in the end: the only state of the page.
+"""Everything known of one request while it is planned, and its report: the planner's only state.
 
-One thread plans a request; what is found is kept here and nowhere else.
+One thread plans a request.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CACHE: Final = "the plan cache"
 
 
 def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = None, baseline: bool = False) -> Page:
-    """What is known of a request before anything is planned."""
+    """The page of a request before anything is planned."""
     clock, prepare = Clock(watch), prepare or named(request.solver)
     with clock("graph"):
         faults, flat = request.faults, traced_for(request, request.jaxpr)
@@ -63,7 +63,7 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
 
 
 def of_checkpoints(request: Request, program: Modelled) -> Iterator[str]:
-    """What the user's own checkpoints cost, where they stay."""
+    """Notes on the cost of the user's own checkpoints that stay."""
     if not request.undo and request.shards == 1:
         without = request.faults.spared(UNDONE, lambda: undo(program.traced, request.jaxpr), lambda: None)
         flops = program.traced.graph.flops
@@ -77,7 +77,7 @@ def of_checkpoints(request: Request, program: Modelled) -> Iterator[str]:
 
 
 class Page:
-    """One request on its way down the page, and what has been compiled of it."""
+    """One request in planning, and its compiled programs."""
 
     def __init__(
         self,
@@ -95,16 +95,16 @@ class Page:
         self.known_written: Variant | None = None
         self.known: dict[tuple[Variant, ...], Candidates] = {}
         self.plans: Plans | None = None
-        """Where a plan is to be kept for later processes."""
+        """Where to keep a plan for later processes."""
         self.without: tuple[Undone, Modelled] | None = None
-        """The program without the user's checkpoints, where it has some and may fit."""
+        """The program without the user's checkpoints, if it has some and may fit."""
         self.lighter: Variant | None = None
-        """The program without the user's checkpoints, where that was tried."""
+        """The same, if it was tried."""
         self.aim: Bytes | None = None
-        """Bytes in the model that are taken to fit, where a plan is wanted soon."""
+        """Model bytes assumed to fit, if a plan is wanted soon."""
 
     def costs(self) -> Costs:
-        """Of the program as written."""
+        """Costs of the program as written."""
         if self.known_costs is None:
             with self.clock("costs"):
                 self.known_costs = op_costs(self.program.traced.graph, self.request.device)
@@ -117,7 +117,7 @@ class Page:
         return self.known_written
 
     def candidates(self, start: Variant, others: Sequence[Variant] = ()) -> Candidates:
-        """Asked nothing yet; what was rewritten and laid out for the same ones before is known."""
+        """Fresh candidates, which reuse earlier rewrites and layouts of the same variants."""
         key = start, *others
         with self.clock("loops"):
             if key not in self.known:
@@ -128,16 +128,16 @@ class Page:
         return self.rounds.cheapest(candidates, self.aim or self.request.budget)
 
     def may_fit(self, program: Modelled) -> bool:
-        """Whether XLA is worth asking about a program as it is."""
+        """Whether to ask XLA about a program as it is."""
         return program.may_fit(self.request) if self.aim is None else program.predicted.device <= self.aim
 
     @cached_property
     def rounds(self) -> Rounds:
-        """What is compiled of its candidates, one after the other."""
+        """The rounds that compile its candidates."""
         return Rounds(self.compiles, self.program.predicted.device, self.aim)
 
     def bound(self) -> Bound:
-        """How few bytes the program needs at least: as it is, or below that in as many parts as there may be."""
+        """Lower bound of the program's bytes: as it is, or, if over the budget, in the most parts allowed."""
         request, program = self.request, self.program
         if program.bound.nbytes <= request.budget or not request.chunk or request.shards > 1:
             return program.bound
@@ -146,18 +146,18 @@ class Page:
         return program.bound if finest is None else self.less(program.bound, finest)
 
     def less(self, bound: Bound, variant: Variant) -> Bound:
-        """The bound, or that of a program in parts, which may be lower."""
+        """The lower of ``bound`` and the bound of a program in parts."""
         return min(bound, bound_of(self.request, variant.traced), key=lambda b: b.nbytes)
 
     def lightest(self) -> tuple[Variant, Modelled]:
-        """The program without the user's checkpoints, where it has some and may fit; else as it was written."""
+        """The program without the user's checkpoints, if it has some and may fit; else as written."""
         if self.without is None:
             return self.written(), self.program
         undone, lighter = self.without
         return variants.undone(self.request, undone, self.costs(), self.prepare), lighter
 
     def within(self, compiled: Compiled) -> None:
-        """``BudgetError`` for what was found to fit elsewhere and does not here."""
+        """Raise ``BudgetError`` for a program that fits in another process but not here."""
         needs, budget = compiled.device, self.request.budget
         if compiled.memory is None or needs > budget:
             raise BudgetError(
@@ -169,7 +169,7 @@ class Page:
             )
 
     def fitted(self, made: Made, bound: Bound, rounds: int) -> Fitted:
-        """The user's own function, where that is what was made, else what was made of it."""
+        """The user's own function if it is unchanged, else the planned program."""
         as_it_is = made.evaluate is None and made.choice != BY_XLA
         return self.unchanged() if as_it_is else self.planned(made, bound, rounds)
 
@@ -181,7 +181,7 @@ class Page:
         return Fitted(jitted=plain.jitted, evaluate=None, options=plain.options, report=told)
 
     def planned(self, made: Made, bound: Bound, rounds: int) -> Fitted:
-        """The program that was made of it, which fits."""
+        """The planned program, which fits."""
         if self.baseline:
             self.compiles.own()
         compiled = made.compiled
@@ -204,7 +204,7 @@ class Page:
         )
 
     def entry(self, made: Made) -> Entry:
-        """A plan as later processes find it."""
+        """A plan as the plan cache stores it."""
         return Entry(
             key=key_of(self.request, self.program.traced.graph, self.aim),
             name=self.request.name,

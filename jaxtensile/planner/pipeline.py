@@ -1,10 +1,10 @@
-"""The page: from a function, its arguments and a budget to a function that fits and its report.
+"""The pipeline: from a function, its arguments and a budget to a function that fits and its report.
 
     trace → Graph → costs → (does it fit as it is?) → possible at all? → solve → check
           → rewrite → compile → XLA's number; on a miss feed it back and solve again.
 
-Where the user's own checkpoints recompute more than the budget needs, the page is first gone through
-for the program without them. Facts flow down; the only thing that flows back is a measured number.
+If the user's own checkpoints recompute more than the budget needs, the program without them is tried first. Only a
+measured number flows back.
 """
 
 from __future__ import annotations
@@ -36,11 +36,14 @@ def fit(
     plans: Plans | None = None,
     aim: Bytes | None = None,
 ) -> Fitted:
-    """Fit one request. ``prepare``: the solver, the request's own if None; ``baseline``: compile the plain program even
-    when it surely does not fit; ``plans``: of earlier processes, where this one's is kept too; ``aim``: as many bytes
-    in the model are taken to fit, and the first plan that does is good enough, as somebody waits for it.
+    """Fit one request.
 
-    What fails by a fault of ours is left out; where all does, it is the program as written, or ``PlanningError``.
+    ``prepare``: the solver; None: the request's own. ``baseline``: compile the plain program even if it surely does not
+    fit. ``plans``: plans of earlier processes; this one is kept there too. ``aim``: model bytes assumed to fit; the
+    first plan that does is taken, as somebody waits for it.
+
+    A part that fails by a fault of ours is left out. If all fails, the result is the program as written, or
+    ``PlanningError``.
     """
     with request.faults.telling(request.name, _compat.function_source(request.jaxpr)):
         return request.faults.without(
@@ -69,10 +72,10 @@ def _fit(
 
 @seldom()
 def follow(request: Request, entry: Entry | None, watch: Watch = nothing, *, baseline: bool = False) -> Fitted:
-    """What another process has planned for the same request: ``entry``, or None for the user's function as it is.
+    """The program that another process planned for the same request.
 
-    Nothing is decided here: it is that program under those options, compiled, or an error: ``Unlike`` and
-    ``VerifyError`` where it does not go with this request, ``BudgetError`` where it is larger here.
+    ``entry``: its plan; None: the user's function as it is. Nothing is decided here. Raises ``Unlike`` or
+    ``VerifyError`` if the plan does not match this request, ``BudgetError`` if it is larger here.
     """
     page = opened(request, watch, baseline=baseline)
     if entry is None:

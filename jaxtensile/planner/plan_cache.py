@@ -1,11 +1,10 @@
-"""Plans of earlier processes: found again by the program, the budget, the device and the versions.
+"""Plans of earlier processes, by program, budget, device and versions.
 
-One file a plan, in ``plans`` of the user's cache folder (``$XDG_CACHE_HOME/jaxtensile``, else
-``~/.cache/jaxtensile``), or in the folder that ``$JAXTENSILE_PLAN_CACHE`` names; ``off`` keeps and reads none.
+One file per plan, in ``plans`` of the user's cache folder (``$XDG_CACHE_HOME/jaxtensile``, else
+``~/.cache/jaxtensile``) or in the folder ``$JAXTENSILE_PLAN_CACHE``; ``off`` disables it.
 
-Invariant: what lies there never stops anybody and is never taken at its word. A file that is damaged, or about
-something else, is passed over with one warning; a plan that is found is checked, compiled and measured like a new
-one, and one that does not fit is made anew.
+Invariant: no file stops a program or is trusted. A damaged or foreign file is skipped with one warning. A found plan is
+checked, compiled and measured like a new one, and made anew if it does not fit.
 """
 
 from __future__ import annotations
@@ -31,21 +30,20 @@ from jaxtensile.switches import switched_off
 
 VARIABLE: Final = "JAXTENSILE_PLAN_CACHE"
 FORMAT: Final = 1
-"""Version of what is kept and of how: files of others are not found. Goes up with every change."""
+"""Version of the stored format; other versions are not found. Goes up with every change."""
 MOST: Final = 1000
-"""Plans that are kept; beyond them those go that were not used for the longest time. A guess."""
+"""Plans kept; beyond that, the least recently used are deleted. A guess."""
 LEFT: Final = 0.9
-"""Share of ``MOST`` that stays when there are too many: fewer than may be, so that it is not done at every plan then. A
-guess."""
+"""Share of ``MOST`` that stays after a deletion, so that not every new plan causes one. A guess."""
 _OFF: Final = frozenset({"0", "off", "none", "false", "no"})
 FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
-"""Of the environment; they change what the compiler makes of a plan."""
+"""Environment variables that change what the compiler makes of a plan."""
 _DIGEST: Final = 32
 """Bytes of the SHA-256 in front of a file's content."""
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One plan: for which question, ``choice`` of the ways to compile in which it fitted, and the plan."""
+    """One plan: its key, ``choice`` of the way to compile that fitted, and its recipe."""
 
     key: str
     name: str
@@ -54,7 +52,7 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plans(Protocol):
-    """Where plans are found and kept."""
+    """A store of plans."""
 
     @property
     def folder(self) -> Path: ...
@@ -70,7 +68,7 @@ class PlanCache:
     folder: Path
 
     def find(self, key: str) -> Entry | None:
-        """The plan that was kept under ``key``; None, with a warning if there is a file, without one."""
+        """The plan kept under ``key``; None if there is none, or, with a warning, if its file is unusable."""
         path = self._path(key)
         try:
             content = path.read_bytes()
@@ -91,7 +89,7 @@ class PlanCache:
         return entry
 
     def keep(self, entry: Entry) -> None:
-        """Write a plan for later processes; a folder that cannot be written costs them the planning, no more."""
+        """Write a plan for later processes. If the folder cannot be written, warn; they plan again."""
         payload = msgspec.msgpack.encode(entry)
         try:
             write_whole(self._path(entry.key), hashlib.sha256(payload).digest() + payload)
@@ -100,7 +98,7 @@ class PlanCache:
             _say_once(f"no plan is kept in {self.folder}: {error}; ${VARIABLE}=off keeps none")
 
     def pass_over(self, key: str, problem: str) -> None:
-        """Say that what is kept under ``key`` is of no use."""
+        """Warn that the plan kept under ``key`` is unusable."""
         _say_once(f"{self._path(key)} is passed over, the plan is made anew: {problem}")
 
     def _path(self, key: str) -> Path:
@@ -116,7 +114,7 @@ class PlanCache:
 
 
 def plan_cache() -> PlanCache | None:
-    """Where plans are kept; None where none are to be."""
+    """The plan cache; None if it is disabled or has no folder."""
     given = os.environ.get(VARIABLE, "").strip()
     if given.lower() in _OFF:
         return None
@@ -127,8 +125,8 @@ def plan_cache() -> PlanCache | None:
 
 
 def key_of(request: Request, graph: Graph, aim: int | None = None) -> str:
-    """What a plan depends on, as one word: the question, the program, the device and all versions; ``aim``: as
-    ``pipeline.fit`` has it, where that plan is one of many."""
+    """Hash of everything a plan depends on: request, program, device and versions. ``aim``: as in ``pipeline.fit``, for
+    one of several plans."""
     where = shardings((request.args, dict(request.kwargs))) if request.shards > 1 else []
     question = (
         FORMAT,
@@ -156,7 +154,7 @@ def key_of(request: Request, graph: Graph, aim: int | None = None) -> str:
 
 @cache
 def package() -> str:
-    """The planner itself: another one makes other plans."""
+    """Hash of the planner's source: another planner makes other plans."""
     found = hashlib.sha256()
     home = Path(__file__).parent.parent
     for path in sorted({*home.rglob("*.py"), *(home / "passes").rglob("*.py")}):  # passes may be a link

@@ -1,7 +1,7 @@
-"""Plans that are known: of earlier processes, and those that an error has named. Each is compiled anew.
+"""Known plans: of earlier processes, and those that errors named. Each is compiled anew.
 
-An error names what the smallest program that was found needs, so a budget of as many bytes is met: by that very
-program, compiled again, without a search.
+An error names the bytes of the smallest program found. A budget of exactly those bytes gets that program, without a
+search.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxtensile.search.variant import Variant
 from jaxtensile.units import Bytes
 
 MOST: Final = 256
-"""Programs that are remembered, those asked for last. A bound on memory alone."""
+"""Programs remembered, the last asked for. A bound on memory alone."""
 _FOUND: OrderedDict[str, tuple[Bytes, Entry]] = OrderedDict()
 _LOCK = threading.Lock()
 
 
 def remember(request: Request, graph: Graph, needs: Bytes, entry: Entry) -> None:
-    """What needs ``needs`` bytes on the device is ``entry``."""
+    """Remember that ``entry`` needs ``needs`` device bytes."""
     with _LOCK:
         _FOUND[_key(request, graph)] = needs, entry
         while len(_FOUND) > MOST:
@@ -38,8 +38,8 @@ def remember(request: Request, graph: Graph, needs: Bytes, entry: Entry) -> None
 
 
 def remembered(request: Request, graph: Graph) -> tuple[Bytes, Entry] | None:
-    """The smallest program of a request, whatever its budget is now, and its bytes; of several devices nothing is
-    remembered, as their processes must find the same."""
+    """The smallest known program of a request at any budget, and its bytes. None across several devices: their
+    processes must find the same."""
     if request.shards > 1:
         return None
     key = _key(request, graph)
@@ -50,7 +50,7 @@ def remembered(request: Request, graph: Graph) -> tuple[Bytes, Entry] | None:
 
 
 def forget() -> None:
-    """Nothing is remembered."""
+    """Forget all programs."""
     with _LOCK:
         _FOUND.clear()
 
@@ -60,8 +60,7 @@ def _key(request: Request, graph: Graph) -> str:
 
 
 def recalled(page: Page, plans: Plans | None) -> Fitted | None:
-    """What was planned before for the same question, or named as what it takes; None where nothing that was fits
-    here."""
+    """A plan made before for the same question, or named by an error for this budget; None if none fits here."""
     smallest = remembered(page.request, page.program.traced.graph)
     if smallest is not None and smallest[0] == page.request.budget:
         fitted = again(page, smallest[1])
@@ -82,7 +81,7 @@ def recalled(page: Page, plans: Plans | None) -> Fitted | None:
 
 
 def named_by_an_error(page: Page) -> Fitted | None:
-    """The program that an error has named, where the search for a larger budget did not find as small a one."""
+    """The program that an error named, if the search for a larger budget found none as small."""
     found = remembered(page.request, page.program.traced.graph)
     if found is None or found[0] > page.request.budget:
         return None
@@ -90,7 +89,7 @@ def named_by_an_error(page: Page) -> Fitted | None:
 
 
 def again(page: Page, entry: Entry, plans: Plans | None = None) -> Fitted | None:
-    """The program of an entry, of ``plans`` if it is from there; None where it does not fit here."""
+    """The program of an entry, from ``plans`` if given; None if it does not fit here."""
     with page.clock("recall"):
         try:
             variant, plan, program = replayed(page, entry.recipe)
@@ -104,9 +103,9 @@ def again(page: Page, entry: Entry, plans: Plans | None = None) -> Fitted | None
 
 
 def replayed(page: Page, recipe: Recipe) -> tuple[Variant, Plan, Modelled]:
-    """The variant and the checked plan of a recipe, and the program that it starts from.
+    """The variant and checked plan of a recipe, and the program it starts from.
 
-    Raises ``Unlike`` or ``VerifyError`` where the recipe does not go with this request.
+    Raises ``Unlike`` or ``VerifyError`` if the recipe does not match this request.
     """
     start, program = page.lightest() if recipe.undone else (page.written(), page.program)
     variant, plan = replay(recipe, start)

@@ -1,4 +1,4 @@
-"""A plan for a request whose rates are known better than when it was fitted."""
+"""A new plan for a request whose rates are known better than when it was fitted."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from jaxtensile.units import Seconds
 
 @seldom()
 def renew(request: Request, at_most: Seconds, unlike: int, watch: Watch = nothing) -> Fitted | None:
-    """The plan for a request whose rates are known better than when it was fitted; None when there is no better one.
+    """The plan under better-known rates; None if there is no better one.
 
-    Better: of another key than ``unlike`` and with a step of at most ``at_most`` predicted seconds. What is not
-    does not get compiled, and the user's function is not run.
+    Better: a key other than ``unlike`` and at most ``at_most`` predicted seconds per step. Other plans are not
+    compiled, and the user's function is not run.
     """
     with request.faults.telling(request.name, _compat.function_source(request.jaxpr)):
         return request.faults.without(lambda: _renew(request, at_most, unlike, watch), raised)
@@ -41,7 +41,7 @@ def _renew(request: Request, at_most: Seconds, unlike: int, watch: Watch) -> Fit
 
 
 def _renewed(page: Page, worth: Callable[[Variant, Plan], bool]) -> Fitted | None:
-    """The cheapest of what is worth it and fits, with and without the user's checkpoints; None without such."""
+    """The cheapest plan that is worth it and fits, with or without the user's checkpoints, or None."""
     written = page.written()
     start, program = page.lightest()
     others = [written] if start is not written else []

@@ -1,7 +1,6 @@
-"""Plan, compile, and on a miss plan again for what XLA added.
+"""Plan, compile, and after a miss plan again for what XLA added.
 
-Invariant: what comes back was checked and compiled; the only thing that flows from one round to the next is
-a measured number.
+Invariant: a result was checked and compiled; only a measured number flows from one round to the next.
 """
 
 from __future__ import annotations
@@ -19,37 +18,38 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
 ROUNDS = 4
-"""Plans that are compiled at most, each in every way that there is for its platform until one fits. A guess: each takes
-as long as a compile.
+"""Plans compiled at most, each in every way of its platform until one fits. A guess: each takes a compile.
 
-Twice as many where the program without the user's checkpoints is tried first, and in vain.
+Twice as many if the program without the user's checkpoints is tried first, in vain.
 """
 
 SPARE, LIFTS = 0.01, 3
-"""After a plan that fits: share of the budget that is worth a plan that uses it, and how many are compiled at most.
+"""After a plan that fits: spare share of the budget that is worth another plan, and how many are compiled at most.
 Guesses."""
 GAIN, UNSURE = 0.001, 0.01
-"""Shares of the step's work that such a plan has to save: at all, and where only the model says what it will need.
-Guesses."""
+"""Shares of the step's work that such a plan has to save: always, and if only the model predicts its bytes. Guesses."""
 ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
 """Plans at most once one came within this factor of the budget. Guesses."""
 FLATTEST = 0.4
-"""A byte less in the model is taken to be at least this share of a byte less in XLA's allocation. A guess."""
+"""Least saving in XLA's allocation per byte saved in the model, as assumed. A guess."""
 REFUSED = 0.9
-"""After a compiler ran out of memory without a figure, aim this much lower. A guess."""
+"""Factor on the aim after a compiler ran out of memory without a figure. A guess."""
 DEEP = 1.25
-"""Before bodies are planned or loops strip-mined, what the model puts over the budget by no more than this is compiled.
-A guess, as far as ``SURELY``."""
+"""Before bodies are planned or loops strip-mined, plans predicted within this factor of the budget are compiled. A
+guess, as far as ``SURELY``."""
 HOPELESS = 2.0
-"""Plans that the model puts over the budget by this factor are not compiled where others have been. A guess."""
+"""Plans predicted over the budget by this factor are not compiled after others were. A guess."""
 SURELY = 1.25
-"""Nor is anything tried for a budget that the model puts all plans over by this factor, where it is sure: of some 300
-plans for an H200, XLA allocated 0.88 of what was predicted at least."""
+"""Nothing is tried if a sure model puts all plans over the budget by this factor. Of some 300 plans for an H200, XLA
+allocated at least 0.88 of the prediction."""
 
 
 class Rounds:
-    """Rounds for one request, whose program needs ``predicted`` bytes as it is; ``aim``: as many bytes in the model are
-    taken to fit, and the first plan that does is good enough."""
+    """Rounds for one request.
+
+    ``predicted``: bytes of its program as it is. ``aim``: model bytes assumed to fit; the first plan that does is
+    taken.
+    """
 
     def __init__(self, compiles: TrialCompiles, predicted: Bytes, aim: Bytes | None = None) -> None:
         self.request, self.compiles, self.predicted, self.aim = compiles.request, compiles, predicted, aim
@@ -58,7 +58,7 @@ class Rounds:
 
     @property
     def scale(self) -> float:
-        """Bytes in the model per byte on one device: across shards the plain program says how many."""
+        """Model bytes per byte on one device; across shards, from the plain program."""
         plain = self.compiles.plain
         if self.aim is not None:
             return self.aim / self.request.budget
@@ -67,7 +67,7 @@ class Rounds:
         return 1.0
 
     def cheapest(self, candidates: Candidates, aim: Bytes) -> tuple[Variant, Plan]:
-        """The cheapest variant, and what its plan becomes before it is compiled."""
+        """The cheapest variant, and its plan as it will be compiled."""
         with self.compiles.clock("solve"):
             if self.aim is not None and (found := candidates.readily(aim))[1].predicted.device <= aim:
                 return found
@@ -75,10 +75,10 @@ class Rounds:
             return variant, variant.finished(plan, aim)
 
     def all(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
-        """What comes closest to the budget, and how many plans were compiled.
+        """The plan closest to the budget, and the number compiled.
 
-        Where plans with bytes on the host do not fit, or are refused, recomputation alone has as many rounds:
-        a ``host_budget`` costs compiles and never a fit. So do updates behind their gradients, which XLA may postpone.
+        If plans with bytes on the host miss or are refused, recomputation alone gets as many rounds: a ``host_budget``
+        costs compiles, never a fit. So it is with updates moved behind their gradients, which XLA may postpone.
         """
         budget = self.request.budget
         best, rounds, tried = self.some(candidates, first)
@@ -98,8 +98,11 @@ class Rounds:
         return best, rounds
 
     def some(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int, set[str]]:
-        """Plan, compile, and on a miss plan again for what XLA added: the smallest, how many were compiled, and
-        whether bytes on the ``host`` and ``early`` updates were among what was tried."""
+        """Plan, compile, and after a miss plan again.
+
+        Returns the smallest plan, the number compiled, and which of bytes on the ``host`` and ``early`` updates were
+        tried.
+        """
         request, compiles, scale = self.request, self.compiles, self.scale
         aim = int(request.budget * scale)
         if not request.device.backend.own_memory:
@@ -110,7 +113,7 @@ class Rounds:
         keys: set[int] = set()
         parts, beside = 1, 0
         loose: Bytes | None = None
-        """What the program needs as it is, where its bodies are kept in order instead."""
+        """Bytes of the program as it is, if its bodies are kept in order instead."""
         while rounds - beside < (
             ROUNDS if best is None or best.compiled.device > CLOSE * request.budget else ROUNDS_IF_CLOSE
         ):
@@ -191,9 +194,9 @@ class Rounds:
     def planned(
         self, candidates: Candidates, variant: Variant, plan: Plan, aim: Bytes, *, once: bool = False
     ) -> tuple[Made | None, int]:
-        """The plan compiled, where it misses with bodies in their order as well: the smaller, how many were compiled.
+        """The plan compiled, after a miss also with bodies in order: the smaller, and the number compiled.
 
-        Where that is smaller, bodies are kept in order from then on. ``once``: in one way.
+        If order helps, bodies stay in order from then on. ``once``: in one way only.
         """
         made = self.compiles.planned(variant, plan, once=once)
         if made is None or made.compiled.memory is None or made.fits:
@@ -211,8 +214,8 @@ class Rounds:
         return made, 1 + (second is not None)
 
     def _shallow(self, candidates: Candidates, aim: Bytes, charge: Seconds) -> tuple[Made | None, int]:
-        """The smallest plan without deep changes, compiled where it costs no more and the model may be wrong of it, and
-        how many were compiled."""
+        """The smallest plan without deep changes, compiled if it costs no more and the model may be wrong; the number
+        compiled."""
         with self.compiles.clock("solve"):
             if candidates.has_shallow(aim) or not on("shallow"):
                 return None, 0  # dearer than what was chosen, as it is among what that was compared with
@@ -224,16 +227,16 @@ class Rounds:
         return (None, 0) if made is None or made.misplaced else (made, count)
 
     def hopeless(self, variant: Variant, nbytes: Bytes) -> bool:
-        """Whether a program like ``variant`` that needs so many bytes is so far over the budget that nothing can help.
+        """Whether a program like ``variant`` of ``nbytes`` is too far over the budget for anything to help.
 
-        Loops, and compilers that do not follow the order of a plan, may need much less than the model says.
+        Loops, and compilers that do not follow a plan's order, may need much less than predicted.
         """
         loops = any(op.bodies for op in variant.base.graph.ops)
         sure = variant.request.device.backend.bounded and not loops and variant.request.shards == 1
         return nbytes > (SURELY if sure else HOPELESS) * self.request.budget
 
     def all_hopeless(self, candidates: Candidates, first: tuple[Variant, Plan]) -> bool:
-        """Whether what is planned first is so far over the budget that nothing is, and so is recomputation alone."""
+        """Whether the first plan, and recomputation alone, are hopeless."""
         if not self.hopeless(first[0], first[1].predicted.device):
             return False
         others = (self.cheapest(alone, self.request.budget) for alone in with_and_without_host(candidates)[1:])
@@ -242,14 +245,16 @@ class Rounds:
     def lifted(
         self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None, parts: int
     ) -> tuple[Made, int]:
-        """What does less work than one that fits, in fewer parts or in a cheaper plan, and how many were compiled."""
+        """A plan with less work than one that fits, by fewer parts or a cheaper plan; and the number compiled."""
         fewer, count = self.in_fewer_parts(candidates, fits, parts)
         cheaper, more = self.cheaper(candidates, fewer, missed)
         return cheaper, count + more
 
     def in_fewer_parts(self, candidates: Candidates, fits: Made, missed: int) -> tuple[Made, int]:
-        """The plan in the fewest parts that fits, between so many that missed and those of one that fits, and how many
-        were compiled: what the model is wrong by in some parts says little of others."""
+        """The plan in the fewest parts that fits, between ``missed`` and the parts of ``fits``; the number compiled.
+
+        The model's error for one number of parts says little of others.
+        """
         budget, count = int(self.request.budget * self.scale), 0
         numbers = candidates.between(missed, fits.variant.parts) if on("lifted_parts") else []
         while numbers and count < LIFTS:
@@ -271,10 +276,10 @@ class Rounds:
         return fits, count
 
     def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None) -> tuple[Made, int]:
-        """A plan with less work between one that missed, of (predicted, compiled) bytes, and one that fits with bytes
-        to spare; the one that fits if there is no such, and how many were compiled.
+        """A plan with less work between ``missed``, in (predicted, compiled) bytes, and ``fits``; else ``fits``. And
+        the number compiled.
 
-        Where none missed, the model is taken to be as wrong of another plan as it was of this one.
+        ``missed`` None: the model's error is assumed equal to that of ``fits``.
         """
         request, scale = self.request, self.scale
         budget = request.budget * scale
@@ -307,20 +312,20 @@ class Rounds:
         return fits, count
 
     def _quicker(self, fits: Made, cheaper: Made) -> Made:
-        """Of two that fit the one whose step takes less, where compiled kernels say so and steps are what counts; else
-        the one that the model says is cheaper."""
+        """Of two plans that fit, the one with the shorter step if compiled kernels are known and steps count; else the
+        cheaper by the model."""
         before, now = fits.compiled.time, cheaper.compiled.time
         if self.request.device.traffic_weight < 1 or before is None or now is None:
             return cheaper
         return cheaper if now.seconds <= before.seconds else fits
 
     def _saves(self, found: tuple[Variant, Plan], fits: Made, gain: Seconds = 0.0) -> bool:
-        """Whether a plan does so much less work than one that fits, and is worth a compile."""
+        """Whether a plan saves ``gain`` over one that fits and is worth a compile."""
         return charge_of(*found) + gain < charge_of(fits.variant, fits.plan) and self.worth(*found)
 
 
 def with_and_without_host(candidates: Candidates) -> list[Candidates]:
-    """The same candidates, asked nothing yet, and those by recomputation alone where bytes may wait on the host."""
+    """Fresh candidates; also by recomputation alone, if bytes may wait on the host."""
     anew = [candidates.anew()]
     if candidates.written.request.host_budget:
         anew.append(candidates.anew())
@@ -329,16 +334,16 @@ def with_and_without_host(candidates: Candidates) -> list[Candidates]:
 
 
 def _tried(variant: Variant, plan: Plan) -> set[str]:
-    """What of a plan may be left out where it misses."""
+    """The parts of a plan that may be left out after a miss."""
     hosted = plan.offload_bytes > variant.request.state_bytes
     return {way for way, used in (("host", hosted), ("early", variant.has(EARLY_UPDATES))) if used}
 
 
 def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
-    """What to aim at after misses: ``seen`` are (predicted, compiled) bytes, the latest last.
+    """The aim after misses; ``seen``: (predicted, compiled) bytes, the latest last.
 
-    By as much lower as the last one missed by, or as the line through the last two says if that is
-    lower: where the model's error grows with what is dropped, the first alone would never arrive.
+    Lower by the last miss, or by the line through the last two if that is lower. If the model's error grows with what
+    is dropped, the first rule never arrives.
     """
     (p, c) = seen[-1]
     target = min(p, budget) - max(c - budget, 0)

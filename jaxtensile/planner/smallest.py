@@ -1,5 +1,4 @@
-"""The smallest program of a request whose budget is not met: what errors name, and sometimes what meets it after
-all."""
+"""The smallest program of a request that misses its budget: named by errors, and sometimes a fit after all."""
 
 from __future__ import annotations
 
@@ -16,16 +15,16 @@ from jaxtensile.units import Bytes
 
 
 class Smallest:
-    """Looks for it after ``rounds``, or instead of them."""
+    """The search for it, after ``rounds`` or instead of them."""
 
     def __init__(self, rounds: Rounds) -> None:
         self.request, self.compiles, self.rounds = rounds.request, rounds.compiles, rounds
 
     def glance(self, candidates: Candidates) -> tuple[Made | None, int]:
-        """The smallest plan, compiled in one way, for a budget that is hopeless: what the error names is then no guess,
-        if somewhat more than what is found for a budget that is near.
+        """The smallest plan, compiled in one way, for a hopeless budget; and the number compiled.
 
-        Others are compiled only where XLA adds much to the first.
+        The error then names a compiled figure, if somewhat higher than for a near budget. Others are compiled only if
+        XLA adds much to the first.
         """
         best: Made | None = None
         count = 0
@@ -46,11 +45,10 @@ class Smallest:
         return best, count
 
     def found(self, candidates: Candidates, missed: Made | None) -> tuple[Made | None, int]:
-        """The smallest plan of all, and how many were compiled; ``missed``: what came closest to the budget.
+        """The smallest plan of all, and the number compiled; ``missed``: the plan closest to the budget.
 
-        Which plans are compiled on the way to a budget depends on it, and so does how low they get; those compiled
-        here, and in which ways, do not. So a budget of its bytes is met, and lower ones that were met by luck are not
-        promised.
+        Plans and ways compiled here do not depend on the budget. So a budget of the smallest plan's bytes is met; lower
+        ones, once met by luck, are not promised.
         """
         request = self.request
         found: list[tuple[Made, Candidates]] = []
@@ -72,8 +70,8 @@ class Smallest:
     def _least(
         self, candidates: Candidates, found: list[tuple[Made, Candidates]]
     ) -> Iterator[tuple[Made | None, Candidates, int]]:
-        """The smallest plans compiled in one way, and then those that are near the best of what was ``found`` of them
-        in the other ways too; what each was made from, and how many were compiled for it."""
+        """The smallest plans in one way, then those near the best ``found`` in other ways; each with its candidates and
+        the number compiled."""
         keys = set[int]()
         for host in with_and_without_host(candidates):
             with self.compiles.clock("solve"):
@@ -98,7 +96,7 @@ class Smallest:
                 yield self.compiles.planned(once.variant, once.plan, learned=False), host, 1
 
     def _with_what_is_left(self, candidates: Candidates, fits: Made, missed: Made | None) -> tuple[Made, int]:
-        """What fits, or a plan between it and the one that missed that fits with less work; how many were compiled."""
+        """``fits``, or a plan with less work between it and ``missed``; and the number compiled."""
         if missed is None or missed.compiled.memory is None:
             return fits, 0
         return self.rounds.cheaper(

@@ -1,4 +1,4 @@
-"""What has been compiled of a request, and what XLA said of it: each program once, each under the clock."""
+"""Compiled programs of a request and XLA's figures: each compiled once, and timed."""
 
 from __future__ import annotations
 
@@ -38,16 +38,15 @@ from jaxtensile.xla.kernel_time import timed
 
 KERNELS = "the account of compiled kernels"
 SMALL = 0.5 * RECOMPUTES
-"""Programs that the model gives no more than this share of the device are far from what makes XLA:GPU recompute. A
-guess: half of what does."""
+"""Share of the device: programs predicted below it are far from XLA:GPU's own recomputation. A guess: half of its
+threshold."""
 NARROWLY = 1.05
-"""Plans with bytes on the host that miss the budget by no more than this are compiled without control dependencies as
-well. A guess."""
+"""Plans with bytes on the host that miss by no more than this factor are also compiled without control dependencies. A
+guess."""
 
 
 class _Way(NamedTuple):
-    """Compiler options, whether control dependencies are put in, and whether the compiler is ``told`` what
-    the plan needs."""
+    """Compiler options, whether to add control dependencies, and whether the compiler is ``told`` the plan's bytes."""
 
     options: Options
     controlled: bool
@@ -55,13 +54,15 @@ class _Way(NamedTuple):
 
     @property
     def strict(self) -> bool:
-        """Whether the compiler has less of a choice than otherwise: in fewer bytes, as a rule, and at a price."""
+        """Whether the compiler has less choice: usually fewer bytes, at a price."""
         return self.controlled or self.told
 
 
 class TrialCompiles:
-    """Programs of one request, which as it is needs ``predicted`` bytes, compiled. XLA:GPU recomputes nothing by itself
-    but in ``by_xla``, so that plans are compared by work that is known."""
+    """Compiled programs of one request; ``predicted``: bytes of the program as it is.
+
+    XLA:GPU recomputes nothing by itself except in ``by_xla``, so plans are compared by known work.
+    """
 
     def __init__(self, request: Request, clock: Clock, predicted: Bytes) -> None:
         self.request, self.clock = request, clock
@@ -70,17 +71,17 @@ class TrialCompiles:
         self.plain: Compiled | None = None
         """The user's own function."""
         self._as_it_is: dict[bool, Compiled] = {}
-        """Of the program with its state on the host or without its checkpoints (True), and nothing else changed."""
+        """Programs otherwise unchanged: with state on the host (False), or without checkpoints (True)."""
         backend = request.device.backend
         ties = (False, True) if backend.heeds_barriers else (False,)
         told = (False, True) if backend.takes_all and request.shards == 1 else (False,)
         options = planned_options(backend, self._options)
         self._ways = [_Way(o, tie, tell) for o in options for tie in ties for tell in told]
         self._missed: dict[tuple[int, int], Made] = {}
-        """Planned programs that do not fit, by their keys and ways, without what runs them."""
+        """Planned programs that do not fit, by key and way, without their executables."""
         self._learned: dict[bool, list[_Way]] = {}
-        """For planned programs with and without bytes on the host, those ways first that did best so far; of two that
-        differ in control dependencies, the better one alone without, and what has them first with."""
+        """Ways for plans with and without bytes on the host, best first. Of two that differ in control dependencies:
+        without host bytes only the better; with them, the one with dependencies first."""
 
     def own(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
         """The user's own function, compiled once."""
@@ -108,14 +109,14 @@ class TrialCompiles:
 
     @cached_property
     def _clock_of_kernels(self) -> Callable[[str], CompiledTime | None] | None:
-        """How long a step takes, by the text of what was compiled; None where the device's kernels are not known."""
+        """From compiled text to a step's time; None if the device's kernels are unknown, or across shards."""
         request = self.request
         if not request.device.backend.kernels_known or request.shards > 1:
             return None
         return lambda text: request.faults.spared(KERNELS, lambda: timed(text, request.device), lambda: None)
 
     def by_xla(self, variant: Variant) -> Made | None:
-        """The user's own function in which XLA:GPU recomputes what it must; None where it may not, or does not fit."""
+        """The user's own function with XLA:GPU's own recomputation; None if not allowed or if it does not fit."""
         request = self.request
         if (
             not request.device.backend.recomputes
@@ -138,7 +139,7 @@ class TrialCompiles:
         return Made(compiled=self.own(), variant=variant, plan=_unchanged(variant), evaluate=None)
 
     def unplanned(self, variant: Variant, meanwhile: Callable[[], object] | None = None) -> Made:
-        """The program with its state on the host, or without checkpoints, and with nothing else changed."""
+        """The program with its state on the host or without checkpoints, otherwise unchanged."""
         with self.request.faults.of(variant.blamed):
             return self._unplanned(variant, meanwhile)
 
@@ -162,24 +163,26 @@ class TrialCompiles:
         return Made(compiled=self.own(), variant=variant, plan=plan, evaluate=None)
 
     def known(self, variant: Variant) -> Compiled | None:
-        """What XLA said of the variant's program with nothing recomputed, if it was asked."""
+        """XLA's figures for the variant's program with nothing recomputed, if it was compiled."""
         undone = variant.undone is not None
         return self._as_it_is.get(undone) if undone or self.request.state else self.plain
 
     def merged(self, meanwhile: Callable[[], object] | None = None) -> Compiled:
-        """The program without its checkpoints, where XLA makes it of the user's own function by itself."""
+        """The user's own function as the program without checkpoints, which XLA makes of it by itself."""
         self._as_it_is[True] = self.own(meanwhile)
         return self._as_it_is[True]
 
     def planned(self, variant: Variant, plan: Plan, *, once: bool = False, learned: bool = True) -> Made | None:
-        """The plan, checked and compiled in the first way that fits, else in the best; ``once``: in the first that
-        XLA compiles.
+        """The plan, checked and compiled in the first way that fits, else in the best.
 
-        Which of the CPU's schedulers follows a plan is decided by trying: neither is always better. So is whether a
-        GPU's needs control dependencies to, and a TPU's to be told, except that where bytes wait on the host a plan far
-        over the budget with that is not compiled without, and that what does not fit a TPU at all is not tried again.
-        ``learned``: both that and what other plans taught; else every way counts. None for copies that XLA does not
-        compile: some programs with them it refuses.
+        Ways are schedulers (CPU), control dependencies (GPU) and telling the compiler the plan's bytes (TPU). None is
+        always better, so all are tried, with two exceptions:
+
+        * A plan with host bytes that is far over the budget with control dependencies is not compiled without them.
+        * A plan that does not fit a TPU at all is not tried again.
+
+        ``once``: the first way that compiles. ``learned``: use the first exception and what earlier plans showed; else
+        try every way. None if XLA refuses a plan with host copies.
         """
         with self.request.faults.of(variant.blamed):
             return self._planned(variant, plan, once, learned)
@@ -196,7 +199,7 @@ class TrialCompiles:
             return None
 
     def again(self, variant: Variant, plan: Plan, choice: int, *, only: bool = False) -> Made | None:
-        """What another process planned, ``choice`` as ``Made`` had it there, and ``only`` so; None where it is
+        """A plan of another process, compiled first in the way ``choice`` of its ``Made``, or in ``only`` that; None if
         refused."""
         if choice == BY_XLA:
             return self.by_xla(variant)
@@ -273,11 +276,11 @@ class TrialCompiles:
         return tried[0][1]
 
     def _is_far(self, made: Made) -> bool:
-        """Whether a program is over the budget by more than control dependencies could cost it."""
+        """Whether a program exceeds the budget by more than control dependencies could cost."""
         return made.compiled.memory is not None and made.compiled.device > NARROWLY * self.request.budget
 
 
 def _unchanged(variant: Variant, solver: str = "none") -> Plan:
-    """The plan that changes nothing."""
+    """A plan that changes nothing."""
     program = Program.unchanged(variant.traced.graph)
     return answer(variant.problem, program, live_ranges(program.graph), solver)

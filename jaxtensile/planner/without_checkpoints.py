@@ -1,4 +1,4 @@
-"""The program without the user's own ``jax.checkpoint``s, where it has some and that may fit."""
+"""The program without the user's own ``jax.checkpoint``s, if it has some and may fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxtensile.search.variant import UNDONE, Variant
 
 
 def without_checkpoints(page: Page) -> Fitted | None:
-    """The cheapest of what fits with and without the user's checkpoints; None when nothing was found."""
+    """The cheapest program that fits, with or without the user's checkpoints; None if none was found."""
     if page.without is None:
         return None
     with page.request.faults.of(UNDONE):

@@ -1,1 +1,1 @@
-"""Which programs may a step be rewritten to, what does each cost, and which is the cheapest that fits?"""
+"""Rewritten programs of a step, their costs, and the cheapest that fits."""

@@ -1,8 +1,8 @@
-"""In which ways is a program rewritten, one after the other, until one has a plan that fits?
+"""The ways to rewrite a program, tried in order until a plan fits.
 
-Those that are there are compared (``cheapest``). Work is done in parts where that is cheaper than doing anything twice.
-Once nothing else fits, products are made slice by slice, branches merged with their gradients, loops strip-mined, and
-the bodies of loops and branches planned as programs of their own.
+First, the present variants are compared (``cheapest``). Work is done in parts where that is cheaper than recomputing.
+If nothing fits, products are sliced, branches merged with their gradients, loops strip-mined, and bodies of loops and
+branches planned as programs of their own.
 """
 
 from __future__ import annotations
@@ -34,16 +34,15 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 WORTH = 0.005
-"""Plans that add no more than this share of the step's work are good enough not to look for ways to work in parts. A
-guess."""
+"""Share of the step's work: if a plan adds no more, parts are not tried. A guess."""
 FEWER = (4, 2)
-"""By so much fewer parts than are enough by themselves are planned as well. A guess: each is planned in full."""
+"""Divisors of a sufficient number of parts; these fewer parts are planned too. A guess: each is planned in full."""
 ABOUT = 1.02
-"""Where nothing fits, plans within this factor of the smallest are as good. A guess."""
+"""If nothing fits, plans within this factor of the smallest count as equal. A guess."""
 
 
 def _large_bodies(start: Variant, temp: Bytes) -> Iterator[tuple[Key, Body, Traced, MemoryUse]]:
-    """Those bodies of ``start``, of so many temporary bytes, that are worth planning, and what each needs."""
+    """Bodies of ``start`` worth planning, given its ``temp`` bytes, and each one's memory."""
     for op in start.looped.graph.ops:
         for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not op.pinned else ()):
             inner = on_device(start.request, body.traced())
@@ -53,7 +52,7 @@ def _large_bodies(start: Variant, temp: Bytes) -> Iterator[tuple[Key, Body, Trac
 
 
 class _Bodies:
-    """The bodies of ``start`` that need much memory of their own, and plans for them."""
+    """Memory-hungry bodies of ``start``, and plans for them."""
 
     def __init__(self, start: Variant) -> None:
         self.start = start
@@ -71,7 +70,7 @@ class _Bodies:
         return Candidates(body_alone(self.start.request, body, inner))
 
     def anew(self) -> _Bodies:
-        """The same bodies, asked nothing yet."""
+        """The same bodies, without plans."""
         again = copy(self)
         again._candidates = self._anew()
         return again
@@ -80,16 +79,16 @@ class _Bodies:
         return cache(lambda i: self._unasked(i).anew())
 
     def _over(self, key: Key, budget: Bytes) -> Bytes:
-        """By how much the program is over the budget while a body runs."""
+        """Bytes by which the program exceeds the budget while a body runs."""
         return self.live.device - self.live.temp + self.live.profile[key[0]] - budget
 
     def may_do(self, budget: Bytes) -> bool:
-        """Whether nothing is over the budget by more than the temporaries of a body, unless it is elsewhere."""
+        """Whether no body exceeds the budget by more than its temporaries; other places are not checked."""
         return all(self._over(key, budget) <= use.temp for key, _, _, use in self.large)
 
     def fitted(self, budget: Bytes) -> Variant | None:
-        """``start`` with its large bodies planned for what ``budget`` leaves them where they run, or as far as that
-        goes; None where all have what they need."""
+        """``start`` with large bodies planned for the bytes left where they run, as far as possible; None if no body
+        needs it."""
         return self.start.request.faults.spared(BODIES, lambda: self._fitted(budget), lambda: None)
 
     def _fitted(self, budget: Bytes) -> Variant | None:
@@ -108,12 +107,12 @@ class _Bodies:
         return with_inside(start, found)
 
     def over(self, budget: Bytes) -> bool:
-        """Whether the program is over the budget while one of them runs."""
+        """Whether the program exceeds the budget while a large body runs."""
         return any(self._over(key, budget) > 0 for key, *_ in self.large)
 
     @cached_property
     def held(self) -> Variant | None:
-        """``start`` with its large bodies, and those in them, kept in their order; None where they are."""
+        """``start`` with its large bodies, and those inside them, in trace order; None if they are."""
         return self.start.request.faults.spared(BODIES, self._in_order, lambda: None)
 
     def _in_order(self) -> Variant | None:
@@ -123,7 +122,7 @@ class _Bodies:
         return with_inside(self.start, list((planned | held).values())) if held else None
 
     def _held(self, key: Key, body: Body, traced: Traced, planned: Inside | None) -> Inside | None:
-        """What becomes of a body that is kept in its order; None where it is, or has no other."""
+        """A body kept in order; None if it already is or has no other order."""
         if planned is None:
             alone = body_alone(self.start.request, body, traced)
             variant = _Bodies(alone).held or alone
@@ -144,15 +143,12 @@ class _Bodies:
 
 
 class _Ways:
-    """The programs that one is rewritten to, each made when it is first asked for: the same whoever asks.
-
-    So are their solvers, which remember what they have laid out.
-    """
+    """The rewritten programs of one program, each made on first use and shared, with solvers that remember layouts."""
 
     def __init__(self, written: Variant, base: Variant | None = None, early: bool = True) -> None:
         self.written = written
         self.base = base or _first(ways(written, SINK)) or written
-        """What needs no more than the program as written, and the same work."""
+        """The variant with no more bytes than the program as written, and the same work."""
         hosted = written.host and written.request.host_budget > 0
         # With copies to the host XLA orders updates by them, and gradients wait after all.
         self.early = _first(ways(replace(self.base, host=False), EARLY_UPDATES)) if early else None
@@ -163,34 +159,33 @@ class _Ways:
 
     @cached_property
     def first(self) -> list[Variant]:
-        """What is tried first."""
+        """Variants tried first."""
         as_it_is = [self.written] if not self.start.as_it_is else []
         beside = self.loops(self.early) if self.early not in (None, self.start) and on("updates_beside") else []
         return [*as_it_is, *self.loops(self.start), *beside]
 
     @cached_property
     def more(self) -> list[Callable[[], list[Variant]]]:
-        """Ways that are worth their time once nothing else fits."""
+        """Rewrites worth their time only if nothing else fits."""
         return [cache(lambda rewrite=rewrite: ways(self.start, rewrite)) for rewrite in last()]
 
     @cached_property
     def without_host(self) -> _Ways:
-        """The same programs, to be planned by recomputation alone."""
+        """The same programs, planned by recomputation alone."""
         written, base = (replace(v, host=False) for v in (self.written, self.base))
         return _Ways(written, written if self.base is self.written else base, self.early is not None)
 
     @cached_property
     def without_early_updates(self) -> _Ways:
-        """The same programs with their updates where they were written."""
+        """The same programs, with updates where they were written."""
         return _Ways(self.written, self.base, early=False)
 
 
 class Candidates:
-    """The variants of one program, cheapest first; once nothing else fits, large products are made slice by slice,
-    and bodies of loops and branches are planned.
+    """The variants of one program, cheapest first. If nothing fits, large products are sliced and bodies planned.
 
-    ``written``: what they are made from; ``others``: variants that are taken as they are; ``parts``: whether work may
-    be done in parts, None for what was asked.
+    ``start``: the program they are made from. ``others``: variants used as they are. ``parts``: whether to work in
+    parts; None: as requested.
     """
 
     def __init__(
@@ -211,11 +206,11 @@ class Candidates:
         self.variants = ordered([*known.first, *self._others])
         self._more = [*known.more]
         self._starts: list[Variant] = []
-        """Work in parts, loops as loops of loops of which the outer ones stack as little as they can, merged branches,
-        and loops that make what they read: what they save is in their bodies."""
+        """Variants that save inside their bodies: parts, strip-mined loops whose outer loops stack the least, merged
+        branches, and loops that make what they read."""
         self._bodies: list[_Bodies] = []
         self._parts: dict[int, _Bodies] = {}
-        """Of work in so many parts."""
+        """Bodies of work in parts, by their number."""
         self._hold = False
 
     @property
@@ -224,15 +219,13 @@ class Candidates:
         return self._ways.written
 
     def cheapest(self, budget: Bytes) -> tuple[Variant, Plan]:
-        """The cheapest variant and plan that fit; the smallest when none does."""
+        """The cheapest variant and plan that fit; the smallest if none does."""
         best = self._cheapest(budget)
         return (self.held(best, budget) or best) if self._hold else best
 
     def hold(self, variant: Variant, more: Bytes, budget: Bytes) -> bool:
-        """Whether it may help ``variant``, which needs ``more`` than predicted, to keep its bodies in their order.
-
-        If so, those of all variants are from now on.
-        """
+        """Whether trace order in bodies may help ``variant``, which needs ``more`` bytes than predicted. If so, all
+        variants use it from now on."""
         if not variant.request.device.backend.heeds_barriers or not on("bodies_in_order"):
             return False
         bodies = self._ways.bodies(variant)
@@ -245,7 +238,7 @@ class Candidates:
         self._hold = False
 
     def held(self, found: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan] | None:
-        """The same with bodies in the order of their traces; None where they are, or where that does not fit."""
+        """The same with bodies in trace order; None if they are, or if it does not fit."""
         variant, plan = found
         held = self._ways.bodies(variant).held
         if held is None:
@@ -276,7 +269,7 @@ class Candidates:
         return best if best[1].predicted.device <= budget or not on("about") else self._about(best)
 
     def _fitted(self, bodies: _Bodies, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
-        """``best``, or what becomes of a program whose bodies are planned, where that is better."""
+        """``best``, or the program with planned bodies if that is better."""
         variant = bodies.fitted(budget)
         found = cheapest([variant], budget) if variant is not None else best
         if variant is None or rank(found, budget) >= rank(best, budget):
@@ -285,8 +278,7 @@ class Candidates:
         return found
 
     def _in_chunks(self, best: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan]:
-        """``best``, or what is cheaper than it with work done in parts: in as many as it takes to need nothing else,
-        or in fewer, with more done again."""
+        """``best``, or a cheaper plan in parts: as many as suffice alone, or fewer with more recomputation."""
         request, chunks = self.written.request, self._ways.chunks
         enough = WORTH * sum(self.written.whole.charge)
         if (
@@ -332,28 +324,28 @@ class Candidates:
         return [k for k in self._ways.chunks.parts if fewer < k < more]
 
     def in_parts(self, k: int, budget: Bytes) -> tuple[Variant, Plan] | None:
-        """The cheapest plan of work in ``k`` parts; None where it cannot be done so."""
+        """The cheapest plan in ``k`` parts; None if that is impossible."""
         variant = self._ways.chunks.at(k)
         return self._in(k, variant, budget, least=True) if variant is not None else None
 
     def readily(self, budget: Bytes) -> tuple[Variant, Plan]:
-        """The cheapest that fits of those that are there; nothing more is tried where none does."""
+        """The cheapest present variant that fits; nothing more is tried."""
         return cheapest(self.variants, budget)
 
     def _about(self, smallest: tuple[Variant, Plan]) -> tuple[Variant, Plan]:
-        """The cheapest of about as many bytes: what a plan does for the last ones the compiler rarely rewards."""
+        """The cheapest plan of about as many bytes: compilers rarely reward saving the last ones."""
         return cheapest(self.variants, int(ABOUT * smallest[1].predicted.device))
 
     def smallest(self) -> tuple[Variant, Plan]:
-        """The smallest plan that is found when nothing fits; the same one whatever was asked before."""
+        """The smallest plan if nothing fits, independent of earlier calls."""
         return self.anew().cheapest(0)
 
     def anew(self) -> Candidates:
-        """The same candidates, asked nothing yet."""
+        """The same candidates, fresh."""
         return Candidates(self.written, self._others, self._ways, parts=self._in_parts)
 
     def with_parts(self) -> Candidates:
-        """The same candidates and work in parts, asked nothing yet."""
+        """The same candidates and work in parts, fresh."""
         return Candidates(self.written, self._others, self._ways, parts=True)
 
     @property
@@ -361,25 +353,25 @@ class Candidates:
         return [v for v in self.variants if not v.deep]
 
     def has_shallow(self, budget: Bytes) -> bool:
-        """Whether a plan that leaves bodies and the depth of loops as they are is within ``budget``."""
+        """Whether a plan that leaves bodies and loop depth as they are is within ``budget``."""
         return cheapest(self._shallow, budget, least=False)[1].predicted.device <= budget
 
     def shallow(self) -> tuple[Variant, Plan]:
-        """The smallest plan of those that leave bodies and the depth of loops as they are.
+        """The smallest plan that leaves bodies and loop depth as they are.
 
-        The model knows such programs best: once it puts them over the budget, they may still be under it, and what
-        is done to bodies for its sake may need more.
+        The model knows these programs best. Predicted over the budget, they may still fit, and changed bodies may need
+        more.
         """
         plain = self._shallow
         return cheapest(plain, int(ABOUT * cheapest(plain, 0)[1].predicted.device))
 
     @property
     def early(self) -> bool:
-        """Whether updates stand behind their gradients."""
+        """Whether updates are moved behind their gradients."""
         return self._ways.early is not None
 
     def without_early_updates(self) -> list[Candidates]:
-        """The same candidates with updates where they were written, asked nothing yet; none where they are."""
+        """Fresh candidates with updates where they were written; none if they are."""
         return [Candidates(self.written, self._others, self._ways.without_early_updates)] if self.early else []
 
     def forget_early_updates(self) -> None:

@@ -1,7 +1,4 @@
-"""Which of some ways to rewrite a program has the cheapest plan?
-
-All are compared by what they cost over the program as written.
-"""
+"""The cheapest plan among rewritten programs, by cost over the program as written."""
 
 from __future__ import annotations
 
@@ -15,21 +12,21 @@ from jaxtensile.units import Bytes
 
 
 def ordered(variants: list[Variant]) -> list[Variant]:
-    """Cheapest first, by what they cost before anything is planned."""
+    """Variants by cost before planning, cheapest first."""
     return sorted(variants, key=lambda v: v.charge)
 
 
 def without_host(variants: list[Variant]) -> list[Variant]:
-    """The same variants, to be planned by recomputation alone; none that stacks in host memory."""
+    """The same variants, planned by recomputation alone, without those that stack in host memory."""
     return [replace(v, host=False, finer=cache(lambda v=v: without_host(v.finer()))) for v in variants if not v.aside]
 
 
 def cheapest(variants: list[Variant], budget: Bytes, *, least: bool = True) -> tuple[Variant, Plan]:
-    """The cheapest variant and plan that fit; the smallest when none does, unless that is not asked for (``least``).
-    ``variants``: cheapest first.
+    """The cheapest variant and plan that fit; if none does, the smallest, if ``least`` asks for it. ``variants``:
+    cheapest first.
 
-    Of those that recompute more and more in the same loops, the dearer ones are taken to need less. With stacks
-    on the host they need not: the dearest stacks most, and what it cannot stack there stays on the device.
+    Of variants that recompute more and more in the same loops, dearer ones are assumed to need less. Not so with stacks
+    on the host: the dearest stacks most, and what has no room there stays on the device.
     """
     # What each needs at least matters only where none fits.
     found = _cheapest(variants, budget, False) if budget > 0 or not least else None
@@ -70,7 +67,7 @@ def _cheapest(variants: list[Variant], budget: Bytes, least: bool) -> tuple[Vari
 
 
 def _chains(variants: list[Variant]) -> list[list[Variant]]:
-    """Variants that differ in their loops alone, with and without stacks on the host."""
+    """Groups of variants that differ only in their loops, with and without stacks on the host."""
     chains: dict[tuple[int, bool, bool], list[Variant]] = {}
     for variant in variants:
         chains.setdefault((id(variant.base), variant.aside > 0, bool(variant.inside)), []).append(variant)
@@ -78,6 +75,6 @@ def _chains(variants: list[Variant]) -> list[list[Variant]]:
 
 
 def rank(found: tuple[Variant, Plan], budget: Bytes) -> tuple[bool, float]:
-    """Of two, the one of lower rank is better: what fits first, and what costs less; of what does not, the smaller."""
+    """Sort key, lower is better: plans that fit by cost, then the others by bytes."""
     device = found[1].predicted.device
     return (device > budget, device if device > budget else charge_of(*found))

@@ -1,4 +1,4 @@
-"""How much of what a program's loops stack may be recomputed instead, or wait in host memory, step by step."""
+"""Variants whose loops' stacks are recomputed or wait in host memory, step by step."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from jaxtensile.switches import on
 
 @leaves_out(RECOMPUTATION, lambda start: [start])
 def with_loops(start: Variant) -> list[Variant]:
-    """``start`` as it is, and with more and more of what its loops stack recomputed instead; then the same where more
-    and more of that is done for the loops in their iterations. Each is cheapest first."""
+    """``start``, and variants that recompute more and more of its loops' stacks; then the same with more done for the
+    loops inside their iterations. Each is cheapest first."""
     if not on("loops"):
         return [start]
     made = (with_rewrite(start, INNER, plans) for plans in INNER.find(start))
@@ -28,7 +28,7 @@ def with_loops(start: Variant) -> list[Variant]:
 
 
 def _with_loops(start: Variant) -> list[Variant]:
-    """``start`` as it is, and with more and more of what its loops stack recomputed instead; cheapest first."""
+    """``start``, and variants that recompute more and more of its loops' stacks, cheapest first."""
     graph = start.base.graph
     # Asked only where there are loops: the device may have to be tried for the answer. What it says is of plain loops.
     hosted = start.host and not start.has(STRIP_MINE) and find_pairs(graph) and on("loops_away")
@@ -47,7 +47,7 @@ def _with_loops(start: Variant) -> list[Variant]:
         return lambda: faults.spared(RECOMPUTATION, found, list)
 
     def all_away(rung: LoopChoice) -> Variant:
-        """With all that it keeps on the host, or with what there is room for."""
+        """The rung with all kept stacks on the host, or as much as has room."""
         every = at(ladder.away(rung))
         return every if every.aside <= room else at(ladder.away(rung, room / every.aside))
 
@@ -64,7 +64,7 @@ def _with_loops(start: Variant) -> list[Variant]:
 
 
 def looping(start: Variant) -> Callable[[LoopChoice], Variant]:
-    """For a way to rewrite its loops: ``start`` rewritten that way."""
+    """A function from a way to rewrite the loops to ``start`` rewritten that way."""
     graph, device = start.base.graph, start.request.device
     again = again_of(graph, device)
     worth = cache(lambda: (start.known or op_costs(graph, device)).per_second)

@@ -1,4 +1,4 @@
-"""What is known of a request's program before anything is planned: as it is, and once its state is on the host."""
+"""The model's figures for a request's program before planning: as it is, and with its state on the host."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from jaxtensile.units import Bytes
 from jaxtensile.xla.compilers import compiler_of
 
 SURELY_OVER = 1.25
-"""The plain program is compiled unless the model puts it over the budget by this factor: of plans XLA has not needed
-less than 0.88 of what was predicted (``rounds.SURELY``)."""
+"""The plain program is compiled unless predicted over the budget by this factor: plans needed at least 0.88 of the
+prediction (``rounds.SURELY``)."""
 SURELY_OVER_WITH_LOOPS = 2.0
-"""The same where it has loops or branches, of whose bodies the model knows less. A guess."""
+"""The same with loops or branches, whose bodies the model knows less. A guess."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Modelled:
-    """A traced program, what the model says of it as it is, and once its state is on the host."""
+    """A traced program, and the model's figures: as it is, and with its state on the host."""
 
     traced: Traced
     plain: MemoryUse
@@ -34,13 +34,13 @@ class Modelled:
     bound: Bound
 
     def may_fit(self, request: Request) -> bool:
-        """Whether XLA is worth asking about it as it is."""
+        """Whether to ask XLA about it as it is."""
         loops = any(op.bodies for op in self.traced.graph.ops)
         return self.predicted.device <= (SURELY_OVER_WITH_LOOPS if loops else SURELY_OVER) * request.budget
 
 
 def modelled(request: Request, traced: Traced) -> Modelled:
-    """The program of a request, measured by the model."""
+    """The model's figures for a request's program."""
     placed, compiler = streamed(request, traced), compiler_of(request.device)
 
     def use(graph: Graph, host: Bytes = 0) -> MemoryUse:
@@ -56,7 +56,7 @@ def modelled(request: Request, traced: Traced) -> Modelled:
 
 
 def bound_of(request: Request, traced: Traced) -> Bound:
-    """How few bytes the program needs at least; nothing is known where that fails."""
+    """Lower bound of the program's bytes; 0 if its computation fails."""
     return request.faults.spared(
         "the lower bound",
         lambda: lower_bound(traced.graph, traced.consts, bounded=request.device.backend.bounded),
@@ -65,7 +65,7 @@ def bound_of(request: Request, traced: Traced) -> Bound:
 
 
 def with_state(request: Request, traced: Traced) -> tuple[Request, tuple[str, ...]]:
-    """The request with the arguments that may wait on the host between calls there, and what to say of the others."""
+    """The request with arguments that may wait between calls on the host, and notes on the others."""
     if request.place is None:
         return request, ()
     if request.shards > 1:

@@ -1,4 +1,4 @@
-"""The numbers of parts that a step's batch may be worked on in, and why there are none."""
+"""Numbers of parts that a step's batch can be split into, and why there are none."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from jaxtensile.search.request import Request
 from jaxtensile.search.variant import Variant
 
 FEW: Final = 2
-"""Ops named at most that end the rows. A guess: a line."""
+"""Ops that end the rows, named at most. A guess: a line."""
 TRIED: Final = 8
-"""So many parts at least say whether parts help at all; the most there may be where those are fewer. A guess."""
+"""Least number of parts that shows whether parts help; the most possible if fewer. A guess."""
 
 
 class Chunks:
-    """``start`` with its batch, or whatever has many rows, worked on in parts of equally many rows. Made when first
-    asked for."""
+    """``start`` with its batch, or any large set of rows, split into parts of equally many rows. Made on first use."""
 
     def __init__(self, start: Variant) -> None:
         self.start = start
@@ -38,7 +37,7 @@ class Chunks:
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """The numbers of parts there may be."""
+        """Possible numbers of parts."""
         return parts_of(self.seed.rows) if self.seed is not None else ()
 
     @property
@@ -48,14 +47,14 @@ class Chunks:
         return made is not None and live_ranges(made.base.graph).temp < live_ranges(self.start.base.graph).temp
 
     def at(self, parts: int) -> Variant | None:
-        """In so many parts; None where it cannot be."""
+        """The variant in ``parts`` parts; None if impossible."""
         if parts not in self._made:
             self._made[parts] = None if self.seed is None else at(self.start, PARTS, (self.seed, parts))
         return self._made[parts]
 
 
 def why_not_in_parts(request: Request, traced: Traced) -> str:
-    """Why a program that may be worked on in parts cannot be; empty where it can, or was not asked to."""
+    """Why ``chunk=True`` finds no parts; empty if it does, or was not given."""
     if request.chunk is not True:
         return ""
     if request.shards > 1:

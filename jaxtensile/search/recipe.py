@@ -1,8 +1,7 @@
-"""How a program was rewritten and planned, as data, and the way back to both.
+"""A rewritten and planned program as data, and its replay.
 
-Invariant: what comes back is the variant and the plan that the recipe was written of, or ``Unlike`` is raised:
-every step is taken again by the code that took it first, loops must be linked as they were, and the program that
-results must have the graph it had.
+Invariant: a replay gives the recorded variant and plan, or raises ``Unlike``. The same code repeats every step, loops
+must be linked as they were, and the result must have the recorded graph.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from jaxtensile.search.variants import body_alone, with_inside
 
 
 class Unlike(ValueError):
-    """The recipe is about another program."""
+    """The recipe belongs to another program."""
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
-    """An op of a planned program: the original op that it repeats (-1: ``primitive``, inserted) on these values."""
+    """An op of a planned program: the original op that it repeats (-1: ``primitive``, inserted), on these values."""
 
     origin: int
     primitive: str
@@ -38,9 +37,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, array_like=True):
-    """A planned program; a number alone is an op of the original on its own values.
+    """A planned program; a bare number is an original op on its own values.
 
-    ``versions``: (value of the original, memory space) of every further value.
+    ``versions``: (original value, memory space) of each further value.
     """
 
     steps: tuple[int | Step, ...]
@@ -67,8 +66,8 @@ class Planned(msgspec.Struct, frozen=True):
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """The rewrites that were taken, by their keys and with their sites as plain data, the plan, and ``graph``: what the
-    rewritten program must look like."""
+    """The rewrites, by key with their sites as plain data, the plan, and ``graph``: the rewritten program's
+    fingerprint."""
 
     undone: bool
     host: bool
@@ -80,7 +79,7 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class InBody(msgspec.Struct, frozen=True):
-    """What became of a body: of which op, and which of its bodies."""
+    """The recipe of one body: its op, and its index there."""
 
     op: int
     body: int
@@ -92,12 +91,12 @@ _NAMES: Final = {kind: name for name, kind in _KINDS.items()}
 
 
 def fingerprint(graph: Graph) -> str:
-    """Equal for equal graphs, in every process."""
+    """Hash of a graph, the same in every process."""
     return hashlib.sha256(msgspec.msgpack.encode(graph, order="deterministic")).hexdigest()
 
 
 def recipe_of(variant: Variant, plan: Plan) -> Recipe:
-    """How ``variant`` and its plan came about."""
+    """The recipe of ``variant`` and its plan."""
     return Recipe(
         undone=variant.undone is not None,
         host=variant.host,
@@ -110,10 +109,10 @@ def recipe_of(variant: Variant, plan: Plan) -> Recipe:
 
 
 def replay(recipe: Recipe, start: Variant) -> tuple[Variant, Plan]:
-    """The variant and the plan of a recipe.
+    """The variant and plan of a recipe.
 
-    ``start``: the program as written, or without its checkpoints where the recipe says so. Raises ``Unlike`` where the
-    recipe does not go with it.
+    ``start``: the program as written, or without its checkpoints if the recipe says so. Raises ``Unlike`` if the recipe
+    does not match it.
     """
     try:
         return _replayed(recipe, start)

@@ -1,4 +1,4 @@
-"""Which rewrites there are, and a variant with one of them taken."""
+"""The list of rewrites, and variants with one of them."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ REWRITES: Final[list[Rewrite]] = [
     SINK_INVARIANTS,
     STRIP_MINE,
 ]
-"""Those that are asked for last in the order in which they are."""
+"""Last-resort rewrites are tried in this order."""
 
 
 def last() -> list[Rewrite]:
-    """What is asked for once nothing else fits, one after the other."""
+    """Rewrites tried in turn once nothing else fits."""
     return [rewrite for rewrite in REWRITES if rewrite.last]
 
 
 def named(key: str) -> Rewrite:
-    """The rewrite that recipes call so; ``LookupError`` for none."""
+    """The rewrite with this key. Raises ``LookupError``."""
     found = next((rewrite for rewrite in REWRITES if rewrite.key == key), None)
     if found is None:
         raise LookupError(f"no rewrite is called {key!r}")
@@ -45,7 +45,7 @@ def named(key: str) -> Rewrite:
 
 
 def with_rewrite(start: Variant, rewrite: Rewrite, sites: Any) -> Variant | None:
-    """``start`` with a rewrite at some sites; None where it comes to nothing."""
+    """``start`` with a rewrite at ``sites``; None if it changes nothing."""
     base = rewrite.apply(start, sites) if on(rewrite.key) else None
     if base is None:
         return None
@@ -56,12 +56,12 @@ def with_rewrite(start: Variant, rewrite: Rewrite, sites: Any) -> Variant | None
 
 
 def at(start: Variant, rewrite: Rewrite, sites: Any) -> Variant | None:
-    """The same; also None where the rewrite fails, which leaves it out."""
+    """The same; also None if the rewrite fails, which disables it."""
     return start.request.faults.spared(rewrite.title, lambda: with_rewrite(start, rewrite, sites), lambda: None)
 
 
 def ways(start: Variant, rewrite: Rewrite) -> list[Variant]:
-    """``start`` with a rewrite, in each of the ways that there are."""
+    """``start`` with a rewrite, in each possible way."""
 
     def made() -> list[Variant]:
         found = (with_rewrite(start, rewrite, sites) for sites in rewrite.find(start))

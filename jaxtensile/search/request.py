@@ -1,4 +1,4 @@
-"""What is asked and what is given back: one call of one function for one device, and the jit object that fits."""
+"""The planner's input and output: one call of one function on one device, and the jit object that fits."""
 
 from __future__ import annotations
 
@@ -22,28 +22,27 @@ Evaluate = Callable[[list[Any]], list[Any]]
 Make = Callable[[Evaluate | None, Options], Any]
 """A jit object that runs ``evaluate`` (None: the user's function as it is) under compiler options."""
 Placer = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
-"""The arguments as the program is called with them that has these leaves on the host."""
+"""From leaves to the call's arguments with those leaves on the host."""
 
 LINK_SHARE = 0.8
-"""Share of the link's peak rate that copies are planned for, where it was not measured. A guess: after encoding and
-headers PCIe carries about as much."""
+"""Share of the link's peak rate assumed for copies, if unmeasured. A guess: PCIe carries about as much after encoding
+and headers."""
 
 
 def loads_index(device: DeviceProfile) -> bool:
-    """Whether slices of stacks in host memory have to be read at an index that comes from memory."""
+    """Whether slices of host stacks must be read at an index loaded from memory."""
     return device.backend.reads_backwards_from > JAX_VERSION
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What ``pipeline.fit`` works on: one call of one function for one device.
+    """The input of ``pipeline.fit``: one call of one function on one device.
 
-    ``solver``: a name of ``passes.solvers``; ``undo``: whether the user's own checkpoints may recompute less than they
-    say; ``chunk``: whether work on many rows may be done in parts: wherever that is cheaper, or with ``AUTO`` where it
-    is by much. ``place`` is set where donated arguments may wait on the host between calls, of at most ``state_budget``
-    bytes; ``state`` are those that do. ``names``: of the flat arguments; ``settings``: where its options are from.
-    ``stacks_come_back``: whether the device has been seen to read right what is stacked in host memory; asked before
-    anything is. ``faults``: what of the planner failed for it, and is left out.
+    ``solver``: a name in ``passes.solvers``. ``undo``: whether the user's checkpoints may recompute less than they say.
+    ``chunk``: whether rows may be worked on in parts: wherever cheaper, or with ``AUTO`` only if by much. ``place``:
+    set if donated arguments may wait on the host between calls, at most ``state_budget`` bytes; ``state``: those that
+    do. ``names``: of the flat arguments. ``settings``: the sources of its options. ``stacks_come_back``: whether the
+    device was seen to read host stacks correctly. ``faults``: failed parts of the planner, which are left out.
     """
 
     name: str
@@ -71,17 +70,17 @@ class Request:
 
     @property
     def decides_on_parts(self) -> bool:
-        """Whether parts are worked on only where that is shorter by much, or nothing else fits."""
+        """Whether parts are used only if much shorter, or if nothing else fits."""
         return self.chunk == AUTO and self.shards == 1
 
     @property
     def way(self) -> Link:
-        """The way to host memory, wherever it is."""
+        """The link to host memory."""
         return Link(bandwidth=self.device.reached("link_bandwidth", LINK_SHARE), latency=self.device.link_latency)
 
     @property
     def link(self) -> Link | None:
-        """The way to host memory, where copies take time and the compiler keeps to their places."""
+        """The same, if copies take time and the compiler keeps their places; else None."""
         if self.shards > 1 or not self.device.backend.offloads or not (self.host_budget or self.state):
             return None
         if self.device.backend.places_copies and not self.stacks_come_back():
@@ -90,17 +89,17 @@ class Request:
 
     @property
     def loop_link(self) -> Link | None:
-        """The way to host memory for what loops stack."""
+        """The link for stacks of loops; None if they may not be on the host."""
         return self.way if self.may_stack_on_host and self.stacks_come_back() else None
 
     @property
     def may_stack_on_host(self) -> bool:
-        """Whether loops may stack in host memory if the device can read it there."""
+        """Whether loops may stack in host memory, if the device can read it there."""
         return self.shards == 1 and self.host_budget > 0 and self.device.backend.offloads
 
     @property
     def load_index(self) -> bool:
-        """Whether slices of such stacks have to be read at an index that comes from memory."""
+        """Whether slices of host stacks must be read at an index loaded from memory."""
         return loads_index(self.device)
 
     @property
@@ -116,7 +115,7 @@ class Request:
         return replace(self, state=state, host_budget=left)
 
     def arguments(self) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
-        """What a planned program is compiled for."""
+        """The arguments that a planned program is compiled for."""
         if self.place is None or not self.state:
             return self.args, self.kwargs
         return self.place(self.state)
@@ -124,10 +123,10 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True)
 class Fitted:
-    """The jit object that fits, what it evaluates (None: the user's function), and the report.
+    """The jit object that fits, its evaluation (None: the user's function), and the report.
 
-    ``state``: the flat arguments that it takes from host memory. ``time``: of a step, None where the function runs as
-    it is and where it runs on several devices; ``key``: equal for equal programs.
+    ``state``: flat arguments it takes from host memory. ``time``: of a step; None if the function runs as it is or on
+    several devices. ``key``: equal for equal programs.
     """
 
     jitted: Any

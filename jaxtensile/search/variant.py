@@ -1,8 +1,7 @@
-"""A program as it may be rewritten before it is planned, and what that costs over the program as written.
+"""A program as rewritten before planning, and its cost over the program as written.
 
-A variant is where it began, as written or without the user's checkpoints, and the rewrites that were taken, each with
-its sites; then with some of what its loops stack recomputed instead, or in host memory; and with the bodies of loops
-and branches planned as programs of their own. It is made when it is first asked for.
+A variant is a start (as written, or without the user's checkpoints), the rewrites applied with their sites, loop stacks
+recomputed or in host memory, and bodies planned as programs of their own. It is made on first use.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ FINISHED = "the integer programme"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
-    """The program rewritten in one way, and what that costs over the program as written.
+    """A rewritten program, and its cost over the program as written.
 
-    ``base``: the program before its loops were rewritten; ``whole``: the costs of the program as written; ``undone``:
-    set where it has no checkpoints; ``taken``: the rewrites that were made, in their order; ``idle``: what of the
-    charge no op shows; ``loops``: what became of pairs of its loops; ``inside``: of the bodies of its loops and
-    branches; ``host``: whether bytes may wait there; ``finer``: steps between this and the next dearer one.
+    ``base``: the program before its loops were rewritten. ``whole``: costs of the program as written. ``undone``: set
+    if checkpoints were removed. ``taken``: rewrites applied, in order. ``idle``: part of the charge that no op carries.
+    ``loops``: plans of loop pairs. ``inside``: plans of loop and branch bodies. ``host``: whether bytes may wait there.
+    ``finer``: variants between this one and the next dearer one.
     """
 
     request: Request
@@ -67,17 +66,17 @@ class Variant:
         return sum(plan.aside for plan in self.loops)
 
     def has(self, rewrite: Rewrite) -> bool:
-        """Whether it was taken."""
+        """Whether a rewrite was applied."""
         return any(taken.rewrite is rewrite for taken in self.taken)
 
     @property
     def parts(self) -> int:
-        """In how many parts its batch is worked on."""
+        """Number of parts of its batch."""
         return next((taken.sites[1] for taken in self.taken if taken.rewrite is PARTS), 1)
 
     @property
     def blamed(self) -> str:
-        """The rewrite that is left out where something of it fails: the last one that made it; empty without any."""
+        """The rewrite to leave out if this variant fails: the last applied; empty without any."""
         made = (
             (BODIES, self.inside),
             (RECOMPUTATION, self.loops),
@@ -90,12 +89,12 @@ class Variant:
 
     @property
     def as_it_is(self) -> bool:
-        """Whether nothing of it is rewritten but the user's checkpoints: the order of its ops is the compiler's."""
+        """Whether at most the user's checkpoints are rewritten, so that the compiler orders the ops."""
         return not (self.loops or self.inside or any(not taken.rewrite.reorders for taken in self.taken))
 
     @property
     def deep(self) -> bool:
-        """Whether bodies are planned, or other programs than they were: what the model knows least."""
+        """Whether bodies are planned or rewritten, which the model knows least."""
         return bool(self.inside) or any(taken.rewrite.in_bodies for taken in self.taken)
 
     @cached_property
@@ -109,7 +108,7 @@ class Variant:
 
     @cached_property
     def traced(self) -> Traced:
-        """The program that is planned."""
+        """The program to plan."""
         traced = self.looped
         if self.inside:
             with self.request.faults.of(BODIES):
@@ -120,7 +119,7 @@ class Variant:
 
     @cached_property
     def problem(self) -> Problem:
-        """Fit it into the request's budget."""
+        """The solver's problem: fit the request's budget."""
         request, graph = self.request, self.traced.graph
         known = self.known is not None and self.traced is self.base
         costs = self.known if self.known is not None and known else op_costs(graph, request.device)
@@ -136,7 +135,7 @@ class Variant:
 
     @cached_property
     def plain(self) -> MemoryUse:
-        """What it needs with nothing planned."""
+        """Its memory with nothing planned."""
         with self.request.faults.of(self.blamed):
             return live_ranges(self.traced.graph).use()
 
@@ -154,16 +153,16 @@ class Variant:
         return at
 
     def finished(self, plan: Plan, budget: Bytes) -> Plan:
-        """What the plan becomes before it is compiled; those of other solvers than the default one are left."""
+        """The plan improved before it is compiled; only the default solver's plans are."""
         better = lambda: finished(self.prepare, self.problem, budget, plan)  # noqa: E731
         return self.request.faults.spared(FINISHED, better, lambda: plan)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inside:
-    """How one body of the program with its loops rewritten was planned, as a program of its own.
+    """The plan of one body, as a program of its own, after the loops were rewritten.
 
-    ``held``: barriers keep it in the order of its schedule.
+    ``held``: barriers keep the order of its schedule.
     """
 
     key: Key
@@ -190,13 +189,13 @@ def streamed(request: Request, traced: Traced) -> Traced:
 
 
 def charge_of(variant: Variant, plan: Plan) -> Seconds:
-    """What a plan of ``variant`` costs over the program as written: work, and waiting for copies."""
+    """Cost of a plan over the program as written: work, and waits for copies."""
     costs = variant.problem.costs
     return variant.charge + plan.wait * costs.per_second + plan.program.again(costs.charge)
 
 
 def step_time(variant: Variant, plan: Plan) -> StepTime:
-    """Of the variant under its plan."""
+    """Time of a step under the plan."""
     request, graph = variant.request, variant.base.graph
     copies: list[LoopCopies] = []
     for loop in variant.loops:
@@ -221,7 +220,7 @@ def step_time(variant: Variant, plan: Plan) -> StepTime:
 
 
 def program_key(variant: Variant, plan: Plan) -> int:
-    """Equal, in this process, for equal programs."""
+    """Hash of a program, equal in this process for equal programs."""
     ops = tuple((op.primitive, op.operands, op.results) for op in plan.program.graph.ops)
     inside = tuple((i.key, program_key(i.variant, i.plan)) for i in variant.inside)
     taken = tuple((taken.rewrite.key, taken.sites) for taken in variant.taken)

@@ -1,6 +1,6 @@
-"""The variants that searches begin with: as written, without checkpoints, one body alone; and what is done to others.
+"""The variants that a search starts from: as written, without checkpoints, or one body; and changes to others.
 
-Invariant: what a variant costs is counted from the program as written.
+Invariant: costs count from the program as written.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ def written(request: Request, traced: Traced, costs: Costs, prepare: Prepare) ->
 
 
 def undone(request: Request, program: Undone, costs: Costs, prepare: Prepare) -> Variant:
-    """The program without its checkpoints; ``costs`` are those of the program as written."""
+    """The program without its checkpoints; ``costs``: of the program as written."""
     return priced(Variant(request=request, prepare=prepare, base=program.traced, whole=costs, undone=program))
 
 
 def priced(start: Variant) -> Variant:
-    """``start`` with what it costs over the program as written."""
+    """``start`` with its cost over the program as written."""
     own, whole = op_costs(start.base.graph, start.request.device), start.whole
     charge, seconds = sum(own.charge) - sum(whole.charge), sum(own.seconds) - sum(whole.seconds)
     return replace(start, known=own, charge=charge + start.idle, seconds=seconds)
 
 
 def body_alone(request: Request, body: Body, traced: Traced | None = None) -> Variant:
-    """A body of one of the request's loops or branches as a program of its own; ``traced``: the body."""
+    """A loop or branch body as a program of its own; ``traced``: the body, if known."""
     own = replace(
         request, jaxpr=body.closed, donated=body.donated, keep_unused=True, host_budget=0, place=None, state=()
     )
@@ -51,7 +51,7 @@ def body_alone(request: Request, body: Body, traced: Traced | None = None) -> Va
 
 
 def with_inside(start: Variant, found: Sequence[Inside]) -> Variant:
-    """``start`` with bodies of its loops and branches planned."""
+    """``start`` with planned bodies."""
     made = replace(
         start,
         inside=tuple(found),
@@ -64,8 +64,8 @@ def with_inside(start: Variant, found: Sequence[Inside]) -> Variant:
 
 
 def separated(variant: Variant, plan: Plan) -> Plan:
-    """A plan that changes nothing, but for ops that make their own copies of what they read; the same one where there
-    are none, or the compiler heeds no barriers when it schedules."""
+    """The plan, with own copies for the ops that make copies of their operands. Unchanged if there are none, or if the
+    compiler's schedule ignores barriers."""
     if not variant.request.device.backend.heeds_barriers:
         return plan
     program = with_own_copies(plan.program)
