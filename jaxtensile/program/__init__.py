@@ -1,1 +1,1 @@
-"""Between jaxprs and programs: trace one, change one, evaluate a planned one."""
+"""Between jaxprs and programs: trace, change, and evaluate planned ones."""

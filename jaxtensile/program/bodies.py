@@ -1,7 +1,6 @@
-"""Bodies of loops and branches as programs of their own, and a program with other bodies in their places.
+"""Loop and branch bodies as programs of their own, and their exchange.
 
-Invariant: a body that is exchanged takes and gives values of the same types; everything around it
-is bound as it was.
+Invariant: a new body has the old argument and result types; all else is bound unchanged.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from jaxtensile.program.trace import Traced, bind, exchanged, retrace, trace_jax
 _PARAMETER = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
 
 Key = tuple[int, int]
-"""Op, and which of its bodies."""
+"""(op, index of its body)"""
 
 
 @dataclass(frozen=True)
 class Body:
-    """A body: its closed jaxpr, which of its arguments its results replace (a loop's carry), and how often it runs."""
+    """A body: its closed jaxpr, the arguments its results replace (a loop's carry), and its number of runs."""
 
     closed: Any
     donated: tuple[bool, ...]
@@ -32,7 +31,7 @@ class Body:
 
 
 def bodies_of(traced: Traced, o: int) -> list[Body]:
-    """The bodies of op ``o`` that can be exchanged: of scans, whiles and branches on plain arrays."""
+    """The exchangeable bodies of op ``o``: of scans, whiles and branches on plain arrays, without effects."""
     eqn, op = traced.equations[o].eqn, traced.graph.ops[o]
     if eqn is None or op.primitive not in _PARAMETER or eqn.effects:
         return []
@@ -55,7 +54,7 @@ def _carried(primitive: str, carried: tuple[int, int], params: Mapping[str, Any]
 
 
 def maker(traced: Traced, o: int, value: int) -> tuple[str, str]:
-    """What made ``value``, a result of op ``o``, and where: of what a scan stacks the op in its body,
+    """The primitive and line that made ``value``, a result of op ``o``. For a scan's stack, the op in its body:
     ``("scan of tanh", "model.py:41 (layer)")``."""
     op = traced.graph.ops[o]
     place = op.results.index(value)
@@ -70,7 +69,7 @@ def maker(traced: Traced, o: int, value: int) -> tuple[str, str]:
 
 
 def with_bodies(traced: Traced, closed: Any, new: Mapping[Key, Callable[[Sequence[Any]], list[Any]]]) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) with other bodies: flat arguments → flat results."""
+    """The closed jaxpr of ``traced`` (of ``closed``) with ``new`` bodies: flat arguments → flat results."""
 
     def changed(o: int) -> Callable[[Callable[[Any], Any]], list[Any]]:
         equation = traced.equations[o]

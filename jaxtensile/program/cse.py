@@ -1,12 +1,11 @@
-"""What does a program compute twice that XLA computes once?
+"""Merge equal equations, as XLA does.
 
-Equal equations are those of one primitive, with equal parameters and configuration, on the same values. A function that
-calls its network for a value and again for a gradient has many: XLA merges them, and so must whoever says what the
-program needs. Where two of them that cost something are merged, all are, but for what is made of constants alone, as
-masks are: that is made wherever it is read.
+Equal equations have the same primitive, parameters, configuration and operands. A function that calls its network for a
+value and again for a gradient has many. If any two that cost something are merged, all are, except ops on constants
+alone (masks): they are made where they are read.
 
-Invariant: an equation is merged only with one that computes the same bits; what has effects, is foreign code or touches
-mutable state runs as often as before, and nothing is merged across a barrier.
+Invariant: an equation merges only with one that computes the same bits. Effects, foreign code and mutable state stay as
+they are, and nothing merges across a barrier.
 """
 
 from __future__ import annotations
@@ -24,12 +23,12 @@ from jaxtensile.program.trace import Equation, Traced
 
 _RANDOM, _SCATTER = ("random_", "rng_", "threefry"), ("scatter",)
 _APART = frozenset({"optimization_barrier"})
-"""Written to keep equal values apart."""
+"""Primitives written to keep equal values apart."""
 
 
 def cse(traced: Traced, *, cheap: bool = False) -> Traced:
-    """The program with equal equations once; the same one where none that costs something is there twice, or none at
-    all if ``cheap`` ones are to be there once as well."""
+    """The program with equal equations merged. It is returned unchanged unless one that costs something merges, or any
+    with ``cheap``."""
     equal = Equal(traced)
     spared = False
     stays: list[int] = []
@@ -42,7 +41,7 @@ def cse(traced: Traced, *, cheap: bool = False) -> Traced:
 
 
 class Equal:
-    """Which equations are equal, one after the other.
+    """Equal equations, one after the other.
 
     ``same``: value → the value it is merged into, or that it is behind a barrier.
     """
@@ -51,11 +50,10 @@ class Equal:
         self.traced, self.barriers = traced, barriers
         self.same: dict[int, int] = {}
         self.number: dict[int, int] = {}
-        """Value → the first value that is equal to it: also for those that are not merged."""
+        """Value → the first equal value, merged or not."""
 
     def each(self) -> Iterator[tuple[int, int]]:
-        """Each equation, and the first one that it is merged with: itself where it is not. -1 for inserted barriers,
-        where these are to be seen through."""
+        """Each equation and the first one it merges with, or itself. -1 for inserted barriers that are seen through."""
         equations, ops = self.traced.equations, self.traced.graph.ops
         constant: set[int] = set()
         known: dict[Hashable, int] = {}
@@ -80,29 +78,29 @@ class Equal:
             yield i, first
 
     def now(self, v: int) -> int:
-        """The value that ``v`` is."""
+        """The value that ``v`` is merged into."""
         return self.same.get(v, v)
 
     def numbered(self, v: int) -> int:
-        """The first value that is equal to ``v``."""
+        """The first value equal to ``v``."""
         return self.number.get(v, v)
 
 
 def values(equation: Equation) -> list[int]:
-    """The operands that are no literals."""
+    """The operands that are not literals."""
     return [a for a in equation.operands if isinstance(a, int)]
 
 
 def is_cheap(op: Op) -> bool:
-    """Whether an op on constants costs next to nothing: no matrix work, no loop, no random numbers, and nothing that is
-    stored wherever it is read."""
+    """Whether an op on constants costs next to nothing: no matrix work, loops, random numbers or scatters (always
+    stored)."""
     return not (op.flops or op.bodies or op.primitive.startswith(_RANDOM + _SCATTER))
 
 
 def key_of(traced: Traced, i: int, number: Mapping[int, Hashable]) -> Hashable | None:
-    """What equation ``i`` shares with those that compute the same bits; None for one that is equal to no other.
+    """A key shared by equations that compute the same bits as equation ``i``; None if none can.
 
-    ``number``: what stands for values that are equal to others.
+    ``number``: a representative for equal values.
     """
     equation, op = traced.equations[i], traced.graph.ops[i]
     if op.pinned or op.primitive in _APART:
@@ -121,12 +119,12 @@ def key_of(traced: Traced, i: int, number: Mapping[int, Hashable]) -> Hashable |
 
 
 def literal_key(literal: Any) -> Hashable:
-    """What stands for a literal in keys."""
+    """The key of a literal."""
     return (_compat.Literal, literal.aval, _exact(literal.val))
 
 
 def _exact(x: Any) -> Hashable:
-    """``x`` as a key that is equal for the same type and bits only: not 1 for True, nor 0.0 for -0.0."""
+    """A key of ``x``, equal only for the same type and bits: 1 is not True, 0.0 is not -0.0."""
     if isinstance(x, dict):
         return (dict, *((k, _exact(v)) for k, v in sorted(x.items(), key=lambda item: str(item[0]))))
     if isinstance(x, tuple | list):
@@ -141,7 +139,7 @@ def _exact(x: Any) -> Hashable:
 
 
 def rebuilt(traced: Traced, same: dict[int, int], stays: Sequence[int]) -> tuple[Traced, dict[int, ValueId]]:
-    """The equations that stay and their Graph, on consecutive ids, and the new id of each value that is left."""
+    """The equations that stay and their Graph, renumbered, and the new id of each remaining value."""
     old = traced.graph
     left = dict.fromkeys((*traced.arguments, *traced.consts, *(r for i in stays for r in traced.equations[i].results)))
     number = {v: ValueId(n) for n, v in enumerate(sorted(left))}

@@ -1,8 +1,7 @@
-"""The one place where jaxprs change: evaluate a program's schedule on the caller's tracers.
+"""Evaluate a program's schedule on the caller's tracers: the one place where jaxprs change.
 
-Invariant: every equation is bound with its own parameters, configuration and source line, so a
-rewritten program differs from the original in what is repeated and where barriers stand, and in
-nothing else.
+Invariant: every equation keeps its parameters, configuration and source line. A rewritten program differs only in
+repeated equations and barriers.
 """
 
 from __future__ import annotations
@@ -27,15 +26,18 @@ _SPACE = {TO_HOST: jax.memory.Space.Host, TO_DEVICE: jax.memory.Space.Device}
 
 
 _LARGE = 1 << 20
-"""Bytes of stacks for which a loop gets zeros of its own, and of constants that are made late. A guess, as
+"""Bytes of stacks for which a loop gets its own zeros, and of constants that are made late. A guess, as
 ``offload.SMALLEST``."""
 
 
 def emit(
     traced: Traced, program: Program, *, apart: bool = False, stacked: bool = False
 ) -> Callable[[Sequence[Any]], list[Any]]:
-    """Flat arguments → flat outputs, by the schedule of ``program``; ``apart``: each loop makes what it stacks
-    into, and what is written into a constant has it made late; ``stacked``: copies to the host are ``HostStacks``."""
+    """Flat arguments → flat outputs, by the schedule of ``program``.
+
+    ``apart``: each loop makes its own stacks, and a constant that is written into is made late. ``stacked``: copies to
+    the host are ``HostStacks``.
+    """
     graph, origin = program.graph, program.origin
     made = _made_from_arguments(graph)
     blank = _blank(graph, origin) if apart else {}
@@ -74,7 +76,7 @@ def emit(
 
 
 def _made_from_arguments(graph: Graph) -> list[int]:
-    """For each value the op that makes it; -1 for arguments and for what no argument goes into."""
+    """The op that makes each value; -1 for arguments and for values that depend on none."""
     made = producers(graph)
     known = set[int](graph.inputs)
     for op in graph.ops:
@@ -84,11 +86,11 @@ def _made_from_arguments(graph: Graph) -> list[int]:
 
 
 def _with_its_own_stacks(equation: Equation, operands: list[Any], op: Op, made: Sequence[int]) -> list[Any] | None:
-    """A loop that stacks into zeros made when it begins: behind a barrier with the latest that it reads of what comes
-    from arguments. None for anything else, and for a loop that may begin with the program.
+    """A loop whose stacks' zeros are made when it begins: behind a barrier with its latest operand that depends on
+    arguments. None for anything else, and for a loop that may begin with the program.
 
-    XLA makes the zeros of all loops in one kernel, so that the stacks of the last one are there from the first on.
-    Behind a barrier a broadcast constant, like a mask's fill, would become a buffer: no kernel could make it anew.
+    XLA makes all loops' zeros in one kernel, so the last loop's stacks would live from the start. Only scalars go
+    behind the barrier: a broadcast constant there, like a mask's fill, would become a buffer.
     """
     if equation.eqn is None or equation.eqn.primitive.name != "scan" or equation.eqn.effects:
         return None
@@ -124,7 +126,7 @@ def _with_its_own_stacks(equation: Equation, operands: list[Any], op: Op, made: 
 
 
 def _latest(equation: Equation, op: Op, made: Sequence[int]) -> int | None:
-    """Which of its operands was made last of what comes from arguments; None where none does."""
+    """The latest operand that depends on arguments; None if none does."""
     given = iter(op.operands)
     ages = [made[next(given)] if isinstance(a, int) else -1 for a in equation.operands]
     latest = max(range(len(ages)), key=ages.__getitem__)
@@ -132,15 +134,15 @@ def _latest(equation: Equation, op: Op, made: Sequence[int]) -> int | None:
 
 
 def _is_plain(aval: Any) -> bool:
-    """Whether an array of numbers on the device, of a type that it keeps."""
+    """Whether an array of numbers on the device, of a type it keeps."""
     there = "host" in str(getattr(aval, "memory_space", "")).lower()
     return isinstance(aval.dtype, np.dtype) and aval.dtype != jax.dtypes.float0 and not aval.weak_type and not there
 
 
 def _blank(graph: Graph, origin: Sequence[int]) -> dict[int, int]:
-    """By op that writes into a large constant of its own: the equation that broadcasts a literal to the constant.
+    """Op that writes into its own large constant → the equation that broadcasts a literal to it.
 
-    Other ops of no operands may do something, or have several results.
+    Other ops without operands may have effects or several results.
     """
     made = producers(graph)
     readers = Counter(v for op in graph.ops for v in op.operands) + Counter(graph.outputs)
@@ -158,11 +160,11 @@ def _blank(graph: Graph, origin: Sequence[int]) -> dict[int, int]:
 def _with_late_zeros(
     equation: Equation, operands: list[Any], op: Op, made: Sequence[int], constant: Equation
 ) -> list[Any]:
-    """What an equation reads that writes into a constant, as the gradient of a lookup does: the constant is made behind
-    a barrier with the latest that it reads of what comes from arguments.
+    """The operands of an equation that writes into a constant (the gradient of a lookup). The constant is made behind a
+    barrier with the latest operand that depends on arguments.
 
-    A constant waits for nothing, and XLA makes it when it likes: beside copies to the host the zeros of an embedding's
-    gradient, 94 MB, were there while the last attention was differentiated (BERT of three layers, H200, jax 0.10.2).
+    XLA makes constants at any time: an embedding gradient's zeros, 94 MB, were alive during the last attention's
+    gradient (BERT of three layers, H200, jax 0.10.2).
     """
     latest = _latest(equation, op, made)  # a constant is older than anything that is made of arguments
     if latest is None or not _is_plain(jax.typeof(operands[latest])):
@@ -175,10 +177,10 @@ def _with_late_zeros(
 
 
 def _with_its_own_zeros(equation: Equation, operands: list[Any]) -> list[Any] | None:
-    """The gradient of a max pool that adds to zeros made late; None for anything else.
+    """The gradient of a max pool, added to zeros made late; None for anything else.
 
-    XLA merges equal constants: what such a gradient adds to has to exist, and then every ``relu`` of its
-    shape reads its zeros from there, from the forward pass on.
+    XLA merges equal constants: these zeros are a buffer, and every ``relu`` of their shape would read its zeros there,
+    from the forward pass on.
     """
     if equation.eqn is None or equation.eqn.primitive.name != "select_and_scatter_add":
         return None

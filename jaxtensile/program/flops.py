@@ -1,7 +1,7 @@
-"""How many matrix FLOPs does one equation without a body do?
+"""Matrix FLOPs of one equation without a body.
 
-Two per multiply-add of products and convolutions; factorizations by the usual counts (Golub and Van Loan, *Matrix
-Computations*; LAPACK working note 41), their iterations taken to be as many as those authors say.
+Two per multiply-add of products and convolutions. Factorizations by the usual counts and iterations (Golub and Van
+Loan, *Matrix Computations*; LAPACK working note 41).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtensile.units import Flops
 
 
 def leaf_flops(eqn: Any) -> Flops:
-    """Matrix FLOPs of one equation; 0 where it multiplies nothing, bodies are not looked into."""
+    """Matrix FLOPs of one equation without its bodies; 0 if it multiplies nothing."""
     rule = _RULES.get(eqn.primitive.name)
     return rule([v.aval.shape for v in eqn.invars], [v.aval.shape for v in eqn.outvars], eqn.params) if rule else 0.0
 
@@ -25,7 +25,7 @@ _Rule = Callable[[Shapes, Shapes, Mapping[str, Any]], Flops]
 
 
 def sums(params: Mapping[str, Any], left: tuple[int, ...]) -> bool:
-    """Whether a ``dot_general`` adds anything up; XLA makes a plain multiplication of one that does not."""
+    """Whether a ``dot_general`` sums anything; XLA turns one that does not into a multiplication."""
     (contract, _), _ = params["dimension_numbers"]
     return math.prod(left[d] for d in contract) != 1
 
@@ -45,8 +45,8 @@ def _ragged(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
 
 
 def spread(params: Mapping[str, Any], read: Shapes) -> tuple[int, ...]:
-    """How often GPUs and CPUs write each operand of a product by groups: once for each group, zero where rows are
-    others'. None where groups are of batches: that is a product like any other."""
+    """How often GPUs and CPUs write each operand of a product by groups: once per group, zero in other groups' rows.
+    Empty if the groups are of batches, as for a plain product."""
     numbers = params["ragged_dot_dimension_numbers"]
     (contract, _), (batch, _) = numbers.dot_dimension_numbers
     (rows,), count = numbers.lhs_ragged_dimensions, read[2][-1]
@@ -65,7 +65,7 @@ def _scaled(read: Shapes, made: Shapes, _: Mapping[str, Any]) -> Flops:
 
 
 def _attention(products: int) -> _Rule:
-    """Of cuDNN: so many products of queries with as many keys."""
+    """A rule for cuDNN attention: ``products`` of queries with as many keys."""
 
     def rule(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
         return 2.0 * products * math.prod(read[0]) * (read[1][1] if len(read[1]) == 4 else 1)
@@ -74,7 +74,7 @@ def _attention(products: int) -> _Rule:
 
 
 def _of_matrices(count: Callable[[int, int, int], float]) -> _Rule:
-    """A rule by the rows, the columns and the smaller of both of each matrix of the first operand."""
+    """A rule from each matrix of the first operand: rows, columns, and the smaller of both."""
 
     def rule(read: Shapes, _: Shapes, params: Mapping[str, Any]) -> Flops:
         *batch, m, n = read[0]
@@ -105,7 +105,7 @@ def _reflectors(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
 
 
 def _sparse(read: Shapes, made: Shapes, params: Mapping[str, Any]) -> Flops:
-    """Each number that is stored meets a row of the other operand, which is the last one."""
+    """Each stored number meets a row of the last operand."""
     other = read[-1]
     return 2.0 * math.prod(read[0]) * (math.prod(other[1:]) if len(other) > 1 else 1)
 

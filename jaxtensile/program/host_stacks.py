@@ -1,12 +1,11 @@
-"""Copies to the host and back where the compiler places copies by itself: as slices of stacks in host memory.
+"""Copies to the host and back as slices of stacks in host memory, where the compiler places copies by itself.
 
-XLA:TPU heeds no barrier when it schedules: a pair of copies tied by barriers leaves just before it comes back. What it
-heeds is data. So values of one shape are written into one stack, one slot after the other, and come back as slices at
-an index that is computed from what the barrier ties them to; what a copy out has to be done before is multiplied by a
-1 that is computed from what is read of the stack. Neither depends on any value, but only the program that runs knows.
+XLA:TPU ignores barriers when it schedules, so a copy out would wait until just before its copy back. It respects data
+dependencies. So values of one shape share a stack, one slot each, and return as slices. Their index is computed from
+what the barrier ties them to. Work that a copy out must precede is multiplied by a 1 computed from the stack. Neither
+depends on any value, but only the running program knows.
 
-Invariant: what comes back is what was written; nothing is written into a stack any more once something came back from
-it, or XLA would copy it.
+Invariant: what comes back is what was written. After its first read a stack is not written again, or XLA would copy it.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from jaxtensile.ir.plan import TO_DEVICE, TO_HOST
 from jaxtensile.passes.order.schedule import BARRIER
 
 _LANES, _ROWS = 128, 32
-"""Multiples of the last and of other dimensions that are whole tiles of a TPU for every type: 8 rows of 32 bits, 32 of
-8 bits."""
+"""Multiples of the last and of other dimensions that are whole TPU tiles for every type: 8 rows of 32 bits, 32 of 8
+bits."""
 _Stack = tuple[tuple[int, ...], str, int]
-"""Shape and type of the values in a stack, and how many there were of these before."""
+"""Shape and type of the values in a stack, and the number of earlier stacks of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +38,17 @@ class _Slot:
 
 
 class HostStacks:
-    """The places of all that ``graph`` copies to the host, and the stacks of one evaluation of it."""
+    """The places of all values that ``graph`` copies to the host, and the stacks of one evaluation."""
 
     def __init__(self, graph: Graph) -> None:
         self._place: dict[int, _Slot] = {}
-        """Of values in host memory that come from a copy out."""
+        """Places of host values that come from a copy out."""
         self._length = Counter[_Stack]()
         self._written: dict[_Stack, Any] = {}
         self._late: dict[int, Any] = {}
-        """Value in host memory → zero, of what a barrier ties it to."""
+        """Value in host memory → zero computed from what a barrier ties it to."""
         read = Counter[tuple[tuple[int, ...], str]]()
-        """How many stacks of a kind are read by now, and not to be written again."""
+        """Number of stacks of a kind already read, which are not written again."""
         self._come_back = {op.operands[0] for op in graph.ops if op.primitive == TO_DEVICE}
         held = _held(graph)
         for op in graph.ops:
@@ -66,11 +65,11 @@ class HostStacks:
                 read[shape, dtype] = max(read[shape, dtype], generation + 1)
 
     def holds(self, op: Op) -> bool:
-        """Whether ``op`` is a copy to a stack, or from one, or a barrier over such copies."""
+        """Whether ``op`` is a copy to or from a stack, or a barrier over such copies."""
         return any(v in self._place for v in (*op.operands, *op.results))
 
     def bind(self, op: Op, operands: Sequence[Any]) -> Sequence[Any]:
-        """The results of ``op``; None for what is in a stack."""
+        """The results of ``op``; None for values in a stack."""
         if op.primitive == TO_HOST:
             self._write(self._place[op.results[0]], operands[0])
             return [None]
@@ -113,10 +112,9 @@ class HostStacks:
         return [None if there else next(behind) for there in waits]
 
     def _corner(self, place: _Slot, late: Any) -> Any:
-        """Some numbers of what was written last; at an index that XLA does not know, or it would read what they were
-        written from.
+        """Some numbers of the last value written. XLA must not know their index, or it would read their source instead.
 
-        XLA:TPU slices one dimension beside the slot, and of that whole tiles: of the longest, so that it is little.
+        XLA:TPU slices one dimension beside the slot, in whole tiles: the longest, to read little.
         """
         stack = self._written[place.stack]
         sizes = [1, *stack.shape[1:]]
@@ -127,7 +125,7 @@ class HostStacks:
 
 
 def _held(graph: Graph) -> set[int]:
-    """Values in host memory that come back; what goes there to stay, as state does between steps, is in no stack."""
+    """Host values that come back; those that stay there, like state between steps, are in no stack."""
     held = set[int]()
     for op in reversed(graph.ops):
         if op.primitive == TO_DEVICE:
@@ -138,9 +136,9 @@ def _held(graph: Graph) -> set[int]:
 
 
 def _zero(value: Any) -> Any:
-    """0, which XLA takes for a number that depends on ``value``: whether it is no number, and positive.
+    """0, computed so that XLA sees a dependence on ``value``: whether it is both NaN and positive.
 
-    It is 0 for keys, whose numbers are nobody's.
+    A constant 0 for keys, whose numbers cannot be read.
     """
     if jnp.issubdtype(value.dtype, jax.dtypes.extended):
         return np.int32(0)

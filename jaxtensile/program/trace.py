@@ -1,9 +1,8 @@
-"""What does a function compute: JAX function → flat equations and their Graph.
+"""JAX function → flat equations and their Graph.
 
-Nested calls that mean nothing to XLA (``jit`` without shardings, custom rules off the
-differentiated path, remat) are inlined, high-level primitives are expanded; loops and branches stay ops
-with bodies. The user's own ``jax.checkpoint`` becomes its equations behind an
-``optimization_barrier``, as JAX itself lowers it.
+Calls that mean nothing to XLA (``jit`` without shardings, undifferentiated custom rules, remat) are inlined, and
+high-level primitives expanded. Loops and branches stay ops with bodies. A ``jax.checkpoint`` becomes its equations
+behind an ``optimization_barrier``, as JAX lowers it.
 
 Invariant: ``graph.ops[i]`` describes ``equations[i]``; value ids are shared by both.
 """
@@ -41,7 +40,7 @@ _CALLS = {
 _FOREIGN = """pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning
     call_hi_primitive"""
 REFERENCE_BARRIER = "reference_barrier"
-"""What a Graph calls an ``optimization_barrier`` of JAX that holds references."""
+"""Graph name of JAX's ``optimization_barrier`` over references."""
 _RANDOM = "rng_uniform"
 _COLLECTIVES = """shard_map xla_pmap pmap psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
     all_to_all reduce_scatter ragged_all_to_all"""
@@ -50,7 +49,7 @@ _NEVER_CLONED = {
     for names, why in ((_FOREIGN, "foreign code"), (_RANDOM, "random state"), (_COLLECTIVES, "several devices"))
     for name in names.split()
 }
-"""Running them twice or elsewhere could change meaning, and why."""
+"""Primitives whose repetition or move could change meaning, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Equation:
     """Value ids, or ``Literal`` objects."""
     results: tuple[int, ...]
     callers: tuple[Any, ...] = ()
-    """The inlined calls around it, innermost first: where the user is when the equation is JAX's own."""
+    """The inlined calls around it, innermost first: the user's line if the equation is JAX's own."""
     copy: str = ""
     """``TO_HOST`` or ``TO_DEVICE``: an inserted copy between memory spaces."""
 
@@ -81,7 +80,7 @@ class Traced:
     """Value ids of the flat arguments (``graph.inputs`` also lists the constants)."""
 
     def source(self, op: int) -> str:
-        """Where the user wrote op ``op``."""
+        """The user's line of op ``op``."""
         equation = self.equations[op]
         if equation.eqn is None:
             return f"<{equation.copy or 'checkpoint'}>"
@@ -89,13 +88,13 @@ class Traced:
         return next((line for line in chain(lines, _inside(equation.eqn)) if not line.startswith("<")), lines[0])
 
     def sources(self) -> tuple[str, ...]:
-        """Where the user wrote each op; equal lines are one string."""
+        """The user's line of each op; equal lines are one string."""
         known: dict[str, str] = {}
         return tuple(known.setdefault(line, line) for line in map(self.source, range(len(self.equations))))
 
 
 def _inside(eqn: Any) -> Iterator[str]:
-    """Where the user wrote what the bodies of an equation do, the largest result first."""
+    """User lines of an equation's bodies, largest result first."""
     inner = [e for body in _compat.bodies(eqn) for e in body.eqns]
     for e in sorted(inner, key=lambda e: -max((getattr(v.aval, "size", 0) for v in e.outvars), default=0)):
         yield _compat.source_line(e)
@@ -103,7 +102,7 @@ def _inside(eqn: Any) -> Iterator[str]:
 
 
 class _Flattener:
-    """Scratch of one ``flatten``: grows the value table and the equation list."""
+    """Scratch of one ``flatten``: grows the value table and the equations."""
 
     def __init__(self) -> None:
         self.avals: list[Any] = []
@@ -149,11 +148,11 @@ class _Flattener:
         return [read(a) for a in jaxpr.outvars]
 
     def is_array(self, atom: Any) -> bool:
-        """Whether it is a value, and no literal, that barriers hand on."""
+        """Whether ``atom`` is a value, not a literal, that barriers hand on."""
         return isinstance(atom, int) and type(self.avals[atom]) is _compat.ShapedArray
 
     def remat_barrier(self, eqn: Any, operands: list[Any], stack: Any) -> list[Any]:
-        """The barrier JAX's own lowering puts in front of a differentiated ``remat``."""
+        """The barrier that JAX's lowering puts in front of a differentiated ``remat``."""
         if not eqn.params.get("differentiated", False):
             return operands
         prevent = eqn.params.get("prevent_cse", True)
@@ -161,7 +160,7 @@ class _Flattener:
         return self.barrier(operands, stack, flags)
 
     def barrier(self, operands: list[Any], stack: Any, flags: Sequence[bool] | None = None) -> list[Any]:
-        """What ``operands`` are behind a barrier over those that ``flags`` says; literals are no part of it."""
+        """``operands`` behind a barrier over those that ``flags`` selects; literals are not part of it."""
         flags = (True,) * len(operands) if flags is None else flags
         chosen = [i for i, (f, o) in enumerate(zip(flags, operands, strict=True)) if f and self.is_array(o)]
         behind = list(operands)
@@ -175,13 +174,13 @@ class _Flattener:
 
 
 def _is_barrier_of_checkpoint(eqn: Any) -> bool:
-    """Whether it is the barrier in front of what a checkpoint computes again, over arrays alone."""
+    """Whether ``eqn`` is the barrier before a checkpoint's recomputation, over arrays alone."""
     plain = eqn.primitive.name == "optimization_barrier" and not eqn.effects
     return plain and all(type(v.aval) is _compat.ShapedArray for v in eqn.invars) and _compat.is_checkpoint_barrier(eqn)
 
 
 def _called(eqn: Any) -> Any | None:
-    """What a call calls, as a closed jaxpr; None for anything else."""
+    """The closed jaxpr of a call; None for anything else."""
     name, params = eqn.primitive.name, eqn.params
     body = params.get(_CALLS[name]) if name in _CALLS else None
     if body is None and name == "eval_jaxpr":
@@ -213,9 +212,9 @@ def _mesh_is_empty(mesh: Any) -> bool:
 
 
 def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: bool = True) -> Traced:
-    """Flatten a closed jaxpr into equations and their Graph, without what nothing reads: XLA drops that too.
+    """Flatten a closed jaxpr into equations and their Graph, without dead code, which XLA drops too.
 
-    ``keep_unused=False``: arguments that nothing reads are no inputs, as ``jax.jit`` drops them.
+    ``keep_unused=False``: unread arguments are no inputs, as in ``jax.jit``.
     """
     closed = _compat.without_dead_code(_compat.lowered(closed))
     jaxpr, _ = _compat.open_jaxpr(closed)
@@ -225,10 +224,10 @@ def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: boo
 
 
 def trace_in_turn(first: Any, second: Any, given: Mapping[int, int]) -> tuple[Traced, int]:
-    """Two closed jaxprs as one program, and how many of its equations are those of ``first``.
+    """Two closed jaxprs as one program, and the number of equations of ``first``.
 
-    ``given``: argument of ``second`` → the result of ``first`` that it is, or ``~k`` for argument ``k`` of ``first``.
-    The other arguments follow those of ``first``; its results that are given are none of the program's.
+    ``given``: argument of ``second`` → its result in ``first``, or ``~k`` for argument ``k`` of ``first``. Other
+    arguments follow those of ``first``. Given results are not results of the program.
     """
     first, second = (_compat.without_dead_code(_compat.lowered(closed)) for closed in (first, second))
     flat = _Flattener()
@@ -249,7 +248,7 @@ def trace_in_turn(first: Any, second: Any, given: Mapping[int, int]) -> tuple[Tr
 def _described(
     flat: _Flattener, args: Sequence[int], outs: Sequence[Any], donated: tuple[bool, ...], keep_unused: bool
 ) -> Traced:
-    """What was flattened, and its Graph."""
+    """The flattened equations and their Graph."""
     donated_ids = frozenset(ValueId(a) for a, d in zip(args, donated or (False,) * len(args), strict=True) if d)
     used = {v for e in (*(e.operands for e in flat.equations), outs) for v in e if isinstance(v, int)}
     inputs = tuple(ValueId(v) for v in (*args, *flat.consts) if keep_unused or v in used)
@@ -272,7 +271,7 @@ def _described(
 
 
 def why_pinned(traced: Traced, o: int) -> str:
-    """Why op ``o`` is never cloned, dropped or moved; empty when it may be."""
+    """Why op ``o`` is never cloned, dropped or moved; empty if it may be."""
     op, eqn = traced.graph.ops[o], traced.equations[o].eqn
     if not op.pinned or eqn is None:
         return ""
@@ -296,8 +295,8 @@ def _space(aval: Any) -> str:
 
 
 def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array on the device: sub-byte types are packed, tokens are nothing, and extended types (keys, say)
-    count as what they are stored in."""
+    """Bytes of an array on the device. Sub-byte types are packed, tokens are 0, extended types (keys) count as stored.
+    """
     if dtype is None:
         return 0
     count = math.prod(shape)
@@ -319,9 +318,9 @@ def _bits(dtype: Any) -> int:
 
 
 def is_barrier(eqn: Any) -> bool:
-    """Whether an equation (None: an inserted one) hands each operand on as a result of its own, and does nothing else.
+    """Whether an equation (None: an inserted one) only hands each operand on as a result.
 
-    With references among the operands JAX's barrier is an effect on them, and they have no results.
+    With references, JAX's barrier is an effect on them, without results.
     """
     return eqn is None or (eqn.primitive.name == "optimization_barrier" and not eqn.effects)
 
@@ -363,7 +362,7 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
 
 
 def _rereads(eqn: Any) -> float:
-    """``Op.rereads`` of an equation: the places of all windows over those of the operand."""
+    """``Op.rereads``: elements of all windows ÷ elements of the operand."""
     window = eqn.params.get("window_dimensions")
     if not window:
         return 1.0
@@ -411,7 +410,7 @@ def _padded_with_zeros(equation: Equation, zeros: set[int]) -> int:
 
 
 def _is_zero(equation: Equation) -> bool:
-    """Whether a number is made that is zero, of a literal."""
+    """Whether it makes a zero scalar from a literal."""
     named = equation.eqn is not None and equation.eqn.primitive.name == "convert_element_type"
     return named and not isinstance(equation.operands[0], int) and _is_number_zero(equation.operands[0])
 
@@ -426,7 +425,7 @@ def _is_turned(eqn: Any) -> bool:
 
 
 def _is_filters_gradient(eqn: Any) -> bool:
-    """Whether it is a convolution over the batch, as JAX writes the gradient of a filter."""
+    """Whether it is a convolution over the batch, as in JAX's gradient of a filter."""
     if eqn.primitive.name != "conv_general_dilated":
         return False
     batch, feature, *_ = eqn.params["dimension_numbers"].lhs_spec
@@ -434,8 +433,8 @@ def _is_filters_gradient(eqn: Any) -> bool:
 
 
 def _across(eqn: Any) -> tuple[tuple[int, ...], ...]:
-    """``Op.across`` of an equation: products as ``xla/service/dot_decomposer.cc`` writes them, the matrices of those by
-    groups one below the other, images with their channels last."""
+    """``Op.across``: products as ``xla/service/dot_decomposer.cc`` writes them, matrices by groups one below the other,
+    images with channels last."""
     if eqn.primitive.name == "dot_general":
         (summed_a, summed_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
         ranks = [v.aval.ndim for v in eqn.invars]
@@ -468,13 +467,13 @@ def _across(eqn: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _padded_behind(low: int, high: int, stride: int) -> tuple[int, int]:
-    """What cuDNN pads an input by for the gradient of a filter: as much behind as before where its last window, of a
-    stride, leaves that open (``MatchBackwardFilter`` in ``xla/service/gpu/transforms/conv_rewriter.cc``)."""
+    """cuDNN's padding for the gradient of a filter: as much behind as before, if the last window's stride allows it
+    (``MatchBackwardFilter`` in ``xla/service/gpu/transforms/conv_rewriter.cc``)."""
     return low, min(max(low, high), high + stride - 1)
 
 
 def _bodies(eqn: Any) -> tuple[list[Any], int]:
-    """Closed jaxprs inside an equation, and how often they run."""
+    """Closed jaxprs inside an equation, and their number of runs."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
         return [params["jaxpr"]], int(params["length"])
@@ -489,10 +488,7 @@ def _bodies(eqn: Any) -> tuple[list[Any], int]:
 
 
 def equation_flops(eqn: Any) -> float:
-    """Matrix FLOPs of one equation, bodies included.
-
-    A ``cond`` counts its most expensive branch, a ``while`` one trip.
-    """
+    """Matrix FLOPs of one equation with its bodies: the dearest branch of a ``cond``, one trip of a ``while``."""
     if flops := leaf_flops(eqn):
         return flops
     bodies, trips = _bodies(eqn)
@@ -502,7 +498,7 @@ def equation_flops(eqn: Any) -> float:
 
 
 def jaxprs_in(params: Iterable[Any]) -> Iterator[Any]:
-    """The jaxprs among the parameters of an equation."""
+    """The jaxprs among an equation's parameters."""
     for param in params:
         if hasattr(param, "eqns"):
             yield param
@@ -518,22 +514,22 @@ def jaxpr_flops(jaxpr: Any) -> float:
 
 
 def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
-    """The closed jaxpr of ``evaluate`` on arguments of the very types of those of ``closed``, references too."""
+    """The closed jaxpr of ``evaluate`` on the argument types of ``closed``, references included."""
     jaxpr, _ = _compat.open_jaxpr(closed)
     return trace_on(evaluate, [v.aval for v in jaxpr.invars])
 
 
 def trace_on(evaluate: Callable[..., Any], avals: Iterable[Any]) -> Any:
-    """The closed jaxpr of ``evaluate`` on arguments of these very types."""
+    """The closed jaxpr of ``evaluate`` on these exact types."""
     kinds = [_compat.OfType(aval) for aval in avals]
     with _compat.as_wide_as(kinds):
         return jax.make_jaxpr(evaluate)(*kinds)
 
 
 def exchanged(traced: Traced, closed: Any, new: Mapping[int, Callable[[Callable[[Any], Any]], Sequence[Any]]]) -> Any:
-    """The closed jaxpr of ``traced`` (of ``closed``) with some ops computed in another way.
+    """The closed jaxpr of ``traced`` (of ``closed``) with some ops computed differently.
 
-    ``new``: op → its results, from a function that reads any value made before it.
+    ``new``: op → its results, from a function that reads any earlier value.
     """
 
     def evaluate(*flat: Any) -> list[Any]:

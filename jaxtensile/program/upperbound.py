@@ -1,7 +1,7 @@
-"""How many bytes can a program need at most, in whatever order it runs?
+"""Upper bound on a program's bytes, in any order.
 
-Asked of every program that no budget was given for: one that has ample room runs as ``jax.jit`` runs it, and nothing
-else is asked. Rough on purpose: no schedule, no fusion, no reuse.
+Every program without a given budget is asked for it; one with ample room runs as under ``jax.jit``. Rough on purpose:
+no schedule, fusion or reuse.
 """
 
 from __future__ import annotations
@@ -14,25 +14,22 @@ from jaxtensile.program.flops import BY_GROUPS, spread
 from jaxtensile.units import MIB, Bytes
 
 AMPLE = 4
-"""Times the bytes of all values that XLA is granted for what it adds: layouts, padding, workspaces.
+"""Times the bytes of all values granted to XLA for layouts, padding and workspaces.
 
 At 1, programs that XLA pads (convolutions of few channels) could miss the device; at 16, large ones that fit easily
 would be planned.
 """
 WORTHWHILE = MIB
-"""Bytes of all values below which a program that no budget was given for keeps its checkpoints.
-
-What they recompute there takes microseconds, and finding out what else there is room for about a second.
-"""
+"""Bytes of all values below which a program without a given budget keeps its checkpoints. Their recomputation takes
+microseconds, a plan about a second."""
 _UNDONE = frozenset({"remat2", "checkpoint", "remat", "optimization_barrier", "call_hi_primitive"})
-"""Primitives that say that a program may recompute what there is room for."""
+"""Primitives of programs that may recompute what there is room for."""
 
 
 def all_values(closed: Any) -> Bytes | None:
-    """Bytes of all values of a program together, those inside its calls and loops too; None where a size is unknown.
+    """Bytes of all values of a program, calls and loops included; None if a size is unknown.
 
-    A body counts once: its values in one iteration replace those of the iteration before. Sizes are unknown in
-    programs with symbolic dimensions.
+    A body counts once: each iteration replaces the last one's values. Symbolic dimensions have unknown sizes.
     """
     try:
         return sum(_of(jaxpr) for jaxpr in _bodies(closed))
@@ -41,12 +38,12 @@ def all_values(closed: Any) -> Bytes | None:
 
 
 def recomputes(closed: Any) -> bool:
-    """Whether a ``jax.checkpoint``, or what is made of one, is in a program."""
+    """Whether a program contains a ``jax.checkpoint`` or its lowered form."""
     return any(eqn.primitive.name in _UNDONE for jaxpr in _bodies(closed) for eqn in jaxpr.eqns)
 
 
 def _bodies(closed: Any) -> list[Any]:
-    """A program and everything that it calls, each once."""
+    """A program and everything it calls, each once."""
     found = {id(top := _compat.open_jaxpr(closed)[0]): top}
     waiting = [top]
     while waiting:
@@ -64,7 +61,7 @@ def _of(jaxpr: Any) -> Bytes:
 
 
 def _copies(eqn: Any) -> list[Any]:
-    """What a compiler writes several times: the rows of products by groups."""
+    """Operands that a compiler copies: the rows of products by groups."""
     if eqn.primitive.name not in BY_GROUPS:
         return []
     times = spread(eqn.params, [v.aval.shape for v in eqn.invars])

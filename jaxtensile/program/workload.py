@@ -1,4 +1,4 @@
-"""A program with its abstract arguments: what estimates, plans and benchmarks are made of."""
+"""A program with its abstract arguments, for estimates, plans and benchmarks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 class Workload:
     """``fun(*args)`` as a job would run it.
 
-    ``args``: pytrees of ``jax.ShapeDtypeStruct`` (or arrays); ``jit_options``: keyword
-    arguments of ``jax.jit`` (``donate_argnums``, …); ``name``: for tables.
+    ``args``: pytrees of ``jax.ShapeDtypeStruct`` (or arrays). ``jit_options``: keyword arguments of ``jax.jit``
+    (``donate_argnums``, …). ``name``: for tables.
     """
 
     fun: Callable[..., Any]
@@ -25,23 +25,23 @@ class Workload:
 
 
 class Transformed(ABC):
-    """A function that this package made of a user's. It is told by its type: attributes are copied by wrappers."""
+    """A function this package made of a user's. Recognized by type, as wrappers copy attributes."""
 
     __slots__ = ()
 
     @abstractmethod
     def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-        """A ``jax.jit`` result of the user's function, and what it is to be called with for a call with ``args``."""
+        """The user's function as a ``jax.jit`` result, and its arguments for a call with ``args``."""
 
 
 def name_of(fun: Any) -> str:
-    """What a function is called in reports and errors."""
+    """A function's name in reports and errors."""
     return getattr(fun, "__name__", type(fun).__name__)
 
 
 @contextmanager
 def told_of_modules(fun: Any, *arguments: Any) -> Iterator[None]:
-    """What fails because an argument is an Equinox module says what takes one."""
+    """Add a note to errors caused by an Equinox module argument, naming the function that takes one."""
     try:
         yield
     except Exception as error:
@@ -55,7 +55,7 @@ def told_of_modules(fun: Any, *arguments: Any) -> Iterator[None]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What is in tuples, lists and dicts."""
+    """The leaves of tuples, lists and dicts."""
     if isinstance(value, (tuple, list, dict)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _parts(part)

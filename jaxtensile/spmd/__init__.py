@@ -1,1 +1,1 @@
-"""Several devices and several processes: where arguments are, and how processes come to one plan."""
+"""Several devices and processes: where arguments are, and how processes agree on one plan."""

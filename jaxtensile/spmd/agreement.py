@@ -1,18 +1,20 @@
-"""How do several processes come to one decision, or to one error? A round: one leads, the others follow.
+"""One decision, or one error, among several processes. In a round one leads and the others follow.
 
     member                      leader, the lowest of them
+
     question  ───────────────▶  all there, and all ask the same?
               ◀───────────────  answer, by ``lead``
     digest    ───────────────▶  all the same?        (of what each would run, by ``follow``)
               ◀── verdict ────  run, or an error
 
-The verdict is put down once: the first one stands, and everybody goes by it. Whoever fails, is interrupted, or misses
-another process puts an error there, unless there is a verdict already. So either all go on or all raise one error.
+The first verdict stands, and all obey it. A process that fails, is interrupted, or misses another one writes an error,
+unless a verdict exists. So all go on, or all raise one error.
 
-Nobody waits for a fixed time for work. A process that takes part *beats*: it counts in the store while it lives, and
-it is missed when its count stands still for ``PATIENCE``. A process that has not come is missed after the same time.
-Rounds are counted, by their members, whatever they are about: two functions that are called in another order meet in
-one round, and are told. The keys of a round are deleted when all its members have read its verdict.
+No work has a time limit. A live process *beats*: it counts in the store, and is missed when its count stands still for
+``PATIENCE``. A process that does not come is missed after the same time.
+
+Rounds are numbered per set of members, whatever they are about. So functions called in different orders meet in one
+round, which reports it. A round's keys are deleted once all members have read its verdict.
 
 Invariant: ``agree`` returns in a member only after all members were found to hold the same digest.
 """
@@ -38,30 +40,30 @@ from jaxtensile.units import Seconds
 
 VARIABLE: Final = "JAXTENSILE_AGREEMENT_TIMEOUT"
 PATIENCE: Final[Seconds] = 40.0
-"""Seconds without a sign of life. A compiler may keep Python threads from running for some seconds; the first
-collective of a program waits about as long for a process that does not come."""
+"""Seconds without a sign of life. A compiler may block Python threads for some seconds; a program's first collective
+waits about as long for an absent process."""
 _BEAT: Final[Seconds] = 2.0
 """Seconds between two signs of life. A guess: twenty in ``PATIENCE``."""
 _LOOK: Final[Seconds] = 1.0
-"""Seconds after which a process that waits looks for a verdict. A guess."""
+"""Seconds between a waiting process's looks for a verdict. A guess."""
 _SHOWN: Final = 80
 """Characters of a value in an error: a line."""
 _NAMED: Final = 4
-"""Processes that an error names one by one. A guess: a line."""
+"""Processes named one by one in an error. A guess: a line."""
 
 T = TypeVar("T")
 Watch = Callable[[str], None]
 
 
 class Question(msgspec.Struct, frozen=True):
-    """``same``: what must be the same in all processes, by names that a user knows; ``own``: what need not be."""
+    """``same``: values that must agree in all processes, by user-facing names. ``own``: the rest."""
 
     same: Mapping[str, str]
     own: bytes = b""
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An error that is raised in every process. ``kind``: its class in ``jaxtensile.errors``."""
+    """An error raised in every process. ``kind``: its class in ``jaxtensile.errors``."""
 
     kind: str
     message: str
@@ -70,7 +72,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     culprits: tuple[Culprit, ...] = ()
 
     def error(self) -> JaxtensileError:
-        """The error itself."""
+        """The error as an exception."""
         kind = getattr(errors, self.kind)
         if issubclass(kind, BudgetError):
             return kind(self.message, needs=self.needs, has=self.has, culprits=self.culprits)
@@ -78,7 +80,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """``failure``: None where all run what has ``digest``."""
+    """``failure``: None if all run the program of ``digest``."""
 
     digest: str = ""
     failure: Failure | None = None
@@ -86,7 +88,7 @@ class Verdict(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Agreed:
-    """What all have agreed on: the leader's answer, and the digest of what it leads to."""
+    """The leader's answer, and the digest of its program."""
 
     answer: bytes
     digest: str
@@ -105,12 +107,12 @@ def agree(
     lead: Callable[[Sequence[bytes], Watch], bytes],
     follow: Callable[[bytes, Watch], tuple[T, str]],
 ) -> tuple[T, Agreed]:
-    """What ``follow`` makes of the leader's answer, in all ``members`` (ascending), or the same error in all of them.
+    """The result of ``follow`` on the leader's answer, in all ``members`` (ascending), or the same error in all.
 
-    ``name``: of what is decided; ``lead``: what is ``own`` to the members, in their order → the answer, called in the
-    first member alone; ``follow``: the answer → what it is here and its digest, called in every member. What either
-    raises is raised everywhere: as it is where it is an error of ours, else as ``AgreementError``. They call what they
-    are given now and then, which raises once another process has failed.
+    ``name``: of the thing decided. ``lead``: the members' ``own`` values, in their order → the answer; called in the
+    first member alone. ``follow``: the answer → its result here and a digest; called in every member. They call their
+    ``Watch`` now and then, which raises once another process has failed. An error of either is raised everywhere: as it
+    is if ours, else as ``AgreementError``.
     """
     here = _Round(store, _folder(store, tuple(members)), me, tuple(members), name, _patience())
     try:
@@ -121,7 +123,7 @@ def agree(
 
 
 def _folder(store: Store, members: tuple[int, ...]) -> str:
-    """Where the next round of these members is held."""
+    """The key folder of the members' next round."""
     with _COUNTING:
         counts = _ROUNDS.setdefault(store, {})
         number = counts[members] = counts.get(members, -1) + 1
@@ -137,7 +139,7 @@ def _patience() -> Seconds:
 
 
 class _Over(StoppedError):
-    """There is a verdict, and it is an error."""
+    """The verdict is an error."""
 
 
 @dataclass
@@ -150,7 +152,7 @@ class _Round:
     patience: Seconds
     doing: str = "asks"
     over: bool = False
-    """Whether the verdict is an error, as far as it is known here."""
+    """Whether the verdict is known to be an error."""
 
     def held(
         self,
@@ -158,7 +160,7 @@ class _Round:
         lead: Callable[[Sequence[bytes], Watch], bytes],
         follow: Callable[[bytes, Watch], tuple[T, str]],
     ) -> tuple[T, Agreed]:
-        """The round, from the question to the verdict."""
+        """Hold the round, from the question to the verdict."""
         try:
             answer = self.answered(question, lead)
             self.doing = "compiles"
@@ -175,7 +177,7 @@ class _Round:
         return made, Agreed(answer, digest)
 
     def answered(self, question: Question, lead: Callable[[Sequence[bytes], Watch], bytes]) -> bytes:
-        """The leader's answer, once all are there and ask the same."""
+        """The leader's answer, once all members are there and ask the same."""
         self.put(f"question/{self.me}", msgspec.msgpack.encode(question))
         if self.me != self.members[0]:
             self.doing = "waits for the plan"
@@ -189,7 +191,7 @@ class _Round:
         return answer
 
     def checked(self, digest: str) -> Failure | None:
-        """The verdict: what stands against running what has ``digest``."""
+        """The verdict on running the program of ``digest``: its failure, or None."""
         try:
             if self.me != self.members[0]:
                 self.doing = "waits for the verdict"
@@ -209,7 +211,7 @@ class _Round:
         return self.settled(verdict).failure
 
     def same_questions(self, questions: Sequence[Mapping[str, str]]) -> None:
-        """Raise what differs in them."""
+        """Raise ``AgreementError`` if the questions differ."""
         names = dict.fromkeys(name for q in questions for name in q)
         differ = [name for name in names if len({q.get(name) for q in questions}) > 1]
         if not differ:
@@ -228,7 +230,7 @@ class _Round:
     # ---- waiting --------------------------------------------------------------------------------
 
     def wait_for(self, key: str) -> bytes:
-        """What is put there. Raises ``_Over`` where the verdict is an error."""
+        """Wait for the value of a key. Raises ``_Over`` if the verdict is an error."""
         while True:
             if self.failed():
                 raise _Over
@@ -243,13 +245,13 @@ class _Round:
         return self.over
 
     def watch(self, _: str) -> None:
-        """Called during work: there is no use in it any more once the round is over."""
+        """Called during work; raises once the round has failed."""
         if self.over:
             raise _Over
 
     @contextmanager
     def beating(self) -> Iterator[None]:
-        """Meanwhile give signs of life, and look for those of the others."""
+        """Give signs of life, and look for those of the others, meanwhile."""
         stop = threading.Event()
         thread = threading.Thread(target=self.beat, args=(stop,), name="jaxtensile-beat", daemon=True)
         thread.start()
@@ -260,7 +262,7 @@ class _Round:
             thread.join()
 
     def beat(self, stop: threading.Event) -> None:
-        """In a thread of its own. The leader looks for all, the others for the leader."""
+        """The thread's work: the leader looks for all members, the others for the leader."""
         leader = self.members[0]
         others = [p for p in self.members if p != self.me] if self.me == leader else [leader]
         heard: dict[int, tuple[bytes, Seconds]] = {p: (b"", time.monotonic()) for p in others}
@@ -298,12 +300,12 @@ class _Round:
     # ---- the end --------------------------------------------------------------------------------
 
     def settled(self, verdict: Verdict) -> Verdict:
-        """The verdict that stands: this one, unless there is one already."""
+        """The verdict that stands: this one, unless one exists."""
         stands = self.store.first(f"{self.folder}/verdict", msgspec.msgpack.encode(verdict))
         return msgspec.msgpack.decode(stands, type=Verdict)
 
     def failure_of(self, error: BaseException) -> Failure:
-        """The error as all are to raise it."""
+        """The failure for all to raise."""
         kind = type(error).__name__
         if isinstance(error, BudgetError):
             return Failure(
@@ -325,7 +327,7 @@ class _Round:
         )
 
     def leave(self) -> None:
-        """This member has read the verdict; the last one tidies up."""
+        """Leave a read verdict; the last member deletes the round's keys."""
         with suppress(AgreementError):
             if self.store.count(f"{self.folder}/left") == len(self.members):
                 self.store.delete(self.folder)

@@ -1,6 +1,6 @@
-"""What do the processes of one program tell one another, and who was first? The store of ``jax.distributed``.
+"""The shared store of a program's processes: the key-value store of ``jax.distributed``.
 
-Invariant: of several values that processes put ``first`` under one key, all processes see the same one.
+Invariant: if processes put several values ``first`` under one key, all see the same one.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _PRESENT = "ALREADY_EXISTS"
 
 
 class Store:
-    """Bytes by key, the same for all processes. Every method raises ``AgreementError`` where nobody answers."""
+    """Bytes by key, the same for all processes. Every method raises ``AgreementError`` if the store does not answer."""
 
     def __init__(self, client: Any) -> None:
         self.client = client
 
     def put(self, key: str, value: bytes) -> None:
-        """Put ``value`` there, whatever was there."""
+        """Set a key, replacing any value."""
         with _answered():
             self.client.key_value_set_bytes(key, value, allow_overwrite=True)
 
     def first(self, key: str, value: bytes) -> bytes:
-        """Put ``value`` where nothing is; returns what is there then."""
+        """Set a key that has no value; returns its value."""
         with _answered():
             try:
                 self.client.key_value_set_bytes(key, value, allow_overwrite=False)
@@ -41,7 +41,7 @@ class Store:
             return self.client.key_value_try_get_bytes(key)
 
     def get(self, key: str, wait: Seconds = 0.0) -> bytes | None:
-        """What is there, or comes within ``wait`` seconds; None without such."""
+        """The value, present or within ``wait`` seconds; else None."""
         with _answered():
             try:
                 if wait:
@@ -53,18 +53,18 @@ class Store:
                 return None
 
     def below(self, folder: str) -> dict[str, bytes]:
-        """What is there, by the keys below ``folder``."""
+        """All values, by their keys below ``folder``."""
         with _answered():
             found = self.client.key_value_dir_get_bytes(folder)
         return {key.removeprefix(f"{folder}/"): value for key, value in found}
 
     def count(self, key: str) -> int:
-        """How often this was called for that key, by all processes together."""
+        """Number of calls for that key so far, by all processes."""
         with _answered():
             return self.client.key_value_increment(key, 1)
 
     def delete(self, folder: str) -> None:
-        """Forget all keys below ``folder``."""
+        """Delete all keys below ``folder``."""
         with _answered():
             self.client.key_value_delete(folder)
 
@@ -85,7 +85,7 @@ def _answered() -> Iterator[None]:
 
 _LOCK: Final = threading.Lock()
 _STORE: list[Store] = []
-"""The last one: what is counted by store begins anew with another."""
+"""The last store; counts per store begin anew with another."""
 
 
 def store() -> Store | None:

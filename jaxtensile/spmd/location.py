@@ -1,4 +1,4 @@
-"""On which devices does a call run, and as what does a compiler for another device want its arguments?
+"""The devices of a call, and its arguments as a compiler for another device wants them.
 
 Invariant: nothing here moves or copies an array.
 """
@@ -21,20 +21,20 @@ from jaxtensile.xla.target import PINNED_HOST, resolve_all
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a call runs: a device to ask for its kind, and over how many devices it is spread."""
+    """Where a call runs: one device, to ask for its kind, and the number of devices."""
 
     device: Any
     count: int
     key: Hashable
-    """Equal where the same executable serves."""
+    """Equal if the same executable serves."""
     devices: tuple[Any, ...] = ()
     """All of them, by their ids."""
 
 
 def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) -> Location | None:
-    """The devices of a call; None when its arguments are on devices that do not go together.
+    """The devices of a call; None if its arguments' devices do not go together.
 
-    ``traced``: what ``jax.jit``'s ``trace`` gave; ``options``: the arguments of ``jax.jit``.
+    ``traced``: the result of ``jax.jit``'s ``trace``. ``options``: the arguments of ``jax.jit``.
     """
     leaves = [x for x in jax.tree.leaves((args, kwargs)) if _is_committed(x)]
     sets = {frozenset(x.sharding.device_set) for x in leaves} | _compat.device_sets(traced)
@@ -50,31 +50,31 @@ def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) ->
 
 
 def placements(args: Any, kwargs: Any) -> list[str]:
-    """Where each argument has been put, in words that are the same in every process; empty where nobody has."""
+    """Each argument's placement, in words equal in every process; empty if it has none."""
     return [str(x.sharding) if _is_committed(x) else "" for x in jax.tree.leaves((args, kwargs))]
 
 
 def is_nowhere(traced: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a program is looked at for a mesh without devices: no device can be asked for its bytes."""
+    """Whether a program is for a mesh without devices, so none can be asked for its bytes."""
     leaves = (x.sharding for x in jax.tree.leaves((args, kwargs)) if _is_committed(x))
     return any(map(_compat.is_abstract, (*leaves, *_compat.asked_shardings(traced))))
 
 
 def profile_of(device: Any) -> DeviceProfile:
-    """What the table knows of a device that JAX has."""
+    """The table's profile of a JAX device."""
     return profile_for_kind(device.device_kind, device.platform)
 
 
 def device_name(device: Any) -> str:
-    """How configs and coordinators name a device: ``cuda:0``."""
+    """A device's name in configs and coordinators: ``cuda:0``."""
     return f"{profile_of(device).platform}:{device.id}"
 
 
 def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """The arguments of ``plain``, a ``jax.jit`` result, as the compiler of ``target`` wants them: abstract, placed.
+    """The arguments of ``plain``, a ``jax.jit`` result, abstract and placed for the compiler of ``target``.
 
-    Arguments with ``NamedSharding``s over several devices have the same ones over as many devices of the target.
-    Raises ``TargetError`` for arguments sharded in other ways.
+    ``NamedSharding``s over several devices are kept, over as many devices of the target. Raises ``TargetError`` for
+    other shardings.
     """
     given = {d: None for x in jax.tree.leaves((args, kwargs)) for d in _mesh_devices(x)}
     devices = resolve_all(target, max(len(given), 1))
@@ -94,7 +94,7 @@ def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _mesh_devices(x: Any) -> Sequence[Any]:
-    """The devices of a sharded argument in their order, numbers for those of an abstract mesh; none for any other."""
+    """The devices of a sharded argument, in order, or numbers for an abstract mesh; else none."""
     sharding: Any = getattr(x, "sharding", None) if _is_committed(x) else None
     if isinstance(sharding, NamedSharding) and sharding.memory_kind != PINNED_HOST:
         mesh = sharding.mesh
@@ -114,7 +114,7 @@ def _order(device: Any) -> int:
 
 
 def _sharding_there(x: Any, there: Mapping[Any, Any]) -> NamedSharding | None:
-    """The sharding of an argument over the devices of the target; None where it says nothing."""
+    """An argument's sharding over the target's devices; None if it has none."""
     if not _is_committed(x):
         return None
     if not _mesh_devices(x):
@@ -128,14 +128,14 @@ def _sharding_there(x: Any, there: Mapping[Any, Any]) -> NamedSharding | None:
 
 
 def _is_committed(x: Any) -> bool:
-    """Whether an argument says where the program runs: committed arrays and placed abstract ones."""
+    """Whether an argument determines where the program runs: a committed array or a placed abstract one."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.sharding is not None
     return isinstance(x, jax.Array) and not _compat.is_tracer(x) and x.committed
 
 
 def _spread(x: Any) -> Hashable:
-    """How an array lies on its devices: equal where the same program serves."""
+    """An array's layout over its devices; equal if the same program serves."""
     try:
         return str(x.sharding.devices_indices_map(x.shape))
     except NotImplementedError:  # partial sums: which device holds what says too little

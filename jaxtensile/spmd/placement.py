@@ -1,7 +1,7 @@
-"""Where are the arguments of a call: what waits in host memory is moved there, and looks as if it were on the device.
+"""The places of a call's arguments: state waits in host memory and looks as if on the device.
 
-Invariant: the user's function sees arrays on the device only, and what a planned program is called with lies
-where it was compiled for.
+Invariant: the user's function sees only device arrays, and a planned program gets arguments where it was compiled for
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from jaxtensile.xla.target import host_sharding, is_absent
 class Placement:
     """The places of the arguments of ``plain``, a ``jax.jit`` result.
 
-    ``active``: whether some may be on the host, asked when that matters; once they may, they are looked for ever after.
+    ``active``: whether some may be on the host, asked on demand. After the first yes, host arguments are always looked
+    for.
     """
 
     def __init__(self, plain: Any, active: Callable[[], bool]) -> None:
@@ -39,7 +40,7 @@ class Placement:
         return self._was
 
     def job_place(self, device: Any, args: Any, kwargs: Any) -> Any:
-        """What ``Request.place`` is: the arguments with some leaves on the host; None where none may be there."""
+        """``Request.place``: the arguments with some leaves on the host; None if none may be there."""
         if not self._ask():
             return None
         _require_streams(device)
@@ -50,7 +51,7 @@ class Placement:
         return on_host
 
     def without_jit(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """What runs under ``jax.disable_jit``: the function on arrays that are all on the device."""
+        """The function under ``jax.disable_jit``, on arrays all on the device."""
 
         @functools.wraps(fun)
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -60,15 +61,15 @@ class Placement:
         return run
 
     def on_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with donated ones copied from the host; the very same without such."""
+        """The arguments with donated ones copied from the host; the same objects if there are none."""
         return self._donated(_to_device, args, kwargs)
 
     def as_on_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments as the user's function sees them; the very same where none is on the host."""
+        """The arguments as the user's function sees them; the same objects if none is on the host."""
         return self._donated(_as_on_device, args, kwargs)
 
     def abstract(self, device: Any, state: frozenset[int], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with ``state`` on the host and other donated arrays on ``device``, as a call will have them."""
+        """Abstract arguments of a call: ``state`` on the host and other donated arrays on ``device``."""
         host, here = host_sharding(device), SingleDeviceSharding(device)
 
         def abstract(i: int, x: Any, donated: bool) -> Any:
@@ -81,9 +82,10 @@ class Placement:
         return self.dynamic(abstract, args, kwargs)
 
     def moved(self, device: Any, state: frozenset[int], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with ``state`` on the host and other donated arrays on ``device``; the very same if they are.
+        """The arguments with ``state`` on the host and other donated arrays on ``device``; the same objects if they
+        are.
 
-        Where the replacements are committed to a place, so are the arguments, or JAX would compile again for them.
+        They are committed if their replacements are; otherwise JAX would compile again.
         """
         if not state:
             return self.on_device(args, kwargs)
@@ -111,7 +113,7 @@ class Placement:
         return moved
 
     def dynamic(self, change: Callable[[int, Any, bool], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with every leaf that is not static changed: by its position, itself, whether it is donated."""
+        """The arguments with every dynamic leaf changed, by its position, value, and whether it is donated."""
         static, static_names = _compat.static_arguments(self._plain)
         donated, donated_names = _compat.donated_arguments(self._plain)
         position = count()
@@ -124,7 +126,7 @@ class Placement:
         return new, {k: named.get(k, x) for k, x in kwargs.items()}
 
     def _donated(self, change: Callable[[Any], Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments with every donated leaf in host memory changed; the very same without such."""
+        """The arguments with every donated leaf in host memory changed; the same objects if there are none."""
         numbers, names = _compat.donated_arguments(self._plain)
         inside = [x for i, x in enumerate(args) if i in numbers], {k: x for k, x in kwargs.items() if k in names}
         if not any(map(_compat.in_host_memory, jax.tree.leaves(inside))) or not self._active:
@@ -143,12 +145,12 @@ def _abstract(x: Any, sharding: Any, kind: type[jax.ShapeDtypeStruct] = jax.Shap
 
 
 def _as_on_device(x: Any) -> jax.ShapeDtypeStruct:
-    """What an array in host memory is to the user's function."""
+    """An array in host memory, as the user's function sees it."""
     return _abstract(x, SingleDeviceSharding(next(iter(x.sharding.device_set))))
 
 
 def _require_streams(device: Any) -> None:
-    """Before any planning: that arguments can wait on the host, and, on a TPU that is here, that they come back."""
+    """Raise ``TargetError`` if arguments cannot wait on the host, or do not come back on a present TPU."""
     host_sharding(device)
     backend = profile_for_kind(device.device_kind, device.platform).backend
     if backend.places_copies and not is_absent(device) and not state_comes_back(device):

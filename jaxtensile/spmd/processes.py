@@ -1,10 +1,10 @@
-"""Which plan runs where the devices of one call belong to several processes? The one that the first of them makes.
+"""One plan for the devices of several processes, made by the first process.
 
-It decides all: whether the program fits as it is, which plan, under which compiler options. The others are sent the
-plan as data, as the plan cache keeps it, with the rates and the budget that it was made for; they make the same
-program of it and compile that alone. Nothing runs before all were found to hold the same text and options.
+It decides everything: whether the program fits as it is, the plan, the compiler options. The others get the plan as
+data, as in the plan cache, with its rates and budget, and compile that program alone. Nothing runs until all hold the
+same text and options.
 
-Invariant: every process of a call runs one program, or all of them raise one error.
+Invariant: every process of a call runs one program, or all raise one error.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from jaxtensile.units import Bytes
 from jaxtensile.xla.target import is_absent
 
 _OF_ONE_PROCESS: Final = ("--xla_dump", "--xla_force_host_platform_device_count")
-"""Flags that may differ: they do not change what a program is compiled to."""
+"""Flags that may differ, as they do not change the compiled program."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """``entry``: the plan, None for the program as it is; ``device`` and ``budget``: what it was made for."""
+    """``entry``: the plan; None: the program as it is. ``device``, ``budget``: its inputs."""
 
     entry: Entry | None
     device: DeviceProfile
@@ -50,7 +50,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 def members_of(devices: Sequence[Any]) -> tuple[int, ...]:
-    """The processes whose devices these are, where that takes an agreement: none for those of one process."""
+    """The processes of these devices that must agree; none if the devices are this process's alone or absent."""
     if jax.process_count() == 1 or not devices or is_absent(devices[0]):
         return ()
     found = tuple(sorted({d.process_index for d in devices}))
@@ -60,10 +60,10 @@ def members_of(devices: Sequence[Any]) -> tuple[int, ...]:
 def fit(
     request: Request, devices: Sequence[Any], *, budget: object, known: dict[str, Agreed], baseline: bool = False
 ) -> Fitted:
-    """``pipeline.fit``, and one plan for all processes of the call.
+    """``pipeline.fit``, with one plan for all processes of the call.
 
-    ``devices``: of the call; ``budget``: as the user wrote it; ``known``: what was agreed on before, by question: asked
-    again, it needs no other process. Raises ``AgreementError`` in all processes, or in none.
+    ``devices``: of the call. ``budget``: as the user wrote it. ``known``: earlier agreements by question, which need no
+    other process. Raises ``AgreementError`` in all processes, or in none.
     """
     members = members_of(devices)
     if not members:
@@ -98,7 +98,7 @@ def fit(
 
 
 def refuse(devices: Sequence[Any], name: str, what: str) -> None:
-    """``AgreementError`` for what can only be decided by one process, where the devices are those of several."""
+    """Raise ``AgreementError`` for a choice that only one process can make, if the devices belong to several."""
     members = members_of(devices)
     if members:
         raise AgreementError(
@@ -144,7 +144,7 @@ def _flags(given: str) -> str:
 
 
 class _Kept:
-    """Plans of earlier processes; ``entry``: the last that was found or kept."""
+    """Plans of earlier processes; ``entry``: the last one found or kept."""
 
     def __init__(self, plans: Plans | None) -> None:
         self.plans = plans
@@ -171,7 +171,7 @@ class _Kept:
 
 @dataclass
 class _Here:
-    """This process in a round. ``made``: the leader's own."""
+    """This process in a round. ``made``: the leader's own result."""
 
     request: Request
     members: tuple[int, ...]
@@ -179,7 +179,7 @@ class _Here:
     made: Fitted | None = None
 
     def lead(self, own: Sequence[bytes], watch: Watch) -> bytes:
-        """Plan for the smallest of the budgets: the same percentage is not the same everywhere."""
+        """Plan for the smallest budget: one percentage gives different bytes in each process."""
         request = replace(self.request, budget=min(msgspec.msgpack.decode(b, type=int) for b in own))
         kept = _Kept(plan_cache())
         self.made = pipeline.fit(request, watch=watch, baseline=self.baseline, plans=kept)
@@ -187,7 +187,7 @@ class _Here:
         return msgspec.msgpack.encode(Answer(entry, request.device, request.budget))
 
     def follow(self, answer: bytes, watch: Watch) -> tuple[Fitted, str]:
-        """What the answer leads to here, compiled, and the digest of its text and options."""
+        """The answer's program, compiled here, and the digest of its text and options."""
         fitted, request = self.made, self.request
         if fitted is None:
             given = msgspec.msgpack.decode(answer, type=Answer)
