@@ -1,8 +1,7 @@
 """The coordinator that this process's jobs ask: one in this process, or one behind a socket.
 
-``JAXTENSILE_SOCKET`` or the config's ``coordinator.socket`` names the socket. Without it, the process has its own
-coordinator, for the devices JAX has here and the config's settings. It begins with the first job and ends with the
-last.
+``JAXTENSILE_SOCKET`` or the config's ``coordinator.socket`` names the socket. Otherwise the process has its own, for
+the devices JAX has here and the config's settings, from the first job to the end of the last.
 
 Invariant: the jobs of one process that hold anything ask the same coordinator.
 """
@@ -45,7 +44,6 @@ _local: tuple[Config, LocalCoordinator] | None = None
 
 
 def _in_child() -> None:
-    """Give a forked process no jobs and a coordinator of its own."""
     global _lock, _jobs, _local
     _lock, _jobs, _local = threading.Lock(), set(), None
 
@@ -61,7 +59,6 @@ class Arbitration:
     connect: Callable[[Client], Link]
     local: LocalCoordinator | None
     status: Callable[[], Snapshot]
-    """The coordinator's report of its own state."""
 
     def has_room(self, devices: Sequence[str], need: Bytes) -> bool:
         """Whether ``need`` bytes are free on each device and no job waits."""

@@ -1,15 +1,15 @@
 """``jaxtensile.job``: a lease on device memory, whose steps change plans as other jobs come and go.
 
-The first step asks for admission: with the predicted bytes of the program as it is if there is room, else with its
-whole predicted ladder. The plan of the granted rung is compiled and verified. The others are compiled in the
-background, and the compiled ladder then replaces the predicted one. GRANT and REVOKE move the job between plans, at a
-step boundary or while no step runs. All plans of a step compute the same from the same arguments, so no data moves.
+The first step asks for admission: with the predicted bytes of the program as it is if there is room, else with a
+predicted ladder. The granted plan is compiled and verified at once, the others in the background; they replace the
+predictions. GRANT and REVOKE move the job between plans, at a step boundary or while no step runs. All plans take the
+same arguments, so no data moves.
 
-A suspended job keeps its lease, and its place in the status, at the bytes that may still be on the device. Its state is
+A suspended job keeps its lease, and its place in the status, at the bytes that may still be on the device; its state is
 charged to the host. To resume, it queues for the rest like a new job.
 
-Invariant: a step runs only during the job's turn, with a plan that fits the rung the job is charged for. The job
-reports that it has shrunk only after the last step of the larger plan has ended.
+Invariant: a step runs only during the job's turn, with a plan within the rung it is charged for. The job reports that
+it has shrunk only after the last step of the larger plan has ended.
 """
 
 from __future__ import annotations
@@ -75,15 +75,12 @@ class Job:
         self._steps.close()
 
     def suspend(self, state: Any) -> Any:
-        """Move ``state`` to the host, give its device bytes back, and return it with its arrays there.
+        """Move ``state`` to the host, give its device bytes to others, and return it with its arrays there.
 
-        ``state``: a pytree of everything the job keeps on the device between steps. Its arrays move to pinned host
-        memory one by one and are deleted on the device, like donated ones. Other leaves stay as they are. The host
-        bytes are charged.
-
-        The job gives back the device bytes of ``state`` and of a running step's temporaries. A step's other arguments
-        stay charged, since they may still be on the device. Suspend large ones too: ``job.suspend((state, batch))``.
-        Steps are errors until ``resume``.
+        ``state``: a pytree of everything the job keeps on the device between steps. Arrays move to pinned host memory
+        one by one and are deleted on the device, like donated ones; other leaves stay. The host bytes are charged. The
+        bytes of a running step are given back too. A step's other arguments stay charged, as they may still be on the
+        device: suspend large ones too, ``job.suspend((state, batch))``. Steps are errors until ``resume``.
 
         If it fails or is interrupted midway, ``resume`` gives the state back. Raises ``CoordinatorError`` if the host
         has no room; then nothing has moved.
@@ -177,8 +174,7 @@ class Job:
         return bool(self._tenancy.ladders) and not self._steps.compiles and not self._tenancy.renew
 
     def wait(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds.
-        """
+        """Wait until the plans of all steps so far are compiled; False after ``timeout`` seconds."""
         return self._steps.wait(timeout)
 
     def __repr__(self) -> str:

@@ -1,11 +1,11 @@
 """The plans of one step, from the smallest found up to the program with nothing recomputed.
 
-A *ladder* starts as the model's prediction, without a compile: the program as it is, the smallest plan once asked for,
-and the plans between in the background, since each takes half a second. Compiled plans, verified by XLA's allocation,
-then replace the predicted ones. A rung splits a program's bytes into persistent ones (arguments, and results that
-replace none) and the temporaries of a running step.
+A *ladder* starts as predictions without a compile: the program as it is, the smallest plan once asked for, and, in the
+background, the plans between, at half a second each. Compiled plans, verified by XLA's allocation, replace them. A rung
+splits a program's bytes into persistent ones (arguments, and results that replace none) and the temporaries of a
+running step.
 
-Invariant: ``fitted`` returns a compiled plan that needs no more than the bytes asked for.
+Invariant: ``fitted`` returns a compiled plan within the bytes asked for.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from jaxtensile.units import Bytes, Seconds
 RUNGS = 4
 """Plans at most; each takes a few compiles. A guess."""
 MARGIN, TOP_MARGIN = 0.2, 0.25
-"""Shares of temporaries that XLA may need beyond the model: for the smallest plan, and for the program as it is. They
-apply if nobody waits and another plan may be compiled. Plans between are made to fit their bytes. Guesses; the first as
+"""Shares of temporaries that XLA may need beyond the model: of the smallest plan, and of the program as it is, if
+nobody waits and another plan may be compiled. Plans between are made to fit. Guesses; the first as
 ``build_report.MARGIN``."""
 STEPS = 5
 """Measured steps remembered per rung, without the one after a switch. A guess: the median of five ignores two disturbed
@@ -56,7 +56,7 @@ class Position:
     temp: Bytes
     host: Bytes
     seconds: Seconds
-    """Predicted seconds of a step."""
+    """Predicted."""
     aim: Bytes
     """Bytes for which the model finds this plan again."""
     budget: Bytes
@@ -74,21 +74,24 @@ class _Wanted(StoppedError):
 
 
 class Ladder:
-    """The plans of one signature. ``request``: without arrays; its budget is an upper bound."""
+    """The plans of one signature.
+
+    ``request``: without arrays; its budget is an upper bound. ``most``: largest overhead of a plan, as a factor of the
+    fastest; None: any.
+    """
 
     def __init__(self, request: Request, plans: PlanCache | None = None, *, most: float | None = None) -> None:
         self.request, self._plans = request, plans
         self._most_overhead = most
         self._lock = threading.Lock()
         self._compiling, self._building = Exclusive(), threading.Lock()
-        """Locks for a waiting step and for background compiles: a step does not wait for the background."""
+        """For a waiting step, and for the background: a step does not wait for the latter."""
         self._asked: dict[Bytes, Fitted | None] = {}
         self._soon: set[Bytes] = set()
         """Budgets for which the first plan that fitted was taken."""
         self._sketching = threading.Lock()
         self._solver: Prepare | None = None
-        """The solver asked for predictions, which remembers its answers; None while a thread uses it, and at the end.
-        """
+        """The solver of predictions, which knows its answers; None while a thread asks it, and at the end."""
         self._places = self._predicted(1)
         self._sketches = 1 if request.shards == 1 else RUNGS
         """Number of plans predicted, or the most there may be."""

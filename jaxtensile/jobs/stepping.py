@@ -1,10 +1,10 @@
 """The plan and the turn of each call of a job.
 
-The first call compiles and verifies the plan of the granted rung. The others are compiled in the background, some time
-after that call has run. A job told to change rungs does so at a step boundary, or at once while no step runs.
+The first call compiles and verifies the granted rung's plan. The others are compiled in the background, some time after
+it has run. A job told to change rungs does so at a step boundary, or at once while no step runs.
 
-Invariant: one step of the job runs at a time, only during the job's turn, and the job waits for its end. The step's
-frame holds both (``runtime.holds``), so they end with it wherever it is interrupted.
+Invariant: one step of the job runs at a time, only during the job's turn, and is waited for. The step's frame holds
+both (``runtime.holds``), so they end with it wherever it is interrupted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Stepping(Owned):
         self._name = tenancy.terms.name
         self.waiting = Waiting(tenancy, self.settle, self._moving)
         self._lock = Exclusive()
-        """Held by the one step that runs."""
         self._place = Exclusive()
         """Fixes the job's rung: held by a running step, or by the thread that changes the rung. A compiling step does
         not hold it, so the job can move meanwhile."""
@@ -71,10 +70,9 @@ class Stepping(Owned):
         self.back: tuple[Any] | None = None
         """The result of ``resume``, until the next step."""
         self.steps = 0
-        """Number of steps run."""
 
     def step(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run one call of a step as a turn of the job, until its work on the device has ended."""
+        """As ``Job.step``."""
         with self.alone(f"a step of job {self._name!r} was called"):
             if self.away is not None:
                 raise CoordinatorError(
@@ -101,7 +99,7 @@ class Stepping(Owned):
         return out
 
     def plan(self, ladder: Ladder, devices: Sequence[Any]) -> Fitted:
-        """The plan that a call runs now. The call's turn is given back while it plans or waits for the lease."""
+        """As ``Job.plan``."""
         self._fresh = True
         self._end_turn()
         self.waiting.known(ladder, devices)
@@ -169,8 +167,7 @@ class Stepping(Owned):
             self._on.require_going_on()
 
     def alone(self, what: str) -> Held:
-        """A ``with`` context in which no other step of the job runs. At its end the job moves to its new rung, or ends.
-        """
+        """A ``with`` context without other steps of the job. At its end the job moves to its new rung, or ends."""
         self.require_mine()
         holder = self._lock.holder
         if holder is not None and holder.mine:
@@ -188,7 +185,6 @@ class Stepping(Owned):
             raise CoordinatorError(f"job {self._name!r} {why}: call its steps inside 'with jaxtensile.job(...)'{state}")
 
     def _end(self, mark: Mark) -> None:
-        """Let other steps run."""
         self._place.give(mark)
         self._lock.give(mark)
         self.settle()
@@ -297,8 +293,7 @@ class Stepping(Owned):
         return self._builder is not None and self._builder.is_alive()
 
     def wait(self, timeout: Seconds | None = None) -> bool:
-        """Wait until the plans of all steps so far are compiled; False if that takes longer than ``timeout`` seconds.
-        """
+        """As ``Job.wait``."""
         self.require_mine()
         builder = self._builder
         if builder is not None:

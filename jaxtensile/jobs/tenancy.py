@@ -73,7 +73,6 @@ class Tenancy:
         self.terms, self.devices = terms, terms.devices
         self.taken = Taken()
         self.turns: tuple[Turns, ...] = ()
-        """Its places at the gates of its devices."""
         self.ladders: list[Ladder] = []
         self.calls: Counter[Ladder] = Counter()
         """Number of timed calls of each step."""
@@ -91,7 +90,6 @@ class Tenancy:
         self.waits: Bytes = 0
         """Host bytes of its state."""
         self.switches = 0
-        """Number of times the job changed to another rung."""
         self._clamped = False
         """Whether ``now`` is less than the rung, until another ladder applies."""
 
@@ -107,17 +105,17 @@ class Tenancy:
 
     @property
     def budget(self) -> Bytes:
-        """Device bytes that the job's steps may use now; 0 before the first step and while suspended."""
+        """As ``Job.budget``."""
         return 0 if (now := self.now) is None or self.resting is not None else now.level
 
     @property
     def rung(self) -> int:
-        """Index of the current rung in ``ladder``, from 0; -1 without a lease."""
+        """As ``Job.rung``."""
         return -1 if (client := self.client) is None else client.rung
 
     @property
     def ladder(self) -> tuple[Rung, ...]:
-        """The job's plans, as the coordinator knows them."""
+        """As ``Job.ladder``."""
         return () if (admit := self.admit) is None else admit.ladder
 
     def bytes_for(self, ladder: Ladder) -> Bytes:
@@ -195,7 +193,7 @@ class Tenancy:
         self.forget()
 
     def used_by(self, call: Any) -> None:
-        """Register ``call``, which calls a planned function of the job."""
+        """As ``Job.used_by``."""
         users, key = self._users, id(call)
         users[key] = ref(call, lambda _: users.pop(key, None))
 

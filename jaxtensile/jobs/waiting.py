@@ -1,11 +1,11 @@
 """How a job gets a lease, or more of one.
 
-A job is admitted with predicted bytes. If there is room, it enters with its programs as they are and reports smaller
-plans once those have run, or meanwhile. Otherwise it asks with all plans and waits. For another shape, or to return
-from the host, a second lease makes room: it waits like any job, and its bytes then pass to the first.
+If there is room, a job enters with its programs as they are, and reports smaller plans once those have run, or
+meanwhile. Otherwise it asks with all predicted plans and waits. For another shape, or to return from the host, a second
+lease makes room: it waits like any job, and its bytes then pass to the first.
 
-Invariant: ``close`` ends any wait, from any thread, and on any failure the lease is unchanged. A request is on record
-in ``Taken`` from beginning to end, so the next request, or ``close``, gives back what an interrupt leaves.
+Invariant: ``close`` ends any wait, from any thread, and a failure leaves the lease unchanged. A request is on record in
+``Taken`` from beginning to end, so the next request, or ``close``, gives back what an interrupt leaves.
 """
 
 from __future__ import annotations
@@ -68,7 +68,6 @@ class Waiting:
         return client
 
     def _drop(self) -> None:
-        """Withdraw the pending request."""
         taken = self._on.taken
         asking, taken.asking = taken.asking, None
         if asking is not None:
@@ -144,7 +143,6 @@ class Waiting:
         self._on.put(client.admit, client.rung)
 
     def _leave(self) -> None:
-        """Give up a lease that is of no use."""
         client, self._on.taken.client = self._on.client, None
         self._on.now = self._on.admit = None
         if client is not None:
@@ -295,7 +293,7 @@ class Waiting:
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Run the body until ``close``, from any thread."""
+        """If another thread's ``close`` ended the wait in the body, raise the error of an ended job."""
         try:
             yield
         except (RejectedError, NotAdmittedError):

@@ -286,7 +286,6 @@ def _left_alone(traced: Traced) -> list[str]:
 
 
 def _sites(traced: Traced, seconds: tuple[Seconds, ...]) -> Sites:
-    """The ops of ``traced`` by name and line."""
     primitives = tuple(op.primitive for op in traced.graph.ops)
     return Sites(primitives=primitives, sources=traced.sources(), seconds=seconds)
 

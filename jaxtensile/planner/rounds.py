@@ -78,7 +78,8 @@ class Rounds:
         """The plan closest to the budget, and the number compiled.
 
         If plans with bytes on the host miss or are refused, recomputation alone gets as many rounds: a ``host_budget``
-        costs compiles, never a fit. So it is with updates moved behind their gradients, which XLA may postpone.
+        costs compiles, never a fit. Updates moved behind their gradients, which XLA may postpone, are given up in the
+        same way.
         """
         budget = self.request.budget
         best, rounds, tried = self.some(candidates, first)

@@ -295,8 +295,7 @@ def _space(aval: Any) -> str:
 
 
 def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of an array on the device. Sub-byte types are packed, tokens are 0, extended types (keys) count as stored.
-    """
+    """Bytes of an array on the device. Sub-byte types are packed, tokens are 0, extended types (keys) as stored."""
     if dtype is None:
         return 0
     count = math.prod(shape)

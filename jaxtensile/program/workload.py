@@ -55,7 +55,6 @@ def told_of_modules(fun: Any, *arguments: Any) -> Iterator[None]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """The leaves of tuples, lists and dicts."""
     if isinstance(value, (tuple, list, dict)):
         for part in value.values() if isinstance(value, dict) else value:
             yield from _parts(part)

@@ -83,7 +83,8 @@ class _Bodies:
         return self.live.device - self.live.temp + self.live.profile[key[0]] - budget
 
     def may_do(self, budget: Bytes) -> bool:
-        """Whether no body exceeds the budget by more than its temporaries; other places are not checked."""
+        """Whether the program exceeds the budget, while each body runs, by no more than the body's temporaries.
+        Elsewhere it is not checked."""
         return all(self._over(key, budget) <= use.temp for key, _, _, use in self.large)
 
     def fitted(self, budget: Bytes) -> Variant | None:
@@ -329,7 +330,7 @@ class Candidates:
         return self._in(k, variant, budget, least=True) if variant is not None else None
 
     def readily(self, budget: Bytes) -> tuple[Variant, Plan]:
-        """The cheapest present variant that fits; nothing more is tried."""
+        """The cheapest present variant that fits, else the smallest; nothing more is tried."""
         return cheapest(self.variants, budget)
 
     def _about(self, smallest: tuple[Variant, Plan]) -> tuple[Variant, Plan]:

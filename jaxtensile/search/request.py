@@ -42,7 +42,8 @@ class Request:
     ``chunk``: whether rows may be worked on in parts: wherever cheaper, or with ``AUTO`` only if by much. ``place``:
     set if donated arguments may wait on the host between calls, at most ``state_budget`` bytes; ``state``: those that
     do. ``names``: of the flat arguments. ``settings``: the sources of its options. ``stacks_come_back``: whether the
-    device was seen to read host stacks correctly. ``faults``: failed parts of the planner, which are left out.
+    device was seen to read host stacks correctly, asked before anything is stacked. ``faults``: failed parts of the
+    planner, which are left out.
     """
 
     name: str

@@ -1,7 +1,6 @@
 """One decision, or one error, among several processes. In a round one leads and the others follow.
 
     member                      leader, the lowest of them
-
     question  ───────────────▶  all there, and all ask the same?
               ◀───────────────  answer, by ``lead``
     digest    ───────────────▶  all the same?        (of what each would run, by ``follow``)

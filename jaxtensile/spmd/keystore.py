@@ -59,7 +59,7 @@ class Store:
         return {key.removeprefix(f"{folder}/"): value for key, value in found}
 
     def count(self, key: str) -> int:
-        """Number of calls for that key so far, by all processes."""
+        """Count a call for that key; returns the number of calls so far, by all processes."""
         with _answered():
             return self.client.key_value_increment(key, 1)
 

@@ -42,7 +42,7 @@ _OF_ONE_PROCESS: Final = ("--xla_dump", "--xla_force_host_platform_device_count"
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """``entry``: the plan; None: the program as it is. ``device``, ``budget``: its inputs."""
+    """``entry``: the plan; None: the program as it is. ``device``, ``budget``: those it was made for."""
 
     entry: Entry | None
     device: DeviceProfile
