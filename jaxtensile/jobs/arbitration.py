@@ -1,7 +1,7 @@
 """The coordinator that this process's jobs ask: one in this process, or one behind a socket.
 
 ``JAXTENSILE_SOCKET`` or the config's ``coordinator.socket`` names the socket. Otherwise the process has its own, for
-the devices JAX has here and the config's settings, from the first job to the end of the last.
+the devices JAX has here and the config's settings. It begins with the first job and ends with the last.
 
 Invariant: the jobs of one process that hold anything ask the same coordinator.
 """

@@ -76,8 +76,8 @@ class _Wanted(StoppedError):
 class Ladder:
     """The plans of one signature.
 
-    ``request``: without arrays; its budget is an upper bound. ``most``: largest overhead of a plan, as a factor of the
-    fastest; None: any.
+    ``request``: without arrays; its budget is an upper bound. ``most``: largest step time of a plan, as a factor of the
+    fastest's; None: any.
     """
 
     def __init__(self, request: Request, plans: PlanCache | None = None, *, most: float | None = None) -> None:

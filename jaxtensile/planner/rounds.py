@@ -40,8 +40,8 @@ guess, as far as ``SURELY``."""
 HOPELESS = 2.0
 """Plans predicted over the budget by this factor are not compiled after others were. A guess."""
 SURELY = 1.25
-"""Nothing is tried if a sure model puts all plans over the budget by this factor. Of some 300 plans for an H200, XLA
-allocated at least 0.88 of the prediction."""
+"""Nothing is tried where the model is sure and puts all plans over the budget by this factor. Of some 300 plans for an
+H200, XLA allocated at least 0.88 of the prediction."""
 
 
 class Rounds:

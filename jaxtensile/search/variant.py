@@ -1,7 +1,7 @@
 """A program as rewritten before planning, and its cost over the program as written.
 
-A variant is a start (as written, or without the user's checkpoints), the rewrites applied with their sites, loop stacks
-recomputed or in host memory, and bodies planned as programs of their own. It is made on first use.
+A variant starts as written, or without the user's checkpoints. Rewrites are applied with their sites, then loop stacks
+are recomputed or put in host memory, and bodies planned as programs of their own. It is made on first use.
 """
 
 from __future__ import annotations
