@@ -314,7 +314,6 @@ def test_doctor_reports_every_target_and_extra_and_the_config(capsys, config):
 def test_doctor_survives_a_trial_that_dies(monkeypatch):
     dies_at_the_second = """
 import json, os, sys
-from paths import ROOT
 print("noise from a plugin")
 print(json.dumps([sys.argv[1], ""]), flush=True)
 print("fatal: a check failed", file=sys.stderr, flush=True)

@@ -269,7 +269,6 @@ TRIED = """
 import json, sys
 from pathlib import Path
 from benchmarks.mutation import run
-from paths import ROOT
 run.ROOT = Path(sys.argv[1])
 print(json.dumps(run.tried(run.ROOT, "jaxtensile/small", 100, {})))
 """

@@ -65,8 +65,6 @@ class Test(unittest.TestCase):
 """
 PLANTED = """
 import sys
-from paths import ROOT
-from paths import ROOT
 
 if "jaxtensile" in sys.modules:
     from jaxtensile.api.jit import Planned

@@ -308,7 +308,6 @@ def test_every_kind_of_leaf_comes_back_as_and_where_it_was(monkeypatch):
 PROCESS = """
 import sys
 import jax.numpy as jnp, jaxtensile, job_programs as programs
-from paths import TESTS
 seed = int(sys.argv[1])
 with jaxtensile.job(f"p{seed}") as job:
     step = jaxtensile.jit(programs.step, job=job, donate_argnums=0)

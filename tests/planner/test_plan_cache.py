@@ -190,7 +190,6 @@ import sys, jax
 sys.path.insert(0, {tests!r})
 from programs import FAST, chain_args, step
 import jaxtensile
-from paths import TESTS
 made = jaxtensile.jit(step, budget={budget}, compiler_options=FAST)
 args = chain_args(layers=8, width=8, rows=256)
 report = made.plan(*args)

@@ -434,7 +434,6 @@ import json, sys
 from jaxtensile.runtime.client.client import Client
 from jaxtensile.runtime.protocol.messages import Admit, Rung
 from jaxtensile.runtime.client.socket_link import SocketLink
-from paths import TESTS
 admit = Admit(job="liar", devices=("cuda:0",), ladder=(Rung(persistent=4, seconds=1.0),))
 client = Client(admit, SocketLink.to(sys.argv[1]))
 print(json.dumps({"rung": client.wait(60)}), flush=True)
