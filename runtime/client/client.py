@@ -1,9 +1,9 @@
-"""How does a job of a process speak to its coordinator, from whatever thread?
+"""A job's connection to its coordinator, from any thread of its process.
 
-Invariant: what is said leaves in the order in which it was decided, and no lock is held while it does. So a link may
-answer from within ``send``, and a coordinator in the same process needs no thread. No change of state is cut in two by
-Ctrl-C (``runtime.uninterrupted``), nor is a lock left taken. What a connection loses is said
-again on the next one, in the words that ``Holder`` finds for where the job is by then.
+Invariant: messages leave in the order in which they were decided, and no lock is held while one is sent. A link may
+therefore answer from within ``send``, and a coordinator in the same process needs no thread. Ctrl-C neither splits a
+change of state nor leaves a lock taken (``runtime.uninterrupted``). When a connection is lost, the next one repeats
+what ``Holder`` says for the job's state by then.
 
 The job's own thread, at a step boundary::
 
@@ -41,13 +41,13 @@ from jaxtensile.runtime.protocol.messages import Admit, Beat, Error, Grant, Queu
 from jaxtensile.units import Bytes, Seconds
 
 PATIENCE: Final = 10.0
-"""Seconds without a coordinator after which a job that waits, also one that was in its queue, gives up waiting: several
-restarts of one. A guess."""
+"""Seconds without a coordinator after which a waiting job gives up, even one that was queued: several restarts of a
+coordinator. A guess."""
 ANSWER: Final = 5.0
-"""Seconds in which a coordinator that is there says that what is given back is free. A guess."""
+"""Seconds in which a running coordinator confirms that a released lease is free. A guess."""
 _FATAL: Final = ("version", "protocol")
 _LARGEST: Final = (1 << 62) - 1
-"""Of a count that is sent: below ``messages.MOST_COUNT``."""
+"""Largest count that is sent: below ``messages.MOST_COUNT``."""
 _NUMBERS: Final = itertools.count(1)
 
 
@@ -55,30 +55,30 @@ class Line(Protocol):
     """One connection to a coordinator."""
 
     def send(self, requests: Sequence[Request]) -> None:
-        """Say something; called by one thread at a time. What cannot be sent is lost with the connection: it does not
-        raise, and after the end of the connection it does nothing."""
+        """Send requests; one thread at a time calls it. It never raises: unsent requests are lost with the connection.
+        After the connection's end it does nothing."""
         ...
 
 
 class Link(Protocol):
-    """What makes connections to a coordinator for one client, one after another.
+    """A source of connections to a coordinator for one client, one after another.
 
-    It calls ``connected``, ``heard``, ``disconnected`` and ``unreachable`` of the client, in their order, from any
+    It calls the client's ``connected``, ``heard``, ``disconnected`` and ``unreachable`` in their order, from any
     thread, but never while it holds a lock that ``Line.send`` takes.
     """
 
     def close(self) -> None:
-        """End the connection, after all that was said on it before has been heard. While the client is not ``done``
-        then, one more is needed, on which it gives back what it has, or may have been granted."""
+        """End the connection after everything sent on it was heard. If the client is not ``done`` by then, make one
+        more connection, on which the client gives back what it has or may have been granted."""
         ...
 
 
 class Client(Owned):
-    """One job of a process. In a forked child it says nothing.
+    """One job of a process. A forked child says nothing.
 
-    ``connect`` makes the link and is given the client; ``changed`` is called, from any thread, whenever something was
-    heard that ``boundary`` or ``wait`` answers. ``boundary``, ``moved``, ``beat`` and ``release`` are the job's own
-    thread's; the rest may be called from any.
+    ``connect`` makes the link and gets the client. ``changed`` is called, from any thread, when a message arrives that
+    changes what ``boundary`` or ``wait`` answers. Only the job's own thread calls ``boundary``, ``moved``, ``beat`` and
+    ``release``; any thread may call the rest.
     """
 
     def __init__(
@@ -104,20 +104,21 @@ class Client(Owned):
         self._halfway: Seconds | None = None
         self._closed = False
         self._failed = ""
-        """Why the coordinator does not speak with this client."""
+        """Why the coordinator refuses this client."""
         self._line: Line | None = None
         self._away: Seconds | None = time.monotonic()
-        """Since when there is no connection."""
+        """When the connection ended; None while connected."""
         self._why = "no connection was tried yet"
         self._link = connect(self)
 
     # The job's thread.
 
     def wait(self, timeout: Seconds | None = None) -> int:
-        """The rung that the job may use, once it is admitted.
+        """The rung that the job may use; waits until it is admitted.
 
         Raises ``RejectedError`` if it never will be, ``UnreachableError`` if nobody answers for ``patience`` seconds,
-        and after ``timeout`` seconds ``NotAdmittedError``: it still waits in its place, until ``close``.
+        and ``NotAdmittedError`` after ``timeout`` seconds. In the last case the job keeps its place in the queue until
+        ``close``.
         """
         self.require_mine()
         end = None if timeout is None else time.monotonic() + timeout
@@ -144,13 +145,14 @@ class Client(Owned):
         return self._holder.held
 
     def _heard(self) -> bool:
-        """Whether there is nothing to wait for any more."""
+        """Whether the wait is over."""
         return self._holder.phase != "waiting" or bool(self._failed) or self._closed
 
     def boundary(self) -> int | None:
-        """Between two steps: the rung to move to, or None. Then say ``moved``.
+        """The rung to move to, or None; called between two steps. After the move, call ``moved``.
 
-        Raises ``LostLeaseError`` when the coordinator does not know the lease any more."""
+        Raises ``LostLeaseError`` when the coordinator no longer knows the lease.
+        """
         if not self._due:
             return None
         self.require_mine()
@@ -163,9 +165,10 @@ class Client(Owned):
             return self._holder.boundary()
 
     def moved(self, in_use: Sequence[Bytes] = ()) -> None:
-        """The job is on the rung that ``boundary`` told, and has given back what only the other one needs.
+        """Report that the job is on the rung from ``boundary`` and has freed the bytes that only the other rung needs.
 
-        ``in_use``: bytes that were measured on each device, then of pinned host memory; empty: not known."""
+        ``in_use``: bytes measured on each device, then of pinned host memory; empty: not known.
+        """
         self.require_mine()
         uninterrupted(self._moved, in_use)
 
@@ -178,8 +181,11 @@ class Client(Owned):
         self._flush()
 
     def renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes] = ()) -> bool:
-        """Between two steps: the job has another ladder, ``rung`` of which covers what it holds. False where it is to
-        move first. ``admit`` is another one when that counts; not so once ``renewing`` is over: ask again."""
+        """Ask for another ladder, between two steps; ``rung`` of it covers what the job holds.
+
+        False if nothing was asked: the job must move first, awaits an earlier answer, or is not connected. Success
+        changes the property ``admit``. If ``renewing`` ends and ``admit`` is unchanged, ask again.
+        """
         self.require_mine()
         return uninterrupted(self._renew, admit, rung, in_use)
 
@@ -191,14 +197,14 @@ class Client(Owned):
         return bool(said)
 
     def beat(self, step: int, seconds: Seconds, in_use: Sequence[Bytes] = (), peak: Bytes = 0) -> None:
-        """What a step took. It is told with the next ``pulse``, so this costs nothing."""
+        """Store what a step took. The next ``pulse`` sends it, so this costs nothing."""
         self._measured = step, seconds, in_use, peak
 
     def release(self, in_use: Sequence[Bytes] = (), timeout: Seconds = ANSWER) -> bool:
-        """The job is done with its lease: it holds nothing, or ``in_use`` of what its allocator keeps. Then ``close``.
+        """Give the lease back, then ``close``. ``in_use``: bytes that the job's allocator keeps; empty: none.
 
-        True when the coordinator has said that the lease is free; False when it keeps charging what is still in use,
-        or did not answer within ``timeout`` seconds, and frees the lease when the process ends.
+        True when the coordinator confirms that the lease is free. False when it still charges bytes in use, or does not
+        answer within ``timeout`` seconds; the lease is then freed when the process ends.
         """
         return self.mine and uninterrupted(self._release, in_use, timeout)
 
@@ -216,7 +222,7 @@ class Client(Owned):
         return freed
 
     def give_back(self, in_use: Sequence[Bytes] = ()) -> None:
-        """Say that the job is done with its lease, and do not wait for the answer: ``release`` does, afterwards."""
+        """Say that the job is done with its lease, without waiting for the answer; ``release`` waits, afterwards."""
         if self.mine:
             uninterrupted(self._give_back, in_use)
 
@@ -228,7 +234,7 @@ class Client(Owned):
         self._flush()
 
     def close(self) -> None:
-        """End the connection. A job that waits does so no more; a lease that was not released stays charged until the
+        """End the connection. A waiting job leaves the queue; a lease that was not released stays charged until the
         process ends."""
         if self.mine:
             uninterrupted(self._close)
@@ -250,28 +256,29 @@ class Client(Owned):
 
     @property
     def rung(self) -> int:
-        """The rung the job is on; -1 before it is admitted and after its end."""
+        """The rung that the job is on; -1 before it is admitted and after its end."""
         return self._holder.held
 
     @property
     def admit(self) -> Admit:
-        """What was asked for: the ladder that rungs are of."""
+        """The request: rungs are indices of its ladder."""
         return self._holder.admit
 
     @property
     def renewing(self) -> bool:
-        """Whether the answer to ``renew`` is to come."""
+        """Whether the answer to ``renew`` is still to come."""
         return self._holder.renewing
 
     @property
     def target(self) -> int:
-        """The rung it was told last: where it is to go at its next boundary, if that is another one."""
+        """The rung that the job was told last. If it differs from ``rung``, the job moves there at its next boundary.
+        """
         return self._holder.target
 
     @property
     def halfway(self) -> Seconds | None:
-        """When half of the time has passed in which it is to go where a REVOKE told, by ``time.monotonic``; None: it is
-        there, or none did."""
+        """When half of a REVOKE's deadline has passed, by ``time.monotonic``. None: the job is on its target, or the
+        last order was no REVOKE."""
         return self._halfway if self._holder.target != self._holder.held else None
 
     @property
@@ -281,36 +288,36 @@ class Client(Owned):
 
     @property
     def admitted(self) -> bool:
-        """Whether it has a lease."""
+        """Whether the job has a lease."""
         return self._holder.phase == "holding"
 
     @property
     def connected_now(self) -> bool:
-        """Whether a coordinator is there."""
+        """Whether a coordinator is connected."""
         return self._line is not None
 
     @property
     def reason(self) -> str:
-        """Why it has no lease, or what the coordinator had to complain of; empty: nothing."""
+        """Why the job has no lease, or the coordinator's complaint; empty: none."""
         return self._failed or self._holder.reason
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing more to say: its link needs no further connection."""
+        """Whether nothing is left to say: the link needs no further connection."""
         phase = self._holder.phase
         return bool(self._failed) or phase == "ended" or (self._closed and phase == "holding")
 
     # The link's calls.
 
     def connected(self, line: Line) -> None:
-        """There is a connection, and nothing was said on it yet."""
+        """Called by the link: a connection was made, and nothing was said on it yet."""
         with self._lock:
             self._line, self._away = line, None
             self._outbox = self._holder.connected(self._measured[2])
         self._flush()
 
     def heard(self, reply: Reply) -> None:
-        """The coordinator has said something."""
+        """Called by the link: the coordinator sent a message."""
         with self._lock:
             holder = self._holder
             self._outbox += holder.received(reply, self._measured[2])
@@ -327,7 +334,7 @@ class Client(Owned):
             self._changed()
 
     def disconnected(self, why: str) -> None:
-        """The connection has ended."""
+        """Called by the link: the connection ended."""
         with self._lock:
             self._holder.disconnected()
             self._outbox = []
@@ -337,18 +344,18 @@ class Client(Owned):
             self._changed()
 
     def unreachable(self, why: str) -> None:
-        """There was no connection, and there still is none."""
+        """Called by the link: an attempt to connect failed."""
         with self._lock:
             self._why = why
 
     def failed(self, why: str) -> None:
-        """There never will be a connection again."""
+        """Called by the link: there will never be a connection again."""
         with self._lock:
             self._failed, self._due = why, True
         self._news.ring()
 
     def pulse(self) -> None:
-        """Tell what the job measured last: well within ``Welcome.beat_within`` seconds of the last time."""
+        """Send the job's last measurement. Call it well within ``Welcome.beat_within`` seconds of the last time."""
         if self.mine:
             uninterrupted(self._pulse)
 
@@ -369,7 +376,7 @@ class Client(Owned):
         self._flush()
 
     def _flush(self) -> None:
-        """Send what is to be said, in its order. Whoever finds another thread at it leaves it to that."""
+        """Send the outbox in order. If another thread is sending, leave it to that one."""
         while True:
             with self._lock:
                 if self._sending or not self._outbox:
@@ -385,7 +392,7 @@ class Client(Owned):
                     self._sending = False
 
     def _complain(self) -> None:
-        """Raise what there is to raise; under the lock."""
+        """Raise the pending error, if any; call it under the lock."""
         if self._failed:
             raise CoordinatorError(self._failed)
         if self._holder.phase != "ended" or not self._holder.reason:

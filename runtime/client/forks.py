@@ -1,12 +1,11 @@
-"""Whose is a handle after ``fork``? The process's that made it.
+"""Ownership of handles after ``fork``: a handle belongs to the process that made it.
 
-A child has its parent's descriptors, and its locks as they were at that moment, held by threads that it does not have.
-What it said on a connection of its parent, the coordinator would take for the parent's word: the lease would be free
+A child inherits its parent's descriptors. It also inherits its locks as they were, held by threads that the child
+lacks. The coordinator would take a child's words on an inherited connection for its parent's. It would free the lease
 while the parent still uses its bytes.
 
-Invariant: in a child nothing is said on a connection of its parent, none of them is kept open there, so that the
-coordinator sees when the parent ends, and no lock of the parent's is waited for. To end a handle there does nothing; to
-use it is an error.
+Invariant: a child says nothing on a connection of its parent and keeps none open, so the coordinator sees the parent
+end. It waits for no lock of its parent. In a child, ending a handle does nothing, and using it is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jaxtensile.errors import CoordinatorError
 
 
 class Owned:
-    """Of the process that makes it; ``what``: as an error names it."""
+    """A handle owned by the process that makes it; ``what``: its name in errors."""
 
     __slots__ = ("_owner", "_what")
 
@@ -32,7 +31,7 @@ class Owned:
         return os.getpid() == self._owner
 
     def require_mine(self) -> None:
-        """Raises ``CoordinatorError`` in a child of the process that made it."""
+        """Raise ``CoordinatorError`` in a child of the process that made it."""
         if not self.mine:
             raise CoordinatorError(
                 f"{self._what} belongs to process {self._owner}, and this one ({os.getpid()}) was forked from it: "
@@ -41,10 +40,10 @@ class Owned:
 
 
 class Abandons(Protocol):
-    """What has something that is not to stay open in a child."""
+    """An object with something that must not stay open in a child."""
 
     def abandon(self) -> None:
-        """Let go of it, in a child, without a lock and without a word."""
+        """Drop it in a child, without taking a lock or sending anything."""
         ...
 
 
@@ -52,7 +51,7 @@ _OPEN: WeakSet[Abandons] = WeakSet()
 
 
 def abandoned_in_children(handle: Abandons) -> None:
-    """From now on children of this process let go of ``handle``."""
+    """From now on, child processes abandon ``handle``."""
     _OPEN.add(handle)
 
 

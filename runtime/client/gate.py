@@ -1,13 +1,13 @@
-"""Whose step runs next, where several jobs of one process share a device?
+"""The turns of jobs in one process that share a device.
 
-Invariant: one turn at a time, and it ends however its step ends (``runtime.holds``). XLA allocates the temporaries of a
-step when the step is launched and has one compute stream per device, so jobs that take turns need the sum of what stays
-of each, and the largest temporaries of one: the peak is Σ persistent + max temp instead of Σ (persistent + temp).
+XLA allocates a step's temporaries at launch and has one compute stream per device. If jobs take turns, the peak is Σ
+persistent + max temp instead of Σ (persistent + temp).
 
-Start-time fair queueing (Goyal, Vin, Cheng 1996): a turn is tagged with the later of the gate's virtual time and the
-end of the member's last turn, and the least tag goes first. A turn of t seconds ends t ÷ share after its tag; a share
-is ``weight`` × 8 for each class of priority. So a member that asks for less than its share, as one that answers
-requests does, waits for the turn that runs and for no other; and nobody waits for ever, however low its class is.
+Order: start-time fair queueing (Goyal, Vin, Cheng 1996). A turn's tag is max(virtual time, end of the member's last
+turn); the lowest tag runs first. A turn of t seconds ends t ÷ share after its tag, with share = ``weight`` × 8 for each
+class of priority. A member that asks for less than its share waits for at most the running turn. No class starves.
+
+Invariant: one turn at a time; a turn ends with its step, however the step ends (``runtime.holds``).
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from jaxtensile.runtime.client.holds import LOOK, Cell, Held, Mark
 from jaxtensile.units import Seconds
 
 CLASS: Final = 8.0
-"""By how much larger the share of the next higher class is. A guess: high enough to be noticed, low enough that nobody
+"""Factor between the shares of neighbouring classes. A guess: high enough to be noticed, low enough that nobody
 starves."""
 CLASSES: Final = 8
 """Classes further from 0 than this count as that far, so that the lowest gets a turn within hours."""
 
 KEPT: Final = 0.1
-"""Share of its last turn for which the next one is kept for a member that has had less than its share, and comes back a
-moment after it was done: whoever waits would else have every second turn, whatever the turns take. A guess."""
+"""Share of its last turn for which the next turn is kept for a member that used less than its share. Without it, such a
+member returns a moment too late, and others get every second turn, however long turns take. A guess."""
 KEPT_MOST: Final = 2e-3
-"""Seconds of that at most: the device stands still meanwhile. A guess."""
+"""Seconds that a turn is kept at most: the device is idle meanwhile. A guess."""
 
 HANDED_OVER: Final = 1e-3
-"""Seconds for which who ends a turn waits until the next one has begun. The device stands still until it has, and its
-thread could otherwise not run: Python threads go on until they wait for something."""
+"""Seconds for which the thread that ends a turn waits until the next turn has begun. Until then the device is idle. The
+next turn's thread could not run otherwise: a Python thread runs on until it waits for something."""
 
 
 class GateError(CoordinatorError):
@@ -47,7 +47,7 @@ class GateError(CoordinatorError):
 
 
 class Gate:
-    """The turns of one device. ``clock`` tells seconds."""
+    """The turns of one device. ``clock``: returns seconds."""
 
     __slots__ = ("_clock", "_numbers", "_state")
 
@@ -67,7 +67,7 @@ class Gate:
 
     @property
     def now(self) -> float:
-        """Virtual: the tag of the turn that runs, or ran last."""
+        """Virtual time: the tag of the turn that runs, or ran last."""
         return self._state.get().now
 
     def _take(self, turns: Turns, mark: Mark) -> None:
@@ -91,8 +91,8 @@ class Gate:
             raise
 
     def _wait(self, waiter: _Waiter) -> None:
-        """Until it is granted. Who is woken and has no turn looks after the time that the turn is kept for another, and
-        after a turn whose step was interrupted."""
+        """Wait until the turn is granted. A waiter that wakes without a turn starts the next turn in two cases: the
+        time for which a turn was kept is over, or the step of the last turn was interrupted."""
         left = LOOK
         while True:
             woken = waiter.lock.acquire(timeout=left)
@@ -139,7 +139,7 @@ class Gate:
                 return
 
     def _next(self, state: _State) -> _State:
-        """Whose turn begins; ``state`` itself where it is not the gate's any more."""
+        """Begin the next turn; return the new state, or ``state`` itself if the gate has moved on."""
         if not state.waiting:
             new = state._replace(owner=None, kept=None)
         else:
@@ -160,7 +160,8 @@ def _locked() -> Lock:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """``lock`` is released to wake it, ``begun`` by itself when it has its turn; ``order``: tag, class and arrival."""
+    """``lock``: released to wake it; ``begun``: it releases this when its turn begins. ``order``: tag, class and
+    arrival."""
 
     order: tuple[float, int, int]
     mark: Mark
@@ -180,18 +181,18 @@ def _with(waiting: tuple[_Waiter, ...], waiter: _Waiter) -> tuple[_Waiter, ...]:
 
 
 class _State(NamedTuple):
-    """``owner``: whose turn it is; ``waiting``: in the order of their turns."""
+    """``owner``: whose turn it is, None: nobody's; ``waiting``: in the order of their turns."""
 
     owner: Mark | None = None
     waiting: tuple[_Waiter, ...] = ()
     now: float = 0.0
     kept: Turns | None = None
-    """Whose turn it is though it has not asked yet, until ``kept_until``."""
+    """The member for which the next turn is kept until ``kept_until``, though it has not asked yet."""
     kept_until: Seconds = 0.0
 
 
 class Turns:
-    """One job's place at the gate. ``with turns():`` around a step, up to the end of its work on the device."""
+    """One job's place at the gate. Use ``with turns():`` around a step, up to the end of its work on the device."""
 
     __slots__ = ("_clock", "_gate", "priority", "served", "share", "since", "tag")
 
@@ -206,12 +207,12 @@ class Turns:
         """When its last turn began."""
 
     def take(self, mark: Mark) -> None:
-        """The turn of a frame begins, when it is there."""
+        """Begin a frame's turn; waits until it is its turn."""
         self._gate._take(self, mark)  # pyright: ignore[reportPrivateUsage]
         self.since = self._clock()
 
     def give(self, mark: Mark) -> None:
-        """It ends, if it is still that frame's."""
+        """End that frame's turn, if it still has it."""
         self._gate._give(self, mark)  # pyright: ignore[reportPrivateUsage]
 
     def __call__(self) -> Held:

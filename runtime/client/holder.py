@@ -1,8 +1,8 @@
-"""What may a job use, and what does it say? The other end of the coordinator's protocol, without its socket.
+"""The job's side of the coordinator's protocol, without its socket.
 
-Invariant: a job uses at most what its rung needs, or while it moves what covers both rungs; it moves only at step
-boundaries, only to a rung it was told on the connection it has now, and says that it has. When the connection ends it
-stays where it is: the coordinator may be gone, and what it granted last may be known to nobody.
+Invariant: a job uses at most what its rung needs, or what covers both rungs while it moves. It moves only at step
+boundaries, only to a rung it was told on its current connection, and reports the move. When the connection ends, the
+job stays where it is: the coordinator may be gone, and nobody may know its last grant.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Phase = Literal["waiting", "holding", "releasing", "ended"]
 
 
 class Holder:
-    """One job of a process. ``held``: the rung it is on; ``target``: the one it was told; -1 for none."""
+    """One job of a process. ``held``: the rung it is on; ``target``: the rung it was told; -1 for none."""
 
     __slots__ = (
         "_asked",
@@ -60,7 +60,7 @@ class Holder:
         self.admit = admit
         self._number = number
         self._asked = False
-        """The coordinator may have heard of it."""
+        """The coordinator may have received the request."""
         self.phase: Phase = "waiting"
         self.lease = 0
         self.token = Token(0, 0)
@@ -72,22 +72,22 @@ class Holder:
         self._renewal: tuple[Admit, int] | None = None
         """The ladder that was asked for, and the rung of it that covers what the job holds."""
         self._unsaid = False
-        """It connected while it moved: where it is can be said when it is there."""
+        """It connected during a move: it reports its rung after the move."""
 
     def connected(self, in_use: Sequence[Bytes]) -> list[Request]:
-        """What to say first on a new connection."""
+        """Requests to send first on a new connection."""
         self._connected = True
         self._unsaid = self.moving >= 0
         return [Hello(version=VERSION), *self._introduced(in_use)]
 
     def disconnected(self) -> None:
-        """Stay where it is, and do not grow before it is granted again."""
+        """Stay on the rung, and do not grow before a new grant."""
         self._connected = False
         if self._clamp:
             self.target = self.held if self.moving < 0 else self.moving
 
     def received(self, message: Reply, in_use: Sequence[Bytes]) -> list[Request]:
-        """What to say to a message; ``in_use``: bytes held on each device, then of host memory."""
+        """The answer to a message; ``in_use``: bytes held on each device, then of host memory."""
         match message:
             case Renewed() if self._is_for_me(message):
                 if self._renewal is not None and self.token.sequence == message.former:
@@ -118,8 +118,11 @@ class Holder:
         return []
 
     def renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes]) -> list[Request]:
-        """Between two steps: the job has the ladder of ``admit`` now, ``rung`` of which covers what it holds. Nothing
-        is said unless it is where it was told to be; ``renewing`` says whether an answer is to come."""
+        """Ask for the ladder of ``admit``, between two steps; ``rung`` of it covers what the job holds.
+
+        Empty unless the job is connected, on the rung it was told, and without a pending renewal. ``renewing`` tells
+        whether an answer is to come.
+        """
         at_rest = self.phase == "holding" and self.moving < 0 and self.target == self.held
         if not at_rest or self._renewal is not None or not self._connected:
             return []
@@ -139,7 +142,7 @@ class Holder:
 
     @property
     def renewing(self) -> bool:
-        """Whether the answer to another ladder is to come."""
+        """Whether the answer to ``renew`` is still to come."""
         return self._renewal is not None
 
     def _is_for_me(self, message: Grant | Revoke | Renewed) -> bool:
@@ -147,14 +150,14 @@ class Holder:
         return known and message.job == self.admit.job and message.token > self.token
 
     def boundary(self) -> int | None:
-        """Between two steps: the rung to move to, if it is another one."""
+        """The rung to move to, called between two steps; None: stay."""
         if self.phase != "holding" or self.moving >= 0 or self.target == self.held:
             return None
         self.moving = self.target
         return self.moving
 
     def moved(self, in_use: Sequence[Bytes]) -> list[Request]:
-        """It is on the rung it moved to, and holds nothing of the other one any more."""
+        """The job is on its new rung and holds nothing of the other one any more."""
         self.held, self.moving = self.moving, -1
         if not self._connected:
             return []
@@ -163,7 +166,7 @@ class Holder:
         return [self._ack(in_use)] if self.held == self.target else []
 
     def release(self, in_use: Sequence[Bytes]) -> list[Request]:
-        """The job is done, or waits no more; ``in_use``: what the allocator keeps."""
+        """The job is done, or stops waiting; ``in_use``: bytes that the allocator keeps."""
         if self.phase == "waiting":
             self.phase = "releasing" if self._asked else "ended"
         elif self.phase == "holding":

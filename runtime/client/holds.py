@@ -1,15 +1,14 @@
-"""What does a running step hold, and how is it free again when that step was interrupted anywhere?
+"""Things held by a running step, which become free however the step is interrupted.
 
-A lock that is released in ``finally`` stays locked when Ctrl-C comes before that: in the call that took it, or in the
-``finally`` itself. Here nobody has to be told. What is taken carries the *mark* of the frame that took it, and whoever
-waits for it looks from time to time whether that frame still runs. So it is given back at once where all goes well, and
-within ``LOOK`` seconds whatever happened.
+A lock that is released in ``finally`` stays locked if Ctrl-C comes in the call that took it, or in the ``finally``
+itself. Here a hold carries the *mark* of the frame that took it, and waiters check from time to time whether that frame
+still runs. A hold is normally given back at once, and always within ``LOOK`` seconds.
 
-A frame is known by its thread and address. The address alone may be another frame's by now, so the frame has a
-``Hold`` among its variables, too: the mark knows it weakly. The hold is gone when the frame is, unless a traceback
-keeps both; then the address is not given to another frame, and the frame is on no thread's stack.
+A frame is identified by its thread and address. Another frame may reuse the address, so the frame also keeps a ``Hold``
+in a variable, and the mark refers to it weakly. The hold dies with the frame, unless a traceback keeps both. In that
+case the address is not reused, and the frame is on no thread's stack.
 
-Invariant: what is shared changes by one instruction (``Cell``), so it is as before or as after, and no lock guards it.
+Invariant: shared state changes by one instruction (``Cell``): it is as before or as after, and no lock guards it.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from weakref import ref
 from jaxtensile.units import Seconds
 
 LOOK: Final = 0.1
-"""Seconds after which who waits looks whether what it waits for is still held: only where nobody could tell it. A
-guess."""
+"""Seconds between a waiter's checks whether something is still held, for cases in which nobody could tell it. A guess.
+"""
 
 T = TypeVar("T")
 
 
 class Hold:
-    """Made by a frame that takes something, and kept by it alone, in a variable. ``above``: callers between them."""
+    """Made by a frame that takes something; that frame alone keeps it, in a variable. ``above``: callers in between."""
 
     __slots__ = ("__weakref__", "mark")
 
@@ -43,7 +42,7 @@ class Hold:
 
 
 class Mark:
-    """Whose something is, as others see it."""
+    """The owner of something, as others see it."""
 
     __slots__ = ("_frame", "_hold", "thread")
 
@@ -64,7 +63,7 @@ class Mark:
 
     @property
     def mine(self) -> bool:
-        """Whether a frame of this thread has it, and still runs."""
+        """Whether the frame is of this thread, and still runs."""
         return self.thread == get_ident() and self.alive
 
 
@@ -89,7 +88,7 @@ class Cell(Generic[T]):
         return self._last().value
 
     def replace(self, old: T, new: T) -> bool:
-        """Whether it was ``old``, that very object, and is ``new`` now."""
+        """Replace ``old``, that very object, by ``new``; whether that succeeded."""
         last, link = self._last(), _Link(new)
         return last.value is old and last.next.setdefault(0, link) is link
 
@@ -109,7 +108,7 @@ class Bell:
         self._waiting: deque[Any] = deque()
 
     def wait(self, there: Callable[[], bool], timeout: Seconds) -> bool:
-        """Until it is there, by the bell's next ring, or for so long. Whether it is."""
+        """Wait until ``there()``, the next ring, or ``timeout`` seconds; return ``there()``."""
         lock = allocate_lock()
         lock.acquire()
         self._waiting.append(lock)
@@ -122,7 +121,7 @@ class Bell:
         return there()
 
     def ring(self) -> None:
-        """Something has changed."""
+        """Wake all waiters: something has changed."""
         waiting = self._waiting
         while waiting:
             try:
@@ -142,26 +141,26 @@ class Exclusive:
 
     @property
     def holder(self) -> Mark | None:
-        """Who has it, or had when it was interrupted."""
+        """The current owner, or the one that was interrupted while it had it."""
         return self._cell.get()
 
     def taken(self, mark: Mark) -> bool:
-        """Take it if it is free. Whether that was so."""
+        """Take it if it is free; whether it was."""
         holder = self._cell.get()
         return (holder is None or not holder.alive) and self._cell.replace(holder, mark)
 
     def take(self, mark: Mark) -> None:
-        """Take it when it is free."""
+        """Take it; waits until it is free."""
         while not self.taken(mark):
             self.wait(LOOK)
 
     def give(self, mark: Mark) -> None:
-        """It is free, if that mark has it."""
+        """Free it, if that mark has it."""
         if self._cell.replace(mark, None):
             self._bell.ring()
 
     def wait(self, timeout: Seconds) -> None:
-        """Until it may be free, for so long at most."""
+        """Wait until it may be free, for at most ``timeout`` seconds."""
         self._bell.wait(lambda: self._cell.get() is None, timeout)
 
     def __call__(self) -> Held:
@@ -170,7 +169,7 @@ class Exclusive:
 
 
 class Held:
-    """Something is taken for the body of a ``with``. The frame that has the body keeps this, and so its hold."""
+    """Something taken for the body of a ``with``. The frame with the body keeps this object, and so its hold."""
 
     __slots__ = ("_give", "_hold", "_take")
 
@@ -188,7 +187,7 @@ class Held:
 
 
 def until(there: Callable[[], bool], bell: Bell, timeout: Seconds) -> bool:
-    """Wait for what a bell tells of. Whether it came about within so long."""
+    """Wait until ``there()``, for which ``bell`` rings; False if it takes longer than ``timeout`` seconds."""
     end = monotonic() + timeout
     while not there():
         left = end - monotonic()

@@ -1,12 +1,11 @@
-"""Who decides where all jobs are threads of one process? A coordinator without a socket, and nothing to start.
+"""The coordinator of a process whose jobs are threads: no socket, and nothing to start.
 
-Invariant: what is said to a job comes in the order in which it was decided, and no lock is held while it is said; so a
-job may answer from within. No decision is cut in two by Ctrl-C (``runtime.uninterrupted``). Whoever tells the
-coordinator something carries out what follows from it. A thread of its own waits only for what time brings: the end of
-a minimum hold, or a deadline.
+Invariant: a job gets messages in the order in which they were decided, and no lock is held meanwhile, so a job may
+answer from within. Ctrl-C splits no decision (``runtime.uninterrupted``). The thread that reports an event carries out
+its consequences. A separate thread only waits for times: the end of a minimum hold, or a deadline.
 
-The process of the jobs and that of the coordinator are one, so leases need no beats, and nobody is ended who keeps
-bytes for too long. Devices are *gated*: their jobs take turns with their steps.
+Leases need no beats, since jobs and coordinator share the process, and a job that keeps bytes too long is not ended.
+Devices are *gated*: their jobs take turns with their steps.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from jaxtensile.runtime.protocol.messages import Reply, Request, Snapshot
 from jaxtensile.units import Seconds
 
 LOCAL: Final = Settings(min_hold=1.0)
-"""A switch between compiled plans of one process costs no more than the next call: a minimum hold need not be long."""
+"""Switching between compiled plans of one process costs no more than the next call, so the minimum hold is short."""
 
 
 class LocalCoordinator:
-    """The coordinator of this process. ``link`` is what a ``Client`` is made with."""
+    """The coordinator of this process. A ``Client`` is made with its ``link``."""
 
     def __init__(
         self,
@@ -82,11 +81,11 @@ class LocalCoordinator:
         return LocalLink(line)
 
     def gate(self, device: str) -> Gate:
-        """Where the jobs of a device take turns."""
+        """The gate at which the jobs of a device take turns."""
         return self._gates.setdefault(device, Gate())
 
     def resize(self, capacities: Mapping[str, Capacity]) -> None:
-        """There is more or less from now on; nobody loses what it has but by shrinking in its own time."""
+        """Change the capacities. Jobs lose bytes only by shrinking in their own time."""
         self.tell(CapacityChanged(_gated(capacities)))
 
     def status(self) -> Snapshot:
@@ -111,7 +110,7 @@ class LocalCoordinator:
             return found
 
     def tell(self, *events: Event) -> None:
-        """Something happened: decide, and say what was decided."""
+        """Handle events: decide, and send the decisions."""
         batch: list[Event] | None = getattr(self._batch, "events", None)
         if batch is not None:
             batch.extend(events)
@@ -126,7 +125,7 @@ class LocalCoordinator:
 
     @contextmanager
     def at_once(self) -> Generator[None]:
-        """What this thread says inside is heard as one: nothing is given to others in between."""
+        """Handle all events of this thread inside the ``with`` as one: nothing is given to others in between."""
         self._batch.events = events = list[Event]()
         try:
             yield
@@ -135,7 +134,7 @@ class LocalCoordinator:
             self.tell(*events)
 
     def _decide(self, events: Sequence[Event]) -> list[_LocalLine]:
-        """Under the lock: the lines on which there is something to say, and nobody at it."""
+        """The lines with something to send that nobody is sending on; call it under the lock."""
         spoken: list[_LocalLine] = []
         for command in self._core.handle_all(events, self._clock()):
             if isinstance(command, Send) and (line := self._lines.get(command.connection)) is not None:
@@ -147,7 +146,7 @@ class LocalCoordinator:
         return spoken
 
     def _deliver(self, line: _LocalLine) -> None:
-        """Say what there is to say on a line; nobody else does meanwhile. Then end it, if that is wanted."""
+        """Send all messages of a line, as its only sender. Then end it, if that is wanted."""
         spoken: list[_LocalLine] = []
         while True:
             with self._changed:
@@ -165,7 +164,7 @@ class LocalCoordinator:
             self._deliver(other)
 
     def hang_up(self, line: _LocalLine) -> None:
-        """End a connection, after all that was said on it; a lease that was not released on it is quarantined."""
+        """End a connection, after all that was sent on it. A lease that was not released on it is quarantined."""
         uninterrupted(self._hang_up, line)
 
     def _hang_up(self, line: _LocalLine) -> None:
@@ -221,7 +220,7 @@ class _LocalLine:
 
 
 class LocalLink:
-    """What a client in the process of its coordinator is connected by."""
+    """The link of a client in the coordinator's process."""
 
     __slots__ = ("_line",)
 

@@ -1,9 +1,9 @@
-"""How do a client's words reach a coordinator behind a Unix socket, and what if it is gone?
+"""A client's link to a coordinator behind a Unix socket, reconnecting when the coordinator is gone.
 
-Invariant: one thread per link connects, hears and beats; the job's thread only ever hands bytes to the kernel, and
-never waits for a coordinator that does not read. After a lost connection it tries again for as long as the client has
-something to say, each time after a random part of a delay that doubles: a coordinator that was started again is not
-met by all its clients at once.
+Invariant: one thread per link connects, hears and beats. The job's thread only hands bytes to the kernel and never
+waits for a coordinator that does not read. After a lost connection the link reconnects for as long as the client has
+something to say. Before each attempt it waits a random part of a doubling delay, so that clients do not all meet a
+restarted coordinator at once.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from jaxtensile.runtime.protocol.wire import REPLIES, frame, take
 from jaxtensile.units import KIB, Seconds
 
 FIRST_DELAY: Final = 0.05
-"""Seconds until who has lost its connection tries again; twice as many each time, at random below that. A guess."""
+"""Seconds until the first attempt to reconnect; doubled for each further one. The wait is a random part of it. A guess.
+"""
 LONGEST_DELAY: Final = 1.0
-"""Seconds: a coordinator that is started again hears of its leases while it waits for them, within two."""
+"""Seconds, the longest such delay: a restarted coordinator waits two seconds for its leases, and hears of them by then.
+"""
 BEATS: Final = 4
-"""In the time within which one has to be heard: three may be late. A guess."""
+"""Beats in the time within which one must be heard: three may be late. A guess."""
 _CHUNK: Final = 64 * KIB
 """Bytes read at once: a message at most (``wire.LIMIT``)."""
 _AROUND: Final = (0.5, 1.5)
-"""Times what a coordinator asks one to wait, at random: those whom it told at once do not come back at once."""
+"""Random factors, from and to, on the wait that a coordinator asks for: clients told at once do not return at once."""
 _CONNECTING: Final = 5.0
 """Seconds in which a connection is made: a coordinator whose backlog is full accepts none. A guess."""
 _LINGER: Final = 2.0
-"""Seconds in which a coordinator may still say what it had to, when the client has closed. A guess."""
+"""Seconds in which a coordinator may finish its messages after the client has closed. A guess."""
 
 
 class SocketLine:
@@ -48,16 +50,16 @@ class SocketLine:
     def __init__(self, link: socket.socket) -> None:
         self.stream = link
         self._lock = threading.Lock()
-        """So that no descriptor is written to that has been closed, and may be another file by then."""
+        """Guards against writing to a closed descriptor, which may be another file by then."""
         abandoned_in_children(self)
 
     def abandon(self) -> None:
-        """In a child: the connection goes on, the descriptor does not."""
+        """In a child: close the descriptor; the connection goes on."""
         self.stream.close()
 
     def send(self, requests: Sequence[Request]) -> None:
-        """Hand the requests to the kernel. Where they do not fit the coordinator has not read for long, and the
-        connection is given up."""
+        """Hand the requests to the kernel. If they do not fit, the coordinator has not read for long: give the
+        connection up."""
         data = b"".join(map(frame, requests))
         with self._lock:
             try:
@@ -68,7 +70,7 @@ class SocketLine:
         self.end(socket.SHUT_RDWR)  # its thread sees that
 
     def end(self, how: int = socket.SHUT_WR) -> None:
-        """Say no more; by default the coordinator still may."""
+        """Stop sending; by default the coordinator still may send."""
         with self._lock, suppress(OSError):  # it may have ended already
             self.stream.shutdown(how)
 
@@ -78,7 +80,7 @@ class SocketLine:
 
 
 class SocketLink:
-    """A client's connection to the coordinator behind ``path``, and the next one after that."""
+    """A client's connections to the coordinator at ``path``, one after another."""
 
     def __init__(self, path: str, client: Client) -> None:
         frame(client.admit)  # a ladder that is too long is the caller's mistake, and told to him
@@ -92,11 +94,11 @@ class SocketLink:
 
     @classmethod
     def to(cls, path: str) -> Callable[[Client], SocketLink]:
-        """What ``Client`` connects by."""
+        """The ``connect`` argument of ``Client``."""
         return lambda client: cls(path, client)
 
     def close(self) -> None:
-        """Say no more, and hear out what was said before."""
+        """Stop sending, and hear the coordinator out."""
         self._closing.set()
         line = self._line
         if line is not None:
@@ -126,7 +128,7 @@ class SocketLink:
             raise
 
     def _connection(self) -> str:
-        """One connection, from its beginning to its end. Why it ended."""
+        """Run one connection from start to end; return why it ended."""
         link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             link.settimeout(_CONNECTING)
@@ -150,7 +152,7 @@ class SocketLink:
         return why
 
     def _listen(self, line: SocketLine) -> str:
-        """Hear and beat until the connection ends. Why it did."""
+        """Hear and beat until the connection ends; return why it ended."""
         poll = select.poll()
         poll.register(line.stream, select.POLLIN)
         rest, beat = b"", time.monotonic() + self._beat_every

@@ -1,12 +1,12 @@
-"""What must not be cut in two by Ctrl-C? It is done in a thread that no signal reaches.
+"""Changes that Ctrl-C must not split: they run in a thread that no signal reaches.
 
-Python raises what a signal handler raises in the main thread, between any two instructions of it: also inside
-``finally``, and between taking a lock and remembering that. Masking SIGINT does not help: handlers of other signals
-raise too, and a thread can be sent an exception. So the technique, wherever something is taken or shared state changes:
+Python raises a signal handler's exception in the main thread between any two instructions. That includes ``finally``
+blocks, and the moment between taking a lock and recording that. Masking SIGINT does not help: other handlers raise too,
+and a thread can be sent an exception. So, wherever something is taken or shared state changes:
 
-- State changes run as ``uninterrupted(change)``: to their end, whatever happens to who waits for it. What they make is
-  on record when they end, so that nothing is known only to the thread that was interrupted.
-- The main thread itself only reads, waits, and takes what ``runtime.holds`` frees with the frame that took it.
+- State changes run as ``uninterrupted(change)``. They run to their end even if the caller is interrupted. Their results
+  are on record by then, so that the interrupted thread is not the only one to know them.
+- The main thread only reads, waits, and takes things that ``runtime.holds`` frees with the frame that took them.
 
 Invariant: changes that the main thread asks for are made one after another, in the order in which it asked.
 """
@@ -26,12 +26,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LOOK_AGAIN: Final = 5e-4
-"""Seconds between two looks whether a change has ended, of who was interrupted while it waited: changes take
-microseconds. A guess."""
+"""Seconds between two checks of an interrupted caller whether its change has ended: changes take microseconds. A guess.
+"""
 
 
 class _Change:
-    """``found``: what it returned, or ``error``: what it raised, once it is ``done``."""
+    """A change. Once ``done``: ``found`` is the value it returned, or ``error`` the exception it raised."""
 
     __slots__ = ("_call", "done", "ended", "error", "found")
 
@@ -44,8 +44,8 @@ class _Change:
         self.error: BaseException | None = None
 
     def make(self) -> None:
-        """Who made it holds nothing of it any more once it has ended: the frame of a thread that has not come to leave
-        it is seen by no collector, and keeps alive what it holds."""
+        """Run the call once, and keep no reference to it afterwards. The collector does not see the frame of a thread
+        that has yet to leave it, and such a frame keeps its objects alive."""
         call, self._call = self._call, None
         if call is None:
             return  # it was asked for again
@@ -59,7 +59,7 @@ class _Change:
             self.ended.release()
 
     def given(self) -> Any:
-        """What came of it, once."""
+        """Return the result, or raise the error; only once."""
         found, error, self.found, self.error = self.found, self.error, None, None
         if error is None:
             return found
@@ -74,8 +74,8 @@ _worker: dict[str, int] = {}
 
 
 def uninterrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What ``call`` returns or raises; it runs to its end. Who is interrupted meanwhile hears of it then, and a second
-    time at once."""
+    """Run ``call`` to its end, and return or raise its result. An interrupt during the call is raised after it, a
+    second one at once."""
     if get_ident() != main_thread().ident or sys.is_finalizing() or not _have_worker():
         return call(*args, **kwargs)
     change = _Change(lambda: call(*args, **kwargs))
@@ -91,13 +91,13 @@ def uninterrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def later(call: Callable[[], object]) -> None:
-    """Have it done soon, from wherever no lock may be waited for, as where Python collects what nobody holds."""
+    """Run ``call`` soon. Usable where no lock may be waited for, such as in the garbage collector."""
     if _have_worker():
         _asked.put(_Change(call))
 
 
 def _have_worker() -> bool:
-    """False where there will be none: at the end of the interpreter."""
+    """Whether there is a worker; False at the end of the interpreter."""
     if "thread" in _worker:
         return True
     try:
