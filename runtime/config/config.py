@@ -1,10 +1,10 @@
-"""What does ``jaxtensile.toml`` say?
+"""The contents of ``jaxtensile.toml``.
 
-Invariant: what is returned can be done. Everything else is a ``ConfigError`` with the file, the line where it can be
-found, the key, the value, and what is allowed. Nothing here looks at the environment: its callers pass it in.
+A device's keys come from the table of its name (``[device."cuda:0"]``), else of its kind (``[device.cuda]``), else from
+``[device]`` itself, each key by itself.
 
-A device's table is the one of its name (``[device."cuda:0"]``), else that of its kind (``[device.cuda]``), else what
-``[device]`` itself says; each key is looked up in that order.
+Invariant: a returned config can be carried out. Everything else raises ``ConfigError`` with the file, the line if
+found, the key, the value and what is allowed. Nothing here reads the environment: callers pass it in.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from jaxtensile.units import Bytes, Seconds, format_bytes
 NAME: Final = "jaxtensile.toml"
 VARIABLE: Final = "JAXTENSILE_CONFIG"
 LONGEST_SOCKET: Final = 107
-"""Bytes of a path that a Unix socket can be bound to: ``sun_path`` less its end."""
+"""Bytes of a Unix socket's path: ``sun_path`` less its end."""
 LARGEST: Final = 1 << 20
-"""Bytes of a file that are read: a config has a few thousand. Against files that are something else."""
+"""Bytes of a file that are read; a config has a few thousand. Guards against other kinds of files."""
 LONGEST_LINE: Final = 1 << 14
-"""Letters. A key of thousands of parts takes tomllib minutes. A guess."""
+"""Letters of a line: a key of thousands of parts takes tomllib minutes. A guess."""
 MOST_CLIENTS: Final = 1 << 20
-"""Jobs that a config may allow: as many files as Linux lets a process open by default (``fs.nr_open``)."""
+"""Largest ``max_clients``: the files that Linux lets a process open by default (``fs.nr_open``)."""
 MOST_OVERHEAD: Final = 1e3
-"""Factor of a step that a config may allow at most: beyond, nothing is meant. A guess."""
+"""Largest ``max_overhead``, a factor of the step time. A guess: nobody means more."""
 SHORTEST: Final[Seconds] = 0.1
 """Seconds in which a busy machine lets a process speak. A guess."""
 EMPTY: Final = 0.2
-"""Seconds in which an empty file may get its words: it may just be written. A guess."""
+"""Seconds in which an empty file, perhaps just being written, may be filled. A guess."""
 
 
 class _Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,7 +74,7 @@ class _Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
-    """What a table says of a device; None: nothing."""
+    """A device's table; None: not given."""
 
     capacity: Bytes | None = None
     reserve: Bytes | None = None
@@ -82,7 +82,7 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
 
 
 class JobConfig(Struct, frozen=True, kw_only=True):
-    """One job. ``want`` None: all it can get; ``max_overhead`` None: however slow."""
+    """One job. ``want`` None: all it can get. ``max_overhead`` None: however slow."""
 
     command: tuple[str, ...] = ()
     least: Bytes = 0
@@ -93,18 +93,18 @@ class JobConfig(Struct, frozen=True, kw_only=True):
 
 
 class Config(Struct, frozen=True, kw_only=True):
-    """A whole file, with defaults for what it does not say."""
+    """A whole file, with defaults for missing keys."""
 
     file: str = ""
     devices: dict[str, DeviceConfig] = {}
-    """By name or kind; ``""`` for what holds for all."""
+    """By name or kind; ``""``: for all devices."""
     settings: Settings = Settings()
     socket: str | None = None
     jobs: dict[str, JobConfig] = {}
     functions: dict[str, FunctionConfig] = {}
     """By name or pattern, see ``runtime.functions``."""
     places: dict[tuple[str, ...], str] = {}
-    """File and line of the keys of ``[device]`` and ``[functions]``, by the keys that lead there."""
+    """File and line of the keys of ``[device]`` and ``[functions]``, by path of keys."""
 
     @property
     def of_jobs(self) -> Config:
@@ -112,9 +112,9 @@ class Config(Struct, frozen=True, kw_only=True):
         return structs.replace(self, functions={}, places={})
 
     def capacities(self, reported: Mapping[str, Bytes], host: Bytes) -> dict[str, Capacity]:
-        """What there is to grant: of each device that reports its bytes, and of the ``host`` memory that may be pinned.
+        """Bytes to grant: of each device in ``reported``, and of ``host`` memory that may be pinned.
 
-        Raises ``ConfigError`` where a reserve leaves nothing.
+        Raises ``ConfigError`` if a reserve leaves nothing.
         """
         found = {name: self._capacity(name, size) for name, size in reported.items()}
         said = [table.host for table in self.devices.values() if table.host is not None]
@@ -122,7 +122,7 @@ class Config(Struct, frozen=True, kw_only=True):
         return found
 
     def place_of(self, name: str, keys: Sequence[str]) -> tuple[str, str] | None:
-        """Where the first of ``keys`` that the file has for a device is written, and in which table."""
+        """Place and table of the first of ``keys`` that the file has for a device."""
         tables = [("device", table) if table else ("device",) for table in _tables_of(name)]
         paths = [(*table, key) for key in keys for table in tables]
         return next(((self.places[path], dotted(path[:-1])) for path in paths if path in self.places), None)
@@ -140,13 +140,13 @@ class Config(Struct, frozen=True, kw_only=True):
 
 
 def _tables_of(name: str) -> tuple[str, str, str]:
-    """The tables that may speak of a device, nearest first."""
+    """The tables that may hold for a device, nearest first."""
     return name, name.partition(":")[0], ""
 
 
 def find(start: Path | None, option: str | None, environment: Mapping[str, str]) -> Path | None:
-    """The file that counts: ``option``, else ``$JAXTENSILE_CONFIG``, else the first one from ``start`` upward; folders
-    that cannot be looked into have none."""
+    """The config file: ``option``, else ``$JAXTENSILE_CONFIG``, else the first from ``start`` upward. Unreadable
+    folders have none."""
     for given in (option, environment.get(VARIABLE)):
         if given:
             return Path(given)
@@ -155,8 +155,10 @@ def find(start: Path | None, option: str | None, environment: Mapping[str, str])
 
 
 def read(path: Path, wait: Seconds = 0.0) -> Config:
-    """What a file says. Raises ``ConfigError``; also where it is empty for ``wait`` seconds, because who writes a file
-    anew empties it first, and all that there is would be granted by what is read at that moment."""
+    """Read a file. Raises ``ConfigError``, also if the file stays empty for ``wait`` seconds.
+
+    Writers empty a file first; an empty config would grant everything.
+    """
     try:
         until = time.monotonic() + wait
         while not (text := _text(path)) and path.is_file():
@@ -169,7 +171,7 @@ def read(path: Path, wait: Seconds = 0.0) -> Config:
 
 
 def _text(path: Path) -> str:
-    """A file's text. A pipe, to which nobody may ever write, is not waited for."""
+    """A file's text. A pipe is an error rather than waited for."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         if stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
             raise ConfigError(f"{path}: is a pipe: write the tables of {NAME} into a file")
@@ -180,7 +182,7 @@ def _text(path: Path) -> str:
 
 
 def parse(text: str, file: str = NAME) -> Config:
-    """What a text says. Raises ``ConfigError``; ``file`` is what it is called there."""
+    """Parse a text. Raises ``ConfigError``, which calls it ``file``."""
     if (longest := max(map(len, text.split("\n")))) > LONGEST_LINE:
         raise ConfigError(f"{file}: a line has {longest} letters, and at most {LONGEST_LINE} are read: break it up")
     try:
@@ -193,7 +195,7 @@ def parse(text: str, file: str = NAME) -> Config:
 
 
 def from_tables(tables: dict[str, Any], file: str = "config") -> Config:
-    """What tables say that were never a file. Raises ``ConfigError``; ``file`` is what they are called there."""
+    """Read tables that were never a file. Raises ``ConfigError``, which calls them ``file``."""
     if strange := [key for key in _keys(tables) if not isinstance(key, str)]:
         raise ConfigError(f"{file}: the key {strange[0]!r} is no text: write it in quotes")
     return _Reader(file, "").config(tables)
@@ -207,7 +209,7 @@ def _keys(tables: dict[Any, Any]) -> Iterator[Any]:
 
 
 class _Reader:
-    """One file: its tables become a ``Config``, or an error that says where."""
+    """Turns the tables of one file into a ``Config``, or an error with its place."""
 
     def __init__(self, file: str, text: str) -> None:
         self._file, self._in = file, Tables(file, text)
@@ -232,7 +234,7 @@ class _Reader:
         )
 
     def _places(self, tables: dict[str, Any]) -> dict[tuple[str, ...], str]:
-        """Where each key of the tables that plans are made by is written."""
+        """Place of each key in ``[device]`` and ``[functions]``, by path of keys."""
         own = tables.get("device", {})
         paths: list[tuple[str, ...]] = [("device", key) for key in own if not isinstance(own[key], dict)]
         paths += [

@@ -1,11 +1,11 @@
-"""Which tables of ``[functions]`` hold for a function, and which one of them for each key?
+"""The tables of ``[functions]`` that hold for a function.
 
-A table's name is that of a function, with its class and module or without (``step``, ``Trainer.step``,
-``project.train.Trainer.step``). It may have the wildcards ``*``, ``?`` and ``[abc]``, and a file in front of it
-(``train.py:step``, ``project/*.py:step``; the last parts of the path are enough).
+A table is named after a function, with or without class and module (``step``, ``Trainer.step``,
+``project.train.Trainer.step``). Names may have the wildcards ``*``, ``?`` and ``[abc]``, and a file in front
+(``train.py:step``, ``project/*.py:step``; the last parts of the path suffice).
 
-Where several hold, each key is taken from the nearest that has it. A name without wildcards is nearer than one with;
-then one with a file than one without; then the longer; of equal ones the first.
+If several hold, each key comes from the nearest table that has it. Nearest: names without wildcards, then with a file,
+then the longer; then the first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ KEYS = ("budget", "host_budget", "objective", "undo", "chunk", "offload_state")
 
 
 class FunctionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One table; sizes as they were written, since a percentage waits for its device. UNSET: it says nothing."""
+    """One table; UNSET: key not given. Sizes stay as written, since a percentage needs its device."""
 
     budget: Amount | UnsetType = UNSET
     host_budget: Amount | UnsetType = UNSET
@@ -35,24 +35,24 @@ class FunctionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     offload_state: bool | UnsetType = UNSET
 
     def said(self) -> dict[str, Any]:
-        """The keys that it has."""
+        """The keys that are given."""
         return {key: value for key in KEYS if (value := getattr(self, key)) is not UNSET}
 
 
 class Identity(Struct, frozen=True):
-    """What a function may be called: all of its ``names``, and the ``file`` that it is written in."""
+    """All ``names`` of a function, and the ``file`` that defines it."""
 
     names: tuple[str, ...]
     file: str = ""
 
 
 def nearest_first(functions: Iterable[str], who: Identity) -> list[str]:
-    """The tables that hold for a function, by their names."""
+    """Names of the tables that hold for a function, nearest first."""
     return sorted((name for name in functions if _holds(name, who)), key=_nearness, reverse=True)
 
 
 def said_of(functions: Mapping[str, FunctionConfig], who: Identity) -> dict[str, tuple[Any, str]]:
-    """What holds for a function: by key the value, and the table that it is from."""
+    """The value and its table, by key, for a function."""
     found: dict[str, tuple[Any, str]] = {}
     for name in reversed(nearest_first(functions, who)):
         found |= {key: (value, name) for key, value in functions[name].said().items()}
@@ -60,7 +60,7 @@ def said_of(functions: Mapping[str, FunctionConfig], who: Identity) -> dict[str,
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a table's name may hold for functions of several names."""
+    """Whether a table's name has wildcards."""
     return any(letter in name for letter in "*?[")
 
 
@@ -78,10 +78,10 @@ def _holds(table: str, who: Identity) -> bool:
 def function_tables(
     within: Tables, tables: dict[str, Any], capacity: Bytes | None, most: Bytes | None, host: Bytes | None
 ) -> dict[str, FunctionConfig]:
-    """``[functions]`` as it was written, or ``ConfigError``.
+    """``[functions]`` as written. Raises ``ConfigError``.
 
-    ``capacity``: of every device; ``most``: that less the reserve, of the largest; ``host``: memory that may be pinned.
-    None: the file does not say.
+    ``capacity``: of every device. ``most``: capacity less reserve, of the largest. ``host``: memory that may be pinned.
+    None: not in the file.
     """
     found: dict[str, FunctionConfig] = {}
     for name in tables:

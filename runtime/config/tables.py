@@ -1,7 +1,7 @@
-"""How do the tables of a TOML file become values, and where in the file is what an error speaks of?
+"""Values from the tables of a TOML file, and their lines for errors.
 
-Invariant: whatever cannot be meant is a ``ConfigError`` with the file, the line where it can be found, the key, the
-value, and what is allowed.
+Invariant: anything invalid raises ``ConfigError`` with the file, the line if found, the key, the value and what is
+allowed.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Struct)
 Amount = int | float | str
 Path = tuple[str, ...]
-"""The keys that lead to a value, from the top."""
+"""Keys that lead to a value, from the top."""
 
 LONGEST: Final[Seconds] = 30 * 86400.0
-"""Time that a config may name: a month, longer than every hold or deadline that is meant. A guess."""
+"""Seconds, the longest time in a config: a month, above any sensible hold or deadline. A guess."""
 _SIZE: Final = "a size: bytes, '12GiB' or '80%'"
 _TIME: Final = "a time: seconds, '500ms', '10s' or '5m'"
 _SWITCH: Final = "true or false"
@@ -46,7 +46,7 @@ _KEY: Final = rf"{_WORD}(?:\s*\.\s*{_WORD})*"
 
 
 class Tables:
-    """One file: what it is called, and its lines; without lines, tables that were never in a file."""
+    """A file's name and lines; no lines: tables that were never in a file."""
 
     def __init__(self, file: str, text: str) -> None:
         self._file, self._lines = file, text.splitlines()
@@ -56,14 +56,14 @@ class Tables:
     # Tables.
 
     def table(self, tables: dict[str, Any], key: str, path: Path) -> dict[str, Any]:
-        """The table ``key`` of a table; an empty one where there is none."""
+        """The table ``key`` of a table; empty if missing."""
         found = tables.get(key, {})
         if not isinstance(found, dict):
             raise self.error((*path, key), found, "a table")
         return found  # pyright: ignore[reportUnknownVariableType]
 
     def known(self, table: dict[str, Any], allowed: tuple[str, ...], path: Path) -> None:
-        """Raises where a table has a key that means nothing."""
+        """Raise ``ConfigError`` for an unknown key."""
         for key in table:
             if key not in allowed:
                 hint = did_you_mean(key, allowed, f"there are {', '.join(allowed)}")
@@ -71,7 +71,7 @@ class Tables:
                 raise ConfigError(f"{self.place((*path, key))}: unknown key {key!r}{where}: {hint}")
 
     def struct(self, kind: type[S], table: dict[str, Any], path: Path) -> S:
-        """A table as a ``msgspec.Struct``, whose fields are the keys that it may have."""
+        """A table as a ``msgspec.Struct`` with the allowed keys as fields."""
         self.known(table, kind.__struct_fields__, path)
         try:
             return convert(table, kind)
@@ -86,7 +86,7 @@ class Tables:
     # Values.
 
     def bytes(self, value: Amount | UnsetType, path: Path, capacity: Bytes | None) -> Bytes | None:
-        """A size; None where none is given. ``capacity``: what a percentage is of, None where that is not known."""
+        """A size; None if not given. ``capacity``: 100 %, None if unknown."""
         if isinstance(value, UnsetType):
             return None
         size = self._parsed(lambda: parse_bytes(value, capacity=capacity), path)
@@ -95,7 +95,7 @@ class Tables:
         return size
 
     def seconds(self, value: Amount, path: Path, least: Seconds) -> Seconds:
-        """A time, not below ``least``."""
+        """A time of at least ``least``."""
         seconds = self._parsed(lambda: parse_seconds(value), path)
         if not least <= seconds <= LONGEST:
             allowed = f"a time from {format_seconds(least)} to {format_seconds(LONGEST)}"
@@ -111,11 +111,11 @@ class Tables:
     # Places.
 
     def error(self, path: Path, value: object, allowed: str) -> ConfigError:
-        """That ``value`` cannot be; ``allowed``: what could."""
+        """The error for a wrong ``value``; ``allowed``: valid ones."""
         return ConfigError(f"{self.place(path)}: {dotted(path)} = {value!r}: must be {allowed}")
 
     def place(self, path: Path) -> str:
-        """The file, and the line of a key where its table and it are written as usual."""
+        """The file, with the line of a key if it is written in a usual way."""
         if self._headers is None:
             self._headers, self._keys = _numbered(self._lines)
         # A table may be written in one line, behind its own key; that of its header is not where its keys are.
@@ -125,18 +125,18 @@ class Tables:
 
 
 def dotted(path: Path) -> str:
-    """Keys as TOML has them: ``device."cuda:0".reserve``."""
+    """Keys as in TOML: ``device."cuda:0".reserve``."""
     return ".".join(part if re.fullmatch(r"[\w-]+", part) else f'"{part}"' for part in path)
 
 
 def did_you_mean(given: str, known: tuple[str, ...], otherwise: str) -> str:
-    """The nearest known name as a question; ``otherwise`` where none is near."""
+    """A question with the nearest known name, or ``otherwise``."""
     close = get_close_matches(given, known, 1)
     return f"did you mean {close[0]!r}?" if close else otherwise
 
 
 def _numbered(lines: Sequence[str]) -> tuple[dict[Path, int], dict[Path, int]]:
-    """The first line of each table's header, and that of each key."""
+    """The first line of each table's header, and of each key."""
     headers: dict[Path, int] = {}
     keys: dict[Path, int] = {}
     here: Path = ()
