@@ -1,7 +1,7 @@
-"""What happened lately, for people?
+"""Recent events, for people.
 
-Invariant: entries are numbered without gaps; the last ``KEPT`` are there, so that a log that looks often enough misses
-none, and says how many it missed. Each is short, whatever a job has said that it tells of.
+Invariant: entries are numbered without gaps. The last ``KEPT`` are stored, so a frequent reader misses none, and others
+learn how many they missed. Entries are short, whatever a job said.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from msgspec import Struct, structs
 from jaxtensile.units import Bytes, Seconds
 
 KEPT: Final = 4096
-"""Entries that are kept: a log looks ten times a second (``server._LOG_EVERY``), so none is missed below 40,000 a
-second. About a megabyte."""
+"""Entries kept: a log reads ten times a second (``server._LOG_EVERY``) and misses none below 40,000 a second. About a
+megabyte."""
 SHORT: Final = 160
-"""Letters of a detail: a line or two of a terminal. Without a bound what clients said was kept whole."""
+"""Letters of a detail, a line or two of a terminal: bounds what is kept of clients' words."""
 
 
 class Entry(Struct, frozen=True):
-    """One thing that happened to a lease, or to all."""
+    """One event of a lease, or of all."""
 
     at: Seconds
     what: str
@@ -36,7 +36,7 @@ class Entry(Struct, frozen=True):
 
 
 class Chronicle:
-    """The last entries, and how many there ever were."""
+    """The last entries, and the ``total`` ever added."""
 
     __slots__ = ("entries", "total")
 
@@ -45,14 +45,14 @@ class Chronicle:
         self.total = 0
 
     def add(self, entry: Entry) -> None:
-        """Something has happened."""
+        """Add an entry; long details are cut."""
         if len(entry.detail) > SHORT:
             entry = structs.replace(entry, detail=f"{entry.detail[: SHORT - 4]} ...")
         self.entries.append(entry)
         self.total += 1
 
     def since(self, seen: int) -> tuple[int, list[Entry]]:
-        """How many entries after the first ``seen`` are gone already, and the others."""
+        """How many entries after the first ``seen`` are lost, and the rest."""
         new = self.total - seen
         if not new:
             return 0, []

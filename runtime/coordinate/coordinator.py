@@ -1,11 +1,10 @@
-"""What does the coordinator do when something happens?
+"""The coordinator: events in, commands out.
 
-Invariant: ``handle(event, now)`` is deterministic, takes no time and touches nothing: what is to be done are commands,
-in their order. All that is granted is on record before it is sent. What comes from outside never raises: it is
-answered, counted, or ends the connection it came by.
+A connection speaks for a lease from its ADMIT or RECLAIM until it ends or a later connection of the process does. The
+kernel names the process behind a connection.
 
-A connection speaks for a lease from ADMIT or RECLAIM on until a later connection of the process does, or it ends. The
-process behind a connection is what the kernel says it is.
+Invariant: ``handle(event, now)`` is deterministic, does not wait and has no effects but its commands, in order. A grant
+is on record before it is sent. Outside input never raises: it is answered, counted, or ends its connection.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from jaxtensile.units import Seconds, format_bytes
 
 
 class Coordinator:
-    """The state of one daemon. Give it ``Restarted`` first, with what its journal said; then whatever happens."""
+    """The state of one daemon. The first event is ``Restarted``, with its journal's contents."""
 
     def __init__(
         self, capacities: Mapping[str, Capacity], settings: Settings | None = None, rules: Rules | None = None
@@ -70,11 +69,11 @@ class Coordinator:
         return self._desk.outbox.works
 
     def handle(self, event: Event, now: Seconds) -> list[Command]:
-        """What is to be done about an event, at a time of the monotonic clock."""
+        """The commands for an event at a monotonic time."""
         return self.handle_all((event,), now)
 
     def handle_all(self, events: Iterable[Event], now: Seconds) -> list[Command]:
-        """What is to be done about events that happened at once: the same, with one decision for all."""
+        """The commands for simultaneous events, with one decision for all."""
         desk, arbiter = self._desk, self.arbiter
         outbox = desk.outbox
         desk.now = now
@@ -95,7 +94,7 @@ class Coordinator:
 
     @property
     def wake(self) -> Seconds | None:
-        """When there is something to do though nothing happens: a ``Tick`` is due."""
+        """When a ``Tick`` is due if nothing else happens; None: never."""
         desk, leases = self._desk, self.arbiter.leases.values()
         late = [a for a in leases if a.deadline is not None and a.id not in desk.terminated]
         times = [a.deadline for a in late if a.deadline is not None and not self._untold(a)]
@@ -110,7 +109,7 @@ class Coordinator:
         return min(times, default=None)
 
     def snapshot(self, after: int) -> Snapshot:
-        """The state when something happened last; of the leases those above ``after`` that fit into a message."""
+        """The state at the last event, with the leases above ``after`` that fit into a message."""
         return self._desk.snapshot(after)
 
     # Events.
@@ -220,7 +219,7 @@ class Coordinator:
             desk.undecided = True
 
     def _untold(self, lease: Lease) -> bool:
-        """What it is to be told waits for the journal: its deadline begins when it is said."""
+        """Whether the lease's order waits for the journal; its deadline starts when it is sent."""
         outbox = self._desk.outbox
         return not outbox.works and (not lease.knows or outbox.unsure(lease.id))
 
@@ -239,7 +238,7 @@ class Coordinator:
             lease.deadline = None
 
     def _lost(self, lease: Lease, why: str, *, free: bool) -> None:
-        """Nobody speaks for a lease any more."""
+        """Quarantine or free a lease that nobody speaks for any more."""
         if lease.state is State.QUEUED or free:
             self._desk.forget(lease, Happening.LOST if lease.state is State.QUEUED else Happening.DIED, why)
         elif lease.state is not State.QUARANTINED:

@@ -1,7 +1,7 @@
-"""What do all parts of the coordinator share: how is something said, written down and remembered?
+"""State shared by the coordinator's parts, and how it is sent and recorded.
 
-Invariant: what is granted is on record before it is said; every GRANT, REVOKE and RENEWED carries a token above all
-before; one message per lease says the state that it ended in, however often that was decided about.
+Invariant: a grant is on record before it is sent. Every GRANT, REVOKE and RENEWED carries a higher token than all
+before. A batch sends one message per lease, with the final state.
 """
 
 from __future__ import annotations
@@ -44,37 +44,37 @@ class Desk:
         self.phase: Phase = "starting"
         self.epoch = 0
         self.now: Seconds = 0.0
-        """When something happened last."""
+        """Time of the last event."""
         self.arbiter = Arbiter(capacities, settings, rules)
         self.speakers = Speakers(rules)
         self.outbox = Outbox(journal_first=rules.journal_first)
         self.counters: Counter[str] = Counter()
         self.chronicle = Chronicle()
         self.undecided = False
-        """Something has changed that the arbiter is to look at."""
+        """The arbiter has changes to look at."""
         self.terminated: set[int] = set()
         """Leases whose processes were told to end."""
         self._boot_id = ""
         self._sequence = self._last_lease = 0
 
     def opened(self, known: journal.Replayed, boot_id: str) -> None:
-        """A coordinator begins, after one that left a journal."""
+        """Start after a coordinator that left a journal."""
         self.epoch, self._boot_id = known.epoch + 1, boot_id or known.boot_id
         self._sequence, self._last_lease = known.sequence, known.lease
 
     def snapshot(self, after: int) -> Snapshot:
-        """The state when something happened last; of the leases those above ``after`` that fit into a message."""
+        """The state at the last event, with the leases above ``after`` that fit into a message."""
         return snapshot(self.arbiter, after, self.epoch, self.phase, self.counters, self.chronicle, self.now)
 
     # What becomes of leases.
 
     def number(self) -> int:
-        """Of a new lease."""
+        """The number of a new lease."""
         self._last_lease += 1
         return self._last_lease
 
     def forget(self, lease: Lease, happening: Happening, why: str = "") -> None:
-        """A lease ends."""
+        """End a lease."""
         what = "freed" if lease.rung >= 0 else "left"
         self.counters[what] += 1
         self.note(what, lease, why)
@@ -88,17 +88,17 @@ class Desk:
             self.all_known()
 
     def all_known(self) -> None:
-        """Recovery ends early when there is nobody to wait for."""
+        """End recovery early if no lease is quarantined any more."""
         if self.phase == "recovering" and all(a.state is not QUARANTINED for a in self.arbiter.leases.values()):
             self.serve()
 
     def serve(self) -> None:
-        """Recovery ends."""
+        """End recovery."""
         self.phase, self.undecided = "serving", True
         self.note("serving")
 
     def note(self, what: str, lease: Lease | None = None, detail: str = "") -> None:
-        """Something has happened, for people."""
+        """Add an event to the chronicle."""
         if lease is None:
             self.chronicle.add(Entry(self.now, what, detail=detail))
             return
@@ -108,12 +108,12 @@ class Desk:
     # What is said.
 
     def reply(self, connection: Connection | None, message: Reply, after_record: bool = False) -> None:
-        """Say something by a connection, if it is there."""
+        """Send a message, if the connection exists."""
         if connection is not None and connection in self.speakers.peers:
             self.outbox.do(Send(connection, message, after_record))
 
     def released(self, connection: Connection, lease: int) -> None:
-        """Say that a lease is no more, when that is on record."""
+        """Say that a lease is free, once that is on record."""
         if connection in self.speakers.peers:
             self.outbox.free(Send(connection, Released(lease=lease), True))
 
@@ -126,11 +126,11 @@ class Desk:
         retry_after: Seconds | None = None,
         lease: int | None = None,
     ) -> None:
-        """Say what is wrong."""
+        """Send an error."""
         self.reply(connection, Error(code=code, detail=detail, retry_after=retry_after, lease=lease))
 
     def refuse(self, connection: Connection, code: Code, detail: str) -> None:
-        """Say what is wrong, and end the connection."""
+        """Send an error, and end the connection."""
         self.counters["refused"] += 1
         process = self.speakers.peers[connection].process
         self.chronicle.add(Entry(self.now, "refused", pid=process.pid, detail=detail))
@@ -143,7 +143,7 @@ class Desk:
         self.outbox.do(Close(connection))
 
     def tell(self) -> None:
-        """Say what was decided: one message per lease, of the state that it ended in."""
+        """Send the decisions: one message per lease, with its final state."""
         decided, self.arbiter.told = self.arbiter.told, {}
         for lease in decided.values():
             if lease.rung < 0:
@@ -194,13 +194,13 @@ class Desk:
     # What is written down.
 
     def put_down(self, lease: Lease, charges: tuple[Charge, ...]) -> None:
-        """What a lease is charged goes on record; the first time with all that it is."""
+        """Record a lease's charges; the first time, the whole lease."""
         record = journal.charge(lease, charges) if lease.written else journal.admission(lease, charges)
         if self.outbox.write(record):
             lease.written = charges
 
     def compact(self) -> None:
-        """The journal anew: what it said of leases that are no more is left out."""
+        """Rewrite the journal without leases that have ended."""
         records: list[journal.Record] = [
             journal.Opened(
                 format=journal.FORMAT,

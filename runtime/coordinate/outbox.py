@@ -1,7 +1,7 @@
-"""In which order is something written down and said, and what if it cannot be written?
+"""The order of records and messages, also when the journal cannot be written.
 
-Invariant: what is said in a batch comes after all that is written in it; and while the journal does not work, nothing
-is said of a lease that the journal knows less of than the coordinator, nor that one is granted or free.
+Invariant: a batch's messages follow its records. While the journal fails, nothing is said of leases that it is behind
+on, and no lease is said to be granted or free.
 """
 
 from __future__ import annotations
@@ -13,59 +13,59 @@ from jaxtensile.runtime.decide import journal
 from jaxtensile.runtime.decide.events import Command, Compact, Record, Send
 
 PER_LEASE: Final = 4
-"""Records for each lease that a journal may have before it is written anew: a lease is one in a new one. A guess."""
+"""Records per lease before the journal is rewritten; a new journal has one per lease. A guess."""
 COMPACT_AFTER: Final = 1000
-"""Records beyond some per lease after which the journal is written anew. A guess."""
+"""Records, beyond ``PER_LEASE`` for each lease, after which the journal is rewritten. A guess."""
 
 
 class Outbox:
-    """The commands of one batch, and what became of those of the last one."""
+    """The commands of one batch, and the outcome of the last."""
 
     __slots__ = ("_commands", "_first", "_free", "_last", "_owed", "_records", "_unwritten", "_written", "works")
 
     def __init__(self, *, journal_first: bool) -> None:
         self.works = True
-        """Whether the journal can be written, as far as is known."""
+        """Whether the journal can be written, as far as known."""
         self._first = journal_first
         self._records: list[Record | Compact] = []
         self._commands: list[Command] = []
         self._written = 0
         self._unwritten: set[int] = set()
-        """Leases of which a record was lost."""
+        """Leases with a lost record."""
         self._owed: list[Command] = []
-        """That leases are free, said when that is on record."""
+        """Messages that leases are free, not yet on record."""
         self._free: list[Command] = []
-        """Those of the commands that say so."""
+        """The commands of this batch that say so."""
         self._last: tuple[list[Record | Compact], tuple[int, ...], list[Command]] = ([], (), [])
-        """Of the last batch: what was written, all leases where that is about all, and what was said to be free."""
+        """Of the last batch: its records, all leases if it was a compaction, and its messages of free leases."""
 
     def write(self, record: journal.Record) -> bool:
-        """Append to the journal, if it works. What is not written is in what replaces it when it works again."""
+        """Append to the journal, if it works; whether it does. Otherwise the record is in the next compaction."""
         if self.works:
             self._records.append(Record(record))
             self._written += 1
         return self.works
 
     def replace(self, records: tuple[journal.Record, ...]) -> None:
-        """The journal anew; it says all that was to be written in this batch."""
+        """Rewrite the journal; this covers all records of the batch."""
         self._records = [Compact(records)]
         self._written = len(records)
 
     def do(self, command: Command) -> None:
-        """Anything that is not about the journal."""
+        """Add a command that is not about the journal."""
         self._commands.append(command)
 
     def free(self, told: Send) -> None:
-        """Say that a lease is no more: not before that is on record."""
+        """Say that a lease is free, once that is on record."""
         self._commands.append(told)
         self._free.append(told)
 
     def outgrown(self, leases: int) -> bool:
-        """Is it time to replace the journal?"""
+        """Whether to rewrite the journal."""
         return bool(self._records) and self._written > COMPACT_AFTER + PER_LEASE * leases
 
     def unsure(self, lease: int) -> bool:
-        """Is the journal behind what the coordinator knows of a lease?"""
+        """Whether the journal is behind on a lease."""
         return lease in self._unwritten
 
     def failed(self) -> None:
@@ -77,7 +77,7 @@ class Outbox:
         self._owed += free
 
     def restored(self) -> None:
-        """The journal works, and is to be replaced in this batch."""
+        """The journal works again and is rewritten in this batch."""
         self.works = True
         self._commands += self._owed
         self._free += self._owed
@@ -85,7 +85,7 @@ class Outbox:
         self._unwritten = set()
 
     def take(self, leases: Collection[int]) -> list[Command]:
-        """The batch, in its order; ``leases``: all there are."""
+        """The commands of the batch in order; ``leases``: all."""
         records, commands, free = self._records, self._commands, self._free
         self._commands = []
         if free:

@@ -1,8 +1,8 @@
-"""What does the coordinator do when a job says something?
+"""The coordinator's handling of messages from jobs.
 
-Invariant: what a job says never raises: it is answered, counted, or ends the connection it came by. Nobody speaks for
-another process's lease, and what is late changes nothing. What a job says that it holds is charged, whatever it was
-granted; where that is more, there is an alarm.
+Invariant: a message never raises: it is answered, counted, or ends its connection. Only its own process speaks for a
+lease, and late messages change nothing. Bytes that a job reports are charged whatever it was granted; an excess raises
+an alarm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jaxtensile.units import Bytes, format_bytes
 
 
 class Requests:
-    """What is done about messages, at a desk."""
+    """Handles messages at a desk."""
 
     __slots__ = ("_desk",)
 
@@ -44,7 +44,7 @@ class Requests:
         self._desk = desk
 
     def received(self, connection: Connection, message: Request) -> None:
-        """A message has come by a connection."""
+        """Handle a message from a connection."""
         desk = self._desk
         peer = desk.speakers.peers.get(connection)
         if peer is None or peer.closed:
@@ -121,7 +121,7 @@ class Requests:
         desk.undecided = True
 
     def _admit_again(self, lease: Lease, connection: Connection, peer: Peer) -> None:
-        """The first answer may have been lost: what the job is told now it has from now on."""
+        """Answer a repeated ADMIT, whose first answer may be lost: the job holds from now on what it is told now."""
         desk, arbiter = self._desk, self._desk.arbiter
         desk.speakers.speak(lease, connection, peer, desk.now)
         if lease.rung >= 0:
@@ -168,8 +168,8 @@ class Requests:
         desk.all_known()
 
     def _renew(self, connection: Connection, process: Process, message: Renew) -> None:
-        """Another ladder for a job that is at rest. Whatever it needs more than it is charged must be there at once:
-        who waited for it would hold what others wait for."""
+        """Give a job at rest another ladder. Bytes beyond its charge must be free now: waiting would hold bytes that
+        others want."""
         desk, arbiter = self._desk, self._desk.arbiter
         lease = self._lease(connection, process, message.lease)
         if lease is None:
@@ -265,7 +265,7 @@ class Requests:
         desk.released(connection, lease.id)
 
     def _withdraw(self, connection: Connection, peer: Peer, message: Withdraw) -> None:
-        """Whatever became of the ask, the job knows of nothing: so it holds nothing."""
+        """End a request. The job was told of no lease, so it holds nothing."""
         desk, ask = self._desk, (message.job, message.number)
         desk.speakers.heard(ask, connection, peer)
         if (lease := peer.known.asks.get(ask)) is not None:
@@ -275,7 +275,7 @@ class Requests:
     # Who may speak for a lease.
 
     def _lease(self, connection: Connection, process: Process, number: int) -> Lease | None:
-        """The lease of that number, if it is the process's own."""
+        """The lease of that number, if it is the process's own; None after an error was sent."""
         desk = self._desk
         lease = desk.arbiter.leases.get(number)
         if lease is None:
@@ -290,7 +290,7 @@ class Requests:
         self._desk.error(connection, "unknown lease", f"there is no lease {number}: ask to be admitted", lease=number)
 
     def _stale(self, lease: Lease, connection: Connection, in_use: Sequence[Bytes]) -> bool:
-        """Is what a connection says of a lease not to be listened to?"""
+        """Whether to ignore a connection's message about a lease."""
         if lease.rung < 0 or lease.state is QUARANTINED or len(in_use) > len(lease.resources):
             return True
         return not self._desk.speakers.speaks(lease, connection)
@@ -298,8 +298,8 @@ class Requests:
     # What is measured.
 
     def _left(self, lease: Lease, in_use: Sequence[Bytes]) -> tuple[Charge, ...]:
-        """What a job is charged that says it is on its rung: what that needs, and what it was measured to hold. A job
-        that holds more does not give bytes back, and what it is charged does not shrink any more."""
+        """The charge of a job on its rung: the rung's needs, or measured bytes if larger. A job that holds more does
+        not give bytes back, so its charge no longer shrinks."""
         charges = self._held(lease, lease.needs[lease.rung], in_use)
         if not lease.stuck:
             return charges
@@ -307,7 +307,7 @@ class Requests:
         return arbiter.ledger.wider(lease.resources, arbiter.charged(lease), charges)
 
     def _held(self, lease: Lease, charges: tuple[Charge, ...], in_use: Sequence[Bytes]) -> tuple[Charge, ...]:
-        """What may be charged, or what was measured where that is more."""
+        """The charges, raised to measured bytes."""
         if not self._desk.rules.measured_wins:
             return charges
         held = _at_least(charges, in_use)
@@ -327,7 +327,7 @@ class Requests:
 
 
 def _at_least(charges: tuple[Charge, ...], held: Sequence[Bytes]) -> tuple[Charge, ...]:
-    """The charges, or what is held of each resource where that is more; nothing is said of those that are left out."""
+    """The charges, each raised to the bytes held; resources missing from ``held`` keep theirs."""
     if not held or all(have <= charge.level for charge, have in zip(charges, held, strict=False)):
         return charges
     more = [c if have <= c.level else Charge(have - c.temp, c.temp) for c, have in zip(charges, held, strict=False)]

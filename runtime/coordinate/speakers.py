@@ -1,9 +1,8 @@
-"""Which connection speaks for which job?
+"""Which connection speaks for which job.
 
-Invariant: a job is spoken for by the last connection of its process that asked for it. What an earlier one says, or
-its end, is late: a process opens a new connection only after it has given up the old one, and connections are numbered
-in the order in which they were accepted. Who is behind a connection is what the kernel says. Jobs of one name that a
-process has one after another are told apart by a number: what the former one left behind is not the later one's.
+Invariant: the last connection of its process to ask for a job speaks for it. Messages and ends of earlier ones are
+late: a process gives a connection up before it opens the next, and connections are numbered as accepted. The kernel
+names the process. A number distinguishes a process's successive jobs of one name.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from jaxtensile.units import Seconds
 
 Identity = Process | int
 Ask = tuple[str, int]
-"""A job's name, and which ask of its process."""
+"""A job's name, and the number of its process's request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,7 +27,7 @@ class _Known:
     leases: dict[int, Lease] = field(default_factory=dict[int, Lease])
     asks: dict[Ask, Lease] = field(default_factory=dict[Ask, Lease])
     last: dict[Ask, Connection] = field(default_factory=dict[Ask, Connection])
-    """Which connection spoke for an ask last; also where its lease is no more."""
+    """The last connection to speak for an ask, also after its lease."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,11 +39,11 @@ class Peer:
     welcome: bool = False
     """It has said HELLO."""
     closed: bool = False
-    """It is not listened to any more."""
+    """Its messages are ignored."""
 
 
 class Speakers:
-    """Connections, jobs, and which was the last of the former to speak for one of the latter."""
+    """Connections, jobs, and which connection spoke last for a job."""
 
     __slots__ = ("_known", "_rules", "peers")
 
@@ -54,7 +53,7 @@ class Speakers:
         self.peers: dict[Connection, Peer] = {}
 
     def __len__(self) -> int:
-        """How many processes are known."""
+        """The number of known processes."""
         return len(self._known)
 
     def _identity(self, process: Process) -> Identity:
@@ -99,17 +98,17 @@ class Speakers:
     # Leases.
 
     def leases_of(self, process: Process) -> Mapping[int, Lease]:
-        """Those of a process, by number."""
+        """A process's leases, by number."""
         known = self._known.get(self._identity(process))
         return {} if known is None else known.leases
 
     def own(self, lease: Lease, known: _Known | None = None) -> None:
-        """A job has a lease; ``known``: what is known of its process."""
+        """Register a lease; ``known``: the record of its process."""
         known = known or self._of(lease.process)
         known.asks[lease.job, lease.number] = known.leases[lease.id] = lease
 
     def disown(self, lease: Lease) -> None:
-        """The lease is no more."""
+        """Remove a lease."""
         known = self._of(lease.process)
         known.leases.pop(lease.id, None)
         ask = lease.job, lease.number
@@ -121,20 +120,20 @@ class Speakers:
     # Who speaks.
 
     def late(self, connection: Connection, peer: Peer, ask: Ask) -> bool:
-        """Has a later connection spoken for it?"""
+        """Whether a later connection has spoken for it."""
         return self._rules.generations and connection < peer.known.last.get(ask, -1)
 
     def heard(self, ask: Ask, connection: Connection, peer: Peer) -> None:
-        """A connection has spoken for an ask: what an earlier one says of it is late."""
+        """Record that a connection spoke for an ask: earlier ones are late."""
         peer.known.last[ask] = max(connection, peer.known.last.get(ask, -1))
 
     def speak(self, lease: Lease, connection: Connection, peer: Peer, now: Seconds) -> None:
-        """From now on that connection speaks for the lease."""
+        """Let a connection speak for the lease from now on."""
         lease.connection, lease.beat = connection, now
         peer.known.last[lease.job, lease.number] = connection
 
     def speaks(self, lease: Lease, connection: Connection) -> bool:
-        """Does a connection speak for a lease?"""
+        """Whether a connection speaks for a lease."""
         if lease.connection == connection:
             return True
         return not self._rules.generations and self.peers[connection].process == lease.process

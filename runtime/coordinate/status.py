@@ -1,6 +1,6 @@
-"""What is the state of the coordinator, as a message?
+"""The coordinator's state as a message.
 
-Invariant: a message is below the limit of a frame, however many leases there are and however long their names.
+Invariant: a message stays below the frame limit, for any number of leases and length of names.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from jaxtensile.runtime.protocol.messages import DeviceView, EventView, LeaseVie
 from jaxtensile.units import KIB, Seconds
 
 PAGE: Final = 64
-"""Leases in one message. A guess: ``PAGE_BYTES`` holds where names are long."""
+"""Leases in one message. A guess: ``PAGE_BYTES`` bounds long names."""
 PAGE_BYTES: Final = 32 * KIB
-"""Bytes of leases in one message, about; one is told in any case. Half of ``wire.LIMIT``: devices and what happened
-lately are told beside them."""
+"""Bytes of leases in one message, approximate; one lease is always sent. Half of ``wire.LIMIT``, beside devices and
+events."""
 LETTER, KIND, LEASE = 4, 32, 256
-"""Bytes of a letter in UTF-8 at most; of what is said of one resource; of all else that is said of a lease. Bounds."""
+"""Bytes, upper bounds: of a letter in UTF-8, of a resource's entry, of the rest of a lease."""
 EVENTS: Final = 16
-"""Entries of what happened lately that are told: twice what ``status`` shows. A guess."""
+"""Recent events sent: twice what ``status`` shows. A guess."""
 STATES: Final = (*(s.value for s in State if s is not State.FREED), "suspended")
-"""What ``state_of`` may say."""
+"""The values of ``state_of``."""
 
 
 def snapshot(
@@ -36,7 +36,7 @@ def snapshot(
     chronicle: Chronicle,
     now: Seconds,
 ) -> Snapshot:
-    """All devices, what happened lately, and the leases with numbers above ``after`` that fit."""
+    """All devices, recent events, and the leases above ``after`` that fit."""
     later = sorted(k for k in arbiter.leases if k > after)
     page: list[LeaseView] = []
     size = 0
@@ -84,7 +84,7 @@ def snapshot(
 
 
 def state_of(lease: Lease) -> str:
-    """In one word, for people."""
+    """The state in one word, for people."""
     return "suspended" if lease.suspended and lease.state is State.HELD else lease.state.value
 
 
