@@ -271,8 +271,7 @@ class Client(Owned):
 
     @property
     def target(self) -> int:
-        """The rung that the job was told last. If it differs from ``rung``, the job moves there at its next boundary.
-        """
+        """The rung that the job was told last; it moves there at its next boundary."""
         return self._holder.target
 
     @property

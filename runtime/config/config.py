@@ -108,7 +108,7 @@ class Config(Struct, frozen=True, kw_only=True):
 
     @property
     def of_jobs(self) -> Config:
-        """What it says to jobs alone."""
+        """The part of the config that jobs need."""
         return structs.replace(self, functions={}, places={})
 
     def capacities(self, reported: Mapping[str, Bytes], host: Bytes) -> dict[str, Capacity]:

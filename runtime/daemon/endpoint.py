@@ -1,8 +1,7 @@
-"""Where do a coordinator and its jobs meet?
+"""The place where a coordinator and its jobs meet.
 
-Invariant: at a path there is one coordinator, the one that holds the lock beside it, and only the user can reach it:
-the directory is the user's and closed to all others, as is the socket. The lock decides before anything is removed, so
-a socket that is there when the lock is held is nobody's any more.
+Invariant: a path has one coordinator, the holder of the lock beside it, and only its user can reach it: directory and
+socket are closed to all others. Nothing is removed before the lock is held; a socket found then is nobody's.
 """
 
 from __future__ import annotations
@@ -20,26 +19,26 @@ from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.config.config import LONGEST_SOCKET
 
 VARIABLE: Final = "JAXTENSILE_SOCKET"
-"""The environment variable that tells a job where its coordinator is."""
+"""Environment variable with the coordinator's socket, for jobs."""
 JOB_VARIABLE: Final = "JAXTENSILE_JOB"
-"""The environment variable that tells a process which of the config's jobs it is."""
+"""Environment variable with a process's job name in the config."""
 _NAME: Final = "coordinator.sock"
 _BACKLOG: Final = 4096
-"""Connections that wait to be accepted: as many as Linux allows by default (``net.core.somaxconn``), for all jobs that
-come back at once."""
+"""Connections waiting to be accepted, when all jobs return at once: the default limit of Linux
+(``net.core.somaxconn``)."""
 _PRIVATE: Final = 0o700
 """Mode of the socket's directory: its user alone."""
 _SOCKET_MASK: Final = 0o177
-"""Mask under which the socket is made: its user alone may read and write it."""
+"""Mask when the socket is made: only its user may read and write it."""
 
 
 class PlaceError(CoordinatorError):
-    """A coordinator cannot be where it is to be."""
+    """A coordinator cannot run at a place."""
 
 
 def socket_path(option: str | None, environment: Mapping[str, str], configured: str | None, uid: int) -> Path:
-    """Where a user's coordinator is: what the option says, else ``$JAXTENSILE_SOCKET``, else the config, else a place
-    of the user's own. Raises ``PlaceError``."""
+    """The socket of a user's coordinator: the option, else ``$JAXTENSILE_SOCKET``, else the config, else a place of the
+    user's own. Raises ``PlaceError``."""
     if given := option or environment.get(VARIABLE) or configured:
         return checked(Path(given).absolute())
     if runtime := environment.get("XDG_RUNTIME_DIR"):
@@ -61,7 +60,7 @@ def checked(path: Path) -> Path:
 
 
 class Endpoint:
-    """The directory, the lock, the socket and the journal of one coordinator."""
+    """Directory, lock, socket and journal of one coordinator."""
 
     def __init__(self, path: Path) -> None:
         self.path = checked(path)
@@ -71,7 +70,7 @@ class Endpoint:
         self._bound: tuple[int, int] | None = None
 
     def take(self) -> None:
-        """Have the place for this process alone, until it ends. Raises ``PlaceError``."""
+        """Reserve the place for this process until it ends. Raises ``PlaceError``."""
         self._make_directory()
         lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -108,8 +107,8 @@ class Endpoint:
             )
 
     def bind(self) -> socket.socket:
-        """The socket that jobs connect to; what was left there by a coordinator that is no more is removed. Only after
-        ``take``. Raises ``PlaceError``."""
+        """The listening socket. Call ``take`` first: an earlier coordinator's socket is removed. Raises ``PlaceError``.
+        """
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         before = os.umask(_SOCKET_MASK)
         try:
@@ -131,11 +130,11 @@ class Endpoint:
         return listener
 
     def lost(self) -> bool:
-        """Is the socket's file gone, or another's?"""
+        """Whether the socket's file is gone or another's."""
         return self._bound is None or _identity(self.path) != self._bound
 
     def displaced(self) -> bool:
-        """Is the lock another's? Its file was removed, and another coordinator has made one anew."""
+        """Whether another coordinator has the lock, after the lock's file was removed."""
         held = os.fstat(self._lock)
         if _identity(self._lock_path) == (held.st_dev, held.st_ino):
             return False
@@ -149,7 +148,8 @@ class Endpoint:
         return False
 
     def leave(self) -> None:
-        """Remove the socket's file, if it still is this one's. The lock's file stays: who waits for it has it open."""
+        """Remove the socket's file, if it is still this one's. The lock's file stays: waiting processes have it open.
+        """
         if not self.lost():
             with suppress(OSError):
                 self.path.unlink()

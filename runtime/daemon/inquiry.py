@@ -1,4 +1,4 @@
-"""What does the coordinator at a path say of itself?"""
+"""The state of the coordinator at a path, by asking it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jaxtensile.runtime.protocol.wire import REPLIES, frame, take
 from jaxtensile.units import KIB, Seconds
 
 ANSWERS: Final[Seconds] = 5.0
-"""In which a coordinator answers one who asks, also a busy one. A guess."""
+"""Seconds in which even a busy coordinator answers. A guess."""
 _CHUNK: Final = 64 * KIB
 """Bytes read at once: a message at most (``wire.LIMIT``)."""
 
@@ -37,7 +37,7 @@ R = TypeVar("R", Welcome, Snapshot)
 
 
 class Inquirer:
-    """A connection that only asks. Raises ``UnreachableError`` where nobody answers within ``timeout`` seconds."""
+    """A connection that only asks. Raises ``UnreachableError`` if nobody answers within ``timeout`` seconds."""
 
     def __init__(self, path: Path, timeout: Seconds = ANSWERS) -> None:
         self._path, self._timeout = path, timeout
@@ -60,7 +60,7 @@ class Inquirer:
             raise
 
     def snapshot(self) -> Snapshot:
-        """The whole state, of as many messages as that takes. Raises ``UnreachableError``."""
+        """The whole state, from one or more messages. Raises ``UnreachableError``."""
         leases: list[LeaseView] = []
         first: Snapshot | None = None
         while True:
@@ -105,6 +105,6 @@ class Inquirer:
 
 
 def ask(path: Path, timeout: Seconds = ANSWERS) -> Snapshot:
-    """The state of the coordinator at a path. Raises ``UnreachableError``."""
+    """The state of the coordinator at ``path``. Raises ``UnreachableError``."""
     with closing(Inquirer(path, timeout)) as inquirer:
         return inquirer.snapshot()

@@ -1,7 +1,7 @@
-"""Where is the journal kept?
+"""The journal's file.
 
-Invariant: the file is whole after every write, or ends in a line that was not finished; it is replaced by another one
-at once or not at all. Nothing is synced: the file is to survive the coordinator, not the machine.
+Invariant: after every write the file is whole, or ends in an unfinished line. It is replaced whole or not at all.
+Nothing is synced: the file must survive the coordinator, not the machine.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jaxtensile.runtime.decide.journal import Journal, JournalError, Record, Rep
 
 
 def boot_id() -> str:
-    """Which start of the machine this is."""
+    """The machine's current boot."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
 class JournalFile:
-    """The journal of the coordinator at a place."""
+    """The journal file of one coordinator."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -30,7 +30,7 @@ class JournalFile:
         self._journal: Journal | None = None
 
     def read(self, boot: str) -> Replayed:
-        """What the last coordinator wrote, if that was since the machine was started. Raises ``JournalError``."""
+        """Read the last coordinator's records, if they are of the boot ``boot``. Raises ``JournalError``."""
         try:
             content = self._path.read_bytes()
         except FileNotFoundError:
@@ -43,7 +43,7 @@ class JournalFile:
             raise JournalError(f"{self._path}: {error}") from None
 
     def append(self, records: Sequence[Record]) -> None:
-        """Write records at the end. Raises ``OSError``, and then the journal has to be replaced."""
+        """Append records. Raises ``OSError``; the journal must then be replaced."""
         if self._journal is None:
             raise OSError("the journal has to be written anew first")
         try:
@@ -53,7 +53,7 @@ class JournalFile:
             raise
 
     def replace(self, records: Sequence[Record]) -> None:
-        """Write these records and nothing else. Raises ``OSError``, and then the old journal is there still."""
+        """Write these records and nothing else. Raises ``OSError``; the old journal is then still there."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         file = FileIO(os.open(self._new, flags, 0o600), "a")
         try:
@@ -70,7 +70,7 @@ class JournalFile:
         self._file, self._journal = file, journal
 
     def lost(self) -> bool:
-        """Is what is written to no longer the file of that name?"""
+        """Whether the open file is no longer the one at the path."""
         if self._file is None:
             return False
         try:

@@ -1,6 +1,6 @@
-"""How does a daemon tell what it does?
+"""The daemon's log.
 
-Invariant: one line per thing, ``key=value`` after a time and a word, on a descriptor that is never waited for: where
+Invariant: one line per event: a time, a word, then ``key=value`` pairs. The log never waits for its descriptor: if
 nobody reads, lines are dropped and counted.
 """
 
@@ -17,7 +17,7 @@ from jaxtensile.runtime.coordinate.chronicle import Entry
 from jaxtensile.units import Seconds
 
 _AT_ONCE: Final = 4096
-"""Bytes that a pipe takes whole when it says that it takes any: ``PIPE_BUF`` of Linux."""
+"""Bytes that a writable pipe takes whole: ``PIPE_BUF`` of Linux."""
 
 
 class Log:
@@ -30,11 +30,11 @@ class Log:
         self.dropped = 0
 
     def tell(self, what: str, **facts: object) -> None:
-        """One line."""
+        """Write one line."""
         self._write(self._line(what, facts))
 
     def entries(self, entries: list[Entry], missed: int = 0) -> None:
-        """What happened, as lines."""
+        """Write chronicle entries as lines; ``missed``: how many were lost before."""
         self.dropped += missed
         lines = ""
         for e in entries:

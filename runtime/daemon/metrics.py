@@ -1,7 +1,7 @@
-"""What is the state of the coordinator, for Prometheus?
+"""The coordinator's state for Prometheus.
 
-Invariant: the text exposition format 0.0.4; all sizes in bytes, to the last one, all times in seconds. One request a
-connection, and whatever it is but a GET is refused.
+Invariant: text exposition format 0.0.4; sizes in exact bytes, times in seconds. One request per connection; only GET is
+answered.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jaxtensile.runtime.coordinate.status import STATES, state_of, view
 from jaxtensile.units import Seconds
 
 LONGEST_REQUEST: Final = 8192
-"""Bytes of an HTTP request that are read: what servers usually allow for its head."""
+"""Bytes of an HTTP request that are read: the usual limit of servers for its head."""
 _PHASES: Final = ("starting", "recovering", "serving", "draining")
 
 
 def answer(request: bytes, text: str) -> bytes:
-    """What to answer to an HTTP request; ``text``: the metrics."""
+    """The response to an HTTP request; ``text``: the metrics."""
     method, _, rest = request.partition(b" ")
     path = rest.partition(b" ")[0].partition(b"?")[0]
     if method != b"GET":

@@ -1,8 +1,8 @@
-"""Who is at the other end of a socket, and when has it died?
+"""The process at the other end of a socket, and its death.
 
-Invariant: a process is its pid and its start time, as the kernel tells them, and its death is told once: by a pidfd,
-which becomes readable when the process has ended and its memory is free. Where the kernel can (6.5), the pidfd comes
-from the socket itself, so that no other process that got the pid meanwhile is taken for it.
+Invariant: a process is its pid and start time from the kernel. Its death is reported once, by a pidfd, which becomes
+readable when the process has ended and its memory is free. From Linux 6.5 the pidfd comes from the socket itself, so
+another process that got the pid is not mistaken for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Final
 from jaxtensile.runtime.decide.leases import Process
 
 SO_PEERPIDFD: Final = 77
-"""The socket option's number in Linux (``asm-generic/socket.h``, since 6.5), which Python does not name."""
+"""Number of the Linux socket option (``asm-generic/socket.h``, since 6.5), which Python does not name."""
 _UNKNOWN: Final = (errno.ENOPROTOOPT, errno.EINVAL)
-"""What a kernel says that does not know the option."""
+"""Errors of a kernel without the option."""
 _CREDENTIALS: Final = struct.Struct("3i")
 _START_TIME: Final = 19
-"""Of the fields of ``/proc/PID/stat`` after the name, which is in brackets and may contain anything (proc(5): field 22,
-from 1)."""
+"""Index of the start time in ``/proc/PID/stat`` after the bracketed name, which may contain anything (proc(5): field
+22, from 1)."""
 
 
 class Dead(Exception):
@@ -34,20 +34,20 @@ class Dead(Exception):
 
 
 def credentials(link: socket.socket) -> tuple[int, int]:
-    """The pid and the user id of who connected. A pid of 0 is a process that cannot be seen from here."""
+    """Pid and user id of the peer. Pid 0: a process that cannot be seen from here."""
     pid, uid, _ = _CREDENTIALS.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid
 
 
 def foreign(link: socket.socket) -> str:
-    """Whose the other end is where it is neither this user's nor root's, for an error; else empty."""
+    """The owner of the other end, for an error, if it is neither this user nor root; else empty."""
     _, uid = credentials(link)
     mine = os.geteuid()
     return "" if uid in (mine, 0) else f"it is user {uid}'s, not user {mine}'s: name a socket of your own"
 
 
 def started(pid: int) -> int:
-    """When a process started, in clock ticks after boot. Raises ``Dead``."""
+    """A process's start time in clock ticks after boot. Raises ``Dead``."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
@@ -56,7 +56,7 @@ def started(pid: int) -> int:
 
 
 def peer_pidfd(link: socket.socket, pid: int, option: int = SO_PEERPIDFD) -> int:
-    """A pidfd of who connected. Raises ``Dead``, and ``OSError`` when there are no descriptors left."""
+    """A pidfd of the peer. Raises ``Dead``, or ``OSError`` if no descriptors are left."""
     try:
         return link.getsockopt(socket.SOL_SOCKET, option)
     except OSError as error:
@@ -68,7 +68,7 @@ def peer_pidfd(link: socket.socket, pid: int, option: int = SO_PEERPIDFD) -> int
 
 
 def open_pidfd(pid: int) -> int:
-    """A pidfd of whatever process has that pid. Raises ``Dead``."""
+    """A pidfd of the process that has that pid now. Raises ``Dead``."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -76,14 +76,14 @@ def open_pidfd(pid: int) -> int:
 
 
 def has_died(pidfd: int) -> bool:
-    """Has the process of a pidfd ended?"""
+    """Whether the process of a pidfd has ended."""
     poll = select.poll()
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 class Watched:
-    """The processes whose death is to be told, each by its pidfd in an epoll."""
+    """Processes whose death is to be reported, each by its pidfd in an epoll."""
 
     def __init__(self, epoll: select.epoll) -> None:
         self._epoll = epoll
@@ -94,7 +94,7 @@ class Watched:
         return len(self._pidfds)
 
     def met(self, link: socket.socket, pid: int) -> Process:
-        """The process that connected, watched from now on. Raises ``Dead``, or ``OSError``."""
+        """The process that connected, watched from now on. Raises ``Dead`` or ``OSError``."""
         pidfd = peer_pidfd(link, pid)
         try:
             process = Process(pid, started(pid))
@@ -109,7 +109,7 @@ class Watched:
                 os.close(pidfd)
 
     def watch(self, process: Process) -> bool:
-        """Watch a process that is known from before; False if it is no more. Raises ``OSError``."""
+        """Watch a known process; False if it has ended. Raises ``OSError``."""
         if process in self._pidfds:
             return True
         try:
@@ -134,7 +134,7 @@ class Watched:
         self._processes[pidfd] = process
 
     def fired(self, pidfd: int) -> Process | None:
-        """Which process has ended, if that descriptor is one's; it is told once."""
+        """The process that has ended, if the descriptor is a watched pidfd; reported once."""
         process = self._processes.pop(pidfd, None)
         if process is not None:
             del self._pidfds[process]
@@ -143,14 +143,14 @@ class Watched:
         return process
 
     def send(self, process: Process, number: signal.Signals) -> None:
-        """Send a signal to a process, if it still is there, and to no other that got its pid."""
+        """Send a signal to a process, never to another one that got its pid."""
         pidfd = self._pidfds.get(process)
         if pidfd is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, number)
 
     def close(self) -> None:
-        """Watch nobody any more."""
+        """Stop watching."""
         for pidfd in self._processes:
             os.close(pidfd)
         self._pidfds, self._processes = {}, {}

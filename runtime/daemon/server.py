@@ -1,10 +1,10 @@
-"""How does a coordinator serve processes?
-
-Invariant: one thread, and nothing in it waits but for the next event: sockets, deaths, signals and the clock become
-events, commands are carried out in their order, and a batch of events leads to one write of the journal and one write
-per connection. What a peer does ends its own connection at most.
+"""The server of a coordinator: one process with a socket.
 
     STARTING (lock, replay) → RECOVERING (charges known) → SERVING → DRAINING (a signal to end) → STOPPED
+
+Invariant: one thread, which waits only for the next event. Sockets, deaths, signals and the clock become events, and
+commands are carried out in order. A batch of events leads to one write of the journal and one per connection. A peer
+can end only its own connection.
 """
 
 from __future__ import annotations
@@ -60,24 +60,24 @@ from jaxtensile.runtime.protocol.wire import REQUESTS, ProtocolError, frame, tak
 from jaxtensile.units import Seconds
 
 LOOK_EVERY: Final = 1.0
-"""Seconds between two looks at what nobody tells: the socket's file, the lock, a journal that did not work. A guess."""
+"""Seconds between two checks of things that send no events: the socket's file, the lock, a failed journal. A guess."""
 GRACE: Final = 5.0
-"""Seconds for jobs to release, after a signal to end; and for a process, until it is killed. A guess."""
+"""Seconds for jobs to release after a signal to end, and for a terminated process until it is killed. A guess."""
 HELLO_WITHIN: Final = 10.0
-"""Seconds in which who connects says a first message, or is let go. A guess."""
+"""Seconds until a connection's first message, or it is closed. A guess."""
 _AT_ONCE: Final = 64
-"""Descriptors per turn: few enough that nobody waits long for the answers of a batch. A guess."""
+"""Descriptors per turn: few, so that the answers of a batch come soon. A guess."""
 _ACCEPTS: Final = 256
-"""Connections accepted in one turn: those that have come are answered before more are accepted. A guess."""
+"""Connections accepted per turn: they are answered before more are accepted. A guess."""
 _TICK_LATE: Final = 0.02
-"""Seconds: the next time of the coordinator costs too much to be asked for after every batch. A guess; deadlines are
+"""Seconds of delay: asking the coordinator for its next time costs too much after every batch. A guess; deadlines are
 seconds."""
 _SCRAPES: Final = 32
-"""Connections to the port for metrics, which is any user's of this machine: who asks at once is answered. A guess."""
+"""Connections to the metrics port, which any user of the machine may open; scrapers are answered at once. A guess."""
 _LOG_EVERY: Final = 0.1
-"""Seconds between two writes of the log: seldom enough that it costs nothing, often enough for people. A guess."""
+"""Seconds between two writes of the log: rare enough to cost nothing, frequent enough for people. A guess."""
 _LOG_LINES: Final = 64
-"""Lines that are written at once; of more it is told how many there were. A guess: two screens."""
+"""Lines written at once; more are only counted. A guess: two screens."""
 _NO_DESCRIPTORS: Final = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS)
 _UNSEEN: Final = "your process cannot be seen from here"
 
@@ -85,7 +85,7 @@ Reading = tuple[Mapping[str, Capacity], Settings]
 
 
 class Server:
-    """A coordinator behind a socket. ``reread``: what the config says now; ``metrics``: a listening TCP socket."""
+    """A coordinator behind a socket. ``reread``: returns the config's contents; ``metrics``: a listening TCP socket."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Server:
         self._streams: dict[int, Stream] = {}
         self._numbers: dict[int, Stream] = {}
         self._more: list[Stream] = []
-        """Those of which more is to be heard than was at once."""
+        """Streams with more messages than were heard at once."""
         self._number = 0
         self._pending: list[Event] = []
         self._unwatched: list[Process] = []
@@ -115,7 +115,7 @@ class Server:
         self._parent = parent
         self._parent_pidfd = -1
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        """Closed for a moment to refuse a connection when there are no descriptors."""
+        """Closed for a moment to refuse a connection if no descriptors are left."""
         self._look_at = self._wake_at = self._log_at = 0.0
         self._seen = 0
         self._drained: Seconds | None = None
@@ -241,7 +241,7 @@ class Server:
             self._carry_out(self._coordinator.handle(JournalFailed(), now))
 
     def _tell_log(self, *, force: bool = False) -> None:
-        """What happened since the last lines; seldom enough that it costs nothing."""
+        """Log the events since the last lines, at most every ``_LOG_EVERY`` seconds unless ``force``."""
         chronicle, now = self._coordinator.chronicle, time.monotonic()
         if chronicle.total == self._seen or (now < self._log_at and not force):
             return
@@ -257,7 +257,7 @@ class Server:
     # Commands.
 
     def _carry_out(self, commands: Sequence[Command]) -> bool:
-        """Do what is to be done, in order. True if the journal could not be written."""
+        """Carry out commands in order. True if the journal could not be written."""
         records: list[Record] = []
         changed: dict[int, Stream] = {}
         closed: list[Stream] = []
@@ -372,7 +372,7 @@ class Server:
         return stream
 
     def _refuse_one(self, listener: socket.socket) -> None:
-        """There are no descriptors: give up the spare one to say so to who comes next."""
+        """Refuse the next connection for lack of descriptors, with the help of the spare one."""
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
@@ -403,8 +403,8 @@ class Server:
         self._hear(stream, data, events)
 
     def _hear(self, stream: Stream, data: bytes, events: list[Event]) -> None:
-        """The next few messages of what was read before, and now. More is heard when they were answered and the answers
-        were read: whoever asks without end has neither all the time nor all the memory."""
+        """Take the next few messages from earlier and new bytes. The rest waits until these are answered and the
+        answers are read, so that one peer cannot use all time or memory."""
         if stream.full is not None or self._streams.get(stream.descriptor) is not stream:
             return
         taken = take(stream.rest + data if stream.rest else data, REQUESTS, TAKEN)
@@ -442,7 +442,7 @@ class Server:
         self._drop(stream)
 
     def _drop(self, stream: Stream, events: list[Event] | None = None) -> None:
-        """Close a connection; its end is an event, of this turn or the next."""
+        """Close a connection; its end becomes an event, of this turn or the next."""
         if self._streams.pop(stream.descriptor, None) is None:
             return
         self._epoll.unregister(stream.descriptor)
@@ -502,7 +502,7 @@ class Server:
             self._stopped = True
 
     def _changed(self, events: list[Event]) -> None:
-        """The config may say something else now."""
+        """Read the config again."""
         try:
             capacities, settings = self._reread()
         except ConfigError as error:
@@ -514,7 +514,7 @@ class Server:
         self._log.tell("config_read")
 
     def _look(self, events: list[Event], now: Seconds) -> None:
-        """At what nobody tells."""
+        """Check things that send no events."""
         if self._place.displaced():
             # Another coordinator has the lock and the journal: whoever is connected here goes there.
             self._log.tell("displaced", socket=self._place.path)
@@ -540,7 +540,7 @@ class Server:
                 self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _rebind(self) -> None:
-        """The socket's file is gone: connections go on, and new ones come by a new file."""
+        """Bind a new socket file after the old one was lost; connections go on."""
         if self._listener is not None:
             self._epoll.unregister(self._listener)
             self._listener.close()
@@ -555,7 +555,7 @@ class Server:
 
 
 def more_descriptors() -> int:
-    """As many descriptors as this process may have. How many."""
+    """Raise the descriptor limit to the most allowed; the new limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -563,4 +563,4 @@ def more_descriptors() -> int:
 
 
 def _ignore(number: int, stack: FrameType | None) -> None:
-    """The descriptor that signals are written to tells of it."""
+    """Signals are handled from the wakeup descriptor."""

@@ -1,8 +1,8 @@
-"""How are bytes exchanged with somebody who may be slow?
+"""Byte streams to peers that may be slow.
 
-Invariant: neither reading nor writing ever waits, and what is kept for a peer that does not read is bounded. Beyond
-``ENOUGH_UNREAD`` bytes it is not heard until it has read; after ``READ_WITHIN`` seconds of that, and beyond
-``MOST_UNREAD`` bytes, it is given up.
+Invariant: reads and writes never wait, and the bytes kept for a peer that does not read are bounded. Beyond
+``ENOUGH_UNREAD`` bytes the peer is not heard until it has read. It is given up after ``READ_WITHIN`` seconds of that,
+or beyond ``MOST_UNREAD`` bytes.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from jaxtensile.units import KIB, Bytes, Seconds
 CHUNK: Final = 64 * KIB
 """Bytes read at once: a message at most (``wire.LIMIT``)."""
 TAKEN: Final = 4
-"""Messages of one peer that are answered at once: it has the answers before more of what it says is heard. 8,000
-pipelined requests took 22 s without. The number is a guess."""
+"""Messages of one peer that are answered at once, before more are heard: without it 8,000 pipelined requests took 22 s.
+The number is a guess."""
 ENOUGH_UNREAD: Final[Bytes] = 256 * KIB
-"""Bytes of unread answers from which on a peer is not heard. A guess."""
+"""Bytes of unread answers beyond which a peer is not heard. A guess."""
 MOST_UNREAD: Final[Bytes] = ENOUGH_UNREAD + (TAKEN + 1) * LIMIT
-"""Bytes of unread answers with which a peer is given up: ``ENOUGH_UNREAD``, the answers to as many messages as are
-taken at once, and what it is told beside them."""
+"""Bytes of unread answers beyond which a peer is given up: ``ENOUGH_UNREAD``, the answers to ``TAKEN`` messages, and
+one more message."""
 READ_WITHIN: Final[Seconds] = 10.0
-"""Time for a peer to read, once it is not heard for that; then it is given up. A guess, as ``server.HELLO_WITHIN``."""
+"""Seconds in which a peer that is no longer heard must read, or is given up. A guess, as ``server.HELLO_WITHIN``."""
 
 
 class Stream:
-    """One connection: what was read and is no whole message yet, what was not written yet."""
+    """One connection, with bytes of an incomplete message (``rest``) and bytes to write (``out``)."""
 
     __slots__ = (
         "awaited",
@@ -54,14 +54,14 @@ class Stream:
         self.heard = False
         """A whole message has come."""
         self.more = False
-        """What was read may have whole messages that were not heard yet."""
+        """``rest`` may have whole messages that were not heard yet."""
         self.full: Seconds | None = None
-        """Since when so much is unread that it is not heard."""
+        """Since when it is not heard because too much is unread; None: it is heard."""
         self.awaited = select.EPOLLIN
-        """What somebody is to tell of it."""
+        """The epoll events that are awaited."""
 
     def read(self) -> bytes | None:
-        """What has come; empty at the end; None if nothing has."""
+        """The bytes that have come; empty at the end, None if there are none yet."""
         try:
             return self.socket.recv(CHUNK)
         except (BlockingIOError, InterruptedError):
@@ -70,7 +70,7 @@ class Stream:
             return b""
 
     def write(self) -> Literal["gone", "slow"] | None:
-        """Write what can be written; why the peer is given up, if it is."""
+        """Write as much as possible; why the peer is given up, if it is."""
         try:
             sent = self.socket.send(self.out, socket.MSG_NOSIGNAL)
         except (BlockingIOError, InterruptedError):
