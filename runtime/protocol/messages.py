@@ -1,8 +1,8 @@
-"""What do a job and the coordinator say to each other?
+"""Messages between a job and the coordinator.
 
-Invariant: a message that was decoded is in range: sizes below 2**60 bytes, finite positive times, bounded texts and
-lists, no unknown field. ``wire`` frames them. A *lease* is named by its number, a state of the lease by a *token*
-(epoch, sequence): every GRANT and REVOKE carries a higher one than all before, and what answers it repeats it.
+Invariant: a decoded message is in range: sizes below 2**60 bytes, finite positive times, bounded texts and lists, no
+unknown field. ``wire`` frames messages. A lease has a number; each of its states has a *token* (epoch, sequence). Every
+GRANT and REVOKE carries a higher token than all before, and its answer repeats it.
 
     job → coordinator                      coordinator → job
     HELLO                                  WELCOME, or ERROR and the end
@@ -24,43 +24,43 @@ from msgspec import Meta, Struct
 from jaxtensile.units import Seconds
 
 VERSION: Final = 3
-"""Of the protocol; both sides must speak the same one. Goes up with every change of a message (3: asks of one process
-have numbers)."""
+"""Protocol version; both sides need the same. Raised with every change of a message (3: a process's requests have
+numbers)."""
 
 MOST_BYTES: Final = 1 << 60
-"""Bytes at most in a number of a message: 1 EiB, beyond every device and host, and what a job wants that names no
+"""Largest number of bytes in a message: 1 EiB, beyond every device and host. Also the ``want`` of a job without a
 limit."""
 MOST_COUNT: Final = 1 << 62
-"""Of a count in a message: as far as any goes, and within the 64 bits of a signed number."""
+"""Largest count in a message: within the 64 bits of a signed number."""
 LONGEST_NAME: Final = 128
-"""Letters of a job's or a device's name: a line of a terminal. A guess."""
+"""Letters of a job's or device's name: a line of a terminal. A guess."""
 MOST_DEVICES: Final = 64
 """Devices of one job: more than one machine has. A guess."""
 MOST_RUNGS: Final = 256
 """Rungs of one ladder: a job has 4 (``jobs.ladder``). A guess far above."""
 LOWEST_PRIORITY, HIGHEST_PRIORITY = -1000, 1000
-"""Of a job's class: as far as people write numbers. A guess."""
+"""Range of a job's class: as far as people write numbers. A guess."""
 LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
-"""Of a job's share inside its class, 1 where nothing is said: beyond, one of two gets next to nothing. A guess."""
+"""Range of a job's share inside its class, by default 1: beyond it, one of two gets next to nothing. A guess."""
 Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 Time = Annotated[float, Meta(gt=0, le=1e9)]
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\Z")]
-"""Without control characters: it is written into logs and terminals."""
+"""Without control characters, since it goes into logs and terminals."""
 Sizes = Annotated[tuple[Size, ...], Meta(max_length=MOST_DEVICES + 1)]
-"""Bytes held on each device of the job, in its order, then of pinned host memory."""
+"""Bytes held on each device of the job, in order, then of pinned host memory."""
 
 
 class Token(Struct, frozen=True, array_like=True, order=True, forbid_unknown_fields=True):
-    """Which GRANT or REVOKE: the coordinator's start, counted from 1, and a number that only grows."""
+    """Identifies a GRANT or REVOKE: the coordinator's start, from 1, and a number that only grows."""
 
     epoch: Count
     sequence: Count
 
 
 class Rung(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One plan of a job: bytes that stay on each device, bytes that a step needs beside them, pinned host bytes of the
-    whole job, and seconds per step."""
+    """One plan of a job. Bytes on each device: ``persistent``, and ``temp`` more during a step. ``host``: pinned bytes
+    of the whole job. ``seconds``: per step."""
 
     persistent: Size
     temp: Size = 0
@@ -74,7 +74,7 @@ class Rung(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 Ladder = Annotated[tuple[Rung, ...], Meta(min_length=1, max_length=MOST_RUNGS)]
-"""Plans by ascending level; a rung is named by its index."""
+"""Plans by ascending level; a rung is an index of them."""
 
 
 class _Message(Struct, frozen=True, kw_only=True, tag_field="type", forbid_unknown_fields=True):
@@ -82,34 +82,33 @@ class _Message(Struct, frozen=True, kw_only=True, tag_field="type", forbid_unkno
 
 
 class Hello(_Message, frozen=True, kw_only=True, tag="HELLO"):
-    """The first message of a connection. Who is speaking is asked of the kernel, never of the message."""
+    """The first message of a connection. The kernel says who sends it."""
 
     version: Count
 
 
 class Admit(_Message, frozen=True, kw_only=True, tag="ADMIT"):
-    """A job asks for a lease. Saying it again is harmless: a process has one lease for each name and number."""
+    """A job asks for a lease. Repeating it is harmless: a process has one lease per name and number."""
 
     job: Name
     number: Count = 0
-    """Which of the process's asks it is: a later job of the same name is another one, whatever of the former one is
-    still on its way."""
+    """The number of the process's request. It separates jobs of one name from late messages about a former one."""
     devices: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MOST_DEVICES)]
     ladder: Ladder
     floor: Size = 0
-    """The level below which the job is never put; the lowest rung at or above it is guaranteed."""
+    """The job is never put below this level. It is guaranteed the lowest rung at or above it."""
     want: Size = MOST_BYTES
-    """The level above which nothing is granted."""
+    """Nothing is granted above this level."""
     priority: Annotated[int, Meta(ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
-    """The class: a higher one goes first."""
+    """The class: higher ones go first."""
     weight: Annotated[float, Meta(ge=LEAST_WEIGHT, le=MOST_WEIGHT)] = 1.0
     """Share inside a class."""
     suspended: bool = False
-    """Its state is on the host, and it runs no step: for people to see."""
+    """The job's state is on the host and it runs no step; only displayed."""
 
 
 class Ack(_Message, frozen=True, kw_only=True, tag="ACK"):
-    """The job is at a rung and stays within it: what the last GRANT or REVOKE told."""
+    """The job is on the rung of the last GRANT or REVOKE and stays within it."""
 
     lease: Count
     token: Token
@@ -118,7 +117,7 @@ class Ack(_Message, frozen=True, kw_only=True, tag="ACK"):
 
 
 class Beat(_Message, frozen=True, kw_only=True, tag="BEAT"):
-    """The process lives; what it measured since the last one."""
+    """The process lives; its measurements since the last beat."""
 
     lease: Count
     step: Count
@@ -128,7 +127,7 @@ class Beat(_Message, frozen=True, kw_only=True, tag="BEAT"):
 
 
 class Reclaim(_Message, frozen=True, kw_only=True, tag="RECLAIM"):
-    """On a new connection: the job holds a rung of this lease, and will not grow before it is granted again."""
+    """On a new connection: the job holds a rung of this lease, and does not grow before a new grant."""
 
     lease: Count
     token: Token
@@ -137,7 +136,7 @@ class Reclaim(_Message, frozen=True, kw_only=True, tag="RECLAIM"):
 
 
 class Release(_Message, frozen=True, kw_only=True, tag="RELEASE"):
-    """The job holds nothing any more; ``in_use`` says what of it the allocator kept."""
+    """The job holds nothing any more, except ``in_use`` bytes that the allocator kept."""
 
     lease: Count
     token: Token
@@ -145,15 +144,15 @@ class Release(_Message, frozen=True, kw_only=True, tag="RELEASE"):
 
 
 class Withdraw(_Message, frozen=True, kw_only=True, tag="WITHDRAW"):
-    """A job that was told of no lease does not wait any more, nor will it use what it may be granted."""
+    """A job without a known lease stops waiting, and will not use a grant."""
 
     job: Name
     number: Count = 0
 
 
 class Renew(_Message, frozen=True, kw_only=True, tag="RENEW"):
-    """The job has another ladder from now on, and is on ``rung`` of it, which covers what it holds. It counts only for
-    the last token, and while the job is where that told it to be: what crosses it is about the former ladder."""
+    """The job now has another ladder, and is on its ``rung``, which covers the bytes that it holds. Valid only with the
+    last token, and while the job is where that told it to be: a crossing order is about the former ladder."""
 
     lease: Count
     token: Token
@@ -166,7 +165,7 @@ class Renew(_Message, frozen=True, kw_only=True, tag="RENEW"):
 
 
 class Status(_Message, frozen=True, kw_only=True, tag="STATUS"):
-    """Asks for the state of the coordinator: leases with numbers above ``after``."""
+    """Asks for the coordinator's state, with leases above ``after``."""
 
     after: Count = 0
 
@@ -175,7 +174,7 @@ class Welcome(_Message, frozen=True, kw_only=True, tag="WELCOME"):
     version: int
     epoch: int
     beat_within: Seconds
-    """A lease that says nothing for longer is quarantined."""
+    """Seconds of silence after which a lease is quarantined."""
 
 
 class Queued(_Message, frozen=True, kw_only=True, tag="QUEUED"):
@@ -185,7 +184,7 @@ class Queued(_Message, frozen=True, kw_only=True, tag="QUEUED"):
 
 
 class Grant(_Message, frozen=True, kw_only=True, tag="GRANT"):
-    """The job may use the bytes of a rung, from now on."""
+    """The job may use the bytes of a rung from now on."""
 
     job: str
     lease: int
@@ -194,15 +193,16 @@ class Grant(_Message, frozen=True, kw_only=True, tag="GRANT"):
 
 
 class Renewed(_Message, frozen=True, kw_only=True, tag="RENEWED"):
-    """The job's new ladder counts: from this token on every rung is one of it, and the job is on the one it said.
+    """The new ladder is valid: from this token on, rungs are its indices, and the job is on the rung that it said.
 
-    Said again to a job that has not shown that it knows."""
+    Repeated until the job shows that it knows.
+    """
 
     job: str
     lease: int
     token: Token
     former: int
-    """The sequence of the token that RENEW carried."""
+    """The sequence of RENEW's token."""
 
 
 class Reject(_Message, frozen=True, kw_only=True, tag="REJECT"):
@@ -211,9 +211,10 @@ class Reject(_Message, frozen=True, kw_only=True, tag="REJECT"):
 
 
 class Revoke(_Message, frozen=True, kw_only=True, tag="REVOKE"):
-    """The job is to go down to a rung at its next step boundary, within ``deadline`` seconds, and then to ACK.
+    """The job must go down to a rung at its next step boundary, within ``deadline`` seconds, and then ACK.
 
-    To a job that does not know of the lease yet, because the GRANT was lost, it is one."""
+    If the GRANT was lost, the job learns of its lease from this.
+    """
 
     job: str
     lease: int
@@ -235,11 +236,11 @@ class Error(_Message, frozen=True, kw_only=True, tag="ERROR"):
     retry_after: Seconds | None = None
     """Seconds after which asking again makes sense; None: never."""
     lease: int | None = None
-    """The lease that it is about, if it is about one."""
+    """The lease concerned; None: no lease."""
 
 
 class DeviceView(Struct, frozen=True, kw_only=True):
-    """Bytes of one ledger."""
+    """Bytes of one resource's ledger."""
 
     device: str
     capacity: int
@@ -249,7 +250,7 @@ class DeviceView(Struct, frozen=True, kw_only=True):
 
 
 class LeaseView(Struct, frozen=True, kw_only=True):
-    """What is known of one lease; ``rung`` is what it was told last, ``charged`` what it is charged per resource."""
+    """One lease; ``rung``: the one it was told last; ``charged``: bytes per resource."""
 
     lease: int
     job: str
@@ -265,14 +266,14 @@ class LeaseView(Struct, frozen=True, kw_only=True):
     step_us: int
     peak: int
     waited: Seconds = 0.0
-    """Seconds until it was admitted, or so far."""
+    """Seconds until admission, or so far."""
     in_use: tuple[int, ...] = ()
     """Measured by the job."""
     faults: tuple[str, ...] = ()
 
 
 class EventView(Struct, frozen=True, kw_only=True):
-    """What happened, ``ago`` seconds before the snapshot."""
+    """An event, ``ago`` seconds before the snapshot."""
 
     ago: Seconds
     what: str
@@ -287,7 +288,7 @@ class EventView(Struct, frozen=True, kw_only=True):
 
 
 class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):
-    """The state of the coordinator; ``more`` leases have higher numbers than the last one told."""
+    """The coordinator's state; ``more``: there are leases with higher numbers than the last here."""
 
     epoch: int
     phase: str
@@ -298,7 +299,7 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):
     waiting: int
     counters: dict[str, int]
     events: tuple[EventView, ...] = ()
-    """The last ones, where the first leases are told."""
+    """The latest, only in the message with the first leases."""
 
 
 Request = Hello | Admit | Ack | Beat | Reclaim | Renew | Release | Withdraw | Status

@@ -1,8 +1,9 @@
-"""How do messages become bytes of a stream, and what is said of bytes that are none?
+"""Messages as bytes of a stream.
 
-Invariant: whatever bytes come, in whatever pieces, the answer is messages and at most one ``ProtocolError`` value, the
-last; after it the stream cannot be understood any more and is to be closed. A frame is its length as an unsigned
-32-bit big-endian number and that many bytes of msgpack, 64 KiB at most.
+A frame is a length (unsigned 32-bit big-endian) and that many bytes of msgpack, at most 64 KiB.
+
+Invariant: any bytes, in any pieces, give messages and at most one ``ProtocolError`` value, as the last. After it the
+stream must be closed.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from jaxtensile.runtime.protocol.messages import Reply, Request
 from jaxtensile.units import KIB, Bytes
 
 LIMIT: Final = 64 * KIB
-"""Bytes of one message at most, so that a peer can make the other keep no more; larger ladders are refused with an
-error that says so. A guess."""
+"""Bytes of one message at most: bounds what a peer keeps for the other. Larger ladders are refused with an error. A
+guess."""
 HEADER: Final = 4
-"""Bytes of the length in front of each message: an unsigned 32-bit number, the shortest usual type that holds
-``LIMIT``."""
+"""Bytes of the length before each message: an unsigned 32-bit number, the shortest usual type that holds ``LIMIT``."""
 _SAID: Final = 200
-"""Letters of what is wrong with a message that are kept: enough for msgspec's sentence. Without a bound 4,200 wrong
-frames kept 255 MB."""
+"""Letters kept of an error about a message, enough for msgspec's sentence: without a bound, 4,200 wrong frames kept 255
+MB."""
 
 REQUESTS: Final[Decoder[Request]] = Decoder(Request)
 REPLIES: Final[Decoder[Reply]] = Decoder(Reply)
@@ -37,11 +37,11 @@ M = TypeVar("M")
 
 
 class ProtocolError(CoordinatorError):
-    """Bytes that are no message: a value that the decoder returns, and what the encoder raises."""
+    """Bytes that are no message: a value from the decoder, raised by the encoder."""
 
 
 class Taken(msgspec.Struct, Generic[M], frozen=True, kw_only=True):
-    """What was in a stream so far: whole messages, bytes of the next one, and why there can be no next one."""
+    """A stream so far: whole messages, bytes of the next, and why there can be no next one."""
 
     messages: tuple[M, ...] = ()
     rest: bytes = b""
@@ -49,7 +49,7 @@ class Taken(msgspec.Struct, Generic[M], frozen=True, kw_only=True):
 
 
 def frame(message: Request | Reply) -> bytes:
-    """The bytes of a message. Raises ``ProtocolError`` for one over the limit."""
+    """A message's bytes. Raises ``ProtocolError`` above the limit."""
     body = _ENCODER.encode(message)
     if len(body) > LIMIT:
         raise ProtocolError(f"a message of {len(body)} bytes is over the limit of {LIMIT}: send fewer rungs or leases")
@@ -57,8 +57,8 @@ def frame(message: Request | Reply) -> bytes:
 
 
 def take(pending: bytes, decoder: Decoder[M], most: int | None = None) -> Taken[M]:
-    """The messages that ``pending`` begins with, at most so many. Feed ``rest`` and what was read next to the next
-    call."""
+    """The messages at the start of ``pending``, ``most`` at most. Pass ``rest`` and newly read bytes to the next call.
+    """
     found: list[M] = []
     at, end = 0, len(pending)
     while end - at >= HEADER and len(found) != most:
@@ -78,7 +78,7 @@ def take(pending: bytes, decoder: Decoder[M], most: int | None = None) -> Taken[
 
 
 def longest_rest() -> Bytes:
-    """How many bytes a reader may have to keep between two reads."""
+    """Bytes that a reader may have to keep between two reads."""
     return HEADER + LIMIT
 
 
