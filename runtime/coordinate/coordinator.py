@@ -55,17 +55,17 @@ class Coordinator:
 
     @property
     def phase(self) -> Phase:
-        """Where it is between its start and its end."""
+        """The phase, from start to end."""
         return self._desk.phase
 
     @property
     def epoch(self) -> int:
-        """Which start of a coordinator it is."""
+        """The number of this start."""
         return self._desk.epoch
 
     @property
     def journal_works(self) -> bool:
-        """Whether grants are possible, as far as the journal is concerned."""
+        """Whether the journal, as far as known, allows grants."""
         return self._desk.outbox.works
 
     def handle(self, event: Event, now: Seconds) -> list[Command]:

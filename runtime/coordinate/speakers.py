@@ -21,7 +21,7 @@ Ask = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """A process that is connected, or has leases."""
+    """A process that is connected or has leases."""
 
     peers: dict[Connection, Peer] = field(default_factory=dict[Connection, "Peer"])
     leases: dict[int, Lease] = field(default_factory=dict[int, Lease])
