@@ -1,6 +1,6 @@
-"""Can a job be admitted at all, and with what demand?
+"""Whether a job can ever be admitted, and its demand.
 
-Invariant: a job that is not refused here is admitted as soon as nobody else is there.
+Invariant: a job that is not refused here is admitted at once if it is alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from jaxtensile.units import Bytes, format_bytes
 def demanded(
     ladder: tuple[Rung, ...], devices: tuple[str, ...], floor: Bytes, want: Bytes, ledger: Ledger
 ) -> Demand | str:
-    """What a job asks for, of which the lowest plan at or above the floor is guaranteed; or why it can never be
-    admitted, in one sentence."""
+    """The job's demand, with the lowest plan at or above the floor as guarantee; or one sentence why it can never be
+    admitted."""
     found = _chosen(ladder, (*devices, HOST), floor, want)
     if isinstance(found, str):
         return found
@@ -34,7 +34,7 @@ def demanded(
 
 
 def _missing(devices: tuple[str, ...], demand: Demand, ledger: Ledger) -> str:
-    """What a job needs and will never be there; empty if it will."""
+    """The reason why the demand can never be met; empty if it can."""
     accounts = ledger.accounts
     there = sorted(accounts.keys() - {HOST})
     unknown = [name for name in devices if name not in there]
@@ -52,7 +52,7 @@ def _missing(devices: tuple[str, ...], demand: Demand, ledger: Ledger) -> str:
 
 @lru_cache(KEPT)
 def _chosen(ladder: tuple[Rung, ...], resources: tuple[str, ...], floor: Bytes, want: Bytes) -> Demand | str:
-    """Which rungs a job may use; or what is wrong with what it says."""
+    """The demand of the rungs that a job may use, or the fault in its request."""
     levels = [r.level for r in ladder]
     if len(set(resources[:-1])) < len(resources) - 1:
         return "a device is named twice"

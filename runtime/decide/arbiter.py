@@ -1,15 +1,16 @@
-"""Who is admitted, who grows, who is asked to shrink?
+"""Decisions: which jobs are admitted, grow, or are asked to shrink.
 
-Invariant: what it decides is charged here and now, and fits. Only admission waits: the first of a class waits for
-bytes that others can give up, whoever comes later and needs the same resources waits behind it, and waiters hold
-nothing. It decides in this order:
+A decision goes in this order:
 
-1. where more is charged than there is (a capacity was lowered, a job holds more than it said): shrink;
-2. waiters, by class and arrival: admit if the floor fits; else, if it fits beside the floors of all, make room;
-3. give out and shift the surplus that no waiter is to get.
+1. Shrink where more is charged than there is: a capacity was lowered, or a job holds more than it said.
+2. Admit waiters, by class and arrival, if their floor fits. If it only fits beside the floors of all, make room.
+3. Distribute and shift the surplus that no waiter is to get.
 
-A job *can give up* bytes if it speaks and is not known to keep them; to one that has a lease already, only if it has
-held them for ``min_hold`` or is of a lower class. All others count with what they are charged.
+A job *can give up* bytes if it speaks and is not known to keep them. If it must have a lease already, it also needs to
+have held them for ``min_hold`` or be of a lower class. All other jobs count with their charges.
+
+Invariant: a decision is charged at once, and fits. Only admission waits, for bytes that others can give up. Later
+waiters that need the same resources wait behind the first of a class, and waiters hold nothing.
 """
 
 from __future__ import annotations
@@ -43,47 +44,47 @@ from jaxtensile.runtime.decide.policy import Claim, Option, Room, ahead, divide
 from jaxtensile.units import Seconds, format_bytes
 
 TRIES: Final = 2
-"""How often it is divided again for jobs that found no way down. A guess."""
+"""Repeated divisions for jobs that found no way down. A guess."""
 WAYS: Final = 4
-"""Jobs at most that have no way down for which room is made in one decision: each takes a division. A guess."""
+"""Most jobs without a way down for which one decision makes room: each takes a division. A guess."""
 
 
 class _Ways(Struct, eq=False):
-    """Where a lease can go from what it is charged."""
+    """The rungs that a lease can reach from its charge."""
 
     stay: Option
     higher: tuple[Option, ...]
-    """The rungs that are worth going up to, charged what covers the way there."""
+    """Higher rungs worth going to, charged to cover the way there."""
     lower: tuple[tuple[Option, tuple[Charge, ...] | None], ...] | None = None
-    """The rungs below, and what covers both ends of the way where that is more than is charged; None: not yet asked."""
+    """Lower rungs, each with the charge that covers both ends if larger than the present one; None: not computed
+    yet."""
 
 
 class Arbiter:
-    """The leases and what they are charged. The coordinator tells it what happened and asks it to ``settle``."""
+    """The leases and their charges. The coordinator reports events and calls ``settle``."""
 
     def __init__(self, capacities: Mapping[str, Capacity], settings: Settings, rules: Rules) -> None:
         self.settings, self.rules = settings, rules
         self.ledger = Ledger(capacities)
         self.floors = Ledger(capacities)
-        """What cannot be taken from anyone: guaranteed rungs, and all that cannot be given up."""
+        """Bytes that cannot be taken away: guaranteed rungs, and all that cannot be given up."""
         self.leases: dict[int, Lease] = {}
         self.queue: list[Lease] = []
         self.hungry: set[int] = set()
-        """Held, and below what is wanted."""
+        """Held, and below the wanted rung."""
         self.revoking: set[int] = set()
         self.above: set[int] = set()
-        """Those that speak and have more than their floor: who can give up bytes, now or after their minimum hold."""
+        """Leases that speak and are above their floor: they can give up bytes, now or after their minimum hold."""
         self.told: dict[int, Lease] = {}
-        """Whose rung was decided since the coordinator last asked."""
+        """Leases with a rung decided since the coordinator last asked."""
         self.recheck: Seconds | None = None
-        """When a minimum hold ends that something waits for."""
+        """End of a minimum hold that something waits for."""
         self.grants = True
         self._ways: dict[int, _Ways] = {}
-        """Of leases that have not changed since they were last decided about, under the settings of then."""
+        """By lease, if unchanged since its last decision, under the settings of then."""
         self._under = settings
         self._settled: dict[int, tuple[object, Seconds]] = {}
-        """Parts in which nothing was to be changed, by their first lease: what was seen of them, and until when
-        somebody is in a minimum hold."""
+        """Parts without a change to make, by first lease: the state seen, and the end of the first minimum hold."""
 
     # What happens to leases.
 
@@ -96,7 +97,7 @@ class Arbiter:
             self.queue.append(lease)  # the last to come has the highest number
 
     def restore(self, lease: Lease, charges: tuple[Charge, ...]) -> None:
-        """A lease of an earlier coordinator, charged what it was."""
+        """Add a lease of an earlier coordinator, with its charges."""
         for ledger in (self.ledger, self.floors):
             ledger.know(lease.resources)
         self.leases[lease.id] = lease
@@ -104,13 +105,13 @@ class Arbiter:
         self.changed(lease)
 
     def resize(self, capacities: Mapping[str, Capacity]) -> None:
-        """There is more or less from now on."""
+        """Change the capacities."""
         self.ledger.resize(capacities)
         self.floors.resize(capacities)
         self._ways.clear()
 
     def happened(self, lease: Lease, happening: Happening, charges: tuple[Charge, ...] | None = None) -> None:
-        """The lease changes its state; and what it really holds, where that is known. Raises ``LeaseError``."""
+        """Change a lease's state, and charge what it really holds, if known. Raises ``LeaseError``."""
         state = after(lease.state, happening)
         if lease.state is QUEUED:
             self.queue.remove(lease)
@@ -132,11 +133,12 @@ class Arbiter:
             self.changed(lease)
 
     def charged(self, lease: Lease) -> tuple[Charge, ...]:
-        """What a lease is charged of its resources."""
+        """A lease's charges, by resource."""
         return self.ledger.charged(lease.id, lease.resources)
 
     def renew(self, lease: Lease, asked: Demand, rung: int) -> str:
-        """Another ladder, on ``rung`` of which the job is: the lease is charged that. Else why not; nothing changed."""
+        """Give a lease another ladder, and charge it ``rung`` of that. The reason if it does not fit, and nothing
+        changes; else empty."""
         if not asked.low <= rung <= asked.high:
             return f"a job cannot be on rung {rung} of a ladder of which it may use {asked.low} to {asked.high}"
         for ledger, charges, what in (
@@ -152,7 +154,7 @@ class Arbiter:
         return ""
 
     def covered(self, lease: Lease) -> int:
-        """The highest rung that needs no more than is charged."""
+        """The highest rung within the charge."""
         now = self.charged(lease)
         for rung in range(lease.high, lease.rung, -1):
             if self.ledger.wider(lease.resources, now, lease.needs[rung]) == now:
@@ -160,7 +162,7 @@ class Arbiter:
         return lease.rung
 
     def changed(self, lease: Lease) -> None:
-        """Something about a lease is different: keep what follows from it."""
+        """Update everything that depends on a changed lease."""
         k, held, revoking = lease.id, lease.state is HELD, lease.state is REVOKING
         self._ways.pop(k, None)
         speaks = (held or revoking) and not lease.stuck
@@ -177,7 +179,7 @@ class Arbiter:
     # Decisions.
 
     def settle(self, now: Seconds, *, grants: bool = True) -> None:
-        """Decide; ``grants``: whether anyone may get more than it has."""
+        """Decide; ``grants``: whether any lease may get more."""
         self.grants = grants
         if self.settings is not self._under:
             self._ways.clear()
@@ -206,15 +208,15 @@ class Arbiter:
         self.changed(lease)
 
     def _call_off(self, waiter: int) -> bool:
-        """A waiter is gone: whoever was asked to shrink for it need not; whether there was any. It may just have done
-        so, and said so: that is stale by then, and it grows again."""
+        """Free the jobs asked to shrink for a waiter that left; whether there were any. A job whose ACK is on its way
+        grows again: its ACK is stale by then."""
         asked = [lease for k in self.revoking if (lease := self.leases[k]).wanted_by == waiter]
         for lease in asked:
             self._tell(lease, self.covered(lease), GRANT, lease.since)
         return bool(asked)
 
     def _admit(self, now: Seconds) -> set[str]:
-        """Admit waiters; the resources of which nothing may be given to others, as waiters are to get it."""
+        """Admit waiters; the resources reserved for those that remain."""
         behind: set[str] = set()
         held_back: set[str] = set()
         for lease in [*self.queue]:
@@ -243,7 +245,7 @@ class Arbiter:
         return now >= lease.since + self.settings.min_hold or (priority is not None and lease.priority < priority)
 
     def _promised(self, lease: Lease) -> tuple[Charge, ...]:
-        """What it will be charged when it has done what it was told."""
+        """The charge after the job has done what it was told."""
         return lease.needs[lease.rung] if lease.state is REVOKING else self.charged(lease)
 
     def _shrink(
@@ -255,12 +257,14 @@ class Arbiter:
         going: Mapping[int, tuple[Charge, ...]] = MappingProxyType({}),
         tries: int = TRIES,
     ) -> bool:
-        """Ask jobs to shrink so that ``extra`` fits on ``resources``, or what those need on their way that are
-        ``going``; whether anybody is asked. A waiter has nothing, and runs no step meanwhile: for it a minimum hold
-        does not count.
+        """Ask jobs to shrink until ``extra`` fits on ``resources``; whether any was asked, or earlier orders suffice.
 
-        The ways of some may need the same bytes. For those that find none left it is divided again, beside those that
-        were told. Where too few have a way, it is divided as if all had one, and first there is made room for that."""
+        ``going``: leases and the charges that they need on their way down. For a waiter a minimum hold does not count:
+        it has nothing, and runs no step meanwhile.
+
+        Ways of several jobs may need the same bytes. Jobs left without a way are divided again, beside those told. If
+        too few have a way, the division assumes that all have one, and room for the ways is made first.
+        """
         asked = [self.leases[k] for k in sorted(self.above | self.revoking)]
         touching = [a for a in asked if not a.touched.isdisjoint(resources)]
         promised = {a.id: going.get(a.id) or self._promised(a) for a in touching}
@@ -313,9 +317,11 @@ class Arbiter:
         exceeded: Collection[str] = (),
         ledger: Ledger | None = None,
     ) -> dict[str, Room]:
-        """What is left of each resource for some leases, when the others keep what they are charged, in
-        ``ledger`` if that is another one, or have what counts ``instead``. Where more is charged than there is and
-        that is not the question, it may stay so."""
+        """Room on each resource for the ``deciding`` leases and ``extra``.
+
+        Other leases keep their charges in ``ledger`` (default: the arbiter's), or have those in ``instead``. Resources
+        not in ``exceeded`` have room for at least the present charges, even above the limit.
+        """
         ids = {a.id for a in deciding}
         promised: dict[str, list[Charge]] = {}
         for k, charges in instead.items():
@@ -343,7 +349,7 @@ class Arbiter:
         return rooms
 
     def _revoke(self, lease: Lease, rung: int, now: Seconds, waiter: int | None = None) -> bool:
-        """Ask a job to go down, if there is a way. Until it says that it has, it is charged what covers both rungs."""
+        """Ask a job to go down, if there is a way. Until its ACK it is charged to cover both rungs."""
         charges = lease.needs[rung]
         if self.rules.charge_until_ack:
             charges = self.ledger.wider(lease.resources, self.charged(lease), charges)
@@ -358,10 +364,11 @@ class Arbiter:
     # The surplus.
 
     def _spread(self, now: Seconds, held_back: set[str]) -> bool:
-        """Give free bytes to those that are faster with them; or first ask others to shrink, where that gains more.
+        """Give free bytes to jobs that they speed up, or first ask others to shrink where that gains more; whether any
+        got more.
 
-        Bytes that somebody was asked for are on their way to somebody: until they come, their resource rests. True if
-        anyone was given more."""
+        A resource rests while a job shrinks on it: those bytes are for another job.
+        """
         for k in self.revoking:
             lease = self.leases[k]
             charges, promised = self.charged(lease), lease.needs[lease.rung]
@@ -385,8 +392,8 @@ class Arbiter:
         return given
 
     def _parts(self, held: Sequence[Lease], held_back: Collection[str]) -> list[list[Lease]]:
-        """The leases that share resources, directly or by others, which are divided by themselves; those of which one
-        wants more and none touches what is held back."""
+        """The leases in groups that share resources, directly or through others. Only groups in which a lease wants
+        more; leases that touch ``held_back`` resources are left out."""
         numbers = {name: k for k, name in enumerate(self.ledger.accounts)}
         groups = Groups(len(numbers))
         touching = [(a, [numbers[name] for name in a.touched]) for a in held if a.touched.isdisjoint(held_back)]
@@ -399,7 +406,7 @@ class Arbiter:
         return [part for part in parts.values() if any(a.id in self.hungry for a in part)]
 
     def _divide(self, held: Sequence[Lease], now: Seconds) -> bool:
-        """Give the leases of a part more, or ask some to shrink for others; whether anyone was given more."""
+        """Divide a part: give leases more, or ask some to shrink for others; whether any got more."""
         hungry = [a for a in held if a.id in self.hungry]
         given = self._all_get(hungry, now)
         if given is not None:
@@ -433,8 +440,8 @@ class Arbiter:
         return given
 
     def _all_get(self, hungry: Sequence[Lease], now: Seconds) -> bool | None:
-        """Where there is room for that, give each the least rung on which it is fastest: no division does better. True
-        if anyone was given more, None if there is not room."""
+        """Give each job its fastest rung, the least such, if all fit: no division does better. True if any got more,
+        None if they do not fit."""
         if self.settings.policy == "fair":
             return None  # which is about bytes
         growing: list[tuple[Lease, int, tuple[Charge, ...]]] = []
@@ -460,8 +467,11 @@ class Arbiter:
         grown: Mapping[int, Option],
         top: int | None,
     ) -> dict[int, Option] | None:
-        """A division in which some shrink that others may grow, if it is enough better than ``grown``, in which nobody
-        does. Whoever is in its minimum hold shrinks only for a higher class, ``top`` at most."""
+        """A division in which some shrink for others, if it beats ``grown``, in which none does, by the minimum gain;
+        else None.
+
+        A lease in its minimum hold shrinks only for a higher class, at most ``top``.
+        """
         rooms: dict[str, Room] | None = None
         while lower := {
             a.id: options
@@ -482,7 +492,7 @@ class Arbiter:
         return None
 
     def _way(self, lease: Lease) -> _Ways:
-        """Where a lease can go; kept until it changes."""
+        """The rungs a lease can reach, cached until it changes."""
         known = self._ways.get(lease.id)
         if known is None:
             now, least = self.charged(lease), lease.slowdowns[lease.rung] * (1 - self.settings.min_gain)
@@ -497,9 +507,8 @@ class Arbiter:
         return known
 
     def _lower(self, lease: Lease, closed: bool = False) -> tuple[Option, ...]:
-        """The rungs below to which there is a way: what covers both ends of it fits. A lower rung may need more host
-        memory, or more of what is counted once where steps take turns. ``closed``: those as well to which there is
-        none as yet."""
+        """The lower rungs with a way: a charge that covers both ends fits. A lower rung may need more host memory, or
+        more of a gated resource. ``closed``: also rungs without a way yet."""
         way = self._way(lease)
         if way.lower is None:
             now, rungs = self.charged(lease), range(lease.low, lease.rung)
@@ -513,8 +522,8 @@ class Arbiter:
 
 
 def _least_fit(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> bool:
-    """Do all fit on their first options? Of several devices where steps take turns a division may not see that: it
-    takes the largest temp of any for that of each."""
+    """Whether all claims fit on their first options. A division over several gated devices may miss that: it takes the
+    largest temp of any device for each."""
     left, temps = {name: r.free for name, r in rooms.items()}, {name: r.temp for name, r in rooms.items()}
     for c in claims:
         for name, need in zip(c.resources, c.options[0].needs, strict=True):

@@ -1,7 +1,7 @@
-"""What does a ladder ask for, rung by rung?
+"""The demand of a ladder, rung by rung.
 
-Invariant: all of it follows from the ladder, the resources and the rungs that may be used, so it is worked out once
-for all leases that bring the same, as the jobs of one program do.
+Invariant: it depends only on the ladder, the resources and the usable rungs, so it is computed once for all leases with
+the same, such as jobs of one program.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from jaxtensile.runtime.protocol.messages import Rung
 from jaxtensile.units import Bytes
 
 KEPT: Final = 64
-"""Ladders of which what follows is kept; one of 256 rungs on 64 devices is some 200 kB. A bound on memory alone."""
+"""Ladders whose demands are cached; 256 rungs on 64 devices take some 200 kB. Only bounds memory."""
 
 
 class Demand(Struct, frozen=True, kw_only=True):
-    """Of a job on its resources: its devices, then host memory."""
+    """A job's demand on its resources: its devices, then host memory."""
 
     ladder: tuple[Rung, ...]
     resources: tuple[str, ...]
@@ -29,20 +29,20 @@ class Demand(Struct, frozen=True, kw_only=True):
     high: int
     """The highest rung the job wants."""
     needs: tuple[tuple[Charge, ...], ...]
-    """What each rung needs of each resource."""
+    """The charge of each rung on each resource."""
     slowdowns: tuple[float, ...]
     """Seconds per step on each rung ÷ those on the fastest."""
     best: tuple[int, ...]
-    """For each rung the least of those above it on which the job is fastest; itself where there is none."""
+    """For each rung, the lowest of the fastest rungs above it; itself if none is above."""
     least: tuple[tuple[str, Bytes], ...]
-    """What the guaranteed rung needs of each device, and of host memory if it needs any."""
+    """Bytes of the guaranteed rung on each device, and on the host if it needs any."""
     touched: frozenset[str]
-    """Resources of which any of its rungs needs bytes."""
+    """Resources that any usable rung needs."""
 
 
 @lru_cache(KEPT)
 def demand_of(ladder: tuple[Rung, ...], resources: tuple[str, ...], low: int, high: int) -> Demand:
-    """The demand of a ladder of which the rungs from ``low`` to ``high`` may be used."""
+    """The demand of a ladder with usable rungs from ``low`` to ``high``."""
     needs = needs_of(ladder, len(resources) - 1)
     fastest = min(r.seconds for r in ladder)
     rows = needs[low : high + 1]
@@ -62,5 +62,5 @@ def demand_of(ladder: tuple[Rung, ...], resources: tuple[str, ...], low: int, hi
 
 
 def needs_of(ladder: tuple[Rung, ...], devices: int) -> tuple[tuple[Charge, ...], ...]:
-    """What each rung needs of each device and of host memory."""
+    """The charge of each rung on each device, then on the host."""
     return tuple((*(Charge(r.persistent, r.temp),) * devices, Charge(r.host) if r.host else NOTHING) for r in ladder)

@@ -1,8 +1,8 @@
-"""What happens to a coordinator, and what does it have done?
+"""Events of a coordinator, and its commands.
 
-Invariant: both are plain values. The server turns sockets, clocks and dead processes into events, and carries commands
-out in their order. When a ``Record`` or ``Compact`` cannot be written, nothing that is to be said ``after_record`` is
-sent any more in that batch, and ``JournalFailed`` is the next event.
+Invariant: both are plain values. The server turns sockets, clocks and dead processes into events, and carries out
+commands in order. If a ``Record`` or ``Compact`` cannot be written, the batch sends no more ``after_record`` messages,
+and ``JournalFailed`` is the next event.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from jaxtensile.runtime.protocol.messages import Reply, Request
 from jaxtensile.units import Seconds
 
 MAX_CLIENTS: Final = 1 << 10
-"""Jobs that a coordinator serves unless told otherwise: decisions are timed up to 1,000
-(``benchmarks/coordinator``)."""
+"""Default number of jobs of a coordinator: decisions are timed up to 1,000 (``benchmarks/coordinator``)."""
 
 Connection = int
-"""Numbered in the order in which they were accepted: a later one of a process replaces an earlier one."""
+"""Numbered as accepted: a process's later connection replaces an earlier one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,47 +34,47 @@ class Settings:
 
     policy: Objective = "slowdown"
     lease_ttl: Seconds = 10.0
-    """In which a job has to be heard. A guess: a compiler may keep Python threads from running for some seconds."""
+    """Seconds in which a job must be heard. A guess: a compiler may stop Python threads for some seconds."""
     min_hold: Seconds = 30.0
-    """How long a job keeps its rung at least. A guess: a switch may be a compile."""
+    """Seconds that a job keeps its rung at least. A guess: a switch may be a compile."""
     min_gain: float = 0.05
-    """Share of all slowdowns that a new division has to save. A guess."""
+    """Share of all slowdowns that a new division must save. A guess."""
     revoke_deadline: Seconds = 60.0
-    """In which a job has to shrink. A guess: a step and a compile."""
+    """Seconds in which a job must shrink. A guess: a step and a compile."""
     on_overdue: Literal["wait", "terminate"] = "wait"
     max_clients: int = MAX_CLIENTS
     recovery: Seconds = 2.0
-    """How long after a restart only reclaims are answered."""
+    """Seconds after a restart in which only reclaims are answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What the protocol needs to be safe. All hold; each can be left out for tests that show that it is missed."""
+    """Safety rules of the protocol. All hold; tests switch one off to show that it is needed."""
 
     free_on_death: bool = True
-    """Bytes of a job that did not release them are free when its process is dead, not when its connection ends."""
+    """Unreleased bytes are free when the process is dead, not when its connection ends."""
     ttl_quarantines: bool = True
     """Nor when it is silent for long."""
     journal_first: bool = True
-    """A grant is written down before it is sent."""
+    """A grant is recorded before it is sent."""
     idempotent_admit: bool = True
-    """A job that asks again, because the answer was lost, gets the same lease."""
+    """A repeated ADMIT, whose answer was lost, gets the same lease."""
     generations: bool = True
-    """The end of a connection, or what was said on it, is about leases only that no later connection speaks for."""
+    """A connection's end and messages concern only leases that no later connection speaks for."""
     fencing: bool = True
     """An ACK counts only for the last GRANT or REVOKE."""
     charge_until_ack: bool = True
-    """A job that is told to shrink is charged what it had until it says that it has."""
+    """A job told to shrink keeps its charge until its ACK."""
     process_identity: bool = True
-    """A pid that is used again is another process."""
+    """A reused pid is another process."""
     former_ladder: bool = True
-    """A job that comes back and does not know that its new ladder counts is not taken to speak of that."""
+    """A returning job that does not know its new ladder speaks of the former one."""
     measured_wins: bool = True
     """Bytes that a job reports count, whatever its ladder says."""
 
 
 class Connected(Struct, frozen=True):
-    """A process has connected; the kernel says which."""
+    """A process has connected; the kernel names it."""
 
     connection: Connection
     process: Process
@@ -87,26 +86,26 @@ class Received(Struct, frozen=True):
 
 
 class Garbled(Struct, frozen=True):
-    """What came by a connection is no message, and nothing more can be understood on it."""
+    """A connection brought no valid message; the rest of it cannot be understood."""
 
     connection: Connection
     detail: str
 
 
 class Disconnected(Struct, frozen=True):
-    """The end of a connection, after all that was received on it."""
+    """A connection ended, after everything received on it."""
 
     connection: Connection
 
 
 class ProcessDied(Struct, frozen=True):
-    """Its memory is free. Also the answer to a ``Watch`` of a process that is no more."""
+    """A process's memory is free. Also the answer to ``Watch`` for a dead process."""
 
     process: Process
 
 
 class Tick(Struct, frozen=True):
-    """Time has passed: at the latest when ``Coordinator.wake`` says."""
+    """Time has passed; due when ``Coordinator.wake`` says."""
 
 
 class CapacityChanged(Struct, frozen=True):
@@ -118,20 +117,21 @@ class SettingsChanged(Struct, frozen=True):
 
 
 class Restarted(Struct, frozen=True):
-    """The first event: what the journal of the last coordinator said, if there was one.
+    """The first event: the last coordinator's journal, if any.
 
-    Its ``Compact`` has to be written before anything else is done: an epoch that is not on record may be used again."""
+    Its ``Compact`` must be written before anything else: an unrecorded epoch may be used again.
+    """
 
     replayed: Replayed
     boot_id: str = ""
 
 
 class JournalFailed(Struct, frozen=True):
-    """A record was not written, and nothing that was to be said after it was sent."""
+    """A record was not written, and no message after it was sent."""
 
 
 class JournalWorks(Struct, frozen=True):
-    """It can be written again."""
+    """The journal can be written again."""
 
 
 class Stopping(Struct, frozen=True):
@@ -158,7 +158,7 @@ class Send(Struct, frozen=True):
     connection: Connection
     message: Reply
     after_record: bool = False
-    """Not to be sent when a record before it was not written."""
+    """Do not send if a record before it was not written."""
 
 
 class Record(Struct, frozen=True):
@@ -174,13 +174,13 @@ class Compact(Struct, frozen=True):
 
 
 class Close(Struct, frozen=True):
-    """Close a connection; its end is an event as any other."""
+    """Close a connection; its end becomes an event."""
 
     connection: Connection
 
 
 class Watch(Struct, frozen=True):
-    """Tell the death of a process, at once if it is dead."""
+    """Report a process's death, at once if it is dead."""
 
     process: Process
 

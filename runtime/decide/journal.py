@@ -1,13 +1,13 @@
-"""What does a coordinator write down before it says it, and what does a later one know from that?
+"""The coordinator's journal, and its state read back from it.
 
-Invariant: whatever the file's end lost, the charges that are read from it are at least what any job was told it may
-use, because a record is written before the message that it is about is sent. One record is one line: its checksum and
-JSON. A line without its end never was said. Any other that is damaged may be of bytes that somebody holds, and which
-they were nobody can tell, so nothing is granted by such a journal: it stops the coordinator. The file is not synced to
-the disk: it is to survive the coordinator, not the machine, whose jobs die with it; so a journal of another boot is
-thrown away.
+A record is one line, a checksum and JSON. A last line without its end counts as never written. Any other damaged line
+may concern bytes that a job holds, so it stops the coordinator: nothing is granted by such a journal. The file is not
+synced to disk, since jobs die with the machine; a journal of another boot is thrown away.
 
-Journals of format 1 have no checksums. They are read as they are, and written anew when the coordinator begins.
+Journals of format 1 have no checksums. They are read, and rewritten when the coordinator starts.
+
+Invariant: whatever the file's end lost, its charges are at least what any job was told it may use, because a record is
+written before its message is sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT: Final = 2
 
 
 class JournalError(CoordinatorError):
-    """A journal that cannot be read: of another format, or broken before its end."""
+    """An unreadable journal: of another format, or broken before its end."""
 
 
 class _Record(Struct, frozen=True, kw_only=True, tag_field="what", forbid_unknown_fields=True):
@@ -40,7 +40,7 @@ class _Record(Struct, frozen=True, kw_only=True, tag_field="what", forbid_unknow
 
 
 class Opened(_Record, frozen=True, kw_only=True, tag="opened"):
-    """A coordinator began."""
+    """A coordinator started."""
 
     format: int
     boot_id: str
@@ -52,7 +52,7 @@ class Opened(_Record, frozen=True, kw_only=True, tag="opened"):
 
 
 class Admitted(_Record, frozen=True, kw_only=True, tag="admitted"):
-    """A job got a lease, and is charged its first rung; or has another ladder from now on."""
+    """A job got a lease, charged its first rung, or a lease got another ladder."""
 
     lease: int
     process: Process
@@ -72,7 +72,7 @@ class Admitted(_Record, frozen=True, kw_only=True, tag="admitted"):
 
 
 class Charged(_Record, frozen=True, kw_only=True, tag="charged"):
-    """A lease is charged this from now on."""
+    """A lease's new charge."""
 
     lease: int
     rung: int
@@ -104,15 +104,15 @@ class Replayed:
 
 
 def encode(record: Record) -> bytes:
-    """A line."""
+    """A record as a line."""
     text = _ENCODER.encode(record)
     return b"%08x %b\n" % (crc32(text), text)
 
 
 def decode(content: bytes) -> list[Record]:
-    """The records of a file. A last line that was not finished never was said, and is left out.
+    """The records of a file. An unfinished last line is left out.
 
-    Raises ``JournalError`` for any other line that is no record.
+    Raises ``JournalError`` for any other invalid line.
     """
     *lines, last = content.split(b"\n")
     records: list[Record] = []
@@ -130,7 +130,7 @@ def decode(content: bytes) -> list[Record]:
 
 
 def _decoded(line: bytes) -> Record:
-    """Raises ``ValueError`` for what is no record, or another than was written."""
+    """A line's record. Raises ``ValueError`` if invalid or changed."""
     if not line.startswith(b"{"):  # as those of format 1 do
         checksum, _, line = line.partition(b" ")
         if checksum != b"%08x" % crc32(line):
@@ -142,7 +142,8 @@ def _decoded(line: bytes) -> Record:
 
 
 def replay(records: Iterable[Record], boot_id: str = "") -> Replayed:
-    """What the records say. Of another boot than ``boot_id``, where that is given: nothing, only its epoch."""
+    """The state from the records. If the journal is of another boot than ``boot_id``, if given: no leases, only the
+    numbers."""
     epoch = sequence = last = 0
     boot = ""
     leases: dict[int, Admitted] = {}
@@ -177,7 +178,7 @@ def replay(records: Iterable[Record], boot_id: str = "") -> Replayed:
 
 
 def admission(lease: Lease, charges: tuple[Charge, ...]) -> Admitted:
-    """The record of a lease as it is."""
+    """The record of a whole lease."""
     return Admitted(
         lease=lease.id,
         process=lease.process,
@@ -198,12 +199,12 @@ def admission(lease: Lease, charges: tuple[Charge, ...]) -> Admitted:
 
 
 def charge(lease: Lease, charges: tuple[Charge, ...]) -> Charged:
-    """The record of what a lease is charged."""
+    """The record of a lease's charge."""
     return Charged(lease=lease.id, rung=lease.rung, sequence=lease.sequence, charges=charges, stuck=lease.stuck)
 
 
 def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
-    """A lease as it is after a restart: charged, and nobody speaks for it yet."""
+    """A lease after a restart: charged, and nobody speaks for it yet."""
     demand = demand_of(old.ladder, old.resources, old.low, old.high)
     return Lease(
         id=old.lease,
@@ -233,14 +234,14 @@ def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
 
 
 class Sink(Protocol):
-    """What a journal is written to: an unbuffered file opened for appending, or a list in a test."""
+    """The journal's target: an unbuffered file opened for appending, or a list in a test."""
 
     def write(self, data: bytes, /) -> int | None: ...
 
 
 class Journal:
-    """Records as lines of a sink. Raises what the sink raises. A line that was cut short is never gone on with: the
-    coordinator has the journal written anew before it writes another."""
+    """Writes records as lines to a sink. Raises the sink's errors. A cut line is never continued: the coordinator
+    rewrites the journal before it writes again."""
 
     __slots__ = ("_sink", "records")
 

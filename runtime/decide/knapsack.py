@@ -1,12 +1,12 @@
-"""Which one item of each class, at the least total cost, so that all of them fit? The multiple-choice knapsack.
+"""The multiple-choice knapsack: one item of each class, all within the room, at the least total cost.
 
-Invariant: the answer fits, and its cost is at most ``gap`` (relative) above the optimum: 0 where the search ended, so
-that it is an optimum of the sum as floats add up, and otherwise what is left to a bound that was proved.
+After Pisinger (European Journal of Operational Research 83, 1995). The lower hulls of the classes give the optimum of
+the linear relaxation. Its price per byte prices every item. An item dearer than the gap between the relaxation and a
+good answer is in no better one. A dynamic programme over the remaining items keeps the labels (bytes, cost) that no
+other beats in both. ``knapsack_kinds`` handles several kinds of bytes.
 
-After Pisinger (European Journal of Operational Research 83, 1995): the lower hulls of the classes give the optimum of
-the linear relaxation, its price per byte prices every item, and an item whose price exceeds the gap between the
-relaxation and a good answer is in no better one. A dynamic programme over the few that are left keeps the labels
-(bytes, cost) that no other beats in both. ``knapsack_kinds`` is the same for several kinds of bytes.
+Invariant: the answer fits, and its cost is at most ``gap`` (relative) above the optimum. ``gap`` is 0 if the search
+ended (an optimum of the sum in floats), else the distance to a proved bound.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Final, NamedTuple
 from jaxtensile.units import Bytes
 
 LABELS: Final = 4_096
-"""Partial answers kept at most; beyond, those with the best bounds. A guess: a bound on time."""
+"""Partial answers kept at most, those with the best bounds. A guess that bounds the time."""
 HURRIED: Final = 128
-"""The same where an answer need not be the best. A guess."""
+"""``LABELS`` if an answer need not be the best. A guess."""
 NEAR: Final = 1e-12
-"""Costs as near as this, relative, are equal: sums of some thousand doubles differ by less."""
+"""Relative difference below which costs are equal: sums of some thousand doubles differ by less."""
 
 
 class Row(NamedTuple):
-    """An item: its bytes, what taking it costs, and its index in its class."""
+    """An item: its bytes, its cost, and its index in its class."""
 
     size: Bytes
     cost: float
@@ -35,7 +35,7 @@ class Row(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The index of one item per class; the costs' sum, and by how much, relative, another can be below it."""
+    """One item's index per class, the sum of costs, and how far, relative, another may be below it."""
 
     picks: tuple[int, ...]
     cost: float
@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
 
 class _Label(NamedTuple):
-    """A partial answer, and the one that it goes on from."""
+    """A partial answer, and its predecessor."""
 
     size: Bytes
     cost: float
@@ -52,18 +52,18 @@ class _Label(NamedTuple):
 
 
 class Relaxed(NamedTuple):
-    """The linear relaxation of a question, from which its answer is looked for."""
+    """The linear relaxation of a question; its answer is searched from it."""
 
     rows: list[list[Row]]
-    """Of each class, without what is dominated."""
+    """Of each class, without dominated items."""
     chosen: list[Row]
-    """What the relaxation takes whole."""
+    """The items of the relaxation."""
     price: float
-    """Per byte; 0: what it takes is the answer."""
+    """Per byte; 0: ``chosen`` is the answer."""
     room: Bytes
     left: Bytes
     priced: list[list[float]]
-    """The rows at that price."""
+    """The rows' costs at that price."""
     least: list[float]
     bound: float
     """No choice costs less."""
@@ -72,7 +72,7 @@ class Relaxed(NamedTuple):
 def cheapest(classes: Sequence[Sequence[Row]], room: Bytes, within: float = 0.0) -> Choice | None:
     """The cheapest choice of at most ``room`` bytes; None if there is none.
 
-    ``within``: a relative gap that is good enough: 100 classes of 8 take some 3 ms to 5e-4, ten times that to 0.
+    ``within``: a sufficient relative gap. 100 classes of 8 take some 3 ms to 5e-4, ten times that to 0.
     """
     relaxed = relax(classes, room)
     return None if relaxed is None else completed(relaxed, within)
@@ -94,7 +94,7 @@ def relax(classes: Sequence[Sequence[Row]], room: Bytes) -> Relaxed | None:
 
 
 def completed(relaxed: Relaxed, within: float = 0.0) -> Choice:
-    """The answer to the question of a relaxation."""
+    """The answer to a relaxation's question."""
     rows, start, price, room, left, priced, least, bound = relaxed
     if not price:
         return _choice(start, 0.0)
@@ -120,7 +120,7 @@ def _choice(rows: Sequence[Row], gap: float) -> Choice:
 
 
 def _undominated(rows: Sequence[Row]) -> list[Row]:
-    """By ascending size, and each cheaper than all smaller ones."""
+    """The rows by ascending size, each cheaper than all smaller ones."""
     ordered = sorted(rows)
     kept = [ordered[0]]
     for row in ordered:
@@ -130,7 +130,7 @@ def _undominated(rows: Sequence[Row]) -> list[Row]:
 
 
 def _hull(rows: list[Row]) -> list[Row]:
-    """Those of the rows that some price per byte makes the best."""
+    """The rows that are best at some price per byte."""
     hull: list[Row] = []
     for row in rows:
         while len(hull) > 1:
@@ -143,8 +143,8 @@ def _hull(rows: list[Row]) -> list[Row]:
 
 
 def _relax(classes: list[list[Row]], left: Bytes) -> tuple[list[Row], float, Bytes]:
-    """The linear relaxation: steps along the hulls, the most gain per byte first, while they fit; the gain per byte of
-    the first that does not, and the bytes left."""
+    """The linear relaxation: steps along the hulls while they fit, by most gain per byte. Returns its items, the gain
+    per byte of the first step that does not fit, and the bytes left."""
     hulls = [_hull(c) for c in classes]
     steps = sorted(
         ((b.cost - a.cost) / (b.size - a.size), k, n)
@@ -164,7 +164,7 @@ def _relax(classes: list[list[Row]], left: Bytes) -> tuple[list[Row], float, Byt
 
 
 def _exchange(classes: list[list[Row]], relaxed: list[Row], left: Bytes) -> list[Row]:
-    """A good answer: other items for one or two classes at a time, while that is cheaper."""
+    """A good answer: exchange the items of one or two classes while that is cheaper."""
     chosen = list(relaxed)
     while True:
         # What each change adds to the bytes and the cost; beside it, the cheapest of those that fit with it.
@@ -208,9 +208,8 @@ def _search(
     relaxed: list[Row],
     within: float,
 ) -> tuple[list[Row] | None, bool]:
-    """The dynamic programme over what is left of the classes: a better answer than ``best``, if there is one, and
-    whether all of them were seen; it ends with one that is near enough. First come the classes in which another item
-    is the least loss."""
+    """Dynamic programme over the core: an answer better than ``best``, or None, and whether all were seen. It stops at
+    one within ``within``. Classes in which another item loses least come first."""
     alone = [k for k, rows in enumerate(core) if len(rows) == 1]
     rest = sorted(
         (sorted(row.cost + price * row.size for row in rows)[1] - least[k], k, rows)

@@ -1,8 +1,8 @@
-"""In which states can a lease be, and what may happen in each?
+"""The states of a lease, and what may happen in each.
 
-Invariant: bytes are charged in every state but QUEUED and FREED, and only a release by the job or the death of its
-process leads from a charged state to FREED. A silent or disconnected job is QUARANTINED: leases may expire, bytes may
-not, because nothing but the end of a process takes device memory away from it.
+Invariant: bytes are charged in all states but QUEUED and FREED. Only the job's release or its process's death leads
+from a charged state to FREED. A silent or disconnected job is QUARANTINED: a lease may expire, its bytes may not, since
+only the end of the process frees its device memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class State(Enum):
     """Waits for its floor and holds nothing."""
     HELD = "held"
     REVOKING = "revoking"
-    """Was told to shrink, and is charged what it had until it says that it has."""
+    """Was told to shrink; keeps its charge until its ACK."""
     OVERDUE = "overdue"
     """Has not shrunk by the deadline."""
     QUARANTINED = "quarantined"
@@ -46,7 +46,7 @@ class Happening(Enum):
     ACK = "ack"
     DEADLINE = "deadline"
     LOST = "lost"
-    """The connection ended, beats stayed away, or the coordinator was started again."""
+    """The connection ended, beats stayed away, or the coordinator restarted."""
     RECLAIM = "reclaim"
     RELEASE = "release"
     DIED = "died"
@@ -102,7 +102,7 @@ TABLE: Final[dict[State, dict[Happening, State]]] = {
 
 
 def after(state: State, happening: Happening) -> State:
-    """The next state. Raises ``LeaseError`` where there is none."""
+    """The next state. Raises ``LeaseError`` if there is none."""
     try:
         return TABLE[state][happening]
     except KeyError:
@@ -111,15 +111,15 @@ def after(state: State, happening: Happening) -> State:
 
 
 class Process(Struct, frozen=True):
-    """A process, as the kernel names it: pids are used again, a pid and a start time are not."""
+    """A process by pid and start time: pids are reused, the pair is not."""
 
     pid: int
     started: int
-    """In clock ticks after boot, field 22 of ``/proc/PID/stat``."""
+    """Clock ticks after boot, field 22 of ``/proc/PID/stat``."""
 
 
 class Charge(Struct, frozen=True, array_like=True, gc=False):
-    """Bytes of one resource: those that stay, and those of a running step."""
+    """Bytes of one resource: ``persistent``, and ``temp`` more during a step."""
 
     persistent: Bytes
     temp: Bytes = 0
@@ -131,7 +131,7 @@ class Charge(Struct, frozen=True, array_like=True, gc=False):
 
 NOTHING: Final = Charge(0)
 HOST: Final = "host"
-"""The resource that pinned host memory is, beside the devices."""
+"""The resource of pinned host memory."""
 
 
 class Lease(Struct, kw_only=True, eq=False):
@@ -141,55 +141,55 @@ class Lease(Struct, kw_only=True, eq=False):
     process: Process
     job: str
     number: int = 0
-    """Which ask of its process it answers."""
+    """The number of the process's request."""
     resources: tuple[str, ...]
-    """The devices of the job, then ``HOST``."""
+    """The job's devices, then ``HOST``."""
     ladder: tuple[Rung, ...]
     low: int
     """The guaranteed rung."""
     high: int
     """The highest rung the job wants."""
     needs: tuple[tuple[Charge, ...], ...]
-    """What each rung needs of each resource."""
+    """The charge of each rung on each resource."""
     slowdowns: tuple[float, ...]
     """Seconds per step on each rung ÷ those on the fastest."""
     best: tuple[int, ...]
-    """For each rung the least of those above it on which the job is fastest; itself where there is none."""
+    """For each rung, the lowest of the fastest rungs above it; itself if none is above."""
     touched: frozenset[str]
-    """Resources of which any of its rungs needs bytes."""
+    """Resources that any usable rung needs."""
     priority: int
     weight: float
     state: State = State.QUEUED
     rung: int = -1
-    """The one it was told last; -1 while it waits."""
+    """The rung it was told last; -1 while it waits."""
     sequence: int = 0
-    """Of the token of that."""
+    """The sequence of the last token."""
     epoch: int = 0
     former: int = -1
-    """The sequence of the last token that was about the ladder the job had before, where it had one."""
+    """The sequence of the last token for the former ladder; -1: none."""
     knows: bool = True
-    """The job has shown that it knows of its ladder."""
+    """The job has shown that it knows its ladder."""
     connection: int | None = None
-    """The one that speaks for it: its generation. None only in quarantine."""
+    """The connection that speaks for it. None only in quarantine."""
     since: Seconds = 0.0
     """When it last changed its rung."""
     beat: Seconds = 0.0
     asked: Seconds = 0.0
     """When it asked to be admitted."""
     waited: Seconds = 0.0
-    """How long it took until it was."""
+    """Seconds until it was admitted."""
     deadline: Seconds | None = None
     wanted_by: int | None = None
-    """The waiter that it was told to shrink for."""
+    """The waiter that it must shrink for."""
     stuck: bool = False
     """Does not give bytes back: asking again is no use."""
     written: tuple[Charge, ...] = ()
-    """What it is charged by the journal, as far as is known; empty: the journal does not know of it."""
+    """Its charge in the journal, as far as known; empty: not in the journal."""
     suspended: bool = False
     """Its state is on the host, and it runs no step."""
     faults: set[str] = field(default_factory=set[str])
     step: int = 0
     step_us: int = 0
     in_use: tuple[Bytes, ...] = ()
-    """Measured by the job, of each resource; empty: it did not say."""
+    """Measured by the job, of each resource; empty: not reported."""
     peak: Bytes = 0

@@ -1,9 +1,11 @@
-"""Who is charged how many bytes of what?
+"""The bytes charged to leases, by resource.
 
-Invariant: no charge that is not measured raises a sum above its limit, capacity − reserve; a lease is charged on all
-its resources at once or on none. There is one account per device and one for pinned host memory. An account is *gated*
-where the jobs share a process and take turns with their steps: then only the largest temp counts, because XLA
-allocates a step's temporaries when the step is launched and has one compute stream per device.
+There is one account per device and one for pinned host memory. An account is *gated* if its jobs share a process and
+take turns. Then only the largest temp counts, because XLA allocates a step's temporaries at launch and has one compute
+stream per device.
+
+Invariant: only a measured charge raises a sum above its limit, capacity − reserve. A lease is charged on all its
+resources at once or on none.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ class OvercommitError(CoordinatorError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """What there is of one resource."""
+    """The capacity of one resource."""
 
     capacity: Bytes
     reserve: Bytes = 0
@@ -43,30 +45,30 @@ class Account:
     def __init__(self, capacity: Capacity) -> None:
         self.charges: dict[int, Charge] = {}
         self.persistent: Bytes = 0
-        """Sum of what stays."""
+        """Sum of the persistent bytes."""
         self.temps: Bytes = 0
-        """What the steps' temporaries count for: their sum, or the largest where steps take turns."""
+        """Temporary bytes: the sum, or the largest if gated."""
         self.used: Bytes = 0
         """Bytes charged, the sum of both."""
         self.resize(capacity)
 
     def resize(self, capacity: Capacity) -> None:
-        """Another capacity; what is charged stays charged."""
+        """Change the capacity; charges stay."""
         self.capacity, self.limit, self.gated = capacity, capacity.limit, capacity.gated
         self.temps = self._temps(())
         self.used = self.persistent + self.temps
 
     @property
     def free(self) -> Bytes:
-        """Bytes that may still be charged; negative while the limit is exceeded."""
+        """Bytes that may still be charged; negative above the limit."""
         return self.limit - self.used
 
     def used_with(self, lease: int, charge: Charge) -> Bytes:
-        """Bytes charged if that lease were charged this."""
+        """Bytes charged if that lease had this charge."""
         return self.used + self.more(lease, self.charges.get(lease, NOTHING), charge)
 
     def more(self, lease: int, old: Charge, new: Charge) -> Bytes:
-        """How many bytes more are charged with another charge of that lease than with the one it has."""
+        """Bytes added if that lease's charge changed from ``old`` to ``new``."""
         more = new.persistent - old.persistent
         if not self.gated:
             return more + new.temp - old.temp
@@ -75,7 +77,7 @@ class Account:
         return more if old.temp < self.temps else more + max(self._temps((lease,)), new.temp) - self.temps
 
     def used_instead(self, charges: Mapping[int, Charge]) -> Bytes:
-        """Bytes charged if those leases were charged this."""
+        """Bytes charged if those leases had these charges."""
         persistent, temps = self.persistent, self.temps
         for lease, charge in charges.items():
             old = self.charges.get(lease, NOTHING)
@@ -86,7 +88,7 @@ class Account:
         return persistent + max([self._temps(charges), *(c.temp for c in charges.values())])
 
     def put(self, lease: int, charge: Charge) -> None:
-        """Charge a lease this instead of what it was charged."""
+        """Replace a lease's charge."""
         if not (charge.persistent or charge.temp):
             self.drop(lease)
             return
@@ -104,7 +106,7 @@ class Account:
         self.used = persistent + temps
 
     def drop(self, lease: int) -> None:
-        """Charge a lease nothing."""
+        """Remove a lease's charge."""
         old = self.charges.pop(lease, None)
         if old is not None:
             self.persistent -= old.persistent
@@ -115,7 +117,7 @@ class Account:
             self.used = self.persistent + self.temps
 
     def _temps(self, without: Container[int]) -> Bytes:
-        """What the temporaries of the other leases count for."""
+        """Temporary bytes of the other leases: the sum, or the largest if gated."""
         temps = [c.temp for k, c in self.charges.items() if k not in without]
         return max(temps, default=0) if self.gated else sum(temps)
 
@@ -128,12 +130,12 @@ class Ledger:
     def __init__(self, capacities: Mapping[str, Capacity]) -> None:
         self.accounts = {name: Account(capacity) for name, capacity in capacities.items()}
         self._charged: dict[int, tuple[Charge, ...]] = {}
-        """By lease, of its resources in their order."""
+        """By lease, in the order of its resources."""
         self._unsure = False
-        """Something has happened that may have led to a sum above its limit."""
+        """A sum may be above its limit."""
 
     def resize(self, capacities: Mapping[str, Capacity]) -> None:
-        """Other capacities. A resource that is not named any more has none, and keeps what is charged to it."""
+        """Change the capacities. A resource that is no longer named has none, and keeps its charges."""
         for name, account in self.accounts.items():
             account.resize(capacities.get(name) or Capacity(capacity=0, gated=account.gated))
         for name in capacities.keys() - self.accounts.keys():
@@ -141,17 +143,18 @@ class Ledger:
         self._unsure = True
 
     def know(self, resources: Iterable[str]) -> None:
-        """Have an account for each resource, without capacity where it is a new one."""
+        """Add missing accounts, without capacity."""
         for name in resources:
             if name not in self.accounts:
                 self.accounts[name] = Account(Capacity(capacity=0))
 
     def charged(self, lease: int, resources: Sequence[str]) -> tuple[Charge, ...]:
-        """What a lease is charged of each resource."""
+        """A lease's charge on each resource."""
         return self._charged.get(lease) or (NOTHING,) * len(resources)
 
     def fits(self, lease: int, resources: Sequence[str], charges: Sequence[Charge]) -> bool:
-        """May that lease be charged this, on all resources at once? A charge that adds nothing to a sum always may."""
+        """Whether the lease may have these charges on all resources. A charge that adds nothing to a sum always
+        fits."""
         before = self._charged.get(lease)
         for k, new in enumerate(charges):
             old = before[k] if before else NOTHING
@@ -163,7 +166,7 @@ class Ledger:
         return True
 
     def fit(self, rows: Sequence[tuple[int, Sequence[str], Sequence[Charge]]]) -> bool:
-        """May all these leases be charged this together?"""
+        """Whether all these leases may have these charges together."""
         instead: dict[str, dict[int, Charge]] = {}
         for lease, resources, charges in rows:
             for k, charge in enumerate(charges):
@@ -178,7 +181,7 @@ class Ledger:
         return True
 
     def charge(self, lease: int, resources: Sequence[str], charges: tuple[Charge, ...]) -> None:
-        """Charge a lease this instead of what it was charged. Raises ``OvercommitError``, and nothing was charged."""
+        """Replace a lease's charges. Raises ``OvercommitError`` and changes nothing if they do not fit."""
         if not self.fits(lease, resources, charges):
             name, charge = next(
                 (r, c) for r, c in zip(resources, charges, strict=True) if not self.fits(lease, (r,), (c,))
@@ -191,12 +194,12 @@ class Ledger:
         self.put(lease, resources, charges)
 
     def measured(self, lease: int, resources: Sequence[str], charges: tuple[Charge, ...]) -> None:
-        """Charge a lease what it really holds, whatever the limit: refusing it would not make it less."""
+        """Charge a lease what it really holds, even above the limit: refusing would not reduce it."""
         self._unsure = True
         self.put(lease, resources, charges)
 
     def put(self, lease: int, resources: Sequence[str], charges: tuple[Charge, ...]) -> None:
-        """Charge a lease what was seen to fit, or where there is no limit to it."""
+        """Replace a lease's charges, which are known to fit or have no limit."""
         before = self._charged.get(lease)
         if before is charges:
             return
@@ -206,7 +209,7 @@ class Ledger:
                 self.accounts[resources[k]].put(lease, new)
 
     def over(self) -> set[str]:
-        """The resources of which more is charged than their limits."""
+        """The resources charged above their limits."""
         if not self._unsure:
             return set()
         found = {name for name, account in self.accounts.items() if account.used > account.limit}
@@ -214,14 +217,14 @@ class Ledger:
         return found
 
     def release(self, lease: int, resources: Sequence[str]) -> None:
-        """Charge a lease nothing."""
+        """Remove a lease's charges."""
         for k, charge in enumerate(self._charged.pop(lease, ())):
             if charge is not NOTHING:
                 self.accounts[resources[k]].drop(lease)
 
     def wider(self, resources: Sequence[str], old: Sequence[Charge], new: tuple[Charge, ...]) -> tuple[Charge, ...]:
-        """What covers both charges, as while a job moves from one to the other: the larger level, and where steps
-        take turns the larger of each part, because the other jobs' temporaries count with either."""
+        """A charge that covers both, for a move between them: the larger level. On gated resources the larger of each
+        part, as other jobs' temporaries count with either."""
         wider: list[Charge] = []
         changed = False
         for name, a, b in zip(resources, old, new, strict=True):
