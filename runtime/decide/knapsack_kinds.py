@@ -1,13 +1,17 @@
 """The multiple-choice knapsack with several kinds of bytes: devices, and pinned host memory.
 
-Invariant: as in ``knapsack``: the answer fits, and its cost is at most ``gap`` above the optimum.
+The cheapest items are taken if they fit. Otherwise classes that share a scarce kind form groups, each decided
+separately. A group with one kind is solved as in ``knapsack``. With several kinds:
 
-Where the cheapest items fit, they are taken. The others fall apart into groups of classes that share a kind of which
-there is not enough, each decided by itself: with one kind as in ``knapsack``; with several, prices per byte of each
-kind are found at which about as much is taken as there is, which gives a bound; each class takes the cheapest at these
-prices that fits, those first that lose the most by another choice; exchanges of one or two items make that better, and
-a depth-first search that the bound prunes proves it, or finds a better one. All work is counted and bounded: beyond,
-the best so far counts, and ``gap`` says how far it may be from the optimum.
+1. Find prices per byte of each kind at which the bytes taken about equal the bytes there are. This gives a bound.
+2. Each class takes the cheapest item at these prices that fits. Classes that lose most by another choice go first.
+3. Exchanges of one or two items improve this.
+4. A depth-first search, pruned by the bound, proves it or finds better.
+
+All work is counted and bounded. Beyond the bound the best so far is the answer, and ``gap`` tells how far it may be
+from the optimum.
+
+Invariant: as in ``knapsack``: the answer fits, and its cost is at most ``gap`` above the optimum.
 """
 
 from __future__ import annotations
@@ -21,51 +25,49 @@ from jaxtensile.runtime.decide.knapsack import NEAR, Choice, Relaxed, Row, compl
 from jaxtensile.units import Bytes
 
 FEWEST, STEPS, WORK = 8, 40, 32_000
-"""Of the search for prices: prices at least, prices at most, and items that are priced for them all. A guess that
-bounds the time."""
+"""Search for prices: fewest steps, most steps, and items priced in all of them. A guess that bounds the time."""
 FEW: Final = 4
-"""Kinds of which the cheapest items need too much are looked at alone first, where they are one in so many at most of
-those that may be exceeded. A guess."""
+"""If at most one in so many of the scarce kinds is exceeded by the cheapest items, only the exceeded ones are tried
+first. A guess."""
 MANY: Final = 10
-"""Times the classes up to which a group gets its optimum, up to which all groups together do. A guess."""
+"""Multiple of the classes up to which a group gets its optimum; all groups together get theirs up to it. A guess."""
 PRICE, SPEED = 0.5, 2.0
-"""With which the search for prices begins: the share of what a byte gains in the mean that it costs, and by what part
-of an exponent a price moves. Guesses."""
+"""Start of the search for prices: the price as a share of a byte's mean gain, and the step of a price as an exponent
+per relative excess. Guesses."""
 FASTER, SLOWER = 1.2, 0.6
-"""By which factor the step of a price grows while it goes on one way, and shrinks when it turns, as in Rprop (1.2 and
-0.5 there). Guesses near these."""
+"""Factors on a price's step while its direction stays, and when it turns, as in Rprop (1.2 and 0.5 there). Guesses near
+these."""
 DEEPEST: Final = 400
-"""Classes of a group that is searched: each is a call in a call, and Python goes 1,000 deep."""
+"""Classes of a group that is searched: each is a nested call, and Python goes 1,000 deep."""
 NODES: Final = 1_000
-"""Of the search, for all groups of a question together: 1,500 gave about the same answers in more time."""
+"""Nodes of the search, for all groups of a question: 1,500 gave about the same answers in more time."""
 PAIRS: Final = 6_000
-"""Of items that are compared to be exchanged, for all groups together: 10,000 gave about the same answers in more
-time."""
+"""Item pairs compared for exchanges, for all groups: 10,000 gave about the same answers in more time."""
 
 Sizes = tuple[Bytes, ...]
 Kinds = tuple[tuple[int, ...], ...]
-"""Of each column of sizes, the kinds of which so much is taken: the devices of a job are mostly alike."""
+"""For each column of sizes, the kinds that need those bytes: the devices of a job are mostly alike."""
 
 
 class Class(NamedTuple):
-    """Items of which one is taken, and what follows from them: see ``class_of``."""
+    """Items of which one is taken, with derived values; made by ``class_of``."""
 
     kinds: Kinds
     sizes: Sequence[Sizes]
-    """What each item takes of the kinds of each column."""
+    """Bytes of each item, by column."""
     costs: Sequence[float]
     low: Sizes
-    """The fewest bytes of each column, which are taken in any case."""
+    """The fewest bytes of each column, taken in any case."""
     span: Sizes
-    """How many more the most are."""
+    """The most bytes less the fewest, by column."""
     cheap: int
-    """The first item that costs the least."""
+    """The first of the cheapest items."""
     rows: Sequence[tuple[float, ...]]
-    """The costs and sizes as floats, which are multiplied in half the time."""
+    """Costs and sizes as floats, which multiply twice as fast."""
 
 
 def class_of(kinds: Kinds, sizes: Sequence[Sizes], costs: Sequence[float]) -> Class:
-    """A class of some items."""
+    """A class from its items."""
     columns = [*zip(*sizes, strict=True)]
     low = tuple(map(min, columns))
     span = tuple(map(int.__sub__, map(max, columns), low))
@@ -74,14 +76,14 @@ def class_of(kinds: Kinds, sizes: Sequence[Sizes], costs: Sequence[float]) -> Cl
 
 
 class _Priced(NamedTuple):
-    """A group with the prices of its kinds and the bound that they prove."""
+    """A group with the prices of its kinds and their bound."""
 
     group: list[Class]
     left: list[Bytes]
-    """What there is of every kind beyond the fewest bytes."""
+    """Bytes of every kind beyond the fewest."""
     prices: list[float]
     costs: list[list[float]]
-    """Of the items, with their bytes."""
+    """Costs of the items including their bytes' prices."""
     bound: float
 
 
@@ -92,11 +94,11 @@ def cheapest_of(
     within: float = 0.0,
     below: float = math.inf,
 ) -> Choice | None:
-    """The cheapest choice within ``room`` of every kind; None if the least does not fit, or none was found, which does
-    not happen where the first items fit.
+    """The cheapest choice within ``room`` of every kind. None if the least does not fit, or none was found; one is
+    always found if the first items fit.
 
-    ``exact``: classes that share one kind, up to which the optimum is looked for; ``within``: a relative gap that is
-    good enough for more. ``below``: None as well as soon as it is proved that every choice costs as much.
+    ``exact``: most classes sharing one kind for which the optimum is searched. ``within``: a sufficient relative gap
+    for more. ``below``: None as soon as every choice is proved to cost at least this.
     """
     every = [c.kinds for c in classes]
     most = used(every, [c.span for c in classes], len(room))
@@ -122,7 +124,7 @@ def cheapest_of(
 
 
 def _together(classes: Sequence[Class], short: Sequence[bool]) -> list[tuple[list[int], set[int]]]:
-    """The classes that share kinds of which there is not enough, and these."""
+    """The groups of classes that share scarce kinds, with these kinds."""
     groups = Groups(len(short))
     live: dict[tuple[int, ...], list[int]] = {}
     undecided: list[tuple[int, list[list[int]]]] = []
@@ -157,7 +159,7 @@ def _decided(
     within: float,
     below: float,
 ) -> Choice | None:
-    """Of each class in no group the cheapest item, and what the groups decide."""
+    """The cheapest item of each class in no group, and the answers of the groups."""
     picks = [c.cheap for c in classes]
     # First the bounds of all groups, which may be enough.
     known = sum([c.costs[n] for c, n in zip(classes, picks, strict=True)])
@@ -199,14 +201,14 @@ def _decided(
 
 
 def _rows(c: Class, k: int) -> list[Row]:
-    """A class as one of the only kind of which there is not enough."""
+    """The rows of a class for its only scarce kind."""
     j = next(j for j, ks in enumerate(c.kinds) if k in ks)
     n = c.low[j]
     return [Row(size[j] - n, cost, i) for i, (size, cost) in enumerate(zip(c.sizes, c.costs, strict=True))]
 
 
 class _Work:
-    """What is left to spend on a question."""
+    """Work left for a question."""
 
     __slots__ = ("nodes", "pairs")
 
@@ -215,7 +217,7 @@ class _Work:
 
 
 def used(kinds: Sequence[Kinds], sizes: Sequence[Sizes], count: int) -> list[Bytes]:
-    """Bytes of each kind that some items take; ``kinds``: of their classes."""
+    """Bytes of each kind taken by items; ``kinds``: of their classes."""
     taken: dict[tuple[int, ...], Bytes] = {}  # there are fewer sets of kinds than classes
     for own, size in zip(kinds, sizes, strict=True):
         for ks, n in zip(own, size, strict=True):
@@ -228,7 +230,7 @@ def used(kinds: Sequence[Kinds], sizes: Sequence[Sizes], count: int) -> list[Byt
 
 
 class Groups:
-    """Kinds that are joined, by one of them (union-find)."""
+    """Joined kinds, each named by one of them (union-find)."""
 
     def __init__(self, count: int) -> None:
         self.above = list(range(count))
@@ -247,11 +249,11 @@ class Groups:
 
 
 def _priced(group: list[Class], left: list[Bytes], spans: Sequence[Bytes], enough: float) -> _Priced:
-    """Prices per byte, and the bound that they prove: the sum of the cheapest, less the rooms' worth. Each price rises
-    by the share of the bytes that are too many, and more if it did so before. ``spans``: what all would take beyond
-    the fewest bytes of the kinds of the group, 0 of others, which have no price."""
+    """Prices per byte and the bound they prove: the sum of the cheapest, less the rooms' worth. A price rises by the
+    share of bytes in excess, faster if it rose before. ``spans``: bytes beyond the fewest that all classes could take,
+    by kind; 0 for kinds outside the group, which have no price."""
     sets: dict[tuple[int, ...], int] = {}
-    """Of kinds of which classes take the same: there are fewer than classes."""
+    """Sets of kinds with equal bytes: fewer than classes."""
     owns = [tuple([sets.setdefault(ks, len(sets)) for ks in c.kinds]) for c in group]
     mine = [k for k, span in enumerate(spans) if span]
 
@@ -259,7 +261,7 @@ def _priced(group: list[Class], left: list[Bytes], spans: Sequence[Bytes], enoug
         return [sum([prices[k] for k in ks]) for ks in sets]
 
     def spread(taken: list[float]) -> list[float]:
-        """What is taken of each kind, where it is known of each set."""
+        """Bytes by kind, from bytes by set."""
         used = [0.0] * len(left)
         for ks, t in zip(sets, taken, strict=True):
             for k in ks:
@@ -300,7 +302,7 @@ def _priced(group: list[Class], left: list[Bytes], spans: Sequence[Bytes], enoug
 
 
 def _costs(group: list[Class], owns: Sequence[tuple[int, ...]], worths: Sequence[float]) -> Iterator[list[float]]:
-    """What each item costs with its bytes, at a price for each set of kinds; ``owns``: of the columns of each class."""
+    """Each item's cost with its bytes, at a price per set of kinds; ``owns``: the sets of each class's columns."""
     for c, sets in zip(group, owns, strict=True):
         rows = c.rows
         if len(sets) == 1:
@@ -343,7 +345,7 @@ def _cost(group: list[Class], at: Sequence[int]) -> float:
 
 
 def _after(group: list[Class], left: list[Bytes], at: Sequence[int]) -> list[Bytes]:
-    """What is left beside these items."""
+    """The bytes left with these items."""
     after = list(left)
     for c, i in zip(group, at, strict=True):
         _take(after, c.kinds, c.sizes[i], c.low)
@@ -351,7 +353,7 @@ def _after(group: list[Class], left: list[Bytes], at: Sequence[int]) -> list[Byt
 
 
 def _take(left: list[Bytes], kinds: Kinds, new: Sizes, old: Sizes) -> None:
-    """Have ``new`` sizes taken instead of ``old`` ones."""
+    """Replace ``old`` sizes by ``new`` ones."""
     for ks, m, o in zip(kinds, new, old, strict=True):
         if m != o:
             for k in ks:
@@ -359,13 +361,13 @@ def _take(left: list[Bytes], kinds: Kinds, new: Sizes, old: Sizes) -> None:
 
 
 def _most(left: list[Bytes], kinds: Kinds, old: Sizes) -> list[Bytes]:
-    """The largest sizes that fit instead of the ``old`` ones."""
+    """The largest sizes that fit in place of the ``old`` ones."""
     return [min([left[k] for k in ks]) + o for ks, o in zip(kinds, old, strict=True)]
 
 
 def _fitting(group: list[Class], left: list[Bytes], costs: list[list[float]]) -> list[int] | None:
-    """Of each class the item that costs the least with its bytes, of those that fit; those first that lose the most by
-    another. None where one is left for which none fits."""
+    """The cheapest fitting item of each class, bytes included; classes that lose most by another item come first. None
+    if no item fits for a class."""
     ranked: list[tuple[float, int, list[tuple[float, int]]]] = []
     for k, mine in enumerate(costs):
         order = sorted(zip(mine, range(len(mine)), strict=True))
@@ -386,7 +388,7 @@ def _fitting(group: list[Class], left: list[Bytes], costs: list[list[float]]) ->
 
 
 def _smallest(group: list[Class], left: list[Bytes], _: object) -> list[int]:
-    """Of each class the item whose largest share of what is left is the smallest."""
+    """The item of each class with the smallest largest share of the bytes left."""
 
     def share(c: Class, n: int) -> float:
         rows = zip(c.kinds, c.sizes[n], c.low, strict=True)
@@ -396,7 +398,7 @@ def _smallest(group: list[Class], left: list[Bytes], _: object) -> list[int]:
 
 
 def _no_larger(group: list[Class], _: list[Bytes], costs: list[list[float]]) -> list[int]:
-    """Of each class the item that costs the least, of those that are no larger than its first one."""
+    """The cheapest item of each class, bytes included, among those no larger than its first."""
     return [
         min((n for n, s in enumerate(c.sizes) if all(map(int.__le__, s, c.sizes[0]))), key=mine.__getitem__)
         for c, mine in zip(group, costs, strict=True)
@@ -404,7 +406,7 @@ def _no_larger(group: list[Class], _: list[Bytes], costs: list[list[float]]) -> 
 
 
 def _fill(group: list[Class], left: list[Bytes], prices: Sequence[float], at: list[int]) -> None:
-    """Of the changes that fit, the one that gains the most for what it takes, until none does."""
+    """Repeat the fitting change with the most gain for its bytes, until none fits."""
     worths = [[sum([prices[k] for k in ks]) for ks in c.kinds] for c in group]
 
     def step(k: int) -> tuple[float, int, int] | None:
@@ -442,7 +444,7 @@ def _change(group: list[Class], left: list[Bytes], at: list[int], k: int, n: int
 
 
 def _exchange(group: list[Class], left: list[Bytes], at: list[int], work: _Work) -> None:
-    """Other items for one or two classes at a time, while that is cheaper and there is work left."""
+    """Exchange the items of one or two classes while that is cheaper and work is left."""
     sharing: list[list[int]] = [[] for _ in left]
     for k, c in enumerate(group):
         for ks in c.kinds:
@@ -450,7 +452,8 @@ def _exchange(group: list[Class], left: list[Bytes], at: list[int], work: _Work)
                 sharing[j].append(k)
 
     def partner(k: int, n: int) -> tuple[int, int] | None:
-        """The change of another class that makes room for one of this, at the least loss."""
+        """The change that makes room for this item at the least loss: of another class, or the item itself if it
+        fits."""
         c = group[k]
         after = list(left)
         _take(after, c.kinds, c.sizes[n], c.sizes[at[k]])
@@ -488,8 +491,8 @@ def _exchange(group: list[Class], left: list[Bytes], at: list[int], work: _Work)
 def _search(
     group: list[Class], left: list[Bytes], costs: list[list[float]], bound: float, best: float, work: _Work
 ) -> tuple[list[int] | None, bool]:
-    """Depth first, what costs the least with its bytes first: an answer below ``best`` if there is one, and whether all
-    answers were seen. First come the classes in which another item is the most loss."""
+    """Depth-first search, cheapest item first with its bytes. An answer below ``best``, or None, and whether all were
+    seen. Classes in which another item loses most come first."""
     if len(group) > DEEPEST:
         return None, False
     excess: list[list[tuple[float, int]]] = []
@@ -502,7 +505,7 @@ def _search(
     found: list[int] | None = None
 
     def down(depth: int, lost: float) -> bool:
-        """Whether all below was seen."""
+        """Whether everything below was seen."""
         nonlocal slack, found, cost, best
         if depth == len(order):
             if cost < best:

@@ -1,7 +1,4 @@
-"""Which rung of its ladder does each job get?
-
-Invariant: what is given out fits into the rooms, everyone has at least the first of its options, and jobs of a higher
-class are served before any of a lower one gets more than that. Nothing here knows leases, time or messages.
+"""The division of bytes among jobs: one rung for each.
 
 Floors first, then class by class, then the surplus inside a class by one of four objectives:
 
@@ -9,6 +6,9 @@ Floors first, then class by class, then the surplus inside a class by one of fou
     fair       the largest least surplus, bytes above the floor ÷ weight; then the next larger one
     priority   the heaviest first, then the first come: each the fastest rung that leaves the others their floors
     fcfs       the first come first, likewise
+
+Invariant: the division fits into the rooms, and every job has at least its first option. A higher class is served
+before any job of a lower one gets more than that. Nothing here knows leases, time or messages.
 """
 
 from __future__ import annotations
@@ -30,30 +30,31 @@ Objective = Literal["slowdown", "fair", "priority", "fcfs"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 
 EXACT: Final = 24
-"""So many jobs that share one kind of bytes get an optimum; more get what is proved to be within ``WITHIN`` of it, in
+"""Most jobs sharing one kind of bytes that get an optimum; more get an answer proved to be within ``WITHIN`` of it, in
 milliseconds. A guess."""
 TEMPS, TURNS = 12, 1_200
-"""Sizes of the largest temp for which a division is made at most, where rooms are gated, and claims in all of these:
-the largest first, until no smaller one can be better, which is mostly at once. Guesses that bound the time."""
+"""With gated rooms: most sizes of the largest temp that a division is made for, and claims in all of these together.
+The largest size comes first, and the search stops when no smaller one can be better, mostly at once. Guesses that bound
+the time."""
 WITHIN: Final = 5e-4
 """Relative gap of an answer for more jobs than ``EXACT``: far below what a step's time varies by. A guess."""
 KEPT: Final = 1 << 11
-"""Claims of which is kept what follows from their options, as those of a coordinator are mostly the same again. Twice
-the 1,000 jobs of ``benchmarks/coordinator``; a bound on memory."""
+"""Claims with cached classes, as a coordinator's claims mostly repeat: twice the 1,000 jobs of
+``benchmarks/coordinator``. Bounds memory."""
 CLOSE: Final = 1e-9
-"""Sums of slowdowns that differ by less, relative, are equal: rounding of sums over jobs is below."""
+"""Relative difference below which sums of slowdowns are equal: above the rounding of sums over jobs."""
 
 
 class Option(Struct, frozen=True, eq=False, gc=False):
-    """One rung that a job may be put on. Each is itself alone, by which what follows from some is found again."""
+    """One rung that a job may be put on. Options compare by identity, which caches rely on."""
 
     rung: int
     needs: tuple[Charge, ...]
-    """Of each of the claim's resources."""
+    """The charge on each of the claim's resources."""
     slowdown: float
     """Seconds per step ÷ those of the fastest rung of all."""
     level: Bytes
-    """On each device."""
+    """Bytes on each device."""
 
 
 class Claim(Struct, frozen=True, kw_only=True, gc=False):
@@ -75,13 +76,13 @@ class Room:
 
     free: Bytes
     gated: bool = False
-    """One step at a time: of the temporaries only the largest counts."""
+    """One step at a time: only the largest temp counts."""
     temp: Bytes = 0
-    """The largest of those of jobs that are not decided about."""
+    """The largest temp of jobs that are not decided about."""
 
 
 Shares = dict[int, int]
-"""The index of an option by claim."""
+"""The index of an option, by claim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +91,9 @@ class _Problem:
 
     claims: Sequence[Claim]
     classes: dict[int, Class]
-    """Of all options of each claim; kinds are places in ``room``."""
+    """Each claim's options as a class; kinds are indices of ``room``."""
     options: dict[int, Sequence[int]]
-    """Which of the options may be taken; the first is the least."""
+    """The options that may be taken; the first is the least."""
     room: list[Bytes]
 
 
@@ -105,9 +106,9 @@ def divide(
 ) -> Shares | None:
     """The option of each claim; None if not even the first ones fit.
 
-    ``stay``: a division of which a class keeps its part where it is proved that none is better by ``gain``, relative
-    to its sum of slowdowns. With gated rooms each part that shares none with others is divided by itself, for sizes
-    that its largest temp may have, and the best counts.
+    ``stay``: a division. A class keeps its part of it if no other is proved better by ``gain``, relative to its sum of
+    slowdowns. With gated rooms, parts that share no room are divided separately, for several sizes of their largest
+    temp; the best counts.
     """
     names = sorted({r for c in claims for r in c.resources})
     column, room = {name: k for k, name in enumerate(names)}, [rooms[name] for name in names]
@@ -144,7 +145,7 @@ def _divide_turns(
     stay: Shares | None,
     gain: float,
 ) -> Shares | None:
-    """The option of each claim of a part, for the largest temp with which that is best."""
+    """The option of each claim of a part, for the best size of the largest temp."""
     mine = sorted({k for c in claims for ks in classes[c.id].kinds for k in ks})
     number = {k: n for n, k in enumerate(mine)}
     own = {c.id: _placed(classes[c.id], number) for c in claims}
@@ -162,15 +163,16 @@ def _divide_turns(
 
 
 def _wish(claim: Claim, allowed: Sequence[int], objective: Objective) -> int:
-    """What a claim would get if there were room for all."""
+    """The option a claim would get if there were room for all."""
     if objective == "fair":
         return max(allowed, key=lambda n: claim.options[n].level)
     return min(allowed, key=lambda n: claim.options[n].slowdown)
 
 
 def ahead(claims: Sequence[Claim], new: Shares, old: Shares, objective: Objective, by: float = 0.0) -> bool:
-    """Is one division better than another, in the highest class in which they differ? ``by``: relative to the old sum
-    of slowdowns; or to the step time of a job that gains, where the objective is no sum."""
+    """Whether a division is better than another, in the highest class in which they differ. ``by``: a minimum gain,
+    relative to the old sum of slowdowns. If the objective is no sum, one gaining job must save that share of its step
+    time."""
     for group in _classes(claims):
         if all(new[c.id] == old[c.id] for c in group):
             continue
@@ -204,7 +206,7 @@ def _surplus(claim: Claim, option: int) -> float:
 
 
 def _rank(group: Sequence[Claim], shares: Shares, objective: Objective) -> list[float]:
-    """What the objective compares, larger is better."""
+    """The values that the objective compares; larger is better."""
     if objective == "fair":
         return sorted(_surplus(c, shares[c.id]) for c in group)
     return [-_slowdown(c, shares) for c in _turns(group, objective)]
@@ -218,8 +220,8 @@ def _turns(group: Sequence[Claim], objective: Objective) -> list[Claim]:
 
 @lru_cache(KEPT)
 def _class(options: tuple[Option, ...], weight: float, gated: tuple[bool, ...]) -> tuple[Class, list[Bytes]]:
-    """A claim as a class, its kinds being places among its resources, and the largest temp of each option where steps
-    take turns. Resources of which nothing is needed are left out."""
+    """A claim as a class, with the largest temp of each option where steps take turns. Its kinds are indices of its
+    resources, without those that it needs nothing of."""
     kinds: list[tuple[int, ...]] = []
     columns: list[list[Bytes]] = []
     last: tuple[Charge, ...] = ()
@@ -241,7 +243,7 @@ def _class(options: tuple[Option, ...], weight: float, gated: tuple[bool, ...]) 
 
 
 def _placed(made: Class, places: Sequence[int] | Mapping[int, int]) -> Class:
-    """A class whose kinds have other numbers."""
+    """A class with renumbered kinds."""
     return Class(tuple([tuple([places[k] for k in ks]) for ks in made.kinds]), *made[1:])
 
 
@@ -255,7 +257,7 @@ def _gated(
     gated = [r.gated for r in rooms]
     outside = max([r.temp for r in rooms], default=0)
     order: dict[int, list[tuple[tuple[Bytes, Sizes], int]]] = {}
-    """Options by what they take of the devices, whatever they take of the host, as without turns."""
+    """Options by their device bytes, whatever their host bytes, as without turns."""
     steps: list[tuple[Bytes, int, int]] = []
     for c in claims:
         counts = [len(ks) * gated[ks[0]] for ks in classes[c.id].kinds]
@@ -287,7 +289,8 @@ def _gated(
 def _divide(
     problem: _Problem, objective: Objective, stay: Shares | None, gain: float, best: Shares | None = None
 ) -> Shares | None:
-    """The option of each claim; None if the first ones do not fit, or none is better than ``best`` by the bounds."""
+    """The option of each claim. None if the first ones do not fit, or if the bounds show that none is better than
+    ``best``."""
     shares: Shares = {k: options[0] for k, options in problem.options.items()}
     left = _without(problem, problem.claims, shares, problem.room, -1)
     if min(left, default=0) < 0:
@@ -306,7 +309,7 @@ def _divide(
 def _without(
     problem: _Problem, claims: Sequence[Claim], shares: Shares, left: Sequence[Bytes], sign: int = 1
 ) -> list[Bytes]:
-    """What is left without what claims take; ``sign``: -1 with it."""
+    """The room left without the claims' bytes; ``sign`` -1: with them."""
     classes = [problem.classes[c.id] for c in claims]
     sizes = [made.sizes[shares[c.id]] for c, made in zip(claims, classes, strict=True)]
     taken = used([made.kinds for made in classes], sizes, len(left))
@@ -314,14 +317,14 @@ def _without(
 
 
 def _take(left: list[Bytes], kinds: Kinds, sizes: Sizes, sign: int = 1) -> None:
-    """What an option leaves; ``sign``: -1 where it is given back."""
+    """Subtract an option's bytes; ``sign`` -1: add them."""
     for ks, size in zip(kinds, sizes, strict=True):
         for k in ks:
             left[k] -= sign * size
 
 
 def _exchanged(left: list[Bytes], problem: _Problem, claim: int, old: int, new: int) -> bool:
-    """Put a claim on another option, if that fits."""
+    """Put a claim on another option, if it fits; whether it did."""
     kinds, sizes, *_ = problem.classes[claim]
     a, b = sizes[old], sizes[new]
     if any(left[k] + m < n for ks, m, n in zip(kinds, a, b, strict=True) for k in ks):
@@ -369,8 +372,9 @@ def _least_slowdown(
 
 
 def _max_min(group: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:
-    """Whoever has the least surplus goes up to the next larger one, until none fits. Nobody goes up from the best
-    possible least surplus before all are there, so where larger levels need more the least one is the largest."""
+    """Raise the claim with the least surplus to its next larger option, until none fits. Nobody rises above the best
+    possible least surplus before all have it. So, if larger levels need more bytes, the least surplus is the largest
+    possible."""
     by_id = {c.id: c for c in group}
     above = {
         c.id: sorted(
