@@ -1,9 +1,9 @@
-"""A job's connection to its coordinator, from any thread of its process.
+"""A job's connection to its coordinator, usable from any thread.
 
-Invariant: messages leave in the order in which they were decided, and no lock is held while one is sent. A link may
-therefore answer from within ``send``, and a coordinator in the same process needs no thread. Ctrl-C neither splits a
-change of state nor leaves a lock taken (``runtime.uninterrupted``). When a connection is lost, the next one repeats
-what ``Holder`` says for the job's state by then.
+Invariant: messages leave in the order of their decisions, and no lock is held during a send. A link may therefore
+answer within ``send``, and a coordinator in the same process needs no thread. Ctrl-C neither splits a state change nor
+leaves a lock taken (``runtime.uninterrupted``). A new connection repeats what the last one lost, as ``Holder`` words it
+by then.
 
 The job's own thread, at a step boundary::
 
@@ -41,10 +41,9 @@ from jaxtensile.runtime.protocol.messages import Admit, Beat, Error, Grant, Queu
 from jaxtensile.units import Bytes, Seconds
 
 PATIENCE: Final = 10.0
-"""Seconds without a coordinator after which a waiting job gives up, even one that was queued: several restarts of a
-coordinator. A guess."""
+"""Seconds without a coordinator after which a waiting or queued job gives up: several restarts of one. A guess."""
 ANSWER: Final = 5.0
-"""Seconds in which a running coordinator confirms that a released lease is free. A guess."""
+"""Seconds for a running coordinator to confirm a release. A guess."""
 _FATAL: Final = ("version", "protocol")
 _LARGEST: Final = (1 << 62) - 1
 """Largest count that is sent: below ``messages.MOST_COUNT``."""
@@ -55,30 +54,29 @@ class Line(Protocol):
     """One connection to a coordinator."""
 
     def send(self, requests: Sequence[Request]) -> None:
-        """Send requests; one thread at a time calls it. It never raises: unsent requests are lost with the connection.
-        After the connection's end it does nothing."""
+        """Send requests, from one thread at a time. Never raises: unsent requests are lost with the connection, and a
+        closed line does nothing."""
         ...
 
 
 class Link(Protocol):
-    """A source of connections to a coordinator for one client, one after another.
+    """Makes a client's connections to a coordinator, one after another.
 
-    It calls the client's ``connected``, ``heard``, ``disconnected`` and ``unreachable`` in their order, from any
-    thread, but never while it holds a lock that ``Line.send`` takes.
+    Calls the client's ``connected``, ``heard``, ``disconnected`` and ``unreachable`` in order, from any thread, but not
+    under a lock that ``Line.send`` takes.
     """
 
     def close(self) -> None:
-        """End the connection after everything sent on it was heard. If the client is not ``done`` by then, make one
-        more connection, on which the client gives back what it has or may have been granted."""
+        """End the connection after everything sent on it was heard. If the client is not ``done`` then, connect once
+        more: the client gives back what it has or may have been granted."""
         ...
 
 
 class Client(Owned):
-    """One job of a process. A forked child says nothing.
+    """One job of a process; silent in a forked child.
 
-    ``connect`` makes the link and gets the client. ``changed`` is called, from any thread, when a message arrives that
-    changes what ``boundary`` or ``wait`` answers. Only the job's own thread calls ``boundary``, ``moved``, ``beat`` and
-    ``release``; any thread may call the rest.
+    ``connect`` makes the link. ``changed`` is called, from any thread, on news for ``boundary`` or ``wait``. Only the
+    job's own thread calls ``boundary``, ``moved``, ``beat`` and ``release``; any thread may call the rest.
     """
 
     def __init__(
@@ -114,11 +112,10 @@ class Client(Owned):
     # The job's thread.
 
     def wait(self, timeout: Seconds | None = None) -> int:
-        """The rung that the job may use; waits until it is admitted.
+        """The job's first rung, once admitted.
 
         Raises ``RejectedError`` if it never will be, ``UnreachableError`` if nobody answers for ``patience`` seconds,
-        and ``NotAdmittedError`` after ``timeout`` seconds. In the last case the job keeps its place in the queue until
-        ``close``.
+        and ``NotAdmittedError`` after ``timeout`` seconds; the job then keeps its place in the queue until ``close``.
         """
         self.require_mine()
         end = None if timeout is None else time.monotonic() + timeout
@@ -149,9 +146,9 @@ class Client(Owned):
         return self._holder.phase != "waiting" or bool(self._failed) or self._closed
 
     def boundary(self) -> int | None:
-        """The rung to move to, or None; called between two steps. After the move, call ``moved``.
+        """The rung to move to between two steps, or None. Call ``moved`` after it.
 
-        Raises ``LostLeaseError`` when the coordinator no longer knows the lease.
+        Raises ``LostLeaseError`` if the coordinator no longer knows the lease.
         """
         if not self._due:
             return None
@@ -165,7 +162,7 @@ class Client(Owned):
             return self._holder.boundary()
 
     def moved(self, in_use: Sequence[Bytes] = ()) -> None:
-        """Report that the job is on the rung from ``boundary`` and has freed the bytes that only the other rung needs.
+        """The job is on the rung from ``boundary``, without bytes that only the other one needs.
 
         ``in_use``: bytes measured on each device, then of pinned host memory; empty: not known.
         """
@@ -181,10 +178,10 @@ class Client(Owned):
         self._flush()
 
     def renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes] = ()) -> bool:
-        """Ask for another ladder, between two steps; ``rung`` of it covers what the job holds.
+        """Ask for another ladder between two steps; ``rung`` of it covers the bytes held.
 
-        False if nothing was asked: the job must move first, awaits an earlier answer, or is not connected. Success
-        changes the property ``admit``. If ``renewing`` ends and ``admit`` is unchanged, ask again.
+        False if not asked: the job must move first, awaits an answer, or is not connected. Success changes ``admit``.
+        If ``renewing`` ends without that, ask again.
         """
         self.require_mine()
         return uninterrupted(self._renew, admit, rung, in_use)
@@ -201,10 +198,10 @@ class Client(Owned):
         self._measured = step, seconds, in_use, peak
 
     def release(self, in_use: Sequence[Bytes] = (), timeout: Seconds = ANSWER) -> bool:
-        """Give the lease back, then ``close``. ``in_use``: bytes that the job's allocator keeps; empty: none.
+        """Give the lease back; then ``close``. ``in_use``: bytes that the allocator keeps.
 
-        True when the coordinator confirms that the lease is free. False when it still charges bytes in use, or does not
-        answer within ``timeout`` seconds; the lease is then freed when the process ends.
+        True if the coordinator confirms that the lease is free. False if bytes in use stay charged, or no answer comes
+        within ``timeout`` seconds; the process's end then frees it.
         """
         return self.mine and uninterrupted(self._release, in_use, timeout)
 
@@ -222,7 +219,7 @@ class Client(Owned):
         return freed
 
     def give_back(self, in_use: Sequence[Bytes] = ()) -> None:
-        """Say that the job is done with its lease, without waiting for the answer; ``release`` waits, afterwards."""
+        """Give the lease back without waiting for the answer; ``release`` waits, afterwards."""
         if self.mine:
             uninterrupted(self._give_back, in_use)
 
@@ -234,8 +231,8 @@ class Client(Owned):
         self._flush()
 
     def close(self) -> None:
-        """End the connection. A waiting job leaves the queue; a lease that was not released stays charged until the
-        process ends."""
+        """End the connection. A waiting job leaves the queue; an unreleased lease stays charged until the process
+        ends."""
         if self.mine:
             uninterrupted(self._close)
 
@@ -256,7 +253,7 @@ class Client(Owned):
 
     @property
     def rung(self) -> int:
-        """The rung that the job is on; -1 before it is admitted and after its end."""
+        """The job's rung; -1 before admission and after the end."""
         return self._holder.held
 
     @property
@@ -271,13 +268,12 @@ class Client(Owned):
 
     @property
     def target(self) -> int:
-        """The rung that the job was told last; it moves there at its next boundary."""
+        """The rung told last; the job moves there at its next boundary."""
         return self._holder.target
 
     @property
     def halfway(self) -> Seconds | None:
-        """When half of a REVOKE's deadline has passed, by ``time.monotonic``. None: the job is on its target, or the
-        last order was no REVOKE."""
+        """Half-time of a REVOKE by ``time.monotonic``. None: the job is there, or was told none."""
         return self._halfway if self._holder.target != self._holder.held else None
 
     @property
@@ -309,14 +305,14 @@ class Client(Owned):
     # The link's calls.
 
     def connected(self, line: Line) -> None:
-        """Called by the link: a connection was made, and nothing was said on it yet."""
+        """From the link: a new connection, nothing said on it yet."""
         with self._lock:
             self._line, self._away = line, None
             self._outbox = self._holder.connected(self._measured[2])
         self._flush()
 
     def heard(self, reply: Reply) -> None:
-        """Called by the link: the coordinator sent a message."""
+        """From the link: a message."""
         with self._lock:
             holder = self._holder
             self._outbox += holder.received(reply, self._measured[2])
@@ -333,7 +329,7 @@ class Client(Owned):
             self._changed()
 
     def disconnected(self, why: str) -> None:
-        """Called by the link: the connection ended."""
+        """From the link: the connection ended."""
         with self._lock:
             self._holder.disconnected()
             self._outbox = []
@@ -343,18 +339,18 @@ class Client(Owned):
             self._changed()
 
     def unreachable(self, why: str) -> None:
-        """Called by the link: an attempt to connect failed."""
+        """From the link: an attempt to connect failed."""
         with self._lock:
             self._why = why
 
     def failed(self, why: str) -> None:
-        """Called by the link: there will never be a connection again."""
+        """From the link: there will be no further connection."""
         with self._lock:
             self._failed, self._due = why, True
         self._news.ring()
 
     def pulse(self) -> None:
-        """Send the job's last measurement. Call it well within ``Welcome.beat_within`` seconds of the last time."""
+        """Send the last measurement, well within ``Welcome.beat_within`` seconds of the one before."""
         if self.mine:
             uninterrupted(self._pulse)
 
@@ -375,7 +371,7 @@ class Client(Owned):
         self._flush()
 
     def _flush(self) -> None:
-        """Send the outbox in order. If another thread is sending, leave it to that one."""
+        """Send the outbox in order, unless another thread does."""
         while True:
             with self._lock:
                 if self._sending or not self._outbox:
@@ -391,7 +387,7 @@ class Client(Owned):
                     self._sending = False
 
     def _complain(self) -> None:
-        """Raise the pending error, if any; call it under the lock."""
+        """Raise the pending error, if any; under the lock."""
         if self._failed:
             raise CoordinatorError(self._failed)
         if self._holder.phase != "ended" or not self._holder.reason:

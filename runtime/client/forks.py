@@ -1,11 +1,10 @@
-"""Ownership of handles after ``fork``: a handle belongs to the process that made it.
+"""Ownership of handles after ``fork``: they belong to the process that made them.
 
-A child inherits its parent's descriptors. It also inherits its locks as they were, held by threads that the child
-lacks. The coordinator would take a child's words on an inherited connection for its parent's. It would free the lease
-while the parent still uses its bytes.
+A child inherits descriptors, and locks held by threads that it lacks. The coordinator would take its words on an
+inherited connection for the parent's, and free the lease while the parent uses its bytes.
 
-Invariant: a child says nothing on a connection of its parent and keeps none open, so the coordinator sees the parent
-end. It waits for no lock of its parent. In a child, ending a handle does nothing, and using it is an error.
+Invariant: a child says nothing on its parent's connections and keeps none open, so that the coordinator sees the parent
+end. It waits for no lock of the parent. There, ending a handle does nothing, and using it is an error.
 """
 
 from __future__ import annotations

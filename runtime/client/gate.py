@@ -1,11 +1,11 @@
 """The turns of jobs in one process that share a device.
 
-XLA allocates a step's temporaries at launch and has one compute stream per device. If jobs take turns, the peak is Σ
-persistent + max temp instead of Σ (persistent + temp).
+XLA allocates a step's temporaries at launch and has one compute stream per device. With turns, the peak is Σ persistent
++ max temp instead of Σ (persistent + temp).
 
 Order: start-time fair queueing (Goyal, Vin, Cheng 1996). A turn's tag is max(virtual time, end of the member's last
-turn); the lowest tag runs first. A turn of t seconds ends t ÷ share after its tag, with share = ``weight`` × 8 for each
-class of priority. A member that asks for less than its share waits for at most the running turn. No class starves.
+turn); the lowest runs. A turn of t seconds ends t ÷ share after its tag; share = ``weight`` × 8^class. A member that
+uses less than its share waits for at most the running turn, and no class starves.
 
 Invariant: one turn at a time; a turn ends with its step, however the step ends (``runtime.holds``).
 """
@@ -32,14 +32,14 @@ CLASSES: Final = 8
 """Classes further from 0 than this count as that far, so that the lowest gets a turn within hours."""
 
 KEPT: Final = 0.1
-"""Share of its last turn for which the next turn is kept for a member that used less than its share. Without it, such a
-member returns a moment too late, and others get every second turn, however long turns take. A guess."""
+"""Share of its last turn for which the next is kept for a member below its share that returns at once. Otherwise others
+get every second turn, however long turns take. A guess."""
 KEPT_MOST: Final = 2e-3
 """Seconds that a turn is kept at most: the device is idle meanwhile. A guess."""
 
 HANDED_OVER: Final = 1e-3
-"""Seconds for which the thread that ends a turn waits until the next turn has begun. Until then the device is idle. The
-next turn's thread could not run otherwise: a Python thread runs on until it waits for something."""
+"""Seconds for which the thread that ends a turn waits for the next to begin. The device is idle until then, and the
+next thread could not run: Python threads run until they wait."""
 
 
 class GateError(CoordinatorError):
@@ -91,8 +91,8 @@ class Gate:
             raise
 
     def _wait(self, waiter: _Waiter) -> None:
-        """Wait until the turn is granted. A waiter that wakes without a turn starts the next turn in two cases: the
-        time for which a turn was kept is over, or the step of the last turn was interrupted."""
+        """Wait for the turn. A waiter woken without one starts the next turn if the time of a kept turn is over, or the
+        last turn's step was interrupted."""
         left = LOOK
         while True:
             woken = waiter.lock.acquire(timeout=left)
@@ -187,12 +187,12 @@ class _State(NamedTuple):
     waiting: tuple[_Waiter, ...] = ()
     now: float = 0.0
     kept: Turns | None = None
-    """The member for which the next turn is kept until ``kept_until``, though it has not asked yet."""
+    """The member that the next turn is kept for, unasked, until ``kept_until``."""
     kept_until: Seconds = 0.0
 
 
 class Turns:
-    """One job's place at the gate. Use ``with turns():`` around a step, up to the end of its work on the device."""
+    """One job's place at the gate: ``with turns():`` around a step, up to the end of its device work."""
 
     __slots__ = ("_clock", "_gate", "priority", "served", "share", "since", "tag")
 

@@ -1,8 +1,8 @@
-"""The job's side of the coordinator's protocol, without its socket.
+"""The job's side of the coordinator's protocol, without a socket.
 
-Invariant: a job uses at most what its rung needs, or what covers both rungs while it moves. It moves only at step
-boundaries, only to a rung it was told on its current connection, and reports the move. When the connection ends, the
-job stays where it is: the coordinator may be gone, and nobody may know its last grant.
+Invariant: a job uses at most what its rung needs, or while it moves what covers both rungs. It moves only at step
+boundaries and only to a rung told on its current connection, and reports it. When the connection ends, it stays: the
+coordinator may be gone, and its last grant known to nobody.
 """
 
 from __future__ import annotations
@@ -118,10 +118,9 @@ class Holder:
         return []
 
     def renew(self, admit: Admit, rung: int, in_use: Sequence[Bytes]) -> list[Request]:
-        """Ask for the ladder of ``admit``, between two steps; ``rung`` of it covers what the job holds.
+        """Ask for the ladder of ``admit`` between two steps; ``rung`` of it covers the bytes held.
 
-        Empty unless the job is connected, on the rung it was told, and without a pending renewal. ``renewing`` tells
-        whether an answer is to come.
+        Empty unless connected, on the rung told, and without a pending renewal. ``renewing``: an answer is to come.
         """
         at_rest = self.phase == "holding" and self.moving < 0 and self.target == self.held
         if not at_rest or self._renewal is not None or not self._connected:

@@ -1,12 +1,12 @@
-"""Things held by a running step, which become free however the step is interrupted.
+"""Things held by a running step, free again however the step is interrupted.
 
-A lock that is released in ``finally`` stays locked if Ctrl-C comes in the call that took it, or in the ``finally``
-itself. Here a hold carries the *mark* of the frame that took it, and waiters check from time to time whether that frame
-still runs. A hold is normally given back at once, and always within ``LOOK`` seconds.
+A lock released in ``finally`` stays locked if Ctrl-C comes in the taking call or in the ``finally``. Here the holder is
+the *mark* of the frame that took it, and waiters check from time to time whether the frame still runs. So it is given
+back at once normally, and within ``LOOK`` seconds always.
 
-A frame is identified by its thread and address. Another frame may reuse the address, so the frame also keeps a ``Hold``
-in a variable, and the mark refers to it weakly. The hold dies with the frame, unless a traceback keeps both. In that
-case the address is not reused, and the frame is on no thread's stack.
+A frame is its thread and address. Another frame may reuse the address, so the frame also keeps a ``Hold`` in a
+variable, to which the mark refers weakly. The hold dies with the frame, unless a traceback keeps both; then the address
+is not reused, and the frame is on no stack.
 
 Invariant: shared state changes by one instruction (``Cell``): it is as before or as after, and no lock guards it.
 """
@@ -26,14 +26,13 @@ from weakref import ref
 from jaxtensile.units import Seconds
 
 LOOK: Final = 0.1
-"""Seconds between a waiter's checks whether something is still held, for cases in which nobody could tell it. A guess.
-"""
+"""Seconds between a waiter's checks for a dead holder, used only if nobody could tell it. A guess."""
 
 T = TypeVar("T")
 
 
 class Hold:
-    """Made by a frame that takes something; that frame alone keeps it, in a variable. ``above``: callers in between."""
+    """Made by a frame that takes something, and kept by it alone in a variable. ``above``: callers in between."""
 
     __slots__ = ("__weakref__", "mark")
 

@@ -1,11 +1,11 @@
-"""The coordinator of a process whose jobs are threads: no socket, and nothing to start.
+"""The coordinator of a process whose jobs are threads: no socket, nothing to start.
 
-Invariant: a job gets messages in the order in which they were decided, and no lock is held meanwhile, so a job may
-answer from within. Ctrl-C splits no decision (``runtime.uninterrupted``). The thread that reports an event carries out
-its consequences. A separate thread only waits for times: the end of a minimum hold, or a deadline.
+Leases need no beats, since jobs share the coordinator's process, and no job is ended for keeping bytes. Devices are
+*gated*: jobs take turns with their steps.
 
-Leases need no beats, since jobs and coordinator share the process, and a job that keeps bytes too long is not ended.
-Devices are *gated*: their jobs take turns with their steps.
+Invariant: a job hears messages in the order of their decisions, and no lock is held, so it may answer from within.
+Ctrl-C splits no decision (``runtime.uninterrupted``). The thread that reports an event carries out what follows. One
+more thread waits for times: the end of a minimum hold, or a deadline.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jaxtensile.runtime.protocol.messages import Reply, Request, Snapshot
 from jaxtensile.units import Seconds
 
 LOCAL: Final = Settings(min_hold=1.0)
-"""Switching between compiled plans of one process costs no more than the next call, so the minimum hold is short."""
+"""A minimum hold of few seconds: switching compiled plans in one process costs no more than the next call."""
 
 
 class LocalCoordinator:
@@ -125,7 +125,7 @@ class LocalCoordinator:
 
     @contextmanager
     def at_once(self) -> Generator[None]:
-        """Handle all events of this thread inside the ``with`` as one: nothing is given to others in between."""
+        """Handle this thread's events inside the ``with`` as one: nothing is given to others in between."""
         self._batch.events = events = list[Event]()
         try:
             yield

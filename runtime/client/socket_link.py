@@ -1,9 +1,8 @@
-"""A client's link to a coordinator behind a Unix socket, reconnecting when the coordinator is gone.
+"""A client's link to a coordinator behind a Unix socket, with reconnection.
 
-Invariant: one thread per link connects, hears and beats. The job's thread only hands bytes to the kernel and never
-waits for a coordinator that does not read. After a lost connection the link reconnects for as long as the client has
-something to say. Before each attempt it waits a random part of a doubling delay, so that clients do not all meet a
-restarted coordinator at once.
+Invariant: one thread per link connects, hears and beats. The job's thread only hands bytes to the kernel, and never
+waits for a coordinator that does not read. A lost connection is renewed while the client has something to say, each
+time after a random part of a doubling delay: clients do not all return to a restarted coordinator at once.
 """
 
 from __future__ import annotations
@@ -25,11 +24,9 @@ from jaxtensile.runtime.protocol.wire import REPLIES, frame, take
 from jaxtensile.units import KIB, Seconds
 
 FIRST_DELAY: Final = 0.05
-"""Seconds until the first attempt to reconnect; doubled for each further one. The wait is a random part of it. A guess.
-"""
+"""Seconds, the first delay of reconnecting, doubled each time; the wait is a random part of it. A guess."""
 LONGEST_DELAY: Final = 1.0
-"""Seconds, the longest such delay: a restarted coordinator waits two seconds for its leases, and hears of them by then.
-"""
+"""Seconds, the longest delay: a restarted coordinator hears of its leases within the two that it waits."""
 BEATS: Final = 4
 """Beats in the time within which one must be heard: three may be late. A guess."""
 _CHUNK: Final = 64 * KIB
@@ -39,7 +36,7 @@ _AROUND: Final = (0.5, 1.5)
 _CONNECTING: Final = 5.0
 """Seconds in which a connection is made: a coordinator whose backlog is full accepts none. A guess."""
 _LINGER: Final = 2.0
-"""Seconds in which a coordinator may finish its messages after the client has closed. A guess."""
+"""Seconds for a coordinator's last messages after the client has closed. A guess."""
 
 
 class SocketLine:

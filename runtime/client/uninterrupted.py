@@ -1,14 +1,14 @@
 """Changes that Ctrl-C must not split: they run in a thread that no signal reaches.
 
-Python raises a signal handler's exception in the main thread between any two instructions. That includes ``finally``
-blocks, and the moment between taking a lock and recording that. Masking SIGINT does not help: other handlers raise too,
-and a thread can be sent an exception. So, wherever something is taken or shared state changes:
+Python raises a signal handler's exception in the main thread between any two instructions, even in ``finally`` or
+between taking a lock and recording it. Masking SIGINT does not help: other handlers raise, and a thread can be sent an
+exception. So:
 
-- State changes run as ``uninterrupted(change)``. They run to their end even if the caller is interrupted. Their results
-  are on record by then, so that the interrupted thread is not the only one to know them.
-- The main thread only reads, waits, and takes things that ``runtime.holds`` frees with the frame that took them.
+- State changes run to their end as ``uninterrupted(change)``. Their results are on record by then, not known only to an
+  interrupted thread.
+- The main thread only reads, waits, and takes what ``runtime.holds`` frees with the taking frame.
 
-Invariant: changes that the main thread asks for are made one after another, in the order in which it asked.
+Invariant: the main thread's changes are made one after another, in the order asked.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _LOOK_AGAIN: Final = 5e-4
-"""Seconds between two checks of an interrupted caller whether its change has ended: changes take microseconds. A guess.
-"""
+"""Seconds between checks of an interrupted caller for the end of its change, which takes microseconds. A guess."""
 
 
 class _Change:
@@ -44,8 +43,8 @@ class _Change:
         self.error: BaseException | None = None
 
     def make(self) -> None:
-        """Run the call once, and keep no reference to it afterwards. The collector does not see the frame of a thread
-        that has yet to leave it, and such a frame keeps its objects alive."""
+        """Run the call once, and drop all references to it. The collector does not see a frame that its thread has yet
+        to leave, and the frame keeps its objects alive."""
         call, self._call = self._call, None
         if call is None:
             return  # it was asked for again
@@ -74,8 +73,8 @@ _worker: dict[str, int] = {}
 
 
 def uninterrupted(call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run ``call`` to its end, and return or raise its result. An interrupt during the call is raised after it, a
-    second one at once."""
+    """The value or error of ``call``, which runs to its end. An interrupt meanwhile is raised then, a second one at
+    once."""
     if get_ident() != main_thread().ident or sys.is_finalizing() or not _have_worker():
         return call(*args, **kwargs)
     change = _Change(lambda: call(*args, **kwargs))

@@ -107,8 +107,7 @@ class Endpoint:
             )
 
     def bind(self) -> socket.socket:
-        """The listening socket. Call ``take`` first: an earlier coordinator's socket is removed. Raises ``PlaceError``.
-        """
+        """The listening socket, after ``take``. An earlier coordinator's socket is removed. Raises ``PlaceError``."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         before = os.umask(_SOCKET_MASK)
         try:
@@ -148,8 +147,7 @@ class Endpoint:
         return False
 
     def leave(self) -> None:
-        """Remove the socket's file, if it is still this one's. The lock's file stays: waiting processes have it open.
-        """
+        """Remove the socket's file, if still this one's. The lock's file stays: waiting processes have it open."""
         if not self.lost():
             with suppress(OSError):
                 self.path.unlink()

@@ -24,7 +24,7 @@ ENOUGH_UNREAD: Final[Bytes] = 256 * KIB
 """Bytes of unread answers beyond which a peer is not heard. A guess."""
 MOST_UNREAD: Final[Bytes] = ENOUGH_UNREAD + (TAKEN + 1) * LIMIT
 """Bytes of unread answers beyond which a peer is given up: ``ENOUGH_UNREAD``, the answers to ``TAKEN`` messages, and
-one more message."""
+what else it is told meanwhile."""
 READ_WITHIN: Final[Seconds] = 10.0
 """Seconds in which a peer that is no longer heard must read, or is given up. A guess, as ``server.HELLO_WITHIN``."""
 

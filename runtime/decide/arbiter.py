@@ -6,11 +6,11 @@ A decision goes in this order:
 2. Admit waiters, by class and arrival, if their floor fits. If it only fits beside the floors of all, make room.
 3. Distribute and shift the surplus that no waiter is to get.
 
-A job *can give up* bytes if it speaks and is not known to keep them. If it must have a lease already, it also needs to
-have held them for ``min_hold`` or be of a lower class. All other jobs count with their charges.
+A job *can give up* bytes if it speaks and is not known to keep them. In favour of a job with a lease, it must also have
+held them for ``min_hold`` or be of a lower class. All other jobs count with their charges.
 
-Invariant: a decision is charged at once, and fits. Only admission waits, for bytes that others can give up. Later
-waiters that need the same resources wait behind the first of a class, and waiters hold nothing.
+Invariant: a decision is charged at once, and fits. Only admission waits: the first of a class waits for bytes that
+others can give up. Later waiters that need the same resources wait behind it, and waiters hold nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Ways(Struct, eq=False):
     higher: tuple[Option, ...]
     """Higher rungs worth going to, charged to cover the way there."""
     lower: tuple[tuple[Option, tuple[Charge, ...] | None], ...] | None = None
-    """Lower rungs, each with the charge that covers both ends if larger than the present one; None: not computed
+    """Lower rungs, each with the charge that covers both ends, or None if the present one does. None: not computed
     yet."""
 
 
@@ -317,7 +317,7 @@ class Arbiter:
         exceeded: Collection[str] = (),
         ledger: Ledger | None = None,
     ) -> dict[str, Room]:
-        """Room on each resource for the ``deciding`` leases and ``extra``.
+        """Room on each resource for the ``deciding`` leases, beside ``extra``.
 
         Other leases keep their charges in ``ledger`` (default: the arbiter's), or have those in ``instead``. Resources
         not in ``exceeded`` have room for at least the present charges, even above the limit.
@@ -467,8 +467,8 @@ class Arbiter:
         grown: Mapping[int, Option],
         top: int | None,
     ) -> dict[int, Option] | None:
-        """A division in which some shrink for others, if it beats ``grown``, in which none does, by the minimum gain;
-        else None.
+        """A division in which some shrink for others, if it is better than ``grown``, in which none shrinks, by
+        ``min_gain``; else None.
 
         A lease in its minimum hold shrinks only for a higher class, at most ``top``.
         """

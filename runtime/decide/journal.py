@@ -93,7 +93,7 @@ _ENCODER: Final = Encoder()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What a journal says: the leases, each with what it was charged last, and the highest numbers ever used."""
+    """A journal's contents: leases with their last charges, and the highest numbers ever used."""
 
     epoch: int = 0
     sequence: int = 0

@@ -30,7 +30,7 @@ FEW: Final = 4
 """If at most one in so many of the scarce kinds is exceeded by the cheapest items, only the exceeded ones are tried
 first. A guess."""
 MANY: Final = 10
-"""Multiple of the classes up to which a group gets its optimum; all groups together get theirs up to it. A guess."""
+"""Times ``exact``: with more classes in the whole question, no group is searched for its optimum. A guess."""
 PRICE, SPEED = 0.5, 2.0
 """Start of the search for prices: the price as a share of a byte's mean gain, and the step of a price as an exponent
 per relative excess. Guesses."""

@@ -72,7 +72,7 @@ class Claim(Struct, frozen=True, kw_only=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What there is of a resource for all claims together."""
+    """The bytes of a resource for all claims together."""
 
     free: Bytes
     gated: bool = False
@@ -87,7 +87,7 @@ Shares = dict[int, int]
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """Claims, the bytes their options take of their resources, and the bytes there are."""
+    """Claims, the bytes of their options, and the bytes there are."""
 
     claims: Sequence[Claim]
     classes: dict[int, Class]
@@ -253,7 +253,7 @@ def _gated(
     temps: Mapping[int, list[Bytes]],
     rooms: Sequence[Room],
 ) -> Iterator[_Problem]:
-    """What there is to decide for each size of the largest temp for which the first options fit, the largest first."""
+    """A problem for each size of the largest temp with which the first options fit, the largest first."""
     gated = [r.gated for r in rooms]
     outside = max([r.temp for r in rooms], default=0)
     order: dict[int, list[tuple[tuple[Bytes, Sizes], int]]] = {}

@@ -57,8 +57,7 @@ def frame(message: Request | Reply) -> bytes:
 
 
 def take(pending: bytes, decoder: Decoder[M], most: int | None = None) -> Taken[M]:
-    """The messages at the start of ``pending``, ``most`` at most. Pass ``rest`` and newly read bytes to the next call.
-    """
+    """The first messages of ``pending``, ``most`` at most. Pass ``rest`` and newly read bytes to the next call."""
     found: list[M] = []
     at, end = 0, len(pending)
     while end - at >= HEADER and len(found) != most:
