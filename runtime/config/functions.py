@@ -1,11 +1,11 @@
 """The tables of ``[functions]`` that hold for a function.
 
 A table is named after a function, with or without class and module (``step``, ``Trainer.step``,
-``project.train.Trainer.step``). Names may have the wildcards ``*``, ``?`` and ``[abc]``, and a file in front
+``project.train.Trainer.step``). Names may have wildcards (``*``, ``?``, ``[abc]``) and a file in front
 (``train.py:step``, ``project/*.py:step``; the last parts of the path suffice).
 
-If several hold, each key comes from the nearest table that has it. Nearest: names without wildcards, then with a file,
-then the longer; then the first.
+Each key comes from the nearest table that has it: without wildcards first, then with a file, then the longest name,
+then the first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The process at the other end of a socket, and its death.
 
-Invariant: a process is its pid and start time from the kernel. Its death is reported once, by a pidfd, which becomes
-readable when the process has ended and its memory is free. From Linux 6.5 the pidfd comes from the socket itself, so
-another process that got the pid is not mistaken for it.
+Invariant: a process is its pid and start time from the kernel. Its death is told once, by a pidfd, readable when the
+process has ended and its memory is free. From Linux 6.5 the pidfd comes from the socket, so a process that reuses the
+pid is not mistaken for it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     STARTING (lock, replay) → RECOVERING (charges known) → SERVING → DRAINING (a signal to end) → STOPPED
 
-Invariant: one thread, which waits only for the next event. Sockets, deaths, signals and the clock become events, and
-commands are carried out in order. A batch of events leads to one write of the journal and one per connection. A peer
-can end only its own connection.
+Invariant: one thread, waiting only for the next event: sockets, deaths, signals or the clock. Commands are carried out
+in order, with one write of the journal and one per connection for a batch of events. A peer can end only its own
+connection.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ from jaxtensile.runtime.protocol.wire import REQUESTS, ProtocolError, frame, tak
 from jaxtensile.units import Seconds
 
 LOOK_EVERY: Final = 1.0
-"""Seconds between two checks of things that send no events: the socket's file, the lock, a failed journal. A guess."""
+"""Seconds between checks of the socket's file, the lock and a failed journal, which send no events. A guess."""
 GRACE: Final = 5.0
-"""Seconds for jobs to release after a signal to end, and for a terminated process until it is killed. A guess."""
+"""Seconds for jobs to release after a signal to end; also from terminating a process to killing it. A guess."""
 HELLO_WITHIN: Final = 10.0
 """Seconds until a connection's first message, or it is closed. A guess."""
 _AT_ONCE: Final = 64
@@ -70,10 +70,9 @@ _AT_ONCE: Final = 64
 _ACCEPTS: Final = 256
 """Connections accepted per turn: they are answered before more are accepted. A guess."""
 _TICK_LATE: Final = 0.02
-"""Seconds of delay: asking the coordinator for its next time costs too much after every batch. A guess; deadlines are
-seconds."""
+"""Seconds of delay: asking for the coordinator's next time costs too much per batch. A guess; deadlines are seconds."""
 _SCRAPES: Final = 32
-"""Connections to the metrics port, which any user of the machine may open; scrapers are answered at once. A guess."""
+"""Connections to the metrics port, open to any user of the machine; scrapers are answered at once. A guess."""
 _LOG_EVERY: Final = 0.1
 """Seconds between two writes of the log: rare enough to cost nothing, frequent enough for people. A guess."""
 _LOG_LINES: Final = 64
@@ -403,8 +402,8 @@ class Server:
         self._hear(stream, data, events)
 
     def _hear(self, stream: Stream, data: bytes, events: list[Event]) -> None:
-        """Take the next few messages from earlier and new bytes. The rest waits until these are answered and the
-        answers are read, so that one peer cannot use all time or memory."""
+        """Take the next few messages of earlier and new bytes. More wait until these are answered and read, so that no
+        peer takes all time or memory."""
         if stream.full is not None or self._streams.get(stream.descriptor) is not stream:
             return
         taken = take(stream.rest + data if stream.rest else data, REQUESTS, TAKEN)

@@ -1,16 +1,14 @@
 """Decisions: which jobs are admitted, grow, or are asked to shrink.
 
-A decision goes in this order:
-
-1. Shrink where more is charged than there is: a capacity was lowered, or a job holds more than it said.
+1. Shrink where charges exceed the limit: a capacity was lowered, or a job holds more than it said.
 2. Admit waiters, by class and arrival, if their floor fits. If it only fits beside the floors of all, make room.
 3. Distribute and shift the surplus that no waiter is to get.
 
 A job *can give up* bytes if it speaks and is not known to keep them. In favour of a job with a lease, it must also have
-held them for ``min_hold`` or be of a lower class. All other jobs count with their charges.
+held them for ``min_hold`` or be of a lower class. Other jobs count with their charges.
 
-Invariant: a decision is charged at once, and fits. Only admission waits: the first of a class waits for bytes that
-others can give up. Later waiters that need the same resources wait behind it, and waiters hold nothing.
+Invariant: a decision is charged at once, and fits. Only the first waiter of a class waits for bytes that others can
+give up; later ones that need the same resources wait behind it. Waiters hold nothing.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from jaxtensile.units import Seconds, format_bytes
 TRIES: Final = 2
 """Repeated divisions for jobs that found no way down. A guess."""
 WAYS: Final = 4
-"""Most jobs without a way down for which one decision makes room: each takes a division. A guess."""
+"""Most blocked jobs that one decision makes room for: each takes a division. A guess."""
 
 
 class _Ways(Struct, eq=False):
@@ -61,20 +59,20 @@ class _Ways(Struct, eq=False):
 
 
 class Arbiter:
-    """The leases and their charges. The coordinator reports events and calls ``settle``."""
+    """The leases and their charges. Report events to it, then ``settle``."""
 
     def __init__(self, capacities: Mapping[str, Capacity], settings: Settings, rules: Rules) -> None:
         self.settings, self.rules = settings, rules
         self.ledger = Ledger(capacities)
         self.floors = Ledger(capacities)
-        """Bytes that cannot be taken away: guaranteed rungs, and all that cannot be given up."""
+        """Bytes that cannot be taken away: guaranteed rungs, and charges of jobs that cannot give up."""
         self.leases: dict[int, Lease] = {}
         self.queue: list[Lease] = []
         self.hungry: set[int] = set()
         """Held, and below the wanted rung."""
         self.revoking: set[int] = set()
         self.above: set[int] = set()
-        """Leases that speak and are above their floor: they can give up bytes, now or after their minimum hold."""
+        """Leases that speak and are above their floor: they can give up bytes, some after their minimum hold."""
         self.told: dict[int, Lease] = {}
         """Leases with a rung decided since the coordinator last asked."""
         self.recheck: Seconds | None = None
@@ -208,8 +206,8 @@ class Arbiter:
         self.changed(lease)
 
     def _call_off(self, waiter: int) -> bool:
-        """Free the jobs asked to shrink for a waiter that left; whether there were any. A job whose ACK is on its way
-        grows again: its ACK is stale by then."""
+        """Free the jobs asked to shrink for a waiter that left; whether there were any. An ACK on its way is stale by
+        then, and its job grows again."""
         asked = [lease for k in self.revoking if (lease := self.leases[k]).wanted_by == waiter]
         for lease in asked:
             self._tell(lease, self.covered(lease), GRANT, lease.since)
@@ -259,11 +257,11 @@ class Arbiter:
     ) -> bool:
         """Ask jobs to shrink until ``extra`` fits on ``resources``; whether any was asked, or earlier orders suffice.
 
-        ``going``: leases and the charges that they need on their way down. For a waiter a minimum hold does not count:
-        it has nothing, and runs no step meanwhile.
+        ``going``: the charges that leases need on their way down. The minimum hold does not protect against a waiter,
+        which has nothing and runs no step.
 
-        Ways of several jobs may need the same bytes. Jobs left without a way are divided again, beside those told. If
-        too few have a way, the division assumes that all have one, and room for the ways is made first.
+        Jobs whose ways need the same bytes may find none left: they are divided again, beside those told. If too few
+        have a way, the division assumes that all do, and room for the ways is made first.
         """
         asked = [self.leases[k] for k in sorted(self.above | self.revoking)]
         touching = [a for a in asked if not a.touched.isdisjoint(resources)]
@@ -364,8 +362,8 @@ class Arbiter:
     # The surplus.
 
     def _spread(self, now: Seconds, held_back: set[str]) -> bool:
-        """Give free bytes to jobs that they speed up, or first ask others to shrink where that gains more; whether any
-        got more.
+        """Give free bytes to jobs that they speed up, or ask others to shrink where that gains more; whether any got
+        more.
 
         A resource rests while a job shrinks on it: those bytes are for another job.
         """
@@ -392,8 +390,8 @@ class Arbiter:
         return given
 
     def _parts(self, held: Sequence[Lease], held_back: Collection[str]) -> list[list[Lease]]:
-        """The leases in groups that share resources, directly or through others. Only groups in which a lease wants
-        more; leases that touch ``held_back`` resources are left out."""
+        """Leases in groups that share resources, directly or through others, if one in the group wants more. Leases
+        that touch ``held_back`` are left out."""
         numbers = {name: k for k, name in enumerate(self.ledger.accounts)}
         groups = Groups(len(numbers))
         touching = [(a, [numbers[name] for name in a.touched]) for a in held if a.touched.isdisjoint(held_back)]
@@ -440,8 +438,8 @@ class Arbiter:
         return given
 
     def _all_get(self, hungry: Sequence[Lease], now: Seconds) -> bool | None:
-        """Give each job its fastest rung, the least such, if all fit: no division does better. True if any got more,
-        None if they do not fit."""
+        """Give each job its lowest fastest rung, if all fit: no division does better. True if any got more, None if
+        they do not fit."""
         if self.settings.policy == "fair":
             return None  # which is about bytes
         growing: list[tuple[Lease, int, tuple[Charge, ...]]] = []
@@ -507,8 +505,8 @@ class Arbiter:
         return known
 
     def _lower(self, lease: Lease, closed: bool = False) -> tuple[Option, ...]:
-        """The lower rungs with a way: a charge that covers both ends fits. A lower rung may need more host memory, or
-        more of a gated resource. ``closed``: also rungs without a way yet."""
+        """The lower rungs with a way: a charge covering both ends fits. A lower rung may need more host or gated bytes.
+        ``closed``: also rungs without a way."""
         way = self._way(lease)
         if way.lower is None:
             now, rungs = self.charged(lease), range(lease.low, lease.rung)
@@ -522,8 +520,8 @@ class Arbiter:
 
 
 def _least_fit(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> bool:
-    """Whether all claims fit on their first options. A division over several gated devices may miss that: it takes the
-    largest temp of any device for each."""
+    """Whether all claims fit on their first options. A division over several gated devices may miss that, as it takes
+    the largest temp of any device for each."""
     left, temps = {name: r.free for name, r in rooms.items()}, {name: r.temp for name, r in rooms.items()}
     for c in claims:
         for name, need in zip(c.resources, c.options[0].needs, strict=True):

@@ -1,6 +1,6 @@
-"""Events of a coordinator, and its commands.
+"""Events and commands of a coordinator.
 
-Invariant: both are plain values. The server turns sockets, clocks and dead processes into events, and carries out
+Invariant: both are plain values. The server makes events of sockets, clocks and dead processes, and carries out
 commands in order. If a ``Record`` or ``Compact`` cannot be written, the batch sends no more ``after_record`` messages,
 and ``JournalFailed`` is the next event.
 """
@@ -86,7 +86,7 @@ class Received(Struct, frozen=True):
 
 
 class Garbled(Struct, frozen=True):
-    """A connection brought no valid message; the rest of it cannot be understood."""
+    """A connection brought no valid message, and can bring none any more."""
 
     connection: Connection
     detail: str

@@ -1,13 +1,12 @@
 """The coordinator's journal, and its state read back from it.
 
-A record is one line, a checksum and JSON. A last line without its end counts as never written. Any other damaged line
-may concern bytes that a job holds, so it stops the coordinator: nothing is granted by such a journal. The file is not
-synced to disk, since jobs die with the machine; a journal of another boot is thrown away.
+A record is one line: a checksum and JSON. A last line without its end counts as never written. Any other damaged line
+may concern bytes that a job holds, so the coordinator stops and grants nothing. The file is not synced, since jobs die
+with the machine; a journal of another boot is thrown away. Format 1 has no checksums; it is read, and rewritten at the
+start.
 
-Journals of format 1 have no checksums. They are read, and rewritten when the coordinator starts.
-
-Invariant: whatever the file's end lost, its charges are at least what any job was told it may use, because a record is
-written before its message is sent.
+Invariant: whatever the file's end lost, its charges are at least what jobs were told they may use: a record is written
+before its message is sent.
 """
 
 from __future__ import annotations
@@ -240,8 +239,8 @@ class Sink(Protocol):
 
 
 class Journal:
-    """Writes records as lines to a sink. Raises the sink's errors. A cut line is never continued: the coordinator
-    rewrites the journal before it writes again."""
+    """Writes records as lines to a sink, and raises its errors. A cut line is never continued: the coordinator rewrites
+    the journal first."""
 
     __slots__ = ("_sink", "records")
 

@@ -1,12 +1,12 @@
 """The multiple-choice knapsack: one item of each class, all within the room, at the least total cost.
 
-After Pisinger (European Journal of Operational Research 83, 1995). The lower hulls of the classes give the optimum of
-the linear relaxation. Its price per byte prices every item. An item dearer than the gap between the relaxation and a
-good answer is in no better one. A dynamic programme over the remaining items keeps the labels (bytes, cost) that no
-other beats in both. ``knapsack_kinds`` handles several kinds of bytes.
+After Pisinger (European Journal of Operational Research 83, 1995). The classes' lower hulls give the optimum of the
+linear relaxation, whose price per byte prices every item. An item dearer than the gap between the relaxation and a good
+answer is in no better one. A dynamic programme over the rest keeps the labels (bytes, cost) that none beats in both.
+``knapsack_kinds`` handles several kinds of bytes.
 
-Invariant: the answer fits, and its cost is at most ``gap`` (relative) above the optimum. ``gap`` is 0 if the search
-ended (an optimum of the sum in floats), else the distance to a proved bound.
+Invariant: the answer fits, at most ``gap`` (relative) above the optimum: 0 if the search ended (an optimum of the sum
+in floats), else the distance to a proved bound.
 """
 
 from __future__ import annotations
@@ -143,8 +143,8 @@ def _hull(rows: list[Row]) -> list[Row]:
 
 
 def _relax(classes: list[list[Row]], left: Bytes) -> tuple[list[Row], float, Bytes]:
-    """The linear relaxation: steps along the hulls while they fit, by most gain per byte. Returns its items, the gain
-    per byte of the first step that does not fit, and the bytes left."""
+    """The linear relaxation: steps along the hulls while they fit, most gain per byte first. Returns its items, the
+    gain per byte of the first misfit, and the bytes left."""
     hulls = [_hull(c) for c in classes]
     steps = sorted(
         ((b.cost - a.cost) / (b.size - a.size), k, n)

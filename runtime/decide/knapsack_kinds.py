@@ -1,17 +1,16 @@
 """The multiple-choice knapsack with several kinds of bytes: devices, and pinned host memory.
 
-The cheapest items are taken if they fit. Otherwise classes that share a scarce kind form groups, each decided
-separately. A group with one kind is solved as in ``knapsack``. With several kinds:
+The cheapest items are taken if they fit. Otherwise classes that share scarce kinds form groups, decided separately:
+with one kind as in ``knapsack``, with several as follows.
 
-1. Find prices per byte of each kind at which the bytes taken about equal the bytes there are. This gives a bound.
-2. Each class takes the cheapest item at these prices that fits. Classes that lose most by another choice go first.
+1. Prices per byte of each kind, at which about all bytes are taken, give a bound.
+2. Each class takes the cheapest fitting item at these prices; classes that lose most otherwise go first.
 3. Exchanges of one or two items improve this.
 4. A depth-first search, pruned by the bound, proves it or finds better.
 
-All work is counted and bounded. Beyond the bound the best so far is the answer, and ``gap`` tells how far it may be
-from the optimum.
+All work is bounded. Beyond, the best so far is the answer.
 
-Invariant: as in ``knapsack``: the answer fits, and its cost is at most ``gap`` above the optimum.
+Invariant: the answer fits, and its cost is at most ``gap`` above the optimum, as in ``knapsack``.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from jaxtensile.units import Bytes
 FEWEST, STEPS, WORK = 8, 40, 32_000
 """Search for prices: fewest steps, most steps, and items priced in all of them. A guess that bounds the time."""
 FEW: Final = 4
-"""If at most one in so many of the scarce kinds is exceeded by the cheapest items, only the exceeded ones are tried
-first. A guess."""
+"""If at most one in so many scarce kinds is exceeded by the cheapest items, the exceeded kinds are tried alone first. A
+guess."""
 MANY: Final = 10
 """Times ``exact``: with more classes in the whole question, no group is searched for its optimum. A guess."""
 PRICE, SPEED = 0.5, 2.0
-"""Start of the search for prices: the price as a share of a byte's mean gain, and the step of a price as an exponent
-per relative excess. Guesses."""
+"""Start of the search for prices: the price as a share of a byte's mean gain, and a price's step, an exponent per
+relative excess. Guesses."""
 FASTER, SLOWER = 1.2, 0.6
 """Factors on a price's step while its direction stays, and when it turns, as in Rprop (1.2 and 0.5 there). Guesses near
 these."""
@@ -94,11 +93,11 @@ def cheapest_of(
     within: float = 0.0,
     below: float = math.inf,
 ) -> Choice | None:
-    """The cheapest choice within ``room`` of every kind. None if the least does not fit, or none was found; one is
-    always found if the first items fit.
+    """The cheapest choice within ``room`` of every kind. None if the least does not fit, or none was found, never if
+    the first items fit.
 
-    ``exact``: most classes sharing one kind for which the optimum is searched. ``within``: a sufficient relative gap
-    for more. ``below``: None as soon as every choice is proved to cost at least this.
+    ``exact``: most classes sharing one kind that get the optimum. ``within``: a sufficient relative gap for more.
+    ``below``: None as soon as every choice is proved to cost at least this.
     """
     every = [c.kinds for c in classes]
     most = used(every, [c.span for c in classes], len(room))
@@ -249,9 +248,9 @@ class Groups:
 
 
 def _priced(group: list[Class], left: list[Bytes], spans: Sequence[Bytes], enough: float) -> _Priced:
-    """Prices per byte and the bound they prove: the sum of the cheapest, less the rooms' worth. A price rises by the
-    share of bytes in excess, faster if it rose before. ``spans``: bytes beyond the fewest that all classes could take,
-    by kind; 0 for kinds outside the group, which have no price."""
+    """Prices per byte and their bound: the sum of the cheapest, less the rooms' worth. A price rises by its share of
+    excess bytes, faster if it rose before. ``spans``: by kind, bytes beyond the fewest that the classes could take; 0
+    outside the group, without a price."""
     sets: dict[tuple[int, ...], int] = {}
     """Sets of kinds with equal bytes: fewer than classes."""
     owns = [tuple([sets.setdefault(ks, len(sets)) for ks in c.kinds]) for c in group]

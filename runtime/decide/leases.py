@@ -1,8 +1,8 @@
 """The states of a lease, and what may happen in each.
 
-Invariant: bytes are charged in all states but QUEUED and FREED. Only the job's release or its process's death leads
-from a charged state to FREED. A silent or disconnected job is QUARANTINED: a lease may expire, its bytes may not, since
-only the end of the process frees its device memory.
+Invariant: bytes are charged in all states but QUEUED and FREED. Only the job's release or its process's death frees a
+charged lease. A silent or disconnected job is QUARANTINED: a lease may expire, but only the end of the process frees
+device memory.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ HOST: Final = "host"
 
 
 class Lease(Struct, kw_only=True, eq=False):
-    """One job's lease. Only the coordinator changes it."""
+    """One job's lease. Only the coordinator changes it. ``ladder`` to ``touched``: as in ``Demand``."""
 
     id: int
     process: Process
@@ -146,17 +146,11 @@ class Lease(Struct, kw_only=True, eq=False):
     """The job's devices, then ``HOST``."""
     ladder: tuple[Rung, ...]
     low: int
-    """The guaranteed rung."""
     high: int
-    """The highest rung the job wants."""
     needs: tuple[tuple[Charge, ...], ...]
-    """The charge of each rung on each resource."""
     slowdowns: tuple[float, ...]
-    """Seconds per step on each rung ÷ those on the fastest."""
     best: tuple[int, ...]
-    """For each rung, the lowest of the fastest rungs above it; itself if none is above."""
     touched: frozenset[str]
-    """Resources that any usable rung needs."""
     priority: int
     weight: float
     state: State = State.QUEUED

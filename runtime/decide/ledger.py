@@ -1,11 +1,10 @@
-"""The bytes charged to leases, by resource.
+"""The bytes charged to leases: one account per device and one for pinned host memory.
 
-There is one account per device and one for pinned host memory. An account is *gated* if its jobs share a process and
-take turns. Then only the largest temp counts, because XLA allocates a step's temporaries at launch and has one compute
-stream per device.
+An account is *gated* if its jobs share a process and take turns. Then only the largest temp counts, because XLA
+allocates a step's temporaries at launch and has one compute stream per device.
 
-Invariant: only a measured charge raises a sum above its limit, capacity − reserve. A lease is charged on all its
-resources at once or on none.
+Invariant: only a measured charge raises a sum above its limit, capacity − reserve. A lease is charged on all resources
+or on none.
 """
 
 from __future__ import annotations
@@ -153,8 +152,7 @@ class Ledger:
         return self._charged.get(lease) or (NOTHING,) * len(resources)
 
     def fits(self, lease: int, resources: Sequence[str], charges: Sequence[Charge]) -> bool:
-        """Whether the lease may have these charges on all resources. A charge that adds nothing to a sum always
-        fits."""
+        """Whether the lease may have these charges on all resources; true if they add nothing to a sum."""
         before = self._charged.get(lease)
         for k, new in enumerate(charges):
             old = before[k] if before else NOTHING

@@ -1,14 +1,14 @@
 """The division of bytes among jobs: one rung for each.
 
-Floors first, then class by class, then the surplus inside a class by one of four objectives:
+Floors first, then class by class, then the surplus inside a class by an objective:
 
     slowdown   the least sum of weight × (seconds per step ÷ those of the job's fastest rung)
     fair       the largest least surplus, bytes above the floor ÷ weight; then the next larger one
     priority   the heaviest first, then the first come: each the fastest rung that leaves the others their floors
     fcfs       the first come first, likewise
 
-Invariant: the division fits into the rooms, and every job has at least its first option. A higher class is served
-before any job of a lower one gets more than that. Nothing here knows leases, time or messages.
+Invariant: the division fits, and every job has at least its first option. Lower classes get more than that only after
+higher ones. Nothing here knows leases, time or messages.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ Objective = Literal["slowdown", "fair", "priority", "fcfs"]
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 
 EXACT: Final = 24
-"""Most jobs sharing one kind of bytes that get an optimum; more get an answer proved to be within ``WITHIN`` of it, in
+"""Most jobs sharing one kind of bytes that get an optimum; more get an answer proved within ``WITHIN``, in
 milliseconds. A guess."""
 TEMPS, TURNS = 12, 1_200
-"""With gated rooms: most sizes of the largest temp that a division is made for, and claims in all of these together.
-The largest size comes first, and the search stops when no smaller one can be better, mostly at once. Guesses that bound
-the time."""
+"""With gated rooms: most sizes of the largest temp to divide for, and claims in all of these. The largest come first,
+until no smaller one can be better, mostly at once. Guesses that bound the time."""
 WITHIN: Final = 5e-4
 """Relative gap of an answer for more jobs than ``EXACT``: far below what a step's time varies by. A guess."""
 KEPT: Final = 1 << 11
@@ -106,9 +105,9 @@ def divide(
 ) -> Shares | None:
     """The option of each claim; None if not even the first ones fit.
 
-    ``stay``: a division. A class keeps its part of it if no other is proved better by ``gain``, relative to its sum of
+    ``stay``: a division. A class keeps its part unless another may be better by ``gain``, relative to its sum of
     slowdowns. With gated rooms, parts that share no room are divided separately, for several sizes of their largest
-    temp; the best counts.
+    temp.
     """
     names = sorted({r for c in claims for r in c.resources})
     column, room = {name: k for k, name in enumerate(names)}, [rooms[name] for name in names]
@@ -170,9 +169,8 @@ def _wish(claim: Claim, allowed: Sequence[int], objective: Objective) -> int:
 
 
 def ahead(claims: Sequence[Claim], new: Shares, old: Shares, objective: Objective, by: float = 0.0) -> bool:
-    """Whether a division is better than another, in the highest class in which they differ. ``by``: a minimum gain,
-    relative to the old sum of slowdowns. If the objective is no sum, one gaining job must save that share of its step
-    time."""
+    """Whether a division is better than another, in the highest class that differs. ``by``: the minimum gain, relative
+    to the old sum of slowdowns; if the objective is no sum, to one gaining job's step time."""
     for group in _classes(claims):
         if all(new[c.id] == old[c.id] for c in group):
             continue
@@ -372,9 +370,8 @@ def _least_slowdown(
 
 
 def _max_min(group: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:
-    """Raise the claim with the least surplus to its next larger option, until none fits. Nobody rises above the best
-    possible least surplus before all have it. So, if larger levels need more bytes, the least surplus is the largest
-    possible."""
+    """Raise the claim with the least surplus to its next larger option, until none fits. None passes the best possible
+    least surplus before all reach it. So, if larger levels need more bytes, the least surplus is the largest."""
     by_id = {c.id: c for c in group}
     above = {
         c.id: sorted(

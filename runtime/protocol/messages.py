@@ -1,8 +1,7 @@
-"""Messages between a job and the coordinator.
+"""Messages between a job and the coordinator; ``wire`` frames them.
 
-Invariant: a decoded message is in range: sizes below 2**60 bytes, finite positive times, bounded texts and lists, no
-unknown field. ``wire`` frames messages. A lease has a number; each of its states has a *token* (epoch, sequence). Every
-GRANT and REVOKE carries a higher token than all before, and its answer repeats it.
+A lease has a number, and each of its states a *token* (epoch, sequence). Every GRANT and REVOKE carries a higher token
+than all before; answers repeat it.
 
     job → coordinator                      coordinator → job
     HELLO                                  WELCOME, or ERROR and the end
@@ -13,6 +12,9 @@ GRANT and REVOKE carries a higher token than all before, and its answer repeats 
     RELEASE                                RELEASED, or ERROR
     WITHDRAW: it does not wait any more    RELEASED of lease 0
     STATUS                                 SNAPSHOT
+
+Invariant: a decoded message is in range: sizes below 2**60 bytes, finite positive times, bounded texts and lists, no
+unknown field.
 """
 
 from __future__ import annotations
@@ -28,8 +30,7 @@ VERSION: Final = 3
 numbers)."""
 
 MOST_BYTES: Final = 1 << 60
-"""Largest number of bytes in a message: 1 EiB, beyond every device and host. Also the ``want`` of a job without a
-limit."""
+"""Bytes, the most in a message: 1 EiB, above every device and host; also the ``want`` of a job without a limit."""
 MOST_COUNT: Final = 1 << 62
 """Largest count in a message: within the 64 bits of a signed number."""
 LONGEST_NAME: Final = 128
@@ -59,8 +60,8 @@ class Token(Struct, frozen=True, array_like=True, order=True, forbid_unknown_fie
 
 
 class Rung(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One plan of a job. Bytes on each device: ``persistent``, and ``temp`` more during a step. ``host``: pinned bytes
-    of the whole job. ``seconds``: per step."""
+    """One plan. Bytes on each device: ``persistent``, and ``temp`` more in a step. ``host``: pinned bytes of the whole
+    job. ``seconds``: per step."""
 
     persistent: Size
     temp: Size = 0
@@ -92,11 +93,11 @@ class Admit(_Message, frozen=True, kw_only=True, tag="ADMIT"):
 
     job: Name
     number: Count = 0
-    """The number of the process's request. It separates jobs of one name from late messages about a former one."""
+    """The process's request number: separates jobs of one name from late messages about a former one."""
     devices: Annotated[tuple[Name, ...], Meta(min_length=1, max_length=MOST_DEVICES)]
     ladder: Ladder
     floor: Size = 0
-    """The job is never put below this level. It is guaranteed the lowest rung at or above it."""
+    """The job is never put below this level, and is guaranteed the lowest rung at or above it."""
     want: Size = MOST_BYTES
     """Nothing is granted above this level."""
     priority: Annotated[int, Meta(ge=LOWEST_PRIORITY, le=HIGHEST_PRIORITY)] = 0
@@ -151,8 +152,8 @@ class Withdraw(_Message, frozen=True, kw_only=True, tag="WITHDRAW"):
 
 
 class Renew(_Message, frozen=True, kw_only=True, tag="RENEW"):
-    """The job now has another ladder, and is on its ``rung``, which covers the bytes that it holds. Valid only with the
-    last token, and while the job is where that told it to be: a crossing order is about the former ladder."""
+    """The job has another ladder and is on its ``rung``, which covers the bytes held. Valid only with the last token,
+    and while the job is where that sent it: orders that cross it concern the former ladder."""
 
     lease: Count
     token: Token
@@ -193,10 +194,8 @@ class Grant(_Message, frozen=True, kw_only=True, tag="GRANT"):
 
 
 class Renewed(_Message, frozen=True, kw_only=True, tag="RENEWED"):
-    """The new ladder is valid: from this token on, rungs are its indices, and the job is on the rung that it said.
-
-    Repeated until the job shows that it knows.
-    """
+    """From this token on rungs are of the new ladder, and the job is on the one it said. Repeated until the job shows
+    that it knows."""
 
     job: str
     lease: int
@@ -211,9 +210,9 @@ class Reject(_Message, frozen=True, kw_only=True, tag="REJECT"):
 
 
 class Revoke(_Message, frozen=True, kw_only=True, tag="REVOKE"):
-    """The job must go down to a rung at its next step boundary, within ``deadline`` seconds, and then ACK.
+    """Go down to a rung at the next step boundary, within ``deadline`` seconds, then ACK.
 
-    If the GRANT was lost, the job learns of its lease from this.
+    Also tells a job of its lease if the GRANT was lost.
     """
 
     job: str
