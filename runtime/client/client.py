@@ -112,7 +112,7 @@ class Client(Owned):
     # The job's thread.
 
     def wait(self, timeout: Seconds | None = None) -> int:
-        """The job's first rung, once admitted.
+        """The job's rung, once admitted.
 
         Raises ``RejectedError`` if it never will be, ``UnreachableError`` if nobody answers for ``patience`` seconds,
         and ``NotAdmittedError`` after ``timeout`` seconds; the job then keeps its place in the queue until ``close``.

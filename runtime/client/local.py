@@ -42,7 +42,7 @@ from jaxtensile.runtime.protocol.messages import Reply, Request, Snapshot
 from jaxtensile.units import Seconds
 
 LOCAL: Final = Settings(min_hold=1.0)
-"""A minimum hold of few seconds: switching compiled plans in one process costs no more than the next call."""
+"""A short minimum hold: switching compiled plans in one process costs no more than the next call."""
 
 
 class LocalCoordinator:
@@ -203,7 +203,6 @@ class LocalCoordinator:
 
 
 class _LocalLine:
-    """One job's connection."""
 
     __slots__ = ("_coordinator", "client", "closing", "delivering", "inbox", "number")
 

@@ -1,7 +1,8 @@
 """The place where a coordinator and its jobs meet.
 
-Invariant: a path has one coordinator, the holder of the lock beside it, and only its user can reach it: directory and
-socket are closed to all others. Nothing is removed before the lock is held; a socket found then is nobody's.
+Invariant: a path has one coordinator, the holder of the lock beside it. Only its user can reach it: the directory is
+the user's, and it and the socket are closed to others. Nothing is removed before the lock is held; a socket found then
+is nobody's.
 """
 
 from __future__ import annotations

@@ -39,15 +39,13 @@ class _Record(Struct, frozen=True, kw_only=True, tag_field="what", forbid_unknow
 
 
 class Opened(_Record, frozen=True, kw_only=True, tag="opened"):
-    """A coordinator started."""
+    """A coordinator started. ``sequence`` and ``lease``: the highest numbers of a token and a lease so far."""
 
     format: int
     boot_id: str
     epoch: int
     sequence: int = 0
-    """The highest of a token so far."""
     lease: int = 0
-    """The highest number of a lease so far."""
 
 
 class Admitted(_Record, frozen=True, kw_only=True, tag="admitted"):

@@ -8,9 +8,7 @@ with one kind as in ``knapsack``, with several as follows.
 3. Exchanges of one or two items improve this.
 4. A depth-first search, pruned by the bound, proves it or finds better.
 
-All work is bounded. Beyond, the best so far is the answer.
-
-Invariant: the answer fits, and its cost is at most ``gap`` above the optimum, as in ``knapsack``.
+All work is bounded. Beyond, the best so far is the answer. Invariant: as in ``knapsack``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The bytes charged to leases: one account per device and one for pinned host memory.
 
-An account is *gated* if its jobs share a process and take turns. Then only the largest temp counts, because XLA
-allocates a step's temporaries at launch and has one compute stream per device.
+An account is *gated* if its jobs share a process and take turns; then only the largest temp counts
+(``runtime.client.gate`` says why).
 
 Invariant: only a measured charge raises a sum above its limit, capacity − reserve. A lease is charged on all resources
 or on none.
