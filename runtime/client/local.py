@@ -203,7 +203,6 @@ class LocalCoordinator:
 
 
 class _LocalLine:
-
     __slots__ = ("_coordinator", "client", "closing", "delivering", "inbox", "number")
 
     def __init__(self, coordinator: LocalCoordinator, number: int, client: Client) -> None:

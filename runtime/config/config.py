@@ -42,7 +42,7 @@ MOST_CLIENTS: Final = 1 << 20
 MOST_OVERHEAD: Final = 1e3
 """Largest ``max_overhead``, a factor of the step time. A guess: nobody means more."""
 SHORTEST: Final[Seconds] = 0.1
-"""Seconds in which a busy machine lets a process speak. A guess."""
+"""Seconds, the shortest ``lease_ttl`` and ``revoke_deadline``: a busy machine lets a process speak by then. A guess."""
 EMPTY: Final = 0.2
 """Seconds in which an empty file, perhaps just being written, may be filled. A guess."""
 

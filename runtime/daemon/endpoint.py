@@ -134,7 +134,7 @@ class Endpoint:
         return self._bound is None or _identity(self.path) != self._bound
 
     def displaced(self) -> bool:
-        """Whether another coordinator has the lock, after the lock's file was removed."""
+        """Whether another coordinator has the lock, after its file was removed. If nobody has, take it anew."""
         held = os.fstat(self._lock)
         if _identity(self._lock_path) == (held.st_dev, held.st_ino):
             return False

@@ -8,7 +8,9 @@ with one kind as in ``knapsack``, with several as follows.
 3. Exchanges of one or two items improve this.
 4. A depth-first search, pruned by the bound, proves it or finds better.
 
-All work is bounded. Beyond, the best so far is the answer. Invariant: as in ``knapsack``.
+All work is counted and bounded. Beyond the bound, the best so far is the answer.
+
+Invariant: as in ``knapsack``: the answer fits, at most ``gap`` above the optimum.
 """
 
 from __future__ import annotations
