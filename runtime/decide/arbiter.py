@@ -7,8 +7,8 @@
 A job *can give up* bytes if it speaks and is not known to keep them. In favour of a job with a lease, it must also have
 held them for ``min_hold`` or be of a lower class. Other jobs count with their charges.
 
-Invariant: a decision is charged at once, and fits. Only the first waiter of a class waits for bytes that others can
-give up; later ones that need the same resources wait behind it. Waiters hold nothing.
+Invariant: a decision is charged at once, and fits. Only admission waits: the first waiter of a class waits for bytes
+that others can give up, and later ones that need the same resources wait behind it. Waiters hold nothing.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class _Ways(Struct, eq=False):
     higher: tuple[Option, ...]
     """Higher rungs worth going to, charged to cover the way there."""
     lower: tuple[tuple[Option, tuple[Charge, ...] | None], ...] | None = None
-    """Lower rungs, each with the charge that covers both ends, or None if the present one does. None: not computed
-    yet."""
+    """Lower rungs. Each has the charge that covers both ends, or None if the present charge does. As a whole None: not
+    computed yet."""
 
 
 class Arbiter:
