@@ -105,9 +105,9 @@ def divide(
 ) -> Shares | None:
     """The option of each claim; None if not even the first ones fit.
 
-    ``stay``: a division. A class keeps its part if no other is proved better by ``gain``, relative to its sum of
-    slowdowns. With gated rooms, parts that share no room are divided separately, for several sizes of their largest
-    temp; the best counts.
+    ``stay``: a division. A class keeps its part if it is proved that no other is better by ``gain``, relative to its
+    sum of slowdowns. With gated rooms, parts that share no room are divided separately, for several sizes of their
+    largest temp; the best counts.
     """
     names = sorted({r for c in claims for r in c.resources})
     column, room = {name: k for k, name in enumerate(names)}, [rooms[name] for name in names]
