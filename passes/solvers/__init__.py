@@ -1,1 +1,1 @@
-"""From a problem to a plan: one file for each solver."""
+"""Solvers: one file each."""

@@ -1,6 +1,6 @@
-"""What a solver says: from the program it found to the ``Plan`` with an action per value.
+"""The ``Plan`` of the program that a solver found, with one action per value.
 
-Invariant: every figure of the plan is read off the program and its liveness, whoever made it.
+Invariant: every figure is read off the program and its liveness, whichever solver made it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def answer(
     gap: float | None = None,
     bound: Seconds | None = None,
 ) -> Plan:
-    """The plan that ``program`` is; ``live``: its buffers; ``gap`` and ``bound``: what the solver has proven."""
+    """``program`` as a plan. ``live``: its buffers. ``gap``, ``bound``: proven by the solver; None if nothing is."""
     away = sum(c.nbytes for c in copies) + problem.state + problem.stacks
     if problem.state and problem.link is not None:
         wait = waiting(program, problem.costs.seconds, problem.link)
@@ -45,7 +45,7 @@ def answer(
 
 
 def _actions(problem: Problem, program: Program, copies: Sequence[Copy]) -> tuple[Action, ...]:
-    """What became of every value of the original that was recomputed, or held for a recomputation, or copied."""
+    """Actions for original values that are recomputed, held for a recomputation, or copied."""
     values = problem.graph.values
     away = {program.version_of[c.value]: c for c in copies}
     inputs = set(problem.graph.inputs)

@@ -1,11 +1,10 @@
-"""Which solver makes the plan, by name? All have one signature: a problem, then a budget, then its ``Plan``.
+"""Solvers by name. All map a problem, then a budget, to a ``Plan``.
 
-``greedy``: fast on programs of any size. ``exact``: an integer programme around one boundary, beside greedy, and how
-far the better of both may be from the least. ``chain``: the dynamic programme, for programs that are chains.
-
-``auto`` is greedy at every size, and what is made of a small program is ``finished``: by the integer programme
-without its proof, where greedy's plan costs more than a hundredth of a step. No clock decides: equal programs get
-equal plans on every machine.
+* ``greedy``: fast at any size.
+* ``exact``: an integer programme around one boundary, beside greedy, with a bound on the gap.
+* ``chain``: a dynamic programme for chains.
+* ``auto``: greedy, with small programs ``finished`` by the integer programme, without proof, if greedy's plan costs
+  over a hundredth of a step. No clock decides: equal programs get equal plans on every machine.
 """
 
 from __future__ import annotations
@@ -26,23 +25,22 @@ from jaxtensile.units import Bytes, Seconds
 
 NAMES: Final = ("auto", "greedy", "exact", "chain")
 TO_THE_HOST: Final = ("auto", "greedy")
-"""Those that may let residuals wait in host memory."""
+"""Solvers that may offload residuals to host memory."""
 
 ALLOWANCE: Final[Seconds] = 60.0
-"""Of ``exact``, for all plans of one program together: each takes half of what is left at most. A guess."""
+"""Seconds of ``exact`` for all plans of one program; each takes at most half of the rest. A guess."""
 _PROVEN: Final = 1e-5
-"""Relative gap that counts as none: ``milp.TOLERANCE``, a share of a step, is that share of a plan that costs a
-hundredth of one."""
+"""Relative gap that counts as none: ``milp.TOLERANCE`` of a step, for a plan that costs a hundredth of one."""
 _SMALL: Final = 2000
-"""Ops of a program for which the programme takes no longer than XLA takes to compile it."""
+"""Ops up to which the programme takes no longer than XLA's compile."""
 _DEAR: Final = 0.01
-"""Plans that cost less than this share of a step are good enough. A guess."""
+"""Share of a step below which a plan is good enough. A guess."""
 _CLOSE: Final = 1.25
-"""Plans that miss by more than this factor are left as they are. A guess."""
+"""Factor over the budget above which a plan is not improved. A guess."""
 
 
 def named(name: str) -> Prepare:
-    """The solver of that name, for the programs of one job; ``SolverError`` with the names when there is none."""
+    """The solver ``name`` for the programs of one job; ``SolverError`` with all names if there is none."""
     if name in ("auto", "greedy"):
         return Auto() if name == "auto" else greedy.Solver()
     if name == "exact":
@@ -53,20 +51,20 @@ def named(name: str) -> Prepare:
 
 
 class Auto(greedy.Solver):
-    """Greedy, whose plans of small programs are ``finished``."""
+    """Greedy; its plans of small programs are ``finished``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.vain: dict[tuple[Graph, tuple[Seconds, ...]], Bytes] = {}
-        """Budgets for which nothing was found, by programs and what their ops are charged: nor is for lower ones."""
+        """Highest budget without a result, by program and charges; lower ones are skipped."""
         self.left: dict[tuple[Graph, tuple[Seconds, ...]], int] = {}
-        """What earlier plans left of their allowances."""
+        """Variables left of the allowance."""
 
 
 def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Plan:
-    """``plan``, which that solver made and which is to be compiled, or a better one for ``budget``.
+    """``plan``, made by ``solver``, or a better one for ``budget``.
 
-    Not for plans that are only compared: it may take as long as a compile.
+    May take as long as a compile: only for plans to be compiled.
     """
     whole, fits = sum(problem.costs.charge), plan.predicted.device <= budget
     hosted = plan.offload_bytes > problem.state + problem.stacks
@@ -95,7 +93,7 @@ def _exact() -> Prepare:
         live = live_ranges(problem.graph)
 
         known: dict[Bytes, Plan] = {}
-        """Answers to those who did not ask for the least, and may yet."""
+        """Plans asked for with ``least=False``, which may be asked for again."""
 
         def exactly(budget: Bytes) -> Plan:
             nonlocal left
@@ -151,7 +149,7 @@ def _price(problem: Problem, plan: Plan) -> float:
 
 
 def _cheaper(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
-    """The cheaper of two that fit, else the smaller; ``plan`` where they are equal."""
+    """The cheaper plan if both fit, else the smaller; ``plan`` if they are equal."""
 
     def rank(p: Plan) -> tuple[bool, float]:
         over = p.predicted.device > budget
@@ -161,9 +159,9 @@ def _cheaper(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
 
 
 def _better(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
-    """The cheaper of two that fit, else the smaller; with what ``found`` has proven.
+    """The cheaper plan if both fit, else the smaller, with the bound of ``found``.
 
-    A plan of several boundaries may be below the bound, which holds for plans around one: then nothing is proven.
+    The bound holds around one boundary. A plan around several may be below it; then nothing is proven.
     """
     best = _cheaper(problem, budget, plan, found)
     price = _price(problem, plan)

@@ -1,14 +1,14 @@
-"""Where to cut a chain: the optimum of a dynamic programme over what is kept so far.
+"""Optimal cuts of a chain, by a dynamic programme over the bytes kept so far.
 
-A forward part is a chain of *links* when single values, the ends, cut it: whatever is read across an end is the end
-itself. A link keeps everything, only its end, or nothing. When the descent reaches the last of the links
-that were dropped in a row, all of them are computed again and stay until they are read, so that
+A chain is a forward part of *links*, cut by single values, the ends: only the end is read across an end. A link keeps
+everything, only its end, or nothing. Links dropped in a row are recomputed together when the descent reaches the last
+one, and stay until they are read, so that
 
     bytes kept before the row + bytes of the row up to the link that is read  <=  room there.
 
-What is kept before a row is all that the past has to say, so the labels (bytes kept, charge) at the ends,
-less the dominated ones, are exact: no resolution, no price. As in optimal checkpointing of heterogeneous
-chains (Beaumont et al. 2019, arXiv 1911.13214), with one recomputation of each op and one boundary.
+The past matters only through the bytes kept before a row. So undominated labels (bytes kept, charge) at the ends are
+exact, without resolution or price. As in Beaumont et al. 2019 (arXiv 1911.13214), with one recomputation of each op and
+one boundary.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.units import Bytes, Seconds
 
 _REPAIRS = 24
-"""Schedules laid out at most, each for what the last was over the budget less. A guess."""
+"""Most schedules laid out, each with less room by the last overshoot. A guess."""
 _FEW, _LINK = 8, 0.75
-"""A forward part of so many values is no chain when one link has more than this share of them. A guess."""
+"""A forward part of so many values or more is no chain if one link has over this share of them. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Part of a chain. ``inner``: bytes of it that the descent reads beside the ``end``; ``charge``: of computing
-    it again, ``saved`` of that when its end is kept; ``room``: bytes there are when the descent reads it;
-    ``forward``: bytes there are for what the links before the previous one keep while it is first computed."""
+    """Part of a chain. ``inner``: bytes that the descent reads beside the ``end``. ``charge``: of recomputing the link.
+    ``saved``: part of it saved by keeping the end. ``room``: bytes available when the descent reads it. ``forward``:
+    bytes available for links before the previous one while it is first computed."""
 
     inner: Bytes
     end: Bytes
@@ -54,13 +54,13 @@ class _Label:
     charge: Seconds
     choice: tuple[str, ...]
     latest: Bytes = 0
-    """What of the bytes the last link keeps."""
+    """Part of ``nbytes`` that the last link keeps."""
 
 
 def cheapest(links: Sequence[Link], room: Bytes, top: Bytes) -> tuple[str, ...] | None:
-    """What each link keeps so that nothing is over its room, at the least charge.
+    """What each link keeps at the least charge; None if nothing fits.
 
-    ``room``: bytes there are at the boundary; ``top``: between the last link and it, for all but the last.
+    ``room``: bytes at the boundary. ``top``: between the last link and the boundary, for all but the last.
     """
     n = len(links)
     at: list[list[_Label]] = [[] for _ in range(n + 1)]
@@ -96,7 +96,7 @@ def cheapest(links: Sequence[Link], room: Bytes, top: Bytes) -> tuple[str, ...] 
 
 
 def _undominated(labels: list[_Label]) -> list[_Label]:
-    """Labels that none with the same bytes in the last link beats in bytes and charge."""
+    """Labels that no label with equal ``latest`` beats in bytes and charge."""
     out: dict[Bytes, list[_Label]] = {}
     for label in sorted(labels, key=lambda a: (a.nbytes, a.charge)):
         known = out.setdefault(label.latest, [])
@@ -106,12 +106,12 @@ def _undominated(labels: list[_Label]) -> list[_Label]:
 
 
 def solve(problem: Problem) -> Plan:
-    """The cheapest cuts of the forward part; the program as it is where no residual waits."""
+    """The cheapest cuts; the program as it is if no residual waits."""
     return prepare(problem)(problem.budget)
 
 
 def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
-    """``solve`` for several budgets of one problem; ``SolverError`` where it is no chain."""
+    """``solve`` for several budgets of one problem. ``SolverError`` if the program is no chain."""
     program = Program.unchanged(problem.graph)
     live = live_ranges(problem.graph)
 
@@ -123,7 +123,7 @@ def prepare(problem: Problem) -> Callable[[Bytes], Plan]:
 
 
 def _best(problem: Problem, program: Program, live: Liveness, budget: Bytes) -> tuple[Program, Liveness]:
-    """The first schedule that fits, less room being given to each next one; the lowest when none does."""
+    """The first schedule that fits, each next with less room; else the lowest."""
     graph = problem.graph
     room = budget - (live.device - live.temp)
     step = find_boundary(graph, live, max(room, 0))
@@ -164,7 +164,7 @@ def _best(problem: Problem, program: Program, live: Liveness, budget: Bytes) -> 
 
 
 def _groups(nodes: Nodes) -> list[list[int]]:
-    """Nodes link by link, the end last."""
+    """Nodes by link, the end last."""
     order = sorted(nodes.maker, key=lambda v: (nodes.maker[v], v))
     place = {v: i for i, v in enumerate(order)}
     reach = [max((place[u] for o in nodes.readers[v] for u in nodes.makes[o]), default=-1) for v in order]

@@ -1,22 +1,20 @@
-"""How good can a plan around one boundary be: an integer programme, its schedule, and the gap between them.
+"""The cheapest plan around one boundary: an integer programme, its schedule, and the gap between them.
 
-What is it exact over? Three spaces were considered:
+The search space is kept sets, the order in which ``with_clones`` demands clones, and bytes at single steps (``milp``).
+Its answers are exactly the schedules that ``with_clones`` makes around the boundary. Only steps that a found schedule
+violates become constraints. Two other spaces were rejected:
 
-* stages x ops, as in Checkmate (Jain et al., "Breaking the memory wall", 2020): each op may run in each stage.
-  Quadratic in ops, hopeless beyond some sixty without rounding, and most of its schedules cannot be emitted;
-* kept sets with one row per stage: small, but what a stage needs depends on which stages a dropped value joins;
-* kept sets with the order in which ``with_clones`` demands clones, bytes at single steps (``milp``). This one: every
-  answer is a schedule that ``with_clones`` makes, every schedule that it makes around the boundary is an answer, and
-  only steps that a found schedule violates become constraints.
+* stages x ops, as in Checkmate (Jain et al., "Breaking the memory wall", 2020): quadratic in ops, hopeless beyond some
+  sixty without rounding, and most schedules cannot be emitted.
+* kept sets with one row per stage: a stage's needs depend on the stages that a dropped value joins.
 
-Which sets may be kept: any of ``nodes``, buffers of the plain program, values that the descent reads, and what is
-smaller than its sources; small values always. A fused value that only recomputation reads is not kept. The bytes are
-those of ``liveness``; the bound foresees which of the plain program's fused values a schedule stores, not every case.
+May be kept: any of ``nodes``, buffers of the plain program, values that the descent reads, and values smaller than
+their sources. Small values always are. Fused values that only recomputation reads never are. Bytes are those of
+``liveness``. The bound foresees most, not all, fused values of the plain program that a schedule stores.
 
-The optimum of the programme is a lower bound on the charge; the emitted schedule is measured, and its charge an
-upper one. Where the model sees fewer bytes than the schedule has, bytes are set aside at that step until the
-schedule fits, or the answer is excluded and the next best is tried. Several boundaries are taken one after another;
-what is proven is then unknown.
+The optimum is a lower bound on the charge, the measured schedule an upper one. If the schedule needs more bytes than
+the model sees, bytes are set aside at that step, or the answer is excluded. Several boundaries are solved in turn;
+nothing is proven then.
 """
 
 from __future__ import annotations
@@ -36,21 +34,21 @@ from jaxtensile.passes.solvers.milp import INF, TOLERANCE, Model
 from jaxtensile.units import Bytes, Seconds
 
 TIME_LIMIT: Seconds = 60.0
-"""Of search for one budget, by default, where nobody says otherwise (``by_name.ALLOWANCE``). A guess."""
+"""Default seconds of search for one budget (else ``by_name.ALLOWANCE``). A guess."""
 BOUNDARIES = 4
-"""Boundaries that are solved one after the other at most. A guess."""
+"""Most boundaries solved one after another. A guess."""
 _REPAIRS = 40
-"""Schedules that are measured at most while bytes are set aside until one fits. A guess."""
+"""Most schedules measured while bytes are set aside. A guess."""
 _NEW_ROWS = 6
 """Steps over budget that become constraints at once. A guess."""
 _EXCLUDED = 200
-"""Answers excluded one by one in search of a proof. A guess."""
+"""Most answers excluded one by one. A guess."""
 _COARSE, _FINE = 1e-3, TOLERANCE
-"""Gap, as a share of a step, of a solution while violated steps are sought, and then. The first is a guess."""
+"""Gap of a solution, as a share of a step: while violated steps are sought, and then. The first is a guess."""
 _RESERVE = 0.25
-"""Share of the time that is left for a schedule that fits when the bound takes long. A guess."""
+"""Share of the time left for a schedule that fits. A guess."""
 _BLURS = 3
-"""Times the tolerance of a solution up to which a difference of charge counts as none. A guess."""
+"""Tolerances of a solution up to which charges count as equal. A guess."""
 _PROVEN = 1e-5
 """Relative gap that counts as none, as ``by_name._PROVEN``."""
 
@@ -66,7 +64,7 @@ class Trial:
 
     @cached_property
     def at_peak(self) -> frozenset[int]:
-        """Values of the problem of which a version has a buffer where it needs most."""
+        """Values of the problem with a version in memory at the peak."""
         return frozenset(self.program.version_of[r.value] for r in self.live.at_peak()[1])
 
     @property
@@ -76,7 +74,7 @@ class Trial:
 
 @dataclass
 class Search:
-    """One boundary for one budget: the best schedules found and the least any can cost."""
+    """One boundary for one budget: the best schedules and the bound."""
 
     start: Trial
     boundary: Boundary
@@ -92,7 +90,7 @@ class Search:
 
     @cached_property
     def again(self) -> Recomputation:
-        """What must run again for a kept set."""
+        """Ops to rerun for a kept set."""
         return Recomputation(self.start.program.graph, self.boundary)
 
     @property
@@ -100,7 +98,7 @@ class Search:
         return self.deadline - time.monotonic()
 
     def run(self) -> None:
-        """Bound, then repair, then close what gap is left."""
+        """Bound, then repair, then close the gap."""
         self.model.look_at(max(self.boundary.step - 1, 0))
         if not self.bounded():
             self.repaired()
@@ -128,7 +126,7 @@ class Search:
         return False
 
     def repaired(self) -> None:
-        """Set bytes aside where schedules need more than the model sees, until one fits."""
+        """Set bytes aside where schedules need more than the model sees."""
         for _ in range(_REPAIRS):
             if self.left <= 0:
                 break
@@ -149,7 +147,7 @@ class Search:
         self.model.slack.clear()
 
     def closed(self) -> None:
-        """Exclude the cheapest answers of the model one by one while they do not fit."""
+        """Exclude the cheapest answers one by one while they do not fit."""
         for _ in range(_EXCLUDED):
             if self.left <= 0 or self.proven:
                 break
@@ -164,7 +162,7 @@ class Search:
 
     @property
     def above(self) -> Seconds:
-        """What the best costs more than the bound, as far as solutions are told from one another."""
+        """Charge of the best above the bound; 0 up to ``blur``."""
         assert self.best is not None
         above = self.best.charge - self.start.charge - self.bound
         return above if above > self.blur else 0.0
@@ -177,17 +175,17 @@ class Search:
 
     @property
     def proven(self) -> bool:
-        """Whether nothing can be saved."""
+        """Whether the best schedule is optimal."""
         return self.best is not None and not self.above
 
     @property
     def honest(self) -> bool:
-        """Whether no schedule was found that the bound says there is none of."""
+        """Whether no schedule was found below the bound."""
         return self.best is None or self.bound <= self.best.charge - self.start.charge + self.blur
 
     @property
     def gap(self) -> float:
-        """How far the best may be above the least, as a share of it."""
+        """Gap between best and bound, as a share of the best's charge."""
         assert self.best is not None
         return self.above / (self.best.charge - self.start.charge) if self.above else 0.0
 
@@ -205,7 +203,7 @@ class Search:
         return trial
 
     def violated(self, trial: Trial) -> list[tuple[int, Bytes]]:
-        """Steps of the plain schedule at which ``trial`` is over budget, worst first: one per run of such steps."""
+        """Steps of the plain schedule where ``trial`` is over budget, and by how much: one per run, worst first."""
         graph, profile = trial.program.graph, trial.live.profile
         before = len(self.start.program.graph.values)
         made = {r: op.id for op in self.start.program.graph.ops for r in op.results}
@@ -223,12 +221,12 @@ class Search:
 
 
 def solve(problem: Problem) -> Plan:
-    """The cheapest schedule around the boundary that fits, and how far from the least it may be."""
+    """The cheapest schedule around the boundary that fits, with its gap."""
     return prepare(problem)(problem.budget)
 
 
 def prepare(problem: Problem, time_limit: Seconds = TIME_LIMIT) -> Callable[[Bytes], Plan]:
-    """``solve`` for several budgets of one problem, each within ``time_limit`` seconds of search."""
+    """``solve`` for several budgets of one problem, each within ``time_limit`` seconds."""
     program = Program.unchanged(problem.graph)
     unchanged = Trial(frozenset(), program, live_ranges(program.graph), 0.0)
 
@@ -257,7 +255,7 @@ def prepare(problem: Problem, time_limit: Seconds = TIME_LIMIT) -> Callable[[Byt
 
 
 def search_around(problem: Problem, here: Trial, budget: Bytes, deadline: float) -> Search | None:
-    """The search around the highest boundary of ``here``; None when nothing waits across one."""
+    """The search around the highest boundary of ``here``; None if nothing waits across one."""
     graph, live = here.program.graph, here.live
     room = budget - (live.device - live.temp)
     step = find_boundary(graph, live, max(room, 0))

@@ -1,14 +1,12 @@
 """The default solver: find the boundary, choose segments and what they keep, lay out, measure.
 
-One boundary at a time: it is the step over budget with the most idle bytes, and where that does
-not lower the peak, the one with the most of those at the peak. For several
-longest segments, ``segments`` picks what to keep for the bytes there are; the schedule is emitted,
-its peak predicted, and what it misses by is taken off the bytes. The cheapest that fits wins.
-Repeats on what is left over budget, so recomputed stages are planned again (nested
-checkpointing) when one round is not enough.
+A boundary is the step over budget with the most idle bytes; if that does not lower the peak, the one with the most at
+the peak. For several longest segments, ``segments`` picks what to keep in the bytes available. The schedule is emitted,
+and its overshoot is taken off the bytes. The cheapest that fits wins. What is still over budget is planned again,
+recomputed stages included (nested checkpointing).
 
-Where values may wait on the host, the same is done for larger budgets too, and ``offload`` takes
-the program the rest of the way; a second of waiting for copies is charged what a second of the step is.
+If values may wait on the host, larger budgets are solved too, and ``offload`` covers the rest. A second of waiting for
+copies is charged as a second of the step.
 """
 
 from __future__ import annotations
@@ -32,58 +30,56 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
 _BOUNDARIES, _WORK = 12, 96
-"""For one budget: boundaries that are solved, and ops that are laid out for each op of the program, of which XLA
-compiles one meanwhile. Programs that recompute several times what they compute are as many times as long: without the
-second Llama at 18,207 MB spent 115 s. The first is a guess. At half and at double no plan of the sweep changes."""
+"""Limits for one budget: boundaries solved, and ops laid out per op of the program (XLA compiles one meanwhile).
+Without the second, Llama at 18,207 MB spent 115 s. The first is a guess. At half and at double no plan of the sweep
+changes."""
 _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
-"""Shares of what must leave the device that are given to copies; the rest is recomputed. A guess: finer where less is
-copied."""
+"""Shares of the bytes that must leave the device given to copies; the rest is recomputed. A guess: finer for few
+copies."""
 _FIRST = (1, 1 / 4, 1 / 16)
-"""Those of them that are tried first; then those beside the best, for as long as they are better. The same plans as all
-of them, up to four times as soon."""
+"""Shares tried first, then the neighbours of the best while they improve. Same plans as all, up to four times as
+soon."""
 _NOTICED = 0.01
-"""Copies of a smaller share of all bytes that must leave change little of what is recomputed for the rest. A guess."""
+"""Copies of a smaller share of the bytes that must leave change little. A guess."""
 _FAR_BELOW = 0.7
-"""Copies that lead below what is found without a budget by this factor lead below what is found for easier ones: in
-400 random graphs that was 0.78 of it at least."""
+"""Easier budgets are skipped if copies lead below the least without a budget by this factor. In 400 random graphs
+easier budgets led to 0.78 of it at least."""
 _REPAIRS, _VAIN = 8, 3
-"""Trials with segments of one length, and how many in a row may need no less than the program around the boundary.
-Guesses. At half and at double no plan of the sweep changes with the first."""
+"""Trials with segments of one length, and most in a row no smaller than the start. Guesses. At half and at double no
+plan of the sweep changes with the first."""
 _STRIDE = 4
-"""Times as many bytes less are aimed at where the last aim changed nothing. A guess. At half and at double no plan of
-the sweep changes."""
+"""Factor on the last cut in bytes where that changed nothing. A guess. At half and at double no plan of the sweep
+changes."""
 _PEAK = 1 / 64
 """Share of the temporaries by which steps at the peak may be below it. A guess. At half and at double no plan of the
 sweep changes."""
 _WORTHWHILE = 0.01
-"""A dearer plan is not given up for another boundary to be solved unless this share of a step can be gained. A
-guess."""
+"""Share of a step that a cheaper trial over budget must save to be followed too. A guess."""
 _GROWTHS = 4
-"""Trials with more bytes after one that fits, while more than ``_LEFT`` of its temporaries are left over. A guess. At
-half DLRM at 0.5 of its temporaries does 0.12 % of a step more; at double no plan of the sweep changes."""
+"""Trials with more bytes after one that fits, while over ``_LEFT`` of its temporaries are free. A guess. At half DLRM
+at 0.5 of its temporaries does 0.12 % of a step more; at double no plan of the sweep changes."""
 _LEFT = 0.01
-"""Share of a trial's temporaries that may be left of the budget. A guess."""
+"""Share of a trial's temporaries that may stay free. A guess."""
 _EASIER = (1 / 8, 1 / 4, 1 / 2)
-"""When a budget is missed: shares of the plain program's temporaries that are aimed at instead. A guess. At half and at
-double no plan of the sweep changes."""
+"""Shares of the plain temporaries aimed at when a budget is missed. A guess. At half and at double no plan of the sweep
+changes."""
 _HOPELESS = 1.1
-"""A budget is not searched for where the least that was found without one is over it by this factor: searches for a
-budget end with some 7 % less at best."""
+"""A budget is not searched if the least without one is over it by this factor: searches for a budget end some 7 % lower
+at best."""
 _DEAR, _LOWER = 0.25, (1 / 64, 1 / 32)
-"""A plan that misses, or is dearer than this share of a step, is compared with plans for budgets that are lower by
-these shares of the plain program's temporaries. ResNet-50 in 3,406 MB was 65 % dearer without, 25 % in 3,233 MB. The
-numbers are guesses."""
+"""A plan that misses, or costs over this share of a step, is compared with plans for budgets lower by these shares of
+the plain temporaries. Without, ResNet-50 in 3,406 MB was 65 % dearer. The numbers are guesses."""
 _PROGRAMS = 4
-"""Programs of one job of which what was searched stays. A guess; it bounds memory alone."""
+"""Programs of one job whose searches are kept. A guess; it bounds memory alone."""
 
 
 def solve(problem: Problem) -> Plan:
-    """Fit the problem's budget by recomputation; the least found when it cannot be met."""
+    """Fit the problem's budget by recomputation; else the least found."""
     return prepare(problem)(problem.budget)
 
 
 def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
-    """``solve`` for several budgets of one problem; ``searches``: those of its program, if there are any already."""
+    """``solve`` for several budgets of one problem. ``searches``: those of its program, if any."""
     known = searches or Searches(problem.graph, problem.costs.charge)
     live = known.unchanged.live
 
@@ -118,8 +114,7 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
 
 
 class Solver:
-    """``prepare`` for all programs of one job: what recomputation alone comes to is asked once of equal programs,
-    which may differ in what may wait on the host."""
+    """``prepare`` for all programs of one job. Equal programs share searches, even if they differ in host memory."""
 
     def __init__(self) -> None:
         self._searches = lru_cache(maxsize=_PROGRAMS)(Searches)
@@ -129,7 +124,7 @@ class Solver:
 
 
 class Searches:
-    """Plans of one program by recomputation alone: what does not depend on the budget is done once."""
+    """Plans of one program by recomputation alone; work independent of the budget is done once."""
 
     def __init__(self, graph: Graph, charge: tuple[Seconds, ...]) -> None:
         program = Program.unchanged(graph)
@@ -142,9 +137,8 @@ class Searches:
 
     @cached_property
     def least(self) -> Trial:
-        """What has the fewest bytes of all that is found without a budget, for the least that is not hopeless and for
-        easier ones (layers with eigh: 2,223 MB, 1,988 and 2,106), and then for somewhat less than that for as long as
-        it leads lower (Mixer: 2,078, then 1,914)."""
+        """The lowest trial without a budget, for the least budget that is not hopeless, and for easier ones. Then
+        somewhat lower budgets while they lead lower (Mixer: 2,078 MB, then 1,914)."""
         near = int(self.search(0).device / _HOPELESS) + 1
         easier = self._easier if on("easier_budgets") else ()
         best = min((self.search(budget) for budget in (0, near, *easier)), key=lambda t: t.device)
@@ -156,10 +150,10 @@ class Searches:
         return best
 
     def cheapest(self, budget: Bytes, least: bool) -> Trial:
-        """The cheapest of searches for ``budget`` and, where that finds nothing cheap, for somewhat less.
+        """The cheapest result for ``budget`` and, if that is dear, for slightly lower budgets.
 
-        Where boundaries follow boundaries, which way is taken is a matter of luck: ResNet-50 was 65 % dearer in
-        3,406 MB, and 25 % in 3,233 MB. So is what leads lowest, where that is asked for (``least``).
+        The order of boundaries is luck, so lower budgets may give cheaper plans (``_LOWER``), or lower ones: a missed
+        budget is tried so only with ``least``.
         """
         best = self.search(budget)
         for share in _LOWER if budget > 0 else ():
@@ -174,11 +168,10 @@ class Searches:
         return best
 
     def search(self, budget: Bytes, below: Seconds = inf, hopeful: bool = False) -> Trial:
-        """Boundary after boundary, as low as each can be first, then as cheaply; the best end of all ways.
+        """The best plan over boundary after boundary: around each the lowest trial first, then a cheaper one.
 
-        The least without a budget, where the first boundary leaves far more than ``budget`` and so does that.
-        ``below``: a price that is not worth paying; boundaries only add to it. ``hopeful``: something is known to come
-        near.
+        ``search(0)`` if both it and the first boundary stay far above ``budget``. ``below``: limit on the price, which
+        further boundaries only raise. ``hopeful``: a plan near ``budget`` is known.
         """
         key = budget, below, hopeful
         return self._found[key] if key in self._found else self._found.setdefault(key, self._search(*key))
@@ -220,14 +213,14 @@ class Searches:
         return descend(unchanged, unchanged, first)
 
     def _is_hopeless(self, first: list[Trial], budget: Bytes) -> bool:
-        """Whether nothing comes near ``budget``: neither the first boundary, nor what is found without one."""
+        """Whether the first boundary and ``search(0)`` both stay far above ``budget``."""
         far = _HOPELESS * budget
         nearest = min((t.device for t in first), default=self.unchanged.device)
         return nearest > far and on("hopeless_budgets") and self.search(0).device > far
 
 
 def _with_copies(problem: Problem, budget: Bytes, search: Callable[[Bytes], Trial], plain: Liveness) -> Trial:
-    """The best of plans for larger budgets that copies to the host bring down to this one."""
+    """The best plan for larger budgets that copies bring down to ``budget``."""
     link, over = problem.link, plain.device - budget
     assert link is not None
     most = min(problem.host_budget, over)
@@ -259,11 +252,12 @@ def _with_copies(problem: Problem, budget: Bytes, search: Callable[[Bytes], Tria
 
 
 def _one_boundary(explored: Explored, budget: Bytes, start: Trial, above: Bytes) -> tuple[list[Trial], int]:
-    """The best plan around one boundary of the program that ``start`` is, of steps that need more than ``above``,
-    and how many ops were laid out (also where that was remembered: it decides when a search ends).
+    """The best trials around one boundary of ``start``, among steps that need more than ``above``, and the ops laid
+    out.
 
-    The lowest when none fits. Behind it the cheapest of those that another boundary keeps from fitting, if
-    there are such. Empty when nothing waits across the boundary.
+    First the cheapest that fits, else the lowest. Then, if any, a cheaper one over budget whose peak lies at another
+    boundary. Empty if nothing waits across the boundary. Remembered ops count too: the number decides when a search
+    ends.
     """
     level = max(budget, above) - (start.device - start.temp)
     step = find_boundary(start.program.graph, start.live, max(level, 0))
@@ -292,7 +286,7 @@ def _one_boundary(explored: Explored, budget: Bytes, start: Trial, above: Bytes)
 
 @dataclass(frozen=True, slots=True)
 class _Fit:
-    """A trial that fits, and what it was chosen by."""
+    """A trial that fits, and the inputs of its choice."""
 
     trial: Trial
     span: int
@@ -313,7 +307,6 @@ class _Around:
 
     @property
     def fits(self) -> list[Trial]:
-        """What was measured and fits."""
         return [t for t in self.known.values() if t.device <= self.budget]
 
     @property
@@ -326,21 +319,21 @@ class _Around:
         return trial
 
     def choose(self, span: int, capacity: Bytes, needs: Needs) -> Choice | None:
-        """The cheapest choice as far as is known; None where there is none, or none cheaper than what fits already."""
+        """The cheapest choice by ``needs``; None if none, or if none is cheaper than what fits."""
         choice = self.menu.choose(span, capacity, self.budget - self.fixed, needs)
         if choice is None or (self.fits and self.around.price(choice.kept) >= self.best.price):
             return None
         return choice
 
     def tried(self, choice: Choice, needs: Needs) -> Trial:
-        """A choice, measured; what is measured is known from then on."""
+        """Measure a choice. If it does not fit, ``needs`` learns from it."""
         trial = self.measure(choice.kept)
         if trial.device > self.budget:
             needs.learn(self.menu, choice, trial.clones, trial.profile)
         return trial
 
     def with_span(self, span: int) -> _Fit | None:
-        """Segments of at most ``span`` stages until a trial fits; the smallest is measured where nothing fits."""
+        """Segments of at most ``span`` stages until a trial fits; if nothing fits, the smallest is measured."""
         capacity = self.budget - self.base
         last: frozenset[int] | None = None
         less = vain = 0
@@ -369,7 +362,7 @@ class _Around:
         return None
 
     def grow(self, fit: _Fit) -> None:
-        """Keep more while bytes are left: what the boundary needs beside the kept values was only an estimate."""
+        """Keep more while bytes are left: the boundary's other bytes were an estimate."""
         trial, capacity = fit.trial, fit.capacity
         high: int | None = None
         for _ in range(_GROWTHS):

@@ -1,9 +1,8 @@
-"""A better plan for a small program than greedy's, in little work: the integer programme, but not its proof.
+"""Better plans for small programs: the integer programme with little work and no proof.
 
-Greedy decides segment by segment, and a program of a few layers has few segments: one product more or less is some
-per cent of its step. Steps that are over budget are found with the relaxation, which takes a tenth of the time; then
-one node of the search tree is looked at, and where schedules need more than the model sees, once more with as much
-set aside. No clock decides anything: equal programs get equal plans on every machine.
+A program of a few layers has few of greedy's segments, so one product is some per cent of its step. The relaxation, in
+a tenth of the time, finds steps over budget; then one node of the search tree is solved. If schedules need more than
+the model sees, that is set aside and the programme solved again. No clock decides: equal programs get equal plans.
 """
 
 from __future__ import annotations
@@ -20,34 +19,32 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 _RELAXED, _SOLVED, _FRESH = 5, 4, 2
-"""Relaxations, and programmes of one node, for one boundary at most; steps over budget that count after each.
-Guesses."""
+"""Per boundary: most relaxations, most programmes of one node, steps over budget added after each. Guesses."""
 _DROPS = 6
-"""Schedules in which something is dropped from a programme's answer that does not fit. A guess."""
+"""Schedules that drop more from an answer that does not fit. A guess."""
 _TOLERANCE = 5e-3
 """Gap, as a share of a step, at which a programme counts as solved. A guess."""
 _ENOUGH = 0.01
-"""Share of a step by which a schedule that fits may cost more than the programme's answer. A guess."""
+"""Share of a step that a fitting schedule may cost above the answer. A guess."""
 _TWICE, _LOOSE = 0.15, 0.03
-"""A plan dearer than this share of a step is compared with one that comes down around two boundaries: around the first
-to as much over the budget as the second share of the temporaries. Guesses."""
+"""A plan dearer than this share of a step is compared with one around two boundaries, the first to as much over the
+budget as the second share of the temporaries. Guesses."""
 _TRAFFIC = 0.1
-"""Share of an op's seconds beyond its charge that is charged as well: where many plans are as cheap, the programme
-takes long to tell them apart. At 0.1 it takes half as long as at 0.03."""
+"""Share of an op's seconds beyond its charge, charged too: equally cheap plans take long to tell apart. At 0.1 it takes
+half as long as at 0.03."""
 _WIDTH = 9
-"""Variables of all programmes together that are solved for one program, per op: their time grows as that of a compile.
-At 7 the last of the budgets with a proven optimum (``benchmarks/optimality``) was not reached."""
+"""Variables per op of all programmes for one program: their time grows as a compile's. At 7 the last of the budgets
+with a proven optimum (``benchmarks/optimality``) was not reached."""
 
 
 def allowance(problem: Problem) -> int:
-    """Variables that are solved for in all plans of one program together: a budget that is hard to meet is asked for
-    again and again, a little lower each time."""
+    """Variables for all plans of one program: a hard budget is asked for repeatedly, a little lower each time."""
     return _WIDTH * len(problem.graph.ops)
 
 
 def improve(problem: Problem, budget: Bytes, left: int) -> tuple[Plan | None, int]:
-    """A plan that fits ``budget``, or None when none is found or there is nothing to decide; and what it leaves of
-    ``left``, the variables that may be solved for."""
+    """A plan that fits ``budget``, and what it leaves of ``left`` variables. None if none is found or nothing needs
+    deciding."""
     program = Program.unchanged(problem.graph)
     here = Trial(frozenset(), program, live_ranges(program.graph), 0.0)
     if here.device <= budget or budget < here.device - here.live.temp:
@@ -66,13 +63,13 @@ def improve(problem: Problem, budget: Bytes, left: int) -> tuple[Plan | None, in
 
 
 class _Look:
-    """Schedules of one problem, from ``start`` down to ``budget``; ``left``: variables that may still be solved for."""
+    """Schedules of one problem from ``start`` down to ``budget``. ``left``: variables still allowed."""
 
     def __init__(self, problem: Problem, start: Trial, budget: Bytes, left: int) -> None:
         self.problem, self.start, self.budget, self.left = problem, start, budget, left
 
     def down(self, first: Bytes) -> Trial | None:
-        """Turn after boundary to the budget, around the first one to ``first``; None where one does not get there."""
+        """Boundary after boundary to the budget, the first to ``first``; None if one fails."""
         here, aim = self.start, first
         for _ in range(BOUNDARIES):
             search = search_around(self.problem, here, aim, INF)
@@ -87,7 +84,7 @@ class _Look:
         return None
 
     def around(self, search: Search) -> None:
-        """Which steps count, by relaxations; then kept sets until the schedule of one fits."""
+        """Add steps by relaxations, then solve until a schedule fits."""
         model = search.model
         model.look_at(max(search.boundary.step - 1, 0))
         for _ in range(_RELAXED) if on("relaxations") else ():
@@ -120,7 +117,7 @@ class _Look:
 
 
 def _fitted(search: Search, trial: Trial) -> Trial | None:
-    """A schedule that fits, once what is cheap and live where ``trial`` needs most is dropped; None if that is vain."""
+    """A schedule that fits after cheap values at the peak are dropped; None if none does."""
     start = search.start.program
     for _ in range(_DROPS) if on("programme_drops") else ():
         short = trial.device - search.budget

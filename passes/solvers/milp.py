@@ -1,7 +1,7 @@
-"""Which residuals to keep as an integer programme: bytes at chosen steps, exact but for fusion.
+"""The choice of residuals to keep as an integer programme: bytes at chosen steps, exact but for fusion.
 
-With K_v = "v is kept across the boundary" (binary), Y_o = "op o runs again" and D_ot = "o has run again
-by step t of the backward part", one boundary is
+With K_v = "v is kept across the boundary" (binary), Y_o = "op o runs again" and D_ot = "o has run again by step t of
+the backward part", one boundary is
 
     minimise sum_o charge_o Y_o
     subject to  Y_o >= 1 - K_v          for each needed result v of o,
@@ -9,15 +9,17 @@ by step t of the backward part", one boundary is
                 the same for D_ot, for what is needed by t,
                 others_t + sum_v bytes_v E_vt <= budget   at every step t that is looked at,
 
-where E_vt = "v occupies memory at t": it will be read by the backward part or by an op that is still to
-run again, and it is there, kept or recomputed; or it is kept, only a barrier makes XLA store it, and nothing
-has run again, so there was no barrier yet. The clones run in the order in which ``emit`` demands
-them, so D is decided by K; only K is integral. D has no other reasons than those: D_ot is at most Y_o and at
-most the sum of what may demand o by t, or a relaxation pretends that readers are done.
+where E_vt = "v occupies memory at t":
 
-The forward part is coarsened (``nodes``): what is looked through is never kept, and costs what it costs whenever an op
-that reads it runs again. Steps that are not looked at, and bytes that are not foreseen, can only lower the optimum, so
-it is a lower bound as far as XLA's fusion is foreseen.
+* v is there, kept or recomputed, and will be read by the backward part or by an op yet to run again; or
+* v is kept, only a barrier makes XLA store it, and nothing has run again, so there was no barrier yet.
+
+Clones run in the order of ``emit``'s demands, so K decides D; only K is integral. D_ot is at most Y_o and at most the
+sum of its possible demands by t; otherwise a relaxation pretends that readers are done.
+
+The forward part is coarsened (``nodes``): a value looked through is never kept, and its cost is paid whenever a reader
+runs again. Steps not looked at and bytes not foreseen only lower the optimum: it is a lower bound, as far as fusion is
+foreseen.
 """
 
 from __future__ import annotations
@@ -37,32 +39,32 @@ from jaxtensile.units import Bytes, Seconds
 
 INF = float("inf")
 TOLERANCE = 1e-7
-"""Gap, as a share of the step, at which the integer programme counts as solved. ``_LEAST`` is a hundredth of it, as a
-share of ``_STEP``."""
+"""Gap, as a share of the step, at which the programme counts as solved. ``_LEAST``, as a share of ``_STEP``, is a
+hundredth of it."""
 _STEP = 1e3
-"""What a step costs in the objective: HiGHS gives up what is better by less than ``_LEAST``, whatever gap is asked."""
+"""Cost of a step in the objective. HiGHS ignores improvements below ``_LEAST``, whatever gap is asked."""
 _LEAST = 1e-6
-"""By how much less of the objective HiGHS stops looking: its absolute gap (``mip_abs_gap``)."""
+"""Absolute gap of the objective at which HiGHS stops (``mip_abs_gap``)."""
 _DEAREST, _FARTHEST = 1e3, 1e3
-"""Steps that a unit over the budget costs, and units that a solution may be over it at most, where none fits: bytes
-come first then. Guesses."""
+"""If nothing fits: steps that a unit over the budget costs, so that bytes come first, and most units over it.
+Guesses."""
 _BRIEFEST: Seconds = 0.1
-"""Time that a programme gets at least: a limit of 0 finds nothing. A guess."""
+"""Least seconds for a programme: a limit of 0 finds nothing. A guess."""
 
 _INFEASIBLE = 2
-"""The status of scipy's ``milp`` for a programme without an answer."""
+"""Status of scipy's ``milp`` for a programme without an answer."""
 _REPAIRED = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
 
 Row = dict[int, float]
-"""A linear expression: coefficient by variable, the constant at ``_ONE``."""
+"""A linear expression: coefficient by variable, with the constant at ``_ONE``."""
 _ONE = -1
-"""The number of the constant in a ``Row``: no variable has it."""
+"""Key of the constant in a ``Row``; no variable has it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``kept``: None when none was found in time. ``bound``: no solution costs less.
-    ``short``: bytes by which the best misses the budget when none fits."""
+    """``kept``: None if none was found in time. ``bound``: no solution costs less. ``short``: bytes over the budget if
+    none fits."""
 
     kept: frozenset[int] | None
     bound: Seconds
@@ -86,7 +88,7 @@ class Model:
         self._forward = forward_ends(nodes, live)
         self._memory: dict[int, int] = {}
         self.slack: dict[int, Bytes] = {}
-        """Bytes that are set aside at a step because the emitted schedule needed more there."""
+        """Bytes set aside at a step because the emitted schedule needed more there."""
         self._over = self._variable()
         self._one = self._variable(low=1.0)
         self.keep: dict[int, int] = {}
@@ -129,7 +131,7 @@ class Model:
 
     @property
     def width(self) -> int:
-        """How many variables there are."""
+        """Number of variables."""
         return len(self._low)
 
     def has(self, step: int) -> bool:
@@ -137,12 +139,12 @@ class Model:
         return step in self._memory
 
     def set_aside(self, step: int, over: Bytes) -> None:
-        """The emitted schedule was over by so many bytes more than is seen at ``step``: less room there from now on."""
+        """Reduce the room at ``step``: the emitted schedule needed ``over`` bytes more than the model sees."""
         # Doubled at least: what is missing may be little, and as little again for the next answer.
         self.slack[step] = self.slack.get(step, 0) + max(over, self.slack.get(step, 0))
 
     def look_at(self, step: int) -> None:
-        """Let the bytes at ``step`` count."""
+        """Constrain the bytes at ``step``."""
         if step in self._memory:
             return
         row: Row = {_ONE: self._others[step] / self._unit}
@@ -162,7 +164,7 @@ class Model:
         ]
 
     def _beside(self, step: int, kept: dict[int, Row]) -> list[tuple[int, Row]]:
-        """What the plain program needs at ``step`` while the values made from it are not kept, beside what is."""
+        """Buffers needed at ``step`` unless values made from them are kept, beyond what ``kept`` counts."""
         read: dict[int, list[Row]] = {}
         for s in self._sometimes:
             if s.start <= step < s.stop:
@@ -196,7 +198,7 @@ class Model:
         return held
 
     def _done_by(self, step: int) -> dict[int, Row]:
-        """For each op what says whether it has run again before or at ``step``; missing: it cannot have."""
+        """Per op the row for "has run again by ``step``"; missing if it cannot have."""
         nodes = self.nodes
         done: dict[int, Row] = {}
         for o in sorted(nodes.makes, reverse=True):
@@ -222,7 +224,7 @@ class Model:
         return done
 
     def _occupies(self, v: int, o: int, step: int, done: dict[int, Row], here: dict[int, Row]) -> Row:
-        """Whether ``v`` or, if that fuses away, what is computed from it is in memory at ``step``."""
+        """Row for "``v``, or a fused value computed from it, needs memory at ``step``"."""
         nodes, keep, again = self.nodes, {self.keep[v]: 1.0}, self._again[o]
         if nodes.first.get(v, step + 1) <= step <= nodes.last.get(v, -1):
             return {_ONE: 1.0}
@@ -257,7 +259,7 @@ class Model:
         return occupied
 
     def forbid(self, kept: frozenset[int]) -> None:
-        """Exclude one answer: something else must be kept or dropped."""
+        """Exclude one answer: another set must be kept."""
         row: Row = {_ONE: -1.0}
         for v, k in self.keep.items():
             row = _sum(row, {_ONE: 1.0, k: -1.0} if v in kept else {k: 1.0})
@@ -266,9 +268,9 @@ class Model:
     def solve(
         self, seconds: float = INF, *, short: bool = False, tolerance: float = TOLERANCE, nodes: int | None = None
     ) -> Outcome:
-        """The cheapest kept set; ``short``: allow the budget to be missed, by as little as possible.
+        """The cheapest kept set. ``short``: allow the budget to be missed, by as little as possible.
 
-        ``nodes``: of the search tree that are looked at, which no clock decides; 0: what the relaxation says, rounded.
+        ``nodes``: most nodes of the search tree, independent of the clock; 0: the relaxation, rounded.
         """
         count = len(self._low)
         objective = np.zeros(count)
@@ -323,7 +325,7 @@ class Model:
 
 
 def _answered(*, options: Mapping[str, float], **programme: Any) -> Any:
-    """What HiGHS says; once more without its presolve, which calls some programmes infeasible that have an answer."""
+    """HiGHS's answer; if infeasible, again without presolve, which is wrong for some programmes."""
     with hushed(_REPAIRED):
         found = cast(Any, milp)(**programme, options=options)
         if found.status == _INFEASIBLE:

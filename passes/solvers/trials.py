@@ -1,8 +1,7 @@
-"""What was laid out and measured around the boundaries of one problem, so that no search does it again.
+"""Schedules laid out and measured around the boundaries of one problem, so that no search repeats them.
 
-Invariant: which plan is found does not depend on what is remembered. What is measured stays known, in 8 bytes an op and
-16 a clone; the schedules themselves, which are fifty times as large, stay for the first ones alone, and are laid out
-again where they are wanted once more.
+Invariant: the plan found does not depend on what is remembered. Measurements stay (8 bytes an op, 16 a clone). Of the
+schedules, fifty times as large, only the first stay; others are laid out again on demand.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from jaxtensile.switches import on
 from jaxtensile.units import Seconds
 
 HELD = 1 << 16
-"""Ops of schedules that stay as they are: some 40 MB. A bound on memory alone."""
+"""Ops of schedules that stay: some 40 MB. A bound on memory alone."""
 AROUND = 1 << 16
-"""Ops of programs around whose boundaries all that is known stays, beside those of the problem itself: some 150 MB. A
-bound on memory alone."""
+"""Ops of programs whose boundaries stay known, beside the problem's own: some 150 MB. A bound on memory alone."""
 
 Laid = tuple[Program, Liveness]
 
@@ -65,11 +63,11 @@ class Trial:
         self.device, self.temp, self.profile = live.device, live.temp, array("q", live.profile)
         self._clones = array("q", chain.from_iterable(clones))
         self.barrier = next((i for i, o in enumerate(program.origin) if o < 0), len(program.origin))
-        """The first step that the problem's own program does not have."""
+        """First step that the problem's own program does not have."""
         self._laid: Laid | None = laid
         self._at_peak: frozenset[int] | None = None
         self._again = again
-        """Makes the schedule once more."""
+        """Lays the schedule out again."""
 
     @property
     def program(self) -> Program:
@@ -81,16 +79,16 @@ class Trial:
 
     @property
     def clones(self) -> list[tuple[int, int]]:
-        """The place of every clone in the schedule, and the op around the boundary that it repeats."""
+        """Each clone's place in the schedule and the op that it repeats."""
         return [*zip(self._clones[::2], self._clones[1::2], strict=True)]
 
     @property
     def price(self) -> float:
-        """What solvers minimise: charge of what runs again and of waiting for copies."""
+        """The solvers' objective: charge of recomputation and of waiting for copies."""
         return self.charge + self.wait * self.worth
 
     def laid(self) -> Laid:
-        """The schedule, and what it needs."""
+        """The schedule and its liveness."""
         if self._laid is None:
             assert self._again is not None, "what cannot be made again is not let go"
             self._laid = self._again()
@@ -98,28 +96,28 @@ class Trial:
 
     @property
     def at_peak(self) -> frozenset[int]:
-        """Values of the problem of which a version has a buffer where it needs most."""
+        """Values of the problem with a version in memory at the peak."""
         if self._at_peak is None:
             program, live = self.laid()
             self._at_peak = frozenset(program.version_of[r.value] for r in live.at_peak()[1])
         return self._at_peak
 
     def let_go(self) -> None:
-        """The schedule may be forgotten."""
+        """Forget the schedule, if it can be laid out again."""
         if self._again is not None and self._laid is not None:
             _ = self.at_peak
             self._laid = None
 
 
 class Around:
-    """What is known around one boundary of the program that ``start`` is."""
+    """Trials around one boundary of the program of ``start``."""
 
     def __init__(self, start: Trial, menu: Menu, charge: Sequence[float]) -> None:
         self.start, self.menu, self.charge = start, menu, charge
         self._known: dict[frozenset[int], Trial] = {}
 
     def price(self, kept: frozenset[int]) -> float:
-        """What it costs that exactly ``kept`` survives the boundary."""
+        """Price when exactly ``kept`` survives the boundary."""
         trial = self._known.get(kept)
         return trial.price if trial is not None else self._charged(self.menu.again.ops(kept))
 
@@ -127,7 +125,7 @@ class Around:
         return self.start.charge + sum(self.charge[o] for o in again)
 
     def measure(self, kept: frozenset[int]) -> Trial:
-        """What is left when exactly ``kept`` survives the boundary."""
+        """The trial in which exactly ``kept`` survives the boundary."""
         trial = self._known.get(kept)
         if trial is None:
             again = self.menu.again.ops(kept)
@@ -147,18 +145,18 @@ class Around:
 
 
 class Explored:
-    """The boundaries that were looked at: of the first program, and of the first ones that searches came to."""
+    """Boundaries looked at: of the first program, and of the first ones that searches reached."""
 
     def __init__(self, costs: Sequence[float], first: Trial) -> None:
         self._costs, self._first = costs, first
         self._arounds: dict[tuple[int, int], Around | None] = {}
         self._starts: dict[int, Trial] = {}
-        """By their ids, which are keys."""
+        """Trials by the ids used in keys."""
         self._held: dict[int, Trial] = {}
         self._left, self._more = HELD, AROUND
 
     def around(self, start: Trial, step: int) -> Around | None:
-        """What is known around a boundary; None where nothing waits across it."""
+        """The trials around a boundary; None if nothing waits across it."""
         key = id(start), step
         if key in self._arounds:
             return self._arounds[key]
@@ -178,13 +176,13 @@ class Explored:
         return Around(start, Menu(graph, boundary, charge), charge)
 
     def keep(self, trial: Trial) -> None:
-        """The schedule is wanted again, by this search or by the next: it stays if there is room."""
+        """Keep the schedule for this search or the next, if there is room."""
         ops = len(trial.profile)
         if id(trial) not in self._held and ops <= self._left:
             self._held[id(trial)] = trial
             self._left -= ops
 
     def let_go(self, trial: Trial) -> None:
-        """The schedule is not wanted for now."""
+        """Forget the schedule, unless it is kept."""
         if id(trial) not in self._held:
             trial.let_go()
