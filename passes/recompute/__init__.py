@@ -1,1 +1,1 @@
-"""What to keep and what to run again: stages, cuts, bounds, and the schedule of a decision."""
+"""Recomputation: stages, cuts, bounds, and the schedule of a decision."""

@@ -1,18 +1,18 @@
-"""How the decision becomes a schedule: clones behind one barrier per stage.
+"""The schedule of a decision: clones behind one barrier per stage.
 
-After the boundary, the first reader of anything dropped in a stage opens the stage: one barrier over
-everything kept that the stage recomputes from, and over the *frontier*, the buffers made since
-the previous stage that later ops still read. Later readers take the versions behind the barrier.
-So XLA can neither merge the clones with the originals, nor start them before, nor postpone the
-previous stage's work (weight gradients above all) past them; its schedule keeps the order the
-plan was made for. Clones that are first read later than that get a barrier of their own, over
-what was made meanwhile: left free within their stage, XLA may start them long before. XLA drops
-barrier operands whose result nobody uses, hence the rewiring. What is made of constants alone reads
-nothing that a barrier could hold: where it is stored, a barrier stands behind the constants.
+After the boundary, the first reader of a value dropped in a stage opens that stage with one barrier. It covers
+everything kept that the stage recomputes from, and the *frontier*: buffers made since the previous stage that later ops
+still read. Later readers take the versions behind the barrier, as XLA drops barrier operands whose result is unused. So
+XLA can neither merge clones with the originals, nor start them early, nor postpone the previous stage's work (above all
+weight gradients) past them. Its schedule keeps the planned order.
 
-Ops that fuse away are emitted where they are read, once per stage: they cost nothing there, and
-the barrier sees buffers only; a stage of such ops alone has none. What nobody reads is never
-emitted.
+* Clones first read later get a barrier of their own, over what was made meanwhile. Without it XLA may start them long
+  before.
+* Ops on constants alone read nothing that a barrier could hold. If their result is stored, a barrier stands behind the
+  constants.
+* Ops that fuse away are emitted where they are read, once per stage, at no cost; barriers see buffers only. A stage of
+  such ops alone has no barrier, unless it has kept values to store.
+* Values without readers are never emitted.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from jaxtensile.units import MIB
 
 
 class Recomputation:
-    """What must run again around one boundary, for many kept sets."""
+    """Ops to rerun around one boundary, for many kept sets."""
 
     def __init__(self, graph: Graph, boundary: Boundary) -> None:
         self.made: dict[int, int] = {r: o for o in boundary.cone for r in graph.ops[o].results}
-        """The op of the forward part that makes each value."""
+        """For each value of the forward part the op that makes it."""
         self._needed = [(v, self.made[v]) for v in boundary.needed]
         self._reads = {
             o: [(u, self.made[u]) for u in graph.ops[o].operands if u in self.made and u not in boundary.always]
@@ -43,7 +43,7 @@ class Recomputation:
         }
 
     def ops(self, kept: frozenset[int]) -> set[int]:
-        """Ops that must run again when exactly ``kept`` survives the boundary."""
+        """Ops to rerun when exactly ``kept`` survives the boundary."""
         todo = [o for v, o in self._needed if v not in kept]
         again = set(todo)
         while todo:
@@ -54,7 +54,7 @@ class Recomputation:
         return again
 
     def beside(self, again: set[int], kept: frozenset[int], v: int) -> set[int]:
-        """Ops that run again beside ``again``, which ``kept`` makes necessary, when ``v`` is dropped too."""
+        """Ops to rerun beside ``again`` (those for ``kept``) when ``v`` is dropped too."""
         more: set[int] = set()
         todo = [self.made[v]]
         while todo:
@@ -66,14 +66,14 @@ class Recomputation:
 
 
 def recomputed_ops(graph: Graph, boundary: Boundary, kept: frozenset[int]) -> set[int]:
-    """Ops that must run again when exactly ``kept`` survives the boundary."""
+    """Ops to rerun when exactly ``kept`` survives the boundary."""
     return Recomputation(graph, boundary).ops(kept)
 
 
 def with_clones(
     program: Program, kernels: Kernels, boundary: Boundary, kept: frozenset[int], cuts: Sequence[int]
 ) -> Program:
-    """The schedule in which exactly ``kept`` (and what is always there) crosses the boundary."""
+    """The schedule in which exactly ``kept``, and what is always there, crosses the boundary."""
     again = recomputed_ops(program.graph, boundary, kept)
     return with_clones_listed(program, kernels, boundary, kept, again, cuts)[0]
 
@@ -81,9 +81,9 @@ def with_clones(
 def with_clones_listed(
     program: Program, kernels: Kernels, boundary: Boundary, kept: frozenset[int], again: set[int], cuts: Sequence[int]
 ) -> tuple[Program, list[tuple[int, int]]]:
-    """The same, and every clone: its place in the new schedule, and the op of ``program`` that it repeats.
+    """``with_clones``, with each clone's place in the new schedule and the op of ``program`` that it repeats.
 
-    ``again``: what must run again for ``kept``.
+    ``again``: the ops to rerun for ``kept``.
     """
     if not again:
         return program, []
@@ -116,13 +116,13 @@ class _Emission(Schedule):
         roots = kernels.is_root
         lazily = on("fused_at_readers")
         self.lazy = [lazily and o >= boundary.step and not roots[o] and not op.pinned for o, op in enumerate(graph.ops)]
-        """Whether an op of the descent fuses away, so that it is emitted where it is read."""
+        """Whether an op of the descent fuses away, and so is emitted where it is read."""
         late = ((op.id, op) for op in graph.ops[boundary.step :])
         self.absentees: dict[int, int] = {
             **{r: o for o, op in late if self.lazy[o] for r in op.results},
             **{v: self.made[v] for v in self.dropped},
         }
-        """Values that may have to be made where they are read, and the op that makes each."""
+        """Values that may have to be made where they are read, and their ops."""
         self.stage = _stage_of(graph, again, self.dropped, cuts)
         self.members: dict[int, list[int]] = {}
         for o in sorted(again):
@@ -223,7 +223,7 @@ class _Emission(Schedule):
         return out
 
     def open_stage(self, k: int, reader: int) -> None:
-        """Put the stage's barrier; everything it recomputes from is read behind it."""
+        """Put the barrier of stage ``k``; everything it recomputes from is read behind it."""
         read: dict[int, None] = dict.fromkeys(
             u for o in self.members[k] for u in self.graph.ops[o].operands if u not in self.dropped
         )
@@ -237,7 +237,7 @@ class _Emission(Schedule):
         self.behind[k] = self.barrier({v: self.now.get(v, v) for v in read}, self.frontier.since_last(reader))
 
     def hold_back(self, clones: list[int], reader: int) -> None:
-        """Keep ``clones`` of stages that were opened long ago from starting before they are wanted."""
+        """Keep ``clones`` of stages opened earlier from starting before ``reader`` wants them."""
         if not any(self.kernels.is_root[o] for o in clones) or not on("late_clones"):
             return
         ties = self.frontier.since_last(reader)
@@ -257,7 +257,7 @@ class _Emission(Schedule):
             self.behind[k].update((v, f) for v, f in fresh.items() if v in self.behind[k])
 
     def hold_constants(self, made: Iterable[int], k: int) -> None:
-        """Tie what a clone made of nothing to something of stage ``k``, or XLA merges it with the original."""
+        """Tie a clone made of constants to a value of stage ``k``, or XLA merges it with the original."""
         behind = self.behind[k]
         late = next((u for u in behind if u not in self.inputs), next(iter(behind), None))
         held = {r: self.now[r] for r in made if r in self.dropped}
@@ -265,7 +265,7 @@ class _Emission(Schedule):
             behind[late] = self.barrier(held | {late: behind[late]}, [])[late]
 
     def barrier(self, read: dict[int, int], ties: list[int]) -> dict[int, int]:
-        """Put a barrier over ``read`` (value → version) and ``ties``; their versions behind it."""
+        """Put a barrier over ``read`` (value → version) and ``ties``; return their versions behind it."""
         operands = read | {v: self.now.get(v, v) for v in ties if v not in read}
         behind: dict[int, int] = dict(zip(operands, self.put_barrier(list(operands.values())), strict=True))
         self.now.update((v, b) for v, b in behind.items() if v not in self.inputs)
@@ -275,9 +275,9 @@ class _Emission(Schedule):
 class _Frontier:
     """Buffers that the descent has made and still needs.
 
-    Of what could fuse into its readers only those that wait long for the first, or are smaller than what dies
-    once they are made: XLA would fuse them all the same and keep what they are made from instead, such as a
-    whole gradient of which a part is added later.
+    Fusible values count only if they wait long for their first reader, or are smaller than what dies once they are
+    made. XLA would fuse the others anyway and keep their sources instead, such as a whole gradient of which a part is
+    added later.
     """
 
     def __init__(self, graph: Graph, kernels: Kernels, start: int) -> None:
@@ -315,7 +315,7 @@ class _Frontier:
         return [b for _, b in self.made[low:high] if self.last[b] >= reader and self._worth(b, reader)]
 
     def _worth(self, b: int, reader: int) -> bool:
-        """Whether ``b`` is no fusible value, or one that had better exist at ``reader``."""
+        """Whether ``b`` is not fusible, or better stored at ``reader``."""
         if b not in self.sources or not on("frontier_stored"):
             return True
         size = self.graph.values
@@ -323,7 +323,7 @@ class _Frontier:
 
 
 def _stage_of(graph: Graph, again: set[int], dropped: set[int], cuts: Sequence[int]) -> dict[int, int]:
-    """Stage number of every recomputed op; stages joined by a dropped value are one."""
+    """Stage number of each recomputed op; stages joined by a dropped value are one."""
     made: dict[int, int] = {r: o for o in again for r in graph.ops[o].results}
     joined = [False] * (len(cuts) + 1)
     for o in again:
@@ -341,7 +341,7 @@ def _stage_of(graph: Graph, again: set[int], dropped: set[int], cuts: Sequence[i
 
 
 def _stored_constants(graph: Graph, kernels: Kernels, again: set[int], made: dict[int, int]) -> set[int]:
-    """Ops that read nothing and run again for a buffer that is made of constants alone, such as a mask for a loop."""
+    """Ops without operands that rerun for a buffer made of constants alone, such as a mask for a loop."""
     bare: dict[int, frozenset[int]] = {}  # op that depends on constants alone → those of them that read nothing
     out: set[int] = set()
     for o in sorted(again):
@@ -358,7 +358,7 @@ def _stored_constants(graph: Graph, kernels: Kernels, again: set[int], made: dic
 def _forced(
     graph: Graph, boundary: Boundary, kept: frozenset[int], stages: list[int], cuts: Sequence[int]
 ) -> dict[int, list[int]]:
-    """Kept fusible values by stage: only a barrier makes XLA store them rather than what they come from."""
+    """Kept fusible values by stage: without a barrier XLA stores their sources instead."""
     made: dict[int, int] = {r: o for o in boundary.cone for r in graph.ops[o].results}
     out: dict[int, list[int]] = {}
     for v in boundary.needed:

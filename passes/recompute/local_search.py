@@ -1,9 +1,8 @@
-"""What can be exchanged in a plan that fits: keep what is dear to run again, drop what is cheap instead.
+"""Exchanges in a plan that fits: keep what is dear to recompute, drop what is cheap instead.
 
-Segments are chosen for the bytes at the boundary and at their own recomputation, value by value nothing is
-known there. Here single products are kept after all; where that is too much, those values make room that
-are live at the step that is over budget and cheap to make again per byte. Each exchange is laid out and
-measured, so nothing is believed.
+Segments are chosen for the bytes at the boundary and at their own recomputation, not value by value. Here single
+products are kept after all. If that is too much, values make room that are live at the step over budget and cheap to
+recompute per byte. Each exchange is laid out and measured.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _MEASURED = 4
 
 
 class Trial(Protocol):
-    """One kept set, laid out and measured; ``at_peak``: values of which a version has a buffer where it needs most."""
+    """One kept set, laid out and measured. ``at_peak``: values with a version in memory at the peak."""
 
     @property
     def kept(self) -> frozenset[int]: ...
@@ -47,7 +46,7 @@ def local_search(
     measure: Callable[[frozenset[int]], T],
     best: T,
 ) -> T:
-    """The cheapest of ``best``, which fits, and what exchanges make of it. ``start``: the program that is planned."""
+    """The cheapest of ``best``, which fits, and its exchanges. ``start``: the program that is planned."""
     graph = start.graph
     worth = _WORTH * sum(charge)
     tried: set[int] = set()
@@ -82,8 +81,8 @@ def make_room(
     at_peak: frozenset[int],
     short: Bytes,
 ) -> set[int]:
-    """Kept values of at least ``short`` bytes, of those with a version ``at_peak``, that are cheapest to drop; empty
-    when there are not so many."""
+    """The kept values that are cheapest to drop, of ``short`` bytes or more, among those with a version ``at_peak``.
+    Empty if those have fewer bytes."""
     graph, made = start.graph, recomputation.made
     again = recomputation.ops(kept)
 

@@ -1,20 +1,21 @@
-"""How few bytes can any plan reach: what single ops need in memory at once, whatever is recomputed.
+"""Lower bound on the bytes of any plan: what single ops need at once, whatever is recomputed.
 
-While a matrix product runs, its operands and its result exist: recomputation moves that moment,
-it cannot split it. Everything that XLA may fuse is given the benefit of the doubt. An operand
-counts for the least bytes from which it can be computed on the fly: the smaller of itself and of
-what it is made from, back to the results of kernels that cannot fuse. A result counts for the
-least bytes that an epilogue could store instead. Beside them live the arguments; donated ones,
-whose memory XLA reuses, only if an op that must run later still reads them.
+While a matrix product runs, its operands and its result exist; recomputation can only move that moment. All possible
+fusion is assumed:
 
-Invariant: never above ``argument + output + temp - alias`` of a compiled program that computes the
-graph. For XLA:GPU; the other compilers fuse products with the reductions and products that read
-them (TPU, CPU) or keep values on the chip (TPU), so there only arguments and outputs are sure.
-What XLA:GPU does that a simpler rule would miss (compiled for an H200, jax 0.10.2 and 0.12.0.1):
-epilogues store the type they convert to (product in f32, bf16 or bool stored); ``p - a @ b`` is
-written over a donated ``p``, output or not; temporaries live in the memory of outputs that come
-later; slices move in front of products; a product with a vector is a reduction; constants that
-a function closes over are in no figure.
+* An operand counts for the least bytes from which it can be computed on the fly: the smaller of itself and its sources,
+  back to results of kernels that cannot fuse.
+* A result counts for the least bytes that an epilogue could store instead.
+* Arguments are added. Donated ones count only if an op that must run later still reads them, as XLA reuses their
+  memory.
+
+Invariant: never above ``argument + output + temp - alias`` of a compiled program that computes the graph. This holds
+for XLA:GPU. Other compilers fuse products with the reductions and products that read them (TPU, CPU) or keep values on
+the chip (TPU): there only arguments and outputs are sure.
+
+Seen on an H200 (jax 0.10.2 and 0.12.0.1): epilogues store the type they convert to (product in f32, bf16 or bool
+stored). ``p - a @ b`` is written over a donated ``p``, output or not. Temporaries live in the memory of later outputs.
+Slices move in front of products. A product with a vector is a reduction. Closed-over constants are in no figure.
 """
 
 from __future__ import annotations
@@ -33,31 +34,31 @@ SCATTERS = frozenset("scatter scatter-add scatter_add scatter-mul scatter_mul sc
 FUSIBLE = ELEMENTWISE | MOVES | VIEWS | {"dynamic_update_slice"}
 
 _SMALL = 256
-"""Elements: XLA may fuse products whose operands have fewer together, batch aside. Its limit is 100; more here, because
-the bound must never be above what XLA needs."""
+"""Elements: XLA may fuse products whose operands together have fewer, batch aside. Its limit is 100; more here, because
+the bound must never exceed what XLA needs."""
 _MAX_LEAVES = 32
-"""Kernels that a value is traced back to; beyond, it is taken to share memory with everything. More make the bound
-higher at best, never wrong. A guess."""
+"""Kernels that a value is traced back to; with more it counts as sharing memory with everything. More only raise the
+bound, never make it wrong. A guess."""
 _WORST = 3
-"""Ops that are named, as ``Bound.ops`` says: what an error shows."""
+"""Ops named in ``Bound.ops``, for errors."""
 _TRIES = 64
-"""Ops whose surroundings are looked at, heaviest first; more cannot make the bound wrong, only higher. A guess."""
+"""Ops whose surroundings are looked at, heaviest first; more only raise the bound. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """``nbytes``: no plan needs less. ``ops``: the worst ops and the bytes each needs beside the
-    arguments, at most 3, largest first."""
+    """``nbytes``: no plan needs less. ``ops``: the worst ops, at most 3, with the bytes each needs beside the
+    arguments, largest first."""
 
     nbytes: Bytes
     ops: tuple[tuple[OpId, Bytes], ...]
 
 
 def lower_bound(graph: Graph, constants: Collection[int] = (), *, bounded: bool = True) -> Bound:
-    """Least device bytes of any program that computes ``graph``, recomputing as it likes.
+    """Least device bytes of any program that computes ``graph``, with any recomputation.
 
-    ``constants``: inputs that are no arguments; XLA counts them nowhere. ``bounded``:
-    whether what an op needs at once is there at once; else ops are named, but ``nbytes`` is arguments and outputs.
+    ``constants``: inputs that are no arguments; XLA counts them nowhere. ``bounded``: whether an op's needs exist at
+    once; if not, ``nbytes`` is arguments and outputs, and ops are named all the same.
     """
     needs = _Needs(graph, graph.outputs, graph.outputs)
     inputs = [v for v in graph.inputs if v in needs.used and v not in constants]
@@ -91,19 +92,19 @@ def _most_alias(needs: _Needs, donated: Sequence[int]) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Least bytes from which a value can be had at once, and the kernels' results they stem from
-    (None: too many to tell them from any others)."""
+    """``nbytes``: least bytes from which a value can be had at once. ``leaves``: the kernels' results that they stem
+    from; None if too many to tell from any others."""
 
     nbytes: Bytes
     leaves: frozenset[int] | None
 
 
 _FREE = _Cut(0, frozenset())
-"""Inputs, constants, and what is made from them alone: counted elsewhere or nowhere."""
+"""Inputs, constants, and values made from them alone: counted elsewhere or nowhere."""
 
 
 def _together(cuts: Iterable[_Cut]) -> _Cut:
-    """Least bytes for several values at once: those that stem from different kernels add up."""
+    """Least bytes for several values at once: those from different kernels add up."""
     total, counted = 0, frozenset[int]()
     leaves: frozenset[int] | None = frozenset()
     for cut in sorted(cuts, key=lambda c: -c.nbytes):
@@ -117,10 +118,9 @@ def _together(cuts: Iterable[_Cut]) -> _Cut:
 class _Needs:
     """What each op of one graph needs while it runs, arguments aside.
 
-    ``used``: values that ``wanted`` depends on (``ends``: those of them that are surely stored);
-    ``cut[v]``: least bytes that must exist for ``v`` to be read; ``most[v]`` and ``least[v]``: least
-    bytes that are stored because ``v`` was made for its most and for its least demanding reader.
-    An op that runs several times may serve one reader each time.
+    ``used``: values that ``wanted`` depends on; ``ends``: the wanted values that are surely stored. ``cut[v]``: least
+    bytes that must exist for ``v`` to be read. ``most[v]``, ``least[v]``: least bytes stored because ``v`` was made for
+    its most and its least demanding reader. An op that runs several times may serve one reader each time.
     """
 
     def __init__(self, graph: Graph, wanted: Collection[ValueId], ends: Collection[ValueId]) -> None:
@@ -138,12 +138,12 @@ class _Needs:
         return op.id in self.product or op.id in self.scatter or op.primitive in LIBRARY
 
     def reads_buffers(self, op: Op) -> bool:
-        """Whether the operands are read from memory or recomputed on the fly, but never kept in registers."""
+        """Whether operands are read from memory or recomputed on the fly, never kept in registers."""
         reduces = op.primitive in REDUCTIONS or (op.primitive in PRODUCTS and _depth(self.graph, op) > 1)
         return reduces or self.makes_buffers(op)
 
     def flows(self, op: Op) -> list[tuple[ValueId, tuple[ValueId, ...]]]:
-        """Each result with what it depends on: a barrier passes every operand on by itself."""
+        """Each result with the operands it depends on. A barrier passes each operand on by itself."""
         if op.primitive == BARRIER and len(op.operands) == len(op.results):
             return [(r, (v,)) for v, r in zip(op.operands, op.results, strict=True)]
         return [(r, op.operands) for r in op.results]
@@ -217,14 +217,14 @@ class _Needs:
         return heaviest[0][0] if heaviest else 0
 
     def heaviest(self) -> list[tuple[Bytes, Op]]:
-        """Ops by what they need at most, largest first."""
+        """Ops with the bytes they need, largest first."""
         needs = [(self.footprint(op), op) for op in self.ops if op.bodies or self.makes_buffers(op)]
         return sorted((n for n in needs if n[0] > 0), key=lambda n: (-n[0], n[1].id))
 
 
 class _Donations:
-    """Which donated arguments must still be there while an op runs, in their own memory or as
-    something that was made from them alone (``owner``)."""
+    """Donated arguments that must still exist while an op runs, themselves or as values made from them alone
+    (``owner``)."""
 
     def __init__(self, needs: _Needs, donated: Sequence[int]) -> None:
         self.needs, self.donated = needs, donated
@@ -239,7 +239,7 @@ class _Donations:
         self.read_by = consumers(needs.graph)
 
     def _later(self, op: Op) -> set[int]:
-        """Values that can only be had after ``op`` ran."""
+        """Values that exist only after ``op`` ran."""
         later = set[int](op.results)
         for other in self.needs.ops:
             if other.id > op.id:
@@ -265,14 +265,14 @@ class _Donations:
         return sum(held[v] for v in self.donated)
 
     def _at_once(self, op: Op) -> bool:
-        """Whether an op reads all its operands when it runs, rather than one now and one then."""
+        """Whether an op reads all its operands at one time."""
         needs = self.needs
         fusible = op.primitive in FUSIBLE and op.primitive not in ("concatenate", BARRIER)
         return fusible or op.id in needs.product or op.id in needs.scatter
 
     def stored(self, op: Op) -> Bytes:
-        """Least bytes that any run of ``op`` stores, donated memory aside: an epilogue may write
-        over an argument that it reads."""
+        """Least bytes that any run of ``op`` stores, donated memory aside: an epilogue may write over an argument it
+        reads."""
         needs = self.needs
         if op.id in needs.scatter:
             return sum(needs.least[r] for r in op.results)
@@ -281,7 +281,7 @@ class _Donations:
         return sum(needs.least[r] for r in op.results if not self._meets_owned(r, needs.least[r]))
 
     def _meets_owned(self, result: int, nbytes: Bytes) -> bool:
-        """Whether ops that may fuse behind ``result`` read an argument with room for ``nbytes``."""
+        """Whether ops that may fuse behind ``result`` read a donated argument with room for ``nbytes``."""
         needs, seen, todo = self.needs, set[int](), [result]
         while todo:
             for o in self.read_by[todo.pop()]:
@@ -308,7 +308,7 @@ def _used(graph: Graph, wanted: Collection[ValueId]) -> set[int]:
 
 
 def _numbers(graph: Graph, ops: Iterable[Op]) -> list[int]:
-    """The same number for values that XLA may find equal (common subexpressions); others may share one."""
+    """Equal numbers for values that XLA may find equal (common subexpressions); others may share one."""
     number = list(range(len(graph.values)))
     known: dict[tuple[object, ...], tuple[ValueId, ...]] = {}
     for op in ops:
@@ -330,7 +330,7 @@ def _depth(graph: Graph, op: Op) -> int:
 
 
 def _may_fuse(graph: Graph, op: Op) -> bool:
-    """Products so small, or so flat (a vector on one side), that XLA may treat them as elementwise work."""
+    """Whether a product is so small, or so flat (a vector on one side), that XLA may treat it as elementwise."""
     depth = _depth(graph, op)
     if depth < 2 or len(op.operands) != 2:
         return True
@@ -342,7 +342,7 @@ def _may_fuse(graph: Graph, op: Op) -> bool:
 
 
 def _updates(graph: Graph, op: Op) -> int:
-    """Places that a scatter writes to; with one it is an update of a slice, which fuses."""
+    """Places that a scatter writes to. With one it is an update of a slice, which fuses."""
     if len(op.operands) < 2:
         return 0
     count = 1

@@ -1,15 +1,13 @@
-"""Which residuals to keep at a given price per byte: an exact minimum cut.
+"""The residuals to keep at a given price per byte: an exact minimum cut.
 
-Every needed value is either kept (price x bytes) or recomputed (seconds of its op), and a
-recomputed op needs its operands available too. With x_v = "v is available after the boundary" and
-y_o = "op o runs again", minimise
+Every needed value is either kept (price x bytes) or recomputed (seconds of its op). A recomputed op needs its operands
+available too. With x_v = "v is available after the boundary" and y_o = "op o runs again", minimise
 
     sum_v  price * bytes_v * [x_v and not y_maker(v)]  +  sum_o  seconds_o * [y_o]
     subject to  x_v = 1 for needed v,   y_o = 1  implies  x_u = 1 for every operand u of o.
 
-All terms are submodular, so a minimum s-t cut solves it exactly (Picard, "Maximal closure of a
-graph and applications to combinatorial problems", 1976; PyTorch's min-cut partitioner cuts the
-same way with bytes alone).
+All terms are submodular, so a minimum s-t cut is exact (Picard, "Maximal closure of a graph and applications to
+combinatorial problems", 1976). PyTorch's min-cut partitioner cuts the same way with bytes alone.
 """
 
 from __future__ import annotations
@@ -27,15 +25,14 @@ from jaxtensile.passes.recompute.stages import Boundary
 from jaxtensile.switches import on
 
 _CHEAP, _BELOW, _ABOVE = 0.05, 10, 100
-"""Prices reach from this quantile of the seconds per byte of ops, divided by the second, to the highest times the
-third: nearly nothing is recomputed at one end, and nearly all at the other. A guess."""
+"""Prices reach from this quantile of the ops' seconds per byte, divided by the second, to the highest times the third:
+from almost no recomputation to almost all. A guess."""
 
 
 def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], count: int) -> tuple[float, ...]:
     """``count`` prices in seconds per byte, from 'keep whatever costs anything' to 'recompute all that can be'.
 
-    Spread evenly over the orders of magnitude of what the ops of ``cone`` cost per byte they make,
-    so that no unit, device or size is assumed.
+    Evenly spaced over the orders of magnitude of the costs per byte of ``cone``, so no unit, device or size is assumed.
     """
     rates = [
         seconds[o] / size
@@ -55,9 +52,9 @@ _TOTAL = 2**30
 
 
 class Network:
-    """What the cut problems of one boundary have in common: all edges, by tail and head.
+    """What the cut problems of one boundary share: all edges, by tail and head.
 
-    From every value one edge leads to the op that makes it, and one past that op, for where it is not made again.
+    Each value has one edge to the op that makes it, and one past that op, for when it is not made again.
     """
 
     def __init__(self, graph: Graph, boundary: Boundary) -> None:
@@ -68,7 +65,7 @@ class Network:
         value_node = {r: first + i for i, r in enumerate(maker)}
         self.size = first + len(value_node)
         self.reads = [(u, maker[u], o) for o in cone for u in ops[o].operands if u in maker]
-        """What the ops of the cone read of one another: value, its op, and the op that reads it."""
+        """Reads within the cone: value, the op that makes it, and the op that reads it."""
         self.pinned = frozenset(r for r, o in maker.items() if ops[o].pinned)
         self.made = [*maker]
         own = [r for r in maker if r not in always]
@@ -98,10 +95,10 @@ class Network:
 
 
 class ResidualCut:
-    """The cut problem of one boundary; ``keep(price)`` solves it, ``keeps(prices)`` for many. Built once.
+    """The cut problem of one boundary, built once. ``keep(price)`` solves it, ``keeps(prices)`` for many.
 
-    ``cuts``: steps across which nothing is recomputed: a value read beyond one (``crossing``) is
-    kept if it is available at all.
+    ``cuts``: steps across which nothing is recomputed. A value read beyond one (``crossing``) is kept if it is
+    available at all.
     """
 
     def __init__(self, network: Network, seconds: Sequence[float], cuts: Sequence[int]) -> None:
@@ -122,8 +119,8 @@ class ResidualCut:
     def keeps(self, prices: Sequence[float]) -> list[frozenset[int]]:
         """What to keep at each of ascending prices.
 
-        Of any one choice the cost is a line over the price, and the least of lines is concave: what is best at two
-        prices is best between them.
+        The cost of one choice is linear in the price, so the minimum is concave: a choice best at two prices is best
+        between them.
         """
         found: dict[int, frozenset[int]] = {}
 

@@ -1,9 +1,9 @@
-"""What of a forward part is there to decide: nodes that may be kept, few enough for exact solvers.
+"""Nodes of a forward part: values that may be kept, few enough for exact solvers.
 
-A transformer block is about two dozen nodes and what its gradients compute from them. Views are their base. Small
-values are always there. A fusible value that only the forward part reads is looked through if it is no smaller than
-what it is computed from and needs no buffer when it is computed again: keeping it instead could only save fused
-elementwise work. It is never kept, so its op runs again when one that reads it does.
+A transformer block has about two dozen nodes, beside what its gradients compute from them. Views are their base. Small
+values are always there. A fusible value that only the forward part reads is looked through, if it is no smaller than
+its sources and needs no buffer when recomputed: keeping it could only save fused elementwise work. It is never kept, so
+its op reruns with any op that reads it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ guess. At half and at double no plan of the sweep changes."""
 class Nodes:
     """One boundary, coarsened: what may be kept, what makes it, and when it is read.
 
-    ``leaves(v)``: nodes from which ``v`` is computed for nothing; ``first``, ``last``: steps of the descent that
-    read a node; ``solid``: whether it is a buffer when it is computed again; ``small``: values kept in any case;
-    ``through``: ops that are looked through by the ops of nodes that run them again; ``forced``: nodes that only the
-    barrier of a stage stores when they are kept. Without ``fused`` what the descent computes inside of its kernels is
-    looked through as well: of such a node a chain has one more at each of its ends.
+    ``of[v]``: nodes from which ``v`` is computed for nothing. ``first``, ``last``: steps of the descent that read a
+    node. ``solid``: nodes that are buffers when recomputed. ``small``: values always kept. ``through``: ops looked
+    through, by the ops of nodes that rerun them. ``forced``: nodes that only a stage's barrier stores when kept.
+    Without ``fused``, values that the descent computes inside its kernels are looked through too: a chain would have
+    one more at each end.
     """
 
     def __init__(self, graph: Graph, live: Liveness, boundary: Boundary, *, fused: bool = True) -> None:
@@ -92,7 +92,7 @@ class Nodes:
         return tuple(dict.fromkeys(u for v in values for u in self.of.get(v, ())))
 
     def _looked_through(self, boundary: Boundary) -> dict[frozenset[int], list[int]]:
-        """Ops without a node of their own by the ops that run them again."""
+        """Ops without a node, by the ops that rerun them."""
         asked: dict[int, set[int]] = {}
         out: dict[frozenset[int], list[int]] = {}
         for o in reversed(boundary.cone):
@@ -108,12 +108,12 @@ class Nodes:
         return out
 
     def single(self, o: int) -> bool:
-        """Whether keeping the result of ``o`` and running it again exclude each other."""
+        """Whether keeping the result of ``o`` and rerunning ``o`` exclude each other."""
         return len(self.makes[o]) == 1
 
 
 def _read_after(graph: Graph, boundary: Boundary) -> set[int]:
-    """Values that the descent reads, and those of which it reads views."""
+    """Values that the descent reads, also through views."""
     read = set(boundary.needed)
     for o in reversed(boundary.cone):
         op = graph.ops[o]
@@ -123,7 +123,7 @@ def _read_after(graph: Graph, boundary: Boundary) -> set[int]:
 
 
 def _stored_again(graph: Graph, step: int) -> set[int]:
-    """Values that the descent reads as buffers, so that they are stored whenever they are computed again."""
+    """Values that the descent reads as buffers, so that they are stored whenever recomputed."""
     stored: set[int] = set()
     for op in reversed(graph.ops):
         if op.primitive in VIEWS:
@@ -137,7 +137,7 @@ def _stored_again(graph: Graph, step: int) -> set[int]:
 def _read_at(graph: Graph, live: Liveness, step: int) -> tuple[list[int], list[int]]:
     """For each value the first step of the descent that reads it and the last that surely needs it.
 
-    Ops that fuse away run in their readers; with several, they may be stored after all, right before the first.
+    Ops that fuse away run in their readers. With several readers they may be stored after all, right before the first.
     """
     n = len(graph.ops)
     read_by = consumers(graph)
@@ -157,8 +157,8 @@ def _read_at(graph: Graph, live: Liveness, step: int) -> tuple[list[int], list[i
 
 @dataclass(frozen=True, slots=True)
 class Sometimes:
-    """A buffer of the plain program that ``[start, stop)`` needs unless one of ``stored`` is kept, which XLA then reads
-    instead of making it from the buffer once more."""
+    """A buffer of the plain program needed during ``[start, stop)``, unless one of ``stored`` is kept: XLA then reads
+    that instead of making it from the buffer again."""
 
     value: int
     start: int
@@ -167,7 +167,7 @@ class Sometimes:
 
 
 def made_from(nodes: Nodes, live: Liveness) -> list[dict[int, frozenset[int]]]:
-    """For each value the buffers that a reader reads for it, and behind which values that become buffers when kept."""
+    """For each value the buffers that a reader reads for it, and the values between that become buffers when kept."""
     graph, kernels = nodes.graph, live.kernels
     may = {*nodes.maker, *nodes.small}
     out: list[dict[int, frozenset[int]]] = [{} for _ in graph.values]
@@ -200,15 +200,15 @@ def forward_ends(nodes: Nodes, live: Liveness) -> dict[int, int]:
 
 
 def _unless(sources: list[dict[int, frozenset[int]]], operands: Iterable[int], buffer: int) -> frozenset[int]:
-    """Values of which one must be kept for an op with ``operands`` not to read ``buffer``; none: it does."""
+    """Values of which one must be kept for an op with ``operands`` not to read ``buffer``; empty: it reads it."""
     ways = [sources[v][buffer] for v in operands if buffer in sources[v]]
     return frozenset[int]().union(*ways) if all(ways) else frozenset()
 
 
 def others(nodes: Nodes, live: Liveness, sometimes: list[Sometimes] | None = None) -> list[int]:
-    """Bytes at each step that nothing decided here changes, and what the forward part itself reads.
+    """Bytes at each step that no decision here changes, and what the forward part itself reads.
 
-    With ``sometimes`` what is read only while other values are not kept is put there, and not counted.
+    ``sometimes``: if given, receives buffers read only while other values are not kept; they are then not counted.
     """
     graph, kernels, owner, step = nodes.graph, live.kernels, live.owner, nodes.step
     n = len(graph.ops)

@@ -1,9 +1,8 @@
 """Where to cut the forward part and what each segment keeps, for a given number of bytes.
 
-A segment runs from one narrow cut point to another and keeps everything that crosses its ends.
-Minimum cuts at a ladder of prices give it options (bytes kept, charge to recompute the rest);
-a dynamic programme over cut points and bytes then picks the cuts and one option per segment with
-the least total charge: a shortest path and a multiple-choice knapsack in one.
+A segment runs between two narrow cut points and keeps everything that crosses its ends. Minimum cuts at a ladder of
+prices give its options (bytes kept, charge to recompute the rest). A dynamic programme over cut points and bytes picks
+the cuts and one option per segment, at the least total charge: a shortest path and a multiple-choice knapsack in one.
 
     f[j][b] = min over segments (i, j) and their options o of f[i][b - bytes(o)] + charge(o)
 """
@@ -26,30 +25,30 @@ from jaxtensile.passes.recompute.stages import Boundary, cut_points
 from jaxtensile.switches import on
 
 _PRICES = 20
-"""Prices of a byte at which the cuts of a segment are solved. 28 made the same plans in more time. At half ViT at 0.5
-of its temporaries does 0.26 % of a step more; at double no plan of the sweep charges 0.02 % less."""
+"""Prices of a byte at which a segment's cuts are solved. 28 made the same plans in more time. At half ViT at 0.5 of its
+temporaries does 0.26 % of a step more; at double no plan of the sweep charges 0.02 % less."""
 _SPARING = 3
 """Every so manieth price is also solved with products that may not run again. A guess."""
 _SPANS = (1, 2, 4, 8)
-"""Longest segments, in stages, that are tried, beside the whole climb: doubled each time. A guess. At 2 to 16 DLRM at
-0.5 of its temporaries does 30 % of a step more; at 1 to 4 no plan of the sweep changes."""
+"""Longest segments tried, in stages, beside the whole climb. A guess. At 2 to 16 DLRM at 0.5 of its temporaries does 30
+% of a step more; at 1 to 4 no plan of the sweep changes."""
 _OFFSETS = 2
-"""Segmentations tried per span: starts at different cut points. 4 made the same plans in more time. At half and at
+"""Segmentations tried per span, from different first cut points. 4 made the same plans in more time. At half and at
 double no plan of the sweep changes by more than 0.01 %."""
 _STEPS, _DEAR = 3, 0.002
 """Steps tried between two neighbouring answers, behind ops that charge at least this share of the whole. A guess. At
 half and at double no plan of the sweep changes with the first."""
 _UNITS = 16384
-"""Resolution of the programme: bytes are rounded to this share of what there is to distribute. A guess: 16 kB in 256
-MB. At half and at double no plan of the sweep changes by more than 0.01 %."""
+"""Resolution: bytes are rounded to this share of the bytes to distribute. A guess: 16 kB in 256 MB. At half and at
+double no plan of the sweep changes by more than 0.01 %."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """What one segment keeps, in bytes, and what recomputing the rest is charged.
+    """What one segment keeps, in bytes, and the charge to recompute the rest.
 
-    ``entry``: bytes of what it reads across its lower end, to be kept by the segments before it;
-    ``exit``: whether all that crosses its upper end and is made in it is kept.
+    ``entry``: bytes it reads across its lower end, which earlier segments must keep. ``exit``: whether it keeps all
+    that is made in it and crosses its upper end.
     """
 
     kept: frozenset[int]
@@ -61,17 +60,16 @@ class _Option:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What to keep, and the segments (first and last cut) with the option taken for each, from first to last."""
+    """What to keep, and per segment, in order, its first and last cut and the option taken."""
 
     kept: frozenset[int]
     parts: tuple[tuple[int, int, frozenset[int]], ...]
 
 
 class Needs:
-    """What segments need while they are recomputed, beside all that is kept for the segments before them.
+    """Bytes that segments need while they are recomputed, beside all that is kept for earlier segments.
 
-    Learned from schedules that were laid out and measured. A segment of which only other options were
-    measured is believed to need the least of those.
+    Learned from measured schedules. If only other options of a segment were measured, the least of those is assumed.
     """
 
     def __init__(self) -> None:
@@ -84,7 +82,7 @@ class Needs:
         return known[kept] if kept in known else min(known.values())
 
     def learn(self, menu: Menu, choice: Choice, clones: Sequence[tuple[int, int]], profile: Sequence[int]) -> None:
-        """From a schedule with ``profile`` bytes at its steps; ``clones``: of each its step and its op."""
+        """Learn from a schedule with ``profile`` bytes at its steps. ``clones``: step and op of each."""
         cuts = menu.cuts
         count = len(cuts) + 1
         held, peak = [set[int]() for _ in range(count)], [0] * count
@@ -103,8 +101,8 @@ class Needs:
 
 
 class _Segmentation(NamedTuple):
-    """The forward part in segments between ``bounds``, cuts 0 (its begin) to the last (its end), at the steps
-    ``inner``; and its cut problems: by charge, and ``sparing`` products, which then do not run again."""
+    """The forward part in segments between ``bounds`` (cut 0, its begin, to the last, its end), at steps ``inner``.
+    ``cut``: its cut problem by charge. ``sparing``: the same without recomputing products."""
 
     bounds: list[int]
     inner: list[int]
@@ -135,7 +133,7 @@ class Menu:
 
     @cached_property
     def _options(self) -> dict[tuple[int, int], dict[frozenset[int], _Option]]:
-        """All that a segment between two cuts may keep: once asked for, as some boundaries are for the least alone."""
+        """Options of all segments. Lazy: some boundaries need only ``least``."""
         found: dict[tuple[int, int], dict[frozenset[int], _Option]] = {}
         for segmentation in (s for span in self.spans for s in self._segmentations(span)):
             for i, j, option in self._options_of(segmentation):
@@ -145,7 +143,7 @@ class Menu:
         return found
 
     def _segmentations(self, span: int) -> list[_Segmentation]:
-        """Into segments of ``span`` stages, from several cut points on."""
+        """Segmentations into segments of ``span`` stages, from several first cut points."""
         if span not in self._segmented:
             count = len(self.cuts) + 1
             found = self._segmented[span] = list[_Segmentation]()
@@ -159,14 +157,14 @@ class Menu:
 
     @cached_property
     def _by_end(self) -> list[list[tuple[int, list[_Option]]]]:
-        """Of the segments that end at a cut: where they begin, and the options that are no worse than others."""
+        """By last cut: the segments' first cuts and undominated options."""
         found: list[list[tuple[int, list[_Option]]]] = [[] for _ in range(len(self.cuts) + 2)]
         for (i, j), options in sorted(self._options.items()):
             found[j].append((i, _undominated(list(options.values()))))
         return found
 
     def _options_of(self, segmentation: _Segmentation) -> Iterator[tuple[int, int, _Option]]:
-        """Options of its segments: first and last cut, and what is kept."""
+        """Options of the segments: first cut, last cut, option."""
         bounds, inner, cut, sparing = segmentation
         answers = list(dict.fromkeys((*sparing.keeps(self._prices[::_SPARING]), *cut.keeps(self._prices))))
         crossing: dict[int, set[int]] = {}
@@ -198,7 +196,8 @@ class Menu:
     def _between(
         self, less: frozenset[int], more: frozenset[int], spared: set[int], inner: Sequence[int]
     ) -> Iterator[frozenset[int]]:
-        """Where two answers differ in several dear ops of one segment: one below a step, the other above it."""
+        """Mixtures of two answers that differ in several dear ops of a segment: one below a step, the other above
+        it."""
         dear: list[list[int]] = [[] for _ in range(len(inner) + 1)]
         for o in sorted(spared):
             if self._charge[o] >= self._dear:
@@ -219,7 +218,7 @@ class Menu:
         return sum(self._graph.values[v].nbytes for v in kept)
 
     def least(self, span: int) -> frozenset[int]:
-        """The fewest bytes that can be kept with segments of ``span`` stages."""
+        """The kept set of fewest bytes with segments of ``span`` stages."""
         if span not in self._least:
             kept = (
                 self.completed(cut.keep(self._prices[-1]), s.inner)
@@ -247,7 +246,7 @@ class Menu:
             kept = kept | missing
 
     def segments(self) -> Iterable[tuple[int, int]]:
-        """First and last cut of every segment that has options; cut 0 is the begin of the forward part."""
+        """First and last cut of every segment with options; cut 0 is the begin of the forward part."""
         return self._options
 
     def made(self, v: int) -> int:
@@ -255,10 +254,10 @@ class Menu:
         return self._made[v]
 
     def choose(self, span: int, capacity: int, room: int | None = None, needs: Needs | None = None) -> Choice | None:
-        """What to keep within ``capacity`` bytes at the least charge; None when nothing fits.
+        """What to keep within ``capacity`` bytes at the least charge; None if nothing fits.
 
-        ``room``: bytes for what is kept before a segment and what the segment ``needs`` when it is recomputed:
-        the descent frees what late segments keep before it comes to the early ones.
+        ``room``: bytes for what is kept before a segment and what the segment ``needs`` when recomputed. The descent
+        frees what late segments keep before it comes to the early ones.
         """
         needs = needs or Needs()
         count = len(self.cuts) + 1

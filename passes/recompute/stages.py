@@ -1,8 +1,8 @@
-"""Where does the forward part of a program end, which residuals wait there, and where can it be cut?
+"""The boundary of a program, the residuals that wait there, and the cut points of its forward part.
 
-A train step has a forward and a backward part: residuals pile up in the first and are used in the second. The
-boundary between them is the step at which the most bytes are live but idle. The forward part is cut at cut points:
-steps where the bytes that the rest of it still needs are at a local minimum.
+In a train step residuals pile up in the forward part and are used in the backward part. The boundary is the step
+between them at which the most bytes are live but idle. Cut points are steps where the bytes that the rest of the
+forward part still needs are at a local minimum.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from jaxtensile.passes.lifetimes.liveness import Liveness
 from jaxtensile.switches import on
 
 PROMINENCE = 1.3
-"""A cut point counts when the profile rises by this factor before the next one. A guess. At 1.15 no plan of the sweep
+"""A cut point counts if the profile rises by this factor before the next one. A guess. At 1.15 no plan of the sweep
 changes; at 1.6 some do, by less than 0.01 %."""
 
 
 NARROW, NEIGHBOURS = 1.25, 2
-"""A cut point is narrow if it is at most this much wider than its neighbours, so many to each side. A guess. At 1.125
-and at 1.5 no plan of the sweep changes."""
+"""A cut point is narrow if at most this factor wider than its neighbours, so many to each side. A guess. At 1.125 and
+at 1.5 no plan of the sweep changes."""
 FEW, MOST = 3, 32
 """With fewer cut points than the first, a level forward part is cut into at most about the second. A guess."""
 SHORTEST, LONGEST, WINDOWS = 2, 64, 64
-"""Ops of the shortest gap between two uses that is worth an eviction: at least, at most, and one of so many parts of
-the program between. A guess."""
+"""Ops in the shortest gap between two uses that is worth an eviction: least, most, and between them one of so many
+parts of the program. A guess."""
 QUARTER = 4
-"""The usual width of a level forward part is that of which one step in so many is narrower, such as its ends. A
-guess."""
+"""The usual width of a level forward part: one step in so many is narrower, such as its ends. A guess."""
 PLATEAU = 0.9
 """The boundary is the highest step among those with this share of the most idle bytes. A guess. At 0.95 no plan of the
 sweep changes; at 0.8 two do, by less than 0.01 %."""
@@ -38,11 +37,11 @@ sweep changes; at 0.8 two do, by less than 0.01 %."""
 
 @dataclass(frozen=True, slots=True)
 class Boundary:
-    """One boundary: ops before ``step`` are the forward part, ops from ``step`` on the backward part.
+    """One boundary: ops before ``step`` are the forward part, the others the backward part.
 
-    ``needed``: values made before the boundary, read after it, idle for long enough around it;
-    ``always``: values that are available after the boundary whatever is decided;
-    ``cone``: ops before the boundary that can recompute something needed, ascending.
+    ``needed``: values made before the boundary, read after it, and idle long enough around it. ``always``: values
+    available after the boundary in any case. ``cone``: ops before the boundary that can recompute something needed,
+    ascending.
     """
 
     step: int
@@ -52,7 +51,7 @@ class Boundary:
 
 
 def idle_window(graph: Graph) -> int:
-    """Shortest gap between two uses (in steps) that is worth an eviction."""
+    """Shortest gap between two uses, in steps, that is worth an eviction."""
     return max(SHORTEST, min(LONGEST, len(graph.ops) // WINDOWS))
 
 
@@ -84,7 +83,7 @@ def buffer_steps(graph: Graph, live: Liveness) -> list[list[int]]:
 
 
 def find_boundary(graph: Graph, live: Liveness, budget_temp: int) -> int | None:
-    """The step over budget with the most idle bytes; None when nothing idles there."""
+    """The step over budget with the most idle bytes; None if nothing idles there."""
     window = idle_window(graph)
     touches = buffer_steps(graph, live)
     n = len(graph.ops)
@@ -105,7 +104,7 @@ def find_boundary(graph: Graph, live: Liveness, budget_temp: int) -> int | None:
 
 
 def boundary_at(graph: Graph, step: int) -> Boundary:
-    """Everything the decision at one boundary depends on."""
+    """The ``Boundary`` at ``step``."""
     window = idle_window(graph)
     steps = use_steps(graph)
     fixed: set[int] = {*graph.inputs, *graph.outputs}
@@ -140,8 +139,8 @@ def boundary_at(graph: Graph, step: int) -> Boundary:
 def cut_points(graph: Graph, boundary: Boundary) -> tuple[list[int], list[int]]:
     """Steps before the boundary at which few bytes cross to the rest of the forward part, ascending.
 
-    A cut at step ``w`` separates ops ``< w`` from ops ``>= w``. Returns all cut points (where stages
-    may begin) and the narrow ones among them (worth keeping everything that crosses).
+    A cut at step ``w`` separates ops ``< w`` from ops ``>= w``. Returns all cut points (where stages may begin) and the
+    narrow ones (where keeping everything that crosses is worth it).
     """
     cone, always = boundary.cone, boundary.always
     if not cone:
@@ -181,7 +180,7 @@ def _level(profile: list[int], steps: list[int], costly: list[bool]) -> list[int
 def _valleys(profile: list[int], steps: list[int], costly: list[bool]) -> list[int]:
     """Local minima of ``profile`` over ``steps`` whose sides rise by ``PROMINENCE``.
 
-    ``costly``: ops that are dear to run again; of equal minima the one behind such an op is taken.
+    ``costly``: ops that are dear to rerun; of equal minima the one behind such an op is taken.
     """
     found: list[int] = []
     low_step, low, high = -1, float("inf"), 0.0

@@ -46,7 +46,7 @@ _EXCLUDED = 200
 _COARSE, _FINE = 1e-3, TOLERANCE
 """Gap of a solution, as a share of a step: while violated steps are sought, and then. The first is a guess."""
 _RESERVE = 0.25
-"""Share of the time left for a schedule that fits. A guess."""
+"""Share of the time kept for a schedule that fits, if the bound takes long. A guess."""
 _BLURS = 3
 """Tolerances of a solution up to which charges count as equal. A guess."""
 _PROVEN = 1e-5

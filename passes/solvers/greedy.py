@@ -114,7 +114,8 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
 
 
 class Solver:
-    """``prepare`` for all programs of one job. Equal programs share searches, even if they differ in host memory."""
+    """``prepare`` for all programs of one job. Equal programs share searches, even if they differ in what may wait on
+    the host."""
 
     def __init__(self) -> None:
         self._searches = lru_cache(maxsize=_PROGRAMS)(Searches)

@@ -325,7 +325,7 @@ class Model:
 
 
 def _answered(*, options: Mapping[str, float], **programme: Any) -> Any:
-    """HiGHS's answer; if infeasible, again without presolve, which is wrong for some programmes."""
+    """HiGHS's answer; if infeasible, again without presolve, which calls some feasible programmes infeasible."""
     with hushed(_REPAIRED):
         found = cast(Any, milp)(**programme, options=options)
         if found.status == _INFEASIBLE:
