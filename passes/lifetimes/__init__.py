@@ -1,1 +1,1 @@
-"""Which values become buffers once XLA has fused a program, and when is each of them there?"""
+"""Buffers of a program after XLA's fusion, and their lifetimes."""

@@ -1,17 +1,17 @@
-"""Which products and scatters does XLA add to what is there already?
+"""Products and scatters that XLA adds into an existing buffer.
 
-A product with one reader, an elementwise op whose other operand is what the program or the body of a loop is given, or
-a number, is computed together with it: the product by itself is never stored, and what it is added to is written over.
-So XLA:GPU does from compute capability 8.0 on, as often as such steps follow that read no fewer bytes than they write,
-or make a result (``FuseTowardUsers`` in ``xla/service/gpu/transforms/gemm_fusion.cc``, ``IsOutputWorthFusing`` in
-``xla/service/gpu/triton_tiling_propagation.cc``); its library adds one array
-(``xla/service/gpu/transforms/gemm_rewriter.cc``). So the gradients of parts that a loop adds up take no memory of their
-own, and those that a step of gradient descent takes off a donated weight take that of the weight.
+A product may have one reader: an elementwise op whose other operand is an input of the program or of the loop body, or
+a number. XLA:GPU computes both together from compute capability 8.0. The product is never stored, and the input's
+buffer is overwritten. More such ops may follow, as long as each reads no fewer bytes than it writes, or makes a result
+(``FuseTowardUsers`` in ``xla/service/gpu/transforms/gemm_fusion.cc``, ``IsOutputWorthFusing`` in
+``xla/service/gpu/triton_tiling_propagation.cc``). The library adds one array
+(``xla/service/gpu/transforms/gemm_rewriter.cc``). So gradients that a loop sums need no buffer, and those that gradient
+descent takes off a donated weight use the weight's.
 
-What is scattered into zeros and then added to something is scattered into that (``HandleAdd`` in
-``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``): the gradient of a table of which rows are read.
+A scatter into zeros that is then added to an array becomes a scatter into the array (``HandleAdd`` in
+``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``): the gradient of an embedding table.
 
-Invariant: what is not stored is read by one kernel alone.
+Invariant: a value that is not stored is read by one kernel alone.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def added(
     *,
     generated: bool,
 ) -> dict[int, int]:
-    """For the result of each kernel that adds a product to what it is given, the product; of several the first.
+    """For the result of each kernel that adds a product to an input, the product; of several the first.
 
-    ``read_by``: for each value its readers; ``home``, ``reads``, ``is_root``: as of ``Kernels``; ``generated``: whether
-    products compute what follows them. Linear in edges.
+    ``read_by``: readers of each value. ``home``, ``reads``, ``is_root``: as in ``Kernels``. ``generated``: whether
+    products compute the ops that follow them. Linear in edges.
     """
     values, made = graph.values, producers(graph)
     given, wanted = set[int](graph.inputs), set[int](graph.outputs)
@@ -52,7 +52,7 @@ def added(
         return not values[v].shape or (op is not None and op.primitive == BROADCAST and not op.operands)
 
     def added_up(op: Op) -> int | None:
-        """What a product is added up to, None where it is stored."""
+        """The buffer that a product is added into; None if the product is stored."""
         v, over = op.results[0], False
         by_steps = generated and all(values[s].dtype in FLOATS for s in (*op.operands, v))
         while v not in wanted and len(read_by[v]) == 1:
@@ -87,7 +87,7 @@ def added(
 def scattered(
     graph: Graph, read_by: Sequence[Sequence[int]], home: Sequence[int], is_root: Sequence[bool]
 ) -> dict[int, int]:
-    """For the sum of something and what is scattered into zeros, the scatter; for the scatter, the zeros.
+    """For each sum of an array and a scatter into zeros, the scatter; for the scatter, the zeros.
 
     ``read_by``, ``home``, ``is_root``: as of ``added``. Linear in edges.
     """

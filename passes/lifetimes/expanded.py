@@ -1,18 +1,17 @@
-"""What does XLA write out as other ops, or hand to a library that takes memory of its own?
+"""Ops that XLA rewrites into others, or hands to a library that takes memory of its own.
 
-* A product by groups of rows (``ragged_dot``) becomes one product, with a copy of the rows for each group that is zero
-  where rows are others'; where the result has groups, both operands are copied so. Otherwise a row's copies stand side
-  by side, and the matrices one below the other: both are transposed for that, the matrices on a CPU as they may be. XLA
-  makes such copies once for all products of the same rows, however long they wait for the last (``apart``). A TPU has
-  products by groups.
-* Decompositions are those of LAPACK or cuSOLVER, which read and write by columns and write over what they read: what
-  they read is a transposed copy, and what they write is transposed again, NaN where they failed.
-* XLA:CPU multiplies matrices by rows, and convolves images whose channels are last: what is otherwise is copied. On
-  other devices the arrays are laid out so from the start.
-* XLA:GPU splits a product with a small result along what it sums over, so that all of the device is busy, and pads
-  what does not split evenly (``xla/service/gpu/transforms/splitk_rewriter.cc``): both operands are copied.
+* ``ragged_dot`` becomes one product, with a copy of the rows per group, zero in rows of other groups. If the result has
+  groups, both operands are copied so. Otherwise a row's copies lie side by side and the matrices one below the other.
+  Both are transposed for that; a CPU copies the matrices in any layout. Products of the same rows share the copies,
+  which live until the last product (``apart``). TPUs have a native op.
+* LAPACK and cuSOLVER decompose column by column and in place. The operand is a transposed copy; results are transposed
+  back, NaN where they failed.
+* XLA:CPU multiplies row-major matrices and convolves channels-last images; other layouts are copied. Other devices lay
+  arrays out so from the start.
+* XLA:GPU splits a product with a small result along the summed dimension, to keep the device busy. It pads what does
+  not split evenly (``xla/service/gpu/transforms/splitk_rewriter.cc``): both operands are copied.
 
-Invariant: inputs and outputs are the same values, and every op of the original is there once, in its order.
+Invariant: inputs and outputs are the same values; every original op appears once, in order.
 """
 
 from __future__ import annotations
@@ -27,24 +26,23 @@ from jaxtensile.passes.lifetimes.prologue import PRODUCT
 from jaxtensile.switches import on
 
 _TILE = 128 * 64
-"""Elements of a result that one processor makes at a time: tiles of 128 x 64 (``splitk_rewriter.cc``, see above)."""
+"""Elements of a result that one processor makes at a time: tiles of 128 x 64 (``splitk_rewriter.cc``)."""
 _EVEN = 128
-"""What is summed over splits evenly where it is a multiple of this number of elements: 16 parts of 8
-(``splitk_rewriter.cc``)."""
+"""Elements: summed dimensions split evenly at multiples of this, 16 parts of 8 (``splitk_rewriter.cc``)."""
 _LONG = 8 * _EVEN
-"""Elements: what is summed over is not split where it is shorter (``splitk_rewriter.cc``)."""
+"""Elements: shorter summed dimensions are not split (``splitk_rewriter.cc``)."""
 
 
 def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lowered:
-    """The graph with those ops; the same one where there are none. ``processors``: of a GPU, 0 on a CPU; ``groups``:
-    whether products by groups are written out."""
+    """The graph with those ops; the same graph if there are none. ``processors``: of a GPU, 0 on a CPU. ``groups``:
+    whether products by groups are rewritten."""
     groups = groups and on("spread_groups")
     if not _any(graph, processors, groups):
         return Lowered(graph, tuple(range(len(graph.ops))))
     values, ops, origin = list(graph.values), list[Op](), list[int]()
     turned: dict[tuple[ValueId, tuple[int, ...]], ValueId] = {}
     spread: dict[tuple[ValueId, ValueId], ValueId] = {}
-    """By operand and sizes of groups: its copies."""
+    """Copies by operand and group sizes."""
 
     def put(op: Op, operands: tuple[ValueId, ...], results: tuple[ValueId, ...], of: int) -> None:
         ops.append(op.on(len(ops), operands, results))
@@ -63,7 +61,7 @@ def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lower
         return new
 
     def turn(v: ValueId, order: tuple[int, ...], of: int) -> ValueId:
-        """``v`` with its axes in another order, once for all that read it so."""
+        """``v`` with its axes in another order, made once for all readers."""
         if (v, order) not in turned:
             turned[v, order] = move("transpose", v, like(v), of)
         return turned[v, order]
@@ -101,7 +99,7 @@ def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lower
 
 
 def _is_uneven(graph: Graph, op: Op, processors: int) -> bool:
-    """Whether it is a product that is split, of matrices, and not evenly."""
+    """Whether ``op`` is a product of matrices that is split, but not evenly."""
     if op.primitive != PRODUCT or len(set(op.operands)) != 2:
         return False
     shapes = [graph.values[v].shape for v in (*op.operands, *op.results)]
@@ -113,7 +111,7 @@ def _is_uneven(graph: Graph, op: Op, processors: int) -> bool:
 
 
 def _summed(graph: Graph, op: Op) -> int:
-    """What a product of matrices sums over."""
+    """Length of the summed dimension of a product of matrices."""
     a, b, made = (math.prod(graph.values[v].shape) for v in (*op.operands, *op.results))
     return math.isqrt(a * b // made)
 

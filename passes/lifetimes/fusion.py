@@ -1,13 +1,11 @@
-"""Which values become buffers, and which op reads each buffer, once XLA has fused the program.
+"""Values that become buffers, and the buffers that each op reads, once XLA has fused the program.
 
-A fusible op (elementwise, broadcast, slice, …) disappears into its consumers unless somebody
-needs its result in memory: a library call, a loop, a barrier, an output. Model of XLA's
-producer-consumer fusion: a producer is fused into all of its consumers or into none, and only
-while that reads fewer bytes than writing the result once (priority fusion,
-``xla/service/gpu/transforms/priority_fusion.cc``). Consumers that have become one kernel are one.
+A fusible op (elementwise, broadcast, slice, …) disappears into its consumers, unless its result is needed in memory: by
+a library call, a loop, a barrier, an output. The model of producer-consumer fusion: a producer fuses into all of its
+consumers or none, and only while that reads fewer bytes than writing the result once (priority fusion,
+``xla/service/gpu/transforms/priority_fusion.cc``). Consumers in one kernel count once.
 
-Invariant: every value has a ``home``: itself when it is a buffer, the buffer it is a view of,
-or -1 when it never exists.
+Invariant: every value has a ``home``: itself if it is a buffer, the buffer it is a view of, or -1 if it never exists.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ VIEWS = frozenset(
     """reshape squeeze expand_dims bitcast_convert_type stop_gradient copy_p pvary name reduced_vary_cast
     vary_unreduced_cast""".split()
 )
-"""Same bytes in the same order: XLA makes them bitcasts."""
+"""Same bytes in the same order: bitcasts in XLA."""
 
 ELEMENTWISE = frozenset(
     """abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type cos cosh
@@ -44,7 +42,7 @@ MOVES = frozenset(
     stack unstack random_unwrap random_fold_in random_split random_gamma""".split()
 )
 SPREAD = "spread"
-"""What XLA writes of the rows of a product by groups (``expanded``)."""
+"""Copies of the rows of a product by groups (``expanded``)."""
 _SHIFTS = frozenset("concatenate dynamic_slice gather pad rev slice".split())
 REDUCTIONS = frozenset(
     """reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor argmax argmin reduce
@@ -55,9 +53,9 @@ IN_PLACE = frozenset(
     """scatter scatter-add scatter_add scatter-sub scatter-mul scatter_mul scatter-min scatter-max scatter_min
     scatter_max dynamic_update_slice""".split()
 )
-"""Write into operand 0 when nobody reads it afterwards."""
+"""Write into operand 0 if nobody reads it afterwards."""
 DECOMPOSITIONS = frozenset("cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd tridiagonal".split())
-"""Library calls that write over a copy of what they read."""
+"""Library calls that write over a copy of their operand."""
 
 DRAWS = frozenset({"random_bits", "threefry2x32", "rng_bit_generator"})
 """Random numbers."""
@@ -67,31 +65,31 @@ WORK = {
     **dict.fromkeys("tanh erf erfc erf_inv pow sin cos tan atan2 lgamma digamma".split(), 8.0),
     **dict.fromkeys(DRAWS, 32.0),
 }
-"""Arithmetic of one element, in bytes of memory traffic that take as long; what is missing is free. Set so that
-``tanh``, ``erf`` and their like are stored rather than computed twice, as XLA:GPU does (docs/xla.md)."""
+"""Arithmetic of one element, in bytes of memory traffic that take as long; ops not listed are free. Set so that
+``tanh``, ``erf`` and the like are stored rather than computed twice, as XLA:GPU does (docs/xla.md)."""
 EXPENSIVE = frozenset(WORK)
 
 _SLOW = frozenset({"div", "sqrt", "rsqrt", "rem"})
-"""Arithmetic that XLA's compiler for the CPU does not do twice either (``InstructionFusion::IsExpensive`` in
-``xla/service/instruction_fusion.cc``), nor what it rounds to 16 bits and back."""
+"""Arithmetic that XLA:CPU does not repeat either (``InstructionFusion::IsExpensive`` in
+``xla/service/instruction_fusion.cc``), nor ops that round to 16 bits and back."""
 
 HALVES = frozenset({"bfloat16", "float16"})
 
 SMALL = 1 << 26
-"""Elements below which XLA:GPU stores what it would compute twice in larger arrays: GPT-2's softmax at 62.9 and 75.5
-million elements, H200, jax 0.10.2."""
+"""Elements below which XLA:GPU stores values that it would compute twice in larger arrays: GPT-2's softmax at 62.9 and
+75.5 million elements, H200, jax 0.10.2."""
 ROW = 1 << 14
-"""Elements of the longest row of which XLA:GPU makes sums and what follows in one kernel: measured from 1,024 to 32,768
+"""Elements of the longest row whose sums and what follows XLA:GPU computes in one kernel: measured from 1,024 to 32,768
 (H200, docs/xla.md)."""
 _MAX_LEAVES = 24
-"""Buffers that one kernel reads at most in the model: it bounds the work of the model. XLA:GPU has a limit of its own,
-which is higher. A guess. At half and at double no plan of the sweep changes."""
+"""Most buffers that one kernel reads: bounds the work of the model. XLA:GPU's own limit is higher. A guess. At half and
+at double no plan of the sweep changes."""
 
 
 _FUSIBLE = ELEMENTWISE | MOVES | {OUTER, SPREAD}
 _FUSIBLE_OR_VIEWS = _FUSIBLE | VIEWS
 _READ_ANYWHERE = _FUSIBLE | REDUCTIONS
-"""What takes its operands as they come, stored or not."""
+"""Ops that take their operands stored or not."""
 
 
 def is_fusible(primitive: str) -> bool:
@@ -103,10 +101,10 @@ def is_fusible(primitive: str) -> bool:
 class Fuser:
     """How a target's compiler fuses.
 
-    ``twice``: whether it computes in several kernels what several read, where that is cheaper; the compiler for the CPU
-    does so with what takes no time. ``products``: whether products compute what they read; the generator of such
-    products needs compute capability 8.0. ``outer``: whether outer products are multiplied where they are read.
-    ``work``: how long arithmetic takes beside memory traffic, in that of an H200.
+    ``twice``: whether a value with several readers is computed in each kernel if that is cheaper; the CPU's compiler
+    does so only for ops that take no time. ``products``: whether products compute their operands; their generator needs
+    compute capability 8.0. ``outer``: whether outer products are computed where they are read. ``work``: time of
+    arithmetic relative to memory traffic, in that of an H200.
     """
 
     twice: bool = True
@@ -123,11 +121,10 @@ CPU = Fuser(twice=False, products=False, outer=False)
 class Kernels:
     """The fused program.
 
-    ``home[v]``: the value whose buffer holds ``v`` (-1: never materialised); ``reads[i]``: the
-    buffers op ``i`` reads if it is the root of a kernel (empty for ops that fused away);
-    ``is_root[i]``: op ``i`` launches; ``leaves[v]``: the buffers a fused value is computed from; ``by``: who fused;
-    ``added``: for the result of a kernel that adds a product or a scatter to something, that, which is no buffer; for
-    a scatter the zeros that it would add to, which are none either.
+    ``home[v]``: the value whose buffer holds ``v`` (-1: never materialised). ``reads[i]``: buffers that op ``i`` reads
+    if it is the root of a kernel, else empty. ``is_root[i]``: op ``i`` launches. ``leaves[v]``: buffers that a fused
+    value is computed from. ``by``: the compiler that fused. ``added``: by result of a kernel that adds a product or a
+    scatter to an array, that product or scatter; by scatter, the zeros it would add to. Neither is a buffer.
     """
 
     home: list[int]
@@ -138,19 +135,19 @@ class Kernels:
     added: Mapping[int, int] = field(default_factory=dict[int, int])
 
     def in_order(self, order: Sequence[int]) -> Kernels:
-        """The same kernels, of the same ops in another order: what fuses depends on who reads what, not on when."""
+        """The same kernels for the ops in another order: fusion depends on who reads what, not on when."""
         return replace(self, reads=[self.reads[i] for i in order], is_root=[self.is_root[i] for i in order])
 
 
 RECENT = 4
-"""Graphs of which the kernels are remembered: who prices a program, and who plans it, ask for the same ones. A guess;
-planning of 3,878 equations took 8 % less with this and lifetimes remembered."""
+"""Graphs whose kernels are remembered: pricing and planning ask for the same ones. A guess; planning of 3,878 equations
+took 8 % less with this and lifetimes remembered."""
 
 
 def fuse(graph: Graph, *, by: Fuser = H200, written: bool = False) -> Kernels:
     """Group ops into kernels. Linear in edges.
 
-    ``written``: of a program that is compiled as it was written, what has been measured of such programs alone.
+    ``written``: the program is compiled as written, so rules measured on such programs alone apply too.
     """
     return _fused(Same(graph), by, written, switched_off())
 
@@ -247,7 +244,7 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
 
 
 def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> None:
-    """Its polynomials are in f32: XLA rounds the argument once to 16 bits, and gradients read what was rounded."""
+    """Store 16-bit arguments of ``erf``: its polynomials are in f32, and gradients read the rounded argument."""
     for op in graph.ops:
         if op.primitive in ("erf", "erfc"):
             for v in op.operands:
@@ -257,10 +254,12 @@ def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: 
 
 
 def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
-    """A softmax in f32 of scores in 16 bits: XLA stores the exponentials, not the scores, of small arrays, where a
-    quotient reads them, and in rows of one kernel also where the logarithm of their sum is taken off all of a row
-    (``log_softmax``): a cross entropy takes 10 bytes a logit then, 6 to 8 where nobody wants the loss beside its
-    gradient, 6 by ``logsumexp`` (H200, jax 0.10.2 and 0.12)."""
+    """Whether ``op`` makes the exponentials of an f32 softmax of 16-bit scores in a small array.
+
+    XLA stores them instead of the scores if a quotient reads them. In rows of one kernel it also does so for
+    ``log_softmax``, which takes the logarithm of their sum off all of a row. A cross entropy takes 10 bytes a logit
+    then, 6 to 8 without the loss beside its gradient, 6 by ``logsumexp`` (H200, jax 0.10.2 and 0.12).
+    """
     result = graph.values[op.results[0]]
     count = math.prod(result.shape)
     readers = [graph.ops[o] for o in read_by[result.id]]
@@ -279,7 +278,7 @@ def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read
 
 
 def _behind_views(graph: Graph, values: Sequence[int], read_by: list[list[int]]) -> list[Op]:
-    """The ops that read some values, also by other names and spread."""
+    """Ops that read ``values``, directly or through views and broadcasts."""
     found, left = list[Op](), list(values)
     while left:
         for o in read_by[left.pop()]:
@@ -303,8 +302,8 @@ def _worth_fusing(
 ) -> bool:
     """Whether computing a value in every reader beats writing it once and reading it back.
 
-    ``times``: how often the ``users`` compute an element; what was written they find in the cache when they read again,
-    or read ``again`` from memory, as XLA has it whatever its size (max pools, H200, jax 0.10.2).
+    ``times``: how often the ``users`` compute an element. Further reads of a written value hit the cache; with
+    ``again`` they read memory, as XLA assumes at any size (max pools, H200, jax 0.10.2).
     """
     if len(sources) > _MAX_LEAVES:
         return False
@@ -317,7 +316,7 @@ def _worth_fusing(
 
 
 def _readers(graph: Graph, read_by: list[list[int]], views: list[bool], must_exist: list[bool]) -> list[Sequence[int]]:
-    """For each value the ops that read it, or read what is no more than another type of it and is never stored."""
+    """For each value the ops that read it, or read an unstored view or widened copy of it."""
     out: list[Sequence[int]] = [*read_by]
     for op in reversed(graph.ops):
         if not op.operands or len(op.results) != 1 or must_exist[op.results[0]]:
@@ -329,7 +328,7 @@ def _readers(graph: Graph, read_by: list[list[int]], views: list[bool], must_exi
 
 
 def _widens(graph: Graph, op: Op) -> bool:
-    """Whether an op turns numbers into as wide or wider ones: XLA fuses that into every reader first of all."""
+    """Whether ``op`` casts to an equally wide or wider type: XLA fuses such casts into every reader first."""
     is_cast = op.primitive == "convert_element_type" and bool(op.operands)
     return is_cast and graph.values[op.operands[0]].nbytes <= graph.values[op.results[0]].nbytes and on("casts_first")
 
@@ -337,8 +336,8 @@ def _widens(graph: Graph, op: Op) -> bool:
 def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
     """For each op whether its result is its operand's buffer: bitcasts, and matrices transposed next to products.
 
-    A product reads a matrix in either order, and writes one in either order where nobody wants the other, so XLA folds
-    the transpose into it.
+    A product reads a matrix in either order. It writes one in either order if nobody wants the other. So XLA folds the
+    transpose into it.
     """
     out = [op.primitive in VIEWS for op in graph.ops]
     transposes = [op for op in graph.ops if op.primitive == "transpose"]
@@ -355,10 +354,11 @@ def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[boo
 
 
 def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], products: Prologues) -> list[bool]:
-    """Values that some reader takes as a buffer; views and what products compute pass the demand on to their base."""
+    """Values that some reader takes as a buffer. Views, and values computed inside products, pass the demand to their
+    base."""
     needed = [False] * len(graph.values)
     multiplied = [False] * len(graph.values)
-    """Products read what it is made from."""
+    """Products read the operands of this value instead."""
 
     def multiply(operands: Iterable[int]) -> None:
         for v in operands:
@@ -388,7 +388,7 @@ def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], product
 
 
 def _read_by_one_kernel(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> list[bool]:
-    """For each op whether all that reads it ends in one kernel: computed there, it is computed once."""
+    """For each op whether all its readers end in one kernel, so that it is computed once there."""
     ops = graph.ops
     sink = list(range(len(ops)))
     alone = [False] * len(ops)

@@ -1,7 +1,7 @@
-"""How many bytes are live at each step, after fusion, with aliases and donation.
+"""Bytes live at each step, after fusion, with aliases and donation.
 
-Invariant: a buffer is live in ``[start, stop)`` steps; the profile at step ``i`` is what op
-``i`` needs while it runs: everything live before it, plus its results.
+Invariant: a buffer is live in ``[start, stop)`` steps. The profile at step ``i`` is what op ``i`` needs while it runs:
+everything live before it, plus its results.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class LiveRange:
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """Buffers of one run. ``profile[i]``: temporary bytes while op ``i`` runs (arguments and
-    outputs excluded); ``owner[b]``: the buffer whose memory buffer ``b`` takes over, ``b`` itself if none;
-    ``argument``, ``output``, ``alias``: as XLA's memory analysis counts them."""
+    """Buffers of one run. ``profile[i]``: temporary bytes while op ``i`` runs, without arguments and outputs.
+    ``owner[b]``: the buffer whose memory ``b`` takes over, or ``b``. ``argument``, ``output``, ``alias``: as in XLA's
+    memory analysis."""
 
     ranges: tuple[LiveRange, ...]
     profile: list[Bytes]
@@ -64,8 +64,8 @@ class Liveness:
         return self.argument + self.output + self.temp - self.alias
 
     def at_peak(self) -> tuple[int, list[LiveRange], Bytes]:
-        """The op at the peak of the profile, what is live there, and what the op's bodies need inside; ``(-1, [], 0)``
-        where nothing is."""
+        """The op at the peak, the buffers live there, and bytes inside the op's bodies; ``(-1, [], 0)`` without
+        temporaries."""
         if not self.temp:
             return -1, [], 0
         peak = max(range(len(self.profile)), key=self.profile.__getitem__)
@@ -73,13 +73,13 @@ class Liveness:
         return peak, held, self.profile[peak] - sum(r.nbytes for r in held)
 
     def use(self, host: Bytes = 0) -> MemoryUse:
-        """The same as the prediction of XLA's memory analysis; ``host``: bytes that wait there."""
+        """The prediction of XLA's memory analysis. ``host``: bytes that wait there."""
         return MemoryUse(argument=self.argument, output=self.output, temp=self.temp, alias=self.alias, host=host)
 
 
 def live_ranges(graph: Graph, kernels: Kernels | None = None, *, together: bool = False) -> Liveness:
-    """Buffers and their lifetimes when the ops run in schedule order; ``together``: of a program that is compiled as it
-    was written, whose loops do not each make what they stack into (``rewrite``)."""
+    """Buffers and their lifetimes when the ops run in schedule order. ``together``: the program is compiled as written,
+    so loops do not each make what they stack into (``rewrite``)."""
     if kernels is None and not together:
         return _known(Same(graph), switched_off())
     return _live_ranges(graph, kernels or fuse(graph), together)
@@ -142,7 +142,7 @@ _WRITING_OVER = IN_PLACE | DECOMPOSITIONS | {"scan"}
 
 
 def _written_over(home: list[int], op: Op) -> list[int]:
-    """The buffers that one of ``_WRITING_OVER`` has to write its results over, once nobody else reads them."""
+    """Buffers that one of ``_WRITING_OVER`` writes its results over, once nobody else reads them."""
     if op.primitive != "scan":
         return [home[v] for v in op.operands[:1] if home[v] >= 0]  # none where all it reads are literals
     consts, carries = op.carried
@@ -151,7 +151,7 @@ def _written_over(home: list[int], op: Op) -> list[int]:
 
 
 def _in_outputs(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> set[int]:
-    """The buffers of outputs, and those that updates and loops write outputs over: they are there from the first on."""
+    """Buffers of outputs, and those that updates and loops write outputs over: allocated from the start."""
     home, values = kernels.home, graph.values
     found = {home[v] for v in graph.outputs if home[v] >= 0}
     for op in reversed(graph.ops):
@@ -168,7 +168,7 @@ def _in_outputs(graph: Graph, kernels: Kernels, start: list[int], stop: list[int
 
 
 def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
-    """A buffer that is copied to the host is needed until the first op that asks for the copy."""
+    """Keep a buffer copied to the host until the first op that asks for the copy."""
     copied = {op.results[0]: kernels.reads[op.id] for op in graph.ops if op.primitive == TO_HOST}
     if not copied or not on("copies_take_time"):
         return
@@ -179,10 +179,10 @@ def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
 
 
 def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
-    """XLA:GPU makes the zeros into which loops stack once for each type, and all stacks of it in one kernel.
+    """Start all stacks of a type at the first loop.
 
-    That is, all are there from the first loop on; unless something else wants zeros of the type, which each loop then
-    copies for itself.
+    XLA:GPU makes the zeros into which loops stack once for each type, and all stacks of the type in one kernel.
+    Exception: if another op wants zeros of the type, each loop copies them for itself.
     """
     values, first = graph.values, dict[tuple[tuple[int, ...], str], int]()
     loops = [op for op in graph.ops if op.primitive == "scan"]
@@ -209,14 +209,14 @@ def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
 
 @lru_cache(maxsize=256)
 def _body_temp(body: Same[Graph], by: Fuser, off: frozenset[str]) -> Bytes:
-    """Bytes a loop body or branch needs beyond its arguments and results; schedule after schedule shares bodies."""
+    """Bytes that a loop body or branch needs beyond its arguments and results. Cached: schedules share bodies."""
     return live_ranges(body.it, fuse(body.it, by=by)).temp
 
 
 def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, set[int]]:
-    """By op, what it reads of rows that it needs sums or maxima of as well which nobody else reads: XLA:GPU makes those
-    and what follows in one kernel, and does not write over what that reads (softmax, normalization; H200, rows of
-    1,024 to 32,768)."""
+    """By op, the buffers that it reads along with sums or maxima of their rows that nobody else reads. XLA:GPU computes
+    these totals and the op in one kernel, which does not write over those buffers (softmax, normalization; H200, rows
+    of 1,024 to 32,768)."""
     values, home, reads = graph.values, kernels.home, kernels.reads
     totals = dict[int, tuple[int, ...]]()
     made, read_by, found = dict[int, int](), dict[int, set[int]](), dict[int, set[int]]()
@@ -245,13 +245,15 @@ def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, se
 
 
 def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], final: set[int]) -> list[int]:
-    """Buffers that take over the memory of an operand that dies in the same kernel.
+    """Let buffers take over the memory of an operand that dies in the same kernel; return each value's owner.
 
-    In-place updates, loop carries, and elementwise kernels whose result is as large as a dying
-    operand. XLA:GPU writes no elementwise kernel over what it reads from behind a barrier, nor over complex numbers,
-    whose parts it reads by themselves, and those that add a product begin earlier. Nothing takes over the memory of
-    outputs (``final``), and what outputs are written over later has its own. Extends the first owner's lifetime;
-    returns each value's owner.
+    This applies to in-place updates, loop carries, and elementwise kernels whose result is as large as a dying operand.
+    The first owner's lifetime is extended. Exceptions:
+
+    * XLA:GPU writes no elementwise kernel over operands from behind a barrier.
+    * It writes none over complex numbers, whose parts it reads by themselves.
+    * Kernels that add a product begin earlier.
+    * Nothing takes over the memory of outputs (``final``). Buffers that outputs are written over later have their own.
     """
     values, home = graph.values, kernels.home
     owner = list(range(len(values)))
@@ -300,7 +302,7 @@ def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], fi
 
 
 def taken_over(graph: Graph) -> list[bool]:
-    """For each output whether it reuses a donated input of the same shape and type on the device, as jit pairs them."""
+    """For each output whether it reuses a donated device input of the same shape and type, as jit pairs them."""
     pool: dict[tuple[tuple[int, ...], str], int] = {}
     for v in graph.donated.intersection(graph.inputs):  # jit drops the unused ones
         if graph.values[v].space != "host":

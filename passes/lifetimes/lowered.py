@@ -1,17 +1,18 @@
-"""What does XLA make of a program before it fuses it, where that takes memory of its own?
+"""Rewrites that XLA makes before fusion and that take memory of their own.
 
-* Convolutions in cuDNN pad alike on both sides: what is padded otherwise, or dilated without being the gradient of a
-  strided convolution (whose filter is reversed), is padded first. The convolutions of one gradient share the copy.
-* What is padded with zeros, alike on both sides, for convolutions alone is padded by them.
-* The gradient of a dilated convolution's filter is no gradient to XLA but a convolution whose batch are the features:
-  transposed copies of both operands are written for it.
-* The gradient of a max pool becomes a pool that also gives the places of the maxima, an s32 for each axis, and
-  a scatter into zeros. XLA merges equal constants, so these zeros are those that a ``relu`` of the same shape compares
-  with: there from its first kernel on, and copied where another gradient still wants them.
-* What is added to a scatter into zeros is what the scatter adds to: of a table that is read by rows and as a matrix.
+* cuDNN convolutions pad alike on both sides. Other operands are padded first. So are dilated ones, except in the
+  gradient of a strided convolution, whose filter is reversed. Convolutions of one gradient share the copy.
+* Zeros padded alike on both sides for convolutions alone are padded by the convolutions.
+* The gradient of a dilated convolution's filter is a convolution with the features as its batch: both operands are
+  copied and transposed.
+* The gradient of a max pool becomes a pool that also gives the places of the maxima, an s32 per axis, and a scatter
+  into zeros. XLA merges equal constants, so a ``relu`` of the same shape compares with the same zeros. They live from
+  its first kernel on, and are copied if another gradient still wants them.
+* An array added to a scatter into zeros replaces the zeros: the gradient of a table read by rows and as a matrix.
 
 Measured on compiled networks for an H200 (``docs/xla.md``); planned programs avoid the second by a barrier.
-Invariant: inputs and outputs are the same values, and every other op of the original is there once, in its order.
+
+Invariant: inputs and outputs are the same values; every other original op appears once, in order.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 _DILATED = 1.5
-"""Times the bytes of an array from which on its padded copy is taken to be dilated: what is dilated is about twice as
-large or more. Between 1 and 2, a guess."""
+"""Factor from which a padded copy is taken to be dilated: dilated arrays are about twice as large or more. Between 1
+and 2, a guess."""
 _INDEX = 4
-"""Bytes of an s32, which places of maxima are (docs/xla.md: the gradient of a max pool)."""
+"""Bytes of an s32, the type of places of maxima (docs/xla.md: the gradient of a max pool)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ class Lowered:
 
 
 def lowered(graph: Graph) -> Lowered:
-    """The graph with what XLA adds to it; the same one where that is nothing."""
+    """The graph with XLA's additions; the same graph if there are none."""
     onto = _added_to_sums(graph)
     if not onto and not any(op.padded for op in graph.ops):
         return Lowered(graph, tuple(range(len(graph.ops))))
@@ -47,7 +48,7 @@ def lowered(graph: Graph) -> Lowered:
 
 
 def _added_to_sums(graph: Graph) -> dict[int, int]:
-    """Sums of a product and a scatter into zeros that nobody reads otherwise, by op: the scatter."""
+    """By op, for sums of a product and a scatter into zeros without other readers: the scatter."""
     made, read_by = producers(graph), consumers(graph)
     found: dict[int, int] = {}
     for op in graph.ops:
@@ -68,7 +69,7 @@ def _added_to_sums(graph: Graph) -> dict[int, int]:
 
 
 def _is_product(graph: Graph, made: list[int], v: int) -> bool:
-    """Whether it is a matrix product, transposed or not."""
+    """Whether ``v`` is a matrix product, transposed or not."""
     while made[v] >= 0 and graph.ops[made[v]].primitive in ("transpose", "reshape"):
         v = graph.ops[made[v]].operands[0]
     return made[v] >= 0 and graph.ops[made[v]].primitive == "dot_general"
@@ -87,7 +88,7 @@ class _Lowering:
         self.read_by = consumers(graph)
         self.pads: dict[tuple[int, Bytes], int] = {}
         self.zeros: dict[tuple[tuple[int, ...], str], int] = {}
-        """By type: the zeros that gradients of pools of that type add to."""
+        """By type: the zeros that pool gradients of that type add to."""
         self.pools = [op.id for op in graph.ops if op.primitive == "select_and_scatter_add" and on("pool_gradients")]
         adding = [
             self.kind(graph.ops[o].results[0])
@@ -97,7 +98,7 @@ class _Lowering:
         self.wanted = frozenset(adding)
         selected = {self.kind(op.results[0]) for op in graph.ops if op.primitive == "select_n" and op.results}
         self.kept = {kind for kind in adding if adding.count(kind) > 1 or kind in selected}
-        """Types whose zeros are read after a gradient has been added to them, which is why it gets a copy."""
+        """Types whose zeros are read after a gradient was added to them, so the gradient gets a copy."""
 
     def run(self) -> Lowered:
         scatters = set(self.onto.values())
@@ -128,12 +129,12 @@ class _Lowering:
         return self.old.values[v].shape, self.old.values[v].dtype
 
     def is_padded(self, op: Op) -> bool:
-        """A convolution for which a padded copy is written."""
+        """Whether a padded copy is written for convolution ``op``."""
         padded = op.primitive == "conv_general_dilated" and op.padded > 0 and not op.turned and not self.is_gradient(op)
         return padded and on("padded_convolutions")
 
     def is_folded(self, op: Op) -> bool:
-        """A ``pad`` that convolutions do themselves (``FoldConvInputPad`` in
+        """Whether ``op`` is a ``pad`` that convolutions do themselves (``FoldConvInputPad`` in
         ``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``)."""
         if op.primitive != "pad" or not op.padded or op.results[0] in self.old.outputs:
             return False
@@ -144,12 +145,12 @@ class _Lowering:
         ) and on("folded_pads")
 
     def is_gradient(self, op: Op) -> bool:
-        """Whether the filter is reversed: then cuDNN has a kernel for it that dilates by itself."""
+        """Whether the filter is reversed: cuDNN has a kernel that dilates such by itself."""
         made = self.made[op.operands[1]] if len(op.operands) > 1 else -1
         return made >= 0 and self.old.ops[made].primitive == "rev"
 
     def compares_with_zeros(self, op: Op) -> bool:
-        """A ``relu`` of a type whose zeros have to exist, or its gradient once they do."""
+        """Whether ``op`` is a ``relu`` of a type whose zeros must exist, or its gradient once they do."""
         if not op.results or self.kind(op.results[0]) not in self.wanted or not on("shared_zeros"):
             return False
         if op.primitive == "max":
@@ -168,7 +169,7 @@ class _Lowering:
         return self.zeros[kind]
 
     def pool_gradient(self, op: Op) -> None:
-        """Places of the maxima, then a scatter into zeros: in place where nobody wants those afterwards."""
+        """Add the places of the maxima and a scatter into zeros, in place if nobody wants the zeros afterwards."""
         source, operand = op.operands[0], op.operands[-1]
         result = self.old.values[op.results[0]]
         windows = self.old.values[source]

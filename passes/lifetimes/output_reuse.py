@@ -1,11 +1,11 @@
-"""Which temporary buffers does XLA keep where results will be?
+"""Temporary buffers that XLA puts in the memory of results.
 
-A result that takes over no argument has memory of its own from the start of the program, though it is written at the
-end. XLA assigns buffers by descending size, and one that no larger buffer with an owner can take goes to the heap of
-temporaries; so what fits into the memory of a result, and dies before that is written, takes no memory
-(``MaybeAssignBuffer`` in ``xla/service/buffer_assignment.cc``: of those that fit, the smallest).
+A result that takes over no argument has memory from the start, though it is written at the end. XLA assigns buffers by
+descending size. A buffer that fits into the memory of a result, and dies before the result is written, takes no memory
+(``MaybeAssignBuffer`` in ``xla/service/buffer_assignment.cc``: the smallest that fits). Others go to the heap of
+temporaries.
 
-Invariant: what shares the memory of a result is never live together.
+Invariant: buffers that share the memory of a result are never live together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxtensile.units import Bytes
 
 
 def reusing_outputs(graph: Graph, live: Liveness) -> Liveness:
-    """The same buffers, but for those that are kept where results will be."""
+    """``live`` without the buffers kept in the memory of results."""
     hosts = _own_memory(graph, live)
     if not hosts or not on("output_reuse"):
         return live
@@ -41,7 +41,7 @@ def reusing_outputs(graph: Graph, live: Liveness) -> Liveness:
 
 
 class _Host:
-    """Memory of a result: when it is taken, by whom in order of time."""
+    """Memory of a result: when it is taken, in order of time."""
 
     __slots__ = ("nbytes", "starts", "stops")
 
@@ -59,7 +59,7 @@ class _Host:
 
 
 def _lodged(r: LiveRange, hosts: list[_Host]) -> bool:
-    """Find room in the smallest result with room; ``hosts``: by ascending size."""
+    """Put ``r`` into the smallest result with room; whether there is one. ``hosts``: by ascending size."""
     first = bisect_left(hosts, r.nbytes, key=lambda host: host.nbytes)
     return any(host.take(r.start, r.stop) for host in hosts[first:])
 

@@ -1,12 +1,11 @@
-"""Which values does XLA compute inside the matrix products that read them?
+"""Values that XLA computes inside the matrix products that read them.
 
-What a product reads is no buffer where a step to it is cheap: an elementwise op of one array, and of numbers or of a
-broadcast input beside it. XLA:GPU computes such a step in each product anew, however many there are, so the product
-reads what the step is made from (``xla/backends/gpu/transforms/gemm_fusion.cc``; inputs worth fusing in
-``xla/service/gpu/triton_tiling_propagation.cc``). So a network of ``relu`` keeps the arrays before it, not those behind
-it also; one of ``gelu``, whose last step reads two arrays, keeps both.
+An operand of a product is no buffer if a step to it is cheap: an elementwise op of one array, beside numbers or a
+broadcast input. XLA:GPU computes such a step anew in every product, which reads the step's operand instead
+(``xla/backends/gpu/transforms/gemm_fusion.cc``; worthwhile inputs in ``xla/service/gpu/triton_tiling_propagation.cc``).
+So a network of ``relu`` keeps only the arrays before it. One of ``gelu``, whose last step reads two arrays, keeps both.
 
-Invariant: what is computed inside has a base that is not.
+Invariant: a value computed inside has a base that is not.
 """
 
 from __future__ import annotations
@@ -23,31 +22,31 @@ STEPS = frozenset(
     """abs add add_any cbrt ceil convert_element_type cos div erf exp exp2 expm1 floor log log1p logistic max min mul
     neg rsqrt sin sqrt sub tan tanh""".split()
 )
-"""What XLA's generator of products can write."""
+"""Ops that XLA's generator of products can write."""
 _MAY_BE_CHEAP = STEPS | {BROADCAST}
 FLOATS = frozenset({"float32", "bfloat16", "float16"})
-"""Products of other types are the library's, which reads buffers."""
+"""Products of other types go to the library, which reads buffers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prologues:
-    """``inside[v]``: products compute ``v`` themselves; ``silent[i]``: op ``i`` runs inside of products only, or is one
-    that computes its operands itself."""
+    """``inside[v]``: products compute ``v`` themselves. ``silent[i]``: op ``i`` runs inside products only, or is a
+    product that computes its operands."""
 
     inside: list[bool]
     silent: list[bool]
 
     @classmethod
     def none(cls, graph: Graph) -> Prologues:
-        """Of compilers that compute nothing inside products."""
+        """For compilers that compute nothing inside products."""
         return cls([False] * len(graph.values), [False] * len(graph.ops))
 
 
 def prologues(
     graph: Graph, views: Sequence[bool], read_by: Sequence[Sequence[int]], *, numbers: bool = False
 ) -> Prologues:
-    """What products compute. ``views[i]``: the result of op ``i`` is the buffer of its operand; ``numbers``: arrays of
-    one element count as numbers. Linear in edges."""
+    """What products compute. ``views[i]``: the result of op ``i`` is its operand's buffer. ``numbers``: arrays of one
+    element count as numbers. Linear in edges."""
     made = producers(graph)
     inside = [False] * len(graph.values)
     for op in graph.ops:
@@ -67,7 +66,7 @@ def prologues(
 
 
 def _is_cheap(graph: Graph, op: Op, made: Sequence[int], numbers: bool) -> bool:
-    """An elementwise step that reads one array, and nothing else that is not a number or a broadcast input."""
+    """Whether ``op`` is an elementwise step that reads one array, and else only numbers or broadcast inputs."""
     if op.primitive == BROADCAST:
         return _is_broadcast_input(graph, op.results[0], made)
     if op.primitive not in STEPS or not op.operands:

@@ -1,10 +1,10 @@
-"""Which values does XLA store because a sum over few rows reads them?
+"""Values that XLA stores because a sum over few rows reads them.
 
-XLA:GPU adds up few rows of few columns in one kernel that keeps little of the device busy, so that what is computed in
-there takes long. What others read as well is stored instead: what batch norm centres by its mean, and what a network
-computes before it weighs channels by their means.
+XLA:GPU sums few rows of few columns in one kernel that leaves most of the device idle, so computing values inside it is
+slow. Values with other readers are stored instead: the centred values of batch norm, and what a network computes before
+it weighs channels by their means.
 
-Measured on compiled networks for an H200, jax 0.10.2. Programs that are planned are looked at for the first alone.
+Measured on compiled networks for an H200, jax 0.10.2. In planned programs only the first is modelled.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from jaxtensile.ir.ir import Graph, Op
 from jaxtensile.switches import on
 
 ROWS = 4096
-"""Rows that XLA:GPU adds up in one go; more it adds up in two (``ReductionDimensionRaceFreeBound`` in
+"""Rows that XLA:GPU sums in one go; more take two (``ReductionDimensionRaceFreeBound`` in
 ``xla/service/gpu/reduction_utils.cc``), the first of which keeps the whole device busy."""
 COLUMNS = 3072
-"""Columns up to which adding up rows in one go keeps little of the device busy, which is no place to compute a step
-that others need as well: batch norm: 2048 are too few, 4096 are enough."""
+"""Columns up to which a sum in one go leaves the device too idle to compute a step that others need too: batch norm:
+2048 are too few, 4096 are enough."""
 MORE = 4608
 """Columns more for each further step: of sums over each image and channel, 16,384 columns are too few for ``relu`` of
-what was centred, scaled and shifted, and enough where it was only scaled and shifted; 16,384 are too few for ``silu``,
-32,768 enough."""
+centred, scaled and shifted values, and enough if only scaled and shifted; 16,384 are too few for ``silu``, 32,768
+enough."""
 _LONG = frozenset(
     """acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma div erf erf_inv erfc exp exp2 expm1 lgamma log log1p
     logistic pow rem rsqrt sin sinh sqrt tan tanh""".split()
 )
 _LONG_STEPS = 4
-"""Simple steps that a function of ``_LONG`` counts for: fits ``silu``, which is stored up to 28,000 columns where a
-scaled ``relu`` is up to 12,000 (docs/xla.md)."""
+"""Simple steps that a function of ``_LONG`` counts for: fits ``silu``, stored up to 28,000 columns where a scaled
+``relu`` is up to 12,000 (docs/xla.md)."""
 _SPREADING = "broadcast_in_dim"
 _SUMS = frozenset({"reduce_sum", "reduce_window_sum"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Sums:
-    """``columns[o]``: of each op that adds up few rows; ``added[v]``: of such a sum that reads ``v``, as it is or on
-    the way there, 0 without one."""
+    """``columns[o]``: columns of each op that sums few rows. ``added[v]``: columns of such a sum that reads ``v``,
+    directly or through other ops; 0 if none."""
 
     columns: dict[int, int]
     added: list[int]
@@ -48,8 +48,8 @@ class _Sums:
 def read_by_slow_sums(
     graph: Graph, read_by: list[list[int]], alike: frozenset[str], views: frozenset[str]
 ) -> list[bool]:
-    """For each value whether it takes a slow sum that reads it longer to compute it than to read it. ``alike``:
-    primitives that make an element of every element; ``views``: those that only name a buffer otherwise."""
+    """For each value whether a slow sum that reads it takes longer to compute than to read it. ``alike``: elementwise
+    primitives. ``views``: primitives that only rename a buffer."""
     values = graph.values
     sums = _few_rows(graph, read_by, alike | views)
     slow = [False] * len(values)
@@ -72,7 +72,8 @@ def read_by_slow_sums(
 
 
 def centred(graph: Graph, read_by: list[list[int]], alike: frozenset[str], views: frozenset[str]) -> list[bool]:
-    """Those alone that are made with the totals of an earlier slow sum, over so few columns that one step is long."""
+    """``read_by_slow_sums`` only for values made with totals of an earlier slow sum, over so few columns that one step
+    is long."""
     values = graph.values
     sums = _few_rows(graph, read_by, alike | views, most=COLUMNS)
     passing_on = alike | views | {_SPREADING}
@@ -98,7 +99,7 @@ def centred(graph: Graph, read_by: list[list[int]], alike: frozenset[str], views
 
 
 def _few_rows(graph: Graph, read_by: list[list[int]], passing_on: frozenset[str], most: int | None = None) -> _Sums:
-    """The sums of few rows, of at most so many columns, and what they read."""
+    """Sums of few rows, of at most ``most`` columns, and what they read."""
     values = graph.values
     columns = {int(op.id): n for op in graph.ops if op.primitive in _SUMS and (n := _columns(graph, op))}
     if most is None:
@@ -120,7 +121,7 @@ def _few_rows(graph: Graph, read_by: list[list[int]], passing_on: frozenset[str]
 
 
 def _columns(graph: Graph, op: Op) -> int:
-    """How many columns it adds up few rows of; 0 where it does no such thing."""
+    """Columns of a sum of few rows; 0 for other ops."""
     if not op.operands:
         return 0
     source, result = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
@@ -132,7 +133,7 @@ def _columns(graph: Graph, op: Op) -> int:
 
 
 def _inside(graph: Graph, op: Op) -> bool:
-    """Whether it adds up along an axis inside, with several behind it: over the channels of images, say."""
+    """Whether ``op`` sums an inner axis with several behind it, such as the channels of images."""
     source, result = graph.values[op.operands[0]].shape, graph.values[op.results[0]].shape
     behind = len(result) - 1
     return len(result) < len(source) and result[:behind] != source[:behind] and result != source[-len(result) :]

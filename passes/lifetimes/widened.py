@@ -1,12 +1,11 @@
-"""What does XLA make of 16-bit numbers where a device has no instructions for them?
+"""16-bit numbers on devices without instructions for them: XLA computes in f32.
 
-It computes in f32: what an op reads is converted, and its result is f32 and rounded by what reads it. XLA:CPU has no
-products of such numbers: each operand is written once more in f32, for all products that read it. XLA:GPU has no
-arithmetic in bf16 before compute capability 9.0, and no products before 8.0
-(``xla/service/gpu/gpu_float_support.cc``). It does not round what is only widened again
-(``xla_allow_excess_precision``), so that sums along a residual stream are f32.
+Operands are converted; the f32 result is rounded by its readers. XLA:CPU has no 16-bit products: each operand is
+written once more in f32, for all products that read it. XLA:GPU has no bf16 arithmetic before compute capability 9.0,
+and no products before 8.0 (``xla/service/gpu/gpu_float_support.cc``). It does not round values that are only widened
+again (``xla_allow_excess_precision``), so sums along a residual stream are f32.
 
-Invariant: inputs and outputs are the same values, and every op of the original is there once, in its order.
+Invariant: inputs and outputs are the same values; every original op appears once, in order.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ARITHMETIC = ELEMENTWISE - _MOVES
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """Which ops on which types are in f32; ``rounds``: whether each result is rounded all the same."""
+    """Ops and types computed in f32. ``rounds``: whether each result is rounded all the same."""
 
     ops: frozenset[str]
     types: frozenset[str] = frozenset({"bfloat16"})
@@ -38,7 +37,7 @@ BEFORE_9 = Wide(ARITHMETIC)
 
 
 def widened(graph: Graph, wide: Wide = ON_CPU) -> Lowered:
-    """The graph with what is f32 in it; the same one where nothing is."""
+    """The graph with its f32 values; the same graph if there are none."""
     if not _any_wide(graph, wide) or not on("widened_halves"):
         return Lowered(graph, tuple(range(len(graph.ops))))
     values, ops, origin = list(graph.values), list[Op](), list[int]()
