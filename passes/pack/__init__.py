@@ -1,1 +1,1 @@
-"""Where in one arena do buffers lie, and how much does an allocator take for them?"""
+"""Offsets of buffers in one arena, and the bytes that an allocator takes for them."""

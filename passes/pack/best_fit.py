@@ -1,10 +1,10 @@
-"""Where does XLA's heap put buffers?
+"""Offsets that XLA's heap gives to buffers.
 
-XLA takes buffers by descending size, of like size the one that is there longest, and puts each into the smallest hole
-that is free as long as the buffer is there, or else on top of all it meets
-(``GlobalDecreasingSizeBestFitHeap`` in ``xla/service/heap_simulator/heap_simulator.cc``).
+XLA takes buffers by descending size, the longest-lived first among equals. Each goes into the smallest hole that is
+free for its lifetime, else on top of all buffers it meets (``GlobalDecreasingSizeBestFitHeap`` in
+``xla/service/heap_simulator/heap_simulator.cc``).
 
-Invariant: buffers that are there together do not overlap.
+Invariant: buffers live together do not overlap.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxtensile.units import Bytes
 
 
 def best_fit(buffers: Sequence[Buffer]) -> Packing:
-    """Offsets as XLA assigns them. Quadratic in buffers, of which numpy compares each with all that lie already."""
+    """Offsets as XLA assigns them. Quadratic in buffers: numpy compares each with all placed ones."""
     n = len(buffers)
     order = sorted(range(n), key=lambda k: (-buffers[k].size, buffers[k].lower - buffers[k].upper, k))
     start, stop, low, high = (np.zeros(n, np.int64) for _ in range(4))
@@ -32,7 +32,7 @@ def best_fit(buffers: Sequence[Buffer]) -> Packing:
 
 
 def _hole(low: np.ndarray, high: np.ndarray, size: Bytes, alignment: Bytes) -> Bytes:
-    """The offset of the smallest hole between these; of like holes the lowest."""
+    """The offset of the smallest hole that fits; the lowest of equals."""
     if not len(low):
         return 0
     by_offset = np.argsort(low, kind="stable")

@@ -1,11 +1,14 @@
-"""How much of a device does XLA's allocator take for a sequence of allocations?
+"""Device bytes that XLA's allocator takes for a sequence of allocations.
 
-A simulation of the best-fit-with-coalescing allocator behind JAX's GPU client (``xla/tsl/framework/bfc_allocator.cc``):
-sizes in multiples of 256 bytes; of the free chunks of the request's power-of-two class, then of the larger
-classes, the smallest that is large enough, lowest address first; a chunk is split when it is twice as large as asked or
-has 128 MiB to spare; freed chunks join their neighbours, never across regions.
+Simulates the best-fit-with-coalescing allocator of JAX's GPU client (``xla/tsl/framework/bfc_allocator.cc``):
 
-Invariant: chunks of a region follow each other without a gap, and two free ones never touch.
+* Sizes are multiples of 256 bytes.
+* A request takes the smallest free chunk that is large enough, lowest address first. It looks in the request's
+  power-of-two class, then in larger ones.
+* A chunk is split if it is twice as large as asked or has 128 MiB to spare.
+* Freed chunks join their neighbours, never across regions.
+
+Invariant: chunks of a region have no gaps between them, and no two free ones touch.
 """
 
 from __future__ import annotations
@@ -16,19 +19,17 @@ from dataclasses import dataclass, field
 from jaxtensile.units import MIB, Bytes
 
 GRAIN = 256
-"""Bytes of which every chunk is a multiple: ``kMinAllocationSize`` of XLA's BFC allocator."""
+"""Bytes; every chunk is a multiple: ``kMinAllocationSize`` of XLA's BFC allocator."""
 LAST_BIN = 20
-"""Number of the bin of all larger chunks: XLA's BFC allocator has 21 (``kNumBins``)."""
+"""Number of the bin for all larger chunks: XLA's BFC allocator has 21 (``kNumBins``)."""
 SPARE = 128 * MIB
-"""Bytes: a remainder this large is split off whatever was asked: ``kMaxInternalFragmentation`` of XLA's BFC
-allocator."""
+"""Bytes: a remainder this large is always split off: ``kMaxInternalFragmentation`` of XLA's BFC allocator."""
 FIRST_REGION = 2 * MIB
-"""Bytes of the first region of a pool that grows; each next one is at least twice as large, as in XLA's BFC
-allocator."""
+"""Bytes of the first region of a growing pool; each next is at least twice as large, as in XLA's BFC allocator."""
 
 
 def rounded(nbytes: Bytes) -> Bytes:
-    """What the allocator takes for a request of ``nbytes``."""
+    """Bytes that the allocator takes for a request of ``nbytes``."""
     return -(-nbytes // GRAIN) * GRAIN
 
 
@@ -38,7 +39,7 @@ class OutOfMemory(Exception):
 
 @dataclass(slots=True, eq=False)
 class Chunk:
-    """``size`` bytes from ``start`` of the pool, beside its neighbours in the region."""
+    """``size`` bytes from ``start`` of the pool, with its neighbours in the region."""
 
     start: Bytes
     size: Bytes
@@ -49,10 +50,10 @@ class Chunk:
 
 @dataclass(slots=True)
 class BFC:
-    """The pool of one process on one device; mutable scratch of one simulation.
+    """The pool of one process on one device: mutable scratch of one simulation.
 
-    ``limit``: bytes that it may take; ``grows``: region by region as needed (``XLA_PYTHON_CLIENT_PREALLOCATE=false``)
-    instead of all of ``limit`` at once. ``pool``: bytes taken from the device; ``in_use``, ``peak``: bytes handed out.
+    ``limit``: most bytes. ``grows``: take regions as needed (``XLA_PYTHON_CLIENT_PREALLOCATE=false``), not all of
+    ``limit`` at once. ``pool``: bytes taken from the device. ``in_use``, ``peak``: bytes handed out.
     """
 
     limit: Bytes
@@ -112,7 +113,7 @@ class BFC:
         self._put(chunk)
 
     def _find(self, size: Bytes) -> Chunk | None:
-        """The chunk that XLA would take, out of its class."""
+        """The chunk that XLA would take, removed from its class."""
         for klass in sorted(k for k in self._classes if k >= _class(size)):
             chunks = self._classes[klass]
             at = bisect_left(chunks, (size, 0))
@@ -123,7 +124,7 @@ class BFC:
         return None
 
     def _extend(self, size: Bytes) -> None:
-        """Another region, of at least ``size`` bytes."""
+        """Add a region of at least ``size`` bytes."""
         room = (self.limit - self.pool) // GRAIN * GRAIN
         if size > room:
             raise OutOfMemory(f"{size} bytes asked, {room} of {self.limit} not yet taken")

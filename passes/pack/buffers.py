@@ -1,7 +1,7 @@
-"""What is packed, and what is a packing?
+"""Buffers and packings.
 
-Invariant: a buffer is live in ``[lower, upper)`` and takes ``[offset, offset + size)`` bytes; a packing is one
-offset per buffer, in the order of the buffers, and its height is where the highest one ends.
+Invariant: a buffer is live in ``[lower, upper)`` and takes ``[offset, offset + size)`` bytes. A packing is one offset
+per buffer, in order; its height is the highest end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxtensile.units import Bytes
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """``size`` bytes during ``[lower, upper)`` (steps, or any other clock) at a multiple of ``alignment`` bytes.
+    """``size`` bytes during ``[lower, upper)`` (steps or any clock) at a multiple of ``alignment`` bytes.
 
     ``ValueError`` for an empty lifetime, a negative size or an alignment below one.
     """
@@ -33,7 +33,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """``offsets[i]``: where buffer ``i`` begins, in bytes; ``height``: bytes of the whole arena."""
+    """``offsets[i]``: start of buffer ``i``, in bytes. ``height``: bytes of the arena."""
 
     offsets: tuple[Bytes, ...]
     height: Bytes
@@ -46,12 +46,12 @@ def packing(buffers: Sequence[Buffer], offsets: Sequence[Bytes]) -> Packing:
 
 
 def aligned(offset: Bytes, alignment: Bytes) -> Bytes:
-    """The least multiple of ``alignment`` that is not below ``offset``."""
+    """The least multiple of ``alignment`` from ``offset`` on."""
     return -(-offset // alignment) * alignment
 
 
 def max_load(buffers: Sequence[Buffer]) -> Bytes:
-    """The most bytes live at once: no packing is lower. ``O(n log n)``."""
+    """Most bytes live at once: a lower bound of any packing. ``O(n log n)``."""
     events = [(b.lower, b.size) for b in buffers] + [(b.upper, -b.size) for b in buffers]
     live = most = 0
     for _, change in sorted(events):  # at one time the ends, which are negative, come first
@@ -62,7 +62,7 @@ def max_load(buffers: Sequence[Buffer]) -> Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Lifetimes in sections: between ``times[k]`` and ``times[k + 1]`` nothing begins or ends.
+    """Lifetimes in sections: nothing begins or ends between ``times[k]`` and ``times[k + 1]``.
 
     Buffer ``i`` covers sections ``first[i]`` up to, not including, ``last[i]``.
     """
@@ -73,7 +73,7 @@ class Grid:
 
     @property
     def sections(self) -> int:
-        """How many."""
+        """Number of sections."""
         return max(0, len(self.times) - 1)
 
 

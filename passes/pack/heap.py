@@ -1,6 +1,6 @@
-"""How high is XLA's heap of a program's temporaries, with the holes that it leaves?
+"""Height of XLA's heap of a program's temporaries, holes included.
 
-``passes.pack`` packs lower; this says what a program compiled by XLA takes.
+``passes.pack`` packs lower; this is what XLA itself takes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jaxtensile.units import Bytes
 
 
 def heap(live: Liveness) -> Bytes:
-    """Bytes of a run's temporaries with the holes between them."""
+    """Bytes of a run's temporaries, with the holes between them."""
     return best_fit(temporaries(live)).height if on("heap_holes") else live.temp
 
 
 def temporaries(live: Liveness) -> list[Buffer]:
-    """A run's temporaries, and what its loops and branches need inside, as buffers over its steps."""
+    """A run's temporaries and the needs of its loop and branch bodies, as buffers over its steps."""
     buffers = [Buffer(r.start, r.stop, r.nbytes) for r in live.ranges]
     held = [0] * (len(live.profile) + 1)
     for r in live.ranges:

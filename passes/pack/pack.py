@@ -1,11 +1,11 @@
-"""Where in one arena does each buffer lie, so that it is low? Dynamic storage allocation, fast.
+"""Low offsets of buffers in one arena: dynamic storage allocation, fast.
 
-Invariant: the packing depends on the buffers alone, never on the clock: how much is tried follows from their number
-and lifetimes.
+Invariant: the packing depends on the buffers alone, never on the clock. Their number and lifetimes decide how much is
+tried.
 
-The skyline packer by its rules; where there are few buffers, then short searches below capacities a little above the
-maximum load, until one succeeds. Which searches, in which order, was chosen on the instances of MiniMalloc, where
-size-descending best-fit, the rule of SmartPool (arXiv 1903.06631), needs a third more than the maximum load.
+The skyline packer runs with its rules. For few buffers, short searches below capacities just above the maximum load
+follow, until one succeeds. They were chosen on the instances of MiniMalloc. There size-descending best-fit, the rule of
+SmartPool (arXiv 1903.06631), needs a third more than the maximum load.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxtensile.passes.pack.skyline import RULES, stack
 from jaxtensile.passes.pack.valleys import Tactic, search
 
 MANY: Final = 20_000
-"""Buffers above which one rule is all there is time for: 10,000 take 0.4 s with all rules, 100,000 2 to 3 s with one
+"""Buffers above which there is time for one rule only: 10,000 take 0.4 s with all rules, 100,000 2 to 3 s with one
 (``benchmarks/pack``)."""
 Try = tuple[float, Tactic, int]
 TIGHT: Final[tuple[Try, ...]] = (
@@ -34,18 +34,18 @@ LOOSE: Final[tuple[Try, ...]] = (
     (1.07, Tactic("deep", "area"), 11),
     (1.13, Tactic("deep", "length"), 12),
 )
-"""Searches in their order: capacity in maximum loads, how to search, and how many edges per buffer it may look at."""
+"""Searches in order: capacity in maximum loads, tactic, and most edges looked at per buffer."""
 QUADRATIC: Final = 5_000
 """Buffers up to which there is time to compare each with all others. A guess."""
 LIGHT, MIDDLE, HEAVY = 4_000, 7_000, 10_000
 """Covered sections, summed over buffers, up to which there is time for all tries; for the loose ones; for the last.
-Guesses; what they come to on published instances is in ``benchmarks/pack``."""
+Guesses; their results on published instances are in ``benchmarks/pack``."""
 
 
 def pack(buffers: Sequence[Buffer]) -> Packing:
     """Offsets in bytes, in the order of the buffers, and the height of the arena.
 
-    A tenth of a second for a few hundred buffers, ``O(n log n)`` from thousands on; the same packing whenever asked.
+    Takes a tenth of a second for a few hundred buffers, ``O(n log n)`` from thousands on. Deterministic.
     """
     if not buffers:
         return Packing((), 0)

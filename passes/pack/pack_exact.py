@@ -1,9 +1,9 @@
-"""Does a set of buffers fit below a capacity? Exactly, or as far as a time limit allows.
+"""Whether buffers fit below a capacity: exactly, or as far as a time limit allows.
 
-Invariant: "solved" comes with offsets below the capacity, "impossible" with a search that went through all there is.
+Invariant: "solved" comes with offsets below the capacity, "impossible" with a completed search.
 
-Complete searches with many tactics take turns, each with more work than in the turn before; what one has found to lead
-nowhere the others do not enter. The problem and its canonical solutions: MiniMalloc (Moffitt, ASPLOS 2023).
+Complete searches with many tactics take turns, each with more work than the turn before. States that failed in one
+search are skipped by the others. Problem and canonical solutions: MiniMalloc (Moffitt, ASPLOS 2023).
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from jaxtensile.passes.pack.valleys import Edges, Order, Tactic, search
 from jaxtensile.units import Bytes, Seconds
 
 FIRST: Final = 18
-"""Edges per buffer that the first turns' searches look at. A guess."""
+"""Edges per buffer in the first turns' searches. A guess."""
 GROWTH: Final = 4
-"""Times as many edges in each next pair of turns, so that all earlier turns together cost a third of the last. A
-guess."""
+"""Factor on edges for each next pair of turns: all earlier turns together cost a third of the last. A guess."""
 NOISE: Final = 0.5
-"""Largest share by which the shaken turns change the order's numbers. A guess."""
+"""Largest share by which shaken turns change the order's numbers. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``best``: the lowest packing found, not above the capacity if ``solved``. ``lower_bound``: bytes that every
-    packing needs, above the capacity if ``impossible``. ``searches``, ``work``: how many, and edges looked at."""
+    """``best``: the lowest packing found, within the capacity if ``solved``. ``lower_bound``: bytes that every packing
+    needs, above the capacity if ``impossible``. ``searches``: how many ran. ``work``: edges looked at."""
 
     status: Literal["solved", "impossible", "timeout"]
     best: Packing
@@ -43,9 +42,9 @@ class Answer:
 def pack_exact(
     buffers: Sequence[Buffer], capacity: Bytes, limit: Seconds, clock: Callable[[], Seconds] = monotonic
 ) -> Answer:
-    """Whether the buffers fit into ``capacity`` bytes, with offsets; ``limit``: seconds by ``clock``.
+    """Whether the buffers fit into ``capacity`` bytes, with offsets. ``limit``: seconds by ``clock``.
 
-    What is found, and that there is nothing, does not depend on the machine; whether the time suffices does.
+    Only whether the time suffices depends on the machine, not what is found or ruled out.
     """
     start = clock()
     best, bound = pack(buffers), max_load(buffers)
@@ -72,7 +71,7 @@ def pack_exact(
 
 
 def _turns() -> Iterator[tuple[Tactic, int]]:
-    """Tactics and edges per buffer: plain ones and shaken ones by turns."""
+    """Tactics with edges per buffer, plain and shaken by turns."""
     seed = 0
     for turn in count():
         for order in get_args(Order):

@@ -1,9 +1,9 @@
-"""Where does each buffer go, one after another from the bottom up?
+"""Buffers placed one after another from the bottom up.
 
-Invariant: what is placed is a skyline over time, and the next buffer goes to the bottom of its lowest valley, as close
-to one of the walls as any can: ``O(n log n)``. A valley in which nothing fits is filled up to its lower wall, which
-wastes nothing: whatever is left there crosses a wall. Best-fit for strip packing with fixed abscissae, after Burke,
-Kendall and Whitwell (Operations Research 52(4), 2004) and Sekiyama et al. (arXiv 1804.10001).
+Invariant: placed buffers form a skyline over time. The next buffer goes to the bottom of the lowest valley, as close to
+a wall as any can: ``O(n log n)``. A valley in which nothing fits is filled up to its lower wall. That wastes nothing,
+as every remaining buffer there crosses a wall. Best-fit for strip packing with fixed abscissae, after Burke, Kendall
+and Whitwell (Operations Research 52(4), 2004) and Sekiyama et al. (arXiv 1804.10001).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from jaxtensile.passes.pack.buffers import Buffer, Grid, Packing, aligned, grid,
 from jaxtensile.units import Bytes
 
 NEVER: Final = 1 << 62
-"""A height above all others: bytes are below it. No number is added to it that would leave 64 bits."""
+"""A height in bytes above all others. Sums with it stay within 64 bits."""
 
 Rule = Literal["close", "long", "large"]
-"""Which of the candidates at the two walls of a valley: the one closer to its wall (then the longer), the one with the
-longer lifetime less the time between it and the wall, the one closer to its wall (then the larger)."""
+"""Choice between the candidates at a valley's two walls. ``close``: the closer to its wall, then the longer. ``long``:
+the one with the longer lifetime less its gap to the wall. ``large``: the closer, then the larger."""
 RULES: Final[tuple[Rule, ...]] = ("close", "long", "large")
 
 
@@ -54,8 +54,8 @@ def _stack(buffers: list[Buffer], lives: Grid, rule: Rule) -> list[Bytes]:
 
 
 class Skyline:
-    """Heights over sections, as runs of equal height: ``end``, ``height`` (``NEVER`` where no run begins) and
-    ``before`` (the run to the left, -1 for none) by a run's first section."""
+    """Heights over sections, as runs of equal height, by a run's first section. ``end``; ``height``: ``NEVER`` if no
+    run begins there; ``before``: the run to the left, -1 if none."""
 
     def __init__(self, sections: int) -> None:
         self.end = [sections] * (sections + 1)
@@ -65,20 +65,20 @@ class Skyline:
         self.heap = [(0, 0, sections)]  # also holds runs that are no more
 
     def lowest(self) -> tuple[int, int, Bytes]:
-        """First section, end and height of the lowest run, the leftmost of equals."""
+        """First section, end and height of the lowest run; the leftmost of equals."""
         while True:
             floor, left, right = heappop(self.heap)
             if self.height[left] == floor and self.end[left] == right:
                 return left, right, floor
 
     def fill(self, left: int) -> None:
-        """Raise a run to the lower of its walls, and join it with what is as high."""
+        """Raise a run to its lower wall and join it with runs of that height."""
         before, right = self.before[left], self.height[self.end[left]]
         self.height[left] = right if before < 0 else min(self.height[before], right)
         self._join(left)
 
     def place(self, run: int, left: int, right: int, top: Bytes) -> None:
-        """Cover ``[left, right)`` of a run, which has no entry in the heap, up to ``top``."""
+        """Cover ``[left, right)`` of a run up to ``top``. The run must have no entry in the heap."""
         end, floor = self.end[run], self.height[run]
         if left > run:
             self.end[run] = left
@@ -107,7 +107,7 @@ class Skyline:
 
 
 class _Waiting:
-    """Buffers that are not placed yet: which comes first from the left, or from the right, within a valley?"""
+    """Buffers not placed yet; finds the first from the left, or from the right, within a valley."""
 
     def __init__(self, buffers: list[Buffer], lives: Grid) -> None:
         first, last = lives.first, lives.last
@@ -143,13 +143,13 @@ class _Waiting:
         return one if a.size >= b.size else other
 
     def take(self, k: int) -> None:
-        """It is placed."""
+        """Mark buffer ``k`` as placed."""
         self.from_left.remove(self.place[k])
         self.from_right.remove(self.place_back[k])
 
 
 class _Least:
-    """Numbers in a row, as a tree of minima: the first one from a place on that is small enough, in ``O(log n)``."""
+    """A tree of minima: finds the first small enough number from a place on, in ``O(log n)``."""
 
     def __init__(self, numbers: list[int]) -> None:
         self.width = 1 << len(numbers).bit_length()
@@ -160,7 +160,7 @@ class _Least:
         self.tree = tree
 
     def find(self, start: int, bound: int) -> int:
-        """The first place from ``start`` on with a number of at most ``bound``; -1 if there is none."""
+        """First place from ``start`` on with a number of at most ``bound``; -1 if none."""
         tree, at = self.tree, start + self.width
         while tree[at] > bound:
             while at & 1:  # a right child: what follows it is right of its parent
@@ -175,7 +175,7 @@ class _Least:
         return at - self.width
 
     def remove(self, place: int) -> None:
-        """Its number is never found again."""
+        """Never find the number at ``place`` again."""
         tree, at = self.tree, place + self.width
         tree[at] = NEVER
         at >>= 1

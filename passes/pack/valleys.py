@@ -1,15 +1,17 @@
-"""Is there a packing below a capacity? A search that fills valleys of the skyline from their walls.
+"""Search for a packing below a capacity, which fills valleys of the skyline from their walls.
 
-Invariant: what is placed rests on the floor of every section that it covers, and ``floor + bytes to come + slack`` is
-the capacity in each section; a state is given up only if no packing can follow from it.
+Invariant: a placed buffer rests on the floor of every section it covers. In each section ``floor + bytes to come +
+slack`` is the capacity. A state is given up only if no packing can follow from it.
 
-A *valley* is a run of equal floors between higher walls. In a packing in which nothing can fall (there is one if there
-is any: the canonical ones of MiniMalloc, ASPLOS 2023) the section at a wall is covered next by one of the buffers that
-begin at that wall and fit between both, at the valley's floor, or by nothing below the least height at which another
-could lie. The latter wastes bytes of the section, which its slack has to pay; where the load is the capacity nothing
-can be wasted. So few ways remain at an edge, and the search takes the edge with the fewest. Sections that no waiting
-buffer connects any longer are solved one after another, and a state that failed is known when it comes again (by a
-digest of 128 bits).
+A *valley* is a run of equal floors between higher walls. If there is a packing, there is one in which nothing can fall
+(the canonical ones of MiniMalloc, ASPLOS 2023). In it the section at a wall continues in one of two ways:
+
+* with a buffer at the valley's floor that begins at that wall and fits between both;
+* with nothing below the least height at which another buffer could lie. The section's slack pays for the wasted bytes;
+  where the load is the capacity, none can be wasted.
+
+So few ways remain at an edge, and the search takes the edge with the fewest. Sections that no waiting buffer connects
+are solved one after another. Failed states are remembered (by a digest of 128 bits).
 """
 
 from __future__ import annotations
@@ -26,29 +28,29 @@ from jaxtensile.passes.pack.skyline import NEVER
 from jaxtensile.units import Bytes
 
 Edges = Literal["first", "low", "slack", "deep", "left", "lowest"]
-"""Which of the edges with equally few ways: the leftmost, of the lowest valley, with the least slack, of the deepest
-valley; ``left``, ``lowest``: the leftmost edge, or that of the lowest valley, whatever its ways."""
+"""Choice among edges with equally few ways: the leftmost, of the lowest valley, with the least slack, of the deepest
+valley. ``left``, ``lowest``: the leftmost edge, or that of the lowest valley, whatever its ways."""
 Order = Literal["size", "length", "area"]
-"""Which buffer first: the largest, the longest lived, the one with the most bytes times time."""
+"""First buffer: the largest, the longest lived, the one with the most bytes times time."""
 
 REMEMBERED: Final = 1_000_000
-"""Failed states that are kept at most, some 100 bytes each: 100 MB."""
+"""Most failed states kept, some 100 bytes each: 100 MB."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tactic:
-    """How a search goes through its states; every one finds a packing if there is one and it has the time."""
+    """How a search goes through its states. With enough time, every tactic finds a packing if there is one."""
 
     edges: Edges = "first"
     order: Order = "size"
     noise: float = 0.0
-    """The order's number of each buffer is multiplied by up to ``1 + noise``, at random."""
+    """Each buffer's number in the order is multiplied by up to ``1 + noise``, at random."""
     seed: int = 0
 
 
 @dataclass(slots=True)
 class Outcome:
-    """``packed``: a packing, if one was found; ``closed``: there is none; neither: stopped. ``work``: edges seen."""
+    """``packed``: the packing found, or None. ``closed``: there is none. Neither: stopped. ``work``: edges seen."""
 
     packed: Packing | None
     closed: bool
@@ -57,7 +59,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class _Edge:
-    """The ways to go on at one section: buffers that may come next, or nothing below ``wasted`` (None: not that)."""
+    """Ways to go on at one section: buffers that may come next, or nothing below ``wasted`` (None: not that)."""
 
     section: int
     floor: Bytes
@@ -67,7 +69,8 @@ class _Edge:
 
 @dataclass(slots=True)
 class _Frame:
-    """One decision: the log's length before and after what was forced, the edge, the next way, parts still to solve."""
+    """One decision. ``before``, ``mark``: the log's length before and after forced steps. ``way``: the next way.
+    ``todo``: parts still to solve."""
 
     key: bytes
     before: int
@@ -88,7 +91,7 @@ def search(
 ) -> Outcome:
     """A packing of at most ``capacity`` bytes, or that there is none; neither after ``work`` edges or when ``stop()``.
 
-    ``failed``: states that an earlier search of the same buffers and capacity gave up; this one adds its own.
+    ``failed``: states that earlier searches of the same buffers and capacity gave up; this one adds its own.
     """
     solid = [k for k, b in enumerate(buffers) if b.size]
     valleys = _Valleys([buffers[k] for k in solid], capacity, tactic, failed if failed is not None else set())
@@ -102,7 +105,7 @@ def search(
 
 
 class _Valleys:
-    """The state of a search, changed by ``_place`` and ``_raise`` only, which ``_undo`` takes back."""
+    """The state of a search. Only ``_place`` and ``_raise`` change it; ``_undo`` reverts them."""
 
     def __init__(self, buffers: list[Buffer], capacity: Bytes, tactic: Tactic, failed: set[bytes]) -> None:
         lives = grid(buffers)
@@ -159,7 +162,7 @@ class _Valleys:
         return True
 
     def _open(self, left: int, right: int) -> _Frame | None:
-        """What is to be decided in these sections; None if nothing can come of them."""
+        """The decision for these sections; None if nothing can come of them."""
         key = self._key(left, right)
         if key in self.failed:
             return None
@@ -174,7 +177,7 @@ class _Valleys:
                 return None
 
     def _go_on(self, frame: _Frame) -> bool:
-        """Take the next way of a frame, if there is one."""
+        """Take the next way of a frame; whether there is one."""
         edge, (left, right) = frame.edge, frame.span
         while frame.way < len(edge.ways):
             k = edge.ways[frame.way]
@@ -190,7 +193,7 @@ class _Valleys:
         return False
 
     def _edge(self, left: int, right: int) -> _Edge | None:
-        """The edge to decide next. With no ways: its floor is at least ``wasted``. None: nothing can follow."""
+        """The edge to decide next. Without ways: its floor is at least ``wasted``. None: nothing can follow."""
         floor = self.floor
         best: _Edge | None = None
         best_rank = (NEVER, NEVER)
@@ -213,8 +216,8 @@ class _Valleys:
         return best
 
     def _ways(self, at: int, here: list[int], i: int, j: int, near: Bytes, rim: Bytes) -> _Edge | None:
-        """What may come next at section ``at``, first or last of the valley ``[i, j)``: ``here`` begin or end at its
-        wall, which is ``near`` bytes high; the lower of both walls is ``rim``."""
+        """The ways at section ``at``, first or last of the valley ``[i, j)``; None: nothing can follow. ``here``:
+        buffers that begin or end at its wall. ``near``: height of that wall. ``rim``: height of the lower wall."""
         placed, size, first, last, low = self.placed, self.size, self.first, self.last, self.floor[at]
         self.work += 1
         ways: list[int] = []
@@ -268,7 +271,7 @@ class _Valleys:
         return True
 
     def _raise(self, section: int, height: Bytes) -> bool:
-        """Waste what is below ``height``; False if that is more than the slack."""
+        """Waste the bytes below ``height``; False if they exceed the slack."""
         wasted = height - self.floor[section]
         if wasted > self.slack[section]:
             return False
@@ -300,7 +303,7 @@ class _Valleys:
             across[s] += by
 
     def _parts(self, left: int, right: int) -> list[tuple[int, int]]:
-        """Runs of sections that waiting buffers connect, the longest first: the last is solved first."""
+        """Runs of sections that waiting buffers connect, longest first: the last is solved first."""
         parts: list[tuple[int, int]] = []
         i = left
         while i < right:
@@ -313,7 +316,7 @@ class _Valleys:
         return sorted(parts, key=lambda part: part[0] - part[1])
 
     def _key(self, left: int, right: int) -> bytes:
-        """What these sections are to the search: their floors, and which buffers wait there."""
+        """Digest of these sections' state: their floors, and the buffers waiting there."""
         inside = self.inside.get((left, right))
         if inside is None:
             lives = zip(self.first, self.last, strict=True)
@@ -340,7 +343,7 @@ def _ordered(buffers: list[Buffer], tactic: Tactic) -> list[int]:
 
 
 def _least_others(covers: list[list[int]], size: list[Bytes], first: list[int], last: list[int]) -> list[Bytes]:
-    """For each buffer the least size among those that are live at once with it."""
+    """For each buffer the least size among the others live with it."""
     pairs = [sorted(covered, key=lambda k: size[k])[:2] for covered in covers]
     return [
         min((size[j] for s in range(first[k], last[k]) for j in pairs[s] if j != k), default=NEVER)
