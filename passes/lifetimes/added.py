@@ -1,12 +1,12 @@
 """Products and scatters that XLA adds into an existing buffer.
 
-A product may have one reader: an elementwise op whose other operand is an input of the program or of the loop body, or
-a number. XLA:GPU computes both together from compute capability 8.0. The product is never stored, and the input's
-buffer is overwritten. More such ops may follow, as long as each reads no fewer bytes than it writes, or makes a result
-(``FuseTowardUsers`` in ``xla/service/gpu/transforms/gemm_fusion.cc``, ``IsOutputWorthFusing`` in
+A product is never stored if its only reader is an elementwise op with an input (of the program or the loop body) or a
+number. XLA:GPU computes both together from compute capability 8.0, over the input's buffer. More such ops may follow,
+if each reads no fewer bytes than it writes or makes a result (``FuseTowardUsers`` in
+``xla/service/gpu/transforms/gemm_fusion.cc``, ``IsOutputWorthFusing`` in
 ``xla/service/gpu/triton_tiling_propagation.cc``). The library adds one array
-(``xla/service/gpu/transforms/gemm_rewriter.cc``). So gradients that a loop sums need no buffer, and those that gradient
-descent takes off a donated weight use the weight's.
+(``xla/service/gpu/transforms/gemm_rewriter.cc``). So gradients summed by a loop need no buffer, and gradient descent on
+a donated weight uses the weight's.
 
 A scatter into zeros that is then added to an array becomes a scatter into the array (``HandleAdd`` in
 ``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``): the gradient of an embedding table.

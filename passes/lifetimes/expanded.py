@@ -4,12 +4,12 @@
   groups, both operands are copied so. Otherwise a row's copies lie side by side and the matrices one below the other.
   Both are transposed for that; a CPU copies the matrices in any layout. Products of the same rows share the copies,
   which live until the last product (``apart``). TPUs have a native op.
-* LAPACK and cuSOLVER decompose column by column and in place. The operand is a transposed copy; results are transposed
-  back, NaN where they failed.
+* LAPACK and cuSOLVER decompose by columns and in place. The operand is a transposed copy; results are transposed back,
+  NaN where they failed.
 * XLA:CPU multiplies row-major matrices and convolves channels-last images; other layouts are copied. Other devices lay
   arrays out so from the start.
-* XLA:GPU splits a product with a small result along the summed dimension, to keep the device busy. It pads what does
-  not split evenly (``xla/service/gpu/transforms/splitk_rewriter.cc``): both operands are copied.
+* XLA:GPU splits a product with a small result along the summed dimension, to keep the device busy. It pads uneven
+  splits (``xla/service/gpu/transforms/splitk_rewriter.cc``): both operands are copied.
 
 Invariant: inputs and outputs are the same values; every original op appears once, in order.
 """

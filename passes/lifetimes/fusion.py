@@ -1,9 +1,9 @@
 """Values that become buffers, and the buffers that each op reads, once XLA has fused the program.
 
 A fusible op (elementwise, broadcast, slice, …) disappears into its consumers, unless its result is needed in memory: by
-a library call, a loop, a barrier, an output. The model of producer-consumer fusion: a producer fuses into all of its
-consumers or none, and only while that reads fewer bytes than writing the result once (priority fusion,
-``xla/service/gpu/transforms/priority_fusion.cc``). Consumers in one kernel count once.
+a library call, a loop, a barrier, an output. A producer fuses into all of its consumers or none, and only while that
+reads fewer bytes than writing the result once (priority fusion, ``xla/service/gpu/transforms/priority_fusion.cc``).
+Consumers in one kernel count once.
 
 Invariant: every value has a ``home``: itself if it is a buffer, the buffer it is a view of, or -1 if it never exists.
 """

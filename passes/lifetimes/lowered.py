@@ -3,12 +3,12 @@
 * cuDNN convolutions pad alike on both sides. Other operands are padded first. So are dilated ones, except in the
   gradient of a strided convolution, whose filter is reversed. Convolutions of one gradient share the copy.
 * Zeros padded alike on both sides for convolutions alone are padded by the convolutions.
-* The gradient of a dilated convolution's filter is a convolution with the features as its batch: both operands are
-  copied and transposed.
+* The gradient of a dilated convolution's filter is a convolution with features as its batch. Transposed copies of both
+  operands are written for it.
 * The gradient of a max pool becomes a pool that also gives the places of the maxima, an s32 per axis, and a scatter
-  into zeros. XLA merges equal constants, so a ``relu`` of the same shape compares with the same zeros. They live from
-  its first kernel on, and are copied if another gradient still wants them.
-* An array added to a scatter into zeros replaces the zeros: the gradient of a table read by rows and as a matrix.
+  into zeros. XLA merges equal constants, so a ``relu`` of the same shape compares with these zeros. They live from its
+  first kernel on, and are copied if another gradient still wants them.
+* An array added to a scatter into zeros replaces the zeros: for a table read by rows and as a matrix.
 
 Measured on compiled networks for an H200 (``docs/xla.md``); planned programs avoid the second by a barrier.
 

@@ -1,9 +1,9 @@
 """Values that XLA computes inside the matrix products that read them.
 
-An operand of a product is no buffer if a step to it is cheap: an elementwise op of one array, beside numbers or a
-broadcast input. XLA:GPU computes such a step anew in every product, which reads the step's operand instead
-(``xla/backends/gpu/transforms/gemm_fusion.cc``; worthwhile inputs in ``xla/service/gpu/triton_tiling_propagation.cc``).
-So a network of ``relu`` keeps only the arrays before it. One of ``gelu``, whose last step reads two arrays, keeps both.
+An operand of a product is no buffer if the step to it is cheap: an elementwise op of one array, beside numbers or a
+broadcast input. XLA:GPU computes the step anew in every product, which reads the step's operand instead
+(``xla/backends/gpu/transforms/gemm_fusion.cc``; ``xla/service/gpu/triton_tiling_propagation.cc`` says which inputs). So
+``relu`` networks keep only the arrays before it; ``gelu``, whose last step reads two arrays, keeps both.
 
 Invariant: a value computed inside has a base that is not.
 """

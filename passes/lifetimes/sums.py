@@ -1,8 +1,8 @@
 """Values that XLA stores because a sum over few rows reads them.
 
 XLA:GPU sums few rows of few columns in one kernel that leaves most of the device idle, so computing values inside it is
-slow. Values with other readers are stored instead: the centred values of batch norm, and what a network computes before
-it weighs channels by their means.
+slow. Values with other readers are stored instead: those that batch norm centres by its mean, and those before a
+network weighs channels by their means.
 
 Measured on compiled networks for an H200, jax 0.10.2. In planned programs only the first is modelled.
 """

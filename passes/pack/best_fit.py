@@ -1,7 +1,7 @@
 """Offsets that XLA's heap gives to buffers.
 
-XLA takes buffers by descending size, the longest-lived first among equals. Each goes into the smallest hole that is
-free for its lifetime, else on top of all buffers it meets (``GlobalDecreasingSizeBestFitHeap`` in
+Buffers go by descending size, longest-lived first among equals. Each takes the smallest hole that is free for its
+lifetime, else the top of all buffers it meets (``GlobalDecreasingSizeBestFitHeap`` in
 ``xla/service/heap_simulator/heap_simulator.cc``).
 
 Invariant: buffers live together do not overlap.
@@ -18,7 +18,7 @@ from jaxtensile.units import Bytes
 
 
 def best_fit(buffers: Sequence[Buffer]) -> Packing:
-    """Offsets as XLA assigns them. Quadratic in buffers: numpy compares each with all placed ones."""
+    """Offsets as XLA assigns them. Quadratic in buffers, by numpy."""
     n = len(buffers)
     order = sorted(range(n), key=lambda k: (-buffers[k].size, buffers[k].lower - buffers[k].upper, k))
     start, stop, low, high = (np.zeros(n, np.int64) for _ in range(4))
@@ -32,7 +32,7 @@ def best_fit(buffers: Sequence[Buffer]) -> Packing:
 
 
 def _hole(low: np.ndarray, high: np.ndarray, size: Bytes, alignment: Bytes) -> Bytes:
-    """The offset of the smallest hole that fits; the lowest of equals."""
+    """The offset of the smallest hole that fits, the lowest of equals; else the top."""
     if not len(low):
         return 0
     by_offset = np.argsort(low, kind="stable")

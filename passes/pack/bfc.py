@@ -3,12 +3,12 @@
 Simulates the best-fit-with-coalescing allocator of JAX's GPU client (``xla/tsl/framework/bfc_allocator.cc``):
 
 * Sizes are multiples of 256 bytes.
-* A request takes the smallest free chunk that is large enough, lowest address first. It looks in the request's
-  power-of-two class, then in larger ones.
-* A chunk is split if it is twice as large as asked or has 128 MiB to spare.
+* A request takes the smallest free chunk that is large enough, lowest address first: from its power-of-two class, then
+  from larger ones.
+* A chunk twice as large as asked, or with 128 MiB to spare, is split.
 * Freed chunks join their neighbours, never across regions.
 
-Invariant: chunks of a region have no gaps between them, and no two free ones touch.
+Invariant: chunks of a region have no gaps, and no two free ones touch.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ Invariant: the packing depends on the buffers alone, never on the clock. Their n
 tried.
 
 The skyline packer runs with its rules. For few buffers, short searches below capacities just above the maximum load
-follow, until one succeeds. They were chosen on the instances of MiniMalloc. There size-descending best-fit, the rule of
-SmartPool (arXiv 1903.06631), needs a third more than the maximum load.
+follow, until one succeeds. They were chosen on MiniMalloc's instances. There size-descending best-fit (SmartPool, arXiv
+1903.06631) needs a third more than the maximum load.
 """
 
 from __future__ import annotations

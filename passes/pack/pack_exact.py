@@ -2,8 +2,8 @@
 
 Invariant: "solved" comes with offsets below the capacity, "impossible" with a completed search.
 
-Complete searches with many tactics take turns, each with more work than the turn before. States that failed in one
-search are skipped by the others. Problem and canonical solutions: MiniMalloc (Moffitt, ASPLOS 2023).
+Complete searches with many tactics take turns, each with more work than the last. States that failed in one are skipped
+by the others. Problem and canonical solutions: MiniMalloc (Moffitt, ASPLOS 2023).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Buffers placed one after another from the bottom up.
 
-Invariant: placed buffers form a skyline over time. The next buffer goes to the bottom of the lowest valley, as close to
-a wall as any can: ``O(n log n)``. A valley in which nothing fits is filled up to its lower wall. That wastes nothing,
-as every remaining buffer there crosses a wall. Best-fit for strip packing with fixed abscissae, after Burke, Kendall
-and Whitwell (Operations Research 52(4), 2004) and Sekiyama et al. (arXiv 1804.10001).
+Invariant: placed buffers form a skyline over time. The next goes to the bottom of the lowest valley, as close to a wall
+as any can: ``O(n log n)``. A valley in which nothing fits is filled up to its lower wall. That wastes nothing, as all
+remaining buffers there cross a wall. Best-fit for strip packing with fixed abscissae, after Burke, Kendall and Whitwell
+(Operations Research 52(4), 2004) and Sekiyama et al. (arXiv 1804.10001).
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ Invariant: a placed buffer rests on the floor of every section it covers. In eac
 slack`` is the capacity. A state is given up only if no packing can follow from it.
 
 A *valley* is a run of equal floors between higher walls. If there is a packing, there is one in which nothing can fall
-(the canonical ones of MiniMalloc, ASPLOS 2023). In it the section at a wall continues in one of two ways:
+(canonical, MiniMalloc, ASPLOS 2023). In it the section at a wall continues in one of two ways:
 
-* with a buffer at the valley's floor that begins at that wall and fits between both;
-* with nothing below the least height at which another buffer could lie. The section's slack pays for the wasted bytes;
-  where the load is the capacity, none can be wasted.
+* with a buffer on the valley's floor that begins at that wall and fits between both;
+* with nothing below the least height at which another could lie. The waste is paid from the section's slack, which is 0
+  where the load is the capacity.
 
-So few ways remain at an edge, and the search takes the edge with the fewest. Sections that no waiting buffer connects
-are solved one after another. Failed states are remembered (by a digest of 128 bits).
+So few ways remain at an edge; the search takes the edge with the fewest. Sections that no waiting buffer connects are
+solved one after another. Failed states are remembered (128-bit digests).
 """
 
 from __future__ import annotations

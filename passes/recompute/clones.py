@@ -1,17 +1,16 @@
 """The schedule of a decision: clones behind one barrier per stage.
 
-After the boundary, the first reader of a value dropped in a stage opens that stage with one barrier. It covers
-everything kept that the stage recomputes from, and the *frontier*: buffers made since the previous stage that later ops
-still read. Later readers take the versions behind the barrier, as XLA drops barrier operands whose result is unused. So
-XLA can neither merge clones with the originals, nor start them early, nor postpone the previous stage's work (above all
-weight gradients) past them. Its schedule keeps the planned order.
+After the boundary, the first reader of a value dropped in a stage opens that stage with one barrier. It covers all kept
+values that the stage recomputes from, and the *frontier*: buffers made since the previous stage that later ops still
+read. Later readers take the versions behind it, as XLA drops barrier operands whose result is unused. So XLA cannot
+merge clones with originals, start them early, or postpone the previous stage's work (above all weight gradients) past
+them.
 
-* Clones first read later get a barrier of their own, over what was made meanwhile. Without it XLA may start them long
-  before.
+* Clones first read later get a barrier of their own, over buffers made meanwhile; else XLA may start them long before.
 * Ops on constants alone read nothing that a barrier could hold. If their result is stored, a barrier stands behind the
   constants.
-* Ops that fuse away are emitted where they are read, once per stage, at no cost; barriers see buffers only. A stage of
-  such ops alone has no barrier, unless it has kept values to store.
+* Ops that fuse away are emitted where they are read, once per stage, at no cost. A stage of such ops alone has no
+  barrier, unless it has kept values to store.
 * Values without readers are never emitted.
 """
 
@@ -276,8 +275,8 @@ class _Frontier:
     """Buffers that the descent has made and still needs.
 
     Fusible values count only if they wait long for their first reader, or are smaller than what dies once they are
-    made. XLA would fuse the others anyway and keep their sources instead, such as a whole gradient of which a part is
-    added later.
+    made. XLA would fuse the others anyway and keep their sources, such as a whole gradient of which a part is added
+    later.
     """
 
     def __init__(self, graph: Graph, kernels: Kernels, start: int) -> None:
@@ -341,7 +340,7 @@ def _stage_of(graph: Graph, again: set[int], dropped: set[int], cuts: Sequence[i
 
 
 def _stored_constants(graph: Graph, kernels: Kernels, again: set[int], made: dict[int, int]) -> set[int]:
-    """Ops without operands that rerun for a buffer made of constants alone, such as a mask for a loop."""
+    """Ops without operands that rerun for a buffer of constants alone, such as a mask for a loop."""
     bare: dict[int, frozenset[int]] = {}  # op that depends on constants alone → those of them that read nothing
     out: set[int] = set()
     for o in sorted(again):

@@ -1,7 +1,7 @@
-"""Exchanges in a plan that fits: keep what is dear to recompute, drop what is cheap instead.
+"""Exchanges in a plan that fits: keep values dear to recompute, drop cheap ones instead.
 
 Segments are chosen for the bytes at the boundary and at their own recomputation, not value by value. Here single
-products are kept after all. If that is too much, values make room that are live at the step over budget and cheap to
+products are kept after all. If that is too much, other values are dropped: live at the step over budget and cheap to
 recompute per byte. Each exchange is laid out and measured.
 """
 

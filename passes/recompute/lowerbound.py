@@ -6,16 +6,16 @@ fusion is assumed:
 * An operand counts for the least bytes from which it can be computed on the fly: the smaller of itself and its sources,
   back to results of kernels that cannot fuse.
 * A result counts for the least bytes that an epilogue could store instead.
-* Arguments are added. Donated ones count only if an op that must run later still reads them, as XLA reuses their
-  memory.
+* Arguments are added; donated ones, whose memory XLA reuses, only if an op that must run later still reads them.
 
-Invariant: never above ``argument + output + temp - alias`` of a compiled program that computes the graph. This holds
-for XLA:GPU. Other compilers fuse products with the reductions and products that read them (TPU, CPU) or keep values on
-the chip (TPU): there only arguments and outputs are sure.
+Invariant: never above ``argument + output + temp - alias`` of a compiled program that computes the graph. For XLA:GPU
+only: the others fuse products with the reductions and products that read them (TPU, CPU) or keep values on the chip
+(TPU). There only arguments and outputs are sure.
 
-Seen on an H200 (jax 0.10.2 and 0.12.0.1): epilogues store the type they convert to (product in f32, bf16 or bool
-stored). ``p - a @ b`` is written over a donated ``p``, output or not. Temporaries live in the memory of later outputs.
-Slices move in front of products. A product with a vector is a reduction. Closed-over constants are in no figure.
+XLA:GPU (H200, jax 0.10.2 and 0.12.0.1) also does this: Epilogues store the type they convert to (product in f32, bf16
+or bool stored). ``p - a @ b`` is written over a donated ``p``, output or not. Temporaries live in the memory of later
+outputs. Slices move in front of products. A product with a vector is a reduction. Closed-over constants are in no
+figure.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SCATTERS = frozenset("scatter scatter-add scatter_add scatter-mul scatter_mul sc
 FUSIBLE = ELEMENTWISE | MOVES | VIEWS | {"dynamic_update_slice"}
 
 _SMALL = 256
-"""Elements: XLA may fuse products whose operands together have fewer, batch aside. Its limit is 100; more here, because
-the bound must never exceed what XLA needs."""
+"""Elements: XLA may fuse products whose operands together have fewer, batch aside. Its limit is 100; more here, so that
+the bound never exceeds XLA's need."""
 _MAX_LEAVES = 32
 """Kernels that a value is traced back to; with more it counts as sharing memory with everything. More only raise the
-bound, never make it wrong. A guess."""
+bound. A guess."""
 _WORST = 3
 """Ops named in ``Bound.ops``, for errors."""
 _TRIES = 64
-"""Ops whose surroundings are looked at, heaviest first; more only raise the bound. A guess."""
+"""Ops examined, heaviest first; more only raise the bound. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,11 @@ def _together(cuts: Iterable[_Cut]) -> _Cut:
 
 
 class _Needs:
-    """What each op of one graph needs while it runs, arguments aside.
+    """Bytes that each op of one graph needs while it runs, arguments aside.
 
-    ``used``: values that ``wanted`` depends on; ``ends``: the wanted values that are surely stored. ``cut[v]``: least
-    bytes that must exist for ``v`` to be read. ``most[v]``, ``least[v]``: least bytes stored because ``v`` was made for
-    its most and its least demanding reader. An op that runs several times may serve one reader each time.
+    ``used``: values that ``wanted`` depends on; ``ends``: wanted values surely stored. ``cut[v]``: least bytes that
+    must exist for ``v`` to be read. ``most[v]``, ``least[v]``: least bytes stored for the most and the least demanding
+    reader of ``v``. An op that runs several times may serve one reader each time.
     """
 
     def __init__(self, graph: Graph, wanted: Collection[ValueId], ends: Collection[ValueId]) -> None:

@@ -1,13 +1,13 @@
 """The residuals to keep at a given price per byte: an exact minimum cut.
 
-Every needed value is either kept (price x bytes) or recomputed (seconds of its op). A recomputed op needs its operands
-available too. With x_v = "v is available after the boundary" and y_o = "op o runs again", minimise
+Every needed value is kept (price x bytes) or recomputed (seconds of its op). A recomputed op needs its operands too.
+With x_v = "v is available after the boundary" and y_o = "op o runs again", minimise
 
     sum_v  price * bytes_v * [x_v and not y_maker(v)]  +  sum_o  seconds_o * [y_o]
     subject to  x_v = 1 for needed v,   y_o = 1  implies  x_u = 1 for every operand u of o.
 
 All terms are submodular, so a minimum s-t cut is exact (Picard, "Maximal closure of a graph and applications to
-combinatorial problems", 1976). PyTorch's min-cut partitioner cuts the same way with bytes alone.
+combinatorial problems", 1976). PyTorch's min-cut partitioner cuts so with bytes alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from almost no recomputation to almost all. A guess."""
 def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], count: int) -> tuple[float, ...]:
     """``count`` prices in seconds per byte, from 'keep whatever costs anything' to 'recompute all that can be'.
 
-    Evenly spaced over the orders of magnitude of the costs per byte of ``cone``, so no unit, device or size is assumed.
+    Spaced evenly over the orders of magnitude of the costs per byte of ``cone``: no unit, device or size is assumed.
     """
     rates = [
         seconds[o] / size
@@ -48,7 +48,7 @@ def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], co
 _INFINITE = 2**31 - 1
 """A capacity that no cut pays: the largest 32-bit number, as scipy's flows are 32-bit."""
 _TOTAL = 2**30
-"""Capacities are scaled to integers so that the whole flow stays below this: half of what 32 bits hold."""
+"""Bound of the whole flow, to which capacities are scaled: half of what 32 bits hold."""
 
 
 class Network:
@@ -97,8 +97,8 @@ class Network:
 class ResidualCut:
     """The cut problem of one boundary, built once. ``keep(price)`` solves it, ``keeps(prices)`` for many.
 
-    ``cuts``: steps across which nothing is recomputed. A value read beyond one (``crossing``) is kept if it is
-    available at all.
+    ``cuts``: steps across which nothing is recomputed. A value read beyond one (``crossing``) is kept if available at
+    all.
     """
 
     def __init__(self, network: Network, seconds: Sequence[float], cuts: Sequence[int]) -> None:

@@ -1,9 +1,9 @@
 """Nodes of a forward part: values that may be kept, few enough for exact solvers.
 
-A transformer block has about two dozen nodes, beside what its gradients compute from them. Views are their base. Small
-values are always there. A fusible value that only the forward part reads is looked through, if it is no smaller than
-its sources and needs no buffer when recomputed: keeping it could only save fused elementwise work. It is never kept, so
-its op reruns with any op that reads it.
+A transformer block has about two dozen, beside what its gradients compute from them. Views are their base. Small values
+are always there. A fusible value that only the forward part reads is looked through, if it is no smaller than its
+sources and needs no buffer when recomputed: keeping it could only save fused elementwise work. It is never kept, so its
+op reruns with each op that reads it.
 """
 
 from __future__ import annotations

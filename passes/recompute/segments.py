@@ -1,8 +1,8 @@
 """Where to cut the forward part and what each segment keeps, for a given number of bytes.
 
-A segment runs between two narrow cut points and keeps everything that crosses its ends. Minimum cuts at a ladder of
-prices give its options (bytes kept, charge to recompute the rest). A dynamic programme over cut points and bytes picks
-the cuts and one option per segment, at the least total charge: a shortest path and a multiple-choice knapsack in one.
+A segment runs between two narrow cut points and keeps all that crosses its ends. Minimum cuts at a ladder of prices
+give its options (bytes kept, charge for the rest). A dynamic programme over cut points and bytes picks the cuts and an
+option per segment at the least total charge: a shortest path and a multiple-choice knapsack in one.
 
     f[j][b] = min over segments (i, j) and their options o of f[i][b - bytes(o)] + charge(o)
 """
@@ -45,10 +45,10 @@ double no plan of the sweep changes by more than 0.01 %."""
 
 @dataclass(frozen=True, slots=True)
 class _Option:
-    """What one segment keeps, in bytes, and the charge to recompute the rest.
+    """What one segment keeps, in bytes, and the charge for the rest.
 
-    ``entry``: bytes it reads across its lower end, which earlier segments must keep. ``exit``: whether it keeps all
-    that is made in it and crosses its upper end.
+    ``entry``: bytes it reads across its lower end, which earlier segments keep. ``exit``: whether it keeps all that is
+    made in it and crosses its upper end.
     """
 
     kept: frozenset[int]
@@ -67,9 +67,9 @@ class Choice:
 
 
 class Needs:
-    """Bytes that segments need while they are recomputed, beside all that is kept for earlier segments.
+    """Bytes that segments need while recomputed, beside all that is kept for earlier segments.
 
-    Learned from measured schedules. If only other options of a segment were measured, the least of those is assumed.
+    Learned from measured schedules. If only other options of a segment were measured, the least is assumed.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
 """The boundary of a program, the residuals that wait there, and the cut points of its forward part.
 
-In a train step residuals pile up in the forward part and are used in the backward part. The boundary is the step
-between them at which the most bytes are live but idle. Cut points are steps where the bytes that the rest of the
-forward part still needs are at a local minimum.
+Residuals pile up in the forward part and are used in the backward part. The boundary is the step with the most bytes
+live but idle. Cut points are local minima of the bytes that the rest of the forward part still needs.
 """
 
 from __future__ import annotations

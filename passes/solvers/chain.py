@@ -2,13 +2,12 @@
 
 A chain is a forward part of *links*, cut by single values, the ends: only the end is read across an end. A link keeps
 everything, only its end, or nothing. Links dropped in a row are recomputed together when the descent reaches the last
-one, and stay until they are read, so that
+one, and stay until read, so that
 
     bytes kept before the row + bytes of the row up to the link that is read  <=  room there.
 
-The past matters only through the bytes kept before a row. So undominated labels (bytes kept, charge) at the ends are
-exact, without resolution or price. As in Beaumont et al. 2019 (arXiv 1911.13214), with one recomputation of each op and
-one boundary.
+Only the bytes kept before a row matter. So undominated labels (bytes kept, charge) at the ends are exact, without
+resolution or price. As in Beaumont et al. 2019 (arXiv 1911.13214), with one recomputation per op and one boundary.
 """
 
 from __future__ import annotations

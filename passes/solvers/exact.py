@@ -1,20 +1,20 @@
 """The cheapest plan around one boundary: an integer programme, its schedule, and the gap between them.
 
-The search space is kept sets, the order in which ``with_clones`` demands clones, and bytes at single steps (``milp``).
+The search space: kept sets, the order in which ``with_clones`` demands clones, and bytes at single steps (``milp``).
 Its answers are exactly the schedules that ``with_clones`` makes around the boundary. Only steps that a found schedule
-violates become constraints. Two other spaces were rejected:
+violates become constraints. Rejected were:
 
 * stages x ops, as in Checkmate (Jain et al., "Breaking the memory wall", 2020): quadratic in ops, hopeless beyond some
-  sixty without rounding, and most schedules cannot be emitted.
+  sixty without rounding, and most schedules cannot be emitted;
 * kept sets with one row per stage: a stage's needs depend on the stages that a dropped value joins.
 
 May be kept: any of ``nodes``, buffers of the plain program, values that the descent reads, and values smaller than
 their sources. Small values always are. Fused values that only recomputation reads never are. Bytes are those of
-``liveness``. The bound foresees most, not all, fused values of the plain program that a schedule stores.
+``liveness``. The bound foresees which fused values of the plain program a schedule stores, but not in every case.
 
 The optimum is a lower bound on the charge, the measured schedule an upper one. If the schedule needs more bytes than
-the model sees, bytes are set aside at that step, or the answer is excluded. Several boundaries are solved in turn;
-nothing is proven then.
+the model sees, bytes are set aside at that step until it fits, or the answer is excluded and the next best tried.
+Several boundaries are solved in turn; what is proven is then unknown.
 """
 
 from __future__ import annotations

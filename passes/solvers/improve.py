@@ -1,8 +1,9 @@
 """Better plans for small programs: the integer programme with little work and no proof.
 
-A program of a few layers has few of greedy's segments, so one product is some per cent of its step. The relaxation, in
-a tenth of the time, finds steps over budget; then one node of the search tree is solved. If schedules need more than
-the model sees, that is set aside and the programme solved again. No clock decides: equal programs get equal plans.
+A program of a few layers has few segments, so one product in greedy's plan is some per cent of its step. The
+relaxation, in a tenth of the time, finds steps over budget; then one node of the search tree is solved. If schedules
+need more than the model sees, that is set aside and the programme solved again. No clock decides: equal programs get
+equal plans on every machine.
 """
 
 from __future__ import annotations
