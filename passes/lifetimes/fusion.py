@@ -147,7 +147,7 @@ took 8 % less with this and lifetimes remembered."""
 def fuse(graph: Graph, *, by: Fuser = H200, written: bool = False) -> Kernels:
     """Group ops into kernels. Linear in edges.
 
-    ``written``: the program is compiled as written, so rules measured on such programs alone apply too.
+    ``written``: the program is compiled as written; rules measured on such programs alone apply too.
     """
     return _fused(Same(graph), by, written, switched_off())
 
@@ -244,7 +244,8 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
 
 
 def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> None:
-    """Store 16-bit arguments of ``erf``: its polynomials are in f32, and gradients read the rounded argument."""
+    """Store 16-bit arguments of ``erf``: XLA rounds them once, computes polynomials in f32, and gradients read the
+    rounded ones."""
     for op in graph.ops:
         if op.primitive in ("erf", "erfc"):
             for v in op.operands:
@@ -254,11 +255,11 @@ def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: 
 
 
 def _is_widened_exponential(graph: Graph, op: Op, sources: tuple[int, ...], read_by: list[list[int]]) -> bool:
-    """Whether ``op`` makes the exponentials of an f32 softmax of 16-bit scores in a small array.
+    """Whether ``op`` makes exponentials that XLA stores instead of the scores: of an f32 softmax of 16-bit scores.
 
-    XLA stores them instead of the scores if a quotient reads them. In rows of one kernel it also does so for
-    ``log_softmax``, which takes the logarithm of their sum off all of a row. A cross entropy takes 10 bytes a logit
-    then, 6 to 8 without the loss beside its gradient, 6 by ``logsumexp`` (H200, jax 0.10.2 and 0.12).
+    Only in small arrays, if a quotient reads them. In rows of one kernel also for ``log_softmax``, which takes the
+    logarithm of their sum off all of a row: a cross entropy takes 10 bytes a logit then, 6 by ``logsumexp`` (H200, jax
+    0.10.2 and 0.12).
     """
     result = graph.values[op.results[0]]
     count = math.prod(result.shape)
@@ -336,7 +337,7 @@ def _widens(graph: Graph, op: Op) -> bool:
 def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[bool]:
     """For each op whether its result is its operand's buffer: bitcasts, and matrices transposed next to products.
 
-    A product reads a matrix in either order. It writes one in either order if nobody wants the other. So XLA folds the
+    A product reads a matrix in either order, and writes one in either order if nobody wants the other: XLA folds the
     transpose into it.
     """
     out = [op.primitive in VIEWS for op in graph.ops]

@@ -181,8 +181,8 @@ def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
 def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
     """Start all stacks of a type at the first loop.
 
-    XLA:GPU makes the zeros into which loops stack once for each type, and all stacks of the type in one kernel.
-    Exception: if another op wants zeros of the type, each loop copies them for itself.
+    XLA:GPU makes the zeros into which loops stack once per type, and all stacks of the type in one kernel. If another
+    op wants zeros of the type, each loop copies them instead.
     """
     values, first = graph.values, dict[tuple[tuple[int, ...], str], int]()
     loops = [op for op in graph.ops if op.primitive == "scan"]
@@ -247,11 +247,11 @@ def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, se
 def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], final: set[int]) -> list[int]:
     """Let buffers take over the memory of an operand that dies in the same kernel; return each value's owner.
 
-    This applies to in-place updates, loop carries, and elementwise kernels whose result is as large as a dying operand.
-    The first owner's lifetime is extended. Exceptions:
+    For in-place updates, loop carries, and elementwise kernels whose result is as large as a dying operand. Extends the
+    first owner's lifetime. Exceptions:
 
-    * XLA:GPU writes no elementwise kernel over operands from behind a barrier.
-    * It writes none over complex numbers, whose parts it reads by themselves.
+    * XLA:GPU writes no elementwise kernel over operands from behind a barrier, nor over complex numbers, whose parts it
+      reads by themselves.
     * Kernels that add a product begin earlier.
     * Nothing takes over the memory of outputs (``final``). Buffers that outputs are written over later have their own.
     """

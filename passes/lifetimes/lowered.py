@@ -169,7 +169,7 @@ class _Lowering:
         return self.zeros[kind]
 
     def pool_gradient(self, op: Op) -> None:
-        """Add the places of the maxima and a scatter into zeros, in place if nobody wants the zeros afterwards."""
+        """Add the places of the maxima and a scatter into zeros, in place if nobody wants those afterwards."""
         source, operand = op.operands[0], op.operands[-1]
         result = self.old.values[op.results[0]]
         windows = self.old.values[source]

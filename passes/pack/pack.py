@@ -43,9 +43,9 @@ Guesses; their results on published instances are in ``benchmarks/pack``."""
 
 
 def pack(buffers: Sequence[Buffer]) -> Packing:
-    """Offsets in bytes, in the order of the buffers, and the height of the arena.
+    """Offsets in bytes, in the order of the buffers, and the height of the arena. Deterministic.
 
-    Takes a tenth of a second for a few hundred buffers, ``O(n log n)`` from thousands on. Deterministic.
+    A tenth of a second for a few hundred buffers, ``O(n log n)`` from thousands on.
     """
     if not buffers:
         return Packing((), 0)

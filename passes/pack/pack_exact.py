@@ -29,8 +29,8 @@ NOISE: Final = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """``best``: the lowest packing found, within the capacity if ``solved``. ``lower_bound``: bytes that every packing
-    needs, above the capacity if ``impossible``. ``searches``: how many ran. ``work``: edges looked at."""
+    """``best``: the lowest packing found, within the capacity if ``solved``. ``lower_bound``: bytes of any packing,
+    above the capacity if ``impossible``. ``searches``: how many ran. ``work``: edges looked at."""
 
     status: Literal["solved", "impossible", "timeout"]
     best: Packing
@@ -44,7 +44,7 @@ def pack_exact(
 ) -> Answer:
     """Whether the buffers fit into ``capacity`` bytes, with offsets. ``limit``: seconds by ``clock``.
 
-    Only whether the time suffices depends on the machine, not what is found or ruled out.
+    Results do not depend on the machine; whether the time suffices does.
     """
     start = clock()
     best, bound = pack(buffers), max_load(buffers)

@@ -91,7 +91,7 @@ def search(
 ) -> Outcome:
     """A packing of at most ``capacity`` bytes, or that there is none; neither after ``work`` edges or when ``stop()``.
 
-    ``failed``: states that earlier searches of the same buffers and capacity gave up; this one adds its own.
+    ``failed``: failed states of earlier searches with the same buffers and capacity; this one adds its own.
     """
     solid = [k for k, b in enumerate(buffers) if b.size]
     valleys = _Valleys([buffers[k] for k in solid], capacity, tactic, failed if failed is not None else set())

@@ -275,8 +275,7 @@ class _Frontier:
     """Buffers that the descent has made and still needs.
 
     Fusible values count only if they wait long for their first reader, or are smaller than what dies once they are
-    made. XLA would fuse the others anyway and keep their sources, such as a whole gradient of which a part is added
-    later.
+    made. XLA fuses others anyway and keeps their sources, such as a whole gradient of which a part is added later.
     """
 
     def __init__(self, graph: Graph, kernels: Kernels, start: int) -> None:

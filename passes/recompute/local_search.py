@@ -81,8 +81,8 @@ def make_room(
     at_peak: frozenset[int],
     short: Bytes,
 ) -> set[int]:
-    """The kept values that are cheapest to drop, of ``short`` bytes or more, among those with a version ``at_peak``.
-    Empty if those have fewer bytes."""
+    """The kept values cheapest to drop, of ``short`` bytes or more, among those ``at_peak``. Empty if those have fewer
+    bytes."""
     graph, made = start.graph, recomputation.made
     again = recomputation.ops(kept)
 

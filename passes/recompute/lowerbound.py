@@ -47,8 +47,8 @@ _TRIES = 64
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """``nbytes``: no plan needs less. ``ops``: the worst ops, at most 3, with the bytes each needs beside the
-    arguments, largest first."""
+    """``nbytes``: no plan needs less. ``ops``: the worst ops, at most 3, with their bytes beside the arguments, largest
+    first."""
 
     nbytes: Bytes
     ops: tuple[tuple[OpId, Bytes], ...]
@@ -58,7 +58,7 @@ def lower_bound(graph: Graph, constants: Collection[int] = (), *, bounded: bool 
     """Least device bytes of any program that computes ``graph``, with any recomputation.
 
     ``constants``: inputs that are no arguments; XLA counts them nowhere. ``bounded``: whether an op's needs exist at
-    once; if not, ``nbytes`` is arguments and outputs, and ops are named all the same.
+    once; if not, ``nbytes`` is arguments and outputs, and ops are still named.
     """
     needs = _Needs(graph, graph.outputs, graph.outputs)
     inputs = [v for v in graph.inputs if v in needs.used and v not in constants]
@@ -223,8 +223,7 @@ class _Needs:
 
 
 class _Donations:
-    """Donated arguments that must still exist while an op runs, themselves or as values made from them alone
-    (``owner``)."""
+    """Donated arguments that must still exist while an op runs, or values made from them alone (``owner``)."""
 
     def __init__(self, needs: _Needs, donated: Sequence[int]) -> None:
         self.needs, self.donated = needs, donated
@@ -271,7 +270,7 @@ class _Donations:
         return fusible or op.id in needs.product or op.id in needs.scatter
 
     def stored(self, op: Op) -> Bytes:
-        """Least bytes that any run of ``op`` stores, donated memory aside: an epilogue may write over an argument it
+        """Least bytes that any run of ``op`` stores, without donated memory: an epilogue may write over an argument it
         reads."""
         needs = self.needs
         if op.id in needs.scatter:

@@ -25,8 +25,8 @@ from jaxtensile.passes.recompute.stages import Boundary
 from jaxtensile.switches import on
 
 _CHEAP, _BELOW, _ABOVE = 0.05, 10, 100
-"""Prices reach from this quantile of the ops' seconds per byte, divided by the second, to the highest times the third:
-from almost no recomputation to almost all. A guess."""
+"""Prices from this quantile of the ops' seconds per byte, divided by the second, to the highest times the third: from
+almost no recomputation to almost all. A guess."""
 
 
 def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], count: int) -> tuple[float, ...]:
@@ -52,9 +52,9 @@ _TOTAL = 2**30
 
 
 class Network:
-    """What the cut problems of one boundary share: all edges, by tail and head.
+    """Edges, by tail and head, that the cut problems of one boundary share.
 
-    Each value has one edge to the op that makes it, and one past that op, for when it is not made again.
+    Each value has one edge to its op, and one past that op, for when it is not made again.
     """
 
     def __init__(self, graph: Graph, boundary: Boundary) -> None:
@@ -119,8 +119,8 @@ class ResidualCut:
     def keeps(self, prices: Sequence[float]) -> list[frozenset[int]]:
         """What to keep at each of ascending prices.
 
-        The cost of one choice is linear in the price, so the minimum is concave: a choice best at two prices is best
-        between them.
+        A choice costs linearly in the price, so the minimum is concave: a choice best at two prices is best between
+        them.
         """
         found: dict[int, frozenset[int]] = {}
 

@@ -137,7 +137,7 @@ def _stored_again(graph: Graph, step: int) -> set[int]:
 def _read_at(graph: Graph, live: Liveness, step: int) -> tuple[list[int], list[int]]:
     """For each value the first step of the descent that reads it and the last that surely needs it.
 
-    Ops that fuse away run in their readers. With several readers they may be stored after all, right before the first.
+    Ops that fuse away run in their readers. With several they may be stored after all, right before the first.
     """
     n = len(graph.ops)
     read_by = consumers(graph)
@@ -157,8 +157,8 @@ def _read_at(graph: Graph, live: Liveness, step: int) -> tuple[list[int], list[i
 
 @dataclass(frozen=True, slots=True)
 class Sometimes:
-    """A buffer of the plain program needed during ``[start, stop)``, unless one of ``stored`` is kept: XLA then reads
-    that instead of making it from the buffer again."""
+    """A buffer of the plain program needed during ``[start, stop)``, unless one of ``stored`` is kept and read instead
+    of made from it again."""
 
     value: int
     start: int
@@ -208,7 +208,7 @@ def _unless(sources: list[dict[int, frozenset[int]]], operands: Iterable[int], b
 def others(nodes: Nodes, live: Liveness, sometimes: list[Sometimes] | None = None) -> list[int]:
     """Bytes at each step that no decision here changes, and what the forward part itself reads.
 
-    ``sometimes``: if given, receives buffers read only while other values are not kept; they are then not counted.
+    ``sometimes`` receives buffers read only while other values are not kept; they are not counted.
     """
     graph, kernels, owner, step = nodes.graph, live.kernels, live.owner, nodes.step
     n = len(graph.ops)

@@ -33,8 +33,8 @@ _SPANS = (1, 2, 4, 8)
 """Longest segments tried, in stages, beside the whole climb. A guess. At 2 to 16 DLRM at 0.5 of its temporaries does 30
 % of a step more; at 1 to 4 no plan of the sweep changes."""
 _OFFSETS = 2
-"""Segmentations tried per span, from different first cut points. 4 made the same plans in more time. At half and at
-double no plan of the sweep changes by more than 0.01 %."""
+"""Segmentations per span, from different first cut points. 4 made the same plans in more time. At half and at double no
+plan of the sweep changes by more than 0.01 %."""
 _STEPS, _DEAR = 3, 0.002
 """Steps tried between two neighbouring answers, behind ops that charge at least this share of the whole. A guess. At
 half and at double no plan of the sweep changes with the first."""
@@ -256,8 +256,8 @@ class Menu:
     def choose(self, span: int, capacity: int, room: int | None = None, needs: Needs | None = None) -> Choice | None:
         """What to keep within ``capacity`` bytes at the least charge; None if nothing fits.
 
-        ``room``: bytes for what is kept before a segment and what the segment ``needs`` when recomputed. The descent
-        frees what late segments keep before it comes to the early ones.
+        ``room``: bytes for what is kept before a segment and what it ``needs`` when recomputed. The descent frees what
+        late segments keep before it comes to early ones.
         """
         needs = needs or Needs()
         count = len(self.cuts) + 1

@@ -138,8 +138,8 @@ def boundary_at(graph: Graph, step: int) -> Boundary:
 def cut_points(graph: Graph, boundary: Boundary) -> tuple[list[int], list[int]]:
     """Steps before the boundary at which few bytes cross to the rest of the forward part, ascending.
 
-    A cut at step ``w`` separates ops ``< w`` from ops ``>= w``. Returns all cut points (where stages may begin) and the
-    narrow ones (where keeping everything that crosses is worth it).
+    A cut at step ``w`` separates ops ``< w`` from ops ``>= w``. Returns all cut points (possible starts of stages) and
+    the narrow ones (worth keeping all that crosses).
     """
     cone, always = boundary.cone, boundary.always
     if not cone:

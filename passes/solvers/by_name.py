@@ -62,10 +62,8 @@ class Auto(greedy.Solver):
 
 
 def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Plan:
-    """``plan``, made by ``solver``, or a better one for ``budget``.
-
-    May take as long as a compile: only for plans to be compiled.
-    """
+    """``plan``, made by ``solver``, or a better one for ``budget``. Only for plans to be compiled: may take as long as
+    a compile."""
     whole, fits = sum(problem.costs.charge), plan.predicted.device <= budget
     hosted = plan.offload_bytes > problem.state + problem.stacks
     if not isinstance(solver, Auto) or len(problem.graph.ops) > _SMALL or hosted:
@@ -161,7 +159,7 @@ def _cheaper(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
 def _better(problem: Problem, budget: Bytes, plan: Plan, found: Plan) -> Plan:
     """The cheaper plan if both fit, else the smaller, with the bound of ``found``.
 
-    The bound holds around one boundary. A plan around several may be below it; then nothing is proven.
+    The bound holds around one boundary. If a plan around several is below it, nothing is proven.
     """
     best = _cheaper(problem, budget, plan, found)
     price = _price(problem, plan)

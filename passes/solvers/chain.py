@@ -34,7 +34,7 @@ _FEW, _LINK = 8, 0.75
 class Link:
     """Part of a chain. ``inner``: bytes that the descent reads beside the ``end``. ``charge``: of recomputing the link.
     ``saved``: part of it saved by keeping the end. ``room``: bytes available when the descent reads it. ``forward``:
-    bytes available for links before the previous one while it is first computed."""
+    bytes available to links before the previous one while it is first computed."""
 
     inner: Bytes
     end: Bytes
@@ -59,7 +59,7 @@ class _Label:
 def cheapest(links: Sequence[Link], room: Bytes, top: Bytes) -> tuple[str, ...] | None:
     """What each link keeps at the least charge; None if nothing fits.
 
-    ``room``: bytes at the boundary. ``top``: between the last link and the boundary, for all but the last.
+    ``room``: bytes at the boundary. ``top``: bytes between the last link and the boundary, for all but the last.
     """
     n = len(links)
     at: list[list[_Label]] = [[] for _ in range(n + 1)]

@@ -34,11 +34,9 @@ _BOUNDARIES, _WORK = 12, 96
 Without the second, Llama at 18,207 MB spent 115 s. The first is a guess. At half and at double no plan of the sweep
 changes."""
 _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
-"""Shares of the bytes that must leave the device given to copies; the rest is recomputed. A guess: finer for few
-copies."""
+"""Shares of the bytes that must leave the device for copies; the rest is recomputed. A guess: finer for few copies."""
 _FIRST = (1, 1 / 4, 1 / 16)
-"""Shares tried first, then the neighbours of the best while they improve. Same plans as all, up to four times as
-soon."""
+"""Shares tried first, then the best's neighbours while they improve. Same plans as all, up to four times as soon."""
 _NOTICED = 0.01
 """Copies of a smaller share of the bytes that must leave change little. A guess."""
 _FAR_BELOW = 0.7
@@ -151,10 +149,10 @@ class Searches:
         return best
 
     def cheapest(self, budget: Bytes, least: bool) -> Trial:
-        """The cheapest result for ``budget`` and, if that is dear, for slightly lower budgets.
+        """The cheapest result for ``budget`` and, if that is dear or misses, for slightly lower budgets.
 
-        The order of boundaries is luck, so lower budgets may give cheaper plans (``_LOWER``), or lower ones: a missed
-        budget is tried so only with ``least``.
+        The order of boundaries is luck, so lower budgets may give cheaper plans (``_LOWER``). After a miss they are
+        tried only with ``least``.
         """
         best = self.search(budget)
         for share in _LOWER if budget > 0 else ():
@@ -171,8 +169,8 @@ class Searches:
     def search(self, budget: Bytes, below: Seconds = inf, hopeful: bool = False) -> Trial:
         """The best plan over boundary after boundary: around each the lowest trial first, then a cheaper one.
 
-        ``search(0)`` if both it and the first boundary stay far above ``budget``. ``below``: limit on the price, which
-        further boundaries only raise. ``hopeful``: a plan near ``budget`` is known.
+        ``search(0)`` if it and the first boundary stay far above ``budget``. ``below``: price limit; boundaries only
+        add to prices. ``hopeful``: a plan near ``budget`` is known.
         """
         key = budget, below, hopeful
         return self._found[key] if key in self._found else self._found.setdefault(key, self._search(*key))
@@ -253,12 +251,11 @@ def _with_copies(problem: Problem, budget: Bytes, search: Callable[[Bytes], Tria
 
 
 def _one_boundary(explored: Explored, budget: Bytes, start: Trial, above: Bytes) -> tuple[list[Trial], int]:
-    """The best trials around one boundary of ``start``, among steps that need more than ``above``, and the ops laid
-    out.
+    """The best trials around one boundary of ``start``, and the number of ops laid out.
 
-    First the cheapest that fits, else the lowest. Then, if any, a cheaper one over budget whose peak lies at another
-    boundary. Empty if nothing waits across the boundary. Remembered ops count too: the number decides when a search
-    ends.
+    The boundary is over the budget and ``above``. First comes the cheapest trial that fits, else the lowest. Then, if
+    any, a cheaper one over budget, which another boundary keeps from fitting. Empty if nothing waits across the
+    boundary. Remembered ops count too: the number decides when a search ends.
     """
     level = max(budget, above) - (start.device - start.temp)
     step = find_boundary(start.program.graph, start.live, max(level, 0))
@@ -334,7 +331,7 @@ class _Around:
         return trial
 
     def with_span(self, span: int) -> _Fit | None:
-        """Segments of at most ``span`` stages until a trial fits; if nothing fits, the smallest is measured."""
+        """Segments of at most ``span`` stages until a trial fits; if none does, the smallest is measured."""
         capacity = self.budget - self.base
         last: frozenset[int] | None = None
         less = vain = 0

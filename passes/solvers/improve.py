@@ -28,8 +28,8 @@ _TOLERANCE = 5e-3
 _ENOUGH = 0.01
 """Share of a step that a fitting schedule may cost above the answer. A guess."""
 _TWICE, _LOOSE = 0.15, 0.03
-"""A plan dearer than this share of a step is compared with one around two boundaries, the first to as much over the
-budget as the second share of the temporaries. Guesses."""
+"""A plan dearer than this share of a step is compared with one around two boundaries. Around the first, that may exceed
+the budget by the second share of the temporaries. Guesses."""
 _TRAFFIC = 0.1
 """Share of an op's seconds beyond its charge, charged too: equally cheap plans take long to tell apart. At 0.1 it takes
 half as long as at 0.03."""
@@ -39,12 +39,12 @@ with a proven optimum (``benchmarks/optimality``) was not reached."""
 
 
 def allowance(problem: Problem) -> int:
-    """Variables for all plans of one program: a hard budget is asked for repeatedly, a little lower each time."""
+    """Variables for all plans of one program: a hard budget is asked for repeatedly, each time lower."""
     return _WIDTH * len(problem.graph.ops)
 
 
 def improve(problem: Problem, budget: Bytes, left: int) -> tuple[Plan | None, int]:
-    """A plan that fits ``budget``, and what it leaves of ``left`` variables. None if none is found or nothing needs
+    """A plan that fits ``budget``, and the rest of ``left`` variables. None if none is found or nothing needs
     deciding."""
     program = Program.unchanged(problem.graph)
     here = Trial(frozenset(), program, live_ranges(program.graph), 0.0)
