@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.house.constants import ROOT, TABLES, folder, tables
 
 INDEX = ROOT / "docs" / "modules.md"
-HEAD = """# What every file answers
+HEAD = """# What every file is
 
 Made by `python -m benchmarks.house.index` from the first lines of the files. The rooms stand as in
 `tests/house/test_architecture.py`: each looks only into rooms above it in this list.
