@@ -4,6 +4,7 @@ import csv
 import random
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -201,8 +202,8 @@ def test_the_order_of_hashes_does_not_matter():
     told = [
         subprocess.run(
             [sys.executable, "-c", f"import test_pack as t; print(hash(t.pack(t.instance('H')).offsets), {seed})"],
-            cwd=TESTS,
-            env={"PYTHONHASHSEED": str(seed)},
+            cwd=Path(__file__).parent,
+            env={"PYTHONHASHSEED": str(seed), "PYTHONPATH": str(TESTS)},
             capture_output=True,
             text=True,
             check=True,
