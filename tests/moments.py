@@ -3,10 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-N = 512  # f32[512,512] is 1 MiB
-
-
-LAYERS = 3
+N, LAYERS = 512, 3  # f32[512,512] is 1 MiB
 
 
 def loss(weights, x):

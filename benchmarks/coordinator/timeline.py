@@ -23,14 +23,15 @@ LINES: list[tuple[float, float, str]] = []
 """Begin and end, by the clock that all processes of a machine share, and what it was."""
 
 
-def record() -> None:
-    """Every job of this process is told of from now on."""
+def record() -> list[tuple[float, float, str]]:
+    """``LINES``, to which every job of this process adds from now on."""
     _timed(Ladder, "sketch", lambda ladder, *_: f"predicts {_plans(ladder)}")
     _timed(Ladder, "_compile", _compiled)
     _timed(Stepping, "step", lambda steps, *_: f"step {steps.steps} of {format_bytes(steps._on.budget)}")
     _timed(Client, "heard", lambda _, __, reply: f"hears {type(reply).__name__} {getattr(reply, 'rung', '')}")
     _timed(Client, "renew", lambda _, said, admit, rung, *__: f"says {said}: rung {rung} of {_levels(admit.ladder)}")
     _timed(Tenancy, "put", lambda tenancy, *_: f"is on {format_bytes(tenancy.budget)}")
+    return LINES
 
 
 def merged(lines: dict[str, list[tuple[float, float, str]]]) -> str:
