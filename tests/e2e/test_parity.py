@@ -14,6 +14,7 @@ import sys
 import threading
 import typing
 import weakref
+from functools import partial
 from importlib.util import find_spec
 
 import jax
@@ -30,6 +31,9 @@ import jaxtensile
 from programs import FAST, alike, chain, chain_args, close, squeezed, step
 
 ARGS = chain_args()
+OWN, DEEP = 3.2e-6, 16
+"""How far gradients of the 12 layers of ``ARGS`` may be from those of the plain program: elementwise, as far as that
+itself is from float64; in ``UNITS``, of which that is 27 off. Ours is 12 from it on a CPU without AVX-512 (jax 0.12)."""
 DEVICE = jax.devices()[0]
 PLACE = jax.sharding.SingleDeviceSharding(DEVICE)
 
@@ -300,7 +304,7 @@ def test_first_calls_from_many_threads_with_several_shapes(both):
         t.join()
     for i in range(9):  # not all plans of these shapes fuse as the plain programs do
         expected = both[1](ARGS[0], jnp.ones((256 + 8 * (i % 3), 8)))
-        jax.tree.map(close, found[i], expected)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=OWN), found[i], expected)
     assert ours._cache_size() == 3
     assert not any(e.fitted.report.unchanged for entries in ours._entries.values() for e in entries.values())
 
@@ -332,7 +336,7 @@ def test_effects_of_a_planned_program_happen_once_and_in_order():
         jax.effects_barrier()
         # Each kind has an order of its own; jax promises none between kinds.
         results.append((out, [[i for kind, i in seen if kind == k] for k in ("debug", "io")], sorted(seen)))
-    alike(results[0][0], results[1][0])
+    alike(results[0][0], results[1][0], partial(close, units=DEEP))
     assert results[0][1:] == results[1][1:]
 
 
