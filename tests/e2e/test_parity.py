@@ -33,7 +33,7 @@ from programs import FAST, alike, chain, chain_args, close, squeezed, step
 ARGS = chain_args()
 OWN, DEEP = 3.2e-6, 16
 """How far gradients of the 12 layers of ``ARGS`` may be from those of the plain program: elementwise, as far as that
-itself is from float64; in ``UNITS``, of which that is 27 off. Ours is 12 from it on a CPU without AVX-512 (jax 0.12)."""
+itself is from float64; in ``UNITS``, that is 27 off. Ours is 12 from it on a CPU without AVX-512 (jax 0.12)."""
 DEVICE = jax.devices()[0]
 PLACE = jax.sharding.SingleDeviceSharding(DEVICE)
 
