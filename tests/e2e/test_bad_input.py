@@ -1,8 +1,6 @@
 """Every wrong input is one clear line, or what ``jax.jit`` does; and the caller keeps what is theirs."""
 
 import re
-import subprocess
-import sys
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
+from four_devices import on_four_devices
 from jaxtensile.errors import IgnoredBudgetWarning, ManyPlansWarning
 from jaxtensile.units import GIB, MIB
 from jaxtensile.xla import target as targets
@@ -414,17 +413,5 @@ print("all well")
 
 def test_arguments_on_several_devices(tmp_path):
     """In a process with four CPU devices: errors of JAX's own, sharded steps, one plan per placement."""
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL_DEVICES],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            "PATH": "",
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "PYTHONPATH": ":".join(p for p in sys.path if p),
-            "HOME": str(tmp_path),
-        },
-    )
+    done = on_four_devices(SEVERAL_DEVICES, tmp_path)
     assert done.stdout == "all well\n", done.stderr[-3000:]

@@ -1,10 +1,10 @@
 """Programs over several devices: planned per device where XLA divides them, left alone where the user does."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from four_devices import on_four_devices
 
 pytestmark = pytest.mark.xdist_group("shardings")  # one process: what all of them need is made once
 
@@ -202,20 +202,7 @@ print(json.dumps(failed))
 @pytest.fixture(scope="module")
 def failed(tmp_path_factory):
     """What went wrong in which case, all of them run in one process of four CPU devices."""
-    done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + RUN],
-        input=json.dumps(CASES),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            "PATH": "",
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-            "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")),
-            "PYTHONPATH": ":".join(p for p in sys.path if p),
-        },
-    )
+    done = on_four_devices(PRELUDE + RUN, tmp_path_factory.mktemp("home"), json.dumps(CASES))
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
