@@ -86,6 +86,10 @@ class Care:
     """Who waits no more says so until it is heard: it may have been granted what it waited for."""
     turns: bool = True
     """Jobs of one process take turns on each of their devices."""
+    waits: bool = True
+    """Jobs of several processes wait for their turns."""
+    hands_over: bool = True
+    """And give them back when others wait."""
     moves: bool = True
     """A job that compiles goes where it is told to be meanwhile."""
     hurries: bool = True
@@ -165,8 +169,25 @@ class Job:
 class Handle:
     """A ``Client`` and its link: as ``SocketLink``, one connection after another until it is done."""
 
-    __slots__ = ("closing", "gated", "halfway", "holder", "job", "keeps", "known", "line", "names", "needs", "program",
-                 "real", "speaks", "step", "uses", "world")  # fmt: skip
+    __slots__ = (
+        "closing",
+        "gated",
+        "had",
+        "halfway",
+        "holder",
+        "job",
+        "keeps",
+        "known",
+        "line",
+        "names",
+        "needs",
+        "program",
+        "real",
+        "speaks",
+        "step",
+        "uses",
+        "world",
+    )  # fmt: skip
 
     def __init__(self, world, program, job, admit, keeps=False):
         self.world, self.program, self.job = world, program, job
@@ -178,6 +199,8 @@ class Handle:
         self.keeps = keeps
         """Its allocator never gives bytes back."""
         self.step = 0
+        self.had = 0
+        """Turns so far."""
         self.real = ()
         """Bytes that stay and bytes of a step that it may hold just now, of each resource."""
         self.names = (*admit.devices, HOST)
@@ -273,6 +296,7 @@ class World:
         ("_hear", 14),
         ("_deliver", 14),
         ("_step", 10),
+        ("_turn", 14),
         ("_connect", 5),
         ("_tick", 4),
         ("_reap", 3),
@@ -317,7 +341,9 @@ class World:
             on_overdue=rnd.choice(("wait", "wait", "terminate")),
             recovery=2.0,
         )
-        self.gated = rnd.random() < 0.15 if gated is None else gated
+        self.gated = rnd.random() < 0.3 if gated is None else gated
+        self.turning = self.gated and rnd.random() < 0.8
+        """Its jobs are of several processes, and ask for their turns."""
         devices = tuple(f"cuda:{k}" for k in range(rnd.choice((1, 1, 2, 3))))
         self.devices = devices
         self.capacities = {d: Capacity(capacity=rnd.randint(10, 24), reserve=1, gated=self.gated) for d in devices}
@@ -689,6 +715,7 @@ class World:
         end = job.since + patience
         if self.care.hurries and client.speaks.halfway is not None:
             end = min(end, client.halfway)
+        client.speaks.end_turn()
         if self.now < end:
             return
         while self._boundary(client):
@@ -1034,7 +1061,10 @@ class World:
             raise Violation("granted a rung that it does not have")
         if isinstance(message, Revoke):
             client.halfway = self.now + message.deadline / 2
+        before = client.holder.turn
         client.heard(message)
+        self.counted["turns"] += client.holder.turn > before
+        client.had += client.holder.turn > before
         job = client.job
         if job is not None and job.client is client and job.doing == "compile":
             self._settle(job)
@@ -1048,6 +1078,33 @@ class World:
         client = self._some(lambda h: h.holder.held >= 0 and self._at_boundaries(h))
         return client is not None and self._boundary(client)
 
+    def _turn(self):
+        """A job is to run a step; or it plans, and gives its turn back."""
+        client = self._some(lambda h: self.turning and self._steps(h))
+        return client is not None and self._takes_turn(client, self.rnd.random() < 0.3)
+
+    def _takes_turn(self, client, plans):
+        holder = client.holder
+        if holder.moving >= 0:
+            return False
+        if plans:
+            client.speaks.end_turn(self.rnd.choice((0.0, 0.1)))
+        elif not self.care.waits:
+            holder.turn, holder.asks = max(holder.turn, 0), -1
+        elif holder.turn < 0 or holder.ending:
+            self._ends_turn(client)
+            if holder.asks >= 0:
+                return False
+            client.speaks.turn(0.0)
+        else:
+            return False
+        return True
+
+    def _ends_turn(self, client):
+        """At a step boundary, or while no step runs."""
+        if client.holder.ending and self.care.hands_over:
+            client.speaks.end_turn(self.rnd.choice((0.0, 0.0, 0.1)))
+
     def _at_boundaries(self, handle):
         """It comes to step boundaries, or waits at one."""
         job = handle.job
@@ -1060,6 +1117,7 @@ class World:
             client.speaks.moved(tuple(p + t for p, t in use))
         else:
             client.step += 1
+            self._ends_turn(client)
             try:
                 if client.speaks.boundary() is None:
                     return False
@@ -1202,7 +1260,21 @@ class World:
             program.stopped = False
         self._quiet(lambda: self.now > self.settled_after and not self.daemon.arbiter.recheck)
         self._nobody_left_behind()
+        self._everybody_has_a_turn()
         return self
+
+    def _everybody_has_a_turn(self):
+        """Who runs steps gets turns, one after another or at once."""
+        steps = [h for h in self.handles if self.turning and h.there and self._steps(h) and h.line is not None]
+        before = {id(h): h.had for h in steps}
+        for _ in range(40 * (len(steps) + 1)):
+            for handle in steps:
+                self._takes_turn(handle, False)
+            self._quiet(lambda: False, 1)
+            steps = [h for h in steps if self._steps(h) and h.line is not None]
+            if all(h.holder.turn >= 0 or h.had > before[id(h)] for h in steps):
+                return
+        raise Violation("somebody waits for its turn for ever")
 
     def _quiet(self, enough, rounds=400):
         """Until nothing happens any more."""
@@ -1309,7 +1381,9 @@ class World:
             for name, (p, t) in zip(client.names, client.real, strict=True):
                 gated = self.gated and name != HOST
                 totals[name] += p if gated else p + t
-                if gated:
+                if gated and self.turning:
+                    temps[name][id(client)] = t if client.holder.turn >= 0 else 0
+                elif gated:
                     gate = name if self.care.turns else client.names[0]
                     temps[name][gate] = max(t, temps[name].get(gate, 0))
                 if daemon is not None and (p or t):
@@ -1372,7 +1446,7 @@ class World:
                         raise Violation(
                             f"{client.program.process} is connected and its lease is {lease and lease.state}"
                         )
-        if d.phase != "serving" or over or not d.journal_works or self.disk_full:
+        if d.phase != "serving" or over or not d.journal_works or self.disk_full or self._crowded(d):
             return
         if arbiter.queue:
             self._check_first(d, arbiter.queue[0])
@@ -1380,6 +1454,18 @@ class World:
             # Of several devices whose jobs take turns a division takes the largest temp of any for that of each: some
             # surplus is not given out.
             self._check_idle(d)
+
+    def _crowded(self, d):
+        """Have several their turns at once, where somebody wants more bytes? Then all but one were told to end them."""
+        wanted = {name for a in d.arbiter.wanting() for name in a.touched}
+        found = False
+        for name, account in d.arbiter.ledger.accounts.items():
+            there = [d.arbiter.leases[k] for k in account.turns if k in account.charges and account.charges[k].temp]
+            if len(there) > 1 and name in wanted:
+                found = True
+                if sum(a.turn > 0 and not a.ending for a in there) > 1:
+                    raise Violation(f"several have turns on {name}, and somebody wants its bytes")
+        return found
 
     def _charged(self, a):
         accounts = self.daemon.arbiter.ledger.accounts

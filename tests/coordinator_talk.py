@@ -29,10 +29,10 @@ LADDER = (Rung(persistent=4, seconds=2.0), Rung(persistent=8, seconds=1.0))
 class Talk:
     """A coordinator with 12 bytes on one device, and what it said to whom."""
 
-    def __init__(self, *, capacity=12, host=8, records=(), rules=None, **given):
+    def __init__(self, *, capacity=12, host=8, gated=False, records=(), rules=None, **given):
         self.now = 100.0
         options = {"min_hold": 0.0, "recovery": 2.0, **given}
-        self.capacities = {GPU: Capacity(capacity=capacity), HOST: Capacity(capacity=host)}
+        self.capacities = {GPU: Capacity(capacity=capacity, gated=gated), HOST: Capacity(capacity=host)}
         self.it = Coordinator(self.capacities, Settings(**options), rules)
         self.commands = []
         self.journal = [*records]

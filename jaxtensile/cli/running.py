@@ -166,7 +166,8 @@ def _environment(name: str, job: JobConfig, config: Config, file: Path | None, s
     seen = dict(os.environ)
     gpus = [size for device, size in reported(config).items() if device.startswith("cuda:")]
     if gpus:
-        seen |= variables(job.least, job.want, min(gpus), seen)
+        turns = any(config.takes_turns(name) for name in reported(config) if name.startswith("cuda:"))
+        seen |= variables(job.least, job.want, min(gpus), seen, turns=turns)
     seen |= {VARIABLE: str(socket), JOB_VARIABLE: name}
     if file is not None:
         seen[configs.VARIABLE] = str(file.absolute())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 from jaxtensile.devices.hardware import device_memory, host_memory
@@ -54,7 +55,7 @@ def capacities(config: Config) -> dict[str, Capacity]:
     for name, capacity in found.items():
         said = [t for k in (name, name.partition(":")[0], "") if (t := config.devices.get(k)) is not None]
         if name != HOST and all(t.capacity is None and t.reserve is None for t in said):
-            found[name] = Capacity(capacity=capacity.capacity, reserve=min(_RESERVE, capacity.capacity // _PART))
+            found[name] = replace(capacity, reserve=min(_RESERVE, capacity.capacity // _PART))
     return found
 
 

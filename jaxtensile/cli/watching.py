@@ -95,7 +95,7 @@ def _devices(devices: Sequence[DeviceView]) -> list[str]:
         bar = "#" * min(full, floor) + "=" * max(full - floor, 0) + "." * (_BAR - full)
         lines.append(
             f"{d.device:<{width}}  [{bar}] {share:4.0%}  {format_bytes(d.charged)} of {format_bytes(limit)} granted, "
-            f"{format_bytes(d.guaranteed)} of that for good"
+            f"{format_bytes(d.guaranteed)} of that for good{', steps take turns' if d.turns else ''}"
         )
     return lines
 
@@ -110,7 +110,7 @@ def _job(lease: LeaseView) -> tuple[str, ...]:
         lease.job,
         str(lease.lease),
         str(lease.pid),
-        lease.state,
+        f"{lease.turn} turn" if lease.turn and lease.state == "held" else lease.state,
         plan,
         format_bytes(lease.charged[0]),
         in_use,

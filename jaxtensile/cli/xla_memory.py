@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from jaxtensile.devices.backends import ALLOCATOR
 from jaxtensile.units import Bytes
 
-ALLOCATOR: Final = "XLA_PYTHON_CLIENT_ALLOCATOR"
 PREALLOCATE: Final = "XLA_PYTHON_CLIENT_PREALLOCATE"
 FRACTION: Final = "XLA_CLIENT_MEM_FRACTION"
 OLD_FRACTION: Final = "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -25,13 +25,16 @@ _LEAST_FRACTION: Final = 0.01
 """Least share of a GPU for XLA's allocator, even if a job asks for next to nothing. A guess."""
 
 
-def variables(least: Bytes, want: Bytes | None, device: Bytes, environment: Mapping[str, str]) -> dict[str, str]:
+def variables(
+    least: Bytes, want: Bytes | None, device: Bytes, environment: Mapping[str, str], *, turns: bool = False
+) -> dict[str, str]:
     """What to add to a job's environment. ``device``: bytes of the smallest GPU it may be on.
 
     A job of constant size gets the default allocator, which stops it there. One that grows and shrinks gets the one
-    that returns everything above its guarantee.
+    that returns everything above its guarantee, and where jobs take ``turns``, every job: it returns all it can.
     """
-    fixed = want is not None and least == want
+    fixed = want is not None and least == want and not turns
+    least = 0 if turns else least
     chosen = {
         ALLOCATOR: "bfc" if fixed else "cuda_async",
         PREALLOCATE: "false",

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+ALLOCATOR: Final = "XLA_PYTHON_CLIENT_ALLOCATOR"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
@@ -39,6 +41,8 @@ class Backend:
     some 300 plans for an H200, XLA allocated at least 0.88 of it."""
     pools: bool = False
     """Whether a process allocates from XLA's BFC allocator, beside a context."""
+    gives_back: tuple[str, ...] = ()
+    """If it pools, the values of ``$XLA_PYTHON_CLIENT_ALLOCATOR`` with which freed bytes go back to the driver."""
     widens_sums: bool = True
     """Whether products of 16-bit numbers can be summed in 32 bits."""
     schedulers: tuple[Mapping[str, Any], ...] = field(default=({},), hash=False)
@@ -65,6 +69,7 @@ CUDA: Final = Backend(
     reads_backwards_from=(0, 12),
     bounded=True,
     pools=True,
+    gives_back=("cuda_async", "platform", "vmm"),
     kernels_known=True,
     alike={"xla_gpu_shard_autotuning": False},
 )
@@ -79,3 +84,10 @@ CPU: Final = Backend(
     sketched=0.5,
 )
 BACKENDS: Final[dict[str, Backend]] = {backend.name: backend for backend in (CUDA, TPU, CPU)}
+
+
+def keeps_bytes(device: str, environment: Mapping[str, str]) -> bool:
+    """Whether the allocator of a process keeps a device's bytes that are free, instead of returning them to the driver.
+    ``device``: its name, as ``cuda:0``."""
+    backend = BACKENDS.get(device.partition(":")[0])
+    return backend is not None and backend.pools and environment.get(ALLOCATOR, "default") not in backend.gives_back

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import jax
 
 from jaxtensile.devices.hardware import host_memory
 from jaxtensile.errors import ConfigError, CoordinatorError
+from jaxtensile.jobs import building
+from jaxtensile.planner.clock import Watch
 from jaxtensile.runtime.client.client import Client, Link
 from jaxtensile.runtime.client.gate import Turns
 from jaxtensile.runtime.client.local import LOCAL, LocalCoordinator
@@ -27,7 +30,7 @@ from jaxtensile.runtime.config.config import Config
 from jaxtensile.runtime.daemon.endpoint import VARIABLE, checked
 from jaxtensile.runtime.decide.events import Settings
 from jaxtensile.runtime.decide.ledger import Capacity
-from jaxtensile.runtime.protocol.messages import Snapshot
+from jaxtensile.runtime.protocol.messages import Rung, Snapshot
 from jaxtensile.spmd.location import device_name, profile_of
 from jaxtensile.units import GIB, Bytes, Seconds
 
@@ -59,15 +62,26 @@ class Arbitration:
     connect: Callable[[Client], Link]
     local: LocalCoordinator | None
     status: Callable[[], Snapshot]
+    socket: Path | None = None
 
-    def has_room(self, devices: Sequence[str], need: Bytes) -> bool:
-        """Whether ``need`` bytes are free on each device and no job waits."""
+    def has_room(self, devices: Sequence[str], rung: Rung) -> bool:
+        """Whether a rung's bytes are free on each device and no job waits."""
         try:
             now = self.status()
         except CoordinatorError:
             return False
-        free = {d.device: d.capacity - d.reserve - d.charged for d in now.devices}
-        return not now.waiting and all(free.get(name, 0) >= need for name in devices)
+        there = {d.device: d for d in now.devices}
+        if now.waiting or not there.keys() >= {*devices}:
+            return False
+        for d in (there[name] for name in devices):
+            temps = max(d.temps, rung.temp) if d.turns else d.temps + rung.temp
+            if d.charged - d.temps + rung.persistent + temps > d.capacity - d.reserve:
+                return False
+        return True
+
+    def compiles(self, watch: Watch) -> AbstractContextManager[None]:
+        """A place among those who compile in the background; waits for one."""
+        return building.place(self.socket, watch)
 
     def turns(self, devices: Sequence[str], priority: int, weight: float) -> tuple[Turns, ...]:
         """The job's places at the gates of its devices, in the order all jobs use; none if the jobs are separate
@@ -96,7 +110,7 @@ def arbitration(job: str, config: Config) -> Arbitration:
             from jaxtensile.runtime.daemon.inquiry import ask
 
             place = checked(Path(socket).absolute())
-            found = Arbitration(job, SocketLink.to(str(place)), None, lambda: ask(place, _ANSWERS))
+            found = Arbitration(job, SocketLink.to(str(place)), None, lambda: ask(place, _ANSWERS), place)
         else:
             if _local is None or not _jobs:
                 _local = (

@@ -35,6 +35,9 @@ T = TypeVar("T")
 
 _LONG: Seconds = 2.0
 """Seconds: if the first plan takes longer, other jobs do not wait; they are told the job's smaller plans. A guess."""
+_TOLD: Seconds = 60.0
+"""Seconds after which a wait for a turn is logged, again and again: others' steps are long, or nobody decides. A
+guess."""
 _REMEASURED = 8
 """Steps after which measured times are compared with those told, and again at each doubling. A guess."""
 _log = logging.getLogger("jaxtensile")
@@ -55,6 +58,8 @@ class Stepping(Owned):
         self._calling: Any = None
         self._runs: WeakKeyDictionary[Any, tuple[Ladder, Fitted] | None] = WeakKeyDictionary()
         """The plan that calls of a function run; None if its calls differ."""
+        self._steady: Seconds | None = None
+        """Seconds of the shortest step of this turn; None: it has run none."""
         self._fresh = False
         """Whether the call plans, compiles or loads, which makes its time meaningless."""
         self._builder: threading.Thread | None = None
@@ -103,9 +108,13 @@ class Stepping(Owned):
         self._fresh = True
         self._end_turn()
         self.waiting.known(ladder, devices)
-        while (fitted := self._found(ladder)) is None:
-            pass
-        self._take_turn()
+        while True:
+            while (fitted := self._found(ladder)) is None:
+                pass
+            self._take_turn()
+            if ladder.fits(fitted, self._on.bytes_for(ladder)):
+                break
+            self._end_turn()  # while it waited for its turn it was told to move
         runs = self._runs.get(self._calling, (ladder, fitted))
         self._runs[self._calling] = (ladder, fitted) if runs is not None and runs[0] is ladder else None
         return fitted
@@ -148,7 +157,10 @@ class Stepping(Owned):
 
         def gives() -> None:
             while not over.wait(0.0 if self.steps else LOOK):
-                halfway = None if self._on.client is None else self._on.client.halfway
+                client = self._on.client
+                halfway = None if client is None else client.halfway
+                if client is not None and client.turn_ends:
+                    uninterrupted(self._on.end_turn)
                 if self.steps or (halfway is not None and time.monotonic() >= halfway):
                     self._place.give(mark)
                     self.settle()
@@ -195,17 +207,36 @@ class Stepping(Owned):
         if (mark := self._lock.holder) is not None:
             for turns in self._on.turns:
                 turns.take(mark)
+        client = self._on.client
+        if client is None or self._on.turns or not client.takes_turns or (client.has_turn and not client.turn_ends):
+            return
+        self._steady = None
+        began = told = time.monotonic()
+        while not client.turn(LOOK):
+            self._on.require_going_on()
+            self._on.boundary()
+            if (now := time.monotonic()) >= told + _TOLD:
+                told = now
+                why = "" if client.connected_now else "; no coordinator is there: start one with 'jaxtensile serve'"
+                _log.warning("job %r waits for its turn for %.0f s%s", self._name, now - began, why)
 
     def _end_turn(self) -> None:
+        """No step runs now. A turn among processes goes on until others wait."""
         if (mark := self._lock.holder) is not None:
             for turns in self._on.turns:
                 turns.give(mark)
+        if (client := self._on.client) is not None and client.turn_ends:
+            uninterrupted(self._on.end_turn)
 
     def _measured(self, took: Seconds) -> None:
         self.steps += 1
         runs, client = self._runs.get(self._calling), self._on.client
         if client is None or runs is None or self._fresh:
             return
+        if self._steady is None:
+            self._steady = took
+        else:
+            self._on.handing_over, self._steady = max(self._steady - took, 0.0), min(self._steady, took)
         ladder, fitted = runs
         ladder.took(fitted, took)
         self._on.calls[ladder] += 1
@@ -326,8 +357,9 @@ class Stepping(Owned):
                     self.settle()
                 while not (self._hurry.wait(LOOK) or (self._ran.is_set() and time.monotonic() >= self._rest)):
                     self._on.watch("rest")
-                if inside:
-                    for ladder in [*self._on.ladders]:
+                assert self._on.by is not None
+                with self._on.by.compiles(self._on.watch):
+                    for ladder in [*self._on.ladders] if inside else ():
                         ladder.build(self._on.watch, between=self._on.forget)
             except StoppedError:
                 return

@@ -7,6 +7,7 @@ boundary, when no step runs: callers that change it hold the job's step lock. Ct
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from weakref import ref
 
 from msgspec import structs
 
+from jaxtensile.devices.backends import keeps_bytes
 from jaxtensile.errors import BudgetError, CoordinatorError, StoppedError
 from jaxtensile.jobs.arbitration import Arbitration
 from jaxtensile.jobs.ladder import Ladder, together
@@ -23,7 +25,7 @@ from jaxtensile.runtime.client.client import Client
 from jaxtensile.runtime.client.gate import Turns
 from jaxtensile.runtime.client.uninterrupted import uninterrupted
 from jaxtensile.runtime.protocol.messages import Admit, Rung
-from jaxtensile.units import Bytes
+from jaxtensile.units import Bytes, Seconds
 
 _OFF: Final = 1.3
 """Factor of change in the ladder's measured seconds beyond which the coordinator is told, as for renewing a plan
@@ -90,6 +92,8 @@ class Tenancy:
         self.waits: Bytes = 0
         """Host bytes of its state."""
         self.switches = 0
+        self.handing_over: Seconds = 0.0
+        """Seconds that a turn's first step takes longer than the others."""
         self._clamped = False
         """Whether ``now`` is less than the rung, until another ladder applies."""
 
@@ -159,7 +163,7 @@ class Tenancy:
         client = self.client
         if client is None or not client.admitted:
             return False
-        return self.told_to_go or ((self.renew or self._clamped) and not client.renewing)
+        return self.told_to_go or client.turn_ends or ((self.renew or self._clamped) and not client.renewing)
 
     def boundary(self) -> None:
         """Between two steps: change the rung as told, and report the present ladder."""
@@ -168,6 +172,8 @@ class Tenancy:
             uninterrupted(self._boundary, client)
 
     def _boundary(self, client: Client) -> None:
+        if client.turn_ends:
+            self.end_turn()
         rung = client.boundary()
         if rung is not None:
             self.put(client.admit, rung)
@@ -177,6 +183,15 @@ class Tenancy:
         if self.renew and not client.renewing:
             self.renew = False
             self.renewal(client)
+
+    def end_turn(self) -> None:
+        """Give the job's turn back, between two steps: the bytes of a step are free again, unless XLA's allocator keeps
+        them."""
+        client, now = self.client, self.now
+        if client is not None and now is not None and (client.has_turn or client.turn_ends):
+            devices = self.devices or ()
+            kept = any(keeps_bytes(name, os.environ) for name in devices)
+            client.end_turn(self.handing_over, (now.level,) * len(devices) if kept else ())
 
     def tell(self) -> None:
         """While compiling for the current rung: report the present ladder."""

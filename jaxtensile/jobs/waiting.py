@@ -118,7 +118,7 @@ class Waiting:
         rung = self._on.together()[-1]
         if all(ladder.sketched for ladder in self._on.ladders) or rung.level > self._on.terms.want or rung.host:
             return False
-        if not self._on.by.has_room(self._on.devices, rung.level):
+        if not self._on.by.has_room(self._on.devices, rung):
             return False
         client = uninterrupted(lambda: self._ask(self._on.asked((rung,)), _weakly(self._changed)))
         try:
@@ -266,7 +266,7 @@ class Waiting:
         assert self._on.by is not None and self._on.now is not None and self._on.client is not None
         now, need = self._on.now, self._on.lowest(self._on.together(), covering=False)
         host = max(need.host - now.host, 0)
-        gated = self._on.by.local is not None
+        gated = self._on.client.takes_turns
         missing = (
             Rung(persistent=max(need.persistent - now.persistent, 0), temp=need.temp, host=host, seconds=1.0)
             if gated

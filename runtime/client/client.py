@@ -193,6 +193,50 @@ class Client(Owned):
         self._flush()
         return bool(said)
 
+    def turn(self, timeout: Seconds) -> bool:
+        """Ask for a turn, if a step needs one; whether the job has it, within ``timeout`` seconds.
+
+        It is kept until ``end_turn``, over any number of steps; while ``turn_ends``, others wait for it.
+        """
+        if not self._holder.turns:
+            return True
+        if self._holder.turn < 0 or self._holder.ending:
+            self.require_mine()
+            uninterrupted(self._ask_turn)
+            until(lambda: self._holder.turn >= 0 or self._due, self._news, timeout)
+        return self._holder.turn >= 0
+
+    def _ask_turn(self) -> None:
+        with self._lock:
+            self._outbox += self._holder.ask_turn()
+        self._flush()
+
+    def end_turn(self, cost: Seconds = 0.0, in_use: Sequence[Bytes] = ()) -> None:
+        """The bytes of a step are given back; ``cost``: seconds that it takes others and the job that they were.
+        ``in_use``: as of ``moved``."""
+        if self.mine and (self._holder.turn >= 0 or self._holder.asks >= 0):
+            uninterrupted(self._end_turn, cost, in_use)
+
+    def _end_turn(self, cost: Seconds, in_use: Sequence[Bytes]) -> None:
+        with self._lock:
+            self._outbox += self._holder.end_turn(cost, in_use)
+        self._flush()
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether it is the job's turn."""
+        return self._holder.turn >= 0
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether a step needs a turn: jobs of other processes share the device."""
+        return self._holder.turns
+
+    @property
+    def turn_ends(self) -> bool:
+        """Whether others wait for the job's turn."""
+        return self._holder.ending
+
     def beat(self, step: int, seconds: Seconds, in_use: Sequence[Bytes] = (), peak: Bytes = 0) -> None:
         """Store what a step took. The next ``pulse`` sends it, so this costs nothing."""
         self._measured = step, seconds, in_use, peak

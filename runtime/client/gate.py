@@ -23,13 +23,8 @@ from typing import Final, NamedTuple
 
 from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.client.holds import LOOK, Cell, Held, Mark
+from jaxtensile.runtime.decide.turns import share
 from jaxtensile.units import Seconds
-
-CLASS: Final = 8.0
-"""Factor between the shares of neighbouring classes. A guess: high enough to be noticed, low enough that nobody
-starves."""
-CLASSES: Final = 8
-"""Classes further from 0 than this count as that far, so that the lowest gets a turn within hours."""
 
 KEPT: Final = 0.1
 """Share of its last turn for which the next is kept for a member below its share that returns at once. Otherwise others
@@ -199,7 +194,7 @@ class Turns:
     def __init__(self, gate: Gate, priority: int, weight: float) -> None:
         self._gate, self._clock = gate, gate._clock  # pyright: ignore[reportPrivateUsage]
         self.priority = priority
-        self.share = weight * CLASS ** max(-CLASSES, min(priority, CLASSES))
+        self.share = share(priority, weight)
         self.tag = 0.0
         self.served = gate.now
         """Virtual time at which its last turn ended."""

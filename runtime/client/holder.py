@@ -16,6 +16,10 @@ from jaxtensile.runtime.protocol.messages import (
     VERSION,
     Ack,
     Admit,
+    AskTurn,
+    Begin,
+    Done,
+    End,
     Error,
     Grant,
     Hello,
@@ -31,7 +35,7 @@ from jaxtensile.runtime.protocol.messages import (
     Token,
     Withdraw,
 )
-from jaxtensile.units import Bytes
+from jaxtensile.units import Bytes, Seconds
 
 Phase = Literal["waiting", "holding", "releasing", "ended"]
 
@@ -45,8 +49,11 @@ class Holder:
         "_connected",
         "_number",
         "_renewal",
+        "_turns",
         "_unsaid",
         "admit",
+        "asks",
+        "ending",
         "held",
         "lease",
         "moving",
@@ -54,6 +61,8 @@ class Holder:
         "reason",
         "target",
         "token",
+        "turn",
+        "turns",
     )
 
     def __init__(self, admit: Admit, number: int = 0, *, clamp: bool = True) -> None:
@@ -73,6 +82,14 @@ class Holder:
         """The ladder that was asked for, and the rung of it that covers what the job holds."""
         self._unsaid = False
         """It connected during a move: it reports its rung after the move."""
+        self.turns = False
+        """Whether a step needs a turn."""
+        self._turns = 0
+        """How many turns it has asked for."""
+        self.turn = self.asks = -1
+        """The numbers of the turn it has, and of the one it waits for; -1: none."""
+        self.ending = False
+        """Whether others wait for the turn it has."""
 
     def connected(self, in_use: Sequence[Bytes]) -> list[Request]:
         """Requests to send first on a new connection."""
@@ -83,6 +100,7 @@ class Holder:
     def disconnected(self) -> None:
         """Stay on the rung, and do not grow before a new grant."""
         self._connected = False
+        self.ending = False  # who waited asks again, and then it is told again
         if self._clamp:
             self.target = self.held if self.moving < 0 else self.moving
 
@@ -98,10 +116,15 @@ class Holder:
             case Grant() | Revoke() if self._is_for_me(message):
                 self._renewal = None  # that crossed what is said of the former ladder, and does not count
                 self.lease, self.token, self.target = message.lease, message.token, message.rung
+                self.turns = message.turns
                 if self.phase == "waiting":
                     self.held, self.phase = message.rung, "holding"  # in this order: others read it without a lock
                 if isinstance(message, Revoke) and self.held == message.rung and self.moving < 0:
                     return [self._ack(in_use)]
+            case Begin(lease=lease, turn=turn) if lease == self.lease and turn == self.asks:
+                self.turn, self.asks = turn, -1
+            case End(lease=lease, turn=turn) if lease == self.lease and turn == self.turn:
+                self.ending = True
             case Released(lease=lease) if self.phase == "releasing" and lease == self.lease:
                 self.phase = "ended"
             case Reject(reason=reason) if self.phase == "waiting":
@@ -144,6 +167,26 @@ class Holder:
         """Whether the answer to ``renew`` is still to come."""
         return self._renewal is not None
 
+    def ask_turn(self) -> list[Request]:
+        """Ask for a turn, unless it has one that nobody else waits for."""
+        if self.phase != "holding" or self.asks >= 0 or (self.turn >= 0 and not self.ending):
+            return []
+        said = self.end_turn(0.0, ())
+        self._turns += 1
+        self.asks = self._turns
+        return [*said, *self._asked_turn()]
+
+    def end_turn(self, cost: Seconds, in_use: Sequence[Bytes]) -> list[Request]:
+        """It has no turn any more, and waits for none. ``cost``: as in ``Done``."""
+        turns = [turn for turn in (self.turn, self.asks) if turn >= 0]
+        self.turn, self.asks, self.ending = -1, -1, False
+        if not self._connected or self.phase != "holding":
+            return []
+        return [Done(lease=self.lease, turn=turn, cost=cost, in_use=tuple(in_use)) for turn in turns]
+
+    def _asked_turn(self) -> list[Request]:
+        return [AskTurn(lease=self.lease, turn=self.asks)] if self._connected and self.asks >= 0 else []
+
     def _is_for_me(self, message: Grant | Revoke | Renewed) -> bool:
         known = self.phase == "waiting" or (self.phase == "holding" and message.lease == self.lease)
         return known and message.job == self.admit.job and message.token > self.token
@@ -170,6 +213,7 @@ class Holder:
             self.phase = "releasing" if self._asked else "ended"
         elif self.phase == "holding":
             self.phase, self.held, self.target, self.moving = "releasing", -1, -1, -1
+            self.turn, self.asks, self.ending = -1, -1, False
         else:
             return []
         return self._introduced(in_use) if self._connected else []
@@ -182,7 +226,8 @@ class Holder:
                 return [structs.replace(self.admit, number=self._number)]
             case "holding" if self.moving < 0:
                 self._unsaid = False
-                return [Reclaim(lease=self.lease, token=self.token, rung=self.held, in_use=held)]
+                said = Reclaim(lease=self.lease, token=self.token, rung=self.held, in_use=held, turn=self.turn)
+                return [said, *self._asked_turn()]
             case "releasing" if not self.lease:
                 return [Withdraw(job=self.admit.job, number=self._number)]
             case "releasing":

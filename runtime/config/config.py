@@ -51,6 +51,7 @@ class _Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     capacity: Amount | UnsetType = UNSET
     reserve: Amount | UnsetType = UNSET
     host: Amount | UnsetType = UNSET
+    turns: bool | UnsetType = UNSET
 
 
 class _Coordinator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +80,8 @@ class DeviceConfig(Struct, frozen=True, kw_only=True):
     capacity: Bytes | None = None
     reserve: Bytes | None = None
     host: Bytes | None = None
+    turns: bool | None = None
+    """Whether jobs of several processes take turns with their steps."""
 
 
 class JobConfig(Struct, frozen=True, kw_only=True):
@@ -136,7 +139,12 @@ class Config(Struct, frozen=True, kw_only=True):
                 f"{self.file}: the reserve of {format_bytes(reserve)} leaves nothing of the "
                 f"{format_bytes(min(capacity, reported))} of {name}: write a smaller one"
             )
-        return Capacity(capacity=min(capacity, reported), reserve=reserve)
+        return Capacity(capacity=min(capacity, reported), reserve=reserve, gated=self.takes_turns(name))
+
+    def takes_turns(self, name: str) -> bool:
+        """Whether jobs take turns on a device; they do unless the config says otherwise."""
+        tables = [self.devices[k] for k in _tables_of(name) if k in self.devices]
+        return next((t.turns for t in tables if t.turns is not None), True)
 
 
 def _tables_of(name: str) -> tuple[str, str, str]:
@@ -266,7 +274,8 @@ class _Reader:
             raise self._in.error((*path, "capacity"), raw.capacity, "a size above 0")
         if reserve is not None and known is not None and reserve >= known:
             raise self._in.error((*path, "reserve"), raw.reserve, f"less than the capacity of {format_bytes(known)}")
-        return DeviceConfig(capacity=capacity, reserve=reserve, host=host)
+        turns = None if raw.turns is UNSET else raw.turns
+        return DeviceConfig(capacity=capacity, reserve=reserve, host=host, turns=turns)
 
     def _settings(self, raw: _Coordinator) -> Settings:
         path = ("coordinator",)

@@ -82,11 +82,15 @@ class Coordinator:
                 self._requests.received(event.connection, event.message)
             else:
                 self._handle(event)
-        if desk.undecided and (desk.phase == "serving" or desk.phase == "draining"):
+        decides = desk.phase == "serving" or desk.phase == "draining"
+        settled = decides and desk.undecided
+        if settled:
             desk.undecided = False
             arbiter.settle(now, grants=outbox.works)
         if arbiter.told:
             desk.tell()
+        if decides and (settled or desk.turns.due):
+            desk.take_turns()
         leases = arbiter.leases
         if outbox.outgrown(len(leases)):
             desk.compact()
@@ -106,6 +110,8 @@ class Coordinator:
             times.append(self._recovered_at)
         if self.arbiter.recheck is not None:
             times.append(self.arbiter.recheck)
+        if desk.turns.wake is not None:
+            times.append(desk.turns.wake)
         return min(times, default=None)
 
     def snapshot(self, after: int) -> Snapshot:
@@ -171,6 +177,8 @@ class Coordinator:
             lease = journal.revived(known, old, desk.now)
             desk.speakers.own(lease)
             self.arbiter.restore(lease, old.charges)
+            if lease.gated and desk.rules.turns_last:
+                desk.turns.restore(lease, 0, desk.now)
             desk.outbox.do(Watch(lease.process))
         desk.phase = "recovering" if known.leases else "serving"
         desk.note(desk.phase, detail=f"epoch {desk.epoch}, {len(known.leases)} leases")
@@ -217,6 +225,8 @@ class Coordinator:
             desk.serve()
         if self.arbiter.recheck is not None and now >= self.arbiter.recheck:
             desk.undecided = True
+        if desk.turns.wake is not None and now >= desk.turns.wake:
+            desk.turns.due = True
 
     def _untold(self, lease: Lease) -> bool:
         """Whether the lease's order waits for the journal; its deadline starts when it is sent."""
@@ -245,5 +255,8 @@ class Coordinator:
             lease.connection = None
             self.counters["quarantined"] += 1
             self._desk.note("quarantined", lease, why)
+            self._desk.turns.call_off(lease)
+            if not self._desk.rules.turns_last:
+                self._desk.turns.done(lease, self._desk.now)
             self.arbiter.happened(lease, Happening.LOST)
             self._desk.undecided = True

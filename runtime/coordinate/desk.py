@@ -19,8 +19,11 @@ from jaxtensile.runtime.decide.arbiter import Arbiter
 from jaxtensile.runtime.decide.events import Close, Connection, Rules, Send, Settings, Watch
 from jaxtensile.runtime.decide.leases import QUARANTINED, REVOKING, Charge, Happening, Lease
 from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.decide.turns import Turns
 from jaxtensile.runtime.protocol.messages import (
+    Begin,
     Code,
+    End,
     Error,
     Grant,
     Queued,
@@ -46,6 +49,7 @@ class Desk:
         self.now: Seconds = 0.0
         """Time of the last event."""
         self.arbiter = Arbiter(capacities, settings, rules)
+        self.turns = Turns(self.arbiter.ledger, self.arbiter.leases)
         self.speakers = Speakers(rules)
         self.outbox = Outbox(journal_first=rules.journal_first)
         self.counters: Counter[str] = Counter()
@@ -79,6 +83,7 @@ class Desk:
         self.counters[what] += 1
         self.note(what, lease, why)
         self.arbiter.happened(lease, happening)
+        self.turns.forget(lease)
         self.speakers.disown(lease)
         self.terminated.discard(lease.id)
         if lease.written:
@@ -157,7 +162,9 @@ class Desk:
 
     def _tell(self, lease: Lease) -> None:
         now = self.now
+        accounts = self.arbiter.ledger.accounts
         if not lease.sequence:
+            lease.gated = tuple(name for name in lease.resources if accounts[name].gated)
             lease.beat, lease.waited = now, now - lease.asked
             self.counters["admitted"] += 1
             if lease.waited:
@@ -178,13 +185,25 @@ class Desk:
             left = max((lease.deadline or now) - now, 0.0)
             self.counters["revokes"] += 1
             self.note("revoked", lease)
-            told = Revoke(job=lease.job, lease=lease.id, token=token, rung=lease.rung, deadline=left)
+            turns = bool(lease.gated)
+            told = Revoke(job=lease.job, lease=lease.id, token=token, rung=lease.rung, deadline=left, turns=turns)
             self.reply(lease.connection, told, after_record=more)
         else:
             self.counters["grants"] += 1
             self.note("granted", lease)
-            told = Grant(job=lease.job, lease=lease.id, token=token, rung=lease.rung)
+            told = Grant(job=lease.job, lease=lease.id, token=token, rung=lease.rung, turns=bool(lease.gated))
             self.reply(lease.connection, told, after_record=True)
+
+    def take_turns(self) -> None:
+        """Begin and end turns, and say so."""
+        turns = self.turns
+        turns.settle(self.now, self.arbiter.wanting)
+        begun, turns.begun, ended, turns.ended = turns.begun, [], turns.ended, []
+        for lease in begun:
+            self.counters["turns"] += 1
+            self.reply(lease.connection, Begin(lease=lease.id, turn=lease.turn))
+        for lease in ended:
+            self.reply(lease.connection, End(lease=lease.id, turn=lease.turn))
 
     def _token(self, lease: Lease) -> Token:
         self._sequence += 1

@@ -19,8 +19,10 @@ from jaxtensile.runtime.protocol.messages import (
     VERSION,
     Ack,
     Admit,
+    AskTurn,
     Beat,
     Code,
+    Done,
     Hello,
     Reclaim,
     Reject,
@@ -63,6 +65,10 @@ class Requests:
                 self._beat(connection, message)
             case Ack():
                 self._ack(connection, message)
+            case AskTurn():
+                self._ask_turn(connection, message)
+            case Done():
+                self._done(connection, message)
             case Admit():
                 self._admit(connection, peer, message)
             case Release():
@@ -124,6 +130,9 @@ class Requests:
         """Answer a repeated ADMIT, whose first answer may be lost: the job holds from now on what it is told now."""
         desk, arbiter = self._desk, self._desk.arbiter
         desk.speakers.speak(lease, connection, peer, desk.now)
+        desk.turns.call_off(lease)
+        if lease.turn >= 0:
+            desk.turns.done(lease, desk.now)
         if lease.rung >= 0:
             if lease.state is not HELD:
                 arbiter.happened(lease, RECLAIM)
@@ -150,6 +159,11 @@ class Requests:
             return
         desk.speakers.speak(lease, connection, peer, desk.now)
         lease.deadline, lease.wanted_by, lease.knows = None, None, knows
+        desk.turns.call_off(lease)
+        if message.turn < 0:
+            desk.turns.done(lease, desk.now)
+        else:
+            desk.turns.restore(lease, message.turn, desk.now)
         if knows:
             now, said = arbiter.charged(lease), lease.needs[message.rung]
             if arbiter.ledger.wider(lease.resources, now, said) != now:
@@ -243,6 +257,53 @@ class Requests:
             arbiter.changed(lease)
             desk.put_down(lease, charges)
             desk.undecided = True
+
+    def _ask_turn(self, connection: Connection, message: AskTurn) -> None:
+        desk = self._desk
+        lease = desk.arbiter.leases.get(message.lease)
+        if lease is None:
+            self._unknown(connection, message.lease)
+            return
+        if self._stale(lease, connection, ()) or message.turn <= max(lease.turn, lease.asks):
+            desk.counters["stale"] += 1
+            return
+        lease.beat = desk.now
+        desk.turns.ask(lease, message.turn, desk.now)
+
+    def _done(self, connection: Connection, message: Done) -> None:
+        desk, arbiter = self._desk, self._desk.arbiter
+        lease = arbiter.leases.get(message.lease)
+        if lease is None or self._stale(lease, connection, message.in_use):
+            desk.counters["stale"] += 1
+            return
+        lease.beat = desk.now
+        if message.turn == lease.asks:
+            desk.turns.call_off(lease)
+        elif message.turn == lease.turn:
+            lease.hands_over = message.cost
+            # Where several had one at once, there may be room now for what was to get more.
+            desk.undecided = desk.undecided or any(len(arbiter.ledger.accounts[r].turns) > 1 for r in lease.gated)
+            desk.turns.done(lease, desk.now)
+            self._stays(lease, message.in_use)
+        else:
+            desk.counters["stale"] += 1
+
+    def _stays(self, lease: Lease, in_use: tuple[Bytes, ...]) -> None:
+        """Charge what a job still has after its turn as what it has for good, if that is more."""
+        desk, arbiter = self._desk, self._desk.arbiter
+        lease.in_use = in_use or lease.in_use
+        before = arbiter.charged(lease)
+        if not desk.rules.measured_wins or all(u <= c.persistent for u, c in zip(in_use, before, strict=False)):
+            return
+        self._keeps(lease, "keeps bytes after its turn")
+        # What the allocator keeps, the next step uses.
+        more = [max(u - c.persistent, 0) for u, c in zip(in_use, before, strict=False)]
+        rows = [Charge(c.persistent + m, max(c.temp - m, 0)) for m, c in zip(more, before, strict=False)]
+        charges = (*rows, *before[len(rows) :])
+        arbiter.ledger.measured(lease.id, lease.resources, charges)
+        arbiter.changed(lease)
+        desk.put_down(lease, charges)
+        desk.undecided = True
 
     def _release(self, connection: Connection, process: Process, message: Release) -> None:
         desk = self._desk

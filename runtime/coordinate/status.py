@@ -58,6 +58,8 @@ def snapshot(
                 reserve=account.capacity.reserve,
                 charged=account.used,
                 guaranteed=arbiter.floors.accounts[name].used,
+                temps=account.temps,
+                turns=account.gated,
             )
             for name, account in sorted(arbiter.ledger.accounts.items())
         ),
@@ -88,6 +90,13 @@ def state_of(lease: Lease) -> str:
     return "suspended" if lease.suspended and lease.state is State.HELD else lease.state.value
 
 
+def turn_of(lease: Lease) -> str:
+    """Where a lease is with its turns, in one word."""
+    if lease.turn >= 0:
+        return "ends" if lease.ending else "has"
+    return "waits" if lease.asks >= 0 else ""
+
+
 def view(arbiter: Arbiter, lease: Lease, now: Seconds) -> LeaseView:
     """What is known of one lease."""
     return LeaseView(
@@ -107,4 +116,5 @@ def view(arbiter: Arbiter, lease: Lease, now: Seconds) -> LeaseView:
         waited=lease.waited if lease.rung >= 0 else now - lease.asked,
         in_use=lease.in_use,
         faults=tuple(sorted(lease.faults)),
+        turn=turn_of(lease),
     )

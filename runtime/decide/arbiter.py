@@ -98,6 +98,9 @@ class Arbiter:
         """Add a lease of an earlier coordinator, with its charges."""
         for ledger in (self.ledger, self.floors):
             ledger.know(lease.resources)
+            for name in lease.resources:
+                if not ledger.accounts[name].charges:
+                    ledger.accounts[name].agree(name in lease.gated)
         self.leases[lease.id] = lease
         self.ledger.measured(lease.id, lease.resources, charges)
         self.changed(lease)
@@ -159,6 +162,10 @@ class Arbiter:
                 return rung
         return lease.rung
 
+    def wanting(self) -> list[Lease]:
+        """The leases that wait to be admitted, or would be faster with more bytes."""
+        return [*self.queue, *(lease for k in self.hungry if self._way(lease := self.leases[k]).higher)]
+
     def changed(self, lease: Lease) -> None:
         """Update everything that depends on a changed lease."""
         k, held, revoking = lease.id, lease.state is HELD, lease.state is REVOKING
@@ -182,6 +189,8 @@ class Arbiter:
         if self.settings is not self._under:
             self._ways.clear()
             self._under = self.settings
+        for name, account in self.ledger.accounts.items():
+            self.floors.accounts[name].agree(account.gated)
         over = self.ledger.over()
         if over:
             self._shrink(now, over, {}, None)  # as far as the jobs can give up bytes
@@ -275,7 +284,8 @@ class Arbiter:
                 if name in coming:
                     coming[name][k] = charge
         accounts = self.ledger.accounts
-        if all(accounts[name].used_instead(instead) <= accounts[name].limit for name, instead in coming.items()):
+        fits = (accounts[name].used_instead(c, turns=False) <= accounts[name].limit for name, c in coming.items())
+        if all(fits):
             return True  # when those have shrunk that were told to
         waits = waiter is not None
         able = [

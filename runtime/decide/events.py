@@ -69,6 +69,8 @@ class Rules:
     """A reused pid is another process."""
     former_ladder: bool = True
     """A returning job that does not know its new ladder speaks of the former one."""
+    turns_last: bool = True
+    """The end of a connection or a restart ends no turn."""
     measured_wins: bool = True
     """Bytes that a job reports count, whatever its ladder says."""
 

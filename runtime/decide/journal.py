@@ -66,6 +66,7 @@ class Admitted(_Record, frozen=True, kw_only=True, tag="admitted"):
     former: int = -1
     suspended: bool = False
     number: int = 0
+    gated: tuple[str, ...] = ()
 
 
 class Charged(_Record, frozen=True, kw_only=True, tag="charged"):
@@ -192,6 +193,7 @@ def admission(lease: Lease, charges: tuple[Charge, ...]) -> Admitted:
         former=lease.former,
         suspended=lease.suspended,
         number=lease.number,
+        gated=lease.gated,
     )
 
 
@@ -227,6 +229,7 @@ def revived(replayed: Replayed, old: Admitted, now: Seconds) -> Lease:
         since=now,
         stuck=old.lease in replayed.stuck,
         written=old.charges,
+        gated=old.gated,
     )
 
 

@@ -168,6 +168,22 @@ class Lease(Struct, kw_only=True, eq=False):
     since: Seconds = 0.0
     """When it last changed its rung."""
     beat: Seconds = 0.0
+    gated: tuple[str, ...] = ()
+    """Its devices on which it was told that steps take turns."""
+    turn: int = -1
+    """The number of the turn that it has; -1: none, 0: perhaps one, before a restart."""
+    ending: bool = False
+    """It was told to end its turn."""
+    asks: int = -1
+    """The number of the turn that it asks for; -1: none."""
+    tag: float = 0.0
+    """Virtual time at which its turn began, or is to begin (``decide.turns``)."""
+    served: float = 0.0
+    """Virtual time at which its last turn ended."""
+    turned: Seconds = 0.0
+    """When its turn began."""
+    hands_over: Seconds = 0.0
+    """Seconds that giving its turn to another takes, as last measured."""
     asked: Seconds = 0.0
     """When it asked to be admitted."""
     waited: Seconds = 0.0

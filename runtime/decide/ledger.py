@@ -1,10 +1,10 @@
 """The bytes charged to leases: one account per device and one for pinned host memory.
 
-An account is *gated* if its jobs share a process and take turns; then only the largest temp counts
-(``runtime.client.gate`` says why).
+An account is *gated* if its jobs take turns with their steps: then the largest temp counts, or the temps of all whose
+turn it is, where that is more (``runtime.client.gate`` says why; between processes, ``runtime.decide.turns``).
 
 Invariant: only a measured charge raises a sum above its limit, capacity − reserve. A lease is charged on all resources
-or on none.
+or on none. Whether jobs take turns changes only while nothing is charged: jobs know it of their lease.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Capacity:
     reserve: Bytes = 0
     """Never granted."""
     gated: bool = False
-    """One step at a time."""
+    """Steps take turns."""
 
     @property
     def limit(self) -> Bytes:
@@ -39,23 +39,25 @@ class Capacity:
 class Account:
     """The charges of one resource."""
 
-    __slots__ = ("capacity", "charges", "gated", "limit", "persistent", "temps", "used")
+    __slots__ = ("capacity", "charges", "gated", "limit", "persistent", "temps", "turns", "used")
 
     def __init__(self, capacity: Capacity) -> None:
         self.charges: dict[int, Charge] = {}
+        self.turns: dict[int, None] = {}
+        """Leases whose turn it is, in the order in which it came."""
         self.persistent: Bytes = 0
         """Sum of the persistent bytes."""
         self.temps: Bytes = 0
-        """Temporary bytes: the sum, or the largest if gated."""
+        """Temporary bytes: the sum; if gated, the largest, or the sum of those whose turn it is, whichever is more."""
         self.used: Bytes = 0
         """Bytes charged, the sum of both."""
         self.resize(capacity)
 
     def resize(self, capacity: Capacity) -> None:
-        """Change the capacity; charges stay."""
-        self.capacity, self.limit, self.gated = capacity, capacity.limit, capacity.gated
-        self.temps = self._temps(())
-        self.used = self.persistent + self.temps
+        """Change the capacity; charges stay, and while there are any, so does whether jobs take turns."""
+        gated = self.gated if self.charges else capacity.gated
+        self.capacity, self.limit, self.gated = capacity, capacity.limit, gated
+        self._add_up()
 
     @property
     def free(self) -> Bytes:
@@ -71,12 +73,14 @@ class Account:
         more = new.persistent - old.persistent
         if not self.gated:
             return more + new.temp - old.temp
+        if len(self.turns) > 1:
+            return more + self._temps_instead({lease: new}) - self.temps
         if new.temp >= self.temps:
             return more + new.temp - self.temps
         return more if old.temp < self.temps else more + max(self._temps((lease,)), new.temp) - self.temps
 
-    def used_instead(self, charges: Mapping[int, Charge]) -> Bytes:
-        """Bytes charged if those leases had these charges."""
+    def used_instead(self, charges: Mapping[int, Charge], *, turns: bool = True) -> Bytes:
+        """Bytes charged if those leases had these charges; ``turns``: while the same have their turns."""
         persistent, temps = self.persistent, self.temps
         for lease, charge in charges.items():
             old = self.charges.get(lease, NOTHING)
@@ -84,6 +88,8 @@ class Account:
             temps += charge.temp - old.temp
         if not self.gated:
             return persistent + temps
+        if turns and len(self.turns) > 1:
+            return persistent + self._temps_instead(charges)
         return persistent + max([self._temps(charges), *(c.temp for c in charges.values())])
 
     def put(self, lease: int, charge: Charge) -> None:
@@ -97,7 +103,9 @@ class Account:
         if not self.gated:
             self.temps = temps = self.temps + charge.temp - old.temp
         else:
-            if charge.temp >= self.temps:
+            if len(self.turns) > 1:
+                self.temps = self._temps_instead({})
+            elif charge.temp >= self.temps:
                 self.temps = charge.temp
             elif old.temp == self.temps:
                 self.temps = self._temps(())
@@ -109,11 +117,49 @@ class Account:
         old = self.charges.pop(lease, None)
         if old is not None:
             self.persistent -= old.persistent
+            if not self.charges:
+                self.gated = self.capacity.gated
             if not self.gated:
                 self.temps -= old.temp
-            elif old.temp == self.temps:
-                self.temps = self._temps(())
-            self.used = self.persistent + self.temps
+                self.used = self.persistent + self.temps
+            else:
+                self._add_up()
+
+    # Turns.
+
+    def agree(self, gated: bool) -> None:
+        """Let jobs take turns, or not, as they were told."""
+        if self.gated != gated:
+            self.gated = gated
+            self._add_up()
+
+    def turn(self, lease: int, *, its: bool) -> None:
+        """Whether it is that lease's turn, from now on."""
+        if its:
+            self.turns[lease] = None
+        else:
+            self.turns.pop(lease, None)
+        self._add_up()
+
+    @property
+    def beside(self) -> Bytes:
+        """Bytes charged if it were nobody's turn but one at a time."""
+        return self.persistent + (self._temps(()) if self.gated else self.temps)
+
+    def turn_fits(self, lease: int) -> bool:
+        """Whether it may be that lease's turn beside those whose turn it is. Alone it may always."""
+        mine = self.charges.get(lease, NOTHING).temp
+        others = sum(self.charges[k].temp for k in self.turns if k != lease and k in self.charges)
+        return not self.gated or not mine or not others or self.persistent + others + mine <= self.limit
+
+    def _add_up(self) -> None:
+        self.temps = self._temps_instead({}) if self.gated and len(self.turns) > 1 else self._temps(())
+        self.used = self.persistent + self.temps
+
+    def _temps_instead(self, charges: Mapping[int, Charge]) -> Bytes:
+        """Temporary bytes where jobs take turns, if those leases had these charges."""
+        largest = max([self._temps(charges), *(c.temp for c in charges.values())])
+        return max(largest, sum((charges.get(k) or self.charges.get(k, NOTHING)).temp for k in self.turns))
 
     def _temps(self, without: Container[int]) -> Bytes:
         """Temporary bytes of the other leases: the sum, or the largest if gated."""
@@ -207,15 +253,17 @@ class Ledger:
                 self.accounts[resources[k]].put(lease, new)
 
     def over(self) -> set[str]:
-        """The resources charged above their limits."""
+        """The resources charged above their limits, also if turns are taken one at a time."""
         if not self._unsure:
             return set()
-        found = {name for name, account in self.accounts.items() if account.used > account.limit}
+        found = {name for name, account in self.accounts.items() if account.beside > account.limit}
         self._unsure = bool(found)
         return found
 
     def release(self, lease: int, resources: Sequence[str]) -> None:
-        """Remove a lease's charges."""
+        """Remove a lease's charges, and its turn."""
+        for name in resources:
+            self.accounts[name].turns.pop(lease, None)
         for k, charge in enumerate(self._charged.pop(lease, ())):
             if charge is not NOTHING:
                 self.accounts[resources[k]].drop(lease)

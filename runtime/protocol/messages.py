@@ -6,6 +6,8 @@ than all before; answers repeat it.
     job → coordinator                      coordinator → job
     HELLO                                  WELCOME, or ERROR and the end
     ADMIT                                  QUEUED, GRANT or REJECT
+    TURN: its next step is to run          BEGIN; END when others wait, at any time
+    DONE: a turn is over (no answer)
     ACK, BEAT (no answer)                  GRANT (grow), REVOKE (shrink) at any time
     RECLAIM after a new connection         GRANT, or ERROR
     RENEW: another ladder                  RENEWED and GRANT, or ERROR; no answer if its token is not the last
@@ -25,9 +27,8 @@ from msgspec import Meta, Struct
 
 from jaxtensile.units import Seconds
 
-VERSION: Final = 3
-"""Protocol version; both sides need the same. Raised with every change of a message (3: a process's requests have
-numbers)."""
+VERSION: Final = 4
+"""Protocol version; both sides need the same. Raised with every change of a message (4: turns)."""
 
 MOST_BYTES: Final = 1 << 60
 """Bytes, the most in a message: 1 EiB, above every device and host; also the ``want`` of a job without a limit."""
@@ -45,6 +46,7 @@ LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e3
 """Range of a job's share inside its class, by default 1: beyond it, one of two gets next to nothing. A guess."""
 Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
+Turn = Annotated[int, Meta(ge=-1, le=MOST_COUNT)]
 Time = Annotated[float, Meta(gt=0, le=1e9)]
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\Z")]
 """Without control characters, since it goes into logs and terminals."""
@@ -134,6 +136,8 @@ class Reclaim(_Message, frozen=True, kw_only=True, tag="RECLAIM"):
     token: Token
     rung: Count
     in_use: Sizes
+    turn: Turn = -1
+    """The number of the turn that the job has; -1: none."""
 
 
 class Release(_Message, frozen=True, kw_only=True, tag="RELEASE"):
@@ -165,6 +169,25 @@ class Renew(_Message, frozen=True, kw_only=True, tag="RENEW"):
     suspended: bool = False
 
 
+class AskTurn(_Message, frozen=True, kw_only=True, tag="TURN"):
+    """The job's next step is to run. ``turn``: a number that the job has not given before."""
+
+    lease: Count
+    turn: Count
+
+
+class Done(_Message, frozen=True, kw_only=True, tag="DONE"):
+    """The turn of that number is over, or is not waited for any more: the temporaries of a step are given back.
+
+    ``cost``: seconds that handing it over took, allocating anew included. ``in_use``: what the job still holds.
+    """
+
+    lease: Count
+    turn: Count
+    cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    in_use: Sizes = ()
+
+
 class Status(_Message, frozen=True, kw_only=True, tag="STATUS"):
     """Asks for the coordinator's state, with leases above ``after``."""
 
@@ -185,12 +208,13 @@ class Queued(_Message, frozen=True, kw_only=True, tag="QUEUED"):
 
 
 class Grant(_Message, frozen=True, kw_only=True, tag="GRANT"):
-    """The job may use the bytes of a rung from now on."""
+    """The job may use the bytes of a rung from now on; those of a step, if ``turns``, only during a turn."""
 
     job: str
     lease: int
     token: Token
     rung: int
+    turns: bool = False
 
 
 class Renewed(_Message, frozen=True, kw_only=True, tag="RENEWED"):
@@ -220,6 +244,21 @@ class Revoke(_Message, frozen=True, kw_only=True, tag="REVOKE"):
     token: Token
     rung: int
     deadline: Seconds
+    turns: bool = False
+
+
+class Begin(_Message, frozen=True, kw_only=True, tag="BEGIN"):
+    """The turn of that number begins: the job's steps may run until it says DONE."""
+
+    lease: int
+    turn: int
+
+
+class End(_Message, frozen=True, kw_only=True, tag="END"):
+    """Others wait: say DONE at the next step boundary."""
+
+    lease: int
+    turn: int
 
 
 class Released(_Message, frozen=True, kw_only=True, tag="RELEASED"):
@@ -246,6 +285,10 @@ class DeviceView(Struct, frozen=True, kw_only=True):
     reserve: int
     charged: int
     guaranteed: int
+    temps: int = 0
+    """Of the bytes charged, those of running steps."""
+    turns: bool = False
+    """Whether steps take turns: then ``temps`` is not the sum over the jobs."""
 
 
 class LeaseView(Struct, frozen=True, kw_only=True):
@@ -269,6 +312,8 @@ class LeaseView(Struct, frozen=True, kw_only=True):
     in_use: tuple[int, ...] = ()
     """Measured by the job."""
     faults: tuple[str, ...] = ()
+    turn: str = ""
+    """Empty, "waits", "has" or "ends": of its turn."""
 
 
 class EventView(Struct, frozen=True, kw_only=True):
@@ -301,5 +346,5 @@ class Snapshot(_Message, frozen=True, kw_only=True, tag="SNAPSHOT"):
     """The latest, only in the message with the first leases."""
 
 
-Request = Hello | Admit | Ack | Beat | Reclaim | Renew | Release | Withdraw | Status
-Reply = Welcome | Queued | Grant | Renewed | Reject | Revoke | Released | Error | Snapshot
+Request = Hello | Admit | Ack | Beat | Reclaim | Renew | Release | Withdraw | AskTurn | Done | Status
+Reply = Welcome | Queued | Grant | Renewed | Reject | Revoke | Begin | End | Released | Error | Snapshot

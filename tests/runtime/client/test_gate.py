@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-from jaxtensile.runtime.client.gate import CLASS, Gate, GateError
+from jaxtensile.runtime.client.gate import Gate, GateError
+from jaxtensile.runtime.decide.turns import CLASS
 
 PATIENCE = 30.0
 

@@ -6,6 +6,10 @@ from jaxtensile.runtime.protocol.messages import (
     VERSION,
     Ack,
     Admit,
+    AskTurn,
+    Begin,
+    Done,
+    End,
     Grant,
     Hello,
     Reclaim,
@@ -98,3 +102,40 @@ def test_a_rejected_job_knows_why():
     it.connected(())
     it.received(Reject(job="a", reason="too large"), ())
     assert (it.phase, it.reason) == ("ended", "too large")
+
+
+def turning():
+    it = holder()
+    it.connected(())
+    it.received(Grant(job="a", lease=5, token=Token(1, 1), rung=1, turns=True), ())
+    return it
+
+
+def test_a_turn_is_asked_for_once_kept_and_given_back_when_others_wait():
+    it = turning()
+    assert it.ask_turn() == [AskTurn(lease=5, turn=1)] and it.ask_turn() == [] and it.turn == -1
+    it.received(Begin(lease=5, turn=7), ())
+    assert it.turn == -1, "of another turn"
+    it.received(Begin(lease=5, turn=1), ())
+    assert it.turn == 1 and it.ask_turn() == [] and not it.ending
+    it.received(End(lease=5, turn=1), ())
+    assert it.ending and it.ask_turn() == [Done(lease=5, turn=1), AskTurn(lease=5, turn=2)]
+    assert it.end_turn(0.5, (3, 0)) == [Done(lease=5, turn=2, cost=0.5, in_use=(3, 0))]
+    it.received(Begin(lease=5, turn=2), ())
+    assert it.turn == -1, "it waits for it no more"
+
+
+def test_who_comes_back_says_which_turn_it_has_and_asks_again():
+    it = turning()
+    it.ask_turn()
+    it.disconnected()
+    hello, reclaim, asks = it.connected(())
+    assert (reclaim.turn, asks) == (-1, AskTurn(lease=5, turn=1))
+    it.received(Begin(lease=5, turn=1), ())
+    it.received(End(lease=5, turn=1), ())
+    it.disconnected()
+    assert it.turn == 1 and not it.ending, "it goes on until somebody asks again"
+    _, reclaim = it.connected(())
+    assert reclaim.turn == 1
+    it.disconnected()
+    assert it.end_turn(0.0, ()) == [] and it.connected(())[-1].turn == -1

@@ -69,9 +69,66 @@ def test_what_is_measured_is_charged_whatever_the_limit():
     assert book.over() == set()
 
 
+def test_the_temps_of_all_whose_turn_it_is_count_where_they_are_more_than_the_largest():
+    book = ledger(gated=True)
+    account = book.accounts["cuda:0"]
+    for lease, temp in ((1, 3), (2, 2), (3, 4)):
+        book.charge(lease, ("cuda:0",), (Charge(1, temp),))
+    assert account.used == 7 and account.turn_fits(1)
+    account.turn(1, its=True)
+    assert account.used == 7 and account.turn_fits(2) and account.turn_fits(3)
+    account.turn(2, its=True)
+    assert (account.used, account.beside) == (8, 7) and not account.turn_fits(3)
+    assert not book.fits(1, ("cuda:0",), (Charge(2, 5),)) and book.fits(1, ("cuda:0",), (Charge(2, 4),))
+    assert not book.fits(4, ("cuda:0",), (Charge(3),)) and book.fits(4, ("cuda:0",), (Charge(2, 5),))
+    assert book.over() == set(), "turns end by themselves: nobody is to shrink for them"
+    book.release(2, ("cuda:0",))
+    assert account.used == 6 and [*account.turns] == [1]
+
+
+def test_whether_turns_are_taken_changes_only_while_nobody_is_charged():
+    book = ledger(gated=True)
+    book.charge(1, ("cuda:0",), (Charge(2, 6),))
+    book.charge(2, ("cuda:0",), (Charge(2, 5),))
+    book.resize({name: Capacity(capacity=12, reserve=2) for name in DEVICES})
+    assert book.accounts["cuda:0"].gated and not book.accounts["cuda:1"].gated
+    book.release(1, ("cuda:0",))
+    assert book.accounts["cuda:0"].gated
+    book.release(2, ("cuda:0",))
+    assert not book.accounts["cuda:0"].gated
+
+
 charges = st.just(NOTHING) | st.builds(Charge, st.integers(0, 9), st.integers(0, 9))
 small = st.just(NOTHING) | st.builds(Charge, st.integers(0, 3), st.integers(0, 3))
 moves = st.lists(st.tuples(st.integers(1, 4), st.tuples(charges, charges, charges), st.booleans()), max_size=30)
+
+
+@given(moves, st.lists(st.tuples(st.integers(1, 4), st.booleans()), max_size=30))
+def test_with_turns_sums_are_what_adding_up_gives(steps, turns):
+    book, held, its = ledger(gated=True), {}, set()
+    for (lease, wanted, free), (turned, on) in zip(steps, turns, strict=False):
+        account = book.accounts["cuda:0"]
+        account.turn(turned, its=on)
+        its = (its | {turned}) if on else its - {turned}
+        if free:
+            book.release(lease, ("cuda:0",))
+            held.pop(lease, None)
+            its -= {lease}
+        for instead in ({lease: wanted[0]}, {}):
+            after = {**held, **instead}
+            largest = max((c.temp for c in after.values()), default=0)
+            added = sum(after[k].temp for k in its if k in after)
+            total = sum(c.persistent for c in after.values()) + max(largest, added)
+            assert account.used_instead(instead) == total
+            if instead:
+                assert account.used_with(lease, wanted[0]) == total
+                fits = total <= 10 or total <= account.used
+                assert book.fits(lease, ("cuda:0",), (wanted[0],)) == fits
+        assert account.used == total and account.used == account.persistent + account.temps
+        if fits and not free:
+            book.put(lease, ("cuda:0",), (wanted[0],))
+            held[lease] = wanted[0]
+            its |= set()
 
 
 @given(moves, st.booleans())
