@@ -13,6 +13,7 @@ RULES = {
     "frees on EOF": "free_on_death",
     "frees the silent": "ttl_quarantines",
     "grants before ACK": "charge_until_ack",
+    "ends turns on EOF": "turns_last",
 }
 
 

@@ -24,8 +24,9 @@ from jaxtensile.runtime.decide.journal import decode, replay
 
 HERE = Path(__file__).parent
 MIB = 1 << 20
-CAPACITY = 170 * MIB
-"""Of a device for jobs of 28 to 68 MiB: there are always some that wait, and others that could be faster."""
+CAPACITY = {True: 64 * MIB, False: 170 * MIB}
+"""With and without turns, of a device for jobs of 28 to 68 MiB, 4 of them for good: there are always some that wait,
+and others that could be faster."""
 SLOTS = 8
 SEEDS = 2
 LOWERED = 0.75
@@ -41,6 +42,7 @@ CONFIG = """
 [device."cpu:0"]
 capacity = {capacity}
 reserve = 0
+turns = {turns}
 [coordinator]
 min_hold = "150ms"
 lease_ttl = "1500ms"
@@ -150,13 +152,14 @@ def timeline(logs, daemon, harms, epoch, at, names):
 class ChaosDaemon(Daemon):
     """``broken``: what of ``broken_daemon.py`` is missing."""
 
-    def __init__(self, capacity, broken):
+    def __init__(self, capacity, turns, broken):
+        self._turns = "true" if turns else "false"
         super().__init__(capacity=capacity)
         if broken:
             self.program = (str(HERE / "broken_daemon.py"), broken)
 
     def configure(self, capacity):
-        (new := self.file.with_suffix(".new")).write_text(CONFIG.format(capacity=capacity))
+        (new := self.file.with_suffix(".new")).write_text(CONFIG.format(capacity=capacity, turns=self._turns))
         new.rename(self.file)  # a daemon that starts meanwhile reads the one or the other
 
     def known(self, copy):
@@ -219,13 +222,13 @@ class Zygote:
 
 
 class Chaos:
-    """``run`` for some seconds; then ``held`` says what was wrong. ``broken``: see ``broken_daemon.py``; ``liars``:
-    jobs that go on with plans they have given up."""
+    """``run`` for some seconds; then ``held`` says what was wrong. ``turns``: jobs take turns; ``broken``: see
+    ``broken_daemon.py``; ``liars``: jobs that go on with plans they have given up."""
 
-    def __init__(self, folder, seed, *, broken="", liars=False, capacity=CAPACITY, every=EVERY):
-        self.folder, self.capacity, self._liars, self._every = folder, capacity, liars, every
+    def __init__(self, folder, seed, *, turns=True, broken="", liars=False, every=EVERY):
+        self.folder, self.capacity, self._liars, self._every = folder, CAPACITY[turns], liars, every
         self._random = Random(seed)
-        self.daemon = ChaosDaemon(capacity, broken)
+        self.daemon = ChaosDaemon(self.capacity, turns, broken)
         (folder / "logs").mkdir()
         self.zygote = Zygote(folder, self.daemon.path)
         self.counts = Counter()

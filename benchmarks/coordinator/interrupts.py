@@ -5,6 +5,7 @@
 Lines: an interrupt at each line of the package that the main thread runs in a step, the first step, ``suspend``,
 ``resume``, the end of a job and its begin, or at 400 of them, one run for each. Random: signals at random moments of a
 main thread that steps, suspends, resumes and begins and ends jobs, while a thread steps another job of the device.
+Turns: the same, where both jobs ask a daemon that has room for the temporaries of one.
 After each: can the other job step, can the same job, does it end, is a value wrong, and are the coordinator's books
 empty afterwards?
 Results go to ``interrupts.json`` and ``interrupts.md``; ``--quick`` prints only, of 40 lines each and 200 signals.
@@ -19,7 +20,9 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -37,11 +40,20 @@ import jaxtensile
 from benchmarks.isolate import save
 from benchmarks.machine import describe
 from jaxtensile.jobs import arbitration
+from jaxtensile.runtime.daemon.inquiry import ask
 
 HERE = Path(__file__).parent
 PACKAGE = str(Path(jaxtensile.__file__).parent)
 CONFIG = {"device": {"capacity": "64MiB", "reserve": 0}}
+ROWS = 64
+"""Of a step's temporaries: 2 MiB."""
+ROOM = """[device]
+capacity = "3MiB"
+reserve = 0
+"""
+"""For the states of two jobs, 16 KiB each, and the temporaries of one."""
 LINES = ("begin", "step", "first", "suspend", "resume", "close")
+PARTS = (*LINES, "random", "turns")
 SIGNALS = 5000
 MOST = 400
 """Lines of one part that are tried, evenly among all of them."""
@@ -51,8 +63,12 @@ LIMIT = 10.0
 """Seconds after which something hangs."""
 
 
+_socket: Path | None = None
+"""Of the daemon that the jobs ask; None: they ask their own process."""
+
+
 def step(x: Any, k: Any) -> tuple[Any, Any]:
-    return x + k, jnp.sum(x)
+    return x + k, jnp.sum(jnp.sort(jnp.tile(x, (ROWS, 1)), axis=0))
 
 
 def ours(frame: FrameType) -> bool:
@@ -125,7 +141,8 @@ def left() -> list[str]:
     while True:
         gc.collect()
         local = arbitration._local
-        found = [lease.job for lease in local[1].status().leases] if local else []
+        leases = ask(_socket).leases if _socket else local[1].status().leases if local else ()
+        found = [lease.job for lease in leases]
         found += sorted(arbitration._jobs)
         if not found or time.monotonic() > end:
             return found
@@ -134,7 +151,7 @@ def left() -> list[str]:
 
 def job(name: str) -> tuple[Any, Any, Any]:
     """A job that has begun, its step and its state."""
-    one = jaxtensile.job(name, config=CONFIG)
+    one = jaxtensile.job(name, config=None if _socket else CONFIG)
     return one.__enter__(), jaxtensile.jit(step, job=one), jnp.ones((64, 64))
 
 
@@ -188,7 +205,7 @@ def at_line(what: str, at: int) -> tuple[Injector, dict[str, str]]:
 
 
 def begin_and_end(x: Any) -> None:
-    with jaxtensile.job("c", config=CONFIG) as c:
+    with jaxtensile.job("c", config=None if _socket else CONFIG) as c:
         jaxtensile.jit(step, job=c)(x, 1.0)
         c.wait()
 
@@ -323,6 +340,26 @@ def at_random(wanted: int, seed: int = 0) -> dict[str, Any]:
     }
 
 
+def at_random_through_a_daemon(wanted: int) -> dict[str, Any]:
+    """The same, where the jobs take turns by messages."""
+    global _socket
+    with tempfile.TemporaryDirectory() as folder:
+        config, _socket = Path(folder, "jaxtensile.toml"), Path(folder, "d", "s")
+        config.write_text(ROOM)
+        command = [sys.executable, "-m", "jaxtensile", "serve", "--config", str(config), "--socket", str(_socket)]
+        with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as daemon:
+            while not _socket.exists():
+                time.sleep(0.02)
+            os.environ["JAXTENSILE_SOCKET"] = str(_socket)
+            try:
+                found = at_random(wanted)
+                return {**found, "turns": ask(_socket).counters.get("turns", 0)}
+            finally:
+                del os.environ["JAXTENSILE_SOCKET"]
+                daemon.terminate()
+                _socket = None
+
+
 def table(result: dict[str, Any]) -> str:
     m = result["machine"]
     rows = [
@@ -336,13 +373,18 @@ def table(result: dict[str, Any]) -> str:
         r = result["random"]
         inside = sum(n for where, n in r["hit"].items() if where != "elsewhere")
         rows += [f"| random signals | {inside} of them inside the package | {r['interrupts']} | {len(r['bad'])} |"]
+    if result.get("turns"):
+        r = result["turns"]
+        inside = sum(n for where, n in r["hit"].items() if where != "elsewhere")
+        what = f"random signals beside {r['turns']:,} turns of a daemon"
+        rows += [f"| {what} | {inside} of them inside the package | {r['interrupts']} | {len(r['bad'])} |"]
     return "\n".join(rows) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only", nargs="*", choices=(*LINES, "random"), default=(*LINES, "random"))
+    parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     options = parser.parse_args()
     result: dict[str, Any] = {"machine": describe()}
     result["lines"] = [lines(what, 40 if options.quick else MOST) for what in LINES if what in options.only]
@@ -351,9 +393,13 @@ def main() -> None:
     if "random" in options.only:
         result["random"] = at_random(200 if options.quick else SIGNALS)
         keep()
+    if "turns" in options.only:
+        result["turns"] = at_random_through_a_daemon(200 if options.quick else SIGNALS)
+        keep()
     print(table(result))
     sys.stdout.flush()
-    os._exit(any(r["bad"] for r in [*result["lines"], result.get("random", {"bad": []})]))
+    parts = [*result["lines"], *(result[part] for part in ("random", "turns") if part in result)]
+    os._exit(any(r["bad"] for r in parts))
 
 
 if __name__ == "__main__":

@@ -106,6 +106,7 @@ class Coordinator:
             beats = [a.beat for a in leases if a.connection is not None and a.rung >= 0]
             if beats:
                 times.append(min(beats) + desk.settings.lease_ttl)
+        times += [a.end_by for a in leases if a.end_by is not None]
         if desk.phase == "recovering":
             times.append(self._recovered_at)
         if self.arbiter.recheck is not None:
@@ -221,6 +222,12 @@ class Coordinator:
                 self._lost(lease, "it was silent", free=not desk.rules.ttl_quarantines)
             if lease.deadline is not None and now >= lease.deadline and not self._untold(lease):
                 self._overdue(lease)
+            if lease.end_by is not None and now >= lease.end_by:
+                lease.end_by = None
+                self.counters["overdue"] += 1
+                desk.note("overdue", lease, "keeps its turn")
+                if desk.settings.on_overdue == "terminate":
+                    self._terminate(lease, "it keeps its turn")
         if desk.phase == "recovering" and now >= self._recovered_at:
             desk.serve()
         if self.arbiter.recheck is not None and now >= self.arbiter.recheck:
@@ -240,12 +247,17 @@ class Coordinator:
             self.counters["overdue"] += 1
             desk.note("overdue", lease)
             desk.undecided = True
-        if desk.settings.on_overdue == "terminate" and lease.id not in desk.terminated:
-            desk.terminated.add(lease.id)
-            desk.note("terminated", lease, "it is overdue")
-            desk.outbox.do(Terminate(lease.process))
-        elif desk.settings.on_overdue == "wait":
+        if desk.settings.on_overdue == "terminate":
+            self._terminate(lease, "it is overdue")
+        else:
             lease.deadline = None
+
+    def _terminate(self, lease: Lease, why: str) -> None:
+        desk = self._desk
+        if lease.id not in desk.terminated:
+            desk.terminated.add(lease.id)
+            desk.note("terminated", lease, why)
+            desk.outbox.do(Terminate(lease.process))
 
     def _lost(self, lease: Lease, why: str, *, free: bool) -> None:
         """Quarantine or free a lease that nobody speaks for any more."""

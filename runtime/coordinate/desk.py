@@ -203,6 +203,8 @@ class Desk:
             self.counters["turns"] += 1
             self.reply(lease.connection, Begin(lease=lease.id, turn=lease.turn))
         for lease in ended:
+            if lease.connection is not None:
+                lease.end_by = self.now + self.settings.revoke_deadline
             self.reply(lease.connection, End(lease=lease.id, turn=lease.turn))
 
     def _token(self, lease: Lease) -> Token:

@@ -174,6 +174,8 @@ class Lease(Struct, kw_only=True, eq=False):
     """The number of the turn that it has; -1: none, 0: perhaps one, before a restart."""
     ending: bool = False
     """It was told to end its turn."""
+    end_by: Seconds | None = None
+    """When it is overdue with that."""
     asks: int = -1
     """The number of the turn that it asks for; -1: none."""
     tag: float = 0.0

@@ -96,7 +96,7 @@ class Turns:
         lease.turn, lease.ending = -1, False
 
     def _put(self, lease: Lease, turn: int, now: Seconds) -> None:
-        lease.turn, lease.turned, lease.ending, self.due = turn, now, False, True
+        lease.turn, lease.turned, lease.ending, lease.end_by, self.due = turn, now, False, None, True
         for name in lease.gated:
             self._ledger.accounts[name].turn(lease.id, its=turn >= 0)
 

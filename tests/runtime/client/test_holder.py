@@ -129,7 +129,7 @@ def test_who_comes_back_says_which_turn_it_has_and_asks_again():
     it = turning()
     it.ask_turn()
     it.disconnected()
-    hello, reclaim, asks = it.connected(())
+    _, reclaim, asks = it.connected(())
     assert (reclaim.turn, asks) == (-1, AskTurn(lease=5, turn=1))
     it.received(Begin(lease=5, turn=1), ())
     it.received(End(lease=5, turn=1), ())

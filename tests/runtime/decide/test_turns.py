@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator_talk import GPU, Talk
-from jaxtensile.runtime.decide.events import Disconnected, ProcessDied, Restarted
+from jaxtensile.runtime.decide.events import Disconnected, ProcessDied, Terminate
 from jaxtensile.runtime.decide.journal import replay
 from jaxtensile.runtime.decide.leases import Process
 from jaxtensile.runtime.decide.turns import COST, SHORTEST, share
-from jaxtensile.runtime.protocol.messages import AskTurn, Begin, Done, End, Reclaim, Rung
+from jaxtensile.runtime.protocol.messages import AskTurn, Begin, Done, End, Reclaim, Rung, Token
 
 
 def told(talk):
@@ -19,8 +19,8 @@ def told(talk):
 class Jobs:
     """Jobs of one rung each, which step as they are told to."""
 
-    def __init__(self, *temps, capacity=100, stays=1, **given):
-        self.talk = Talk(capacity=capacity, gated=True, lease_ttl=1e6)
+    def __init__(self, *temps, capacity=100, stays=1, settings=None, **given):
+        self.talk = Talk(capacity=capacity, gated=True, lease_ttl=1e6, **settings or {})
         self.numbers = {}
         for k, temp in enumerate(temps, 1):
             rung = (Rung(persistent=stays, temp=temp, seconds=1.0),)
@@ -138,19 +138,13 @@ def test_after_a_restart_a_silent_job_may_have_a_turn_and_who_comes_back_says_so
         lease = again.lease(k)
         again.meet(10 + k, Process(k, 1))
         token = replay(jobs.talk.journal, "boot").leases[k].sequence
-        again.hear(10 + k, Reclaim(lease=k, token=lease_token(token), rung=0, in_use=(), turn=turn))
+        again.hear(10 + k, Reclaim(lease=k, token=Token(1, token), rung=0, in_use=(), turn=turn))
         if k == 2:
             again.hear(12, AskTurn(lease=2, turn=5))
             assert lease.turn == -1 and not told(again)
     assert [*account.turns] == [1] and again.lease(1).turn == 1
     again.tick(SHORTEST)
     assert told(again) == [(End, 1)]
-
-
-def lease_token(sequence):
-    from jaxtensile.runtime.protocol.messages import Token
-
-    return Token(1, sequence)
 
 
 def test_what_an_allocator_keeps_stays_charged_and_is_what_the_next_step_uses():
@@ -168,5 +162,15 @@ def test_a_share_grows_with_the_class_up_to_a_bound():
     assert share(1000, 1.0) == share(8, 1.0)
 
 
-def test_restarted_is_the_first_event():
-    assert Restarted(replay([], "boot")).replayed.leases == {}
+@pytest.mark.parametrize("what", ["wait", "terminate"])
+def test_who_keeps_its_turn_is_overdue_and_ended_only_where_that_was_asked_for(what):
+    jobs = Jobs(60, 60, settings={"on_overdue": what, "revoke_deadline": 60.0})
+    jobs.ask(1), jobs.ask(2)
+    assert (End, 1) in jobs.tick(SHORTEST)
+    jobs.tick(59.0)
+    assert not jobs.talk.it.counters["overdue"]
+    commands = jobs.talk.tick(1.1)
+    assert jobs.talk.it.counters["overdue"] == 1 and jobs.having == {1}
+    assert [c.process for c in commands if isinstance(c, Terminate)] == [Process(1, 1)] * (what == "terminate")
+    jobs.tick(100.0)
+    assert jobs.talk.it.counters["overdue"] == 1
