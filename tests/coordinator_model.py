@@ -1460,7 +1460,7 @@ class World:
         wanted = {name for a in d.arbiter.wanting() for name in a.touched}
         found = False
         for name, account in d.arbiter.ledger.accounts.items():
-            there = [d.arbiter.leases[k] for k in account.turns if k in account.charges and account.charges[k].temp]
+            there = [d.arbiter.leases[k] for k in account.turns]
             if len(there) > 1 and name in wanted:
                 found = True
                 if sum(a.turn > 0 and not a.ending for a in there) > 1:

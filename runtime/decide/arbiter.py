@@ -389,7 +389,7 @@ class Arbiter:
                 continue
             # Nobody is given or told anything where nothing has changed since that was so.
             accounts = [self.ledger.accounts[name] for name in {r: None for a in part for r in a.resources}]
-            seen = ways, [(account.limit, account.persistent, account.temps) for account in accounts]
+            seen = ways, [(a.limit, a.persistent, a.temps, (*a.turns,) if len(a.turns) > 1 else ()) for a in accounts]
             before, until = self._settled.get(part[0].id, (None, now))
             if before == seen and now < until:
                 continue

@@ -115,8 +115,7 @@ class Turns:
         would be faster with more: where these are, turns are taken one at a time."""
         self.due, self.wake = False, None
         accounts = self._ledger.accounts
-        crowded = [name for name, account in accounts.items() if account.gated and len(account.turns) > 1]
-        if not self._asking and not crowded:
+        if not self._asking and not any(len(account.turns) > 1 for account in accounts.values()):
             return
         alone = {name for lease in wanting() for name in lease.touched}
         behind: set[str] = set()
@@ -132,10 +131,12 @@ class Turns:
             else:
                 behind.update(places)
                 self._end_for(lease, places, now)
-        for name in crowded:
-            if name in alone or accounts[name].used > accounts[name].limit:
-                for lease in self._with(accounts[name])[1:]:
-                    self._end(lease)
+        for name, account in accounts.items():
+            if len(account.turns) > 1 and (name in alone or account.used > account.limit):
+                first = next(iter(self._with(account)), None)
+                for lease in [self._leases[k] for k in account.turns]:
+                    if lease is not first:  # also who has no temporaries yet: it may be what is to get some
+                        self._end(lease)
         self.due = False
 
     def _temp(self, lease: Lease, name: str) -> bool:
