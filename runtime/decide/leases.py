@@ -178,10 +178,10 @@ class Lease(Struct, kw_only=True, eq=False):
     """When it is overdue with that."""
     asks: int = -1
     """The number of the turn that it asks for; -1: none."""
-    tag: float = 0.0
-    """Virtual time at which its turn began, or is to begin (``decide.turns``)."""
-    served: float = 0.0
-    """Virtual time at which its last turn ended."""
+    tags: dict[str, float] = field(default_factory=dict[str, float])
+    """On each device, the virtual time at which its turn began, or is to begin (``decide.turns``)."""
+    served: dict[str, float] = field(default_factory=dict[str, float])
+    """And at which its last turn ended."""
     turned: Seconds = 0.0
     """When its turn began."""
     hands_over: Seconds = 0.0

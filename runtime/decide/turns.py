@@ -5,8 +5,9 @@ when the device has run what it was given and the allocator has given its bytes 
 their temporaries fit together and nobody there wants more bytes. A turn is for all devices of its job.
 
 Order: start-time fair queueing (Goyal, Vin, Cheng 1996), as in ``runtime.client.gate``, with a virtual time for each
-device. A turn's tag is max(virtual time, end of the job's last turn); the lowest goes first, and nobody overtakes it on
-its devices. The virtual time goes on during a turn that nobody waits for: it is not held against its job.
+device. A turn's tag on a device is max(virtual time, end of the job's last turn); whoever is least ahead of the virtual
+time on all of its devices goes first, and nobody overtakes it there. The virtual time goes on during a turn that nobody
+waits for: it is not held against its job.
 
 A turn is to end when somebody waits who has had less of its share, and it has lasted long enough for what handing it
 over costs; for a higher class, at once.
@@ -66,9 +67,9 @@ class Turns:
             self.done(lease, now)
         lease.asks, self.due = number, True
         for name in lease.gated:
-            places = [self._position(a, now) for a in self._with(self._ledger.accounts[name])]
+            places = [self._position(a, name, now) for a in self._with(self._ledger.accounts[name])]
             self._now[name] = max([self._now.get(name, 0.0), *places])
-        lease.tag = max([lease.served, *(self._now[name] for name in lease.gated)])
+            lease.tags[name] = max(lease.served.get(name, 0.0), self._now[name])
         self._asking[lease.id] = lease
 
     def call_off(self, lease: Lease) -> None:
@@ -79,11 +80,11 @@ class Turns:
     def done(self, lease: Lease, now: Seconds) -> None:
         """A job's turn is over."""
         if lease.turn > 0:
-            lease.served = self._position(lease, now)
             waited_for = {name for a in self._asking.values() for name in a.gated}
             for name in lease.gated:
+                lease.served[name] = position = self._position(lease, name, now)
                 if name not in waited_for:
-                    self._now[name] = max(self._now.get(name, 0.0), lease.served)
+                    self._now[name] = max(self._now.get(name, 0.0), position)
         self._put(lease, -1, now)
 
     def restore(self, lease: Lease, number: int, now: Seconds) -> None:
@@ -104,9 +105,9 @@ class Turns:
         """Those whose turn it is, with temporaries there, in the order in which it came."""
         return [self._leases[k] for k in account.turns if k in account.charges and account.charges[k].temp]
 
-    def _position(self, lease: Lease, now: Seconds) -> float:
-        """Virtual time in a job's turn."""
-        return lease.tag + max(now - lease.turned, 0.0) / share(lease.priority, lease.weight)
+    def _position(self, lease: Lease, name: str, now: Seconds) -> float:
+        """Virtual time of a device in a job's turn."""
+        return lease.tags.get(name, 0.0) + max(now - lease.turned, 0.0) / share(lease.priority, lease.weight)
 
     # Decisions.
 
@@ -119,14 +120,14 @@ class Turns:
             return
         alone = {name for lease in wanting() for name in lease.touched}
         behind: set[str] = set()
-        for lease in sorted(self._asking.values(), key=lambda a: (a.tag, -a.priority, a.id)):
+        for lease in sorted(self._asking.values(), key=lambda a: (self._ahead(a), -a.priority, a.id)):
             places = [name for name in lease.gated if self._temp(lease, name)]
             if behind.isdisjoint(places) and self._fits(lease, places, alone):
                 turn = lease.asks
                 self.call_off(lease)
                 self._put(lease, turn, now)
                 for name in places:
-                    self._now[name] = max(self._now[name], lease.tag)
+                    self._now[name] = max(self._now[name], lease.tags[name])
                 self.begun.append(lease)
             else:
                 behind.update(places)
@@ -138,6 +139,9 @@ class Turns:
                     if lease is not first:  # also who has no temporaries yet: it may be what is to get some
                         self._end(lease)
         self.due = False
+
+    def _ahead(self, lease: Lease) -> float:
+        return max((lease.tags[name] - self._now[name] for name in lease.gated), default=0.0)
 
     def _temp(self, lease: Lease, name: str) -> bool:
         charge = self._ledger.accounts[name].charges.get(lease.id)
@@ -157,7 +161,7 @@ class Turns:
             for lease in self._with(self._ledger.accounts[name]):
                 # So long that handing over is cheap, and that the waiter is the one who has had less than its share.
                 least = max(SHORTEST, lease.hands_over / COST)
-                behind = (waiter.tag - lease.tag) * share(lease.priority, lease.weight)
+                behind = (waiter.tags[name] - lease.tags.get(name, 0.0)) * share(lease.priority, lease.weight)
                 enough = lease.turned + max(least, behind)
                 if waiter.priority > lease.priority or now >= enough:
                     self._end(lease)
