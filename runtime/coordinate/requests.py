@@ -378,7 +378,8 @@ class Requests:
 
     def _keeps(self, lease: Lease, fault: str) -> None:
         self._alarm(lease, fault)
-        lease.stuck = True
+        if not lease.stuck:
+            lease.stuck, self._desk.undecided = True, True  # it is guaranteed no more than it has, so others may be
         self._desk.counters["kept"] += 1
 
     def _alarm(self, lease: Lease, fault: str) -> None:

@@ -79,6 +79,17 @@ class Account:
             return more + new.temp - self.temps
         return more if old.temp < self.temps else more + max(self._temps((lease,)), new.temp) - self.temps
 
+    def allows(self, lease: int, old: Charge, new: Charge) -> bool:
+        """Whether that lease's charge may change so; true if it adds nothing."""
+        more = self.more(lease, old, new)
+        if more > 0 and self.used + more > self.limit:
+            return False
+        if not self.gated or len(self.turns) < 2:
+            return True
+        # The turns may hide what it adds, and they end.
+        then = self.persistent + new.persistent - old.persistent + max(self._temps((lease,)), new.temp)
+        return then <= self.limit or then <= self.beside
+
     def used_instead(self, charges: Mapping[int, Charge], *, turns: bool = True) -> Bytes:
         """Bytes charged if those leases had these charges; ``turns``: while the same have their turns."""
         persistent, temps = self.persistent, self.temps
@@ -202,11 +213,8 @@ class Ledger:
         before = self._charged.get(lease)
         for k, new in enumerate(charges):
             old = before[k] if before else NOTHING
-            if old is not new:
-                account = self.accounts[resources[k]]
-                more = account.more(lease, old, new)
-                if more > 0 and account.used + more > account.limit:
-                    return False
+            if old is not new and not self.accounts[resources[k]].allows(lease, old, new):
+                return False
         return True
 
     def fit(self, rows: Sequence[tuple[int, Sequence[str], Sequence[Charge]]]) -> bool:

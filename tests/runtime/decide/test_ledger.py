@@ -86,6 +86,18 @@ def test_the_temps_of_all_whose_turn_it_is_count_where_they_are_more_than_the_la
     assert account.used == 6 and [*account.turns] == [1]
 
 
+def test_what_turns_add_to_a_sum_hides_nothing_else():
+    """After a restart all may have turns: their sum may be above the limit, and is none that is held."""
+    book = ledger(gated=True)
+    for lease in (1, 2, 3):
+        book.charge(lease, ("cuda:0",), (Charge(1, 5),))
+    for lease in (1, 2, 3):
+        book.accounts["cuda:0"].turn(lease, its=True)
+    assert book.accounts["cuda:0"].used == 18 and book.over() == set()
+    assert book.fits(1, ("cuda:0",), (Charge(1, 4),)) and not book.fits(1, ("cuda:0",), (Charge(2, 4),))
+    assert not book.fits(1, ("cuda:0",), (Charge(1, 6),))
+
+
 def test_whether_turns_are_taken_changes_only_while_nobody_is_charged():
     book = ledger(gated=True)
     book.charge(1, ("cuda:0",), (Charge(2, 6),))
