@@ -94,8 +94,13 @@ def test_what_turns_add_to_a_sum_hides_nothing_else():
     for lease in (1, 2, 3):
         book.accounts["cuda:0"].turn(lease, its=True)
     assert book.accounts["cuda:0"].used == 18 and book.over() == set()
-    assert book.fits(1, ("cuda:0",), (Charge(1, 4),)) and not book.fits(1, ("cuda:0",), (Charge(2, 4),))
+    assert book.fits(1, ("cuda:0",), (Charge(1, 4),)) and book.fits(1, ("cuda:0",), (Charge(2, 4),))
     assert not book.fits(1, ("cuda:0",), (Charge(1, 6),))
+    book.accounts["cuda:0"].turn(3, its=False), book.accounts["cuda:0"].turn(2, its=False)
+    book.put(2, ("cuda:0",), (Charge(1, 7),))
+    for lease in (2, 3):
+        book.accounts["cuda:0"].turn(lease, its=True)
+    assert not book.fits(3, ("cuda:0",), (Charge(1, 8),)), "the largest alone would be too much"
 
 
 def test_whether_turns_are_taken_changes_only_while_nobody_is_charged():
