@@ -65,8 +65,8 @@ _THREAD: Final = "counts the compilations of the calling thread: XLA compiles in
 _ELSE: Final = "passes by itself and after those of its kind: in the whole file two arrays go at a later collection"
 _LATER: Final = "what a plan was made with goes at the next garbage collection, not with the last name of the function"
 _ROUNDS: Final = (
-    "rounding: a relative 1.9e-5 between two orders of operations, where the test asks 1e-6 of itself and 5e-2 of numpy; "
-    "of 60 such matrices both are as far from complex128, 2.2e-6 in the median and 1.8e-5 at most"
+    "rounding: a relative 1.9e-5 between two orders of operations, where the test asks 1e-6 of itself and 5e-2 of "
+    "numpy; of 60 such matrices both are as far from complex128, 2.2e-6 in the median and 1.8e-5 at most"
 )
 EXPLAINED: Final = {
     "test_cond_memory_leak": _ELSE,

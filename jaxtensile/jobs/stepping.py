@@ -24,6 +24,7 @@ from jaxtensile.jobs.ladder import Ladder
 from jaxtensile.jobs.suspension import Suspended
 from jaxtensile.jobs.tenancy import Tenancy
 from jaxtensile.jobs.waiting import Waiting
+from jaxtensile.runtime.client.client import Client
 from jaxtensile.runtime.client.forks import Owned
 from jaxtensile.runtime.client.gate import GateError
 from jaxtensile.runtime.client.holds import LOOK, Exclusive, Held, Hold, Mark
@@ -158,10 +159,9 @@ class Stepping(Owned):
         def gives() -> None:
             while not over.wait(0.0 if self.steps else LOOK):
                 client = self._on.client
-                halfway = None if client is None else client.halfway
                 if client is not None and client.turn_ends:
                     uninterrupted(self._on.end_turn)
-                if self.steps or (halfway is not None and time.monotonic() >= halfway):
+                if self._moves(client):
                     self._place.give(mark)
                     self.settle()
                     return
@@ -177,6 +177,12 @@ class Stepping(Owned):
             if self._place.holder is not mark:
                 self._place.take(mark)
             self._on.require_going_on()
+
+    def _moves(self, client: Client | None) -> bool:
+        """Whether the job, which waits or compiles, moves to where it is told to be: before its first step only after
+        half of its time."""
+        halfway = None if client is None else client.halfway
+        return bool(self.steps) or (halfway is not None and time.monotonic() >= halfway)
 
     def alone(self, what: str) -> Held:
         """A ``with`` context without other steps of the job. At its end the job moves to its new rung, or ends."""
@@ -214,7 +220,8 @@ class Stepping(Owned):
         began = told = time.monotonic()
         while not client.turn(LOOK):
             self._on.require_going_on()
-            self._on.boundary()
+            if self._moves(client):
+                self._on.boundary()
             if (now := time.monotonic()) >= told + _TOLD:
                 told = now
                 why = "" if client.connected_now else "; no coordinator is there: start one with 'jaxtensile serve'"
