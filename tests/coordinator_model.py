@@ -136,6 +136,8 @@ class Program:
     process: Process
     alive: bool = True
     stopped: bool = False
+    woke: float = 0.0
+    """When it went on after it was stopped."""
     reaped: bool = False
     jobs: list = field(default_factory=list)
     inherited: list = field(default_factory=list)
@@ -460,6 +462,8 @@ class World:
         """Nobody is ended because it compiles: somebody else of the process is overdue."""
         leases = [a for a in self.daemon.arbiter.leases.values() if a.process == program.process]
         late = {a.id for a in leases if a.deadline is not None and self.now >= a.deadline}
+        if any(program.woke > a.deadline - self.settings.revoke_deadline for a in leases if a.id in late):
+            return  # it was stopped when it was told
         handles = [h for h in self.handles if h.program is program and h.holder.lease in late]
         if not program.stopped and handles and all(h.job.doing == "compile" and h.job.client is h for h in handles):
             raise Violation(f"{program.process} is ended because it compiles")
@@ -1184,7 +1188,7 @@ class World:
         if not living:
             return False
         program = self.rnd.choice(living)
-        program.stopped = not program.stopped
+        program.stopped, program.woke = not program.stopped, self.now
         return True
 
     def _say_again(self):

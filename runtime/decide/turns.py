@@ -19,6 +19,7 @@ when its job says so, or with its process: silence, the end of a connection and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from typing import Final
 
 from jaxtensile.runtime.decide.leases import HELD, OVERDUE, REVOKING, Lease
@@ -119,6 +120,7 @@ class Turns:
         if not self._asking and not any(len(account.turns) > 1 for account in accounts.values()):
             return
         alone = {name for lease in wanting() for name in lease.touched}
+        self._go_on(now)
         behind: set[str] = set()
         for lease in sorted(self._asking.values(), key=lambda a: (self._ahead(a), -a.priority, a.id)):
             places = [name for name in lease.gated if self._temp(lease, name)]
@@ -139,6 +141,17 @@ class Turns:
                     if lease is not first:  # also who has no temporaries yet: it may be what is to get some
                         self._end(lease)
         self.due = False
+
+    def _go_on(self, now: Seconds) -> None:
+        """Move each virtual time to the first of those who wait or run. On a device that others leave idle, as they
+        wait for another one, it would stand still, and who was ahead there would wait for ever."""
+        first: dict[str, float] = {}
+        for lease in self._asking.values():
+            for name in lease.gated:
+                first[name] = min(first.get(name, inf), lease.tags[name])
+        for name, tag in first.items():
+            running = [self._position(a, name, now) for a in self._with(self._ledger.accounts[name])]
+            self._now[name] = max(self._now[name], min([tag, *running]))
 
     def _ahead(self, lease: Lease) -> float:
         return max((lease.tags[name] - self._now[name] for name in lease.gated), default=0.0)

@@ -5,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator_talk import GPU, Talk
-from jaxtensile.runtime.decide.events import Disconnected, ProcessDied, Terminate
+from jaxtensile.runtime.decide.events import CapacityChanged, Disconnected, ProcessDied, Terminate
 from jaxtensile.runtime.decide.journal import replay
-from jaxtensile.runtime.decide.leases import Process
+from jaxtensile.runtime.decide.leases import HOST, Process
+from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.decide.turns import COST, SHORTEST, share
-from jaxtensile.runtime.protocol.messages import AskTurn, Begin, Done, End, Reclaim, Rung, Token
+from jaxtensile.runtime.protocol.messages import Admit, AskTurn, Begin, Done, End, Reclaim, Rung, Token
 
 
 def told(talk):
@@ -174,3 +175,35 @@ def test_who_keeps_its_turn_is_overdue_and_ended_only_where_that_was_asked_for(w
     assert [c.process for c in commands if isinstance(c, Terminate)] == [Process(1, 1)] * (what == "terminate")
     jobs.tick(100.0)
     assert jobs.talk.it.counters["overdue"] == 1
+
+
+def test_a_job_of_two_devices_gets_its_turn_though_one_of_them_stands_still():
+    """It is ahead on the second, where nobody runs, as all who want it wait for the first."""
+    two = {name: Capacity(capacity=100, gated=True) for name in (GPU, "cuda:1")}
+    talk = Talk(lease_ttl=1e6)
+    talk.do(CapacityChanged({**two, HOST: Capacity(capacity=8)}))
+    rung = (Rung(persistent=1, temp=60, seconds=1.0),)
+    numbers = dict.fromkeys((1, 2, 3, 4), 0)
+    for k, devices in ((1, (GPU, "cuda:1")), (2, (GPU, "cuda:1")), (3, (GPU,)), (4, (GPU,))):
+        talk.meet(k)
+        talk.hear(k, Admit(job=f"job{k}", devices=devices, ladder=rung))
+
+    def ask(k):
+        numbers[k] += 1
+        talk.hear(k, AskTurn(lease=k, turn=numbers[k]))
+
+    def done(k):
+        talk.hear(k, Done(lease=k, turn=numbers[k]))
+
+    ask(1), ask(2)
+    talk.tick(500.0)
+    done(1), done(2)  # it ran for long, and the other waited
+    had = dict.fromkeys(numbers, 0)
+    for k in numbers:
+        ask(k)
+    for _ in range(60):
+        (last,) = [k for k, lease in talk.it.arbiter.leases.items() if lease.turn >= 0]
+        had[last] += 1
+        talk.tick(1.0)
+        done(last), ask(last)
+    assert min(had.values()) >= 10, had
