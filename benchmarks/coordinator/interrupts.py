@@ -8,7 +8,8 @@ main thread that steps, suspends, resumes and begins and ends jobs, while a thre
 Turns: the same, where both jobs ask a daemon that has room for the temporaries of one.
 After each: can the other job step, can the same job, does it end, is a value wrong, and are the coordinator's books
 empty afterwards?
-Results go to ``interrupts.json`` and ``interrupts.md``; ``--quick`` prints only, of 40 lines each and 200 signals.
+Results go to ``interrupts.json`` and ``interrupts.md``, beside those of parts that did not run; ``--quick`` prints
+only, of 40 lines each and 200 signals.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import dis
 import functools
 import gc
+import json
 import os
 import random
 import signal
@@ -386,9 +388,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     options = parser.parse_args()
-    result: dict[str, Any] = {"machine": describe()}
-    result["lines"] = [lines(what, 40 if options.quick else MOST) for what in LINES if what in options.only]
-    keep = functools.partial(save, HERE / "interrupts.json", result, table) if not options.quick else lambda: None
+    path = HERE / "interrupts.json"
+    known: dict[str, Any] = {} if options.quick or not path.exists() else json.loads(path.read_text())
+    result: dict[str, Any] = {**known, "machine": describe()}
+    before = {row["what"]: row for row in known.get("lines", ())}
+    for what in LINES:
+        if what in options.only:
+            before[what] = lines(what, 40 if options.quick else MOST)
+    result["lines"] = [before[what] for what in LINES if what in before]
+    keep = functools.partial(save, path, result, table) if not options.quick else lambda: None
     keep()
     if "random" in options.only:
         result["random"] = at_random(200 if options.quick else SIGNALS)

@@ -178,13 +178,13 @@ def test_who_keeps_its_turn_is_overdue_and_ended_only_where_that_was_asked_for(w
 
 
 def test_a_job_of_two_devices_gets_its_turn_though_one_of_them_stands_still():
-    """It is ahead on the second, where nobody runs, as all who want it wait for the first."""
+    """It is ahead on the second, where nobody runs: all who want it wait for the first."""
     two = {name: Capacity(capacity=100, gated=True) for name in (GPU, "cuda:1")}
     talk = Talk(lease_ttl=1e6)
     talk.do(CapacityChanged({**two, HOST: Capacity(capacity=8)}))
     rung = (Rung(persistent=1, temp=60, seconds=1.0),)
     numbers = dict.fromkeys((1, 2, 3, 4), 0)
-    for k, devices in ((1, (GPU, "cuda:1")), (2, (GPU, "cuda:1")), (3, (GPU,)), (4, (GPU,))):
+    for k, devices in ((1, (GPU, "cuda:1")), (2, ("cuda:1",)), (3, (GPU,)), (4, (GPU,))):
         talk.meet(k)
         talk.hear(k, Admit(job=f"job{k}", devices=devices, ladder=rung))
 
@@ -197,9 +197,12 @@ def test_a_job_of_two_devices_gets_its_turn_though_one_of_them_stands_still():
 
     ask(1), ask(2)
     talk.tick(500.0)
-    done(1), done(2)  # it ran for long, and the other waited
-    had = dict.fromkeys(numbers, 0)
-    for k in numbers:
+    done(1), done(2)  # the first ran for long while the second waited
+    ask(3)
+    talk.tick(500.0)
+    done(3)
+    had = dict.fromkeys((3, 4, 1), 0)
+    for k in had:
         ask(k)
     for _ in range(60):
         (last,) = [k for k, lease in talk.it.arbiter.leases.items() if lease.turn >= 0]
