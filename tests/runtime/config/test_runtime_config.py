@@ -21,8 +21,10 @@ EVERYTHING = """
 capacity = "80GiB"
 reserve  = "1GiB"
 host     = "64GiB"
+turns    = false
 [device."cuda:1"]
 reserve = "10%"
+turns   = true
 [coordinator]
 socket = "/run/user/1000/jaxtensile.sock"
 policy = "fair"
@@ -66,6 +68,7 @@ def test_what_the_file_does_not_say_has_the_documented_defaults():
     assert parse("").settings == Settings()
     assert parse("").settings.max_clients == 1024
     assert (parse("").devices[""].capacity, parse("").jobs) == (None, {})
+    assert parse("").takes_turns("cuda:0") and parse("").capacities({"cuda:0": 9}, host=0)["cuda:0"].gated
 
 
 def test_the_nearest_table_of_a_device_counts():
@@ -73,7 +76,7 @@ def test_the_nearest_table_of_a_device_counts():
     found = config.capacities({"cuda:0": 100 * GIB, "cuda:1": 100 * GIB}, host=32 * GIB)
     assert found == {
         "cuda:0": Capacity(capacity=80 * GIB, reserve=GIB),
-        "cuda:1": Capacity(capacity=80 * GIB, reserve=8 * GIB),
+        "cuda:1": Capacity(capacity=80 * GIB, reserve=8 * GIB, gated=True),
         HOST: Capacity(capacity=32 * GIB),
     }
     kinds = parse('[device]\nreserve = 1\n[device.tpu]\nreserve = 2\n[device."tpu:1"]\nreserve = 3')
