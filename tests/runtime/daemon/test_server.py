@@ -246,7 +246,7 @@ def test_the_end_of_a_connection_is_not_the_end_of_a_job(daemon):
 
 
 def test_a_stopped_job_keeps_its_bytes_and_others_go_on():
-    with Daemon(capacity=14, lease_ttl="1s", revoke_deadline="300ms") as daemon, Child(daemon, "a", 4, 12) as one:
+    with Daemon(capacity=14, lease_ttl="4s", revoke_deadline="300ms") as daemon, Child(daemon, "a", 4, 12) as one:
         assert one.rung() == 1
         one.send(signal.SIGSTOP)
         with Child(daemon, "b", 4, 5):
