@@ -506,3 +506,41 @@ def is_counted_threefry(eqn: Any) -> bool:
 def key_value_client() -> Any:
     """The client of ``jax.distributed.initialize``; None if that was not called."""
     return _distributed.global_state.client
+
+
+# ---- Shardy ---------------------------------------------------------------------------------------
+
+
+def given_shardings(traced: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The shardings given to ``jax.jit`` for each input of a trace's jaxpr and each output; None where none was."""
+    params, count = traced._params, len(traced.jaxpr.in_avals)
+    given = [x if isinstance(x, jax.sharding.Sharding) else None for x in params["in_shardings"]]
+    own = [getattr(x, "sharding", None) for x in captured(traced)][: max(count - len(given), 0)]
+    outs = (x if isinstance(x, jax.sharding.Sharding) else None for x in params["out_shardings"])
+    return (*own, *given), tuple(outs)
+
+
+def partition_spec(aval: Any) -> tuple[Any, Any] | None:
+    """``(mesh, spec)`` of a type with a sharding; None without one."""
+    sharding = getattr(aval, "sharding", None)
+    mesh = getattr(sharding, "mesh", None)
+    return None if mesh is None or mesh.empty else (mesh, sharding.spec)
+
+
+def mlir_bindings() -> tuple[Any, Any, Any]:
+    """jaxlib's ``ir``, ``passmanager`` and Shardy's dialect; ``ImportError`` where jaxlib has them elsewhere."""
+    from jaxlib.mlir import ir, passmanager  # not at the top: a later jaxlib may not have them, and all else works
+    from jaxlib.mlir.dialects import sdy
+
+    return ir, passmanager, sdy
+
+
+def through_hlo(module: Any) -> str:
+    """The text of a StableHLO module, taken to HLO and back."""
+    from jax._src.interpreters import mlir
+    from jaxlib import _jax
+
+    hlo = _jax.mlir.mlir_module_to_xla_computation(
+        mlir.module_to_bytecode(module), use_tuple_args=False, return_tuple=False
+    )
+    return _jax.mlir.xla_computation_to_mlir_module(hlo)

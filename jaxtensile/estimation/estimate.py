@@ -37,6 +37,8 @@ from jaxtensile.program.trace import Traced, trace_jaxpr
 from jaxtensile.program.workload import Transformed, name_of, told_of_modules
 from jaxtensile.settings.identity import identity_of, planned
 from jaxtensile.settings.options import Asked, ConfigLike, Resolved, config_of, resolved
+from jaxtensile.spmd.local_graph import Local, local_graph
+from jaxtensile.spmd.local_shapes import Sharded, local_shapes, sharded
 from jaxtensile.spmd.location import as_for, device_name, location, profile_of
 from jaxtensile.units import Bytes, Seconds, format_bytes
 from jaxtensile.xla.compile import RECOMPUTES, compile_program, not_recomputing
@@ -115,7 +117,9 @@ def estimate_on(
         program = program_of(traced, bool(options.get("keep_unused", False)))
         if not targets:
             devices = [best_known(profile_of(where.device), where.device.device_kind)]
-        static = [static_estimate(program, d, name=name, seconds=seconds, shards=where.count) for d in devices]
+        many = sharded(traced, args, {}, _compat.static_arguments(plain), where.count) if where.count > 1 else None
+        with tracing_for(*targets, args=args):
+            static = [static_estimate(program, d, name=name, seconds=seconds, many=many) for d in devices]
     out: list[Estimate] = []
     for device, target, found in zip(devices, targets or (None,), static, strict=True):
         if exact:
@@ -147,25 +151,27 @@ def static_estimate(
     *,
     name: str,
     seconds: Mapping[str, Seconds],
-    shards: int = 1,
+    many: Sharded | None = None,
 ) -> Estimate:
-    """The estimate of a traced program, without a compiler."""
+    """The estimate of a traced program, without a compiler; of one device, if ``many`` says how it is divided."""
     before = time.perf_counter()
     compiler = compiler_of(device)
     if compiler.fuser.twice:
         program = cse(program, cheap=True)  # XLA stores what equal equations compute once
-    low = compiler.lowered(program.graph)
+    local, notes = _of_one_device(program, many)
+    graph = local.graph
+    low = compiler.lowered(graph)
     orders = as_scheduled(low.graph, by=compiler.fuser)
     lying = [reusing_outputs(run.graph, run.live) for run in orders]
     needed = [max(heap(live), live.temp) for live in lying]
     worst = max(range(len(orders)), key=needed.__getitem__)
     run, live, holes = orders[worst], lying[worst], needed[worst] - lying[worst].temp
-    origin = tuple(low.origin[i] for i in run.origin)
+    origin = tuple(local.origin[low.origin[i]] for i in run.origin)
     # A program with several results returns a table of pointers to them.
-    table = POINTER * len(program.graph.outputs) if len(program.graph.outputs) > 1 else 0
+    table = POINTER * len(graph.outputs) if len(graph.outputs) > 1 else 0
     use = replace(live.use(), temp=live.temp + holes, output=live.output + table)
     room = Room(min(needed), _largest(run.graph, live))
-    several = f"arguments are sharded over {shards} devices: static bytes are of all together, exact ones of one device"
+    shards = many.count if many is not None else 1
     return Estimate(
         name=name,
         target=device.name,
@@ -173,14 +179,25 @@ def static_estimate(
         low=use.device - use.temp + max(room.least - compiler.low.of(use.temp, room.largest), 0),
         high=use.device + compiler.high.of(use.temp, room.largest),
         room=room,
-        parts=parts(use, program.graph, device, shards),
+        parts=parts(use, graph, device, shards),
         held=held_at_the_peak(program, run.graph, origin, live, holes),
         timeline=Timeline(_track(program, origin, live, use), None),
         seconds={**seconds, "estimate": time.perf_counter() - before},
         shards=shards,
-        notes=(*switches.notes(), *((several,) if shards > 1 else ())),
+        notes=(*switches.notes(), *notes),
         capacity=device.capacity,
     )
+
+
+def _of_one_device(program: Traced, many: Sharded | None) -> tuple[Local, tuple[str, ...]]:
+    """The graph of one device, and what is to be said of it."""
+    if many is None:
+        return Local(program.graph, tuple(op.id for op in program.graph.ops)), ()
+    shapes = local_shapes(program, many)
+    said = f"arguments are sharded over {many.count} devices; bytes are per device"
+    if shapes.guessed:
+        said += f", by one ratio for all but the arguments, as JAX did not say how they are divided ({shapes.guessed})"
+    return local_graph(program.graph, shapes), (said,)
 
 
 def _largest(graph: Graph, live: Liveness) -> Bytes:

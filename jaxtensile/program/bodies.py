@@ -13,6 +13,7 @@ from jaxtensile import _compat
 from jaxtensile.program.trace import Traced, bind, exchanged, retrace, trace_jaxpr
 
 _PARAMETER = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
+_OF_CALLS = {"jit": "jaxpr", "pjit": "jaxpr"}
 
 Key = tuple[int, int]
 """(op, index of its body)"""
@@ -51,6 +52,13 @@ def _carried(primitive: str, carried: tuple[int, int], params: Mapping[str, Any]
         carried = params["body_nconsts"], count - params["body_nconsts"]
     consts, carries = carried
     return tuple(consts <= i < consts + carries for i in range(count))
+
+
+def with_closed(eqn: Any, new: Sequence[Any]) -> Any:
+    """An equation of a loop, branch or call with other closed bodies, as many as ``trace.closed_bodies`` finds."""
+    name = (_PARAMETER | _OF_CALLS)[eqn.primitive.name]
+    several = isinstance(eqn.params[name], tuple)
+    return eqn.replace(params={**eqn.params, name: tuple(new) if several else new[0]})
 
 
 def maker(traced: Traced, o: int, value: int) -> tuple[str, str]:

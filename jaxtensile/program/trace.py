@@ -335,7 +335,7 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
     name = eqn.primitive.name if eqn.primitive.name != "optimization_barrier" else REFERENCE_BARRIER
     if name == "dot_general" and not sums(eqn.params, eqn.invars[0].aval.shape):
         name = OUTER
-    bodies, trips = _bodies(eqn)
+    bodies, trips = closed_bodies(eqn)
     inner = tuple(trace_jaxpr(b).graph for b in bodies)
     return Op(
         id=OpId(i),
@@ -471,7 +471,7 @@ def _padded_behind(low: int, high: int, stride: int) -> tuple[int, int]:
     return low, min(max(low, high), high + stride - 1)
 
 
-def _bodies(eqn: Any) -> tuple[list[Any], int]:
+def closed_bodies(eqn: Any) -> tuple[list[Any], int]:
     """Closed jaxprs inside an equation, and their number of runs."""
     name, params = eqn.primitive.name, eqn.params
     if name == "scan":
@@ -490,7 +490,7 @@ def equation_flops(eqn: Any) -> float:
     """Matrix FLOPs of one equation with its bodies: the dearest branch of a ``cond``, one trip of a ``while``."""
     if flops := leaf_flops(eqn):
         return flops
-    bodies, trips = _bodies(eqn)
+    bodies, trips = closed_bodies(eqn)
     called = _called(eqn) if not bodies else None
     inner = bodies or ([called] if called is not None else list(jaxprs_in(eqn.params.values())))
     return max(map(jaxpr_flops, inner), default=0.0) * trips

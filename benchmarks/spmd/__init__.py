@@ -1,0 +1,1 @@
+"""Programs over several devices: what is said of one device, against XLA."""

@@ -1,0 +1,333 @@
+"""The local shape of every value of a program: what one device holds of it.
+
+Of arguments from their shardings, of values on meshes with explicit axes from their types, of all others from Shardy's
+propagation (`spmd.shardy`). What that says nothing of, it is divided like the nearest value of its shape.
+
+Invariant: an argument has exactly the shape that its sharding gives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import jax
+from jax.sharding import AxisType
+
+from jaxtensile import _compat
+from jaxtensile.faults import told
+from jaxtensile.ir.ir import Graph
+from jaxtensile.program.trace import Traced, closed_bodies, trace_jaxpr
+from jaxtensile.spmd.marked import MANUAL, module_of
+from jaxtensile.spmd.shardy import Parts, Propagated, Reshard, Typed, propagated
+
+ROUNDS: Final = 3
+"""Passes over values that nothing is known of, each one reader or operand further. A guess: two were enough."""
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """What is known of a program's arguments and results: the ``traced`` result of ``jax.jit``'s ``trace``, a sharding
+    for each input of its jaxpr and each output (None: XLA decides), and the number of devices."""
+
+    traced: Any
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    count: int
+
+    def parts(self, i: int, aval: Any) -> Parts | None:
+        """Of input ``i``; None if it has no sharding."""
+        sharding = self.inputs[i]
+        return None if sharding is None else parts_of(tuple(aval.shape), sharding)
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Of each value by its id: into how many parts each dimension is divided; of bodies by (op, body).
+
+    ``reshards``, ``unreduced``: by op, of this program alone. ``guessed``: why no propagation was to be had.
+    """
+
+    parts: Mapping[int, Parts]
+    bodies: Mapping[tuple[int, int], Shapes] = field(default_factory=dict[tuple[int, int], "Shapes"])
+    reshards: tuple[tuple[Reshard, tuple[int, ...]], ...] = ()
+    unreduced: Mapping[int, Parts] = field(default_factory=dict[int, Parts])
+    guessed: str = ""
+
+
+def sharded(traced: Any, args: Any, kwargs: Any, static: tuple[frozenset[int], frozenset[str]], count: int) -> Sharded:
+    """``static``: positions and names of arguments that are no arrays."""
+    numbers, names = static
+    dynamic = tuple(x for i, x in enumerate(args) if i not in numbers), {
+        k: x for k, x in kwargs.items() if k not in names
+    }
+    given, outputs = _compat.given_shardings(traced)
+    leaves = jax.tree.leaves(dynamic)
+    own = [*map(_placed, _compat.captured(traced)), *map(_placed, leaves)]
+    if len(own) != len(given):
+        own = [None] * len(given)
+    return Sharded(traced, tuple(g or o for g, o in zip(given, own, strict=True)), outputs, count)
+
+
+def _placed(x: Any) -> Any:
+    """The sharding of an argument that says where it is."""
+    sharding = getattr(x, "sharding", None)
+    return sharding if sharding is not None and getattr(x, "committed", True) else None
+
+
+def parts_of(shape: tuple[int, ...], sharding: Any) -> Parts:
+    """Into how many parts a sharding divides each dimension."""
+    local = sharding.shard_shape(shape)
+    return tuple(-(-d // max(n, 1)) for d, n in zip(shape, local, strict=True))
+
+
+def argument_bytes(where: Sharded, program: Traced) -> int:
+    """Bytes on one device of the arguments that a program reads."""
+    graph, avals = program.graph, where.traced.jaxpr.in_avals
+    position = {v: i for i, v in enumerate(program.arguments)}
+    total = 0
+    for v in graph.inputs:
+        value, i = graph.values[v], position.get(v)
+        if value.space == "host":
+            continue
+        parts = where.parts(i, avals[i]) if i is not None else None
+        total += local_bytes(value.shape, value.nbytes, parts or (1,) * len(value.shape))
+    return total
+
+
+def local_shape(shape: tuple[int, ...], parts: Parts) -> tuple[int, ...]:
+    """The shape of the largest part."""
+    return tuple(-(-d // n) for d, n in zip(shape, parts, strict=True)) if len(shape) == len(parts) else shape
+
+
+def local_bytes(shape: tuple[int, ...], nbytes: int, parts: Parts) -> int:
+    """Bytes of the largest part of an array of ``nbytes``."""
+    count = math.prod(shape)
+    return -(-nbytes * math.prod(local_shape(shape, parts)) // count) if count else nbytes
+
+
+def local_shapes(program: Traced, where: Sharded) -> Shapes:
+    """Of every value of ``program``, a trace of ``where.traced``."""
+    avals = where.traced.jaxpr.in_avals
+    given = {v: p for i, v in enumerate(program.arguments) if (p := where.parts(i, avals[i])) is not None}
+    if _explicit(where):
+        return _read(program, None, given, "")
+    try:
+        module = module_of(program, _types(avals), where.inputs, where.outputs)
+        found = propagated(module)
+    except Exception as error:  # private parts of JAX, each of which may be elsewhere in another version
+        return _guess(program, given, told(error))
+    for v, parts in zip(program.arguments, found.arguments, strict=False):
+        given.setdefault(v, parts)
+    return _read(program, found, given, "")
+
+
+def _types(avals: Sequence[Any]) -> list[Any]:
+    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+
+
+def _explicit(where: Sharded) -> bool:
+    """Whether all axes of the mesh are explicit, so that types say everything."""
+    meshes = [s.mesh for s in where.inputs if hasattr(s, "mesh")]
+    return bool(meshes) and all(kind == AxisType.Explicit for m in meshes for kind in m.axis_types)
+
+
+def _type_parts(aval: Any) -> Parts | None:
+    """By a type with a sharding over explicit axes."""
+    found = _compat.partition_spec(aval)
+    if found is None:
+        return None
+    mesh, spec = found
+    sizes = dict(mesh.shape)
+    axes = (*spec, *(None,) * (len(aval.shape) - len(spec)))
+    return tuple(
+        math.prod(sizes.get(a, 1) for a in (axis if isinstance(axis, tuple) else (axis,)) if isinstance(a, str))
+        for axis in axes
+    )
+
+
+def _read(program: Traced, found: Propagated | None, given: Mapping[int, Parts], above: str) -> Shapes:
+    """The shapes of ``program``, whose marks begin with ``above``."""
+    graph = program.graph
+    parts: dict[int, Parts] = dict(given)
+    for i, equation in enumerate(program.equations):
+        shapes = [graph.values[r].shape for r in equation.results]
+        typed = _of_results(shapes, found.results.get(f"{above}{i}", ())) if found is not None else None
+        for k, r in enumerate(equation.results):
+            known = typed[k] if typed is not None else None
+            if known is None and equation.eqn is not None:
+                known = _type_parts(equation.eqn.outvars[k].aval)
+            if known is not None and len(known) == len(shapes[k]):
+                parts[r] = known
+    _fill(graph, parts)
+    bodies = {
+        (i, k): _inside(program, i, k, closed, found, parts, above)
+        for i, equation in enumerate(program.equations)
+        if graph.ops[i].bodies
+        for k, closed in enumerate(closed_bodies(equation.eqn)[0])
+    }
+    reshards, unreduced = _of_this(found, above, len(program.equations))
+    return Shapes(parts, bodies, reshards, unreduced)
+
+
+def _of_this(
+    found: Propagated | None, above: str, count: int
+) -> tuple[tuple[tuple[Reshard, tuple[int, ...]], ...], dict[int, Parts]]:
+    """The reshards and unreduced products of the equations with this beginning of their marks."""
+    if found is None:
+        return (), {}
+
+    def own(mark: str) -> int | None:
+        rest = mark[len(above) :]
+        return int(rest) if mark.startswith(above) and rest.isdigit() and int(rest) < count else None
+
+    reshards = [(r, tuple(i for m in r.readers if (i := own(m)) is not None)) for r in found.reshards]
+    unreduced = {i: p for mark, p in found.unreduced.items() if (i := own(mark)) is not None}
+    return tuple((r, at) for r, at in reshards if at), unreduced
+
+
+def _inside(
+    program: Traced,
+    i: int,
+    k: int,
+    closed: Any,
+    found: Propagated | None,
+    parts: Mapping[int, Parts],
+    above: str,
+) -> Shapes:
+    """The shapes inside body ``k`` of op ``i``."""
+    body, op = trace_jaxpr(closed), program.graph.ops[i]
+    if op.primitive == MANUAL:
+        return Shapes({})
+    operands = program.equations[i].operands
+    # A loop's body takes slices of what it goes through, a branch all but the first operand.
+    skipped = len(operands) - len(body.arguments)
+    consts, carries = op.carried
+    given: dict[int, Parts] = {}
+    for n, v in enumerate(body.arguments):
+        at = n + max(skipped, 0)
+        outer = operands[at] if at < len(operands) else None
+        known = parts.get(outer) if isinstance(outer, int) else None
+        if known is None:
+            continue
+        if op.primitive == "scan" and n >= consts + carries:
+            known = known[1:]
+        if len(known) == len(body.graph.values[v].shape):
+            given[v] = known
+    return _read(body, found, given, f"{above}{i}.{k}.")
+
+
+def _of_results(
+    shapes: Sequence[tuple[int, ...]], operations: Sequence[tuple[Typed, ...]]
+) -> list[Parts | None] | None:
+    """The parts of an equation's results, by the last operation under its mark that has such results."""
+    for typed in reversed(operations):
+        each = _in_turn(shapes, typed)
+        if each is not None:
+            return [*each]
+    if len(shapes) > 1:
+        return [(one or [None])[0] for one in (_of_results([s], operations) for s in shapes)]
+    return None
+
+
+def _in_turn(shapes: Sequence[tuple[int, ...]], typed: Sequence[Typed]) -> list[Parts] | None:
+    """The parts of the last results that have these shapes in this order."""
+    out: list[Parts] = []
+    left = [*typed]
+    for shape in reversed(shapes):
+        while left and left[-1][0][: len(shape)] != shape:
+            left.pop()
+        if not left:
+            return None
+        out.append(left.pop()[1][: len(shape)])
+    return out[::-1]
+
+
+def _fill(graph: Graph, parts: dict[int, Parts]) -> None:
+    """Divide what nothing is known of like operands and readers of its shape; else along the dimensions it keeps."""
+    read_by: dict[int, list[int]] = {}
+    for op in graph.ops:
+        for v in op.operands:
+            read_by.setdefault(v, []).append(op.id)
+    unknown = [(op, r) for op in graph.ops for r in op.results if r not in parts]
+    for _ in range(ROUNDS):
+        for op, r in unknown:
+            if r in parts:
+                continue
+            shape = graph.values[r].shape
+            near = (*op.operands, *(q for j in read_by.get(r, ()) for q in _around(graph, j)))
+            like = next((parts[v] for v in near if v in parts and graph.values[v].shape == shape), None)
+            if like is None:
+                like = next(_kept(graph, parts, op.operands, shape), None)
+            if like is not None:
+                parts[r] = like
+        unknown = [(op, r) for op, r in unknown if r not in parts]
+
+
+def _around(graph: Graph, j: int) -> Iterator[int]:
+    yield from graph.ops[j].results
+    yield from graph.ops[j].operands
+
+
+def _kept(graph: Graph, parts: Mapping[int, Parts], operands: Sequence[int], shape: tuple[int, ...]) -> Iterator[Parts]:
+    """The parts of dimensions that a reduction or a reshape of an operand keeps, in their order."""
+    for v in operands:
+        old = graph.values[v].shape
+        if v in parts and math.prod(old) >= math.prod(shape):
+            left = list(zip(old, parts[v], strict=True))
+            found: list[int] = []
+            for d in shape:
+                while left and left[0][0] != d:
+                    left.pop(0)
+                found.append(left.pop(0)[1] if left else 1)
+            yield tuple(found)
+
+
+def _guess(program: Traced, given: Mapping[int, Parts], why: str) -> Shapes:
+    """Arguments as they are, everything else by one ratio: into as many parts as the most divided argument."""
+    ratio = max((math.prod(p) for p in given.values()), default=1)
+    return _divided(program.graph, given, ratio, why)
+
+
+def _divided(graph: Graph, given: Mapping[int, Parts], ratio: int, why: str) -> Shapes:
+    alike = {(graph.values[v].shape, graph.values[v].dtype): p for v, p in given.items() if v in graph.donated}
+    parts: dict[int, Parts] = {v: (1,) * len(graph.values[v].shape) for v in graph.inputs}
+    parts |= given
+    results = set(graph.outputs)
+    for op in graph.ops:
+        for r in op.results:
+            value = graph.values[r]
+            same = alike.get((value.shape, value.dtype)) if r in results else None
+            parts[r] = same or _spread(value.shape, ratio)
+    bodies = {
+        (op.id, k): _divided(body, {v: _spread(body.values[v].shape, ratio) for v in body.inputs}, ratio, "")
+        for op in graph.ops
+        if op.primitive != MANUAL
+        for k, body in enumerate(op.bodies)
+    }
+    bodies |= {(op.id, k): Shapes({}) for op in graph.ops if op.primitive == MANUAL for k in range(len(op.bodies))}
+    return Shapes(parts, bodies, guessed=why)
+
+
+def _spread(shape: tuple[int, ...], ratio: int) -> Parts:
+    """``ratio`` parts, along the first dimensions that are long enough."""
+    out: list[int] = []
+    for d in shape:
+        n = math.gcd(d, ratio)
+        out.append(n)
+        ratio //= n
+    return tuple(out)
+
+
+__all__ = [
+    "Shapes",
+    "Sharded",
+    "argument_bytes",
+    "local_bytes",
+    "local_shape",
+    "local_shapes",
+    "parts_of",
+    "sharded",
+]

@@ -1,0 +1,99 @@
+"""A program lowered with a mark on every equation, which the locations of its operations keep.
+
+Marks are names of scopes: ``jt7_`` for the equation 7, ``jt7.0.3_`` for the equation 3 of its body 0. A ``shard_map``
+is a call of nothing known between its constraints: what is inside has the sizes of one device already.
+
+Invariant: nothing here runs or compiles.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtensile import _compat
+from jaxtensile.program.bodies import with_closed
+from jaxtensile.program.trace import Traced, bind, closed_bodies, trace_jaxpr, trace_on
+
+_MARK: Final = re.compile(r"jt([\d.]+)_(?:/|\"|$)")
+MANUAL: Final = "shard_map"
+_CALL: Final = "jaxtensile_shard_map"
+
+
+def mark_of(location: str) -> str:
+    """The innermost mark in a location; empty if there is none."""
+    found = _MARK.findall(location)
+    return found[-1] if found else ""
+
+
+def module_of(program: Traced, arguments: Sequence[Any], shardings: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """The StableHLO module of a program. ``arguments``: their types; the constants' are the arrays'. ``shardings``,
+    ``outputs``: of arguments and results, None where XLA decides."""
+    names = tuple(program.consts)
+
+    def evaluate(*flat: Any) -> list[Any]:
+        return _evaluated(program, [*flat[: len(arguments)]], dict(zip(names, flat[len(arguments) :], strict=True)), "")
+
+    consts = [jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype) for x in program.consts.values()]
+    placed = [getattr(x, "sharding", None) for x in program.consts.values()]
+    placed = [s if isinstance(s, NamedSharding) else None for s in placed]
+    jitted = jax.jit(
+        evaluate, keep_unused=True, in_shardings=(*shardings, *placed), out_shardings=[*outputs] if outputs else None
+    )
+    return jitted.lower(*arguments, *consts).compiler_ir("stablehlo")
+
+
+def _evaluated(program: Traced, flat: Sequence[Any], consts: dict[int, Any], above: str) -> list[Any]:
+    env: dict[int, Any] = dict(zip(program.arguments, flat, strict=True))
+    env.update(consts)
+    for i, equation in enumerate(program.equations):
+        operands = [env[a] if isinstance(a, int) else a.val for a in equation.operands]
+        with jax.named_scope(f"jt{above}{i}_"):
+            made = _bound(program, i, operands, f"{above}{i}")
+        env.update(zip(equation.results, made, strict=True))
+    return [env[a] if isinstance(a, int) else a.val for a in program.outputs]
+
+
+def _bound(program: Traced, i: int, operands: list[Any], mark: str) -> list[Any]:
+    equation = program.equations[i]
+    eqn = equation.eqn
+    if eqn is None or not program.graph.ops[i].bodies:
+        return bind(equation, operands)
+    if eqn.primitive.name == MANUAL:
+        return _manual(eqn, operands)
+    if eqn.effects or not all(type(v.aval) is _compat.ShapedArray for v in (*eqn.invars, *eqn.outvars)):
+        return bind(equation, operands)
+    bodies = [_marked(body, f"{mark}.{k}.") for k, body in enumerate(closed_bodies(eqn)[0])]
+    return bind(replace(equation, eqn=with_closed(eqn, bodies)), operands)
+
+
+def _marked(closed: Any, above: str) -> Any:
+    """A body with marks; itself if its arguments are more than arrays."""
+    jaxpr, _ = _compat.open_jaxpr(closed)
+    inside = trace_jaxpr(closed)
+    return trace_on(lambda *flat: _evaluated(inside, flat, inside.consts, above), [v.aval for v in jaxpr.invars])
+
+
+def _manual(eqn: Any, operands: list[Any]) -> list[Any]:
+    """A ``shard_map`` as its neighbours see it."""
+    params = eqn.params
+    mesh, manual = params["mesh"], frozenset(params.get("newly_manual_axes") or params["mesh"].axis_names)
+    open_ = manual != frozenset(mesh.axis_names)
+
+    def constrained(x: Any, spec: Any) -> Any:
+        each = tuple(spec) + (None,) * (x.ndim - len(spec))
+        each = tuple(PartitionSpec.UNCONSTRAINED if open_ and axis is None else axis for axis in each)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*each)))
+
+    given = [constrained(x, spec) for x, spec in zip(operands, params["in_specs"], strict=True)]
+    kinds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+    made = jax.ffi.ffi_call(_CALL, kinds)(*given)
+    return [constrained(x, spec) for x, spec in zip(made, params["out_specs"], strict=True)]
+
+
+__all__ = ["MANUAL", "mark_of", "module_of"]
