@@ -45,6 +45,8 @@ class Backend:
     """If it pools, the values of ``$XLA_PYTHON_CLIENT_ALLOCATOR`` with which freed bytes go back to the driver."""
     widens_sums: bool = True
     """Whether products of 16-bit numbers can be summed in 32 bits."""
+    adds_at_once: int = 1 << 62
+    """Bytes up to which sums over devices are made in one go (``AllReduceCombiner``): XLA:CPU has no limit."""
     schedulers: tuple[Mapping[str, Any], ...] = field(default=({},), hash=False)
     """Compiler options of the schedulers to try for a rewritten program, best first."""
     drops_barriers_before: tuple[int, ...] = (0,)

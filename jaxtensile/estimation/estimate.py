@@ -158,7 +158,7 @@ def static_estimate(
     compiler = compiler_of(device)
     if compiler.fuser.twice:
         program = cse(program, cheap=True)  # XLA stores what equal equations compute once
-    local, notes = _of_one_device(program, many)
+    local, notes = _of_one_device(program, many, device)
     graph = local.graph
     low = compiler.lowered(graph)
     orders = as_scheduled(low.graph, by=compiler.fuser)
@@ -189,7 +189,7 @@ def static_estimate(
     )
 
 
-def _of_one_device(program: Traced, many: Sharded | None) -> tuple[Local, tuple[str, ...]]:
+def _of_one_device(program: Traced, many: Sharded | None, device: DeviceProfile) -> tuple[Local, tuple[str, ...]]:
     """The graph of one device, and what is to be said of it."""
     if many is None:
         return Local(program.graph, tuple(op.id for op in program.graph.ops)), ()
@@ -197,7 +197,7 @@ def _of_one_device(program: Traced, many: Sharded | None) -> tuple[Local, tuple[
     said = f"arguments are sharded over {many.count} devices; bytes are per device"
     if shapes.guessed:
         said += f", by one ratio for all but the arguments, as JAX did not say how they are divided ({shapes.guessed})"
-    return local_graph(program.graph, shapes), (said,)
+    return local_graph(program.graph, shapes, device.backend.adds_at_once), (said,)
 
 
 def _largest(graph: Graph, live: Liveness) -> Bytes:

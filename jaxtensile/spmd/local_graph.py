@@ -15,12 +15,14 @@ from typing import Final
 
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.spmd.local_shapes import Shapes, local_bytes, local_shape
-from jaxtensile.spmd.shardy import Parts
+from jaxtensile.spmd.shardy import Parts, Sum
+from jaxtensile.spmd.sums import together
+from jaxtensile.units import Bytes
 
 GATHER: Final = "all_gather"
 SLICE: Final = "slice"
 EXCHANGE: Final = "all_to_all"
-REDUCE: Final = "reduce_scatter"
+REDUCE: Final = "all_reduce"
 _VIEW: Final = "reshape"
 _SHARDING: Final = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
 """Ops that only say how a value is divided."""
@@ -34,23 +36,26 @@ class Local:
     origin: tuple[OpId, ...]
 
 
-def local_graph(graph: Graph, shapes: Shapes) -> Local:
-    """The graph of one device."""
-    making = _Making(graph, shapes)
+def local_graph(graph: Graph, shapes: Shapes, at_once: Bytes = 0) -> Local:
+    """The graph of one device; ``at_once``: bytes that its compiler adds up over devices in one go."""
+    making = _Making(graph, shapes, at_once)
     for op in graph.ops:
         making.add(op)
-    made = replace(graph, values=tuple(making.values), ops=tuple(making.ops))
-    return Local(made, tuple(making.origin))
+    ops, before = together(making.ops, making.values, making.sums, at_once)
+    made = replace(graph, values=tuple(making.values), ops=tuple(ops))
+    return Local(made, tuple(making.origin[i] for i in before))
 
 
 class _Making:
     """Scratch of one ``local_graph``."""
 
-    def __init__(self, graph: Graph, shapes: Shapes) -> None:
-        self.whole, self.shapes = graph, shapes
+    def __init__(self, graph: Graph, shapes: Shapes, at_once: Bytes) -> None:
+        self.whole, self.shapes, self.at_once = graph, shapes, at_once
         self.values = [cut(v, shapes.parts.get(v.id)) for v in graph.values]
         self.ops: list[Op] = []
         self.origin: list[OpId] = []
+        self.sums: dict[int, str] = {}
+        """By op that adds up over devices: over which axes."""
         self.gathered: dict[tuple[int, Parts], ValueId] = {}
         self.wanted: dict[int, list[tuple[tuple[int, ...], Parts, Parts]]] = {}
         for reshard, readers in shapes.reshards:
@@ -61,9 +66,9 @@ class _Making:
         instead = self._operands(op)
         operands = tuple(instead.get(v, v) for v in op.operands)
         results, after = op.results, None
-        if op.id in self.shapes.unreduced and len(op.results) == 1:
-            r = op.results[0]
-            after = r, self._new(r, self.shapes.unreduced[op.id])
+        if op.id in self.shapes.sums:
+            r, one = op.results[0], self.shapes.sums[op.id]
+            after = r, self._new(r, one.parts), one
             results = (after[1],)
         primitive = op.primitive
         if primitive in _SHARDING and operands and self.values[operands[0]].shape == self.values[results[0]].shape:
@@ -71,7 +76,7 @@ class _Making:
         elif primitive in _SHARDING and operands:
             primitive = self._kind(operands[0], results[0])
         bodies = tuple(
-            local_graph(body, inside).graph if (inside := self.shapes.bodies.get((op.id, k))) is not None else body
+            local_graph(body, inside, self.at_once).graph if (inside := self.shapes.bodies.get((op.id, k))) is not None else body
             for k, body in enumerate(op.bodies)
         )
         self._append(
@@ -89,7 +94,16 @@ class _Making:
             op.id,
         )
         if after is not None:
-            self._append(Op(id=OpId(0), primitive=REDUCE, operands=(after[1],), results=(after[0],)), op.id)
+            self._sum(*after, op.id)
+
+    def _sum(self, result: ValueId, partial: ValueId, one: Sum, origin: OpId) -> None:
+        """Add up ``partial`` over the devices, and take this device's share of the sum."""
+        same = self.values[result].shape == self.values[partial].shape
+        total = result if same else self._new(result, one.parts)
+        self.sums[len(self.ops)] = one.axes
+        self._append(Op(id=OpId(0), primitive=REDUCE, operands=(partial,), results=(total,)), origin)
+        if not same:
+            self._append(Op(id=OpId(0), primitive=SLICE, operands=(total,), results=(result,)), origin)
 
     def _append(self, op: Op, origin: OpId) -> None:
         self.ops.append(replace(op, id=OpId(len(self.ops))))

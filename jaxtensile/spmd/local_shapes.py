@@ -20,8 +20,8 @@ from jaxtensile import _compat
 from jaxtensile.faults import told
 from jaxtensile.ir.ir import Graph
 from jaxtensile.program.trace import Traced, closed_bodies, trace_jaxpr
-from jaxtensile.spmd.marked import MANUAL, module_of
-from jaxtensile.spmd.shardy import Parts, Propagated, Reshard, Typed, propagated
+from jaxtensile.spmd.marked import MANUAL, all_manual, module_of
+from jaxtensile.spmd.shardy import Parts, Propagated, Reshard, Sum, Typed, propagated
 
 ROUNDS: Final = 3
 """Passes over values that nothing is known of, each one reader or operand further. A guess: two were enough."""
@@ -47,13 +47,14 @@ class Sharded:
 class Shapes:
     """Of each value by its id: into how many parts each dimension is divided; of bodies by (op, body).
 
-    ``reshards``, ``unreduced``: by op, of this program alone. ``guessed``: why no propagation was to be had.
+    ``reshards``: with their readers. ``sums``: by op, of its only result, before it is added up over devices.
+    ``guessed``: why no propagation was to be had.
     """
 
     parts: Mapping[int, Parts]
     bodies: Mapping[tuple[int, int], Shapes] = field(default_factory=dict[tuple[int, int], "Shapes"])
     reshards: tuple[tuple[Reshard, tuple[int, ...]], ...] = ()
-    unreduced: Mapping[int, Parts] = field(default_factory=dict[int, Parts])
+    sums: Mapping[int, Sum] = field(default_factory=dict[int, Sum])
     guessed: str = ""
 
 
@@ -140,8 +141,11 @@ def _type_parts(aval: Any) -> Parts | None:
     if found is None:
         return None
     mesh, spec = found
-    sizes = dict(mesh.shape)
-    axes = (*spec, *(None,) * (len(aval.shape) - len(spec)))
+    return _by_spec(aval.shape, dict(mesh.shape), spec)
+
+
+def _by_spec(shape: Sequence[int], sizes: Mapping[str, int], spec: Any) -> Parts:
+    axes = (*spec, *(None,) * (len(shape) - len(spec)))
     return tuple(
         math.prod(sizes.get(a, 1) for a in (axis if isinstance(axis, tuple) else (axis,)) if isinstance(a, str))
         for axis in axes
@@ -155,6 +159,8 @@ def _read(program: Traced, found: Propagated | None, given: Mapping[int, Parts],
     for i, equation in enumerate(program.equations):
         shapes = [graph.values[r].shape for r in equation.results]
         typed = _of_results(shapes, found.results.get(f"{above}{i}", ())) if found is not None else None
+        if graph.ops[i].primitive == MANUAL and all_manual(equation.eqn):
+            typed = _of_specs(equation.eqn)
         for k, r in enumerate(equation.results):
             known = typed[k] if typed is not None else None
             if known is None and equation.eqn is not None:
@@ -168,24 +174,36 @@ def _read(program: Traced, found: Propagated | None, given: Mapping[int, Parts],
         if graph.ops[i].bodies
         for k, closed in enumerate(closed_bodies(equation.eqn)[0])
     }
-    reshards, unreduced = _of_this(found, above, len(program.equations))
-    return Shapes(parts, bodies, reshards, unreduced)
+    reshards, sums = _of_this(found, above, program)
+    return Shapes(parts, bodies, reshards, sums)
+
+
+def _of_specs(eqn: Any) -> list[Parts | None]:
+    """The parts of a ``shard_map``'s results."""
+    mesh, specs = eqn.params["mesh"], eqn.params["out_specs"]
+    return [_by_spec(v.aval.shape, dict(mesh.shape), spec) for v, spec in zip(eqn.outvars, specs, strict=True)]
 
 
 def _of_this(
-    found: Propagated | None, above: str, count: int
-) -> tuple[tuple[tuple[Reshard, tuple[int, ...]], ...], dict[int, Parts]]:
-    """The reshards and unreduced products of the equations with this beginning of their marks."""
+    found: Propagated | None, above: str, program: Traced
+) -> tuple[tuple[tuple[Reshard, tuple[int, ...]], ...], dict[int, Sum]]:
+    """The reshards and sums of the equations with this beginning of their marks."""
     if found is None:
         return (), {}
+    ops, values = program.graph.ops, program.graph.values
 
     def own(mark: str) -> int | None:
         rest = mark[len(above) :]
-        return int(rest) if mark.startswith(above) and rest.isdigit() and int(rest) < count else None
+        return int(rest) if mark.startswith(above) and rest.isdigit() and int(rest) < len(ops) else None
 
     reshards = [(r, tuple(i for m in r.readers if (i := own(m)) is not None)) for r in found.reshards]
-    unreduced = {i: p for mark, p in found.unreduced.items() if (i := own(mark)) is not None}
-    return tuple((r, at) for r, at in reshards if at), unreduced
+    sums: dict[int, Sum] = {}
+    for mark, several in found.sums.items():
+        i = own(mark)
+        if i is not None and len(ops[i].results) == 1 and not ops[i].bodies:
+            shape = values[ops[i].results[0]].shape
+            sums |= {i: one for one in several if one.shape == shape}
+    return tuple((r, at) for r, at in reshards if at), sums
 
 
 def _inside(

@@ -79,11 +79,16 @@ def _marked(closed: Any, above: str) -> Any:
     return trace_on(lambda *flat: _evaluated(inside, flat, inside.consts, above), [v.aval for v in jaxpr.invars])
 
 
+def all_manual(eqn: Any) -> bool:
+    """Whether a ``shard_map`` is over all axes of its mesh, so that its specs say everything."""
+    mesh = eqn.params["mesh"]
+    return frozenset(eqn.params.get("newly_manual_axes") or mesh.axis_names) == frozenset(mesh.axis_names)
+
+
 def _manual(eqn: Any, operands: list[Any]) -> list[Any]:
     """A ``shard_map`` as its neighbours see it."""
     params = eqn.params
-    mesh, manual = params["mesh"], frozenset(params.get("newly_manual_axes") or params["mesh"].axis_names)
-    open_ = manual != frozenset(mesh.axis_names)
+    mesh, open_ = params["mesh"], not all_manual(eqn)
 
     def constrained(x: Any, spec: Any) -> Any:
         each = tuple(spec) + (None,) * (x.ndim - len(spec))
@@ -91,9 +96,9 @@ def _manual(eqn: Any, operands: list[Any]) -> list[Any]:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*each)))
 
     given = [constrained(x, spec) for x, spec in zip(operands, params["in_specs"], strict=True)]
-    kinds = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
-    made = jax.ffi.ffi_call(_CALL, kinds)(*given)
+    kinds = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars)
+    made = [jax.ffi.ffi_call(_CALL, kind)(*given) for kind in kinds]  # each its own: Shardy takes no tuples
     return [constrained(x, spec) for x, spec in zip(made, params["out_specs"], strict=True)]
 
 
-__all__ = ["MANUAL", "mark_of", "module_of"]
+__all__ = ["MANUAL", "all_manual", "mark_of", "module_of"]

@@ -27,6 +27,7 @@ _IN_HLO: Final = "xla.sdy.sharding"
 """Where an operation keeps its sharding in HLO, below ``mhlo.frontend_attributes``."""
 _CONSTRAINTS: Final = frozenset({"Sharding", "xla.sdy.FuncResultSharding", "local_xla.sdy.FuncResultSharding"})
 """Calls in HLO that stand for a sharding constraint."""
+_SUM: Final = "sdy.all_reduce"
 _KEYS: Final = ("sdy.sharding", "sharding", "out_sharding", "out_shardings")
 
 
@@ -40,16 +41,24 @@ class Reshard:
     readers: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """A result of which every device has a part of the sum, as it is before these are added up over ``axes``."""
+
+    shape: tuple[int, ...]
+    parts: Parts
+    axes: str
+
+
 @dataclass(frozen=True)
 class Propagated:
-    """``arguments``, ``outputs``: of the program. ``results``: by mark, the results of each operation under it.
-    ``unreduced``: by mark, products as they are before the devices' sums are added up."""
+    """``arguments``, ``outputs``: of the program. ``results``: by mark, the results of each operation under it."""
 
     arguments: tuple[Parts, ...]
     outputs: tuple[Parts, ...]
     results: Mapping[str, Sequence[tuple[Typed, ...]]]
     reshards: tuple[Reshard, ...] = ()
-    unreduced: Mapping[str, Parts] = field(default_factory=dict[str, Parts])
+    sums: Mapping[str, Sequence[Sum]] = field(default_factory=dict[str, "Sequence[Sum]"])
 
 
 def propagated(module: Any) -> Propagated:
@@ -76,28 +85,24 @@ def propagated(module: Any) -> Propagated:
             if len(op.results) and (mark := mark_of(str(op.location))):
                 results.setdefault(mark, []).append(read.results(op))
         passes.PassManager.parse(_RESHARDS).run(module.operation)
-        reshards, unreduced = _inserted(module, read, results)
-    return Propagated(arguments, outputs, results, reshards, unreduced)
+        reshards, sums = _inserted(module, read)
+    return Propagated(arguments, outputs, results, reshards, sums)
 
 
-def _inserted(
-    module: Any, read: _Reader, results: Mapping[str, Sequence[tuple[Typed, ...]]]
-) -> tuple[tuple[Reshard, ...], dict[str, Parts]]:
-    """The reshards of operands, and the products whose sums are not added up yet."""
+def _inserted(module: Any, read: _Reader) -> tuple[tuple[Reshard, ...], dict[str, list[Sum]]]:
+    """The reshards of operands, and the sums that are added up over devices."""
     found: list[Reshard] = []
-    unreduced: dict[str, Parts] = {}
+    sums: dict[str, list[Sum]] = {}
     for op in _walk(module.operation):
         if op.name == "sdy.reshard":
             [(shape, after)] = read.results(op)
             readers = tuple(dict.fromkeys(m for use in op.results[0].uses if (m := mark_of(str(use.owner.location)))))
             if readers:
                 found.append(Reshard(shape, read.of(op.operands[0]), after, readers))
-        elif op.name == "stablehlo.dot_general" and (mark := mark_of(str(op.location))):
-            (shape, parts), *_ = read.results(op)
-            known = [p for typed in results.get(mark, ()) for s, p in typed if s == shape]
-            if known and math.prod(parts) < math.prod(known[-1]):
-                unreduced[mark] = parts
-    return tuple(found), unreduced
+        elif op.name == _SUM and (mark := mark_of(str(op.location))):
+            [(shape, parts)] = read.results(op)
+            sums.setdefault(mark, []).append(Sum(shape, parts, str(op.attributes["reduction_axes"])))
+    return tuple(found), sums
 
 
 class _Reader:
@@ -156,8 +161,7 @@ class _Reader:
         """Of any value: a result, or an argument of the program or of a loop's body."""
         owner = getattr(value.owner, "operation", value.owner)
         if hasattr(owner, "results"):
-            at = [str(r.get_name()) for r in owner.results].index(str(value.get_name()))
-            return self.results(owner)[at][1]
+            return self.results(owner)[value.result_number][1]
         above, at = owner.owner.operation, value.arg_number
         if above.name == "func.func":
             attributes = _each(above.opview, "arg_attrs", len(owner.arguments))[at]
@@ -254,4 +258,4 @@ def _string(attribute: Any) -> str:
     return attribute.value if hasattr(attribute, "value") else str(attribute).strip('"')
 
 
-__all__ = ["Parts", "Propagated", "Reshard", "Typed", "propagated"]
+__all__ = ["Parts", "Propagated", "Reshard", "Sum", "Typed", "propagated"]

@@ -1,0 +1,100 @@
+"""Sums over devices that XLA makes in one go, once the last of them is ready (``AllReduceCombiner``).
+
+So that gradients, each a part of a sum, wait for each other, and their sums are all there at once.
+
+Invariant: sums are one only if none depends on another, and if they are over the same axes in the same type.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jaxtensile.ir.ir import Op, OpId, Value
+from jaxtensile.units import Bytes
+
+
+def together(
+    ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: Bytes
+) -> tuple[list[Op], list[int]]:
+    """The ops in an order in which sums of up to ``limit`` bytes are one op, and where each op was before.
+
+    ``sums``: ops that add up over devices, and over which axes.
+    """
+    groups = [group for group in _groups(ops, values, sums, limit) if len(group) > 1]
+    if not groups:
+        return [*ops], [*range(len(ops))]
+    last = {i: group[-1] for group in groups for i in group}
+    merged = {
+        group[-1]: replace(
+            ops[group[-1]],
+            operands=tuple(v for i in group for v in ops[i].operands),
+            results=tuple(r for i in group for r in ops[i].results),
+        )
+        for group in groups
+    }
+    left = [merged.get(i, op) for i, op in enumerate(ops) if last.get(i, i) == i]
+    before = [i for i in range(len(ops)) if last.get(i, i) == i]
+    order = _in_order(left)
+    return [replace(left[n], id=OpId(k)) for k, n in enumerate(order)], [before[n] for n in order]
+
+
+def _groups(
+    ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: Bytes
+) -> list[list[int]]:
+    """The sums that are made at once, each where it first can be."""
+    behind: dict[int, int] = {}
+    """By value: the sums that it depends on, as bits."""
+    bit = {i: 1 << n for n, i in enumerate(sums)}
+    needs: dict[int, int] = {}
+    for i, op in enumerate(ops):
+        found = 0
+        for v in op.operands:
+            found |= behind.get(v, 0)
+        if i in sums:
+            needs[i] = found
+        for r in op.results:
+            behind[r] = found | bit.get(i, 0)
+    kinds: dict[tuple[str, str], list[int]] = {}
+    for i, axes in sums.items():
+        kinds.setdefault((axes, values[ops[i].operands[0]].dtype), []).append(i)
+    out: list[list[int]] = []
+    for left in kinds.values():
+        while left:
+            group: list[int] = []
+            inside, nbytes = 0, 0
+            for i in left:
+                size = values[ops[i].operands[0]].nbytes
+                if not needs[i] & inside and (not group or nbytes + size <= limit):
+                    group.append(i)
+                    inside |= bit[i]
+                    nbytes += size
+            left = [i for i in left if i not in group]
+            out.append(group)
+    return out
+
+
+def _in_order(ops: Sequence[Op]) -> list[int]:
+    """Positions in an order in which results come before their readers, else as they are."""
+    made = {r: n for n, op in enumerate(ops) for r in op.results}
+    waits = [len({made[v] for v in op.operands if v in made}) for op in ops]
+    read_by: dict[int, set[int]] = {}
+    for n, op in enumerate(ops):
+        for v in op.operands:
+            if v in made:
+                read_by.setdefault(made[v], set()).add(n)
+    ready = [n for n, count in enumerate(waits) if not count]
+    heapq.heapify(ready)
+    out: list[int] = []
+    while ready:
+        n = heapq.heappop(ready)
+        out.append(n)
+        for reader in read_by.get(n, ()):
+            waits[reader] -= 1
+            if not waits[reader]:
+                heapq.heappush(ready, reader)
+    return out
+
+
+__all__ = ["together"]
