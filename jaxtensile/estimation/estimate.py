@@ -37,7 +37,7 @@ from jaxtensile.program.trace import Traced, trace_jaxpr
 from jaxtensile.program.workload import Transformed, name_of, told_of_modules
 from jaxtensile.settings.identity import identity_of, planned
 from jaxtensile.settings.options import Asked, ConfigLike, Resolved, config_of, resolved
-from jaxtensile.spmd.local_graph import Local, local_graph
+from jaxtensile.spmd.local_graph import Local, local_graph, whole
 from jaxtensile.spmd.local_shapes import Sharded, local_shapes, sharded
 from jaxtensile.spmd.location import as_for, device_name, location, profile_of
 from jaxtensile.units import Bytes, Seconds, format_bytes
@@ -166,7 +166,7 @@ def static_estimate(
     needed = [max(heap(live), live.temp) for live in lying]
     worst = max(range(len(orders)), key=needed.__getitem__)
     run, live, holes = orders[worst], lying[worst], needed[worst] - lying[worst].temp
-    origin = tuple(local.origin[low.origin[i]] for i in run.origin)
+    of = tuple(low.origin[i] for i in run.origin)
     # A program with several results returns a table of pointers to them.
     table = POINTER * len(graph.outputs) if len(graph.outputs) > 1 else 0
     use = replace(live.use(), temp=live.temp + holes, output=live.output + table)
@@ -180,8 +180,8 @@ def static_estimate(
         high=use.device + compiler.high.of(use.temp, room.largest),
         room=room,
         parts=parts(use, graph, device, shards),
-        held=held_at_the_peak(program, run.graph, origin, live, holes),
-        timeline=Timeline(_track(program, origin, live, use), None),
+        held=held_at_the_peak(run.graph, lambda op: local.source(of[op]), live, holes),
+        timeline=Timeline(_track(program, tuple(local.origin[i] for i in of), live, use), None),
         seconds={**seconds, "estimate": time.perf_counter() - before},
         shards=shards,
         notes=(*switches.notes(), *notes),
@@ -192,12 +192,12 @@ def static_estimate(
 def _of_one_device(program: Traced, many: Sharded | None, device: DeviceProfile) -> tuple[Local, tuple[str, ...]]:
     """The graph of one device, and what is to be said of it."""
     if many is None:
-        return Local(program.graph, tuple(op.id for op in program.graph.ops)), ()
+        return whole(program), ()
     shapes = local_shapes(program, many)
     said = f"arguments are sharded over {many.count} devices; bytes are per device"
     if shapes.guessed:
         said += f", by one ratio for all but the arguments, as JAX did not say how they are divided ({shapes.guessed})"
-    return local_graph(program.graph, shapes, device.backend.adds_at_once), (said,)
+    return local_graph(program, shapes, device.backend.adds_at_once), (said,)
 
 
 def _largest(graph: Graph, live: Liveness) -> Bytes:
@@ -206,16 +206,15 @@ def _largest(graph: Graph, live: Liveness) -> Bytes:
     )
 
 
-def held_at_the_peak(
-    program: Traced, graph: Graph, origin: Sequence[int], live: Liveness, holes: Bytes
-) -> tuple[Held, ...]:
-    """Values live at the peak, like ones together, largest first. ``holes``: unused bytes between buffers."""
+def held_at_the_peak(graph: Graph, source: Callable[[int], str], live: Liveness, holes: Bytes) -> tuple[Held, ...]:
+    """Values live at the peak, like ones together, largest first. ``source``: of an op. ``holes``: unused bytes between
+    buffers."""
     peak, ranges, inside = live.at_peak()
     made = producers(graph)
     found: dict[tuple[str, str, tuple[int, ...], str], tuple[int, Bytes]] = {}
 
     def hold(op: int, dtype: str, shape: tuple[int, ...], nbytes: Bytes) -> None:
-        key = (graph.ops[op].primitive, dtype, shape, program.source(origin[op]))
+        key = (graph.ops[op].primitive, dtype, shape, source(op))
         count, before = found.get(key, (0, 0))
         found[key] = count + 1, before + nbytes
 

@@ -1,19 +1,21 @@
 """The graph of the program of one device: local shapes, and what devices hand each other as ops of its own.
 
 An operand that a reader wants less divided is gathered once, before its first reader, and lives until its last. A
-product whose sums the devices still have to add up is there as it is before that.
+result of which each device has a part of the sum is there as it is before that, and after. The body of a ``shard_map``
+over all axes stands where its call is.
 
-Invariant: ops are those of the whole program in their order, with reshards in between.
+Invariant: ops are those of the whole program, with reshards and sums in between, in an order that computes them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
+from jaxtensile.program.trace import Traced
 from jaxtensile.spmd.local_shapes import Shapes, local_bytes, local_shape
 from jaxtensile.spmd.shardy import Parts, Sum
 from jaxtensile.spmd.sums import together
@@ -26,34 +28,55 @@ REDUCE: Final = "all_reduce"
 _VIEW: Final = "reshape"
 _SHARDING: Final = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
 """Ops that only say how a value is divided."""
+_SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
+"""Ops of a ``shard_map`` that add up over devices."""
 
 
 @dataclass(frozen=True)
 class Local:
-    """``graph``: of one device. ``origin``: of each op, the op of the whole program that it is or is for."""
+    """``graph``: of one device. ``origin``: of each op, the op of the whole program that it is or is for. ``places``:
+    the same inside of a ``shard_map``, with the program that says its line."""
 
     graph: Graph
     origin: tuple[OpId, ...]
+    places: tuple[tuple[Traced, int], ...]
+
+    def source(self, op: int) -> str:
+        """The user's line of op ``op``."""
+        program, at = self.places[op]
+        return program.source(at)
 
 
-def local_graph(graph: Graph, shapes: Shapes, at_once: Bytes = 0) -> Local:
+def whole(program: Traced) -> Local:
+    """The program of a single device."""
+    ops = tuple(op.id for op in program.graph.ops)
+    return Local(program.graph, ops, tuple((program, o) for o in ops))
+
+
+def local_graph(program: Traced, shapes: Shapes, at_once: Bytes) -> Local:
     """The graph of one device; ``at_once``: bytes that its compiler adds up over devices in one go."""
-    making = _Making(graph, shapes, at_once)
-    for op in graph.ops:
-        making.add(op)
-    ops, before = together(making.ops, making.values, making.sums, at_once)
-    made = replace(graph, values=tuple(making.values), ops=tuple(ops))
-    return Local(made, tuple(making.origin[i] for i in before))
+    making = _Making(program.graph, shapes, at_once, program)
+    ops, before = making.made()
+    graph = replace(program.graph, values=tuple(making.values), ops=tuple(ops))
+    places = tuple(making.places[i] for i in before)
+    return Local(graph, tuple(making.origin[i] for i in before), places)
+
+
+def _body(graph: Graph, shapes: Shapes, at_once: Bytes) -> Graph:
+    making = _Making(graph, shapes, at_once, None)
+    ops, _ = making.made()
+    return replace(graph, values=tuple(making.values), ops=tuple(ops))
 
 
 class _Making:
-    """Scratch of one ``local_graph``."""
+    """Scratch of one graph; ``program``: its equations, None for a body."""
 
-    def __init__(self, graph: Graph, shapes: Shapes, at_once: Bytes) -> None:
-        self.whole, self.shapes, self.at_once = graph, shapes, at_once
+    def __init__(self, graph: Graph, shapes: Shapes, at_once: Bytes, program: Traced | None) -> None:
+        self.whole, self.shapes, self.at_once, self.program = graph, shapes, at_once, program
         self.values = [cut(v, shapes.parts.get(v.id)) for v in graph.values]
         self.ops: list[Op] = []
         self.origin: list[OpId] = []
+        self.places: list[tuple[Traced, int]] = []
         self.sums: dict[int, str] = {}
         """By op that adds up over devices: over which axes."""
         self.gathered: dict[tuple[int, Parts], ValueId] = {}
@@ -62,21 +85,27 @@ class _Making:
             for i in readers:
                 self.wanted.setdefault(i, []).append((reshard.shape, reshard.before, reshard.after))
 
-    def add(self, op: Op) -> None:
+    def made(self) -> tuple[list[Op], list[int]]:
+        """The ops, and for each its position in ``origin``."""
+        for op in self.whole.ops:
+            inside = self.shapes.bodies.get((op.id, 0))
+            if inside is not None and inside.program is not None:
+                self._spliced(op, inside.program)
+            else:
+                self._add(op)
+        return together(self.ops, self.values, self.sums, self.at_once)
+
+    def _add(self, op: Op) -> None:
         instead = self._operands(op)
         operands = tuple(instead.get(v, v) for v in op.operands)
-        results, after = op.results, None
-        if op.id in self.shapes.sums:
-            r, one = op.results[0], self.shapes.sums[op.id]
-            after = r, self._new(r, one.parts), one
-            results = (after[1],)
+        results, one = op.results, self.shapes.sums.get(op.id)
+        if one is not None:
+            results = (self._new(op.results[0], one.parts),)
         primitive = op.primitive
-        if primitive in _SHARDING and operands and self.values[operands[0]].shape == self.values[results[0]].shape:
-            primitive = _VIEW
-        elif primitive in _SHARDING and operands:
+        if primitive in _SHARDING and operands:
             primitive = self._kind(operands[0], results[0])
         bodies = tuple(
-            local_graph(body, inside, self.at_once).graph if (inside := self.shapes.bodies.get((op.id, k))) is not None else body
+            _body(body, inside, self.at_once) if (inside := self.shapes.bodies.get((op.id, k))) is not None else body
             for k, body in enumerate(op.bodies)
         )
         self._append(
@@ -93,8 +122,8 @@ class _Making:
             ),
             op.id,
         )
-        if after is not None:
-            self._sum(*after, op.id)
+        if one is not None:
+            self._sum(op.results[0], results[0], one, op.id)
 
     def _sum(self, result: ValueId, partial: ValueId, one: Sum, origin: OpId) -> None:
         """Add up ``partial`` over the devices, and take this device's share of the sum."""
@@ -105,9 +134,46 @@ class _Making:
         if not same:
             self._append(Op(id=OpId(0), primitive=SLICE, operands=(total,), results=(result,)), origin)
 
-    def _append(self, op: Op, origin: OpId) -> None:
+    def _spliced(self, op: Op, inside: Traced) -> None:
+        """The body of a ``shard_map`` in place of its call."""
+        instead = self._operands(op)
+        slots: Sequence[int] = op.slots or op.operands
+        given = [instead.get(ValueId(s), ValueId(s)) if s >= 0 else None for s in slots]
+        now: dict[int, ValueId | None] = dict(zip(inside.arguments, given, strict=True))
+        outputs = dict(zip(op.results, inside.graph.output_slots, strict=True))
+        taken = {v: r for r, v in reversed(outputs.items()) if v is not None and v not in now}
+        for value in inside.graph.values:
+            if value.id in taken:
+                now[value.id] = taken[value.id]
+            elif value.id not in now:
+                now[value.id] = ValueId(len(self.values))
+                self.values.append(replace(value, id=now[value.id]))
+        for inner in inside.graph.ops:
+            if inner.primitive in _SUMS:
+                self.sums[len(self.ops)] = str(inside.equations[inner.id].eqn.params.get("axes"))
+            self._append(
+                replace(
+                    inner,
+                    operands=tuple(v for o in inner.operands if (v := now[o]) is not None),
+                    results=tuple(v for r in inner.results if (v := now[r]) is not None),
+                    slots=tuple(-1 if s < 0 or (v := now[s]) is None else v for s in inner.slots),
+                ),
+                op.id,
+                (inside, inner.id),
+            )
+        for r, v in outputs.items():
+            made = None if v is None else now[v]
+            if made != r:
+                operands = () if made is None else (made,)
+                self._append(Op(id=OpId(0), primitive=_VIEW, operands=operands, results=(r,)), op.id)
+
+    def _append(self, op: Op, origin: OpId, place: tuple[Traced, int] | None = None) -> None:
         self.ops.append(replace(op, id=OpId(len(self.ops))))
         self.origin.append(origin)
+        if place is not None:
+            self.places.append(place)
+        elif self.program is not None:
+            self.places.append((self.program, origin))
 
     def _operands(self, op: Op) -> Mapping[ValueId, ValueId]:
         """The resharded operands of an op, made here unless an earlier reader wanted them."""
@@ -127,8 +193,10 @@ class _Making:
 
     def _kind(self, before: int, after: int) -> str:
         """The op that turns one value into another of the same whole array."""
-        now, then = self.values[before].nbytes, self.values[after].nbytes
-        return GATHER if then > now else SLICE if then < now else EXCHANGE
+        now, then = self.values[before], self.values[after]
+        if now.shape == then.shape:
+            return _VIEW
+        return GATHER if then.nbytes > now.nbytes else SLICE if then.nbytes < now.nbytes else EXCHANGE
 
     def _new(self, like: ValueId, parts: Parts) -> ValueId:
         new = ValueId(len(self.values))
@@ -137,30 +205,25 @@ class _Making:
 
     def _share(self, op: Op, operands: tuple[ValueId, ...]) -> int:
         """Into how many parts an op's work is divided: its most divided operand's or result's."""
-        sizes = [
-            (self.whole.values[v], self.values[w])
-            for v, w in (*zip(op.operands, operands, strict=True), *((r, r) for r in op.results))
-        ]
-        return max((_ratio(whole, local) for whole, local in sizes), default=1)
+        pairs = (*zip(op.operands, operands, strict=True), *((r, r) for r in op.results))
+        return max((_ratio(self.whole.values[v], self.values[w]) for v, w in pairs), default=1)
 
-    def _scaled(self, op: Op, nbytes: int) -> int:
+    def _scaled(self, op: Op, nbytes: Bytes) -> Bytes:
         if not nbytes:
             return 0
         of = op.results[0] if op.primitive == "pad" or not op.operands else op.operands[0]
         return nbytes // _ratio(self.whole.values[of], self.values[of])
 
 
-def _ratio(whole: Value, local: Value) -> int:
-    return max(math.prod(whole.shape) // max(math.prod(local.shape), 1), 1)
+def _ratio(entire: Value, local: Value) -> int:
+    return max(math.prod(entire.shape) // max(math.prod(local.shape), 1), 1)
 
 
 def cut(value: Value, parts: Parts | None) -> Value:
     """A value as one device has it."""
     if parts is None or len(parts) != len(value.shape) or math.prod(parts) == 1:
         return value
-    return replace(
-        value, shape=local_shape(value.shape, parts), nbytes=local_bytes(value.shape, value.nbytes, parts)
-    )
+    return replace(value, shape=local_shape(value.shape, parts), nbytes=local_bytes(value.shape, value.nbytes, parts))
 
 
-__all__ = ["Local", "local_graph"]
+__all__ = ["Local", "local_graph", "whole"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import jax
@@ -48,7 +48,8 @@ class Shapes:
     """Of each value by its id: into how many parts each dimension is divided; of bodies by (op, body).
 
     ``reshards``: with their readers. ``sums``: by op, of its only result, before it is added up over devices.
-    ``guessed``: why no propagation was to be had.
+    ``guessed``: why no propagation was to be had. ``program``: the equations of a body that is one device's already and
+    stands where its call is; None for others.
     """
 
     parts: Mapping[int, Parts]
@@ -56,6 +57,7 @@ class Shapes:
     reshards: tuple[tuple[Reshard, tuple[int, ...]], ...] = ()
     sums: Mapping[int, Sum] = field(default_factory=dict[int, Sum])
     guessed: str = ""
+    program: Traced | None = None
 
 
 def sharded(traced: Any, args: Any, kwargs: Any, static: tuple[frozenset[int], frozenset[str]], count: int) -> Sharded:
@@ -218,7 +220,7 @@ def _inside(
     """The shapes inside body ``k`` of op ``i``."""
     body, op = trace_jaxpr(closed), program.graph.ops[i]
     if op.primitive == MANUAL:
-        return Shapes({})
+        return Shapes({}, program=body if all_manual(program.equations[i].eqn) else None)
     operands = program.equations[i].operands
     # A loop's body takes slices of what it goes through, a branch all but the first operand.
     skipped = len(operands) - len(body.arguments)
@@ -306,10 +308,16 @@ def _kept(graph: Graph, parts: Mapping[int, Parts], operands: Sequence[int], sha
 def _guess(program: Traced, given: Mapping[int, Parts], why: str) -> Shapes:
     """Arguments as they are, everything else by one ratio: into as many parts as the most divided argument."""
     ratio = max((math.prod(p) for p in given.values()), default=1)
-    return _divided(program.graph, given, ratio, why)
+    found = _divided(program.graph, given, ratio)
+    manual = {
+        (op.id, 0): _inside(program, op.id, 0, closed_bodies(program.equations[op.id].eqn)[0][0], None, {}, "")
+        for op in program.graph.ops
+        if op.primitive == MANUAL
+    }
+    return replace(found, bodies={**found.bodies, **manual}, guessed=why)
 
 
-def _divided(graph: Graph, given: Mapping[int, Parts], ratio: int, why: str) -> Shapes:
+def _divided(graph: Graph, given: Mapping[int, Parts], ratio: int) -> Shapes:
     alike = {(graph.values[v].shape, graph.values[v].dtype): p for v, p in given.items() if v in graph.donated}
     parts: dict[int, Parts] = {v: (1,) * len(graph.values[v].shape) for v in graph.inputs}
     parts |= given
@@ -320,13 +328,12 @@ def _divided(graph: Graph, given: Mapping[int, Parts], ratio: int, why: str) -> 
             same = alike.get((value.shape, value.dtype)) if r in results else None
             parts[r] = same or _spread(value.shape, ratio)
     bodies = {
-        (op.id, k): _divided(body, {v: _spread(body.values[v].shape, ratio) for v in body.inputs}, ratio, "")
+        (op.id, k): _divided(body, {v: _spread(body.values[v].shape, ratio) for v in body.inputs}, ratio)
         for op in graph.ops
         if op.primitive != MANUAL
         for k, body in enumerate(op.bodies)
     }
-    bodies |= {(op.id, k): Shapes({}) for op in graph.ops if op.primitive == MANUAL for k in range(len(op.bodies))}
-    return Shapes(parts, bodies, guessed=why)
+    return Shapes(parts, bodies)
 
 
 def _spread(shape: tuple[int, ...], ratio: int) -> Parts:
