@@ -6,9 +6,12 @@ in ``docs/xla.md``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
+
+from jaxtensile.units import MIB
 
 ALLOCATOR: Final = "XLA_PYTHON_CLIENT_ALLOCATOR"
 
@@ -45,8 +48,10 @@ class Backend:
     """If it pools, the values of ``$XLA_PYTHON_CLIENT_ALLOCATOR`` with which freed bytes go back to the driver."""
     widens_sums: bool = True
     """Whether products of 16-bit numbers can be summed in 32 bits."""
-    adds_at_once: int = 1 << 62
-    """Bytes up to which sums over devices are made in one go (``AllReduceCombiner``): XLA:CPU has no limit."""
+    adds_at_once: float = 0.0
+    """Bytes up to which sums over devices are made in one go (``AllReduceCombiner``)."""
+    scatters_sums: bool = False
+    """Whether a sum over devices of which each keeps a part is never there as a whole (``ReduceScatterCreator``)."""
     schedulers: tuple[Mapping[str, Any], ...] = field(default=({},), hash=False)
     """Compiler options of the schedulers to try for a rewritten program, best first."""
     drops_barriers_before: tuple[int, ...] = (0,)
@@ -73,9 +78,11 @@ CUDA: Final = Backend(
     pools=True,
     gives_back=("cuda_async", "platform", "vmm"),
     kernels_known=True,
+    adds_at_once=30 * MIB,  # ``xla_gpu_all_reduce_combine_threshold_bytes``
+    scatters_sums=True,
     alike={"xla_gpu_shard_autotuning": False},
 )
-TPU: Final = Backend(name="tpu", in_jax="tpu", offloads=True, takes_all=True, places_copies=True, draws_dear=True)
+TPU: Final = Backend(name="tpu", in_jax="tpu", offloads=True, takes_all=True, places_copies=True, draws_dear=True, scatters_sums=True)
 CPU: Final = Backend(
     name="cpu",
     in_jax="cpu",
@@ -84,6 +91,7 @@ CPU: Final = Backend(
     schedulers=({}, {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}),
     drops_barriers_before=(0, 11),
     sketched=0.5,
+    adds_at_once=math.inf,
 )
 BACKENDS: Final[dict[str, Backend]] = {backend.name: backend for backend in (CUDA, TPU, CPU)}
 

@@ -124,7 +124,7 @@ def estimate_on(
     for device, target, found in zip(devices, targets or (None,), static, strict=True):
         if exact:
             tell(f"compiling for {device.name} ...")
-            found = _exactly(found, plain, args, program.graph, device, target)
+            found = _exactly(found, plain, args, _of_one_device(program, many, device)[0].graph, device, target)
         elif device.backend.recomputes and found.device > (most := int(RECOMPUTES * device.capacity)):
             note = f"above about {format_bytes(most)} XLA recomputes by itself under jax.jit; exact=True says what"
             found = replace(found, notes=(*found.notes, note))
@@ -171,7 +171,6 @@ def static_estimate(
     table = POINTER * len(graph.outputs) if len(graph.outputs) > 1 else 0
     use = replace(live.use(), temp=live.temp + holes, output=live.output + table)
     room = Room(min(needed), _largest(run.graph, live))
-    shards = many.count if many is not None else 1
     return Estimate(
         name=name,
         target=device.name,
@@ -179,11 +178,11 @@ def static_estimate(
         low=use.device - use.temp + max(room.least - compiler.low.of(use.temp, room.largest), 0),
         high=use.device + compiler.high.of(use.temp, room.largest),
         room=room,
-        parts=parts(use, graph, device, shards),
+        parts=parts(use, graph, device),
         held=held_at_the_peak(run.graph, lambda op: local.source(of[op]), live, holes),
         timeline=Timeline(_track(program, tuple(local.origin[i] for i in of), live, use), None),
         seconds={**seconds, "estimate": time.perf_counter() - before},
-        shards=shards,
+        shards=many.count if many is not None else 1,
         notes=(*switches.notes(), *notes),
         capacity=device.capacity,
     )
@@ -197,7 +196,7 @@ def _of_one_device(program: Traced, many: Sharded | None, device: DeviceProfile)
     said = f"arguments are sharded over {many.count} devices; bytes are per device"
     if shapes.guessed:
         said += f", by one ratio for all but the arguments, as JAX did not say how they are divided ({shapes.guessed})"
-    return local_graph(program, shapes, device.backend.adds_at_once), (said,)
+    return local_graph(program, shapes, device.backend), (said,)
 
 
 def _largest(graph: Graph, live: Liveness) -> Bytes:
@@ -265,7 +264,7 @@ def _exactly(
     )
     if use is None:
         return found
-    needed = parts(use, graph, device, static.shards)
+    needed = parts(use, graph, device)
     return replace(found, use=use, low=use.device, high=use.device, parts=needed)
 
 

@@ -111,13 +111,11 @@ def _enough(limit: Bytes, calls: Traffic) -> bool:
     return True
 
 
-def parts(use: MemoryUse, graph: Graph, device: DeviceProfile, shards: int) -> tuple[Part, ...]:
-    """What a process that runs the program needs on ``device``, part by part."""
+def parts(use: MemoryUse, graph: Graph, device: DeviceProfile) -> tuple[Part, ...]:
+    """What a process that runs the program of one device needs on ``device``, part by part."""
     program = Part("program", use.device, "XLA's allocation" if use.exact else "static, from the jaxpr")
     if not device.backend.pools:
         return (program,)
-    if shards > 1:
-        return (program, Part("context", CONTEXT, _CONTEXT_HOW))
     handed, pool = pool_of(traffic(graph, use.temp))
     return (
         program,

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from jaxtensile.devices.backends import Backend
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.program.trace import Traced
 from jaxtensile.spmd.local_shapes import Shapes, local_bytes, local_shape
@@ -53,17 +54,17 @@ def whole(program: Traced) -> Local:
     return Local(program.graph, ops, tuple((program, o) for o in ops))
 
 
-def local_graph(program: Traced, shapes: Shapes, at_once: Bytes) -> Local:
-    """The graph of one device; ``at_once``: bytes that its compiler adds up over devices in one go."""
-    making = _Making(program.graph, shapes, at_once, program)
+def local_graph(program: Traced, shapes: Shapes, backend: Backend) -> Local:
+    """The graph of one device of this kind."""
+    making = _Making(program.graph, shapes, backend, program)
     ops, before = making.made()
     graph = replace(program.graph, values=tuple(making.values), ops=tuple(ops))
     places = tuple(making.places[i] for i in before)
     return Local(graph, tuple(making.origin[i] for i in before), places)
 
 
-def _body(graph: Graph, shapes: Shapes, at_once: Bytes) -> Graph:
-    making = _Making(graph, shapes, at_once, None)
+def _body(graph: Graph, shapes: Shapes, backend: Backend) -> Graph:
+    making = _Making(graph, shapes, backend, None)
     ops, _ = making.made()
     return replace(graph, values=tuple(making.values), ops=tuple(ops))
 
@@ -71,8 +72,8 @@ def _body(graph: Graph, shapes: Shapes, at_once: Bytes) -> Graph:
 class _Making:
     """Scratch of one graph; ``program``: its equations, None for a body."""
 
-    def __init__(self, graph: Graph, shapes: Shapes, at_once: Bytes, program: Traced | None) -> None:
-        self.whole, self.shapes, self.at_once, self.program = graph, shapes, at_once, program
+    def __init__(self, graph: Graph, shapes: Shapes, backend: Backend, program: Traced | None) -> None:
+        self.whole, self.shapes, self.backend, self.program = graph, shapes, backend, program
         self.values = [cut(v, shapes.parts.get(v.id)) for v in graph.values]
         self.ops: list[Op] = []
         self.origin: list[OpId] = []
@@ -93,7 +94,7 @@ class _Making:
                 self._spliced(op, inside.program)
             else:
                 self._add(op)
-        return together(self.ops, self.values, self.sums, self.at_once)
+        return together(self.ops, self.values, self.sums, self.backend.adds_at_once)
 
     def _add(self, op: Op) -> None:
         instead = self._operands(op)
@@ -105,7 +106,7 @@ class _Making:
         if primitive in _SHARDING and operands:
             primitive = self._kind(operands[0], results[0])
         bodies = tuple(
-            _body(body, inside, self.at_once) if (inside := self.shapes.bodies.get((op.id, k))) is not None else body
+            _body(body, inside, self.backend) if (inside := self.shapes.bodies.get((op.id, k))) is not None else body
             for k, body in enumerate(op.bodies)
         )
         self._append(
@@ -127,7 +128,7 @@ class _Making:
 
     def _sum(self, result: ValueId, partial: ValueId, one: Sum, origin: OpId) -> None:
         """Add up ``partial`` over the devices, and take this device's share of the sum."""
-        same = self.values[result].shape == self.values[partial].shape
+        same = self.backend.scatters_sums or self.values[result].shape == self.values[partial].shape
         total = result if same else self._new(result, one.parts)
         self.sums[len(self.ops)] = one.axes
         self._append(Op(id=OpId(0), primitive=REDUCE, operands=(partial,), results=(total,)), origin)

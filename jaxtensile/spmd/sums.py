@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from jaxtensile.ir.ir import Op, OpId, Value
-from jaxtensile.units import Bytes
 
 
 def together(
-    ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: Bytes
+    ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: float
 ) -> tuple[list[Op], list[int]]:
     """The ops in an order in which sums of up to ``limit`` bytes are one op, and where each op was before.
 
@@ -41,7 +40,7 @@ def together(
 
 
 def _groups(
-    ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: Bytes
+    ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: float
 ) -> list[list[int]]:
     """The sums that are made at once, each where it first can be."""
     behind: dict[int, int] = {}
@@ -58,6 +57,8 @@ def _groups(
             behind[r] = found | bit.get(i, 0)
     kinds: dict[tuple[str, str], list[int]] = {}
     for i, axes in sums.items():
+        if not ops[i].operands:
+            continue
         kinds.setdefault((axes, values[ops[i].operands[0]].dtype), []).append(i)
     out: list[list[int]] = []
     for left in kinds.values():
@@ -65,7 +66,7 @@ def _groups(
             group: list[int] = []
             inside, nbytes = 0, 0
             for i in left:
-                size = values[ops[i].operands[0]].nbytes
+                size = sum(values[v].nbytes for v in ops[i].operands)
                 if not needs[i] & inside and (not group or nbytes + size <= limit):
                     group.append(i)
                     inside |= bit[i]
