@@ -69,6 +69,7 @@ from jaxtensile.settings.options import (
 )
 from jaxtensile.spmd import processes
 from jaxtensile.spmd.agreement import Agreed
+from jaxtensile.spmd.local_shapes import divided, sharded
 from jaxtensile.spmd.location import Location, as_for, device_name, is_nowhere, location, profile_of
 from jaxtensile.spmd.placement import Placement
 from jaxtensile.units import TIB, Bytes, Seconds
@@ -629,8 +630,15 @@ class Planned(Transformed):
             names=_compat.argument_names(traced) if wanted.offloads else (),
             settings=(setting, *wanted.settings),
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
+            divided=self._divided(traced, place, args, kwargs),
             stacks_come_back=functools.partial(_stacks_come_back, place.device, device),
         )
+
+    def _divided(self, traced: Any, place: Location, args: Any, kwargs: Any) -> tuple[int, ...]:
+        """``Request.divided``."""
+        if place.count == 1:
+            return ()
+        return divided(sharded(traced, args, kwargs, _compat.static_arguments(self._plain), place.count))
 
     def _question(self, place: Location) -> tuple[Hashable, ...]:
         """Everything that a ladder depends on besides its program and place."""

@@ -98,7 +98,7 @@ def as_written(page: Page) -> Fitted:
         best = _smallest(page, every, best)
         if best is None or not best.fits:
             with page.clock("solve"):
-                raise cannot(request, every, bound, best)
+                raise cannot(request, every, bound, best, page.scale)
     return page.fitted(best, bound, count)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from jaxtensile import switches
 from jaxtensile.errors import BudgetError, Culprit, PlanningError
@@ -26,6 +27,7 @@ from jaxtensile.report.facts import Decision
 from jaxtensile.report.report import Report
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.modelled import argument_bytes
 from jaxtensile.search.parts import Chunks, why_not_in_parts
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.search.variant import Variant, step_time
@@ -41,30 +43,36 @@ MARGIN = 0.2
 """Share that XLA may add to the smallest plan's predicted bytes, if it was not compiled. A guess."""
 
 
-def cannot(request: Request, candidates: Candidates, bound: Bound, best: Made | None) -> BudgetError:
-    """The ``BudgetError``: the budget, the smallest one found, the ops that force it, and ways out."""
+def cannot(
+    request: Request, candidates: Candidates, bound: Bound, best: Made | None, scale: float = 1.0
+) -> BudgetError:
+    """The ``BudgetError``: the budget, the smallest one found, the ops that force it, and ways out.
+
+    ``scale``: bytes of the model per byte on one device (``Rounds.scale``).
+    """
     traced = candidates.written.traced
-    values = traced.graph.values
-    fixed = sum(values[v].nbytes for v in traced.graph.inputs if values[v].space != "host")
+    fixed = argument_bytes(request, traced)
     if best is not None and best.compiled.memory is not None:
         needs, about = best.compiled.device, ""
         culprits = _at_the_peak(best.variant, best.plan)
     else:
         variant, plan = candidates.smallest()
-        needs = max(int(plan.predicted.device * (1 + MARGIN)), bound.nbytes)
+        needs = max(int(plan.predicted.device / scale * (1 + MARGIN)), bound.nbytes)
         about = "about "
         graph = traced.graph
         culprits = tuple(
             Culprit(primitive=graph.ops[o].primitive, source=traced.source(o), nbytes=size) for o, size in bound.ops
         ) or _at_the_peak(variant, plan)
+    culprits = tuple(replace(c, nbytes=int(c.nbytes / scale)) for c in culprits)
     needs = max(needs, request.budget + 1)
+    each = f" on each of {request.shards} devices" if request.shards > 1 else ""
     if request.budget < fixed:
-        because = f"the arguments alone are {format_bytes(fixed)}"
+        because = f"the arguments alone are {format_bytes(fixed)}{each}"
     elif request.budget < bound.nbytes:
         because = f"no plan can need less than {format_bytes(bound.nbytes)}, for {', '.join(map(str, culprits[:1]))}"
     else:
         least = ", ".join(map(str, culprits)) or "nothing lives but arguments and results"
-        because = f"at the peak of the smallest plan, {least}"
+        because = f"at the peak of the smallest plan{each and f', about{each}'}, {least}"
     found = "reachable" if not about and needs <= bound.nbytes else "found"
     smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {request.name}"
     other = ", or plan with solver='auto'" if request.solver == "chain" else ""
@@ -77,7 +85,7 @@ def cannot(request: Request, candidates: Candidates, bound: Bound, best: Made | 
     no_parts = why_not_in_parts(request, traced)
     return BudgetError(
         f"budget {format_bytes(request.budget)} is below {smallest}: {because}; "
-        f"{', '.join(ways)}, or shard the program{other}{_unit_left_out(request.budget, needs)}"
+        f"{', '.join(ways)}, or shard the program{each and ' further'}{other}{_unit_left_out(request.budget, needs)}"
         f"{no_parts and f' ({no_parts})'}",
         needs=needs,
         has=request.budget,
@@ -169,14 +177,22 @@ def report(
     bound: Bound,
     rounds: int,
     seconds: Mapping[str, Seconds],
+    scale: float = 1.0,
 ) -> Report:
-    """Report on ``traced``, the program as written; ``made`` is None if it runs as it is."""
+    """Report on ``traced``, the program as written; ``made`` is None if it runs as it is.
+
+    ``scale``: bytes of the model per byte on one device (``Rounds.scale``).
+    """
     assert compiled.memory is not None
+    predicted = _scaled(predicted, scale)
     notes = [*switches.notes(), *(plain.notes if plain is not None else ()), *compiled.notes]
     if plain is not None and plain.refusal:
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
     if request.shards > 1:
-        notes.append(f"arguments are sharded over {request.shards} devices; bytes are per device")
+        notes.append(
+            f"arguments are sharded over {request.shards} devices; bytes are per device, of single values on all devices "
+            "together"
+        )
     if rates := sorted(request.device.measured - {"capacity"}):
         notes.append(f"times from rates measured on {request.device.kinds[0]}: {', '.join(rates)}")
     if request.host_budget and not request.device.backend.offloads:
@@ -242,7 +258,7 @@ def report(
     if variant.traced is not traced:
         sites = _sites(variant.traced, variant.problem.costs.seconds)
     return Report(
-        predicted=plan.predicted,
+        predicted=_scaled(plan.predicted, scale),
         actions=(*kept, *actions),
         decisions=decisions,
         undone=variant.undone is not None,
@@ -262,6 +278,15 @@ def report(
         notes=tuple(dict.fromkeys(notes)),
         **common,
     )
+
+
+def _scaled(use: MemoryUse, scale: float) -> MemoryUse:
+    """The model's figures on one device, where ``scale`` is that of all together."""
+    if scale == 1.0:
+        return use
+    parts = (int(n / scale) for n in (use.argument, use.output, use.temp, use.alias))
+    argument, output, temp, alias = parts
+    return replace(use, argument=argument, output=output, temp=temp, alias=alias)
 
 
 def _left_alone(traced: Traced) -> list[str]:

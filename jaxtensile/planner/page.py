@@ -136,6 +136,11 @@ class Page:
         """The rounds that compile its candidates."""
         return Rounds(self.compiles, self.program.predicted.device, self.aim)
 
+    @property
+    def scale(self) -> float:
+        """Bytes of the model per byte on one device; 1 on a single device."""
+        return self.rounds.scale if self.request.shards > 1 and self.aim is None else 1.0
+
     def bound(self) -> Bound:
         """Lower bound of the program's bytes: as it is, or, if over the budget, in the most parts allowed."""
         request, program = self.request, self.program
@@ -217,7 +222,9 @@ class Page:
         seconds = self.clock.seconds
         told = request.faults.spared(
             "the report",
-            lambda: report(request, program.traced, made, program.plain, plain, compiled, bound, rounds, seconds),
+            lambda: report(
+                request, program.traced, made, program.plain, plain, compiled, bound, rounds, seconds, self.scale
+            ),
             lambda: unplanned(request, compiled.notes, compiled.memory, seconds),
         )
         return replace(told, notes=(*told.notes, *self.notes, *request.faults.notes()))

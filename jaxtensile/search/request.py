@@ -42,8 +42,9 @@ class Request:
     ``chunk``: whether rows may be worked on in parts: wherever cheaper, or with ``AUTO`` only if by much. ``place``:
     set if donated arguments may wait on the host between calls, at most ``state_budget`` bytes; ``state``: those that
     do. ``names``: of the flat arguments. ``settings``: the sources of its options. ``stacks_come_back``: whether the
-    device was seen to read host stacks correctly, asked before anything is stacked. ``faults``: failed parts of the
-    planner, which are left out.
+    device was seen to read host stacks correctly, asked before anything is stacked. ``divided``: into how many parts
+    each flat argument is divided over several devices; empty on one. ``faults``: failed parts of the planner, which are
+    left out.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Request:
     names: tuple[str, ...] = ()
     settings: tuple[Setting, ...] = ()
     stacks_come_back: Callable[[], bool] = lambda: True
+    divided: tuple[int, ...] = ()
     faults: Faults = field(default_factory=Faults, compare=False, repr=False)
 
     @property

@@ -86,18 +86,10 @@ def parts_of(shape: tuple[int, ...], sharding: Any) -> Parts:
     return tuple(-(-d // max(n, 1)) for d, n in zip(shape, local, strict=True))
 
 
-def argument_bytes(where: Sharded, program: Traced) -> int:
-    """Bytes on one device of the arguments that a program reads."""
-    graph, avals = program.graph, where.traced.jaxpr.in_avals
-    position = {v: i for i, v in enumerate(program.arguments)}
-    total = 0
-    for v in graph.inputs:
-        value, i = graph.values[v], position.get(v)
-        if value.space == "host":
-            continue
-        parts = where.parts(i, avals[i]) if i is not None else None
-        total += local_bytes(value.shape, value.nbytes, parts or (1,) * len(value.shape))
-    return total
+def divided(where: Sharded) -> tuple[int, ...]:
+    """Into how many parts each argument is divided; one that XLA may divide, into as many as there are devices."""
+    each = (where.parts(i, aval) for i, aval in enumerate(where.traced.jaxpr.in_avals))
+    return tuple(where.count if parts is None else math.prod(parts) for parts in each)
 
 
 def local_shape(shape: tuple[int, ...], parts: Parts) -> tuple[int, ...]:
@@ -349,7 +341,7 @@ def _spread(shape: tuple[int, ...], ratio: int) -> Parts:
 __all__ = [
     "Shapes",
     "Sharded",
-    "argument_bytes",
+    "divided",
     "local_bytes",
     "local_shape",
     "local_shapes",
