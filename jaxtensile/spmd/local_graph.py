@@ -58,7 +58,9 @@ def local_graph(program: Traced, shapes: Shapes, backend: Backend) -> Local:
     """The graph of one device of this kind."""
     making = _Making(program.graph, shapes, backend, program)
     ops, before = making.made()
-    graph = replace(program.graph, values=tuple(making.values), ops=tuple(ops))
+    slots = making.slots
+    outputs = tuple(v for v in slots if v is not None)
+    graph = replace(program.graph, values=tuple(making.values), ops=tuple(ops), outputs=outputs, output_slots=slots)
     places = tuple(making.places[i] for i in before)
     return Local(graph, tuple(making.origin[i] for i in before), places)
 
@@ -80,6 +82,7 @@ class _Making:
         self.places: list[tuple[Traced, int]] = []
         self.sums: dict[int, str] = {}
         """By op that adds up over devices: over which axes."""
+        self.slots = graph.output_slots
         self.gathered: dict[tuple[int, Parts], ValueId] = {}
         self.wanted: dict[int, list[tuple[tuple[int, ...], Parts, Parts]]] = {}
         for reshard, readers in shapes.reshards:
@@ -88,13 +91,25 @@ class _Making:
 
     def made(self) -> tuple[list[Op], list[int]]:
         """The ops, and for each its position in ``origin``."""
+        self.slots = self.whole.output_slots
         for op in self.whole.ops:
             inside = self.shapes.bodies.get((op.id, 0))
             if inside is not None and inside.program is not None:
                 self._spliced(op, inside.program)
             else:
                 self._add(op)
+        if len(self.shapes.outputs) == len(self.slots):
+            self.slots = tuple(map(self._returned, self.slots, self.shapes.outputs))
         return together(self.ops, self.values, self.sums, self.backend.adds_at_once)
+
+    def _returned(self, v: ValueId | None, parts: Parts | None) -> ValueId | None:
+        """A result as the caller gets it."""
+        if v is None or parts is None or cut(self.whole.values[v], parts).shape == self.values[v].shape:
+            return v
+        new = self._new(v, parts)
+        origin = next((op.id for op in reversed(self.whole.ops) if v in op.results), OpId(0))
+        self._append(Op(id=OpId(0), primitive=self._kind(v, new), operands=(v,), results=(new,)), origin)
+        return new
 
     def _add(self, op: Op) -> None:
         instead = self._operands(op)

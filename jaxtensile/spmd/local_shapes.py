@@ -40,20 +40,24 @@ class Sharded:
     def parts(self, i: int, aval: Any) -> Parts | None:
         """Of input ``i``; None if it has no sharding."""
         sharding = self.inputs[i]
-        return None if sharding is None else parts_of(tuple(aval.shape), sharding)
+        try:
+            return None if sharding is None else parts_of(tuple(aval.shape), sharding)
+        except (NotImplementedError, ValueError):  # partial sums; or what JAX refuses itself
+            return None
 
 
 @dataclass(frozen=True)
 class Shapes:
     """Of each value by its id: into how many parts each dimension is divided; of bodies by (op, body).
 
-    ``reshards``: with their readers. ``sums``: by op, of its only result, before it is added up over devices.
+    ``outputs``: of the results at each place where that is known. ``reshards``: with their readers. ``sums``: by op, of its only result, before it is added up over devices.
     ``guessed``: why no propagation was to be had. ``program``: the equations of a body that is one device's already and
     stands where its call is; None for others.
     """
 
     parts: Mapping[int, Parts]
     bodies: Mapping[tuple[int, int], Shapes] = field(default_factory=dict[tuple[int, int], "Shapes"])
+    outputs: tuple[Parts | None, ...] = ()
     reshards: tuple[tuple[Reshard, tuple[int, ...]], ...] = ()
     sums: Mapping[int, Sum] = field(default_factory=dict[int, Sum])
     guessed: str = ""
@@ -116,7 +120,7 @@ def local_shapes(program: Traced, where: Sharded) -> Shapes:
         return _guess(program, given, told(error))
     for v, parts in zip(program.arguments, found.arguments, strict=False):
         given.setdefault(v, parts)
-    return _read(program, found, given, "")
+    return replace(_read(program, found, given, ""), outputs=found.outputs)
 
 
 def _types(avals: Sequence[Any]) -> list[Any]:
@@ -152,7 +156,7 @@ def _read(program: Traced, found: Propagated | None, given: Mapping[int, Parts],
     parts: dict[int, Parts] = dict(given)
     for i, equation in enumerate(program.equations):
         shapes = [graph.values[r].shape for r in equation.results]
-        typed = _of_results(shapes, found.results.get(f"{above}{i}", ())) if found is not None else None
+        typed = _typed(shapes, f"{above}{i}", found) if found is not None else None
         if graph.ops[i].primitive == MANUAL and all_manual(equation.eqn):
             typed = _of_specs(equation.eqn)
         for k, r in enumerate(equation.results):
@@ -169,7 +173,7 @@ def _read(program: Traced, found: Propagated | None, given: Mapping[int, Parts],
         for k, closed in enumerate(closed_bodies(equation.eqn)[0])
     }
     reshards, sums = _of_this(found, above, program)
-    return Shapes(parts, bodies, reshards, sums)
+    return Shapes(parts, bodies, reshards=reshards, sums=sums)
 
 
 def _of_specs(eqn: Any) -> list[Parts | None]:
@@ -229,6 +233,14 @@ def _inside(
         if len(known) == len(body.graph.values[v].shape):
             given[v] = known
     return _read(body, found, given, f"{above}{i}.{k}.")
+
+
+def _typed(shapes: Sequence[tuple[int, ...]], mark: str, found: Propagated) -> list[Parts | None] | None:
+    """The parts of the results of the equation with this mark."""
+    each = [found.results.get(f"{mark}r{k}") for k in range(len(shapes))]
+    if any(each):
+        return [one[-1][0][1][: len(s)] if one else None for one, s in zip(each, shapes, strict=True)]
+    return _of_results(shapes, found.results.get(mark, ()))
 
 
 def _of_results(

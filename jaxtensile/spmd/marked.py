@@ -1,7 +1,9 @@
 """A program lowered with a mark on every equation, which the locations of its operations keep.
 
-Marks are names of scopes: ``jt7_`` for the equation 7, ``jt7.0.3_`` for the equation 3 of its body 0. A ``shard_map``
-is a call of nothing known between its constraints: what is inside has the sizes of one device already.
+Marks are names of scopes: ``jt7_`` for the equation 7, ``jt7.0.3_`` for the equation 3 of its body 0. The results of
+loops, branches and calls, whose place among those of an operation is JAX's affair, go through barriers of their own:
+``jt7r0_`` is the first. A ``shard_map`` is a call of nothing known between its constraints: what is inside has the sizes
+of one device already.
 
 Invariant: nothing here runs or compiles.
 """
@@ -20,7 +22,7 @@ from jaxtensile import _compat
 from jaxtensile.program.bodies import with_closed
 from jaxtensile.program.trace import Traced, bind, closed_bodies, trace_jaxpr, trace_on
 
-_MARK: Final = re.compile(r"jt([\d.]+)_(?:/|\"|$)")
+_MARK: Final = re.compile(r"jt(\d[\dr.]*)_(?:/|\"|$)")
 MANUAL: Final = "shard_map"
 _CALL: Final = "jaxtensile_shard_map"
 
@@ -69,7 +71,13 @@ def _bound(program: Traced, i: int, operands: list[Any], mark: str) -> list[Any]
     if eqn.effects or not all(type(v.aval) is _compat.ShapedArray for v in (*eqn.invars, *eqn.outvars)):
         return bind(equation, operands)
     bodies = [_marked(body, f"{mark}.{k}.") for k, body in enumerate(closed_bodies(eqn)[0])]
-    return bind(replace(equation, eqn=with_closed(eqn, bodies)), operands)
+    made = bind(replace(equation, eqn=with_closed(eqn, bodies)), operands)
+    return [_told(x, f"{mark}r{k}") for k, x in enumerate(made)]
+
+
+def _told(x: Any, mark: str) -> Any:
+    with jax.named_scope(f"jt{mark}_"):
+        return jax.lax.optimization_barrier(x)
 
 
 def _marked(closed: Any, above: str) -> Any:

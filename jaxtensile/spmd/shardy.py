@@ -62,14 +62,29 @@ class Propagated:
 
 
 def propagated(module: Any) -> Propagated:
-    """The parts of every value of a module of ``spmd.marked``. Raises whatever JAX's private bindings raise."""
-    ir, passes, sdy = _compat.mlir_bindings()
+    """The parts of every value of a module of ``spmd.marked``. Raises whatever JAX's private bindings raise.
+
+    What Shardy does not take back from HLO (calls with several results) is propagated in JAX's own order.
+    """
+    ir, _, _ = _compat.mlir_bindings()
+    try:
+        with module.context:
+            again = ir.Module.parse(_compat.through_hlo(module))
+            _restored(again, _meshes(module), ir)
+            return _read(again)
+    except ir.MLIRError:
+        return _read(module)
+
+
+def _meshes(module: Any) -> dict[str, Any]:
+    return {str(op.attributes["sym_name"]): op for op in module.body.operations if op.operation.name == "sdy.mesh"}
+
+
+def _read(module: Any) -> Propagated:
+    """What propagation says of a module, which it changes."""
+    _, passes, sdy = _compat.mlir_bindings()
     with module.context:
-        text = _compat.through_hlo(module)
-        meshes = {str(op.attributes["sym_name"]): op for op in module.body.operations if op.operation.name == "sdy.mesh"}
-        module = ir.Module.parse(text)
-        _restored(module, meshes, ir)
-        read = _Reader(meshes.values(), sdy)
+        read = _Reader(_meshes(module).values(), sdy)
         passes.PassManager.parse(_PROPAGATION).run(module.operation)
         main = next(op for op in module.body.operations if str(op.operation.attributes["sym_name"]) == '"main"')
         arguments = tuple(
