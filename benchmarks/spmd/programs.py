@@ -246,18 +246,20 @@ def programs(devices: Sequence[Any], c: Sizes = Sizes()) -> dict[str, Callable[[
 
     typed = mesh_of(devices, (n,), ("batch",), AxisType.Explicit)
 
-    def explicit() -> tuple[Any, ...]:
+    def explicit(policy: Any) -> tuple[Any, ...]:
         def gathered(w: Any) -> Any:
             return jax.tree.map(lambda x: jax.sharding.reshard(x, P()), w)
 
         loss = functools.partial(
             loss_of,
+            policy=policy,
             layer=lambda x, w, constrain: layer(x, gathered(w), constrain),
             embed=lambda e, t: gathered(e).at[t].get(out_sharding=P("batch")),
         )
         return (lambda w, t: loss({**w, "head": gathered(w["head"])}, t)), arguments(c, typed, fsdp, P("batch"))
 
-    add("FSDP, explicit", explicit, typed)
+    for policy, said in ((None, ""), (SAVE_NOTHING, ", nothing")):
+        add(f"FSDP, explicit{said}", functools.partial(explicit, policy), typed)
 
     def mapped_dp() -> tuple[Any, ...]:
         loss = by_hand(lambda w, t: lax.pmean(loss_of(w, t), "batch"), line, whole, c)

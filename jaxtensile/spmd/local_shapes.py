@@ -17,7 +17,7 @@ import jax
 from jax.sharding import AxisType
 
 from jaxtensile import _compat
-from jaxtensile.faults import told
+from jaxtensile.faults import strict, told
 from jaxtensile.ir.ir import Graph
 from jaxtensile.program.trace import Traced, closed_bodies, trace_jaxpr
 from jaxtensile.spmd.marked import MANUAL, all_manual, module_of
@@ -111,20 +111,26 @@ def local_shapes(program: Traced, where: Sharded) -> Shapes:
     """Of every value of ``program``, a trace of ``where.traced``."""
     avals = where.traced.jaxpr.in_avals
     given = {v: p for i, v in enumerate(program.arguments) if (p := where.parts(i, avals[i])) is not None}
-    if _explicit(where):
-        return _read(program, None, given, "")
+    typed = _explicit(where)
     try:
-        module = module_of(program, _types(avals), where.inputs, where.outputs)
-        found = propagated(module)
+        found = propagated(module_of(program, _types(where), where.outputs))
     except Exception as error:  # private parts of JAX, each of which may be elsewhere in another version
-        return _guess(program, given, told(error))
+        if strict() and not isinstance(error, ImportError | AttributeError):
+            raise
+        return _read(program, None, given, "") if typed else _guess(program, given, told(error))
+    if typed:
+        return _read(program, replace(found, results={}, reshards=()), given, "")
     for v, parts in zip(program.arguments, found.arguments, strict=False):
         given.setdefault(v, parts)
     return replace(_read(program, found, given, ""), outputs=found.outputs)
 
 
-def _types(avals: Sequence[Any]) -> list[Any]:
-    return [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+def _types(where: Sharded) -> list[Any]:
+    """The arguments, abstract and placed."""
+    return [
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s, weak_type=getattr(a, "weak_type", False))
+        for a, s in zip(where.traced.jaxpr.in_avals, where.inputs, strict=True)
+    ]
 
 
 def _explicit(where: Sharded) -> bool:

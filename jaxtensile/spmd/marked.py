@@ -33,21 +33,23 @@ def mark_of(location: str) -> str:
     return found[-1] if found else ""
 
 
-def module_of(program: Traced, arguments: Sequence[Any], shardings: Sequence[Any], outputs: Sequence[Any]) -> Any:
-    """The StableHLO module of a program. ``arguments``: their types; the constants' are the arrays'. ``shardings``,
-    ``outputs``: of arguments and results, None where XLA decides."""
+def module_of(program: Traced, arguments: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    """The StableHLO module of a program. ``arguments``: abstract and placed. ``outputs``: shardings of results, None
+    where XLA decides."""
     names = tuple(program.consts)
 
     def evaluate(*flat: Any) -> list[Any]:
         return _evaluated(program, [*flat[: len(arguments)]], dict(zip(names, flat[len(arguments) :], strict=True)), "")
 
-    consts = [jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype) for x in program.consts.values()]
-    placed = [getattr(x, "sharding", None) for x in program.consts.values()]
-    placed = [s if isinstance(s, NamedSharding) else None for s in placed]
-    jitted = jax.jit(
-        evaluate, keep_unused=True, in_shardings=(*shardings, *placed), out_shardings=[*outputs] if outputs else None
-    )
+    consts = [jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype, sharding=_named(x)) for x in program.consts.values()]
+    jitted = jax.jit(evaluate, keep_unused=True, out_shardings=[*outputs] if outputs else None)
     return jitted.lower(*arguments, *consts).compiler_ir("stablehlo")
+
+
+def _named(x: Any) -> Any:
+    """A constant's sharding over several devices; None if it has none."""
+    sharding = getattr(x, "sharding", None)
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _evaluated(program: Traced, flat: Sequence[Any], consts: dict[int, Any], above: str) -> list[Any]:
