@@ -535,6 +535,13 @@ def mlir_bindings() -> tuple[Any, Any, Any]:
     return ir, passmanager, sdy
 
 
+def mlir_context() -> Any:
+    """A context with the dialects of JAX's modules."""
+    from jax._src.interpreters import mlir
+
+    return mlir.make_ir_context()
+
+
 def through_hlo(module: Any) -> str:
     """The text of a StableHLO module, taken to HLO and back."""
     from jax._src.interpreters import mlir
