@@ -57,7 +57,7 @@ def shapes_of(c: Sizes) -> dict[str, tuple[int, ...]]:
     """Of one layer's weights."""
     per = c.width // c.heads
     shapes: dict[str, tuple[int, ...]] = {"scale_a": (c.width,), "scale_b": (c.width,)}
-    shapes |= {name: (c.width, c.heads, per) for name in ("query", "key", "value")}
+    shapes |= dict.fromkeys(("query", "key", "value"), (c.width, c.heads, per))
     shapes |= {"out": (c.heads, per, c.width), "up": (c.width, c.hidden), "down": (c.hidden, c.width)}
     return shapes | ({"gate": (c.width, c.hidden)} if c.gated else {})
 

@@ -82,7 +82,9 @@ CUDA: Final = Backend(
     scatters_sums=True,
     alike={"xla_gpu_shard_autotuning": False},
 )
-TPU: Final = Backend(name="tpu", in_jax="tpu", offloads=True, takes_all=True, places_copies=True, draws_dear=True, scatters_sums=True)
+TPU: Final = Backend(
+    name="tpu", in_jax="tpu", offloads=True, takes_all=True, places_copies=True, draws_dear=True, scatters_sums=True
+)
 CPU: Final = Backend(
     name="cpu",
     in_jax="cpu",

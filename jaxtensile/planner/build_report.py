@@ -189,10 +189,8 @@ def report(
     if plain is not None and plain.refusal:
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
     if request.shards > 1:
-        notes.append(
-            f"arguments are sharded over {request.shards} devices; bytes are per device, of single values on all devices "
-            "together"
-        )
+        together = "those of single values of all devices together"
+        notes.append(f"arguments are sharded over {request.shards} devices; bytes are per device, {together}")
     if rates := sorted(request.device.measured - {"capacity"}):
         notes.append(f"times from rates measured on {request.device.kinds[0]}: {', '.join(rates)}")
     if request.host_budget and not request.device.backend.offloads:

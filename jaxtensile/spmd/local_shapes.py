@@ -50,9 +50,9 @@ class Sharded:
 class Shapes:
     """Of each value by its id: into how many parts each dimension is divided; of bodies by (op, body).
 
-    ``outputs``: of the results at each place where that is known. ``reshards``: with their readers. ``sums``: by op, of its only result, before it is added up over devices.
-    ``guessed``: why no propagation was to be had. ``program``: the equations of a body that is one device's already and
-    stands where its call is; None for others.
+    ``outputs``: of the results at each place, where that is known. ``reshards``: with their readers. ``sums``: by op,
+    of its only result, before it is added up over devices. ``guessed``: why no propagation was to be had. ``program``:
+    the equations of a body that is one device's already and stands where its call is; None for others.
     """
 
     parts: Mapping[int, Parts]
@@ -67,9 +67,10 @@ class Shapes:
 def sharded(traced: Any, args: Any, kwargs: Any, static: tuple[frozenset[int], frozenset[str]], count: int) -> Sharded:
     """``static``: positions and names of arguments that are no arrays."""
     numbers, names = static
-    dynamic = tuple(x for i, x in enumerate(args) if i not in numbers), {
-        k: x for k, x in kwargs.items() if k not in names
-    }
+    dynamic = (
+        tuple(x for i, x in enumerate(args) if i not in numbers),
+        {k: x for k, x in kwargs.items() if k not in names},
+    )
     given, outputs = _compat.given_shardings(traced)
     leaves = jax.tree.leaves(dynamic)
     own = [*map(_placed, _compat.captured(traced)), *map(_placed, leaves)]
@@ -206,7 +207,8 @@ def _of_this(
         i = own(mark)
         if i is not None and len(ops[i].results) == 1 and not ops[i].bodies:
             shape = values[ops[i].results[0]].shape
-            sums |= {i: one for one in several if one.shape == shape}
+            fit = [one for one in several if one.shape == shape]
+            sums |= {i: fit[-1]} if fit else {}
     return tuple((r, at) for r, at in reshards if at), sums
 
 

@@ -2,8 +2,8 @@
 
 Marks are names of scopes: ``jt7_`` for the equation 7, ``jt7.0.3_`` for the equation 3 of its body 0. The results of
 loops, branches and calls, whose place among those of an operation is JAX's affair, go through barriers of their own:
-``jt7r0_`` is the first. A ``shard_map`` is a call of nothing known between its constraints: what is inside has the sizes
-of one device already.
+``jt7r0_`` is the first. A ``shard_map`` is a call of nothing known between its constraints: what is inside has the
+sizes of one device already.
 
 Invariant: nothing here runs or compiles.
 """

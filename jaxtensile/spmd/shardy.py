@@ -93,7 +93,9 @@ def _read(module: Any) -> Propagated:
         )
         outputs = tuple(
             read.parts(kind, attributes.get("sdy.sharding"))
-            for kind, attributes in zip(main.type.results, _each(main, "res_attrs", len(main.type.results)), strict=True)
+            for kind, attributes in zip(
+                main.type.results, _each(main, "res_attrs", len(main.type.results)), strict=True
+            )
         )
         results: dict[str, list[tuple[Typed, ...]]] = {}
         for op in _walk(module.operation):

@@ -39,9 +39,7 @@ def together(
     return [replace(left[n], id=OpId(k)) for k, n in enumerate(order)], [before[n] for n in order]
 
 
-def _groups(
-    ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: float
-) -> list[list[int]]:
+def _groups(ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: float) -> list[list[int]]:
     """The sums that are made at once, each where it first can be."""
     behind: dict[int, int] = {}
     """By value: the sums that it depends on, as bits."""

@@ -41,7 +41,8 @@ def arguments(mesh, up, down, stacked=False):
     def placed(shape, spec):
         return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
     if stacked:
-        ws = {"up": placed((LAYERS, WIDTH, HIDDEN), P(None, *up)), "down": placed((LAYERS, HIDDEN, WIDTH), P(None, *down))}
+        up, down = P(None, *up), P(None, *down)
+        ws = {"up": placed((LAYERS, WIDTH, HIDDEN), up), "down": placed((LAYERS, HIDDEN, WIDTH), down)}
     else:
         ws = [{"up": placed((WIDTH, HIDDEN), up), "down": placed((HIDDEN, WIDTH), down)} for _ in range(LAYERS)]
     return ws, ws, placed((ROWS, WIDTH), P("batch"))

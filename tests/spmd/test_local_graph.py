@@ -31,7 +31,7 @@ def gradient(w, x):
 
 
 def fsdp():
-    """Weights and rows over four devices: %0 is w, %1 x, %2 y, %3 its transpose, %4 the gradient, %5 the other product."""
+    """Weights and rows over four devices: %0 is w, %1 x, %2 y, %3 its transpose, %4 the gradient."""
     program = traced(gradient, W, X)
     assert [op.primitive for op in program.graph.ops] == ["dot_general", "transpose", "dot_general", "dot_general"]
     rows, columns, gathered = (4, 1), (1, 4), Reshard((64, 64), (4, 1), (1, 1), ("0", "3"))
