@@ -169,6 +169,28 @@ except jaxtensile.BudgetError as error:
 else:
     raise AssertionError("it fits")
 """,
+    "an error speaks of one device": """
+ws, x = arguments(weights=P("model"))
+by_all = NamedSharding(mesh[AxisType.Auto], P(("data", "model")))
+state = jax.ShapeDtypeStruct((4 * ROWS, WIDTH), "float32", sharding=by_all)
+
+def step(ws, state, x):
+    new, loss = trained(forward)(ws[:2], x)
+    return new, 0.9 * state + loss
+
+args = ws[:2], state, x
+mine = (2 * WIDTH * WIDTH // 2 + ROWS * WIDTH + ROWS * WIDTH // 2) * 4
+plain = plain_bytes(step, *args)
+try:
+    jaxtensile.jit(step, budget=mine - 1, donate_argnums=0).plan(*args)
+except jaxtensile.BudgetError as error:
+    assert f"the arguments alone are {mine / 1024:.2f}KiB on each of 4 devices" in str(error), error
+    assert mine < error.needs <= plain and "shard the program further" in str(error), error
+else:
+    raise AssertionError("it fits")
+report = jaxtensile.jit(step, budget=plain, donate_argnums=0).plan(*args)
+assert report.lower_bound == mine and abs(report.predicted.device - plain) <= 4, report
+""",
     "partial sums come in and go out": """
 ways = [P(None, None, unreduced={name}) for name in ("data", "model")]
 x = np.arange(16.0, dtype="f").reshape(8, 2)
