@@ -87,16 +87,8 @@ def _read(module: Any) -> Propagated:
         read = _Reader(_meshes(module).values(), sdy)
         passes.PassManager.parse(_PROPAGATION).run(module.operation)
         main = next(op for op in module.body.operations if str(op.operation.attributes["sym_name"]) == '"main"')
-        arguments = tuple(
-            read.parts(kind, attributes.get("sdy.sharding"))
-            for kind, attributes in zip(main.type.inputs, _each(main, "arg_attrs", len(main.type.inputs)), strict=True)
-        )
-        outputs = tuple(
-            read.parts(kind, attributes.get("sdy.sharding"))
-            for kind, attributes in zip(
-                main.type.results, _each(main, "res_attrs", len(main.type.results)), strict=True
-            )
-        )
+        arguments = read.signature(main, "arg_attrs", main.type.inputs)
+        outputs = read.signature(main, "res_attrs", main.type.results)
         results: dict[str, list[tuple[Typed, ...]]] = {}
         for op in _walk(module.operation):
             if len(op.results) and (mark := mark_of(str(op.location))):
@@ -129,6 +121,8 @@ class _Reader:
         self.sdy = sdy
         self.axes: dict[str, dict[str, int]] = {}
         self.known: dict[str, Parts] = {}
+        self.given: dict[str, tuple[Parts, ...]] = {}
+        """By function: the parts of its arguments."""
         for op in meshes:
             axes = map(sdy.MeshAxisAttr, sdy.MeshAttr(op.attributes["mesh"]).axes)
             self.axes[str(op.attributes["sym_name"]).strip('"')] = {a.name: a.size for a in axes}
@@ -157,6 +151,11 @@ class _Reader:
         dimensions = (sdy.DimensionShardingAttr(d).axes for d in sharding.dimension_shardings)
         return tuple(math.prod(map(size, axes)) for axes in dimensions)
 
+    def signature(self, function: Any, name: str, kinds: Any) -> tuple[Parts, ...]:
+        """Of a function's arguments (``arg_attrs``) or results (``res_attrs``), by their types."""
+        each = _each(function, name, len(kinds))
+        return tuple(self.parts(kind, a.get("sdy.sharding")) for kind, a in zip(kinds, each, strict=True))
+
     def results(self, op: Any) -> tuple[Typed, ...]:
         """Of each result of an operation."""
         return tuple(
@@ -181,8 +180,10 @@ class _Reader:
             return self.results(owner)[value.result_number][1]
         above, at = owner.owner.operation, value.arg_number
         if above.name == "func.func":
-            attributes = _each(above.opview, "arg_attrs", len(owner.arguments))[at]
-            return self.parts(value.type, attributes.get("sdy.sharding"))
+            name = str(above.attributes["sym_name"])
+            if name not in self.given:
+                self.given[name] = self.signature(above, "arg_attrs", [a.type for a in owner.arguments])
+            return self.given[name][at]
         each = self._shardings(above)
         return self.parts(value.type, each[at] if at < len(each) else None)
 
