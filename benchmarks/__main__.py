@@ -23,6 +23,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "state": (["state.run"], None),
     "loops": (["loops.run"], None),
     "tpu": (["tpu.run"], None),
+    "spmd": (["spmd.run"], None),
     "processes": (["processes.run"], ["processes.run", "--only", *map(str, range(6))]),
     "call": (["call.overhead"], ["call.overhead"]),
     "first-call": (["call.first_call"], None),

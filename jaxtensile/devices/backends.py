@@ -49,9 +49,10 @@ class Backend:
     widens_sums: bool = True
     """Whether products of 16-bit numbers can be summed in 32 bits."""
     adds_at_once: float = 0.0
-    """Bytes up to which sums over devices are made in one go (``AllReduceCombiner``)."""
+    """Most bytes of sums over devices in one all-reduce (``AllReduceCombiner``). XLA:CPU combined all gradients in
+    ``benchmarks/spmd``; XLA:GPU has ``xla_gpu_all_reduce_combine_threshold_bytes``; a TPU's limit is not known."""
     scatters_sums: bool = False
-    """Whether a sum over devices of which each keeps a part is never there as a whole (``ReduceScatterCreator``)."""
+    """Whether an all-reduce of which each device keeps a part becomes a reduce-scatter (``ReduceScatterCreator``)."""
     schedulers: tuple[Mapping[str, Any], ...] = field(default=({},), hash=False)
     """Compiler options of the schedulers to try for a rewritten program, best first."""
     drops_barriers_before: tuple[int, ...] = (0,)
@@ -78,7 +79,7 @@ CUDA: Final = Backend(
     pools=True,
     gives_back=("cuda_async", "platform", "vmm"),
     kernels_known=True,
-    adds_at_once=30 * MIB,  # ``xla_gpu_all_reduce_combine_threshold_bytes``
+    adds_at_once=30 * MIB,
     scatters_sums=True,
     alike={"xla_gpu_shard_autotuning": False},
 )

@@ -1,10 +1,9 @@
-"""The graph of the program of one device: local shapes, and what devices hand each other as ops of its own.
+"""The graph of the program of one device: local shapes, with collectives as ops of their own.
 
-An operand that a reader wants less divided is gathered once, before its first reader, and lives until its last. A
-result of which each device has a part of the sum is there as it is before that, and after. The body of a ``shard_map``
-over all axes stands where its call is.
+A less divided operand is gathered once, before its first reader, and lives until its last reader. A partial sum is one
+value, its sum over devices another. The body of a ``shard_map`` over all axes replaces its call.
 
-Invariant: ops are those of the whole program, with reshards and sums in between, in an order that computes them.
+Invariant: each op of the whole program is there once, after the ops that make its operands.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
 
 @dataclass(frozen=True)
 class Local:
-    """``graph``: of one device. ``origin``: of each op, the op of the whole program that it is or is for. ``places``:
-    the same inside of a ``shard_map``, with the program that says its line."""
+    """``graph``: of one device. ``origin``: for each op, its op in the whole program; for a collective, the op that
+    needs it. ``places``: for each op, a program and the op in it whose line to name."""
 
     graph: Graph
     origin: tuple[OpId, ...]
@@ -55,7 +54,7 @@ def whole(program: Traced) -> Local:
 
 
 def local_graph(program: Traced, shapes: Shapes, backend: Backend) -> Local:
-    """The graph of one device of this kind."""
+    """The graph of one device of a platform."""
     making = _Making(program.graph, shapes, backend, program)
     ops, before = making.made()
     slots = making.slots
@@ -72,7 +71,7 @@ def _body(graph: Graph, shapes: Shapes, backend: Backend) -> Graph:
 
 
 class _Making:
-    """Scratch of one graph; ``program``: its equations, None for a body."""
+    """Scratch of one graph. ``program``: its equations; None for a body."""
 
     def __init__(self, graph: Graph, shapes: Shapes, backend: Backend, program: Traced | None) -> None:
         self.whole, self.shapes, self.backend, self.program = graph, shapes, backend, program

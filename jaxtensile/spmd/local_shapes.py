@@ -1,9 +1,10 @@
-"""The local shape of every value of a program: what one device holds of it.
+"""The local shape of every value of a program: the shape of its part on one device.
 
-Of arguments from their shardings, of values on meshes with explicit axes from their types, of all others from Shardy's
-propagation (`spmd.shardy`). What that says nothing of, it is divided like the nearest value of its shape.
+Arguments have the shapes of their shardings. On meshes with explicit axes types give the shapes of all values. Others
+come from Shardy's propagation (`spmd.shardy`). A value without an answer is divided like the nearest value of its
+shape. If the propagation fails, all values but the arguments are divided by one ratio.
 
-Invariant: an argument has exactly the shape that its sharding gives it.
+Invariant: an argument has exactly the local shape of its sharding.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from jaxtensile.spmd.marked import MANUAL, all_manual, module_of
 from jaxtensile.spmd.shardy import Parts, Propagated, Reshard, Sum, Typed, propagated
 
 ROUNDS: Final = 3
-"""Passes over values that nothing is known of, each one reader or operand further. A guess: two were enough."""
+"""Passes over unknown values, each one reader or operand further. A guess: two were enough."""
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """What is known of a program's arguments and results: the ``traced`` result of ``jax.jit``'s ``trace``, a sharding
-    for each input of its jaxpr and each output (None: XLA decides), and the number of devices."""
+    """A program over ``count`` devices. ``traced``: the result of ``jax.jit``'s ``trace``. ``inputs``, ``outputs``: a
+    sharding for each input and output of its jaxpr, None if XLA decides."""
 
     traced: Any
     inputs: tuple[Any, ...]
@@ -48,11 +49,12 @@ class Sharded:
 
 @dataclass(frozen=True)
 class Shapes:
-    """Of each value by its id: into how many parts each dimension is divided; of bodies by (op, body).
+    """The division of a program's values. ``parts``: by value, the number of parts of each dimension. ``bodies``: by
+    (op, body).
 
-    ``outputs``: of the results at each place, where that is known. ``reshards``: with their readers. ``sums``: by op,
-    of its only result, before it is added up over devices. ``guessed``: why no propagation was to be had. ``program``:
-    the equations of a body that is one device's already and stands where its call is; None for others.
+    ``outputs``: parts of each result as the caller gets it; empty if unknown. ``reshards``: each with the ops that read
+    it. ``sums``: by op, its only result before the sum over devices. ``guessed``: why the propagation failed; empty if
+    it did not. ``program``: the equations of a ``shard_map``'s body that replaces its call; None for other programs.
     """
 
     parts: Mapping[int, Parts]
@@ -65,7 +67,8 @@ class Shapes:
 
 
 def sharded(traced: Any, args: Any, kwargs: Any, static: tuple[frozenset[int], frozenset[str]], count: int) -> Sharded:
-    """``static``: positions and names of arguments that are no arrays."""
+    """The shardings of a trace's arguments and results. ``static``: positions and names of arguments that are no
+    arrays."""
     numbers, names = static
     dynamic = (
         tuple(x for i, x in enumerate(args) if i not in numbers),
@@ -92,7 +95,8 @@ def parts_of(shape: tuple[int, ...], sharding: Any) -> Parts:
 
 
 def divided(where: Sharded) -> tuple[int, ...]:
-    """Into how many parts each argument is divided; one that XLA may divide, into as many as there are devices."""
+    """The number of parts of each argument. An argument without a sharding may be divided by XLA: it counts as divided
+    among all devices."""
     each = (where.parts(i, aval) for i, aval in enumerate(where.traced.jaxpr.in_avals))
     return tuple(where.count if parts is None else math.prod(parts) for parts in each)
 
@@ -278,7 +282,8 @@ def _in_turn(shapes: Sequence[tuple[int, ...]], typed: Sequence[Typed]) -> list[
 
 
 def _fill(graph: Graph, parts: dict[int, Parts]) -> None:
-    """Divide what nothing is known of like operands and readers of its shape; else along the dimensions it keeps."""
+    """Divide unknown values like operands and readers of their shape; else along the dimensions of an operand that they
+    keep."""
     read_by: dict[int, list[int]] = {}
     for op in graph.ops:
         for v in op.operands:

@@ -1,9 +1,9 @@
 """A program lowered with a mark on every equation, which the locations of its operations keep.
 
-Marks are names of scopes: ``jt7_`` for the equation 7, ``jt7.0.3_`` for the equation 3 of its body 0. The results of
-loops, branches and calls, whose place among those of an operation is JAX's affair, go through barriers of their own:
-``jt7r0_`` is the first. A ``shard_map`` is a call of nothing known between its constraints: what is inside has the
-sizes of one device already.
+Marks are names of scopes: ``jt7_`` for equation 7, ``jt7.0.3_`` for equation 3 of its body 0. An operation of a loop,
+branch or call has more results than its equation, in an order of JAX's. So each result of the equation has a barrier
+with a mark: ``jt7r0_`` for the first. A ``shard_map`` becomes an unknown call between constraints, because its body has
+the shapes of one device already.
 
 Invariant: nothing here runs or compiles.
 """
@@ -96,7 +96,7 @@ def all_manual(eqn: Any) -> bool:
 
 
 def _manual(eqn: Any, operands: list[Any]) -> list[Any]:
-    """A ``shard_map`` as its neighbours see it."""
+    """A ``shard_map`` as an unknown call between the constraints of its specs."""
     params = eqn.params
     mesh, open_ = params["mesh"], not all_manual(eqn)
 

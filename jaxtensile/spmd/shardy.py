@@ -1,9 +1,9 @@
-"""How XLA divides the values of a program among devices: Shardy's propagation, run here, without a compile.
+"""The division of a program's values among devices, by Shardy's propagation and without a compile.
 
-XLA propagates shardings through what it reads back from HLO, whose order differs from JAX's, and the order decides
-where two rules disagree. So the module goes through HLO here too.
+XLA runs the same passes on a module that it reads back from HLO. HLO orders operations differently than JAX, and the
+order decides between two conflicting rules. So the module goes through HLO here too.
 
-Invariant: every figure is of the module's own operations, named by the marks in their locations (`spmd.marked`).
+Invariant: every result is keyed by the marks in the module's own locations (`spmd.marked`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _KEYS: Final = ("sdy.sharding", "sharding", "out_sharding", "out_shardings")
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """An operand that its readers, by their marks, want divided otherwise than it is."""
+    """An operand of this whole shape that is divided into ``before`` and read divided into ``after``. ``readers``:
+    their marks."""
 
     shape: tuple[int, ...]
     before: Parts
@@ -43,7 +44,7 @@ class Reshard:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A result of which every device has a part of the sum, as it is before these are added up over ``axes``."""
+    """A result before the devices' partial sums are added up over ``axes``: its whole shape, and its parts."""
 
     shape: tuple[int, ...]
     parts: Parts
@@ -62,9 +63,9 @@ class Propagated:
 
 
 def propagated(module: Any) -> Propagated:
-    """The parts of every value of a module of ``spmd.marked``. Raises whatever JAX's private bindings raise.
+    """The parts of every value of a module of ``spmd.marked``. Raises any error of JAX's private bindings.
 
-    What Shardy does not take back from HLO (calls with several results) is propagated in JAX's own order.
+    Shardy refuses some modules from HLO (calls with several results are tuples there). Those it reads in JAX's order.
     """
     ir, _, _ = _compat.mlir_bindings()
     try:
@@ -81,7 +82,7 @@ def _meshes(module: Any) -> dict[str, Any]:
 
 
 def _read(module: Any) -> Propagated:
-    """What propagation says of a module, which it changes."""
+    """The propagation's result for a module, which changes in place."""
     _, passes, sdy = _compat.mlir_bindings()
     with module.context:
         read = _Reader(_meshes(module).values(), sdy)
@@ -99,7 +100,7 @@ def _read(module: Any) -> Propagated:
 
 
 def _inserted(module: Any, read: _Reader) -> tuple[tuple[Reshard, ...], dict[str, list[Sum]]]:
-    """The reshards of operands, and the sums that are added up over devices."""
+    """The reshards of operands, and by mark the sums over devices."""
     found: list[Reshard] = []
     sums: dict[str, list[Sum]] = {}
     for op in _walk(module.operation):
@@ -216,7 +217,7 @@ def _walk(op: Any) -> Iterator[Any]:
 
 
 def _restored(module: Any, meshes: Mapping[str, Any], ir: Any) -> None:
-    """Shardings that HLO keeps as text become Shardy's own again, in place."""
+    """Turn the shardings that HLO keeps as text into Shardy's attributes, in place."""
     body = module.body
     here = {str(op.operation.attributes["sym_name"]) for op in body.operations if op.operation.name == "sdy.mesh"}
     first = body.operations[0]

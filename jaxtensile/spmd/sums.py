@@ -1,8 +1,9 @@
-"""Sums over devices that XLA makes in one go, once the last of them is ready (``AllReduceCombiner``).
+"""Sums over devices that XLA combines into one all-reduce (``xla/service/all_reduce_combiner.cc``).
 
-So that gradients, each a part of a sum, wait for each other, and their sums are all there at once.
+The combined all-reduce runs once its last operand is ready. So partial sums of all gradients are live at once, and so
+are their sums.
 
-Invariant: sums are one only if none depends on another, and if they are over the same axes in the same type.
+Invariant: combined sums have the same axes and type, and none depends on another.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from jaxtensile.ir.ir import Op, OpId, Value
 def together(
     ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: float
 ) -> tuple[list[Op], list[int]]:
-    """The ops in an order in which sums of up to ``limit`` bytes are one op, and where each op was before.
+    """The ops with combined sums of at most ``limit`` bytes, in a valid order, and each op's position before.
 
-    ``sums``: ops that add up over devices, and over which axes.
+    ``sums``: by op that sums over devices, its axes.
     """
     groups = [group for group in _groups(ops, values, sums, limit) if len(group) > 1]
     if not groups:
@@ -40,7 +41,7 @@ def together(
 
 
 def _groups(ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: float) -> list[list[int]]:
-    """The sums that are made at once, each where it first can be."""
+    """The combined sums, each sum in the first group that it can join."""
     behind: dict[int, int] = {}
     """By value: the sums that it depends on, as bits."""
     bit = {i: 1 << n for n, i in enumerate(sums)}
