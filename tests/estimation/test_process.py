@@ -45,8 +45,8 @@ def test_a_pool_is_as_large_as_it_must_be():
 def test_parts_add_up_and_say_how_they_were_found():
     g = graph([1000, 1000], [0], [1], [0])
     use = MemoryUse(argument=4000, output=4000, temp=10 * MIB, alias=4000)
-    found = parts(use, g, H200, 1)
+    found = parts(use, g, H200)
     assert [p.name for p in found] == ["program", "rounding", "fragmentation", "context"]
     assert total(found) == 4096 + 10 * MIB + CONTEXT
     assert all(p.how for p in found) and found[0].nbytes == use.device
-    assert parts(use, g, profile("cpu"), 1) == parts(use, g, profile("tpu-v5e"), 1) == found[:1]
+    assert parts(use, g, profile("cpu")) == parts(use, g, profile("tpu-v5e")) == found[:1]
