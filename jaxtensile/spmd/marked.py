@@ -2,8 +2,8 @@
 
 Marks are names of scopes: ``jt7_`` for equation 7, ``jt7.0.3_`` for equation 3 of its body 0. An operation of a loop,
 branch or call has more results than its equation, in an order of JAX's. So each result of the equation has a barrier
-with a mark: ``jt7r0_`` for the first. A ``shard_map`` becomes an unknown call between constraints, because its body has
-the shapes of one device already.
+with a mark: ``jt7r0_`` for the first. A ``shard_map`` over all axes becomes an unknown call between constraints,
+because its body has the shapes of one device already. The body of another one has no marks.
 
 Invariant: nothing here runs or compiles.
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from jaxtensile import _compat
 from jaxtensile.program.bodies import with_closed
@@ -41,15 +41,10 @@ def module_of(program: Traced, arguments: Sequence[Any], outputs: Sequence[Any])
     def evaluate(*flat: Any) -> list[Any]:
         return _evaluated(program, [*flat[: len(arguments)]], dict(zip(names, flat[len(arguments) :], strict=True)), "")
 
-    consts = [jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype, sharding=_named(x)) for x in program.consts.values()]
+    # Not the arrays, which would be text. JAX makes constants of them, which have no sharding either.
+    consts = [jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype) for x in program.consts.values()]
     jitted = jax.jit(evaluate, keep_unused=True, out_shardings=[*outputs] if outputs else None)
     return jitted.lower(*arguments, *consts).compiler_ir("stablehlo")
-
-
-def _named(x: Any) -> Any:
-    """A constant's sharding over several devices; None if it has none."""
-    sharding = getattr(x, "sharding", None)
-    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _evaluated(program: Traced, flat: Sequence[Any], consts: dict[int, Any], above: str) -> list[Any]:
@@ -69,7 +64,7 @@ def _bound(program: Traced, i: int, operands: list[Any], mark: str) -> list[Any]
     if eqn is None or not program.graph.ops[i].bodies:
         return bind(equation, operands)
     if eqn.primitive.name == MANUAL:
-        return _manual(eqn, operands)
+        return _manual(eqn, operands) if all_manual(eqn) else bind(equation, operands)
     if eqn.effects or not all(type(v.aval) is _compat.ShapedArray for v in (*eqn.invars, *eqn.outvars)):
         return bind(equation, operands)
     bodies = [_marked(body, f"{mark}.{k}.") for k, body in enumerate(closed_bodies(eqn)[0])]
@@ -98,12 +93,9 @@ def all_manual(eqn: Any) -> bool:
 def _manual(eqn: Any, operands: list[Any]) -> list[Any]:
     """A ``shard_map`` as an unknown call between the constraints of its specs."""
     params = eqn.params
-    mesh, open_ = params["mesh"], not all_manual(eqn)
 
     def constrained(x: Any, spec: Any) -> Any:
-        each = tuple(spec) + (None,) * (x.ndim - len(spec))
-        each = tuple(PartitionSpec.UNCONSTRAINED if open_ and axis is None else axis for axis in each)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*each)))
+        return jax.lax.with_sharding_constraint(x, NamedSharding(params["mesh"], spec))
 
     given = [constrained(x, spec) for x, spec in zip(operands, params["in_specs"], strict=True)]
     kinds = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars)

@@ -27,6 +27,7 @@ _IN_HLO: Final = "xla.sdy.sharding"
 """Where an operation keeps its sharding in HLO, below ``mhlo.frontend_attributes``."""
 _CONSTRAINTS: Final = frozenset({"Sharding", "xla.sdy.FuncResultSharding", "local_xla.sdy.FuncResultSharding"})
 """Calls in HLO that stand for a sharding constraint."""
+_MANUAL: Final = "sdy.manual_computation"
 _SUM: Final = "sdy.all_reduce"
 _KEYS: Final = ("sdy.sharding", "sharding", "out_sharding", "out_shardings")
 
@@ -65,9 +66,12 @@ class Propagated:
 def propagated(module: Any) -> Propagated:
     """The parts of every value of a module of ``spmd.marked``. Raises any error of JAX's private bindings.
 
-    Shardy refuses some modules from HLO (calls with several results are tuples there). Those it reads in JAX's order.
+    Shardy refuses some modules from HLO (calls with several results are tuples there), and HLO has no
+    ``sdy.manual_computation``. Such modules are propagated in JAX's order.
     """
     ir, _, _ = _compat.mlir_bindings()
+    if any(op.name == _MANUAL for op in _walk(module.operation)):
+        return _read(module)
     try:
         with module.context:
             again = ir.Module.parse(_compat.through_hlo(module))

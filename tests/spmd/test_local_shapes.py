@@ -102,6 +102,13 @@ qr = jax.jit(lambda w, x: jnp.linalg.qr(x)[1] @ w)  # a call with several result
 args = [placed((N, N), P(None, "b")), placed((64, N), P("a"))]
 told["several"] = shapes(qr.trace(*args), args)[2].guessed
 
+partly = jax.shard_map(
+    lambda x, y: lax.psum(jnp.tanh(x @ y), "a"),
+    mesh=mesh, in_specs=(P(None, "a"), P("a")), out_specs=P(), axis_names={"a"},
+)
+args = [placed((64, N), P("b", "a")), placed((N, N), P("a"))]
+told["partly"] = shapes(jax.jit(partly).trace(*args), args)[2].outputs
+
 def missing(*_):
     raise AttributeError("jaxlib has no passes any more")
 
@@ -143,6 +150,10 @@ def test_types_with_explicit_axes_say_it_themselves(told):
 
 def test_what_shardy_does_not_take_from_hlo_is_propagated_as_jax_wrote_it(told):
     assert not told["several"]
+
+
+def test_a_shard_map_over_some_axes_leaves_the_others_to_shardy(told):
+    assert told["partly"] == [[2, 1]]
 
 
 def test_without_jaxs_private_parts_all_but_the_arguments_has_one_ratio(told):
