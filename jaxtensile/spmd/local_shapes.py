@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 
 from jaxtensile import _compat
 from jaxtensile.faults import strict, told
-from jaxtensile.ir.ir import Graph
+from jaxtensile.ir.ir import Graph, Op
 from jaxtensile.program.trace import Traced, closed_bodies, trace_jaxpr
 from jaxtensile.spmd.marked import MANUAL, all_manual, module_of
 from jaxtensile.spmd.shardy import Parts, Propagated, Reshard, Sum, Typed, propagated
@@ -260,20 +260,24 @@ def _of_results(
 ) -> list[Parts | None] | None:
     """The parts of an equation's results, by the last operation under its mark that has such results."""
     for typed in reversed(operations):
-        each = _in_turn(shapes, typed)
+        each: list[Parts] | None = _in_turn(shapes, typed)
         if each is not None:
             return [*each]
-    if len(shapes) > 1:
-        return [(one or [None])[0] for one in (_of_results([s], operations) for s in shapes)]
-    return None
+    if len(shapes) < 2:
+        return None
+    alone: list[Parts | None] = []
+    for shape in shapes:
+        one = _of_results([shape], operations)
+        alone.append(one[0] if one else None)
+    return alone
 
 
 def _in_turn(shapes: Sequence[tuple[int, ...]], typed: Sequence[Typed]) -> list[Parts] | None:
     """The parts of the last results that have these shapes in this order."""
     out: list[Parts] = []
-    left = [*typed]
+    left: list[Typed] = [*typed]
     for shape in reversed(shapes):
-        while left and left[-1][0][: len(shape)] != shape:
+        while left and left[-1][0][: len(shape)] != tuple(shape):
             left.pop()
         if not left:
             return None
@@ -288,24 +292,25 @@ def _fill(graph: Graph, parts: dict[int, Parts]) -> None:
     for op in graph.ops:
         for v in op.operands:
             read_by.setdefault(v, []).append(op.id)
-    unknown = [(op, r) for op in graph.ops for r in op.results if r not in parts]
+    unknown: list[tuple[Op, int]] = [(op, r) for op in graph.ops for r in op.results if r not in parts]
     for _ in range(ROUNDS):
         for op, r in unknown:
-            if r in parts:
-                continue
-            shape = graph.values[r].shape
-            near = (*op.operands, *(q for j in read_by.get(r, ()) for q in _around(graph, j)))
-            like = next((parts[v] for v in near if v in parts and graph.values[v].shape == shape), None)
-            if like is None:
-                like = next(_kept(graph, parts, op.operands, shape), None)
-            if like is not None:
-                parts[r] = like
-        unknown = [(op, r) for op, r in unknown if r not in parts]
+            if r not in parts:
+                like = _like(graph, parts, op, r, read_by.get(r, ()))
+                if like is not None:
+                    parts[r] = like
 
 
-def _around(graph: Graph, j: int) -> Iterator[int]:
-    yield from graph.ops[j].results
-    yield from graph.ops[j].operands
+def _like(graph: Graph, parts: Mapping[int, Parts], op: Op, r: int, readers: Sequence[int]) -> Parts | None:
+    """The parts of a known value near result ``r`` of ``op``."""
+    shape = graph.values[r].shape
+    near: list[int] = [*op.operands]
+    for j in readers:
+        near += [*graph.ops[j].results, *graph.ops[j].operands]
+    for v in near:
+        if v in parts and graph.values[v].shape == shape:
+            return parts[v]
+    return next(_kept(graph, parts, op.operands, shape), None)
 
 
 def _kept(graph: Graph, parts: Mapping[int, Parts], operands: Sequence[int], shape: tuple[int, ...]) -> Iterator[Parts]:
@@ -313,7 +318,7 @@ def _kept(graph: Graph, parts: Mapping[int, Parts], operands: Sequence[int], sha
     for v in operands:
         old = graph.values[v].shape
         if v in parts and math.prod(old) >= math.prod(shape):
-            left = list(zip(old, parts[v], strict=True))
+            left: list[tuple[int, int]] = list(zip(old, parts[v], strict=True))
             found: list[int] = []
             for d in shape:
                 while left and left[0][0] != d:
@@ -344,7 +349,7 @@ def _divided(graph: Graph, given: Mapping[int, Parts], ratio: int) -> Shapes:
             value = graph.values[r]
             same = alike.get((value.shape, value.dtype)) if r in results else None
             parts[r] = same or _spread(value.shape, ratio)
-    bodies = {
+    bodies: dict[tuple[int, int], Shapes] = {
         (op.id, k): _divided(body, {v: _spread(body.values[v].shape, ratio) for v in body.inputs}, ratio)
         for op in graph.ops
         if op.primitive != MANUAL
