@@ -153,34 +153,39 @@ class _Making:
         """The body of a ``shard_map`` in place of its call."""
         instead = self._operands(op)
         slots: Sequence[int] = op.slots or op.operands
-        given = [instead.get(ValueId(s), ValueId(s)) if s >= 0 else None for s in slots]
+        given: list[ValueId | None] = [instead.get(ValueId(s), ValueId(s)) if s >= 0 else None for s in slots]
         now: dict[int, ValueId | None] = dict(zip(inside.arguments, given, strict=True))
-        outputs = dict(zip(op.results, inside.graph.output_slots, strict=True))
-        taken = {v: r for r, v in reversed(outputs.items()) if v is not None and v not in now}
+        outputs: list[tuple[ValueId, ValueId | None]] = [*zip(op.results, inside.graph.output_slots, strict=True)]
+        taken: dict[int, ValueId] = {}
+        for result, made in reversed(outputs):
+            if made is not None and made not in now:
+                taken[made] = result
         for value in inside.graph.values:
             if value.id in taken:
                 now[value.id] = taken[value.id]
             elif value.id not in now:
-                now[value.id] = ValueId(len(self.values))
-                self.values.append(replace(value, id=now[value.id]))
+                new = ValueId(len(self.values))
+                now[value.id] = new
+                self.values.append(replace(value, id=new))
         for inner in inside.graph.ops:
             if inner.primitive in _SUMS:
                 self.sums[len(self.ops)] = str(inside.equations[inner.id].eqn.params.get("axes"))
+            slots_now: list[int] = [-1 if s < 0 else _or_literal(now[s]) for s in inner.slots]
             self._append(
                 replace(
                     inner,
-                    operands=tuple(v for o in inner.operands if (v := now[o]) is not None),
-                    results=tuple(v for r in inner.results if (v := now[r]) is not None),
-                    slots=tuple(-1 if s < 0 or (v := now[s]) is None else v for s in inner.slots),
+                    operands=_known(now, inner.operands),
+                    results=_known(now, inner.results),
+                    slots=tuple(slots_now),
                 ),
                 op.id,
                 (inside, inner.id),
             )
-        for r, v in outputs.items():
-            made = None if v is None else now[v]
-            if made != r:
-                operands = () if made is None else (made,)
-                self._append(Op(id=OpId(0), primitive=_VIEW, operands=operands, results=(r,)), op.id)
+        for result, made in outputs:
+            behind = None if made is None else now[made]
+            if behind != result:
+                operands = () if behind is None else (behind,)
+                self._append(Op(id=OpId(0), primitive=_VIEW, operands=operands, results=(result,)), op.id)
 
     def _append(self, op: Op, origin: OpId, place: tuple[Traced, int] | None = None) -> None:
         self.ops.append(replace(op, id=OpId(len(self.ops))))
@@ -228,6 +233,16 @@ class _Making:
             return 0
         of = op.results[0] if op.primitive == "pad" or not op.operands else op.operands[0]
         return nbytes // _ratio(self.whole.values[of], self.values[of])
+
+
+def _known(now: Mapping[int, ValueId | None], of: Sequence[ValueId]) -> tuple[ValueId, ...]:
+    """The values that a body's values are now, without literals."""
+    found = (now[v] for v in of)
+    return tuple(v for v in found if v is not None)
+
+
+def _or_literal(v: ValueId | None) -> int:
+    return -1 if v is None else v
 
 
 def _ratio(entire: Value, local: Value) -> int:
