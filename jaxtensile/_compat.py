@@ -5,6 +5,7 @@ Invariant: nothing else in the project imports ``jax._src``.
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -522,7 +523,7 @@ def given_shardings(traced: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
 
 def partition_spec(aval: Any) -> tuple[Any, Any] | None:
     """``(mesh, spec)`` of a type with a sharding; None without one."""
-    sharding = getattr(aval, "sharding", None)
+    sharding: Any = getattr(aval, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     return None if mesh is None or mesh.empty else (mesh, sharding.spec)
 
@@ -545,9 +546,7 @@ def mlir_context() -> Any:
 def through_hlo(module: Any) -> str:
     """The text of a StableHLO module, taken to HLO and back."""
     from jax._src.interpreters import mlir
-    from jaxlib import _jax
 
-    hlo = _jax.mlir.mlir_module_to_xla_computation(
-        mlir.module_to_bytecode(module), use_tuple_args=False, return_tuple=False
-    )
-    return _jax.mlir.xla_computation_to_mlir_module(hlo)
+    xla: Any = importlib.import_module("jaxlib._jax").mlir
+    hlo = xla.mlir_module_to_xla_computation(mlir.module_to_bytecode(module), use_tuple_args=False, return_tuple=False)
+    return xla.xla_computation_to_mlir_module(hlo)
