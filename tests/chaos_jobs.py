@@ -130,7 +130,7 @@ class Steps:
         import jax
 
         self._chose, steps = False, self._job._steps
-        compiled = steps.compiles  # it may end while the step runs
+        compiled = steps.at_work  # it may end while the step runs
         forget_peak()
         self._rest = resident("VmRSS")
         began = time.monotonic_ns()
@@ -139,7 +139,7 @@ class Steps:
         out = jax.block_until_ready(self._inner(*args))
         if not (holds or self._chose):
             self._runs(began)  # though it was given up
-        unseen = self._chose or compiled or steps.compiles
+        unseen = self._chose or compiled or steps.at_work
         self._log.tell("ran", 0 if unseen else max(resident("VmHWM") - self._rest, 1))
         return out
 

@@ -68,6 +68,8 @@ class Stepping(Owned):
         """Set once the step that waited for a plan has run; and when the builder's rest ends."""
         self._hurry = threading.Event()
         """Set if somebody waits for the background compiles."""
+        self.at_work = False
+        """Whether the builder predicts or compiles just now, and does not wait."""
         self._watcher: threading.Thread | None = None
         self._ended = False
         """Whether the lease is given back for good."""
@@ -358,20 +360,25 @@ class Stepping(Owned):
                 self._ran.wait(_LONG)
                 self._on.watch("sketch")
                 if inside and not all(ladder.sketched for ladder in self._on.ladders):
+                    self.at_work = True
                     for ladder in [*self._on.ladders]:
                         ladder.sketch()
+                    self.at_work = False
                     self._on.renew = True
                     self.settle()
                 while not (self._hurry.wait(LOOK) or (self._ran.is_set() and time.monotonic() >= self._rest)):
                     self._on.watch("rest")
                 assert self._on.by is not None
                 with self._on.by.compiles(self._on.watch):
+                    self.at_work = True
                     for ladder in [*self._on.ladders] if inside else ():
                         ladder.build(self._on.watch, between=self._on.forget)
             except StoppedError:
                 return
             except Exception as error:  # steps go on with what is compiled
                 _log.warning("job %r: plans are not compiled ahead: %s", self._name, error)
+            finally:
+                self.at_work = False
             self._on.renew = True
             self.settle()
 
