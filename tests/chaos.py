@@ -331,10 +331,12 @@ class Chaos:
         self.zygote.order(Fork(spec))
 
     def _warm(self):
-        """Plans of both programs, which those that come later find on disk."""
+        """Plans of both programs, which those that come later find on disk; and steps beside which nothing compiles."""
         for name in PROGRAMS:
-            log = str(self.folder / "first")
-            self._one(Spec(name=f"first of {name}", program=name, seed=0, steps=1, log=log, waits=True))
+            log = str(self.folder / "logs" / f"first-{name}")
+            spec = Spec(name=f"first-{name}", program=name, seed=0, steps=4, log=log, waits=True)
+            self.specs[spec.name] = spec, 0
+            self._one(spec)
 
     def _undisturbed(self):
         """The losses of ``jax.jit``, for as many steps as the longest job had."""
