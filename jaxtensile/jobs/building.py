@@ -12,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +23,19 @@ from jaxtensile.runtime.client.holds import LOOK
 
 CORES: Final = 2
 """Cores for each job that compiles: one for its planner and XLA, one for the steps of others. A guess."""
-_here = threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES, 1))
+
+
+def _places() -> int:
+    """How many may compile at once."""
+    return max(len(os.sched_getaffinity(0)) // CORES, 1)
+
+
+_here = threading.BoundedSemaphore(_places())
 
 
 def _in_child() -> None:
     global _here
-    _here = threading.BoundedSemaphore(max(len(os.sched_getaffinity(0)) // CORES, 1))
+    _here = threading.BoundedSemaphore(_places())
 
 
 os.register_at_fork(after_in_child=_in_child)
@@ -51,10 +59,8 @@ def place(socket: Path | None, watch: Watch) -> Generator[None]:
 
 def _locked(socket: Path, watch: Watch) -> int | None:
     """A locked file beside the socket; None if none can be made there."""
-    count = max(len(os.sched_getaffinity(0)) // CORES, 1)
-    wait = threading.Event()
     while True:
-        for k in range(count):
+        for k in range(_places()):
             try:
                 file = os.open(f"{socket}.compiling{k}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except OSError:
@@ -66,4 +72,4 @@ def _locked(socket: Path, watch: Watch) -> int | None:
             else:
                 return file
         watch("place")
-        wait.wait(LOOK)
+        time.sleep(LOOK)

@@ -213,11 +213,9 @@ class Requests:
 
     def _ack(self, connection: Connection, message: Ack) -> None:
         desk, arbiter = self._desk, self._desk.arbiter
-        lease = arbiter.leases.get(message.lease)
-        if lease is None or self._stale(lease, connection, message.in_use):
-            desk.counters["stale"] += 1
+        lease = self._spoken_for(connection, message.lease, message.in_use)
+        if lease is None:
             return
-        lease.beat = desk.now
         lease.knows = lease.knows or message.token.sequence > lease.former
         late = message.token != Token(lease.epoch, lease.sequence) or message.rung != lease.rung
         if late and (desk.rules.fencing or not lease.low <= message.rung <= lease.high):
@@ -253,10 +251,7 @@ class Requests:
         charges = _at_least(before, message.in_use)
         if charges != before:
             self._keeps(lease, "holds more than it was granted")
-            arbiter.ledger.measured(lease.id, lease.resources, charges)
-            arbiter.changed(lease)
-            desk.put_down(lease, charges)
-            desk.undecided = True
+            self._charge(lease, charges)
 
     def _ask_turn(self, connection: Connection, message: AskTurn) -> None:
         desk = self._desk
@@ -272,11 +267,9 @@ class Requests:
 
     def _done(self, connection: Connection, message: Done) -> None:
         desk, arbiter = self._desk, self._desk.arbiter
-        lease = arbiter.leases.get(message.lease)
-        if lease is None or self._stale(lease, connection, message.in_use):
-            desk.counters["stale"] += 1
+        lease = self._spoken_for(connection, message.lease, message.in_use)
+        if lease is None:
             return
-        lease.beat = desk.now
         if message.turn == lease.asks:
             desk.turns.call_off(lease)
         elif message.turn == lease.turn:
@@ -299,11 +292,7 @@ class Requests:
         # What the allocator keeps, the next step uses.
         more = [max(u - c.persistent, 0) for u, c in zip(in_use, before, strict=False)]
         rows = [Charge(c.persistent + m, max(c.temp - m, 0)) for m, c in zip(more, before, strict=False)]
-        charges = (*rows, *before[len(rows) :])
-        arbiter.ledger.measured(lease.id, lease.resources, charges)
-        arbiter.changed(lease)
-        desk.put_down(lease, charges)
-        desk.undecided = True
+        self._charge(lease, (*rows, *before[len(rows) :]))
 
     def _release(self, connection: Connection, process: Process, message: Release) -> None:
         desk = self._desk
@@ -350,6 +339,15 @@ class Requests:
     def _unknown(self, connection: Connection, number: int) -> None:
         self._desk.error(connection, "unknown lease", f"there is no lease {number}: ask to be admitted", lease=number)
 
+    def _spoken_for(self, connection: Connection, number: int, in_use: Sequence[Bytes]) -> Lease | None:
+        """The lease of that number, heard of now; None, and counted, if a word about it is late."""
+        lease = self._desk.arbiter.leases.get(number)
+        if lease is None or self._stale(lease, connection, in_use):
+            self._desk.counters["stale"] += 1
+            return None
+        lease.beat = self._desk.now
+        return lease
+
     def _stale(self, lease: Lease, connection: Connection, in_use: Sequence[Bytes]) -> bool:
         """Whether to ignore a connection's message about a lease."""
         if lease.rung < 0 or lease.state is QUARANTINED or len(in_use) > len(lease.resources):
@@ -375,6 +373,14 @@ class Requests:
         if held != charges:
             self._keeps(lease, "holds more than its rung needs")
         return held
+
+    def _charge(self, lease: Lease, charges: tuple[Charge, ...]) -> None:
+        """Charge and record what a job was found to hold."""
+        desk = self._desk
+        desk.arbiter.ledger.measured(lease.id, lease.resources, charges)
+        desk.arbiter.changed(lease)
+        desk.put_down(lease, charges)
+        desk.undecided = True
 
     def _keeps(self, lease: Lease, fault: str) -> None:
         self._alarm(lease, fault)
