@@ -86,11 +86,12 @@ def make_room(
     graph, made = start.graph, recomputation.made
     again = recomputation.ops(kept)
 
-    price = {
-        v: sum(charge[o] for o in recomputation.beside(again, kept, v))
-        for v in kept
-        if start.version_of[v] in at_peak and graph.values[v].nbytes and not graph.ops[made[v]].pinned
-    }
+    price: dict[int, Seconds] = {}
+    for v in kept:
+        if start.version_of[v] in at_peak and graph.values[v].nbytes and not graph.ops[made[v]].pinned:
+            beside = recomputation.beside(again, kept, v)
+            if not any(graph.ops[o].pinned for o in beside):  # it would read what only such an op makes
+                price[v] = sum(charge[o] for o in beside)
     size = {v: graph.values[v].nbytes for v in price}
     best: tuple[Seconds, set[int]] = (float("inf"), set())
     chosen: set[int] = set()

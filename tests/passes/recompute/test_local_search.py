@@ -92,3 +92,23 @@ def test_pinned_values_are_never_dropped():
     budget = bench.measure(kept).device
     _, after = bench.local_search(budget, kept)
     assert vs[1] in after.kept | bench.boundary.always
+
+
+def test_nothing_is_dropped_that_a_pinned_op_would_make_again():
+    b = Builder()
+    x = b.input(64)
+    dear = b.op("cumsum", x)
+    summed = b.op("psum", x, results=[(64,)], pinned=True)[0]
+    cheap = b.op("cumsum", summed)
+    g = x
+    for _ in range(300):
+        g = b.op("cumsum", g, shape=(1,))
+    for v in (dear, cheap):
+        g = b.op("cumsum", g, v, shape=(1,))
+    graph = b.graph(g)
+    bench = Bench(graph, 150, [5.0, 1.0, 1.0] + [0.0] * (len(graph.ops) - 3))
+    kept = frozenset({cheap})
+    budget = bench.measure(kept).device
+    before, after = bench.local_search(budget, kept)
+    assert len(bench.trials) > 2 and after is before  # to keep the dear one has no room
+    assert all(1 not in bench.recomputation.ops(trial.kept) for trial in bench.trials)
