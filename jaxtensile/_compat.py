@@ -64,6 +64,11 @@ def without_dead_code(closed: Any) -> Any:
     return new if hasattr(new, "consts") else type(closed)(new, consts)
 
 
+def has_effects(eqn: Any) -> bool:
+    """Whether an equation has effects; that it names an axis of a mesh is none."""
+    return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
 def stored_element(dtype: Any) -> Any:
     """The abstract array that stores one element of an extended dtype."""
     return _core.physical_element_aval(dtype)
@@ -507,6 +512,54 @@ def is_counted_threefry(eqn: Any) -> bool:
 def key_value_client() -> Any:
     """The client of ``jax.distributed.initialize``; None if that was not called."""
     return _distributed.global_state.client
+
+
+# ---- shard_map ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_shard_map(mesh: Any, checked: bool) -> Iterator[None]:
+    """Trace as in the body of a ``shard_map`` over all axes of ``mesh``; ``checked``: with ``check_vma``."""
+    manual = mesh.abstract_mesh.update_axis_types(dict.fromkeys(mesh.axis_names, jax.sharding.AxisType.Manual))
+    axes = _core.extend_axis_env_nd([*mesh.shape.items()])
+    with axes, jax.sharding.use_abstract_mesh(manual), _config._check_vma(checked):
+        yield
+
+
+def barrier(values: Iterable[Any]) -> list[Any]:
+    """The values behind one ``optimization_barrier``, each of the type that it had.
+
+    JAX before 0.11 would give all of them the type of the one that differs between most devices.
+    """
+    each = tuple(values)
+    with _config._check_vma(False) if JAX_VERSION < (0, 11) else nullcontext():
+        return list(jax.lax.optimization_barrier(each))
+
+
+def type_of_part(mesh: Any, checked: bool, spec: Any, aval: Any) -> Any:
+    """The type, in the body of a ``shard_map``, of one part of an array of type ``aval``."""
+    return _core.shard_aval(mesh, frozenset(mesh.axis_names), checked, spec, aval)
+
+
+def varying_alike(xs: list[Any]) -> list[Any]:
+    """The same values, of types that differ between the same devices."""
+    return [*_core.auto_insert_reshard(*xs)]
+
+
+def varying_over(x: Any, axes: tuple[str, ...]) -> Any:
+    """The same value, of a type that differs between the devices along ``axes``; itself if types do not say that."""
+    known = _varying(jax.typeof(x))
+    return _core.pvary(x, tuple(a for a in axes if a not in known))
+
+
+def varying_as(x: Any, aval: Any) -> Any:
+    """The same value, of a type that differs between the same devices as ``aval``."""
+    return varying_over(x, tuple(_varying(aval)))
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    """The axes of a mesh along which values of a type differ, in a ``shard_map`` that checks that."""
+    return getattr(getattr(aval, "mat", None), "varying", frozenset[str]())
 
 
 # ---- Shardy ---------------------------------------------------------------------------------------

@@ -21,6 +21,12 @@ OUTER = "outer_product"
 """The primitive of a ``dot_general`` that sums nothing: XLA multiplies its broadcast operands (``HandleDot`` in
 ``xla/hlo/transforms/simplifiers/algebraic_simplifier.cc``)."""
 
+COLLECTIVES = frozenset(
+    """psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant all_to_all reduce_scatter
+    ragged_all_to_all""".split()
+)
+"""Primitives that exchange values between devices."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
@@ -152,6 +158,15 @@ def consumers(graph: Graph) -> list[list[int]]:
         for v in operands if len(operands) < 2 else dict.fromkeys(operands):
             read_by[v].append(op.id)
     return read_by
+
+
+def is_fixed(op: Op) -> bool:
+    """Whether an op has to stay as it is. A scan around collectives stays where it is, but what else its iterations do
+    may change."""
+    pinned = [inner for body in op.bodies for inner in body.ops if inner.pinned]
+    hosts = any(v is not None and body.values[v].space == "host" for body in op.bodies for v in body.output_slots)
+    loop = op.primitive == "scan" and bool(pinned) and not hosts
+    return op.pinned and not (loop and all(o.primitive in COLLECTIVES or not is_fixed(o) for o in pinned))
 
 
 def of_nothing(graph: Graph) -> set[int]:

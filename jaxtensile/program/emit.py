@@ -55,7 +55,7 @@ def emit(
             elif op.primitive in _SPACE:
                 results = [jax.device_put(env[op.operands[0]], _SPACE[op.primitive])]
             elif origin[op.id] < 0:
-                results = lax.optimization_barrier(tuple(env[v] for v in op.operands))
+                results = _compat.barrier(env[v] for v in op.operands)
             else:
                 equation = traced.equations[origin[op.id]]
                 given = iter(op.operands)
@@ -92,7 +92,7 @@ def _with_its_own_stacks(equation: Equation, operands: list[Any], op: Op, made: 
     XLA makes all loops' zeros in one kernel, so the last loop's stacks would live from the start. Only scalars go
     behind the barrier: a broadcast constant there, like a mask's fill, would become a buffer.
     """
-    if equation.eqn is None or equation.eqn.primitive.name != "scan" or equation.eqn.effects:
+    if equation.eqn is None or equation.eqn.primitive.name != "scan" or _compat.has_effects(equation.eqn):
         return None
     params = equation.eqn.params
     consts, carries = _compat.scan_split(params)

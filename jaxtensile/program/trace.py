@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -19,10 +21,10 @@ import jax
 import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax.sharding import AxisType
 
 from jaxtensile import _compat
-from jaxtensile.ir.ir import OUTER, Graph, Op, OpId, Value, ValueId
+from jaxtensile.ir.ir import COLLECTIVES, OUTER, Graph, Op, OpId, Value, ValueId, is_fixed
 from jaxtensile.program.flops import BY_GROUPS, leaf_flops, spread, sums
 
 _CALLS = {
@@ -42,12 +44,17 @@ _FOREIGN = """pure_callback io_callback debug_callback ffi_call pallas_call cust
 REFERENCE_BARRIER = "reference_barrier"
 """Graph name of JAX's ``optimization_barrier`` over references."""
 _RANDOM = "rng_uniform"
-_COLLECTIVES = """shard_map xla_pmap pmap psum psum2 psum_invariant pmax pmin ppermute all_gather all_gather_invariant
-    all_to_all reduce_scatter ragged_all_to_all"""
+_GATHERS = frozenset({"all_gather", "all_gather_invariant"})
+"""Collectives that may run again: all devices run the same program, and nothing is added up. Not in branches and
+``while`` loops, where devices may part."""
 _NEVER_CLONED = {
     name: why
-    for names, why in ((_FOREIGN, "foreign code"), (_RANDOM, "random state"), (_COLLECTIVES, "several devices"))
-    for name in names.split()
+    for names, why in (
+        (_FOREIGN.split(), "foreign code"),
+        ({_RANDOM}, "random state"),
+        ({"shard_map", "xla_pmap", "pmap"} | (COLLECTIVES - _GATHERS), "several devices"),
+    )
+    for name in names
 }
 """Primitives whose repetition or move could change meaning, and why."""
 
@@ -175,7 +182,7 @@ class _Flattener:
 
 def _is_barrier_of_checkpoint(eqn: Any) -> bool:
     """Whether ``eqn`` is the barrier before a checkpoint's recomputation, over arrays alone."""
-    plain = eqn.primitive.name == "optimization_barrier" and not eqn.effects
+    plain = eqn.primitive.name == "optimization_barrier" and not _compat.has_effects(eqn)
     return plain and all(type(v.aval) is _compat.ShapedArray for v in eqn.invars) and _compat.is_checkpoint_barrier(eqn)
 
 
@@ -198,7 +205,7 @@ def _inlinable(eqn: Any) -> Any | None:
     if name in ("jit", "pjit"):
         plain = all(_is_unspecified(s) for s in (*params["in_shardings"], *params["out_shardings"]))
         layouts = any(x is not None for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ())))
-        if not plain or layouts or params.get("compiler_options_kvs") or not _mesh_is_empty(params.get("ctx_mesh")):
+        if not plain or layouts or params.get("compiler_options_kvs") or _types_say(params.get("ctx_mesh")):
             return None
     return body
 
@@ -207,8 +214,9 @@ def _is_unspecified(sharding: Any) -> bool:
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
-def _mesh_is_empty(mesh: Any) -> bool:
-    return mesh is None or getattr(mesh, "empty", True)
+def _types_say(mesh: Any) -> bool:
+    """Whether types in a call say how values are divided over ``mesh``, so that it says more than its equations."""
+    return mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
 
 
 def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: bool = True) -> Traced:
@@ -216,7 +224,8 @@ def trace_jaxpr(closed: Any, donated: tuple[bool, ...] = (), *, keep_unused: boo
 
     ``keep_unused=False``: unread arguments are no inputs, as in ``jax.jit``.
     """
-    closed = _compat.without_dead_code(_compat.lowered(closed))
+    with _WITHIN.get()():
+        closed = _compat.without_dead_code(_compat.lowered(closed))
     jaxpr, _ = _compat.open_jaxpr(closed)
     flat = _Flattener()
     args = [flat.new(v.aval) for v in jaxpr.invars]
@@ -229,7 +238,8 @@ def trace_in_turn(first: Any, second: Any, given: Mapping[int, int]) -> tuple[Tr
     ``given``: argument of ``second`` → its result in ``first``, or ``~k`` for argument ``k`` of ``first``. Other
     arguments follow those of ``first``. Given results are not results of the program.
     """
-    first, second = (_compat.without_dead_code(_compat.lowered(closed)) for closed in (first, second))
+    with _WITHIN.get()():
+        first, second = (_compat.without_dead_code(_compat.lowered(closed)) for closed in (first, second))
     flat = _Flattener()
     args = [flat.new(v.aval) for v in _compat.open_jaxpr(first)[0].invars]
     made = flat.inline(first, list(args), _compat.EMPTY_STACK)
@@ -273,14 +283,15 @@ def _described(
 def why_pinned(traced: Traced, o: int) -> str:
     """Why op ``o`` is never cloned, dropped or moved; empty if it may be."""
     op, eqn = traced.graph.ops[o], traced.equations[o].eqn
-    if not op.pinned or eqn is None:
+    if not is_fixed(op) or eqn is None:
         return ""
     if op.primitive in _NEVER_CLONED:
         return _NEVER_CLONED[op.primitive]
-    inside = next((inner.primitive for body in op.bodies for inner in body.ops if inner.pinned), None)
+    all_inside = [inner for body in op.bodies for inner in body.ops]
+    inside = next((inner.primitive for inner in all_inside if inner.pinned or _gathers(inner)), None)
     if inside is not None:
         return f"{inside} inside"
-    return "effects" if eqn.effects else "values in host memory"
+    return "effects" if _compat.has_effects(eqn) else "values in host memory"
 
 
 def _value(i: int, aval: Any) -> Value:
@@ -288,6 +299,12 @@ def _value(i: int, aval: Any) -> Value:
     dtype = getattr(aval, "dtype", None)
     name = str(dtype) if dtype is not None else type(aval).__name__
     return Value(id=ValueId(i), nbytes=_nbytes(shape, dtype), shape=shape, dtype=name, space=_space(aval))
+
+
+def size_of(aval: Any) -> tuple[tuple[int, ...], int]:
+    """The shape and the bytes of an array of this type."""
+    value = _value(0, aval)
+    return value.shape, value.nbytes
 
 
 def _space(aval: Any) -> str:
@@ -321,7 +338,7 @@ def is_barrier(eqn: Any) -> bool:
 
     With references, JAX's barrier is an effect on them, without results.
     """
-    return eqn is None or (eqn.primitive.name == "optimization_barrier" and not eqn.effects)
+    return eqn is None or (eqn.primitive.name == "optimization_barrier" and not _compat.has_effects(eqn))
 
 
 def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
@@ -337,15 +354,16 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
         name = OUTER
     bodies, trips = closed_bodies(eqn)
     inner = tuple(trace_jaxpr(b).graph for b in bodies)
+    may_part = name in ("while", "cond")
     return Op(
         id=OpId(i),
         primitive=name,
         operands=operands,
         results=results,
         flops=equation_flops(eqn),
-        pinned=bool(eqn.effects)
+        pinned=_compat.has_effects(eqn)
         or name in _NEVER_CLONED
-        or any(o.pinned for g in inner for o in g.ops)
+        or any(o.pinned or (may_part and _gathers(o)) for g in inner for o in g.ops)
         or (bool(bodies) and any(_space(v.aval) == "host" for v in eqn.outvars)),
         bodies=inner,
         trip_count=trips,
@@ -358,6 +376,11 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
         groups=spread(eqn.params, [v.aval.shape for v in eqn.invars]) if name in BY_GROUPS else (),
         rereads=_rereads(eqn),
     )
+
+
+def _gathers(op: Op) -> bool:
+    """Whether it gathers from several devices, itself or in a body."""
+    return op.primitive in _GATHERS or any(_gathers(inner) for body in op.bodies for inner in body.ops)
 
 
 def _rereads(eqn: Any) -> float:
@@ -518,10 +541,24 @@ def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
     return trace_on(evaluate, [v.aval for v in jaxpr.invars])
 
 
+Context = Callable[[], AbstractContextManager[Any]]
+_WITHIN: ContextVar[Context] = ContextVar("within", default=nullcontext)
+
+
+@contextmanager
+def traced_within(context: Context) -> Iterator[None]:
+    """In here programs are traced in ``context``: in a ``shard_map``, say, whose body they are to be."""
+    token = _WITHIN.set(context)
+    try:
+        yield
+    finally:
+        _WITHIN.reset(token)
+
+
 def trace_on(evaluate: Callable[..., Any], avals: Iterable[Any]) -> Any:
     """The closed jaxpr of ``evaluate`` on these exact types."""
     kinds = [_compat.OfType(aval) for aval in avals]
-    with _compat.as_wide_as(kinds):
+    with _compat.as_wide_as(kinds), _WITHIN.get()():
         return jax.make_jaxpr(evaluate)(*kinds)
 
 
@@ -549,8 +586,11 @@ def exchanged(traced: Traced, closed: Any, new: Mapping[int, Callable[[Callable[
 def bind(equation: Equation, operands: list[Any]) -> list[Any]:
     """Evaluate one flat equation on ``operands`` (tracers or arrays)."""
     if equation.eqn is None:
-        return list(lax.optimization_barrier(tuple(operands)))
+        return _compat.barrier(operands)
     eqn = equation.eqn
+    if is_barrier(eqn):
+        with _compat.equation_context(eqn, equation.stack):
+            return _compat.barrier(operands)
     with _compat.equation_context(eqn, equation.stack):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]

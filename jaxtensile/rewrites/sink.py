@@ -17,7 +17,7 @@ from typing import Any
 from jax import lax
 
 from jaxtensile import _compat
-from jaxtensile.ir.ir import Graph, Op, consumers, producers
+from jaxtensile.ir.ir import Graph, Op, consumers, is_fixed, producers
 from jaxtensile.program.trace import Traced, bind, exchanged, trace_jaxpr
 from jaxtensile.rewrites.rewrite import Rewrite, changed
 
@@ -41,7 +41,7 @@ def find_chains(graph: Graph) -> dict[int, dict[int, Chain]]:
     read_by, made, final = consumers(graph), producers(graph), set(graph.outputs)
     found: dict[int, dict[int, Chain]] = {}
     for back in graph.ops:
-        if back.primitive != "scan" or back.pinned:
+        if back.primitive != "scan" or is_fixed(back):
             continue
         first = sum(back.carried)
         for x, v in enumerate(back.slots[first:]):

@@ -118,7 +118,8 @@ def _loop(traced: Traced, o: int, moved: Moved, read: Callable[[Any], Any]) -> l
         # Behind a barrier with something that changes, or XLA would do it once, in front of the loop.
         changing = [*carry, *x]
         k = min(range(len(changing)), key=lambda i: changing[i].size, default=0)
-        here, changing[k : k + 1] = lax.optimization_barrier((given, changing[k : k + 1]))
+        behind = _compat.barrier([*given, *changing[k : k + 1]])
+        here, changing[k : k + 1] = behind[: len(given)], behind[len(given) :]
         outside: dict[int, Any] = dict(zip(moved.given, here, strict=True))
         env: dict[int, Any] = dict(zip(body.arguments, [*fixed, *changing], strict=True))
         env.update(body.consts)

@@ -81,7 +81,7 @@ def split_products(traced: Traced, closed: Any, chosen: frozenset[int], pieces: 
                     before, whole = last.get(id(wanted.whole)), wanted.whole
                     if before is not None:
                         leaves = whole.leaves()
-                        *leaves, made[before.piece] = lax.optimization_barrier((*leaves, made[before.piece]))
+                        *leaves, made[before.piece] = _compat.barrier((*leaves, made[before.piece]))
                         whole = whole.of(iter(leaves))
                     made[wanted.piece] = whole.piece(wanted.dim, *wanted.within)
                     last[id(wanted.whole)] = wanted
@@ -275,6 +275,5 @@ SLICES = Rewrite(
         start, lambda: split_products(start.base, start.request.jaxpr, frozenset(sites[0]), sites[1])
     ),
     describe=_describe,
-    sharded=True,
     last=True,
 )

@@ -18,6 +18,7 @@ from typing import Any
 from jax import lax
 
 from jaxtensile import _compat
+from jaxtensile.ir.ir import is_fixed
 from jaxtensile.passes.lifetimes.fusion import VIEWS
 from jaxtensile.program.cse import key_of, literal_key, values
 from jaxtensile.program.trace import Equation, Traced, bind, exchanged, trace_jaxpr
@@ -58,7 +59,7 @@ def without_recomputation(
     Also, by scan, the number of stacks added behind its own. ``is_again``: whether a body equation is a checkpoint's
     recomputation.
     """
-    scans = [i for i, op in enumerate(traced.graph.ops) if op.primitive == "scan" and not op.pinned]
+    scans = [i for i, op in enumerate(traced.graph.ops) if op.primitive == "scan" and not is_fixed(op)]
     loops = {i: _Loop(trace_jaxpr(traced.equations[i].eqn.params["jaxpr"])) for i in scans}
     if not any(is_again(e) for loop in loops.values() for e in loop.body.equations):
         return None

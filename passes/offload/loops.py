@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from jaxtensile.ir.ir import Graph, Op, OpId, ValueId, consumers, producers
+from jaxtensile.ir.ir import Graph, Op, OpId, ValueId, consumers, is_fixed, producers
 from jaxtensile.ir.plan import Link
 from jaxtensile.passes.lifetimes.fusion import VIEWS
 from jaxtensile.passes.offload.offload import SMALLEST
@@ -87,7 +87,7 @@ def find_pairs(graph: Graph) -> tuple[ScanPair, ...]:
     final = set(graph.outputs)
     found: list[ScanPair] = []
     for back in graph.ops:
-        if back.primitive != "scan" or back.pinned:
+        if back.primitive != "scan" or is_fixed(back):
             continue
         first_x = sum(back.carried)
         links: dict[int, list[tuple[int, int]]] = {}
@@ -97,7 +97,7 @@ def find_pairs(graph: Graph) -> tuple[ScanPair, ...]:
                 continue
             front = graph.ops[o]
             y = front.results.index(ValueId(v)) - front.carried[1]
-            if front.primitive == "scan" and not front.pinned and front.trip_count == back.trip_count and y >= 0:
+            if front.primitive == "scan" and not is_fixed(front) and front.trip_count == back.trip_count and y >= 0:
                 links.setdefault(o, []).append((y, x))
         found.extend(ScanPair(o, back.id, tuple(ls)) for o, ls in links.items())
     return tuple(found)

@@ -136,13 +136,16 @@ def _loop(
     carried = [v for v in leaving if v in totals_or_inner]
     stacked = [v for v in leaving if v not in totals_or_inner]
 
+    types = {r: x.aval for e in traced.equations if e.eqn for r, x in zip(e.results, e.eqn.outvars, strict=True)}
+
     def start(v: int) -> Any:
         how, made = own.leaving[v], shapes[v]
         if isinstance(how, Row):
-            return lax.full(values[v].shape, 0, made.dtype)
-        return lax.full(
-            made.shape, _identity(how, made.dtype), np.float32 if how == "add" and _is_short(made.dtype) else made.dtype
-        )
+            zero = lax.full(values[v].shape, 0, made.dtype)
+        else:
+            wide = how == "add" and _is_short(made.dtype)
+            zero = lax.full(made.shape, _identity(how, made.dtype), np.float32 if wide else made.dtype)
+        return _compat.varying_as(zero, types[v]) if v in types else zero
 
     def step(totals: Any, i: Any) -> Any:
         made = part(i)
@@ -198,7 +201,7 @@ class _Part:
                 if self.traced.graph.ops[o].primitive == "optimization_barrier":
                     read = [*zip(equation.operands, how.needs, strict=True)]
                     there = [k for k, (a, need) in enumerate(read) if need is not None or a in self.rows]
-                    made = lax.optimization_barrier(tuple(self.get(*read[k]) for k in there))
+                    made = _compat.barrier(self.get(*read[k]) for k in there)
                     self.rows.update((equation.results[k], x) for k, x in zip(there, made, strict=True))
                 else:
                     self.rows.update(zip(equation.results, self._made(o, how), strict=True))
