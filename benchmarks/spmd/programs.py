@@ -206,6 +206,31 @@ def by_hand(loss: Callable[..., Any], mesh: Mesh, spec: Spec, c: Sizes) -> Calla
     return outer
 
 
+def mapped_steps(found: dict[str, Callable[[], Program]], line: Mesh, c: Sizes) -> None:
+    """The whole step of data parallelism in one ``shard_map``, gradients and update included; layers in a list, and in
+    a scan."""
+
+    def step_of(policy: Any, stacked: bool) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        def step(weights: Any, momentum: Any, tokens: jax.Array) -> tuple[Any, Any, Any]:
+            def loss(w: Any, t: jax.Array) -> jax.Array:
+                return lax.pmean(loss_of(w, t, policy=policy), "batch")
+
+            return stepped(loss)(weights, momentum, tokens)
+
+        specs = weights_of(c, whole, stacked)
+        mapped = jax.shard_map(step, mesh=line, in_specs=(specs, specs, P("batch")), out_specs=(specs, specs, P()))
+        return mapped, arguments(c, line, whole, P("batch"), stacked)
+
+    for stacked, name in ((False, "DP, step in shard_map"), (True, "DP, scan, step in shard_map")):
+        for policy, said in ((None, ""), (SAVE_PRODUCTS, ", dots"), (SAVE_NOTHING, ", nothing")):
+
+            def program(name: str = name + said, policy: Any = policy, stacked: bool = stacked) -> Program:
+                step, args = step_of(policy, stacked)
+                return Program(name, step, args)
+
+            found[name + said] = program
+
+
 def programs(devices: Sequence[Any], c: Sizes = Sizes()) -> dict[str, Callable[[], Program]]:
     """Every program by its name, made on demand; ``devices``: eight."""
     n = len(devices)
@@ -238,11 +263,19 @@ def programs(devices: Sequence[Any], c: Sizes = Sizes()) -> dict[str, Callable[[
     plainly("FSDP+TP", grid, by_heads("model", "batch"), BOTH)
     plainly("whole batch", line, fsdp, WHOLE)
 
-    def in_force() -> tuple[Any, ...]:
-        loss = functools.partial(loss_of, constrain=lambda x, kind: lax.with_sharding_constraint(x, ALONG_BATCH[kind]))
+    def with_policies(name: str, make: Callable[[Any], tuple[Any, ...]], mesh: Any = None) -> None:
+        for policy, said in ((None, ""), (SAVE_PRODUCTS, ", dots"), (SAVE_NOTHING, ", nothing")):
+            add(f"{name}{said}", functools.partial(make, policy), mesh)
+
+    def in_force(policy: Any) -> tuple[Any, ...]:
+        loss = functools.partial(
+            loss_of,
+            constrain=lambda x, kind: lax.with_sharding_constraint(x, ALONG_BATCH[kind]),
+            policy=policy,
+        )
         return loss, arguments(c, line, fsdp, P("batch"))
 
-    add("FSDP, set_mesh", in_force, line)
+    with_policies("FSDP, set_mesh", in_force, line)
 
     typed = mesh_of(devices, (n,), ("batch",), AxisType.Explicit)
 
@@ -258,16 +291,15 @@ def programs(devices: Sequence[Any], c: Sizes = Sizes()) -> dict[str, Callable[[
         )
         return (lambda w, t: loss({**w, "head": gathered(w["head"])}, t)), arguments(c, typed, fsdp, P("batch"))
 
-    for policy, said in ((None, ""), (SAVE_NOTHING, ", nothing")):
-        add(f"FSDP, explicit{said}", functools.partial(explicit, policy), typed)
+    with_policies("FSDP, explicit", explicit, typed)
 
-    def mapped_dp() -> tuple[Any, ...]:
-        loss = by_hand(lambda w, t: lax.pmean(loss_of(w, t), "batch"), line, whole, c)
+    def mapped_dp(policy: Any) -> tuple[Any, ...]:
+        loss = by_hand(lambda w, t: lax.pmean(loss_of(w, t, policy=policy), "batch"), line, whole, c)
         return loss, arguments(c, line, whole, P("batch"))
 
-    add("DP, shard_map", mapped_dp)
+    with_policies("DP, shard_map", mapped_dp)
 
-    def mapped_fsdp() -> tuple[Any, ...]:
+    def mapped_fsdp(policy: Any) -> tuple[Any, ...]:
         specs = weights_of(c, fsdp)
 
         def gather(x: jax.Array, spec: P) -> jax.Array:
@@ -279,19 +311,20 @@ def programs(devices: Sequence[Any], c: Sizes = Sizes()) -> dict[str, Callable[[
 
         def loss(w: Any, t: jax.Array) -> jax.Array:
             w = {**w, "head": gather(w["head"], specs["head"])}
-            found = loss_of(w, t, layer=one, embed=lambda e, t: gather(e, specs["embed"])[t])
+            found = loss_of(w, t, layer=one, embed=lambda e, t: gather(e, specs["embed"])[t], policy=policy)
             return lax.pmean(found, "batch")
 
         return by_hand(loss, line, fsdp, c), arguments(c, line, fsdp, P("batch"))
 
-    add("FSDP, shard_map", mapped_fsdp)
+    with_policies("FSDP, shard_map", mapped_fsdp)
 
-    def mixed() -> tuple[Any, ...]:
+    def mixed(policy: Any) -> tuple[Any, ...]:
         local = jax.shard_map(attention, mesh=line, in_specs=(P("batch"),) * 3, out_specs=P("batch"))
-        loss = functools.partial(loss_of, layer=functools.partial(layer, attend=local))
+        loss = functools.partial(loss_of, layer=functools.partial(layer, attend=local), policy=policy)
         return loss, arguments(c, line, fsdp, P("batch"))
 
-    add("FSDP, attention in shard_map", mixed)
+    with_policies("FSDP, attention in shard_map", mixed)
+    mapped_steps(found, line, c)
     return found
 
 
