@@ -69,8 +69,9 @@ from jaxtensile.settings.options import (
 )
 from jaxtensile.spmd import processes
 from jaxtensile.spmd.agreement import Agreed
-from jaxtensile.spmd.local_shapes import divided, sharded
+from jaxtensile.spmd.local_shapes import sharded
 from jaxtensile.spmd.location import Location, as_for, device_name, is_nowhere, location, profile_of
+from jaxtensile.spmd.of_one_device import of_one_device
 from jaxtensile.spmd.placement import Placement
 from jaxtensile.units import TIB, Bytes, Seconds
 from jaxtensile.xla.compile import Options, compile_program
@@ -610,7 +611,7 @@ class Planned(Transformed):
         device = dataclasses.replace(device, traffic_weight=WEIGHTS[wanted.objective])
         needed = compiler_options(self._asked.target) if self._asked.target is not None else {}
         captured = _compat.captured(traced)
-        return Request(
+        request = Request(
             name=name_of(self._fun),
             jaxpr=traced.jaxpr,
             donated=_compat.donated_inputs(traced),
@@ -630,15 +631,12 @@ class Planned(Transformed):
             names=_compat.argument_names(traced) if wanted.offloads else (),
             settings=(setting, *wanted.settings),
             keep_unused=bool(self._jit_options.get("keep_unused", False)),
-            divided=self._divided(traced, place, args, kwargs),
             stacks_come_back=functools.partial(_stacks_come_back, place.device, device),
         )
-
-    def _divided(self, traced: Any, place: Location, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """``Request.divided``."""
         if place.count == 1:
-            return ()
-        return divided(sharded(traced, args, kwargs, _compat.static_arguments(self._plain), place.count))
+            return request
+        static = _compat.static_arguments(self._plain)
+        return of_one_device(request, sharded(traced, args, kwargs, static, place.count))
 
     def _question(self, place: Location) -> tuple[Hashable, ...]:
         """Everything that a ladder depends on besides its program and place."""

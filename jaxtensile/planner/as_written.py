@@ -40,7 +40,7 @@ def as_written(page: Page) -> Fitted:
     """The user's program, as it is or planned. Raises ``BudgetError`` if it cannot fit."""
     request, program = page.request, page.program
     bound = page.bound()
-    possible = request.shards > 1 or bound.nbytes <= request.budget
+    possible = not request.sized or bound.nbytes <= request.budget
 
     @cache
     def ahead() -> tuple[Candidates, tuple[Variant, Plan] | None]:
@@ -49,7 +49,7 @@ def as_written(page: Page) -> Fitted:
         return candidates, first
 
     # Where nothing may be found, no program is compiled for the report alone before something is.
-    tight = request.shards == 1 and request.budget < TIGHT * bound.nbytes and not page.may_fit(program)
+    tight = request.whole and request.budget < TIGHT * bound.nbytes and not page.may_fit(program)
     baseline = page.baseline and not tight
     if baseline and request.state:
         page.compiles.own()
@@ -59,7 +59,7 @@ def as_written(page: Page) -> Fitted:
         made = page.compiles.unplanned(start, meanwhile)
         if made.fits:
             return page.unchanged() if _saves_nothing(page, made) else page.planned(made, bound, 0)
-    elif not request.state and (baseline or request.shards > 1 or page.may_fit(program)):
+    elif not request.state and (baseline or not request.whole or page.may_fit(program)):
         # By the model it does not fit: plan while XLA has its say.
         plain = page.compiles.own(ahead if program.predicted.device > request.budget else None)
         if plain.device <= request.budget:
@@ -157,7 +157,7 @@ def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | N
     request, rounds = page.request, page.rounds
     # What no machine holds is not for compilers either: XLA:CPU ends the process for arrays of 2**50 bytes.
     held = page.program.bound.nbytes <= request.device.capacity
-    if best is None and request.shards == 1 and held:
+    if best is None and request.sized and held:
         best, _ = Smallest(rounds).glance(candidates)
     compiles, start = page.compiles, page.written()
     if best is not None and best.compiled.memory is None:

@@ -77,7 +77,7 @@ def cannot(
     smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {request.name}"
     other = ", or plan with solver='auto'" if request.solver == "chain" else ""
     ways = ["raise the budget"]
-    if request.chunk is False and request.shards == 1 and Chunks(candidates.written).helps:
+    if request.chunk is False and request.whole and Chunks(candidates.written).helps:
         ways.append("work on the batch in parts (chunk=True)")
     ways.append("shrink the batch")
     if not any(request.donated):
@@ -189,8 +189,10 @@ def report(
     if plain is not None and plain.refusal:
         notes.append(f"the plain program does not compile for this device: {plain.refusal}")
     if request.shards > 1:
-        together = "those of single values of all devices together"
-        notes.append(f"arguments are sharded over {request.shards} devices; bytes are per device, {together}")
+        together = "" if request.sized else ", those of single values of all devices together"
+        notes.append(f"arguments are sharded over {request.shards} devices; bytes are per device{together}")
+        if request.host_budget:
+            notes.append("host_budget= has no effect on arguments that are sharded over several devices")
     if rates := sorted(request.device.measured - {"capacity"}):
         notes.append(f"times from rates measured on {request.device.kinds[0]}: {', '.join(rates)}")
     if request.host_budget and not request.device.backend.offloads:

@@ -49,14 +49,14 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
         there = replace(host, place=None), ()
         request, notes = faults.spared(STATE, lambda: with_state(host, traced), lambda: there)
         program = modelled(request, traced)
-        wanted, unused = request.undo and request.shards == 1 and on("undo"), request.keep_unused
+        wanted, unused = request.undo and request.sized and on("undo"), request.keep_unused
         undone = faults.spared(
             UNDONE, lambda: undo(traced, request.jaxpr, keep_unused=unused) if wanted else None, lambda: None
         )
         if undone is not None:
             undone = replace(undone, traced=on_device(request, undone.traced))
         lighter = modelled(request, undone.traced) if undone is not None else None
-    page = Page(request, prepare, clock, baseline, program, (*notes, *of_checkpoints(request, program)))
+    page = Page(request, prepare, clock, baseline, program, (*request.notes, *notes, *of_checkpoints(request, program)))
     if undone is not None and lighter is not None and lighter.bound.nbytes <= request.budget:
         page.without = undone, lighter
     return page
@@ -64,7 +64,7 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
 
 def of_checkpoints(request: Request, program: Modelled) -> Iterator[str]:
     """Notes on the cost of the user's own checkpoints that stay."""
-    if not request.undo and request.shards == 1:
+    if not request.undo and request.sized:
         without = request.faults.spared(UNDONE, lambda: undo(program.traced, request.jaxpr), lambda: None)
         flops = program.traced.graph.flops
         if without is not None and flops:
@@ -139,12 +139,12 @@ class Page:
     @property
     def scale(self) -> float:
         """Bytes of the model per byte on one device; 1 on a single device."""
-        return self.rounds.scale if self.request.shards > 1 and self.aim is None else 1.0
+        return self.rounds.scale if not self.request.sized and self.aim is None else 1.0
 
     def bound(self) -> Bound:
         """Lower bound of the program's bytes: as it is, or, if over the budget, in the most parts allowed."""
         request, program = self.request, self.program
-        if program.bound.nbytes <= request.budget or not request.chunk or request.shards > 1:
+        if program.bound.nbytes <= request.budget or not request.chunk or not request.whole:
             return program.bound
         chunks = Chunks(self.written())
         finest = chunks.at(chunks.parts[-1]) if chunks.parts else None

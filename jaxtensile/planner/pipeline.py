@@ -20,6 +20,7 @@ from jaxtensile.planner.page import CACHE, opened
 from jaxtensile.planner.plan_cache import Entry, Plans
 from jaxtensile.planner.recall import recalled, replayed
 from jaxtensile.planner.without_checkpoints import without_checkpoints
+from jaxtensile.program.trace import traced_within
 from jaxtensile.program.upperbound import all_values
 from jaxtensile.rewrites.rows.batched import batched
 from jaxtensile.search.request import Fitted, Request
@@ -45,7 +46,7 @@ def fit(
     A part that fails by a fault of ours is left out. If all fails, the result is the program as written, or
     ``PlanningError``.
     """
-    with request.faults.telling(request.name, _compat.function_source(request.jaxpr)):
+    with request.faults.telling(request.name, _compat.function_source(request.jaxpr)), traced_within(request.within):
         return request.faults.without(
             lambda: _fit(request, prepare, watch, baseline, plans, aim), lambda error: without_plan(request, error)
         )
@@ -77,6 +78,11 @@ def follow(request: Request, entry: Entry | None, watch: Watch = nothing, *, bas
     ``entry``: its plan; None: the user's function as it is. Nothing is decided here. Raises ``Unlike`` or
     ``VerifyError`` if the plan does not match this request, ``BudgetError`` if it is larger here.
     """
+    with traced_within(request.within):
+        return _follow(request, entry, watch, baseline)
+
+
+def _follow(request: Request, entry: Entry | None, watch: Watch, baseline: bool) -> Fitted:
     page = opened(request, watch, baseline=baseline)
     if entry is None:
         page.within(page.compiles.own())

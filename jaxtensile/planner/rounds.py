@@ -62,7 +62,7 @@ class Rounds:
         plain = self.compiles.plain
         if self.aim is not None:
             return self.aim / self.request.budget
-        if self.request.shards > 1 and plain is not None and plain.memory is not None:
+        if not self.request.sized and plain is not None and plain.memory is not None:
             return self.predicted / max(plain.device, 1)
         return 1.0
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxtensile import _compat
+from jaxtensile.ir.ir import Graph
 from jaxtensile.program.trace import Traced, bind, exchanged, retrace, trace_jaxpr
 
 _PARAMETER = {"scan": "jaxpr", "while": "body_jaxpr", "cond": "branches"}
@@ -21,28 +22,33 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Body:
-    """A body: its closed jaxpr, the arguments its results replace (a loop's carry), and its number of runs."""
+    """A body: its closed jaxpr, the arguments its results replace (a loop's carry), its number of runs, and its graph
+    in the op."""
 
     closed: Any
     donated: tuple[bool, ...]
     trips: int
+    graph: Graph
 
     def traced(self) -> Traced:
-        return trace_jaxpr(self.closed, self.donated)
+        """The body, with the sizes that it has in its op."""
+        found = trace_jaxpr(self.closed, self.donated)
+        return replace(found, graph=replace(self.graph, donated=found.graph.donated))
 
 
 def bodies_of(traced: Traced, o: int) -> list[Body]:
     """The exchangeable bodies of op ``o``: of scans, whiles and branches on plain arrays, without effects."""
     eqn, op = traced.equations[o].eqn, traced.graph.ops[o]
-    if eqn is None or op.primitive not in _PARAMETER or eqn.effects:
+    if eqn is None or op.primitive not in _PARAMETER or _compat.has_effects(eqn):
         return []
     found = eqn.params[_PARAMETER[op.primitive]]
     out: list[Body] = []
-    for closed in found if isinstance(found, tuple) else (found,):
+    for k, closed in enumerate(found if isinstance(found, tuple) else (found,)):
         jaxpr, _ = _compat.open_jaxpr(closed)
         if not all(type(v.aval) is _compat.ShapedArray for v in (*jaxpr.invars, *jaxpr.outvars)):
             return []
-        out.append(Body(closed, _carried(op.primitive, op.carried, eqn.params, len(jaxpr.invars)), op.trip_count))
+        carried = _carried(op.primitive, op.carried, eqn.params, len(jaxpr.invars))
+        out.append(Body(closed, carried, op.trip_count, op.bodies[k]))
     return out
 
 

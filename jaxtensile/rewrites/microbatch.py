@@ -60,6 +60,7 @@ def _describe(sites: Sites) -> str:
 PARTS = Rewrite(
     key="parts",
     title="work on the batch in parts",
+    sharded=False,
     form=tuple[Seed, int],
     find=_find,
     apply=_apply,

@@ -36,9 +36,9 @@ class Rewrite:
     ``key``: its name in recipes. ``title``: its name for users when a fault leaves it out. ``find``: ways to make the
     change, each as plain data of type ``form`` (``sites``: hashable, known to msgspec). ``apply``: the changed program,
     None if nothing changes. ``describe``: a line of the report, or empty. ``extra``: seconds of a step that its ops do
-    not show. ``sharded``: applies to programs on several devices too. ``last``: only tried once nothing else fits.
-    ``in_bodies``: saves bytes in bodies of loops and branches, which the model knows least. ``reorders``: changes only
-    the order of ops.
+    not show. ``sharded``: applies to programs that XLA divides among devices too. ``last``: tried once nothing else
+    fits. ``in_bodies``: saves bytes in bodies of loops and branches, which the model knows least. ``reorders``: changes
+    only the order of ops.
     """
 
     key: str
@@ -48,7 +48,7 @@ class Rewrite:
     apply: Callable[[Start, Any], Traced | None]
     describe: Callable[[Any], str] = lambda _: ""
     extra: Callable[[Start, Traced, Seconds], Seconds] = lambda *_: 0.0
-    sharded: bool = False
+    sharded: bool = True
     last: bool = False
     in_bodies: bool = False
     reorders: bool = False
@@ -73,7 +73,8 @@ def traced_for(request: Any, jaxpr: Any) -> Traced:
 
 
 def on_device(request: Any, traced: Traced) -> Traced:
-    """``traced`` with the workspaces of its ops on the request's device."""
+    """``traced`` with the sizes and the workspaces that it has on the request's device."""
+    traced = traced if request.local is None else request.local(traced)
     graph = compiler_of(request.device).with_workspaces(traced.graph)
     return traced if graph is traced.graph else replace(traced, graph=graph)
 

@@ -13,6 +13,7 @@ from copy import copy
 from dataclasses import replace
 from functools import cache, cached_property
 
+from jaxtensile.ir.ir import is_fixed
 from jaxtensile.ir.plan import MemoryUse, Plan, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.order.in_order import in_order
@@ -22,7 +23,7 @@ from jaxtensile.passes.verify.check import check
 from jaxtensile.program.bodies import Body, Key, bodies_of
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.early_updates import EARLY_UPDATES
-from jaxtensile.rewrites.rewrite import LARGE, on_device
+from jaxtensile.rewrites.rewrite import LARGE
 from jaxtensile.rewrites.sink import SINK
 from jaxtensile.search.cheapest import cheapest, ordered, rank, without_host
 from jaxtensile.search.loop_variants import with_loops
@@ -44,8 +45,8 @@ ABOUT = 1.02
 def _large_bodies(start: Variant, temp: Bytes) -> Iterator[tuple[Key, Body, Traced, MemoryUse]]:
     """Bodies of ``start`` worth planning, given its ``temp`` bytes, and each one's memory."""
     for op in start.looped.graph.ops:
-        for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not op.pinned else ()):
-            inner = on_device(start.request, body.traced())
+        for k, body in enumerate(bodies_of(start.looped, op.id) if op.bodies and not is_fixed(op) else ()):
+            inner = body.traced()
             use = live_ranges(inner.graph).use()
             if use.temp >= max(LARGE * temp, 1):
                 yield (op.id, k), body, inner, use
@@ -58,7 +59,7 @@ class _Bodies:
         self.start = start
         with start.request.faults.of(start.blamed):
             self.live = live = live_ranges(start.looped.graph)
-        alone = start.request.shards == 1 and on("bodies")
+        alone = start.request.sized and on("bodies")
         self.large = start.request.faults.spared(
             BODIES, lambda: [*_large_bodies(start, live.temp)] if alone else [], list
         )
@@ -284,7 +285,7 @@ class Candidates:
         enough = WORTH * sum(self.written.whole.charge)
         if (
             not self._in_parts
-            or request.shards > 1
+            or not request.whole
             or (best[1].predicted.device <= budget and charge_of(*best) <= enough)
         ):
             return best

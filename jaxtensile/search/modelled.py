@@ -57,7 +57,7 @@ def modelled(request: Request, traced: Traced) -> Modelled:
 
 def argument_bytes(request: Request, traced: Traced) -> Bytes:
     """Bytes of the arguments and constants that a program reads, on one device."""
-    parts = dict(zip(traced.arguments, request.divided, strict=False))
+    parts = {} if request.sized else dict(zip(traced.arguments, request.divided, strict=False))
     values = (traced.graph.values[v] for v in traced.graph.inputs)
     return sum(v.nbytes // parts.get(v.id, 1) for v in values if v.space != "host")
 
@@ -65,9 +65,9 @@ def argument_bytes(request: Request, traced: Traced) -> Bytes:
 def bound_of(request: Request, traced: Traced) -> Bound:
     """Lower bound of the program's bytes on one device; 0 if its computation fails.
 
-    Across several devices the arguments alone are sure: of what is in between it is not known what one of them holds.
+    Where XLA divides the program among devices, the arguments alone are sure: it may divide an op in other ways.
     """
-    if request.shards > 1:
+    if not request.whole:
         constants = sum(traced.graph.values[v].nbytes for v in traced.consts if v in traced.graph.inputs)
         return Bound(max(argument_bytes(request, traced) - constants, 0), ())
     return request.faults.spared(

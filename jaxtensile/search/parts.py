@@ -57,7 +57,7 @@ def why_not_in_parts(request: Request, traced: Traced) -> str:
     """Why ``chunk=True`` finds no parts; empty if it does, or was not given."""
     if request.chunk is not True:
         return ""
-    if request.shards > 1:
+    if not request.whole:
         return "chunk=True has no effect on arguments that are sharded over several devices"
     least = large(traced)
     if request.faults.spared(PARTS.title, lambda: find_region(traced, least), lambda: None) is not None:

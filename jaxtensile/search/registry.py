@@ -67,6 +67,6 @@ def ways(start: Variant, rewrite: Rewrite) -> list[Variant]:
         found = (with_rewrite(start, rewrite, sites) for sites in rewrite.find(start))
         return [variant for variant in found if variant is not None]
 
-    if start.request.shards > 1 and not rewrite.sharded:
+    if not (start.request.whole or rewrite.sharded):
         return []
     return start.request.faults.spared(rewrite.title, made, list)

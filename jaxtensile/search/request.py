@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 from jaxtensile._compat import JAX_VERSION
 from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.faults import Faults
+from jaxtensile.ir.ir import Graph
 from jaxtensile.ir.plan import Leaf, Link
 from jaxtensile.passes.seconds.steptime import StepTime
+from jaxtensile.program.trace import Context, Traced
 from jaxtensile.report.facts import Setting
 from jaxtensile.report.report import Report
 from jaxtensile.settings.options import AUTO
@@ -23,6 +26,14 @@ Make = Callable[[Evaluate | None, Options], Any]
 """A jit object that runs ``evaluate`` (None: the user's function as it is) under compiler options."""
 Placer = Callable[[Sequence[Leaf]], tuple[tuple[Any, ...], Mapping[str, Any]]]
 """From leaves to the call's arguments with those leaves on the host."""
+
+
+class Local(Protocol):
+    """From a program to the same with the sizes of one device. ``inside``: for a body, given its graph with them."""
+
+    def __call__(self, traced: Traced, /) -> Traced: ...
+    def inside(self, closed: Any, graph: Graph, /) -> Local: ...
+
 
 LINK_SHARE = 0.8
 """Share of the link's peak rate assumed for copies, if unmeasured. A guess: PCIe carries about as much after encoding
@@ -43,8 +54,10 @@ class Request:
     set if donated arguments may wait on the host between calls, at most ``state_budget`` bytes; ``state``: those that
     do. ``names``: of the flat arguments. ``settings``: the sources of its options. ``stacks_come_back``: whether the
     device was seen to read host stacks correctly, asked before anything is stacked. ``divided``: into how many parts
-    each flat argument is divided over several devices; empty on one. ``faults``: failed parts of the planner, which are
-    left out.
+    each flat argument is divided over several devices; empty on one. ``manual``: on several devices, its program is
+    that of one, with collectives as ops; ``within``: where such a program is traced. ``local``: gives its programs the
+    sizes of one device; None if they are not known. ``notes``: for its report. ``faults``: failed parts
+    of the planner, which are left out.
     """
 
     name: str
@@ -69,12 +82,26 @@ class Request:
     settings: tuple[Setting, ...] = ()
     stacks_come_back: Callable[[], bool] = lambda: True
     divided: tuple[int, ...] = ()
+    manual: bool = False
+    within: Context = nullcontext
+    local: Local | None = None
+    notes: tuple[str, ...] = ()
     faults: Faults = field(default_factory=Faults, compare=False, repr=False)
+
+    @property
+    def whole(self) -> bool:
+        """Whether its program is of one device: the only one, or one of several that exchange values by its own ops."""
+        return self.shards == 1 or self.manual
+
+    @property
+    def sized(self) -> bool:
+        """Whether the sizes of its values are those of one device, and not of all together."""
+        return self.whole or self.local is not None
 
     @property
     def decides_on_parts(self) -> bool:
         """Whether parts are used only if much shorter, or if nothing else fits."""
-        return self.chunk == AUTO and self.shards == 1
+        return self.chunk == AUTO and self.whole
 
     @property
     def way(self) -> Link:

@@ -16,7 +16,6 @@ from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.solvers.by_name import named
 from jaxtensile.program.bodies import Body
 from jaxtensile.program.trace import Traced
-from jaxtensile.rewrites.rewrite import on_device
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search.request import Request
 from jaxtensile.search.variant import Inside, Variant
@@ -42,9 +41,16 @@ def priced(start: Variant) -> Variant:
 def body_alone(request: Request, body: Body, traced: Traced | None = None) -> Variant:
     """A loop or branch body as a program of its own; ``traced``: the body, if known."""
     own = replace(
-        request, jaxpr=body.closed, donated=body.donated, keep_unused=True, host_budget=0, place=None, state=()
+        request,
+        jaxpr=body.closed,
+        donated=body.donated,
+        keep_unused=True,
+        host_budget=0,
+        place=None,
+        state=(),
+        local=request.local.inside(body.closed, body.graph) if request.local is not None else None,
     )
-    traced = on_device(own, body.traced()) if traced is None else traced
+    traced = body.traced() if traced is None else traced
     costs = op_costs(traced.graph, request.device, body=True)
     # The default solver: others may take a minute for each body, or want a program of one kind.
     return written(own, traced, costs, named("auto"))

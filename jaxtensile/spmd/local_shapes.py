@@ -144,7 +144,7 @@ def _explicit(where: Sharded) -> bool:
     return bool(meshes) and all(kind == AxisType.Explicit for m in meshes for kind in m.axis_types)
 
 
-def _type_parts(aval: Any) -> Parts | None:
+def parts_of_type(aval: Any) -> Parts | None:
     """By a type with a sharding over explicit axes."""
     found = _compat.partition_spec(aval)
     if found is None:
@@ -173,10 +173,10 @@ def _read(program: Traced, found: Propagated | None, given: Mapping[int, Parts],
         for k, r in enumerate(equation.results):
             known = typed[k] if typed is not None else None
             if known is None and equation.eqn is not None:
-                known = _type_parts(equation.eqn.outvars[k].aval)
+                known = parts_of_type(equation.eqn.outvars[k].aval)
             if known is not None and len(known) == len(shapes[k]):
                 parts[r] = known
-    _fill(graph, parts)
+    fill(graph, parts)
     bodies = {
         (i, k): _inside(program, i, k, closed, found, parts, above)
         for i, equation in enumerate(program.equations)
@@ -285,9 +285,10 @@ def _in_turn(shapes: Sequence[tuple[int, ...]], typed: Sequence[Typed]) -> list[
     return out[::-1]
 
 
-def _fill(graph: Graph, parts: dict[int, Parts]) -> None:
+def fill(graph: Graph, parts: dict[int, Parts], shapes: Mapping[int, tuple[int, ...]] | None = None) -> None:
     """Divide unknown values like operands and readers of their shape; else along the dimensions of an operand that they
-    keep."""
+    keep. ``shapes``: of whole values, None: those of the graph."""
+    whole: Mapping[int, tuple[int, ...]] = shapes or {value.id: value.shape for value in graph.values}
     read_by: dict[int, list[int]] = {}
     for op in graph.ops:
         for v in op.operands:
@@ -296,27 +297,36 @@ def _fill(graph: Graph, parts: dict[int, Parts]) -> None:
     for _ in range(ROUNDS):
         for op, r in unknown:
             if r not in parts:
-                like = _like(graph, parts, op, r, read_by.get(r, ()))
+                like = _like(graph, whole, parts, op, r, read_by.get(r, ()))
                 if like is not None:
                     parts[r] = like
 
 
-def _like(graph: Graph, parts: Mapping[int, Parts], op: Op, r: int, readers: Sequence[int]) -> Parts | None:
+def _like(
+    graph: Graph,
+    whole: Mapping[int, tuple[int, ...]],
+    parts: Mapping[int, Parts],
+    op: Op,
+    r: int,
+    readers: Sequence[int],
+) -> Parts | None:
     """The parts of a known value near result ``r`` of ``op``."""
-    shape = graph.values[r].shape
+    shape = whole[r]
     near: list[int] = [*op.operands]
     for j in readers:
         near += [*graph.ops[j].results, *graph.ops[j].operands]
     for v in near:
-        if v in parts and graph.values[v].shape == shape:
+        if v in parts and whole[v] == shape:
             return parts[v]
-    return next(_kept(graph, parts, op.operands, shape), None)
+    return next(_kept(whole, parts, op.operands, shape), None)
 
 
-def _kept(graph: Graph, parts: Mapping[int, Parts], operands: Sequence[int], shape: tuple[int, ...]) -> Iterator[Parts]:
+def _kept(
+    whole: Mapping[int, tuple[int, ...]], parts: Mapping[int, Parts], operands: Sequence[int], shape: tuple[int, ...]
+) -> Iterator[Parts]:
     """The parts of dimensions that a reduction or a reshape of an operand keeps, in their order."""
     for v in operands:
-        old = graph.values[v].shape
+        old = whole[v]
         if v in parts and math.prod(old) >= math.prod(shape):
             left: list[tuple[int, int]] = list(zip(old, parts[v], strict=True))
             found: list[int] = []
@@ -372,9 +382,11 @@ __all__ = [
     "Shapes",
     "Sharded",
     "divided",
+    "fill",
     "local_bytes",
     "local_shape",
     "local_shapes",
     "parts_of",
+    "parts_of_type",
     "sharded",
 ]

@@ -1,4 +1,4 @@
-"""Programs over several devices: planned per device where XLA divides them, left alone where the user does."""
+"""Programs over several devices: planned per device, whether XLA divides them or the user does."""
 
 import json
 
@@ -8,11 +8,12 @@ from four_devices import on_four_devices
 
 pytestmark = pytest.mark.xdist_group("shardings")  # one process: what all of them need is made once
 
-PRELUDE = """
+PRELUDE = '''
 import functools, sys
 import jax, jax.numpy as jnp, numpy as np, jaxtensile
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxtensile.program.trace import jaxprs_in
 
 WIDTH, LAYERS, ROWS = 128, 8, 512
 KINDS = AxisType.Auto, AxisType.Explicit
@@ -47,18 +48,27 @@ def plain_bytes(step, *args):
     use = jax.jit(step, donate_argnums=0).lower(*args).compile().memory_analysis()
     return use.argument_size_in_bytes + use.output_size_in_bytes + use.temp_size_in_bytes - use.alias_size_in_bytes
 
+def sums(jaxpr):
+    """The sums over devices of a program, in its order."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name.startswith(("psum", "reduce_scatter")):
+            yield eqn.primitive.name, eqn.outvars[0].aval.shape
+        for body in jaxprs_in(eqn.params.values()):
+            yield from sums(body)
+
 def planned(step, share, args):
     budget = int(share * plain_bytes(step, *args()))
     ours = jaxtensile.jit(step, budget=budget, donate_argnums=0)
     report = ours.plan(*args())
     assert report.compiled.exact and report.compiled.device <= budget < report.baseline.device
     assert any("4 devices" in note for note in report.notes)
+    assert [*sums(ours.trace(*args()).jaxpr)] == [*sums(jax.jit(step).trace(*args()).jaxpr)]
     expected, got = jax.jit(step)(*args()), ours(*args())
     for e, g in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
         assert g.sharding.is_equivalent_to(e.sharding, g.ndim) and g.dtype == e.dtype
         np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6)
     return report
-"""
+'''
 CASES = {
     "weights and rows divided": 'planned(trained(forward), 0.65, lambda: arguments(weights=P("model")))',
     "explicit axes": "planned(trained(forward), 0.65, lambda: arguments(AxisType.Explicit))",
@@ -154,20 +164,64 @@ assert any("custom_partitioning" in note and "foreign code" in note for note in 
 """,
     "a step that is divided by hand": """
 divided = functools.partial(jax.shard_map, mesh=mesh[AxisType.Auto], in_specs=(P(), P("data")), out_specs=(P(), P()))
-step = divided(trained(forward, lambda x: jax.lax.pmean(x, "data")))
-args = arguments()
-budget = plain_bytes(step, *args)
-ours = jaxtensile.jit(step, budget=budget, donate_argnums=0)
-report = ours.plan(*args)
-assert report.compiled.device <= budget and any("shard_map" in note for note in report.notes)
-for e, g in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(ours(*arguments())), strict=True):
-    np.testing.assert_array_equal(g, e)
-try:
-    jaxtensile.jit(step, budget=budget // 2, donate_argnums=0).plan(*args)
-except jaxtensile.BudgetError as error:
-    assert error.needs > budget // 2 and "shard_map" in str(error), error
-else:
-    raise AssertionError("it fits")
+for forward in (forward, looped):
+    step = divided(trained(forward, lambda x: jax.lax.pmean(x, "data")))
+    report = planned(step, 0.65, arguments)
+    assert report.recompute_flops < 0.34 * report.flops  # of one device both
+    held = {decision.shape for decision in report.decisions if decision.dtype == "float32"}
+    assert all(ROWS not in shape for shape in held), held
+""",
+    "the gradient of what is divided by hand, clipped and stepped outside": """
+specs = [P()] * LAYERS
+
+def step(state, x):
+    ws, ms = state
+    def loss(ws, x):
+        return jax.lax.pmean((forward(ws, x) ** 2).mean(), "data")
+    mapped = jax.shard_map(loss, mesh=mesh[AxisType.Auto], in_specs=(specs, P("data")), out_specs=P())
+    value, slopes = jax.value_and_grad(mapped)(ws, x)
+    scale = jnp.minimum(1.0, 1.0 / jnp.sqrt(sum((d ** 2).sum() for d in slopes)))
+    ms = [0.9 * m + d * scale for m, d in zip(ms, slopes)]
+    return ([w - 0.1 * m for w, m in zip(ws, ms)], ms), value
+
+def args():
+    ws, x = arguments()
+    return (ws, [w * 0.1 for w in ws]), x
+
+report = planned(step, 0.75, args)
+assert not any("planned around" in note for note in report.notes), report.notes
+assert report.recompute_flops < 0.34 * report.flops
+""",
+    "weights gathered by hand": """
+def mapped(ws, x):
+    def loss(ws, x):
+        gathered = (jax.lax.all_gather(w, "model", axis=0, tiled=True) for w in ws)
+        for w in gathered:
+            x = layer(x, w)
+        return jax.lax.pmean((x ** 2).mean(), ("data", "model"))
+    specs = [P("model")] * LAYERS, P("data")
+    return jax.shard_map(loss, mesh=mesh[AxisType.Auto], in_specs=specs, out_specs=P())(ws, x)
+
+def step(ws, x):
+    value, slopes = jax.value_and_grad(mapped)(ws, x)
+    return [w - 0.1 * d for w, d in zip(ws, slopes)], value
+
+report = planned(step, 0.7, lambda: arguments(weights=P("model")))
+assert not any("planned around" in note for note in report.notes), report.notes
+""",
+    "work by hand that is not done part by part outside": """
+def step(ws, x):
+    def square(w):
+        return jax.shard_map(lambda w: w * w, mesh=mesh[AxisType.Auto], in_specs=P("model"), out_specs=P("model"))(w)
+    value, slopes = jax.value_and_grad(lambda ws: sum((square(w) @ w).sum() for w in ws))(ws)
+    return [w - 0.1 * d for w, d in zip(ws, slopes)], value + x.sum()
+
+ours = jaxtensile.jit(step, budget="1GiB", donate_argnums=0)
+report = ours.plan(*arguments(weights=P("model")))
+assert any("planned around, not inside: dot_general at" in note for note in report.notes), report.notes
+expected, got = jax.jit(step)(*arguments(weights=P("model"))), ours(*arguments(weights=P("model")))
+for e, g in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
+    np.testing.assert_allclose(g, e, rtol=1e-5)
 """,
     "an error speaks of one device": """
 ws, x = arguments(weights=P("model"))
@@ -189,7 +243,7 @@ except jaxtensile.BudgetError as error:
 else:
     raise AssertionError("it fits")
 report = jaxtensile.jit(step, budget=plain, donate_argnums=0).plan(*args)
-assert report.lower_bound == mine and abs(report.predicted.device - plain) <= 4, report
+assert report.lower_bound == mine and mine < report.predicted.device <= plain, report
 """,
     "partial sums come in and go out": """
 ways = [P(None, None, unreduced={name}) for name in ("data", "model")]

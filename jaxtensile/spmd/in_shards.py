@@ -1,0 +1,297 @@
+"""A program made of ``shard_map``s, as one program of a single device with explicit collectives.
+
+The bodies of its ``shard_map``s follow one another in it, so that what one hands to the next is a value like any other.
+In between are ops that act on each part alone: elementwise ops on arrays divided alike, reductions with a sum over
+devices behind them, and anything on arrays that every device holds whole.
+
+Invariant: every device runs the same ops in the same order. An op outside of the ``shard_map``s is here only if each
+device can make its part from its own parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtensile import _compat
+from jaxtensile.passes.lifetimes.fusion import ELEMENTWISE
+from jaxtensile.program.trace import (
+    Equation,
+    Traced,
+    closed_bodies,
+    is_barrier,
+    trace_jaxpr,
+    trace_on,
+    traced_within,
+)
+from jaxtensile.spmd.local_shapes import Sharded
+from jaxtensile.spmd.marked import MANUAL, all_manual
+
+Axes = tuple[tuple[str, ...], ...]
+"""For each dimension of an array, the axes of the mesh that divide it."""
+_ALIKE: Final = (ELEMENTWISE - {"random_bits", "threefry2x32"}) | frozenset(
+    "copy copy_p stop_gradient bitcast_convert_type".split()
+)
+"""Ops that make each element of equal elements of their operands."""
+_TOTALS: Final = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": lax.pmin}
+_CALLS: Final = frozenset({"jit", "pjit"})
+_PLACES: Final = frozenset({"sharding", "out_sharding"})
+"""Parameters that say how a whole array is divided."""
+Evaluate = Callable[[list[Any]], list[Any]]
+
+
+class NotInShardsError(Exception):
+    """The program is more than ``shard_map``s and what can be done part by part; says which op is not."""
+
+
+@dataclass(frozen=True)
+class InShards:
+    """``closed``: the program of one device. ``inputs``, ``outputs``: how the whole arrays are divided. ``checked``:
+    whether its ``shard_map``s check which values differ between devices."""
+
+    closed: Any
+    mesh: Any
+    inputs: tuple[P, ...]
+    outputs: tuple[P, ...]
+    checked: bool
+
+    def around(self, evaluate: Evaluate) -> Evaluate:
+        """From the evaluation of a program like ``closed`` to that of the whole program."""
+
+        def run(flat: list[Any]) -> list[Any]:
+            mapped = jax.shard_map(
+                lambda *parts: tuple(evaluate([*parts])),
+                mesh=self.mesh,
+                in_specs=self.inputs,
+                out_specs=self.outputs,
+                check_vma=self.checked,
+            )
+            return [*mapped(*flat)]
+
+        return run
+
+    def within(self) -> Any:
+        """The context in which the program is traced."""
+        return _compat.in_shard_map(self.mesh, self.checked)
+
+
+def in_shards(program: Traced, where: Sharded) -> InShards | None:
+    """``program``, a trace of ``where.traced``, as one of a single device; None if it has no ``shard_map``.
+
+    Raises ``NotInShardsError``.
+    """
+    maps = [e.eqn for op, e in zip(program.graph.ops, program.equations, strict=True) if op.primitive == MANUAL]
+    if not maps:
+        return None
+    mesh, checked = _mesh(maps, where), bool(maps[0].params["check_vma"])
+    if not all(all_manual(m) and bool(m.params["check_vma"]) is checked for m in maps):
+        raise NotInShardsError("its shard_maps are over some axes of their mesh alone, or check differently")
+    given = _given(program, where, mesh)
+    work = _Shards(checked)
+    results: list[Axes] = []
+
+    def evaluate(*flat: Any) -> list[Any]:
+        found = work.run(program, [_Part(x, axes) for x, axes in zip(flat, given, strict=True)])
+        results[:] = [part.axes for part in found]
+        return [part.x for part in found]
+
+    specs = tuple(map(_spec, given))
+    avals = where.traced.jaxpr.in_avals
+    with traced_within(lambda: _compat.in_shard_map(mesh, checked)):
+        types = [_compat.type_of_part(mesh, checked, s, a) for s, a in zip(specs, avals, strict=True)]
+        closed = trace_on(evaluate, types)
+    outputs = tuple(map(_spec, results))
+    for spec, asked, aval in zip(outputs, where.outputs, _compat.open_jaxpr(closed)[0].outvars, strict=False):
+        if asked is not None and not asked.is_equivalent_to(NamedSharding(mesh, spec), len(aval.aval.shape)):
+            raise NotInShardsError(f"a result is asked for as {asked} and made as {spec}")
+    return InShards(closed, mesh, specs, outputs, checked)
+
+
+def _mesh(maps: Sequence[Any], where: Sharded) -> Any:
+    """The mesh of all devices."""
+    named = [s.mesh for s in where.inputs if isinstance(s, NamedSharding)]
+    meshes = [*(m.params["mesh"] for m in maps), *named]
+    concrete = {m for m in meshes if isinstance(m, jax.sharding.Mesh)}
+    if len(concrete) != 1 or len({tuple(m.shape.items()) for m in meshes}) != 1:
+        raise NotInShardsError("its shard_maps and arguments are not all on one mesh")
+    (mesh,) = concrete
+    if mesh.size != where.count:
+        raise NotInShardsError(f"its mesh is of {mesh.size} devices, and it runs on {where.count}")
+    return mesh
+
+
+def _given(program: Traced, where: Sharded, mesh: Any) -> list[Axes]:
+    """How each argument is divided; one without a sharding like its first reader among the ``shard_map``s wants it."""
+    wanted: dict[int, Axes] = {}
+    for equation in program.equations:
+        if equation.eqn is not None and equation.eqn.primitive.name == MANUAL:
+            for a, spec in zip(equation.operands, equation.eqn.params["in_specs"], strict=True):
+                if isinstance(a, int):
+                    wanted.setdefault(a, _axes(spec, len(program.graph.values[a].shape)))
+    found: list[Axes] = []
+    for v, sharding, aval in zip(program.arguments, where.inputs, where.traced.jaxpr.in_avals, strict=True):
+        rank = len(getattr(aval, "shape", ()))
+        if type(aval) is not _compat.ShapedArray:
+            raise NotInShardsError(f"an argument is no array: {aval}")
+        if isinstance(sharding, NamedSharding):
+            if sharding.memory_kind not in (None, "device") and sharding.memory_kind != _default_kind(mesh):
+                raise NotInShardsError(f"an argument waits in {sharding.memory_kind} memory")
+            found.append(_axes(sharding.spec, rank))
+        elif sharding is None or sharding.is_fully_replicated:
+            found.append(wanted.get(v, ((),) * rank) if sharding is None else ((),) * rank)
+        else:
+            raise NotInShardsError(f"an argument has a sharding of another kind: {sharding}")
+        sizes = dict(mesh.shape)
+        if any(d % math.prod(sizes[a] for a in axes) for d, axes in zip(aval.shape, found[-1], strict=True)):
+            raise NotInShardsError(f"an argument of shape {aval.shape} is divided unevenly by {found[-1]}")
+    return found
+
+
+def _default_kind(mesh: Any) -> str:
+    return str(mesh.devices.flat[0].default_memory().kind)
+
+
+def _axes(spec: Any, rank: int) -> Axes:
+    if getattr(spec, "unreduced", None) or getattr(spec, "reduced", None):
+        raise NotInShardsError(f"an array is divided as {spec}")
+    each = [() if a is None else tuple(a) if isinstance(a, tuple) else (a,) for a in spec]
+    if not all(isinstance(a, str) for axes in each for a in axes):
+        raise NotInShardsError(f"an array is divided as {spec}")
+    return (*each, *((),) * (rank - len(each)))
+
+
+def _spec(axes: Axes) -> P:
+    return P(*(a[0] if len(a) == 1 else a or None for a in axes))
+
+
+class _Part(NamedTuple):
+    """A device's part of an array, and the axes that divide the array. ``filled``: a function from axes to the part,
+    for an array of one number that no op has wanted yet."""
+
+    x: Any
+    axes: Axes
+    filled: Callable[[Axes], Any] | None = None
+
+    def divided(self, axes: Axes) -> _Part:
+        return _Part(self.filled(axes), axes) if self.filled is not None else self
+
+
+class _Shards:
+    """Evaluates whole programs on parts."""
+
+    def __init__(self, checked: bool) -> None:
+        self.checked = checked
+
+    def run(self, program: Traced, given: Sequence[_Part]) -> list[_Part]:
+        env: dict[int, _Part] = dict(zip(program.arguments, given, strict=True))
+        env.update((v, _whole(x)) for v, x in program.consts.items())
+
+        def read(atom: Any) -> _Part:
+            return env[atom] if isinstance(atom, int) else _whole(atom.val)
+
+        for i, equation in enumerate(program.equations):
+            made = self.step(program, i, [read(a) for a in equation.operands])
+            env.update(zip(equation.results, made, strict=True))
+        return [part.divided(part.axes) for part in map(read, program.outputs)]
+
+    def step(self, program: Traced, i: int, parts: list[_Part]) -> list[_Part]:
+        """The results of equation ``i``."""
+        equation = program.equations[i]
+        eqn, name = equation.eqn, program.graph.ops[i].primitive
+        if is_barrier(eqn):
+            parts = [part.divided(part.axes) for part in parts]
+            behind = _compat.barrier(part.x for part in parts)
+            return [_Part(x, part.axes) for x, part in zip(behind, parts, strict=True)]
+        if name == MANUAL:
+            return self.entered(eqn, parts)
+        if name in _CALLS and all("Unspecified" in type(s).__name__ for s in _shardings(eqn)):
+            return self.run(trace_jaxpr(closed_bodies(eqn)[0][0]), parts)
+        if name == "broadcast_in_dim" and not parts[0].axes:
+            return [self.filled(eqn, parts[0])]
+        if name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
+            wanted = _axes(eqn.params["sharding"].spec, len(eqn.outvars[0].aval.shape))
+            part = parts[0].divided(wanted)
+            if part.axes == wanted:
+                return [part]
+        elif not _compat.has_effects(eqn) and not program.graph.ops[i].bodies:
+            found = self.alike(equation, name, parts)
+            if found is not None:
+                return found
+        raise NotInShardsError(f"{name} at {program.source(i)} is not done part by part")
+
+    def alike(self, equation: Any, name: str, parts: list[_Part]) -> list[_Part] | None:
+        """The results of an op that makes its part of operands' parts; None if it is none."""
+        divided = {p.axes for p in parts if any(p.axes)}
+        if not divided:  # every device makes all of it
+            parts = [p.divided(p.axes) for p in parts]
+            made = _bound(equation, [p.x for p in parts])
+            return [_Part(x, ((),) * len(v.aval.shape)) for x, v in zip(made, equation.eqn.outvars, strict=True)]
+        if len(divided) > 1:
+            return None
+        (axes,) = divided
+        if name in _ALIKE and all(p.filled or p.axes in (axes, ()) for p in parts):
+            xs = [p.divided(axes).x for p in parts]
+            made = _bound(equation, _compat.varying_alike(xs) if len(xs) > 1 else xs)
+            return [_Part(x, axes) for x in made]
+        if name in _TOTALS and len(parts) == 1:
+            gone = set(equation.eqn.params["axes"])
+            (x,) = _bound(equation, [parts[0].x])
+            over = tuple(a for d in sorted(gone) for a in axes[d])
+            if over:
+                x = _TOTALS[name](_compat.varying_over(x, over), over)
+            return [_Part(x, tuple(a for d, a in enumerate(axes) if d not in gone))]
+        return None
+
+    def filled(self, eqn: Any, part: _Part) -> _Part:
+        """An array of one number."""
+        shape = eqn.params["shape"]
+        sizes = dict(jax.sharding.get_abstract_mesh().shape)
+
+        def at(axes: Axes) -> Any:
+            own = [d // math.prod(sizes[a] for a in named) for d, named in zip(shape, axes, strict=True)]
+            return lax.broadcast(jnp.asarray(part.x, eqn.outvars[0].aval.dtype), own)
+
+        return _Part(None, ((),) * len(shape), at)
+
+    def entered(self, eqn: Any, parts: list[_Part]) -> list[_Part]:
+        """The results of a ``shard_map``: of its body, in place of its call."""
+        given: list[Any] = []
+        for part, spec in zip(parts, eqn.params["in_specs"], strict=True):
+            wanted = _axes(spec, len(part.axes))
+            part = part.divided(wanted)
+            if part.axes != wanted:
+                raise NotInShardsError(f"a shard_map takes an array that is divided as {part.axes} by {spec}")
+            over = tuple(a for axes in wanted for a in axes)
+            given.append(_compat.varying_over(part.x, over) if self.checked and over else part.x)
+        # Its own checkpoints stay what they are, so that they may be undone.
+        outs = jax.extend.core.jaxpr_as_fun(closed_bodies(eqn)[0][0])(*given)
+        return [_Part(x, _axes(spec, len(jnp.shape(x)))) for x, spec in zip(outs, eqn.params["out_specs"], strict=True)]
+
+
+def _shardings(eqn: Any) -> tuple[Any, ...]:
+    return (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+
+
+def _whole(x: Any) -> _Part:
+    return _Part(x, ((),) * len(jnp.shape(x)))
+
+
+def _bound(equation: Equation, operands: Sequence[Any]) -> list[Any]:
+    """The results of an equation from outside of the ``shard_map``s, on parts."""
+    eqn, here = equation.eqn, jax.sharding.get_abstract_mesh()
+    params = {k: None if k in _PLACES else v for k, v in eqn.params.items()}
+    with _compat.equation_context(eqn, equation.stack), jax.sharding.use_abstract_mesh(here):
+        out = eqn.primitive.bind(*operands, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+__all__ = ["InShards", "NotInShardsError", "in_shards"]

@@ -1,0 +1,73 @@
+"""Programs with the sizes of one device: as written, rewritten, and bodies alone."""
+
+import json
+
+from four_devices import on_four_devices
+
+PROGRAM = """
+import json
+import jax, jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec as P
+from jaxtensile import _compat
+from jaxtensile.devices.profiles import profile
+from jaxtensile.program.bodies import bodies_of
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.rewrites.loops import loop_ladder, rewrite_loops
+from jaxtensile.spmd.local_shapes import local_shapes, sharded
+from jaxtensile.spmd.per_device import PerDevice
+
+WIDTH, LAYERS, ROWS = 64, 3, 128
+mesh = jax.make_mesh((4,), ("data",))
+
+def loss(ws, x):
+    return (jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0] ** 2).mean()
+
+def place(shape, *spec):
+    return jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, P(*spec)))
+
+args = place((LAYERS, WIDTH, WIDTH), None, "data"), place((ROWS, WIDTH), "data")
+jitted = jax.jit(jax.grad(loss))
+traced = jitted.trace(*args)
+where = sharded(traced, args, {}, _compat.static_arguments(jitted), 4)
+program = trace_jaxpr(traced.jaxpr)
+local = PerDevice.of(program, local_shapes(program, where))
+once = local(program)
+
+def told(graph):
+    def shapes(op):
+        return [graph.values[r].shape for r in op.results]
+    return [(op.primitive, op.flops, shapes(op), [*map(told, op.bodies)]) for op in graph.ops]
+
+ladder = loop_ladder(once.graph, profile("cpu"), None)
+again = local(trace_jaxpr(rewrite_loops(once, traced.jaxpr, ladder.rungs[-1])))
+scan = next(op.id for op in once.graph.ops if op.primitive == "scan")
+(body,) = bodies_of(once, scan)
+print(json.dumps({
+    "whole": told(program.graph),
+    "once": told(once.graph),
+    "twice": told(local(once).graph),
+    "again": told(again.graph),
+    "body": told(body.traced().graph),
+    "inside": told(local.inside(body.closed, body.graph)(body.traced()).graph),
+    "inputs": [once.graph.values[v].shape for v in once.graph.inputs],
+}))
+"""
+
+
+def test_sizes(tmp_path):
+    done = on_four_devices(PROGRAM, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["inputs"] == [[3, 16, 64], [32, 64]]
+    assert found["twice"] == found["once"] and found["inside"] == found["body"]
+    scans = {k: [row for row in found[k] if row[0] == "scan"] for k in ("whole", "once", "again")}
+    for whole, once in zip(scans["whole"], scans["once"], strict=True):
+        assert once[1] == whole[1] / 4  # the work of one device
+        assert [row[0] for row in once[3][0]] == [row[0] for row in whole[3][0]]
+    forward, backward = scans["once"]
+    assert [32, 64] in forward[2] and [3, 32, 64] in forward[2]  # rows are divided: the carry and its stacks
+    assert [3, 16, 64] in backward[2]  # gradients like the weights
+    forward, backward = scans["again"]  # stacks the carry alone, and computes the rest again
+    assert forward[2] == [[32, 64], [3, 32, 64]] and backward[1] > scans["once"][1][1]
+    products = [row for row in forward[3][0] if row[0] == "dot_general"]
+    assert products and all(row[2] == [[32, 64]] for row in products)
