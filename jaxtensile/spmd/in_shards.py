@@ -231,6 +231,9 @@ class _Shards:
     def alike(self, equation: Any, name: str, parts: list[_Part]) -> list[_Part] | None:
         """The results of an op that makes its part of operands' parts; None if it is none."""
         divided = {p.axes for p in parts if any(p.axes)}
+        if name in _ALIKE and any(p.filled for p in parts) and all(p.filled or not p.axes for p in parts):
+            (whole,) = {p.axes for p in parts if p.filled}
+            return [_Part(None, whole, lambda axes: _bound(equation, [p.divided(axes).x for p in parts])[0])]
         if not divided:  # every device makes all of it
             parts = [p.divided(p.axes) for p in parts]
             made = _bound(equation, [p.x for p in parts])
@@ -239,7 +242,7 @@ class _Shards:
             return None
         (axes,) = divided
         if name in _ALIKE and all(p.filled or p.axes in (axes, ()) for p in parts):
-            xs = [p.divided(axes).x for p in parts]
+            xs = [p.divided(axes if p.filled else p.axes).x for p in parts]
             made = _bound(equation, _compat.varying_alike(xs) if len(xs) > 1 else xs)
             return [_Part(x, axes) for x in made]
         if name in _TOTALS and len(parts) == 1:

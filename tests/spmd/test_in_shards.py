@@ -1,0 +1,114 @@
+"""Programs made of ``shard_map``s as one of a single device: what is brought inside, what is not, what may run again.
+
+A mesh of one device is enough: arrays are divided by its axes as they are by others.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtensile import _compat
+from jaxtensile.ir.ir import is_fixed
+from jaxtensile.program.trace import trace_jaxpr, traced_within, why_pinned
+from jaxtensile.spmd.in_shards import NotInShardsError, in_shards
+from jaxtensile.spmd.local_shapes import sharded
+
+MESH = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Auto,))
+X = np.linspace(-1.0, 1.0, 12, dtype="f").reshape(4, 3)
+
+
+ROWS = P("rows")
+
+
+def mapped(fun, ins=ROWS, outs=ROWS, **options):
+    return jax.shard_map(fun, mesh=MESH, in_specs=ins, out_specs=outs, **options)
+
+
+def place(x, *spec):
+    return jax.device_put(x, NamedSharding(MESH, P(*spec)))
+
+
+def shards_of(fun, *args):
+    jitted = jax.jit(fun)
+    traced = jitted.trace(*args)
+    where = sharded(traced, args, {}, _compat.static_arguments(jitted), 1)
+    return in_shards(trace_jaxpr(traced.jaxpr), where)
+
+
+def inside(found):
+    with traced_within(found.within):
+        return trace_jaxpr(found.closed)
+
+
+def clipped(x):
+    y = mapped(lambda x: jnp.sin(x) * jax.lax.psum(x.sum(), "rows"))(x)
+    y = jnp.where(y > 0, y, 0.5) / jnp.sqrt((y**2).sum())
+    return mapped(lambda y: y + 1)(y) * jnp.full(y.shape, 2.0), y.max(0)
+
+
+@pytest.mark.parametrize("spec", [P("rows"), P()], ids=str)
+def test_values_and_shardings(spec):
+    """Rows that are divided, and what every device has whole; ``clipped`` takes rows."""
+    fun = clipped if spec == P("rows") else lambda x: mapped(lambda x: x * 2, P(), P())(x) @ x.T
+    found = shards_of(fun, place(X, *spec))
+    assert found.inputs == (P(*spec, *(None,) * (2 - len(spec))),)
+    got = jax.jit(lambda x: found.around(lambda flat: jaxpr_as_fun(found.closed)(*flat))([x]))(place(X, *spec))
+    for e, g in zip(jax.tree.leaves(jax.jit(fun)(place(X, *spec))), got, strict=True):
+        np.testing.assert_allclose(g, e, rtol=1e-6)
+    assert "shard_map" not in [op.primitive for op in inside(found).graph.ops]
+
+
+def test_an_argument_without_a_place_goes_where_its_reader_wants_it():
+    assert shards_of(clipped, X).inputs == (P("rows", None),)
+
+
+def test_a_program_without_a_shard_map():
+    assert shards_of(jnp.sin, place(X, "rows")) is None
+
+
+@pytest.mark.parametrize(
+    ("fun", "why"),
+    [
+        (lambda x: jnp.einsum("ij,ij->i", mapped(jnp.sin)(x), x), "dot_general at .* is not done part by part"),
+        (lambda x: mapped(jnp.sin)(jax.lax.scan(lambda c, y: (c, y + c), 1.0, x)[1]), "scan at .* part by part"),
+        (lambda x: mapped(jnp.sin, P(), P())(mapped(jnp.cos)(x)), "takes an array that is divided as"),
+        (lambda x: mapped(jnp.sin, check_vma=False)(mapped(jnp.cos)(x)), "check differently"),
+    ],
+)
+def test_what_is_not_done_part_by_part(fun, why):
+    with pytest.raises(NotInShardsError, match=why):
+        shards_of(fun, place(X, "rows"))
+
+
+def test_gathers_may_run_again_except_where_devices_may_part():
+    def gather(x):
+        return jax.lax.all_gather(x, "rows").sum(0)
+
+    def fun(x):
+        x = x + gather(x)
+        x = jax.lax.scan(lambda c, _: (c + gather(c), None), x, None, length=3)[0]
+        return jax.lax.cond(x.sum() > 0, gather, lambda x: x, x) * jax.lax.psum(x, "rows")
+
+    traced = inside(shards_of(mapped(fun), place(X, "rows")))
+    pinned = {op.primitive: op.pinned for op in traced.graph.ops}
+    assert not pinned["all_gather"] and not pinned["scan"] and pinned["cond"]
+    cond = next(op.id for op in traced.graph.ops if op.primitive == "cond")
+    assert why_pinned(traced, cond) == "all_gather inside"
+    assert [op.primitive for op in traced.graph.ops if op.pinned and op.primitive.startswith("psum")]
+
+
+def test_a_loop_around_a_sum_stays_and_may_stack_less():
+    def loss(w, x):
+        def layer(x, w):
+            return jnp.tanh(x @ w), None
+
+        return jax.lax.psum((jax.lax.scan(layer, x, w)[0] ** 2).sum(), "rows")
+
+    w = np.ones((2, 3, 3), "f")
+    found = shards_of(mapped(jax.grad(loss), (P(), P("rows")), P()), place(w), place(X, "rows"))
+    forward, backward = (op for op in inside(found).graph.ops if op.primitive == "scan")
+    assert not forward.pinned and backward.pinned and not is_fixed(backward)
