@@ -17,7 +17,7 @@ from typing import Any
 
 from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, Op, Value, ValueId
-from jaxtensile.program.trace import Equation, Traced, closed_bodies, size_of, trace_jaxpr
+from jaxtensile.program.trace import Equation, Traced, closed_bodies, is_barrier, size_of, trace_jaxpr
 from jaxtensile.spmd.local_shapes import Shapes, fill, local_bytes, local_shape, parts_of_type
 from jaxtensile.spmd.shardy import Parts
 
@@ -81,11 +81,12 @@ class PerDevice:
     ) -> None:
         """Say how the results of ``op`` are divided, as far as that is known."""
         eqn = equation.eqn
-        if eqn is None:
+        if is_barrier(eqn):
             for v, r in zip(equation.operands, equation.results, strict=True):
-                whole[r] = whole[v]
-                if v in parts:
-                    parts[r] = parts[v]
+                if isinstance(v, int):
+                    whole[r] = whole[v]
+                    if v in parts:
+                        parts[r] = parts[v]
             return
         if op.bodies and op.primitive != "shard_map":
             bodies[op.id] = self._bodies(op, equation, whole, parts)

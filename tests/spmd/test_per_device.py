@@ -7,11 +7,12 @@ from four_devices import on_four_devices
 PROGRAM = """
 import json
 import jax, jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import NamedSharding, PartitionSpec as P
 from jaxtensile import _compat
 from jaxtensile.devices.profiles import profile
 from jaxtensile.program.bodies import bodies_of
-from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.program.trace import retrace, trace_jaxpr
 from jaxtensile.rewrites.loops import loop_ladder, rewrite_loops
 from jaxtensile.spmd.local_shapes import local_shapes, sharded
 from jaxtensile.spmd.per_device import PerDevice
@@ -40,6 +41,8 @@ def told(graph):
 
 ladder = loop_ladder(once.graph, profile("cpu"), None)
 again = local(trace_jaxpr(rewrite_loops(once, traced.jaxpr, ladder.rungs[-1])))
+held = lambda *flat: jaxpr_as_fun(traced.jaxpr)(*jax.lax.optimization_barrier(flat))
+behind = local(trace_jaxpr(retrace(held, traced.jaxpr)))
 scan = next(op.id for op in once.graph.ops if op.primitive == "scan")
 (body,) = bodies_of(once, scan)
 print(json.dumps({
@@ -47,6 +50,7 @@ print(json.dumps({
     "once": told(once.graph),
     "twice": told(local(once).graph),
     "again": told(again.graph),
+    "behind": told(behind.graph),
     "body": told(body.traced().graph),
     "inside": told(local.inside(body.closed, body.graph)(body.traced()).graph),
     "inputs": [once.graph.values[v].shape for v in once.graph.inputs],
@@ -60,6 +64,8 @@ def test_sizes(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["inputs"] == [[3, 16, 64], [32, 64]]
     assert found["twice"] == found["once"] and found["inside"] == found["body"]
+    assert found["behind"][0][::2] == ["optimization_barrier", found["inputs"]]
+    assert found["behind"][1:] == found["once"]
     scans = {k: [row for row in found[k] if row[0] == "scan"] for k in ("whole", "once", "again")}
     for whole, once in zip(scans["whole"], scans["once"], strict=True):
         assert once[1] == whole[1] / 4  # the work of one device
