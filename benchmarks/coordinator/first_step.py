@@ -42,7 +42,7 @@ WHY = (
     "searched for again; a job that compiles goes where it is told to be, and runs what is compiled meanwhile; in two "
     "cores one job at a time compiles ahead; turns (to 2.5 times for six); a job that waits for its first turn stays "
     "where its plan is compiled (to 1.6), and sleeps meanwhile: four that waited took two cores from the one that ran "
-    "(to 1.0)."
+    "(to 1.3 and less)."
 )
 """Of what the figures say, and how they came about."""
 CONFIG = """[device]
