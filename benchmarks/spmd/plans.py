@@ -7,7 +7,7 @@ for the same program with a policy: ``dots_saveable`` or ``nothing_saveable``. "
 error's ``needs`` is the smallest program found. FLOPs are of products, in the jaxpr, over those of the plain program.
 Collectives are instructions of the compiled program: all-reduce (ar), all-gather (ag), reduce-scatter (rs), all-to-all
 (a2a), collective-permute (cp); one in a loop counts once. Seconds are wall clock: of the whole call of ``.plan()``, its
-compiles included, and of one compile of the plain program.
+compiles included, and of one compile of the plain program; where other work ran beside it, compare those of one row.
 
 Rows are kept in ``plans-jax<version>.json``; a run takes what is missing, with ``--again`` everything.
 """
