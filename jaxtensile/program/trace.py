@@ -46,13 +46,13 @@ REFERENCE_BARRIER = "reference_barrier"
 _RANDOM = "rng_uniform"
 _GATHERS = frozenset({"all_gather", "all_gather_invariant"})
 """Collectives that may run again: all devices run the same program, and nothing is added up. Not in branches and
-``while`` loops, where devices may part."""
+``while`` loops, where devices may part, nor within a larger program's ``shard_map``."""
 _NEVER_CLONED = {
     name: why
     for names, why in (
         (_FOREIGN.split(), "foreign code"),
         ({_RANDOM}, "random state"),
-        ({"shard_map", "xla_pmap", "pmap"} | (COLLECTIVES - _GATHERS), "several devices"),
+        ({"xla_pmap", "pmap"} | (COLLECTIVES - _GATHERS), "several devices"),
     )
     for name in names
 }
@@ -354,7 +354,7 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
         name = OUTER
     bodies, trips = closed_bodies(eqn)
     inner = tuple(trace_jaxpr(b).graph for b in bodies)
-    may_part = name in ("while", "cond")
+    may_part = name in ("while", "cond", "shard_map")
     return Op(
         id=OpId(i),
         primitive=name,
