@@ -1,0 +1,1 @@
+"""Which machines of a cluster a job goes to: no network, no clock."""
