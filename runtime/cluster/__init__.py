@@ -1,0 +1,1 @@
+"""Jobs on many machines: which machine each goes to, and the agent there. Ray is imported on first use."""
