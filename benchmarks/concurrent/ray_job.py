@@ -1,6 +1,6 @@
 """One job of ``ray_faults``: a small training whose steps are a ``jaxtensile.job``, and which counts what it does.
 
-    python -m benchmarks.concurrent.ray_job LAYERS STEPS FILE
+    python -m benchmarks.concurrent.ray_job LAYERS STEPS FLOOR FILE
 
 A line per start and per end goes to FILE. The loss of its last step is that of the same training with ``jax.jit``.
 """
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 import jaxtensile
 
-WIDTH, ROWS = 128, 512
+WIDTH, ROWS = 128, 2048
 
 
 def loss(weights, x, y):
@@ -38,7 +38,7 @@ def start(layers: int):
 
 
 def main() -> None:
-    layers, steps, file = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    layers, steps, floor, file = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
 
     def tell(what: str) -> None:
         with file.open("a") as told:
@@ -46,7 +46,7 @@ def main() -> None:
 
     tell("start")
     state, x, y = start(layers)
-    with jaxtensile.job() as job:
+    with jaxtensile.job(least=floor) as job:
         step = jaxtensile.jit(train_step, job=job, donate_argnums=0)
         for _ in range(steps):
             state, value = step(state, x, y)

@@ -354,9 +354,9 @@ class _Reader:
             raise self._in.error(
                 (*path, "max_overhead"), raw.max_overhead, f"a factor from 1 to {MOST_OVERHEAD:g}, or left out"
             )
-        for key, least in (("hosts", 1), ("devices", 1), ("retries", 0)):
-            if not least <= (number := getattr(raw, key)) <= MOST_NUMBER:
-                raise self._in.error((*path, key), number, f"a whole number from {least} to {MOST_NUMBER}")
+        for key, first in (("hosts", 1), ("devices", 1), ("retries", 0)):
+            if not first <= (number := getattr(raw, key)) <= MOST_NUMBER:
+                raise self._in.error((*path, key), number, f"a whole number from {first} to {MOST_NUMBER}")
         return JobConfig(
             command=raw.command,
             least=least,
