@@ -112,7 +112,9 @@ class Agent:
     def _report(self, *, everything: bool) -> Report:
         ended_before = {key for key, run in self._runs.items() if run.ended}
         snapshot = self._daemon.snapshot()
-        leases = {} if snapshot is None else {s: lease for lease in snapshot.leases if (s := _session(lease.pid))}
+        leases: dict[int, LeaseView] = {}
+        for lease in () if snapshot is None else snapshot.leases:
+            leases.setdefault(_session(lease.pid), lease)  # the first one: others are asked for more, for a while
         rooms = () if snapshot is None else tuple(
             Room(d.device, max(d.capacity - d.reserve, 0), d.guaranteed) for d in snapshot.devices if d.device != HOST
         )  # fmt: skip

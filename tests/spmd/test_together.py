@@ -14,6 +14,7 @@ from daemons import until
 from jaxtensile.errors import AgreementError
 from jaxtensile.runtime.daemon.inquiry import ask
 from jaxtensile.spmd.together import Together
+from paths import ROOT
 
 LIMIT = 30.0
 
@@ -147,58 +148,6 @@ turns = false
 [coordinator]
 min_hold = "0s"
 """
-TWO = """
-import json, os, sys
-import jax, jax.numpy as jnp, numpy as np, jaxtensile
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"]))
-mesh = Mesh(np.array(jax.devices()), ("x",))
-N, ROWS, LAYERS = 64, 4096, 8
-
-def put(a, spec):
-    return jax.make_array_from_callback(a.shape, NamedSharding(mesh, spec), lambda i: a[i])
-
-def step(ws, x):
-    def loss(ws):
-        y = x
-        for w in ws:
-            y = jnp.sin(y @ w)
-        return jnp.mean(y ** 2)
-    value, grads = jax.value_and_grad(loss)(ws)
-    return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value
-
-def start():
-    rnd = np.random.default_rng(0)
-    return [put(rnd.normal(size=(N, N)).astype("f") / 8, P()) for _ in range(LAYERS)]
-
-x = put(np.random.default_rng(1).normal(size=(ROWS, N)).astype("f"), P("x"))
-stop = put(np.zeros((2,), "f"), P("x"))
-rungs, losses, state = [], [], start()
-with jaxtensile.job("both") as job:
-    ours = jaxtensile.jit(step, job=job, donate_argnums=0)
-    any_says = jax.jit(lambda a: a.max())
-    for k in range(100_000):
-        state, value = ours(state, x)
-        rungs.append(job.budget)
-        losses.append(float(value))
-        if k == 0:
-            levels = [r.level for r in job.ladder]
-            print(json.dumps({"levels": levels}), flush=True)
-        # Both stop after the same step: when either was told to.
-        mine = np.full((1,), float(os.path.exists(sys.argv[1])), "f")
-        mine = jax.device_put(mine, jax.local_devices()[0])
-        stop = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, P("x")), [mine])
-        if float(any_says(stop)):
-            break
-plain, state = jax.jit(step, donate_argnums=0), start()
-for k in range(min(5, len(losses))):
-    state, value = plain(state, x)
-    assert abs(float(value) - losses[k]) < 1e-6
-print(json.dumps({"rungs": rungs, "switches": job.switches}), flush=True)
-jax.distributed.shutdown()
-"""
 OTHER = """
 import sys, time
 from jaxtensile.runtime.client.client import Client
@@ -248,7 +197,7 @@ def two(tmp_path):
     until(lambda: all(path.exists() for path in sockets))
     jobs = [
         start(
-            ["-c", TWO, tmp_path / "stop"],
+            [ROOT / "tests" / "job_of_two.py", tmp_path / "stop"],
             JAXTENSILE_SOCKET=str(sockets[k]),
             JAX_COORDINATOR_ADDRESS=address,
             JAX_PROCESS_ID=str(k),
