@@ -48,7 +48,7 @@ SPREAD, LONGEST = 1.5, 43_200.0
 LOSSES = 40
 """Machines lost during the run, each for half an hour."""
 WAITS = ("wait_mean", "wait_p99", "wait_max", "large_wait_mean", "large_wait_max")
-LOADS = (0.8, 1.0, 1.3)
+LOADS = (1.0, 1.3)
 """Byte-seconds of the jobs that come, over those of the devices in that time."""
 
 
@@ -317,7 +317,6 @@ def simulate(policy: Policy, nodes: dict[str, list[int]], jobs: list[Job], losse
 POLICIES: dict[str, Any] = {
     "ours": Ours,
     "ours, never holding": lambda: Ours(hold_after=float("inf")),
-    "ours, holding at once": lambda: Ours(hold_after=0.0),
     "first-fit": FirstFit,
     "in order": lambda: FirstFit(strict=True),
 }
