@@ -384,18 +384,23 @@ class World:
         if self.daemon is None:
             return
         self.told = True
-        commands = self.daemon.handle_all(events, self.now)
+        if self._carries_out(self.daemon.hear(events, self.now)):
+            self._carries_out(self.daemon.decide())
+
+    def _carries_out(self, commands):
+        """Whether the daemon lives."""
         last = self.rnd.randrange(len(commands) + 1) if commands and self.rnd.random() < self.crash else None
         blocked = False
         for k, command in enumerate(commands):
             if k == last:
                 self._daemon_dies()
-                return
+                return False
             blocked = self._carry_out(command, blocked) or blocked
         if blocked:
             self.tell(JournalFailed())
         elif last is not None:
             self._daemon_dies()
+        return self.daemon is not None
 
     def _carry_out(self, command, blocked):
         match command:

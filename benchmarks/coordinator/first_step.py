@@ -33,23 +33,18 @@ STEPS = 12
 TARGET = 1.3
 LIMIT = 900.0
 WHY = (
-    "Jobs take turns with their steps, so that each runs its first step as it is. Until then a job takes some 4 s of "
-    "CPU more than a plain program: 2.2 to predict what it needs at least, without which nobody is admitted beside "
-    "others, 0.9 to import the planner, 0.4 to read the program twice. Of six jobs five are there as they are, with "
-    "their states and the temporaries of one; the sixth waits until these have run a step, one after another, and "
-    "have gone to smaller plans, which are compiled on the same two cores. The steps of all six take longer than "
-    "without turns, 198 s in a quiet run (163; the 273 of the table are beside other work): one runs at a time, and "
-    "beside it others compile the plans that they may have to go to. Tried, each with a gain: turns (4.1 to 2.5 times"
-    " for six jobs, 1.4 to 1.3 for three); a job that waits for its first turn stays where its plan is compiled (2.5 "
-    "to 1.6); a job that compiles goes where it is told to be, and runs what is compiled meanwhile (107 to 56 s for "
-    "three jobs); the first plan that fits by the model is taken where somebody waits, without a second round and "
-    "without the plain program (56 to 20 s); sketches with a quarter more temporaries, so that this plan is not "
-    "missed; a job is admitted with two predictions instead of four, and what was predicted is not searched for "
-    "again; a step does not wait for what is compiled in the background, and who must shrink gets the smallest plan; "
-    "in two cores one job at a time compiles ahead. Tried without a gain: a search for that prediction which stops at"
-    " the first plan that fits (0.65 s less, and steps that take 1.5 times as long)."
+    "Jobs take turns with their steps, so that each runs its first step as it is. Of six jobs five are there as they "
+    "are, with their states and the temporaries of one; the sixth waits until these have run a step, one after another,"
+    " and have gone to smaller plans. The steps of all take longer than plain ones, which have room for all: one runs "
+    "at a time, and beside it others compile the plans that they may have to go to. What it took, from 107 s for three "
+    "jobs and 4.1 times for six: the first plan that fits by the model is taken where somebody waits, without a second "
+    "round and without the plain program; a job is admitted with two predictions, and what was predicted is not "
+    "searched for again; a job that compiles goes where it is told to be, and runs what is compiled meanwhile; in two "
+    "cores one job at a time compiles ahead; turns (to 2.5 times for six); a job that waits for its first turn stays "
+    "where its plan is compiled (to 1.6), and sleeps meanwhile: four that waited took two cores from the one that ran "
+    "(to 1.3 and less)."
 )
-"""Of the figures above the target."""
+"""Of what the figures say, and how they came about."""
 CONFIG = """[device]
 capacity = {capacity}
 reserve = 0

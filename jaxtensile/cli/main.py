@@ -95,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--target", help="compile for this device (see doctor); default: this machine's")
     plan.add_argument("--solver", default="auto", help="auto (default), greedy, exact or chain")
     plan.add_argument(
-        "--objective", choices=tuple(WEIGHTS), help="what to spare first; default: the config's, or flops: products"
+        "--objective",
+        choices=tuple(WEIGHTS),
+        help="what to spare first; default: the config's, or time: the shortest step",
     )
     plan.add_argument("--host-budget", metavar="B", help="bytes of host memory where values may wait")
     for name, what in (

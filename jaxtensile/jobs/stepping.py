@@ -221,7 +221,7 @@ class Stepping(Owned):
             return
         self._steady = None
         began = told = time.monotonic()
-        while not client.turn(LOOK):
+        while not client.turn(LOOK, moves=self._moves(client)):
             self._on.require_going_on()
             if self._moves(client):
                 self._on.boundary()

@@ -193,21 +193,23 @@ class Client(Owned):
         self._flush()
         return bool(said)
 
-    def turn(self, timeout: Seconds) -> bool:
+    def turn(self, timeout: Seconds, *, moves: bool = True) -> bool:
         """Ask for a turn, if a step needs one; whether the job has it, within ``timeout`` seconds.
 
-        It is kept until ``end_turn``, over any number of steps; while ``turn_ends``, others wait for it.
+        It is kept until ``end_turn``, over any number of steps; while ``turn_ends``, others wait for it. ``moves``: the
+        job goes where it is told to be while it waits, so the wait ends as soon as it is told. Raises as ``boundary``.
         """
         if not self._holder.turns:
             return True
         if self._holder.turn < 0 or self._holder.ending:
             self.require_mine()
             uninterrupted(self._ask_turn)
-            until(lambda: self._holder.turn >= 0 or self._due, self._news, timeout)
+            until(lambda: self._holder.turn >= 0 or (moves and self._due), self._news, timeout)
         return self._holder.turn >= 0
 
     def _ask_turn(self) -> None:
         with self._lock:
+            self._complain()
             self._outbox += self._holder.ask_turn()
         self._flush()
 

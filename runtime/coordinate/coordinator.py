@@ -74,27 +74,41 @@ class Coordinator:
 
     def handle_all(self, events: Iterable[Event], now: Seconds) -> list[Command]:
         """The commands for simultaneous events, with one decision for all."""
-        desk, arbiter = self._desk, self.arbiter
-        outbox = desk.outbox
-        desk.now = now
+        self._hear(events, now)
+        self._decide()
+        return self._desk.outbox.take(self.arbiter.leases)
+
+    def hear(self, events: Iterable[Event], now: Seconds) -> list[Command]:
+        """The commands for simultaneous events that need no decision. Carry them out, then ``decide``."""
+        self._hear(events, now)
+        return self._desk.outbox.take(self.arbiter.leases)
+
+    def decide(self) -> list[Command]:
+        """The commands of one decision for all that was heard, at that time."""
+        self._decide()
+        return self._desk.outbox.take(self.arbiter.leases)
+
+    def _hear(self, events: Iterable[Event], now: Seconds) -> None:
+        self._desk.now = now
         for event in events:
             if type(event) is Received:
                 self._requests.received(event.connection, event.message)
             else:
                 self._handle(event)
+
+    def _decide(self) -> None:
+        desk, arbiter = self._desk, self.arbiter
         decides = desk.phase == "serving" or desk.phase == "draining"
         settled = decides and desk.undecided
         if settled:
             desk.undecided = False
-            arbiter.settle(now, grants=outbox.works)
+            arbiter.settle(desk.now, grants=desk.outbox.works)
         if arbiter.told:
             desk.tell()
         if decides and (settled or desk.turns.due):
             desk.take_turns()
-        leases = arbiter.leases
-        if outbox.outgrown(len(leases)):
+        if desk.outbox.outgrown(len(arbiter.leases)):
             desk.compact()
-        return outbox.take(leases)
 
     @property
     def wake(self) -> Seconds | None:

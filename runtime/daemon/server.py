@@ -236,7 +236,10 @@ class Server:
         return max(due - time.monotonic(), 0.0)
 
     def _handle(self, events: Sequence[Event], now: Seconds) -> None:
-        if self._carry_out(self._coordinator.handle_all(events, now)):
+        # Who asks what needs no decision is answered before one, which may take long.
+        if self._carry_out(self._coordinator.hear(events, now)):
+            self._carry_out(self._coordinator.handle(JournalFailed(), now))
+        if self._carry_out(self._coordinator.decide()):
             self._carry_out(self._coordinator.handle(JournalFailed(), now))
 
     def _tell_log(self, *, force: bool = False) -> None:

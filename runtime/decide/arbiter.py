@@ -45,6 +45,11 @@ TRIES: Final = 2
 """Repeated divisions for jobs that found no way down. A guess."""
 WAYS: Final = 4
 """Most blocked jobs that one decision makes room for: each takes a division. A guess."""
+RESTLESS: Final = 128
+"""Jobs among which bytes are shifted whenever something changes: in some milliseconds."""
+REST: Final[Seconds] = 2.5e-4
+"""Seconds for each of more jobs, until bytes are shifted among so many again: about ten times what the shift takes, so
+that messages are answered meanwhile."""
 
 
 class _Ways(Struct, eq=False):
@@ -76,7 +81,11 @@ class Arbiter:
         self.told: dict[int, Lease] = {}
         """Leases with a rung decided since the coordinator last asked."""
         self.recheck: Seconds | None = None
-        """End of a minimum hold that something waits for."""
+        """End of a minimum hold, or of a rest, that something waits for."""
+        self._rest: Seconds = -inf
+        """Until when no bytes are shifted among many jobs."""
+        self._put_off = False
+        """Whether a shift waits for that."""
         self.grants = True
         self._ways: dict[int, _Ways] = {}
         """By lease, if unchanged since its last decision, under the settings of then."""
@@ -194,15 +203,18 @@ class Arbiter:
         over = self.ledger.over()
         if over:
             self._shrink(now, over, {}, None)  # as far as the jobs can give up bytes
+        self._put_off = False
         if grants and (self.queue or self.hungry):
             held_back = self._admit(now) | over if self.queue else over
             # Where steps take turns, a division was made for some largest temp: one that is smaller leaves bytes.
-            while self.hungry and self._spread(now, held_back) and any(a.gated for a in self.ledger.accounts.values()):
+            gated = any(a.gated for a in self.ledger.accounts.values())
+            while self.hungry and self._spread(now, held_back) and gated:
                 pass
         self.recheck = None
         if self.above and (over or self.queue or self.hungry):
             ends = (self.leases[k].since + self.settings.min_hold for k in self.above)
-            self.recheck = min((end for end in ends if end > now), default=None)
+            ends = [end for end in ends if end > now]
+            self.recheck = min([*ends, self._rest] if self._put_off else ends, default=None)
 
     def _tell(self, lease: Lease, rung: int, happening: Happening, now: Seconds) -> None:
         lease.rung = rung
@@ -375,14 +387,15 @@ class Arbiter:
         """Give free bytes to jobs that they speed up, or ask others to shrink where that gains more; whether any got
         more.
 
-        A resource rests while a job shrinks on it: those bytes are for another job.
+        A resource is left alone while a job shrinks on it: those bytes are for another job. While many jobs rest, they
+        are not asked to shrink.
         """
         for k in self.revoking:
             lease = self.leases[k]
             charges, promised = self.charged(lease), lease.needs[lease.rung]
             rows = zip(lease.resources, charges, promised, strict=True)
             held_back |= {name for name, charge, need in rows if need.level < charge.level}
-        given = False
+        given, rests = False, now < self._rest
         for part in self._parts([a for a in self.leases.values() if a.state is HELD], held_back):
             ways = [self._way(a) for a in part]
             if not any(way.higher for way in ways):
@@ -393,8 +406,9 @@ class Arbiter:
             before, until = self._settled.get(part[0].id, (None, now))
             if before == seen and now < until:
                 continue
-            given |= self._divide(part, now)
-            if all(a.id in self._ways for a in part):
+            put_off = rests and len(part) > RESTLESS
+            given |= self._divide(part, now, put_off)
+            if all(a.id in self._ways for a in part) and not put_off:
                 ends = (a.since + self.settings.min_hold for a in part)
                 self._settled[part[0].id] = seen, min((end for end in ends if end > now), default=inf)
         return given
@@ -413,8 +427,9 @@ class Arbiter:
             parts.setdefault(groups.of(ks[0]) if ks else -1, []).append(lease)
         return [part for part in parts.values() if any(a.id in self.hungry for a in part)]
 
-    def _divide(self, held: Sequence[Lease], now: Seconds) -> bool:
-        """Divide a part: give leases more, or ask some to shrink for others; whether any got more."""
+    def _divide(self, held: Sequence[Lease], now: Seconds, put_off: bool) -> bool:
+        """Divide a part: give leases more, or, unless that is ``put_off``, ask some to shrink for others; whether any
+        got more."""
         hungry = [a for a in held if a.id in self.hungry]
         given = self._all_get(hungry, now)
         if given is not None:
@@ -434,7 +449,12 @@ class Arbiter:
             if shares is None:
                 return False
             rungs.update({c.id: c.options[shares[c.id]] for c in claims})
-        rungs = self._shifted(now, held, ways, rungs, max(a.priority for a in hungry)) or rungs
+        if put_off:
+            self._put_off = True
+        else:
+            rungs = self._shifted(now, held, ways, rungs, max(a.priority for a in hungry)) or rungs
+            if len(held) > RESTLESS:
+                self._rest = max(self._rest, now) + REST * len(held)
         for lease in held:
             if rungs[lease.id].rung < lease.rung:
                 self._revoke(lease, rungs[lease.id].rung, now)

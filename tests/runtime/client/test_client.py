@@ -37,8 +37,9 @@ WAIT = 30.0
 class Office:
     """A coordinator in this process: what is said to it is answered before ``send`` returns, to whomever it is."""
 
-    def __init__(self, capacity=12):
-        self.it = Coordinator({GPU: Capacity(capacity=capacity), HOST: Capacity(capacity=8)}, Settings(min_hold=0.0))
+    def __init__(self, capacity=12, gated=False):
+        device = Capacity(capacity=capacity, gated=gated)
+        self.it = Coordinator({GPU: device, HOST: Capacity(capacity=8)}, Settings(min_hold=0.0))
         self.it.handle(Restarted(journal.replay([]), "boot"), time.monotonic())
         self.lock = threading.Lock()
         self.lines = {}
@@ -190,6 +191,35 @@ def test_a_release_that_got_lost_is_said_again_as_it_was():
     client.give_back()
     client._link.connect()
     assert client.release() and office.charged() == 0
+
+
+def test_a_wait_for_a_turn_ends_when_the_job_is_told_to_move_if_it_moves():
+    ladder = (Rung(persistent=2, temp=2, seconds=2.0), Rung(persistent=2, temp=6, seconds=1.0))
+    office = Office(gated=True)
+    a, b = (office.client(job, ladder=ladder) for job in "ab")
+    assert a.wait() == b.wait() == 1 and a.takes_turns and a.turn(0.0) and not b.turn(0.0)
+    c = office.client("c", ladder=(Rung(persistent=4, temp=2, seconds=1.0),), floor=0)
+    assert not c.admitted and b.due and b.target == 0
+
+    began = time.monotonic()
+    assert not b.turn(0.3, moves=False) and time.monotonic() - began >= 0.3
+    began = time.monotonic()
+    assert not b.turn(WAIT) and time.monotonic() - began < WAIT
+    b.boundary()
+    b.moved()
+    a.end_turn()
+    assert b.turn(WAIT)
+
+
+def test_a_wait_for_a_turn_ends_with_the_lease():
+    office = Office(gated=True)
+    a, b = (office.client(job, ladder=(Rung(persistent=2, temp=6, seconds=1.0),)) for job in "ab")
+    a.wait(), b.wait()
+    assert a.turn(0.0) and not b.turn(0.0)
+    b.heard(Error(code="unknown lease", detail="there is no lease 2", lease=2))
+    with pytest.raises(LostLeaseError, match="'b' is not known any more"):
+        b.turn(WAIT, moves=False)
+    b.close()
 
 
 def test_a_lease_that_nobody_knows_any_more_ends_the_job_with_an_error():

@@ -6,11 +6,12 @@ import pytest
 
 from coordinator_model import World
 from coordinator_talk import GPU, LADDER, Talk
-from jaxtensile.runtime.decide.arbiter import Arbiter
+from jaxtensile.runtime.decide.arbiter import REST, RESTLESS, Arbiter
 from jaxtensile.runtime.decide.events import (
     CapacityChanged,
     Disconnected,
     ProcessDied,
+    Send,
 )
 from jaxtensile.runtime.decide.leases import HOST, Process, State
 from jaxtensile.runtime.decide.ledger import Capacity
@@ -231,9 +232,37 @@ def test_devices_on_which_nothing_happens_are_not_decided_about_again(monkeypatc
         talk.meet(k)
         talk.hear(k, Admit(job="a", devices=(device,), ladder=LADDER))
     asked, decide = [], Arbiter._divide
-    monkeypatch.setattr(Arbiter, "_divide", lambda self, part, now: asked.append(part) or decide(self, part, now))
+    monkeypatch.setattr(Arbiter, "_divide", lambda self, part, *more: asked.append(part) or decide(self, part, *more))
     talk.do(ProcessDied(Process(1, 1)))
     assert [[a.id for a in part] for part in asked] == [[2]] and talk.lease(2).rung == 1
+
+
+def test_among_many_jobs_bytes_are_shifted_only_now_and_then():
+    many = RESTLESS + 2
+    talk = Talk(capacity=4 * (many + 1), host=0)
+
+    def obey():
+        """Jobs do what they were told; how often they were told to shrink."""
+        told = 0
+        while asked := [c for c in talk.commands if isinstance(c, Send) and isinstance(c.message, Revoke)]:
+            for send in asked:
+                talk.ack(send.connection, send.message)
+            told += len(asked)
+        return told
+
+    for k in range(1, many + 1):
+        talk.meet(k)
+        talk.hear(k, Admit(job=f"{k}", devices=(GPU,), ladder=LADDER))
+        obey()
+    assert talk.charged() == 4 * (many + 1)
+    talk.do(ProcessDied(Process(2, 1)))
+    assert talk.charged() == 4 * (many + 1)  # what is free is given at once
+    talk.meet(many + 1)
+    talk.hear(many + 1, Admit(job="new", devices=(GPU,), ladder=LADDER, weight=100.0))
+    assert obey() == 1 and talk.lease(many + 1).rung == 0  # room is made at once
+    assert talk.now < talk.it.arbiter.recheck <= talk.now + 2 * REST * many
+    talk.tick(2 * REST * many)
+    assert obey() == 1 and talk.lease(many + 1).rung == 1
 
 
 def test_surplus_moves_when_a_minimum_hold_ends_though_nothing_else_happens():
