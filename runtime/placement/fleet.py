@@ -5,8 +5,8 @@ of admitted jobs as it reports them, less those of jobs that are placed there an
 
 A higher class goes first. In a class the oldest job goes first once it has waited for ``hold_after``, else the largest
 that fits. It goes to devices where nothing runs, else to others that have room; of the nodes to the fullest, so that
-whole nodes stay free for those that need them. When the oldest fits nowhere, the nodes with most room are held for it:
-no job of its class or below goes there meanwhile.
+whole nodes stay free for those that need them. When the oldest fits nowhere, its floor is held on the devices with most
+room: what becomes free there is kept for it, from jobs of its class or below.
 
 Invariant: floors placed on a device are within its room. A job of several hosts has a place on all or on none. The same
 calls give the same answers: there is no clock here and nothing random.
@@ -28,8 +28,8 @@ class Rules(Struct, frozen=True, kw_only=True):
     """``[cluster]`` of the config, in seconds."""
 
     hold_after: Seconds = 600.0
-    """After so long the oldest job of a class goes first, and nodes are held for it. A guess: less costs utilisation,
-    more lets large jobs wait for longer (``benchmarks/concurrent/fleet.md``)."""
+    """After so long the oldest job of a class goes first, and its floor is held. A guess: less costs utilisation, more
+    lets large jobs wait for longer (``benchmarks/concurrent/fleet.md``)."""
     refuse_after: Seconds = 60.0
     """For so long a job waits when no node is large enough, even empty, and none comes that is larger: another may, or
     its coordinator may start. A guess."""
@@ -99,8 +99,9 @@ class Fleet:
         self._asks: dict[str, Ask] = {}
         self._placed: dict[str, tuple[str, ...]] = {}
         self._holder: str | None = None
-        """The job that nodes are held for."""
-        self._held: set[str] = set()
+        """The job whose floor is held."""
+        self._held: dict[str, tuple[int, ...]] = {}
+        """Where: nodes, and the numbers of devices."""
         self._resized, self._settled = True, 0.0
         """Whether nodes have come, gone or changed their sizes since the last decision, and when that was last seen."""
 
@@ -149,11 +150,15 @@ class Fleet:
         """
         node = self._nodes.setdefault(name, Node(name))
         self._resized |= [(d.room.device, d.room.limit) for d in node.devices] != [(r.device, r.limit) for r in rooms]
+        if [d.room.device for d in node.devices] != [r.device for r in rooms]:
+            self._held.pop(name, None)  # by numbers that are others' now
         node.report(tuple(rooms))
         node.takes = takes
         there = set(admitted)
-        for device in node.devices:
+        for k, device in enumerate(node.devices):
             device.pending = {job: self._asks[job].floor for job in device.jobs if job not in there}
+            if self._holder is not None and k in self._held.get(name, ()):
+                device.pending[self._holder] = self._asks[self._holder].floor
             device.add_up()
         self._lists.resized(node)
 
@@ -163,7 +168,7 @@ class Fleet:
         node = self._nodes.pop(name, None)
         if node is not None:
             self._lists.remove(node)
-            self._held.discard(name)
+            self._held.pop(name, None)
         for job in jobs:
             self.back(job)
         return jobs
@@ -229,21 +234,24 @@ class Fleet:
         if found is None:
             return None
         self._take(job)
-        return self._placed_at(ask, found)
+        return self._chosen(ask, found)
 
     def _serve_oldest(self, priority: int, now: Seconds, out: list[Placed | Refused]) -> None:
-        """Place the oldest jobs of a class that have waited long. Hold nodes for the first that fits nowhere."""
+        """Place the oldest jobs of a class that have waited long. Hold the floor of the first that fits nowhere."""
         while ages := self._ages[priority]:
             ask = self._asks[ages[0][1]]
             if now - ask.since < self._rules.hold_after:
                 return
-            mine = self._holder == ask.job
-            found = self._found(ask, held=mine)
-            if found is None:
-                if (self._holder is None or mine) and not self.reason(ask):
+            if self._holder == ask.job and self._is_free(ask):
+                places = [self._place(name, numbers) for name, numbers in sorted(self._held.items())]
+                self._unqueue(ask)
+                out.append(self._placed_at(ask, places))
+            elif (found := self._found(ask)) is not None:
+                out.append(self._start(ask, found))
+            else:
+                if self._holder in (None, ask.job) and not self.reason(ask):
                     self._hold(ask)
                 return
-            out.append(self._start(ask, found))
 
     def _largest(self, priority: int) -> Ask | None:
         """The job of a class with the most bytes of those that fit; of equal ones the oldest."""
@@ -284,32 +292,28 @@ class Fleet:
 
     # Places.
 
-    def _found(self, ask: Ask, *, held: bool = False) -> list[tuple[str, bool]] | None:
-        """The nodes for a job, and whether idle devices there; None: too few have room.
-
-        ``held``: those that are held may be among them.
-        """
+    def _found(self, ask: Ask) -> list[tuple[str, bool]] | None:
+        """The nodes for a job, and whether idle devices there; None: too few have room."""
         for idle in (True, False):
             nodes = self._lists.free(ask.some, idle)
             at = bisect_left(nodes, (ask.floor, ""))
-            mine = sorted(self._held) if held else []
-            names = [n for n in mine if self._nodes[n].free(ask.some, idle) >= ask.floor][: ask.hosts]
-            if len(names) + len(nodes) - at >= ask.hosts:
+            if len(nodes) - at >= ask.hosts:
                 able = ((self._nodes[name].left, name) for _, name in nodes[at:])
-                names += [name for _, name in nsmallest(ask.hosts - len(names), able)]
-                return [(name, idle) for name in sorted(names)]
+                return sorted((name, idle) for _, name in nsmallest(ask.hosts, able))
         return None
 
     def _start(self, ask: Ask, found: Sequence[tuple[str, bool]]) -> Placed:
         self._unqueue(ask)
-        return self._placed_at(ask, found)
+        return self._chosen(ask, found)
 
-    def _placed_at(self, ask: Ask, found: Sequence[tuple[str, bool]]) -> Placed:
-        places: list[Place] = []
-        for name, idle in found:
-            node = self._nodes[name]
-            numbers = node.choose(ask.floor, ask.some, idle)
-            places.append(Place(name, tuple(node.devices[k].room.device for k in numbers)))
+    def _chosen(self, ask: Ask, found: Sequence[tuple[str, bool]]) -> Placed:
+        chosen = ((name, self._nodes[name].choose(ask.floor, ask.some, idle)) for name, idle in found)
+        return self._placed_at(ask, [self._place(name, numbers) for name, numbers in chosen])
+
+    def _place(self, name: str, numbers: Iterable[int]) -> Place:
+        return Place(name, tuple(self._nodes[name].devices[k].room.device for k in numbers))
+
+    def _placed_at(self, ask: Ask, places: Sequence[Place]) -> Placed:
         self._put(ask, places)
         return Placed(ask.job, tuple(places))
 
@@ -339,21 +343,34 @@ class Fleet:
                 device.add_up()
             self._lists.put(node)
 
+    def _is_free(self, ask: Ask) -> bool:
+        """Whether the room that is held for a job is free on all its nodes."""
+        return len(self._held) == ask.hosts and all(
+            self._nodes[name].takes and self._nodes[name].devices[k].free >= 0
+            for name, numbers in self._held.items()
+            for k in numbers
+        )
+
     def _hold(self, ask: Ask) -> None:
-        """Hold the nodes with most room that are large enough for a job, as many as it needs."""
+        """Hold a job's floor on the nodes with most room that are large enough, as many as it needs."""
         self._holder = ask.job
         missing = ask.hosts - len(self._held)
         for _, name in self._lists.free(ask.some)[::-1] if missing > 0 else ():
             node = self._nodes[name]
-            if missing > 0 and node.size(ask.some) >= ask.floor:
+            if missing > 0 and name not in self._held and node.size(ask.some) >= ask.floor:
                 missing -= 1
-                self._held.add(name)
-                node.held = True
+                self._held[name] = node.most(ask.floor, ask.some)
+                for k in self._held[name]:
+                    node.devices[k].pending[ask.job] = ask.floor
+                    node.devices[k].add_up()
                 self._lists.put(node)
 
     def _release(self) -> None:
-        self._holder = None
-        for name in sorted(self._held):
-            self._nodes[name].held = False
-            self._lists.put(self._nodes[name])
-        self._held = set()
+        """Hold nothing any more."""
+        for name, numbers in self._held.items():
+            node = self._nodes[name]
+            for k in numbers:
+                node.devices[k].pending.pop(self._holder or "", None)
+                node.devices[k].add_up()
+            self._lists.put(node)
+        self._holder, self._held = None, {}

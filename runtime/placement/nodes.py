@@ -55,8 +55,6 @@ class Node(Struct):
     devices: list[Device] = []
     takes: bool = True
     """Whether new jobs may be placed there."""
-    held: bool = False
-    """Kept for a job that fits nowhere yet."""
     placed: dict[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """The numbers of a job's devices."""
 
@@ -79,6 +77,11 @@ class Node(Struct):
         """The devices for a job: of those with enough room the ones with least."""
         able = ((d.free, k) for k, d in enumerate(self.devices) if d.is_some(some) and not (idle and d.jobs))
         return tuple(sorted(k for _, k in sorted((free, k) for free, k in able if free >= floor)[: some.number]))
+
+    def most(self, floor: Bytes, some: Some) -> tuple[int, ...]:
+        """The devices with most room, of those that are large enough."""
+        able = [(-d.free, k) for k, d in enumerate(self.devices) if d.is_some(some) and d.room.limit >= floor]
+        return tuple(sorted(k for _, k in sorted(able)[: some.number]))
 
     def report(self, rooms: tuple[Room, ...]) -> None:
         """Take over what its coordinator says; jobs stay on the devices of their names."""
@@ -107,7 +110,7 @@ class Lists:
         """The entries of each node."""
 
     def free(self, some: Some, idle: bool = False) -> list[Entry]:
-        """The nodes that take jobs and are not held, by ``Node.free``."""
+        """The nodes that take jobs, by ``Node.free``."""
         if (some, idle) not in self._free:
             self._free[some, idle] = []
             for node in self._nodes.values():
@@ -125,9 +128,8 @@ class Lists:
     def put(self, node: Node) -> None:
         """The room on a node's devices has changed, or whether it takes jobs."""
         free, _ = self._at[node.name]
-        listed = node.takes and not node.held
         for (some, idle), entries in self._free.items():
-            room = node.free(some, idle) if listed else -1
+            room = node.free(some, idle) if node.takes else -1
             old, new = free.get((some, idle)), (room, node.name)
             if old == new or (old is None and room < 0):
                 continue
