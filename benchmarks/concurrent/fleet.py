@@ -31,7 +31,8 @@ import numpy as np
 
 from benchmarks.isolate import save
 from benchmarks.machine import commit, describe
-from jaxtensile.runtime.placement.fleet import Ask, Fleet, Placed, Rules
+from jaxtensile.runtime.placement.asks import Ask, Placed, Rules
+from jaxtensile.runtime.placement.fleet import Fleet
 from jaxtensile.runtime.placement.nodes import Room
 from jaxtensile.units import GIB
 

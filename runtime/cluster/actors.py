@@ -21,7 +21,7 @@ from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.cluster.agent import Agent, FencedError, environment_of
 from jaxtensile.runtime.cluster.coordinator import ClusterCoordinator
 from jaxtensile.runtime.cluster.records import Report, Spec, Submitted, Tick, decode, encode
-from jaxtensile.runtime.placement.fleet import Rules
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.units import Seconds
 
 NAMESPACE: Final = "jaxtensile"

@@ -21,7 +21,8 @@ from typing import Final
 from msgspec import Struct, field, structs
 
 from jaxtensile.runtime.cluster.records import ENDED, Launch, Record, Report, Spec, Task, Tick
-from jaxtensile.runtime.placement.fleet import Ask, Fleet, Placed, Rules
+from jaxtensile.runtime.placement.asks import Ask, Placed, Rules
+from jaxtensile.runtime.placement.fleet import Fleet
 from jaxtensile.units import Seconds
 
 COPIES: Final = 3

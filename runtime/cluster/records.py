@@ -13,7 +13,7 @@ from typing import Final, Literal, TypeVar
 
 from msgspec import Struct, msgpack
 
-from jaxtensile.runtime.placement.fleet import Place
+from jaxtensile.runtime.placement.asks import Place
 from jaxtensile.runtime.placement.nodes import Room
 from jaxtensile.units import Bytes, Seconds
 

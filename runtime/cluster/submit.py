@@ -15,7 +15,7 @@ from typing import Any, Final, Protocol
 from jaxtensile.errors import ConfigError, CoordinatorError, UnreachableError
 from jaxtensile.runtime.cluster.actors import CALLS, COORDINATOR, NAMESPACE, CoordinatorActor, agent_name, ray
 from jaxtensile.runtime.cluster.records import ENDED, Record, Report, Spec, Submitted, Task, decode, encode
-from jaxtensile.runtime.placement.fleet import Rules
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
 
 RULES: Final = Rules()

@@ -26,7 +26,7 @@ from jaxtensile.runtime.decide.events import MAX_CLIENTS, Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.decide.policy import Objective
-from jaxtensile.runtime.placement.fleet import Rules
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.protocol.messages import HIGHEST_PRIORITY, LEAST_WEIGHT, LOWEST_PRIORITY, MOST_WEIGHT
 from jaxtensile.units import Bytes, Seconds, format_bytes
 

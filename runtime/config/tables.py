@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from msgspec import Struct, UnsetType, ValidationError, convert
 
 from jaxtensile.errors import ConfigError
-from jaxtensile.runtime.placement.fleet import Rules
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.protocol.messages import MOST_BYTES
 from jaxtensile.units import Bytes, Seconds, format_bytes, format_seconds, parse_bytes, parse_seconds
 

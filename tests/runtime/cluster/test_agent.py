@@ -12,7 +12,7 @@ from daemons import until
 from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.cluster.agent import Agent, FencedError
 from jaxtensile.runtime.cluster.records import Launch, Record, Spec, Tick
-from jaxtensile.runtime.placement.fleet import Place
+from jaxtensile.runtime.placement.asks import Place
 
 CONFIG = """
 [device."cuda:0"]

@@ -10,7 +10,7 @@ from msgspec import structs
 
 from jaxtensile.runtime.cluster.coordinator import COPIES, ClusterCoordinator
 from jaxtensile.runtime.cluster.records import ENDED, Report, Spec, Task, Tick, decode, encode
-from jaxtensile.runtime.placement.fleet import Rules
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.placement.nodes import Room
 
 RULES = Rules(hold_after=50.0, refuse_after=30.0, move_after=5.0)

@@ -14,7 +14,7 @@ from jaxtensile.runtime.config.config import NAME, VARIABLE, find, parse, read
 from jaxtensile.runtime.decide.events import Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
-from jaxtensile.runtime.placement.fleet import Rules
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.units import GIB
 
 EVERYTHING = """

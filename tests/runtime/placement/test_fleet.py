@@ -5,7 +5,8 @@ from itertools import combinations, permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtensile.runtime.placement.fleet import Ask, Fleet, Place, Placed, Refused, Rules
+from jaxtensile.runtime.placement.asks import Ask, Place, Placed, Refused, Rules
+from jaxtensile.runtime.placement.fleet import Fleet
 from jaxtensile.runtime.placement.nodes import Room
 
 DEVICES = ("cuda:0", "cuda:1")
