@@ -12,6 +12,7 @@ from daemons import until
 from jaxtensile.cli import main as cli
 from jaxtensile.runtime.cluster.submit import Cluster
 from jaxtensile.runtime.daemon.inquiry import ask
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.units import MIB
 from paths import ROOT
 
@@ -43,7 +44,6 @@ sys.exit(int(sys.argv[3]))
 CONFIG = """
 [cluster]
 address = "{address}"
-refuse_after = "2s"
 [jobs.one]
 command = ["python", "job.py", "30", "go", "0"]
 least = "30MiB"
@@ -89,7 +89,7 @@ def folder(tmp_path, nodes, monkeypatch):
 
 def test_jobs_run_where_they_fit_and_are_told_of(folder, nodes, capfd):
     """Also while the cluster's coordinator is killed."""
-    cluster = Cluster(nodes[0])
+    cluster = Cluster(nodes[0], rules=Rules(refuse_after=2.0))  # who is first starts the coordinator by its rules
     until(lambda: all(report.serving for _, report in cluster.nodes()), limit=60)
     os.kill(cluster.coordinator_pid(), signal.SIGKILL)
     (folder / "go").touch()
