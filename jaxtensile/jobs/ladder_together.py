@@ -1,6 +1,6 @@
-"""The plans of a step that several processes run, agreed on by all before the first.
+"""The ladder of a step that several processes run: all agree on its plans before the first step.
 
-They are compiled at once and never changed: a ladder that one process alone knew would be another job's.
+The plans are compiled at once and never change, so that a rung is the same plan in every process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Plans that all processes of a program change before the same step.
+"""Changes of plan that all processes of a program make before the same step.
 
-Each process has a lease of its machine's coordinator, and *may* be on a rung or any below. All run one rung: the lowest
-that any of them may be on.
+Each process has a lease of its machine's coordinator, whose rung is the highest that it *may* run. All processes run
+one rung: the lowest of these.
 
     process                         leader, the lowest of them
     may: a rung  ──────────────▶    is the lowest of them another than the one that runs?
@@ -11,15 +11,14 @@ that any of them may be on.
                  ◀── last: the most steps, the lowest rung
     the step after the last one runs that rung
 
-Who has said how many steps it has begun begins no more until it knows which is the last. Steps have collectives, so
-that none ends before all have begun it, and what is said is one step apart at most: the last one is begun by all, and
-nobody has begun the next.
+A process that has sent ``at`` begins no further step until it knows the last step. Steps contain collectives, so no
+process ends a step before all have begun it, and the numbers of steps begun differ by one at most. Hence every process
+begins the last step, and none has begun the next one.
 
-The thread that says it is not the one that steps. So a process that waits for the others in the midst of a step says it
-too.
+Another thread than the stepping one sends ``at``. So a process sends it also while it waits for others inside a step.
 
-A process that must go down says so, and gives its bytes back once it ``allows`` that: what runs is no higher, and so is
-what it has last said for a change that is under way.
+A process whose lease must shrink sends a lower ``may``. It gives bytes back only once ``allows`` is true: the running
+rung is low enough, and so is the rung that it sent for a change under way.
 
 Invariant: every process runs the same rung in the same step, and none above what it may be on.
 """

@@ -1,1 +1,1 @@
-"""Jobs on many machines: which machine each goes to, and the agent there. Ray is imported on first use."""
+"""Jobs on many machines: the cluster's coordinator, agents, submission. Ray is imported on first use."""

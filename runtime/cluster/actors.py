@@ -1,4 +1,4 @@
-"""The coordinator and the agents as Ray's actors.
+"""The coordinator and the agents as actors of Ray.
 
 Both are detached: they belong to the cluster, not to who started them. Ray starts them again when their process dies,
 the coordinator on any node, an agent on its own. The coordinator makes an agent on every node that is alive.

@@ -1,9 +1,8 @@
-"""What happens on one machine of a cluster: its coordinator is there, jobs are started and ended, and it is said how
-they are. No Ray.
+"""One machine of a cluster: its coordinator, the processes of its jobs, and reports on both. No Ray.
 
-The machine's own coordinator (``jaxtensile serve``) stays the only authority over its devices. It is found where jobs
-of this user find it, or started, and again whenever it does not answer. It ends with the process that Ray has on the
-machine; jobs end with this one, by a pipe that ``jaxtensile keep`` reads to its end.
+The machine's own coordinator (``jaxtensile serve``) stays the only authority over its devices. The agent uses the one
+at this user's socket, or starts one there, and starts it again if it does not answer. That coordinator ends with Ray's
+process on the machine. Jobs end with the agent: ``jaxtensile keep`` waits for the end of a pipe from it.
 
 Invariant: an attempt of a job is started once. Orders of an epoch below the highest heard change nothing.
 """

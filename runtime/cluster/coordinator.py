@@ -1,11 +1,11 @@
 """The coordinator of a cluster: reports of agents in, orders for them out. No Ray, no clock: ``now`` is an argument.
 
-It says what is to be where, again and again: an order is derived from what an agent last reported, and repeated until
-the report shows it. So nothing is lost with a message, an agent or a coordinator.
+Orders are derived from the difference between the records and the last report of an agent, and repeated until the
+report shows the record's state. So a lost message, agent or coordinator loses no job.
 
-    report    a job's process has ended, is refused its lease, waits for it, has gone with its agent
-    decide    waiting jobs get their places
-    orders    what a node is to start, to end and to keep
+    report    a process of a job has ended, waits for its lease, was refused it, or has ended with its agent
+    decide    place waiting jobs
+    orders    jobs that a node has to start or to end, and records that it has to keep
 
 Invariant: a record is on ``COPIES`` nodes before its submission is confirmed, where there are so many. A job counts as
 gone from a node only once the node says so or is dead.

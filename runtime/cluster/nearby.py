@@ -1,4 +1,4 @@
-"""The machine's own coordinator, as a process of Ray finds it: by the cluster's agent."""
+"""The coordinator of this machine, for a process of Ray: the agent of the cluster names its socket."""
 
 from __future__ import annotations
 

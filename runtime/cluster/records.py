@@ -1,8 +1,8 @@
-"""What the cluster's coordinator, its agents and those who submit jobs say to each other, as msgpack.
+"""Messages among the cluster's coordinator, its agents and the submitters of jobs, as msgpack.
 
-A *record* is what is known of a job. The coordinator alone changes it, and each change raises its revision; agents keep
-copies, from which the next coordinator takes the newest. An *attempt* is one try to run a job: what belongs to another
-attempt than the record's is ended.
+A *record* is the state of a job. Only the coordinator changes it, and each change raises its revision. Agents keep
+copies; the next coordinator takes the copy with the highest revision. An *attempt* is one try to run a job. Agents end
+processes of an attempt that is not the record's.
 
 Invariant: decoded messages have no unknown field. No object is unpickled.
 """

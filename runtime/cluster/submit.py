@@ -1,4 +1,4 @@
-"""``jaxtensile.Cluster``: submit jobs to a Ray cluster, and see what becomes of them.
+"""``jaxtensile.Cluster``: submit jobs to a Ray cluster, and follow them.
 
 Every call may be repeated: a coordinator that was killed is started again by Ray, and a job that it does not know any
 more is submitted to it anew.

@@ -1,1 +1,1 @@
-"""Which machines of a cluster a job goes to: no network, no clock."""
+"""Placement of jobs on the machines of a cluster: no network, no clock."""

@@ -1,4 +1,4 @@
-"""What a job asks for, the rules of placing, and what is decided."""
+"""Requests of jobs, the rules of placement, and its decisions."""
 
 from __future__ import annotations
 

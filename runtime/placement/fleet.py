@@ -1,12 +1,12 @@
-"""Which nodes a job goes to. A job has a floor of bytes, a node has devices with room for floors.
+"""Placement of jobs on nodes. A job has a floor of bytes; the devices of a node have room for floors.
 
-A node's coordinator decides; placing is a hint. The room on a device is what its coordinator can grant, less the floors
-of admitted jobs as it reports them, less those of jobs that are placed there and not yet admitted.
+The coordinator of the node decides, and a placement is a hint. The room of a device is its limit, less the floors that
+its coordinator has guaranteed, less the floors of jobs placed there and not yet admitted.
 
-A higher class goes first. In a class the oldest job goes first once it has waited for ``hold_after``, else the largest
-that fits. It goes to devices where nothing runs, else to others that have room; of the nodes to the fullest, so that
-whole nodes stay free for those that need them. When the oldest fits nowhere, its floor is held on the devices with most
-room: what becomes free there is kept for it, from jobs of its class or below.
+Jobs of a higher class are placed first. Within a class the order is: the oldest job, if it has waited for
+``hold_after``; then the largest job that fits. A job is placed on idle devices, if any have room, and otherwise on
+devices in use. Among nodes with room the fullest one is chosen, so that whole nodes stay free for large jobs. If the
+oldest job fits nowhere, its floor is held on the devices with most room, and jobs of its class or below do not get it.
 
 Invariant: floors placed on a device are within its room. A job of several hosts has a place on all or on none. The same
 calls give the same answers: there is no clock here and nothing random.
