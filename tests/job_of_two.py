@@ -18,7 +18,7 @@ import jaxtensile
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(os.environ["JAX_COORDINATOR_ADDRESS"], 2, int(os.environ["JAX_PROCESS_ID"]))
 mesh = Mesh(np.array(jax.devices()), ("x",))
-N, ROWS, LAYERS = 64, 4096, 8
+N, ROWS, LAYERS = 64, 4096, 6
 
 
 def put(a, spec):

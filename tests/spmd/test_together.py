@@ -213,7 +213,7 @@ def two(tmp_path):
 @pytest.mark.xdist_group("processes")
 def test_a_job_of_two_machines_changes_plans_in_both_before_the_same_step(two):
     folder, sockets, jobs, start = two
-    levels = [until(told)[0]["levels"] for _, told in jobs]
+    levels = [until(told, limit=4 * LIMIT)[0]["levels"] for _, told in jobs]
     assert levels[0] == levels[1] and len(levels[0]) >= 2
 
     def charged(k):
@@ -223,11 +223,11 @@ def test_a_job_of_two_machines_changes_plans_in_both_before_the_same_step(two):
     # Another job wants so much on the second machine that the first plan does not fit there any more.
     other, there = start(["-c", OTHER, sockets[1], (40 << 20) - levels[0][0] - 1])
     until(there)
-    until(lambda: charged(1) == levels[0][0])
+    until(lambda: charged(1) == levels[0][0], limit=2 * LIMIT)
     other.communicate(b"\n", timeout=LIMIT)
     until(lambda: charged(1) == levels[0][-1])
     (folder / "stop").touch()
-    assert [job.wait(2 * LIMIT) for job, _ in jobs] == [0, 0]
+    assert [job.wait(4 * LIMIT) for job, _ in jobs] == [0, 0]
     told = [told()[-1] for _, told in jobs]
     assert told[0] == told[1], "the same plan in the same step, in both"
     assert {levels[0][0], levels[0][-1]} <= set(told[0]["rungs"]) and told[0]["switches"] >= 1
