@@ -20,11 +20,11 @@ from typing import Any, Final
 from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.cluster.agent import Agent, FencedError, environment_of
 from jaxtensile.runtime.cluster.coordinator import ClusterCoordinator
+from jaxtensile.runtime.cluster.nearby import NAMESPACE, agent_name
 from jaxtensile.runtime.cluster.records import Report, Spec, Submitted, Tick, decode, encode
 from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.units import Seconds
 
-NAMESPACE: Final = "jaxtensile"
 COORDINATOR: Final = "coordinator"
 _TICK: Final[Seconds] = 0.25
 """Seconds between two reports of a node, in a small cluster. A guess: what changes is seen within it."""
@@ -49,11 +49,6 @@ def ray() -> Any:
         return import_module("ray")
     except ImportError:
         raise CoordinatorError("Ray is not installed here: pip install 'jaxtensile[ray]'") from None
-
-
-def agent_name(node_id: str) -> str:
-    """The name of a node's agent."""
-    return f"agent-{node_id}"
 
 
 class AgentActor:

@@ -6,11 +6,17 @@ import sys
 from typing import Any, Final
 
 from jaxtensile.errors import UnreachableError
-from jaxtensile.runtime.cluster.actors import NAMESPACE, agent_name
 from jaxtensile.units import Seconds
 
+NAMESPACE: Final = "jaxtensile"
+"""Of the cluster's actors in Ray."""
 _ANSWERS: Final[Seconds] = 10.0
 """Seconds for the agent to answer: Ray starts one anew in a few. A guess."""
+
+
+def agent_name(node_id: str) -> str:
+    """The name of the agent on a node, by Ray's number of it."""
+    return f"agent-{node_id}"
 
 
 def socket_nearby() -> str | None:

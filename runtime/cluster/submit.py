@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 from jaxtensile.errors import ConfigError, CoordinatorError, UnreachableError
-from jaxtensile.runtime.cluster.actors import CALLS, COORDINATOR, NAMESPACE, CoordinatorActor, agent_name, ray
+from jaxtensile.runtime.cluster.actors import CALLS, COORDINATOR, CoordinatorActor, ray
+from jaxtensile.runtime.cluster.nearby import NAMESPACE, agent_name
 from jaxtensile.runtime.cluster.records import ENDED, Record, Report, Spec, Submitted, Task, decode, encode
 from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
