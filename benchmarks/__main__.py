@@ -44,6 +44,8 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "coordinator-batch": (["coordinator.batch"], None),
     "coordinator-first-step": (["coordinator.first_step"], ["coordinator.first_step", "--jobs", "1"]),
     "coordinator-soak": (["coordinator.soak"], ["coordinator.soak", "--quick"]),
+    "concurrent-fleet": (["concurrent.fleet"], ["concurrent.fleet", "--quick"]),
+    "concurrent-ray": (["concurrent.ray_faults"], None),
     "coordinator-local": (["coordinator.local"], ["coordinator.local", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from jaxtensile.jobs.job import job
     from jaxtensile.program.workload import Workload
     from jaxtensile.report.report import Report
+    from jaxtensile.runtime.cluster.submit import Cluster
     from jaxtensile.xla.calibration import calibrate
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AgreementError",
     "BudgetError",
+    "Cluster",
     "ConfigError",
     "ConfigWarning",
     "CoordinatorError",
@@ -70,6 +72,7 @@ _HOMES = {
     "jit": "jaxtensile.api.jit",
     "job": "jaxtensile.jobs.job",
     "targets": "jaxtensile.devices.profiles",
+    "Cluster": "jaxtensile.runtime.cluster.submit",
     "DeviceProfile": "jaxtensile.devices.profiles",
     "Estimate": "jaxtensile.estimation.estimate",
     "MemoryUse": "jaxtensile.ir.plan",

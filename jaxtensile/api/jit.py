@@ -45,6 +45,7 @@ from jaxtensile.errors import (
 )
 from jaxtensile.faults import REPORT, as_ours, is_of_the_user, outside, told, unless_faulty, warn_unplanned
 from jaxtensile.jobs.ladder import Ladder
+from jaxtensile.jobs.ladder_together import TogetherLadder
 from jaxtensile.passes.solvers.by_name import TO_THE_HOST, named
 from jaxtensile.planner.build_report import too_large
 from jaxtensile.planner.plan_cache import plan_cache
@@ -557,7 +558,8 @@ class Planned(Transformed):
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
         """The ladder of a job's steps of one signature; one per program and place."""
-        processes.refuse(place.devices, name_of(self._fun), "job=")
+        if members := processes.members_of(place.devices):
+            self._asked.job.runs_in(members)
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
             if place.key not in known:
@@ -569,7 +571,11 @@ class Planned(Transformed):
                         request = self._request(traced, place, *abstract)
                         # A job's plans are predicted as a whole before any is compiled: parts are there where asked.
                         request = dataclasses.replace(request, chunk=request.chunk is True)
-                        found = Ladder(request, plan_cache(), most=self._asked.job.overhead)
+                        most = self._asked.job.overhead
+                        if members:
+                            found = TogetherLadder(request, place.devices, plan_cache(), most=most)
+                        else:
+                            found = Ladder(request, plan_cache(), most=most)
                         _SHARED[key] = found
                 known[place.key] = found
             return known[place.key]

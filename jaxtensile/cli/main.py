@@ -137,7 +137,7 @@ def _add_coordination(commands: argparse._SubParsersAction[argparse.ArgumentPars
     serve.add_argument(
         "--grace", metavar="S", type=float, default=5.0, help="seconds for jobs to release at the end (default: 5)"
     )
-    serve.add_argument("--with-parent", action="store_true", help=argparse.SUPPRESS)
+    serve.add_argument("--with-parent", type=int, nargs="?", const=0, help=argparse.SUPPRESS)  # or with that process
     serve.set_defaults(command=_serve)
 
     status = commands.add_parser("status", parents=[place], help="what the coordinator has granted to whom")
@@ -151,7 +151,15 @@ def _add_coordination(commands: argparse._SubParsersAction[argparse.ArgumentPars
 
     run = commands.add_parser("run", parents=[place], help="start jobs of the config, and share devices between them")
     run.add_argument("jobs", metavar="JOB", nargs="*", help="which; default: all of the config")
+    run.add_argument("--on", choices=("ray",), help="on the machines of a Ray cluster; default: on this one")
+    run.add_argument("--address", metavar="A", help="of the Ray cluster; default: the config's, $RAY_ADDRESS or auto")
     run.set_defaults(command=_run)
+
+    keep = commands.add_parser("keep")  # what an agent of a cluster starts; not for people, so not in the list
+    keep.add_argument("--least", type=int, default=0)
+    keep.add_argument("--want", type=int)
+    keep.add_argument("command_line", nargs="+")
+    keep.set_defaults(command=_keep)
 
 
 def _estimate(options: argparse.Namespace) -> int:
@@ -291,9 +299,18 @@ def _top(options: argparse.Namespace) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    from jaxtensile.cli.running import run
+    if options.on == "ray":
+        from jaxtensile.cli.on_ray import run
+    else:
+        from jaxtensile.cli.running import run
 
     return DOES_NOT_FIT if run(options) else DONE
+
+
+def _keep(options: argparse.Namespace) -> int:
+    from jaxtensile.cli.keeping import keep
+
+    return keep(options)
 
 
 def _unwritable(path: Path | None) -> str | None:

@@ -74,13 +74,13 @@ def run(options: argparse.Namespace) -> bool:
     Raises ``ConfigError`` for jobs that cannot start, and ``CoordinatorError`` without a coordinator.
     """
     file, config = configured(options)
-    chosen = _chosen(options.jobs, file, config)
-    with _coordinator(options, file, config) as socket, _until_terminated(), Adopted() as adopted:
+    jobs_of = chosen(options.jobs, file, config)
+    with _coordinator(options, file, config) as socket, until_terminated(), Adopted() as adopted:
         inquirer = Inquirer(socket)
         jobs: list[Job] = []
         began = time.monotonic()
         try:
-            for name, job in chosen.items():
+            for name, job in jobs_of.items():
                 jobs.append(_start(name, job, _environment(name, job, config, file, socket), file))
             _watch(jobs, inquirer, adopted)
         except BaseException:
@@ -94,7 +94,8 @@ def run(options: argparse.Namespace) -> bool:
         return any(job.status for job in jobs)
 
 
-def _chosen(names: Sequence[str], file: Path | None, config: Config) -> dict[str, JobConfig]:
+def chosen(names: Sequence[str], file: Path | None, config: Config) -> dict[str, JobConfig]:
+    """The jobs of the config that have these names, or all that have a command. Raises ``ConfigError``."""
     if file is None:
         raise ConfigError(
             f"there is no {configs.NAME} here or above: write one with [jobs.NAME] tables, or name it with --config"
@@ -251,7 +252,7 @@ def _reaped(job: Job) -> bool:
     for _ in range(_LEFT):
         if not _repeat(job):
             break
-    _tell(job.name, f"{'done' if not job.status else f'FAILED, {_exit(job.status)}'} after {_time(job)}")
+    _tell(job.name, f"{'done' if not job.status else f'FAILED, {exit_text(job.status)}'} after {_time(job)}")
     return True
 
 
@@ -318,7 +319,7 @@ def _end(jobs: Sequence[Job]) -> None:
 
 
 @contextmanager
-def _until_terminated() -> Iterator[None]:
+def until_terminated() -> Iterator[None]:
     """SIGTERM, or the end of the terminal, acts like Ctrl-C; not under ``nohup``."""
 
     def interrupt(number: int, stack: FrameType | None) -> None:
@@ -344,7 +345,8 @@ def _time(job: Job) -> str:
     return duration((job.ended or time.monotonic()) - job.began)
 
 
-def _exit(status: int) -> str:
+def exit_text(status: int) -> str:
+    """An exit status in words; negative: the signal that ended the process."""
     if status >= 0:
         return f"exit {status}"
     try:
@@ -357,7 +359,7 @@ def _summary(jobs: Sequence[Job], seconds: Seconds) -> str:
     rows = [
         (
             job.name,
-            _exit(job.status) if job.status is not None else "still there",
+            exit_text(job.status) if job.status is not None else "still there",
             _time(job),
             duration(job.waited),
             str(job.step) if job.step else "-",

@@ -77,7 +77,7 @@ def serve(options: argparse.Namespace) -> None:
         reread,
         log=Log(),
         metrics=None if options.metrics is None else _listening(options.metrics),
-        parent=os.getppid() if options.with_parent else None,
+        parent=None if options.with_parent is None else options.with_parent or os.getppid(),
         grace=options.grace,
     ).run()
 

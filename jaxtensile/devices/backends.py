@@ -44,6 +44,8 @@ class Backend:
     some 300 plans for an H200, XLA allocated at least 0.88 of it."""
     pools: bool = False
     """Whether a process allocates from XLA's BFC allocator, beside a context."""
+    shown_by: str = ""
+    """The environment variable that names the devices a process sees, by their numbers; empty: there is none here."""
     gives_back: tuple[str, ...] = ()
     """If it pools, the values of ``$XLA_PYTHON_CLIENT_ALLOCATOR`` with which freed bytes go back to the driver."""
     widens_sums: bool = True
@@ -77,6 +79,7 @@ CUDA: Final = Backend(
     reads_backwards_from=(0, 12),
     bounded=True,
     pools=True,
+    shown_by="CUDA_VISIBLE_DEVICES",
     gives_back=("cuda_async", "platform", "vmm"),
     kernels_known=True,
     adds_at_once=30 * MIB,
@@ -104,3 +107,9 @@ def keeps_bytes(device: str, environment: Mapping[str, str]) -> bool:
     ``device``: its name, as ``cuda:0``."""
     backend = BACKENDS.get(device.partition(":")[0])
     return backend is not None and backend.pools and environment.get(ALLOCATOR, "default") not in backend.gives_back
+
+
+def visible(device: str) -> str:
+    """The variable that names the devices of this one's kind that a process sees; empty: there is none."""
+    backend = BACKENDS.get(device.partition(":")[0])
+    return "" if backend is None else backend.shown_by

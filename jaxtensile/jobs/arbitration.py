@@ -1,7 +1,8 @@
 """The coordinator that this process's jobs ask: one in this process, or one behind a socket.
 
-``JAXTENSILE_SOCKET`` or the config's ``coordinator.socket`` names the socket. Otherwise the process has its own, for
-the devices JAX has here and the config's settings. It begins with the first job and ends with the last.
+``JAXTENSILE_SOCKET`` or the config's ``coordinator.socket`` names the socket; a process of Ray asks the machine's agent
+for it, if the cluster has one. Otherwise the process has its own, for the devices JAX has here and the config's
+settings. It begins with the first job and ends with the last.
 
 Invariant: the jobs of one process that hold anything ask the same coordinator.
 """
@@ -26,6 +27,7 @@ from jaxtensile.runtime.client.client import Client, Link
 from jaxtensile.runtime.client.gate import Turns
 from jaxtensile.runtime.client.local import LOCAL, LocalCoordinator
 from jaxtensile.runtime.client.uninterrupted import uninterrupted
+from jaxtensile.runtime.cluster.nearby import socket_nearby
 from jaxtensile.runtime.config.config import Config
 from jaxtensile.runtime.daemon.endpoint import VARIABLE, checked
 from jaxtensile.runtime.decide.events import Settings
@@ -101,7 +103,7 @@ def arbitration(job: str, config: Config) -> Arbitration:
     """
     global _local
     config = config.of_jobs
-    socket = os.environ.get(VARIABLE) or config.socket
+    socket = os.environ.get(VARIABLE) or config.socket or socket_nearby()
     with _lock:
         if job in _jobs:
             raise ConfigError(f"a job {job!r} is already there: end it by close() or its 'with', or give another name")

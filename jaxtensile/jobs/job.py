@@ -21,7 +21,7 @@ from types import TracebackType
 from typing import Any
 from weakref import finalize
 
-from jaxtensile.errors import BudgetError, ConfigError, CoordinatorError
+from jaxtensile.errors import AgreementError, BudgetError, ConfigError, CoordinatorError
 from jaxtensile.jobs.arbitration import arbitration
 from jaxtensile.jobs.ladder import Ladder
 from jaxtensile.jobs.stepping import Stepping
@@ -29,7 +29,7 @@ from jaxtensile.jobs.suspension import Suspended
 from jaxtensile.jobs.tenancy import Tenancy, Terms
 from jaxtensile.runtime.client.uninterrupted import later, uninterrupted
 from jaxtensile.runtime.config.config import Config
-from jaxtensile.runtime.daemon.endpoint import JOB_VARIABLE
+from jaxtensile.runtime.daemon.endpoint import DEVICES_VARIABLE, JOB_VARIABLE
 from jaxtensile.runtime.protocol.messages import (
     HIGHEST_PRIORITY,
     LEAST_WEIGHT,
@@ -41,6 +41,7 @@ from jaxtensile.runtime.protocol.messages import (
 )
 from jaxtensile.search.request import Fitted
 from jaxtensile.settings.options import config_of
+from jaxtensile.spmd.together import together
 from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
 
 
@@ -87,6 +88,11 @@ class Job:
         """
         steps, tenancy, waiting = self._steps, self._tenancy, self._steps.waiting
         with steps.alone(f"job {self.name!r} was suspended"):
+            if tenancy.processes is not None:
+                raise CoordinatorError(
+                    f"job {self.name!r} runs in several processes, and none of them can suspend it alone: end it, and "
+                    "begin again from what was saved"
+                )
             if steps.away is not None:
                 raise CoordinatorError(
                     f"job {self.name!r} is suspended already: give all of its state at once, job.suspend((a, b))"
@@ -185,6 +191,16 @@ class Job:
 
     # What planned functions ask.
 
+    def runs_in(self, members: Sequence[int]) -> None:
+        """Its steps run on devices of these processes, of which this is one."""
+        if self._tenancy.processes is None:
+            self._tenancy.processes = together(self.name, members)
+        elif self._tenancy.processes.members != tuple(members):
+            raise AgreementError(
+                f"job {self.name!r} runs in processes {', '.join(map(str, self._tenancy.processes.members))}, and a "
+                f"step of it in {', '.join(map(str, members))}: give each set of processes a job of its own"
+            )
+
     def used_by(self, call: Any) -> None:
         """Register ``call``, which calls a planned function of the job."""
         self._tenancy.used_by(call)
@@ -228,8 +244,9 @@ def job(
     ``name``: unique in this process; None: the one that ``jaxtensile run`` gave the process. ``least``: bytes (an int,
     ``"4GiB"``) that the job never shrinks below. ``want``: bytes it never asks to exceed (None: as many as make it
     faster). ``priority``: its class; a higher one goes first. ``weight``: its share within the class. ``devices``:
-    names like ``"cuda:0"``; by default the device of its arguments. ``config``: a ``jaxtensile.toml`` or its tables as
-    a dict; by default the file found upward from here. Its ``[jobs.NAME]`` supplies what is not given.
+    names like ``"cuda:0"``; by default those that a cluster gave the process, else the device of its arguments.
+    ``config``: a ``jaxtensile.toml`` or its tables as a dict; by default the file found upward from here. Its
+    ``[jobs.NAME]`` supplies what is not given.
 
     The coordinator is this process's own, unless ``$JAXTENSILE_SOCKET`` or the config names the socket of ``jaxtensile
     serve``.
@@ -254,7 +271,7 @@ def job(
         want=high,
         priority=_class(priority) if priority is not None else said.priority if said else 0,
         weight=_share(weight) if weight is not None else said.weight if said else 1.0,
-        devices=None if devices is None else _names(devices),
+        devices=_names(devices) if devices is not None else _given(),
         overhead=said.max_overhead if said else None,
     )
     return Job(terms, known)
@@ -278,6 +295,11 @@ def _names(given: Sequence[str]) -> tuple[str, ...]:
     if not names or len(set(names)) < len(names) or not all(isinstance(name, str) and name for name in names):
         raise ConfigError(f"devices={given!r}: give a list of names like 'cuda:0', each once, or leave it out")
     return names
+
+
+def _given() -> tuple[str, ...] | None:
+    """The devices that a cluster's agent gave this process, as their coordinator names them; None: it gave none."""
+    return tuple(filter(None, os.environ.get(DEVICES_VARIABLE, "").split(","))) or None
 
 
 def _bytes(what: str, given: int | str | None, default: Bytes) -> Bytes:

@@ -181,7 +181,7 @@ class Ladder:
 
     def fits(self, fitted: Fitted, budget: Bytes) -> bool:
         """Whether a plan of this ladder needs no more than ``budget``."""
-        return _place(fitted).level <= budget
+        return place_of(fitted).level <= budget
 
     def compile(self, budget: Bytes, watch: Watch = nothing, *, soon: bool = False) -> Fitted:
         """Make a plan for exactly ``budget`` bytes, for a waiting step. ``soon``: use the predicted plan of that level
@@ -285,7 +285,7 @@ class Ladder:
             found = pipeline.fit(job, plans=self._plans)
             self._asked[job.budget] = found
             self._tightest = found.report.compiled.temp
-            return [_place(found)]
+            return [place_of(found)]
         found = sketching.sketches(job, count, solver)
         self._tightest = found[0].use.temp
         rounding = _ROUNDING * (1 + len(job.donated) + len(job.jaxpr.out_avals))
@@ -338,7 +338,7 @@ class Ladder:
 
     def _put(self, found: Fitted, budget: Bytes) -> None:
         """Insert a compiled plan in place of the prediction for its budget and of the plans it beats."""
-        new = _place(found)
+        new = place_of(found)
         places = [p for p in self._places if p.fitted is not None or budget not in (p.level, p.budget)]
         better = [p for p in places if p.fitted is not None and p.level <= new.level and p.seconds <= new.seconds]
         if not better:
@@ -348,7 +348,8 @@ class Ladder:
         self.smallest = self._places[0].level
 
 
-def _place(found: Fitted) -> Position:
+def place_of(found: Fitted) -> Position:
+    """The needs of a compiled plan."""
     use = found.report.compiled
     return Position(persistent(use), use.temp, use.host, max(found.report.step, _LEAST), use.device, use.device, found)
 
@@ -372,4 +373,4 @@ def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung
     return tuple(rungs[level] for level in sorted(rungs))
 
 
-__all__ = ["Ladder", "Position", "persistent", "together"]
+__all__ = ["Ladder", "Position", "persistent", "place_of", "together"]

@@ -89,6 +89,7 @@ class Stepping(Owned):
             self.back = None
             self._on.boundary()
             self._fresh, self._calling = False, call
+            self._on.begin_step()
             self._take_turn()
             began = time.perf_counter()
             try:
@@ -318,6 +319,8 @@ class Stepping(Owned):
     def _finish(self) -> None:
         on = self._on
         try:
+            if on.processes is not None:
+                on.processes.close()
             on.forget()
             why = on.taken.give_back(on.in_use())
             if why:

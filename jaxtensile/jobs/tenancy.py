@@ -25,6 +25,7 @@ from jaxtensile.runtime.client.client import Client
 from jaxtensile.runtime.client.gate import Turns
 from jaxtensile.runtime.client.uninterrupted import uninterrupted
 from jaxtensile.runtime.protocol.messages import Admit, Rung
+from jaxtensile.spmd.together import Together
 from jaxtensile.units import Bytes, Seconds
 
 _OFF: Final = 1.3
@@ -96,6 +97,11 @@ class Tenancy:
         """Seconds that a turn's first step takes longer than the others."""
         self._clamped = False
         """Whether ``now`` is less than the rung, until another ladder applies."""
+        self.processes: Together | None = None
+        """If several processes run its steps: how they change plans before the same step."""
+        self._said = self._leaving = -1
+        """The rung that the others were told last that this one may be on; and the one its lease moves to, once what
+        runs is no higher. -1: none."""
 
     @property
     def by(self) -> Arbitration | None:
@@ -163,6 +169,9 @@ class Tenancy:
         client = self.client
         if client is None or not client.admitted:
             return False
+        if self.processes is not None:
+            arrived = self._leaving >= 0 and self.processes.allows(self._leaving)
+            return client.turn_ends or arrived or client.target != self._said
         return self.told_to_go or client.turn_ends or ((self.renew or self._clamped) and not client.renewing)
 
     def boundary(self) -> None:
@@ -174,6 +183,8 @@ class Tenancy:
     def _boundary(self, client: Client) -> None:
         if client.turn_ends:
             self.end_turn()
+        if self.processes is not None:
+            return self._boundary_together(client, self.processes)
         rung = client.boundary()
         if rung is not None:
             self.put(client.admit, rung)
@@ -183,6 +194,35 @@ class Tenancy:
         if self.renew and not client.renewing:
             self.renew = False
             self.renewal(client)
+
+    def _boundary_together(self, client: Client, others: Together) -> None:
+        """The lease may be above what runs, and never below: it goes down after all processes have."""
+        if client.target != self._said:
+            self._said = client.target
+            others.may(self._said)
+        if self._leaving < 0:
+            rung = client.boundary()
+            self._leaving = -1 if rung is None else rung
+        if self._leaving >= 0 and others.allows(self._leaving):
+            self._leaving = -1
+            client.moved(self.in_use())
+
+    def entered(self, client: Client, others: Together) -> None:
+        """The job has its lease in this process; it begins with the rung that it may be on in all."""
+        self._said = client.target
+        others.may(self._said)
+        others.begin()
+        self.put(client.admit, others.rung)
+
+    def begin_step(self) -> None:
+        """A step is about to run: change plans, if all processes do before this one."""
+        others = self.processes
+        if others is None or others.rung < 0 or self.admit is None:
+            return
+        before = others.rung
+        if (rung := others.step()) != before:
+            uninterrupted(self.put, self.admit, rung)
+            self.boundary()
 
     def end_turn(self) -> None:
         """Give the job's turn back, between two steps: the bytes of a step are free again, unless XLA's allocator keeps
@@ -203,7 +243,8 @@ class Tenancy:
     def put(self, admit: Admit, rung: int) -> None:
         """Put the job on a rung of ``admit``."""
         before, self.admit, self.now, self._clamped = self.now, admit, admit.ladder[rung], False
-        if before is not None and before.temp != self.now.temp:
+        part = "temp" if self.processes is None else "level"  # what tells its plans apart
+        if before is not None and getattr(before, part) != getattr(self.now, part):
             self.switches += 1
         self.forget()
 
@@ -261,6 +302,9 @@ class Tenancy:
         if self.resting is not None:
             return (self.resting,)
         rungs = together(self.ladders, [self.calls[ladder] for ladder in self.ladders])
+        if self.processes is not None:
+            # Charged for good: who has his turn here and waits for it elsewhere would keep others from it.
+            rungs = tuple(structs.replace(r, persistent=r.level, temp=0) for r in rungs)
         return tuple(structs.replace(r, host=r.host + self.waits) for r in rungs) if self.waits else rungs
 
     def lowest(self, rungs: tuple[Rung, ...], *, covering: bool = True) -> Rung:
@@ -273,6 +317,8 @@ class Tenancy:
 
     def misjudged(self) -> bool:
         """Whether measured steps contradict the rungs that the coordinator knows."""
+        if self.processes is not None:
+            return False  # all processes have one ladder, and measure different times
         new, old = self.together(), self.ladder
         if len(new) != len(old):
             return True

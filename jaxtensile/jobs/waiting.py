@@ -19,9 +19,17 @@ from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from weakref import WeakMethod
 
+import jax
 from msgspec import structs
 
-from jaxtensile.errors import BudgetError, CoordinatorError, NotAdmittedError, RejectedError, UnreachableError
+from jaxtensile.errors import (
+    AgreementError,
+    BudgetError,
+    CoordinatorError,
+    NotAdmittedError,
+    RejectedError,
+    UnreachableError,
+)
 from jaxtensile.jobs.ladder import Ladder
 from jaxtensile.jobs.tenancy import Tenancy
 from jaxtensile.runtime.client.client import PATIENCE, Client
@@ -78,10 +86,40 @@ class Waiting:
         if self._on.client is None:
             if ladder not in self._on.ladders:
                 self._on.ladders.append(ladder)
-            self._enter(devices)
+            self._enter_all(devices)
         elif ladder not in self._on.ladders:
+            if self._on.processes is not None:
+                raise AgreementError(
+                    f"job {self._name!r} runs in several processes, and {ladder.name} is another step or shape than "
+                    "its first: give it one step of one shape, and call others outside of the job"
+                )
             ladder.sketch()
             self._join(ladder)
+
+    def _enter_all(self, devices: Sequence[Any]) -> None:
+        """Ask to be admitted; one process after the other, where several run the steps."""
+        others = self._on.processes
+        if others is None:
+            return self._enter(devices)
+        assert self._on.by is not None
+        if self._on.by.local is not None:
+            raise AgreementError(
+                f"job {self._name!r} runs in several processes, which have to share devices by a coordinator between "
+                "processes on each machine: start 'jaxtensile serve' there and name its socket by $JAXTENSILE_SOCKET, "
+                "or use 'jaxtensile run --on ray'"
+            )
+        here = jax.local_devices()
+        numbers = [here.index(d) for d in devices if d in here]
+        if self._on.devices is None:
+            self._on.devices = tuple(f"{device_name(here[k]).partition(':')[0]}:{k}" for k in numbers)
+        try:
+            others.in_turn(lambda: self._enter(devices))
+        except BaseException:
+            uninterrupted(self._leave)
+            raise
+        client = self._on.client
+        assert client is not None
+        self._on.entered(client, others)
 
     def _enter(self, devices: Sequence[Any]) -> None:
         """Ask to be admitted, with predicted or known bytes."""

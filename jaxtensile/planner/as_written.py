@@ -9,11 +9,12 @@ from typing import Final
 
 from jaxtensile.ir.plan import Plan
 from jaxtensile.planner.build_report import cannot
-from jaxtensile.planner.made import Made
+from jaxtensile.planner.contest import contest
 from jaxtensile.planner.page import Page
 from jaxtensile.planner.recall import named_by_an_error, remember
 from jaxtensile.planner.smallest import Smallest
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.made import Made
 from jaxtensile.search.request import Fitted
 from jaxtensile.search.variant import Variant, charge_of
 from jaxtensile.switches import on
@@ -86,6 +87,8 @@ def as_written(page: Page) -> Fitted:
                 best, more = rounds.all(candidates, first)
                 count += more
             best, more = or_in_parts(page, candidates.anew(), best)
+            count += more
+            best, more = contest(page, best, count)
             count += more
             if best is None or not best.fits:
                 best, more = Smallest(rounds).found(both(), best)

@@ -20,13 +20,13 @@ from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.offload.loops import LoopPlan, find_pairs
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.seconds.cost import op_costs, unknown_primitives
-from jaxtensile.planner.made import BY_XLA, Made
 from jaxtensile.program.bodies import maker
 from jaxtensile.program.trace import Traced, why_pinned
 from jaxtensile.report.facts import Decision
 from jaxtensile.report.report import Report
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.made import BY_XLA, Made
 from jaxtensile.search.modelled import argument_bytes
 from jaxtensile.search.parts import Chunks, why_not_in_parts
 from jaxtensile.search.request import Fitted, Request

@@ -17,7 +17,6 @@ from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.by_name import named
 from jaxtensile.planner.build_report import report, unplanned
 from jaxtensile.planner.clock import Clock, Watch, nothing
-from jaxtensile.planner.made import BY_XLA, Made
 from jaxtensile.planner.plan_cache import Entry, Plans, key_of
 from jaxtensile.planner.rounds import Rounds
 from jaxtensile.planner.trial_compiles import TrialCompiles
@@ -26,6 +25,7 @@ from jaxtensile.rewrites.rewrite import on_device, traced_for
 from jaxtensile.rewrites.undo import Undone, checkpoints_in_loops, undo
 from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.made import BY_XLA, Made
 from jaxtensile.search.modelled import Modelled, bound_of, modelled, with_state
 from jaxtensile.search.parts import Chunks
 from jaxtensile.search.recipe import recipe_of

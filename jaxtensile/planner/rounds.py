@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.made import Made
 from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.rewrites.early_updates import EARLY_UPDATES
 from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.made import Made
 from jaxtensile.search.variant import Variant, charge_of, program_key
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds

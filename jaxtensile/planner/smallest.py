@@ -7,9 +7,9 @@ from dataclasses import replace
 from math import inf
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.made import Made
 from jaxtensile.planner.rounds import CLOSE, Rounds, with_and_without_host
 from jaxtensile.search.candidates import Candidates
+from jaxtensile.search.made import Made
 from jaxtensile.search.variant import Variant, program_key
 from jaxtensile.units import Bytes
 

@@ -17,8 +17,8 @@ from jaxtensile.passes.order.own_copies import with_own_copies
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.verify.check import check
 from jaxtensile.planner.clock import Clock
-from jaxtensile.planner.made import BY_XLA, Made
 from jaxtensile.program.emit import emit
+from jaxtensile.search.made import BY_XLA, Made
 from jaxtensile.search.request import Evaluate, Request
 from jaxtensile.search.variant import Variant, program_key
 from jaxtensile.units import Bytes

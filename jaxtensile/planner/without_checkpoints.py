@@ -6,6 +6,7 @@ from functools import cache
 
 from jaxtensile.ir.plan import Plan
 from jaxtensile.planner.as_written import or_in_parts
+from jaxtensile.planner.contest import contest
 from jaxtensile.planner.page import Page
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search import variants
@@ -48,6 +49,8 @@ def _planned(page: Page, undone: Undone, lighter: Modelled) -> Fitted | None:
     rounds = page.rounds
     best, count = (None, 0) if rounds.all_hopeless(candidates, first) else rounds.all(candidates, first)
     best, more = or_in_parts(page, candidates.anew(), best)
+    count += more
+    best, more = contest(page, best, count)
     count += more
     if best is None or not best.fits:
         return None

@@ -113,7 +113,7 @@ def agree(
     ``Watch`` now and then, which raises once another process has failed. An error of either is raised everywhere: as it
     is if ours, else as ``AgreementError``.
     """
-    here = _Round(store, _folder(store, tuple(members)), me, tuple(members), name, _patience())
+    here = _Round(store, _folder(store, tuple(members)), me, tuple(members), name, patience())
     try:
         with here.beating():
             return here.held(question, lead, follow)
@@ -129,7 +129,8 @@ def _folder(store: Store, members: tuple[int, ...]) -> str:
     return f"jaxtensile/{hashlib.sha256(repr(members).encode()).hexdigest()[:16]}/{number}"
 
 
-def _patience() -> Seconds:
+def patience() -> Seconds:
+    """Seconds without a sign of life after which a process is missed. Raises ``AgreementError``."""
     given = os.environ.get(VARIABLE, "")
     try:
         return max(float(given), 2 * _BEAT) if given else PATIENCE
@@ -352,4 +353,4 @@ def _short(value: str) -> str:
     )
 
 
-__all__ = ["Agreed", "Question", "agree"]
+__all__ = ["Agreed", "Question", "agree", "patience"]

@@ -97,16 +97,6 @@ def fit(
     return fitted
 
 
-def refuse(devices: Sequence[Any], name: str, what: str) -> None:
-    """Raise ``AgreementError`` for a choice that only one process can make, if the devices belong to several."""
-    members = members_of(devices)
-    if members:
-        raise AgreementError(
-            f"{name} runs on devices of {len(members)} processes, and {what} changes the plan in one of them alone: "
-            "leave it out, and give all of them the same budget="
-        )
-
-
 def _question(request: Request, devices: Sequence[Any], budget: object) -> Question:
     program = unless_faulty(lambda: _told(request), told)
     where = placements(request.args, request.kwargs)
@@ -200,4 +190,4 @@ class _Here:
         return replace(fitted, report=replace(fitted.report, notes=(*fitted.report.notes, note))), digest
 
 
-__all__ = ["fit", "members_of", "refuse"]
+__all__ = ["fit", "members_of"]

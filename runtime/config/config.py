@@ -26,6 +26,7 @@ from jaxtensile.runtime.decide.events import MAX_CLIENTS, Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.decide.policy import Objective
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.protocol.messages import HIGHEST_PRIORITY, LEAST_WEIGHT, LOWEST_PRIORITY, MOST_WEIGHT
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
@@ -41,6 +42,8 @@ MOST_CLIENTS: Final = 1 << 20
 """Largest ``max_clients``: the files that Linux lets a process open by default (``fs.nr_open``)."""
 MOST_OVERHEAD: Final = 1e3
 """Largest ``max_overhead``, a factor of the step time. A guess: nobody means more."""
+MOST_NUMBER: Final = 10_000
+"""Largest ``hosts``, ``devices`` and ``retries``. A guess: nobody means more."""
 SHORTEST: Final[Seconds] = 0.1
 """Seconds, the shortest ``lease_ttl`` and ``revoke_deadline``: a busy machine lets a process speak by then. A guess."""
 EMPTY: Final = 0.2
@@ -72,6 +75,24 @@ class _Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     priority: int = 0
     weight: float = 1.0
     max_overhead: float | UnsetType = UNSET
+    hosts: int = 1
+    devices: int = 1
+    kind: str = ""
+    retries: int = 0
+
+
+class _Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    address: str | None = None
+    hold_after: Amount = 600.0
+    refuse_after: Amount = 60.0
+    move_after: Amount = 30.0
+
+
+class ClusterConfig(Struct, frozen=True, kw_only=True):
+    """Jobs on many machines. ``address``: of the Ray cluster; None: as Ray finds it."""
+
+    address: str | None = None
+    rules: Rules = Rules()
 
 
 class DeviceConfig(Struct, frozen=True, kw_only=True):
@@ -93,6 +114,12 @@ class JobConfig(Struct, frozen=True, kw_only=True):
     priority: int = 0
     weight: float = 1.0
     max_overhead: float | None = None
+    hosts: int = 1
+    """On a cluster: machines at once, ``devices`` of each, of one ``kind`` (``"cuda"``; empty: any)."""
+    devices: int = 1
+    kind: str = ""
+    retries: int = 0
+    """On a cluster: how often it is started again after it has failed."""
 
 
 class Config(Struct, frozen=True, kw_only=True):
@@ -103,6 +130,7 @@ class Config(Struct, frozen=True, kw_only=True):
     """By name or kind; ``""``: for all devices."""
     settings: Settings = Settings()
     socket: str | None = None
+    cluster: ClusterConfig = ClusterConfig()
     jobs: dict[str, JobConfig] = {}
     functions: dict[str, FunctionConfig] = {}
     """By name or pattern, see ``runtime.functions``."""
@@ -112,7 +140,7 @@ class Config(Struct, frozen=True, kw_only=True):
     @property
     def of_jobs(self) -> Config:
         """The part of the config that jobs need."""
-        return structs.replace(self, functions={}, places={})
+        return structs.replace(self, cluster=ClusterConfig(), functions={}, places={})
 
     def capacities(self, reported: Mapping[str, Bytes], host: Bytes) -> dict[str, Capacity]:
         """Bytes to grant: of each device in ``reported``, and of ``host`` memory that may be pinned.
@@ -223,7 +251,7 @@ class _Reader:
         self._file, self._in = file, Tables(file, text)
 
     def config(self, tables: dict[str, Any]) -> Config:
-        self._in.known(tables, ("device", "coordinator", "jobs", "functions"), ())
+        self._in.known(tables, ("device", "coordinator", "cluster", "jobs", "functions"), ())
         devices = self._devices(self._in.table(tables, "device", ()))
         most = max((d.capacity - (d.reserve or 0) for d in devices.values() if d.capacity is not None), default=None)
         everywhere = devices.get("", DeviceConfig()).capacity
@@ -236,6 +264,7 @@ class _Reader:
             devices=devices,
             settings=self._settings(coordinator),
             socket=self._socket(coordinator.socket),
+            cluster=self._cluster(self._in.struct(_Cluster, self._in.table(tables, "cluster", ()), ("cluster",))),
             jobs={name: self._job(self._in.table(jobs, name, ("jobs",)), name, everywhere, most) for name in jobs},
             functions=function_tables(self._in, functions, everywhere, most if everywhere is not None else None, host),
             places=self._places(tables),
@@ -293,6 +322,10 @@ class _Reader:
             max_clients=raw.max_clients,
         )
 
+    def _cluster(self, raw: _Cluster) -> ClusterConfig:
+        rules = {key: self._in.seconds(getattr(raw, key), ("cluster", key), 0.0) for key in Rules.__struct_fields__}
+        return ClusterConfig(address=raw.address, rules=Rules(**rules))
+
     def _socket(self, socket: str | None) -> str | None:
         length = len((socket or "").encode())
         if length > LONGEST_SOCKET:
@@ -321,6 +354,9 @@ class _Reader:
             raise self._in.error(
                 (*path, "max_overhead"), raw.max_overhead, f"a factor from 1 to {MOST_OVERHEAD:g}, or left out"
             )
+        for key, first in (("hosts", 1), ("devices", 1), ("retries", 0)):
+            if not first <= (number := getattr(raw, key)) <= MOST_NUMBER:
+                raise self._in.error((*path, key), number, f"a whole number from {first} to {MOST_NUMBER}")
         return JobConfig(
             command=raw.command,
             least=least,
@@ -328,4 +364,8 @@ class _Reader:
             priority=raw.priority,
             weight=raw.weight,
             max_overhead=None if raw.max_overhead is UNSET else raw.max_overhead,
+            hosts=raw.hosts,
+            devices=raw.devices,
+            kind=raw.kind,
+            retries=raw.retries,
         )

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 from msgspec import Struct, UnsetType, ValidationError, convert
 
 from jaxtensile.errors import ConfigError
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.protocol.messages import MOST_BYTES
 from jaxtensile.units import Bytes, Seconds, format_bytes, format_seconds, parse_bytes, parse_seconds
 
@@ -33,11 +34,10 @@ _ALLOWED: Final = {
     "on_overdue": "wait or terminate",
     "objective": "flops or time",
     "command": "a list of texts",
-    "socket": "a text",
-    "max_clients": "a whole number",
-    "priority": "a whole number",
+    **dict.fromkeys(("socket", "address", "kind"), "a text"),
+    **dict.fromkeys(("max_clients", "priority", "hosts", "devices", "retries"), "a whole number"),
     **dict.fromkeys(("capacity", "reserve", "host", "least", "want", "budget", "host_budget"), _SIZE),
-    **dict.fromkeys(("lease_ttl", "min_hold", "revoke_deadline"), _TIME),
+    **dict.fromkeys(("lease_ttl", "min_hold", "revoke_deadline", *Rules.__struct_fields__), _TIME),
     "chunk": "true, false or auto",
     **dict.fromkeys(("undo", "offload_state"), _SWITCH),
 }

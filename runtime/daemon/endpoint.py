@@ -23,6 +23,9 @@ VARIABLE: Final = "JAXTENSILE_SOCKET"
 """Environment variable with the coordinator's socket, for jobs."""
 JOB_VARIABLE: Final = "JAXTENSILE_JOB"
 """Environment variable with a process's job name in the config."""
+DEVICES_VARIABLE: Final = "JAXTENSILE_DEVICES"
+"""Environment variable with the names of the devices that a process is to use, ``cuda:0,cuda:1``, as its coordinator
+names them."""
 _NAME: Final = "coordinator.sock"
 _BACKLOG: Final = 4096
 """Connections waiting to be accepted, when all jobs return at once: the default limit of Linux

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
 
@@ -234,6 +235,18 @@ def test_a_mistake_is_one_line(folder, capfd, jobs, arguments, said):
     assert cli.main(["run", *arguments]) == 2
     err = capfd.readouterr().err
     assert err.startswith("jaxtensile: ") and err.count("\n") == 1 and said in err
+
+
+def test_on_a_cluster_a_job_needs_a_floor_and_the_machine_ray(folder, capfd):
+    write(folder, one=(1, 0))
+    assert cli.main(["run", "--on", "ray"]) == 2
+    err = capfd.readouterr().err
+    assert "job 'one' has no least" in err and "write least = '4GiB'" in err and err.count("\n") == 1
+    if find_spec("ray") is None:  # with it: tests/runtime/cluster/test_ray.py
+        with open("jaxtensile.toml", "a") as config:
+            config.write("least = 4\n")
+        assert cli.main(["run", "--on", "ray"]) == 2
+        assert capfd.readouterr().err == "jaxtensile: Ray is not installed here: pip install 'jaxtensile[ray]'\n"
 
 
 def test_a_coordinator_that_cannot_start_says_why(folder, capfd):

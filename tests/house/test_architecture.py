@@ -19,11 +19,11 @@ from paths import ROOT
 HOUSE = {"": ROOT / "jaxtensile", "passes": ROOT / "passes", "runtime": ROOT / "runtime"}
 FLOORS = [
     ["top"],
-    ["ir", "devices", "runtime.protocol"],
+    ["ir", "devices", "runtime.protocol", "runtime.placement"],
     ["report", "passes.lifetimes", "runtime.decide"],
     ["passes.order", "passes.pack", "runtime.config", "runtime.coordinate"],
     ["program", "settings", "passes.recompute", "passes.verify", "runtime.daemon"],
-    ["rewrites.rows", "passes.offload", "runtime.client"],
+    ["rewrites.rows", "passes.offload", "runtime.client", "runtime.cluster"],
     ["passes.seconds", "passes.solvers"],
     ["xla"],
     ["rewrites"],

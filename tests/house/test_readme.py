@@ -71,12 +71,14 @@ def test_its_config_has_every_key():
     configs.from_tables(budgets)
     configs.from_tables(tables)
     (job,) = tables["jobs"].values()
-    for table, struct in ((tables["device"], "_Device"), (tables["coordinator"], "_Coordinator"), (job, "_Job")):
+    known = (("device", "_Device"), ("coordinator", "_Coordinator"), ("cluster", "_Cluster"))
+    for table, struct in (*((tables[name], struct) for name, struct in known), (job, "_Job")):
         assert set(table) == set(getattr(configs, struct).__struct_fields__)
     assert set(budgets["device"]) == set(configs._Device.__struct_fields__)
     assert {key for table in budgets["functions"].values() for key in table} == set(KEYS)
     defaults = configs.from_tables({"coordinator": {"socket": tables["coordinator"]["socket"]}})
     assert configs.from_tables({"coordinator": tables["coordinator"]}).settings == defaults.settings
+    assert configs.from_tables({"cluster": tables["cluster"]}).cluster.rules == defaults.cluster.rules
 
 
 def commands():

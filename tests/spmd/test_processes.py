@@ -55,8 +55,8 @@ def error(call):
     except jaxtensile.JaxtensileError as e:
         return type(e).__name__, str(e)
 
-job = jaxtensile.job("train")  # never entered: it is refused before it asks for anything
-told["job"] = error(lambda: jaxtensile.jit(step, job=job).plan(*args()))
+with jaxtensile.job("train") as job:
+    told["job"] = error(lambda: jaxtensile.jit(step, job=job)(*args()))
 told["foreign"] = None
 others = Mesh(np.array([d for d in jax.devices() if d.process_index == 0]), ("x",))
 shapes = [jax.ShapeDtypeStruct((32, 32), "f", sharding=NamedSharding(others, P())) for _ in range(2)]
@@ -113,9 +113,10 @@ def test_devices_of_one_process_need_no_agreement(told):
     assert not any("processes" in note for note in told[0]["alone"])
 
 
-def test_a_lease_changes_plans_in_one_process_alone(told):
+def test_a_job_of_several_processes_needs_a_coordinator_between_processes(told):
+    """How it runs with one: ``test_together.py``."""
     kind, text = told[0]["job"]
-    assert kind == "AgreementError" and "job= changes the plan in one of them alone" in text
+    assert kind == "AgreementError" and "start 'jaxtensile serve' there" in text
     assert told[1]["job"] == told[0]["job"]
 
 

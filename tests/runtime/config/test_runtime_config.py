@@ -14,6 +14,7 @@ from jaxtensile.runtime.config.config import NAME, VARIABLE, find, parse, read
 from jaxtensile.runtime.decide.events import Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.units import GIB
 
 EVERYTHING = """
@@ -41,7 +42,16 @@ want = "50%"
 priority = 1
 weight = 2
 max_overhead = 1.3
+hosts = 4
+devices = 8
+kind = "cuda"
+retries = 2
 [jobs."two words"]
+[cluster]
+address = "head:6379"
+hold_after = "1h"
+refuse_after = "5m"
+move_after = 7
 """
 
 
@@ -60,8 +70,13 @@ def test_every_key_is_read():
     bert = config.jobs["bert"]
     assert (bert.command, bert.least, bert.want) == (("python", "train_bert.py"), 4 * GIB, 40 * GIB)
     assert (bert.priority, bert.weight, bert.max_overhead) == (1, 2.0, 1.3)
+    assert (bert.hosts, bert.devices, bert.kind, bert.retries) == (4, 8, "cuda", 2)
+    assert config.cluster.address == "head:6379"
+    assert config.cluster.rules == Rules(hold_after=3600.0, refuse_after=300.0, move_after=7.0)
     other = config.jobs["two words"]
     assert (other.least, other.want, other.max_overhead, other.weight) == (0, None, None, 1.0)
+    assert (other.hosts, other.devices, other.kind, other.retries) == (1, 1, "", 0)
+    assert parse("").cluster.address is None and parse("").cluster.rules == Rules()
 
 
 def test_what_the_file_does_not_say_has_the_documented_defaults():
@@ -127,6 +142,11 @@ def test_a_device_with_less_than_the_file_says_grants_what_it_has():
         ("[jobs.a]\nweight = 0", "must be a number from 0.001 to 1000"),
         ("[jobs.a]\nweight = inf", "must be a number from 0.001 to 1000"),
         ("[jobs.a]\nmax_overhead = 0.9", "must be a factor from 1 to 1000, or left out"),
+        ("[jobs.a]\nhosts = 0", "jobs.a.hosts = 0: must be a whole number from 1 to 10000"),
+        ("[jobs.a]\nretries = -1", "must be a whole number from 0 to 10000"),
+        ("[jobs.a]\nkind = 1", "jobs.a.kind = 1: must be a text"),
+        ("[cluster]\nhold_after = 'soon'", "cannot read 'soon' as a time"),
+        ("[cluster]\nadress = 'x'", "unknown key 'adress' in [cluster]: did you mean 'address'?"),
         ("[jobs.a]\ncommand = 'python'", "must be a list of texts"),
         ("[jobs.a]\nleast = '1e999'", "jobs.a.least"),
         ("[jobs", "not TOML"),
@@ -138,13 +158,14 @@ def test_what_cannot_be_is_refused_with_its_place_and_a_way_out(text, said):
     assert str(caught.value).startswith("jaxtensile.toml")
 
 
-@pytest.mark.parametrize("table", ["device", "coordinator", "jobs.a", "functions.f"])
+@pytest.mark.parametrize("table", ["device", "coordinator", "cluster", "jobs.a", "functions.f"])
 def test_every_number_has_bounds(table):
     """Whatever key is a number: one that is not finite, below zero or absurdly large or small is refused."""
     numbers = {
         "device": ("capacity", "reserve", "host"),
         "coordinator": ("lease_ttl", "min_hold", "min_gain", "revoke_deadline", "max_clients"),
-        "jobs.a": ("least", "want", "priority", "weight", "max_overhead"),
+        "jobs.a": ("least", "want", "priority", "weight", "max_overhead", "hosts", "devices", "retries"),
+        "cluster": ("hold_after", "refuse_after", "move_after"),
         "functions.f": ("budget", "host_budget"),
     }
     absurd = ["inf", "nan", "-1e30", str(10**18 * 2), "1e30"]

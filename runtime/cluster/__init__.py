@@ -1,0 +1,1 @@
+"""Jobs on many machines: the cluster's coordinator, agents, submission. Ray is imported on first use."""

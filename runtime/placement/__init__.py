@@ -1,0 +1,1 @@
+"""Placement of jobs on the machines of a cluster: no network, no clock."""
