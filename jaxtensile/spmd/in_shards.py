@@ -150,8 +150,7 @@ def _given(program: Traced, where: Sharded, mesh: Any) -> list[Axes]:
             found.append(wanted.get(v, ((),) * rank) if sharding is None else ((),) * rank)
         else:
             raise NotInShardsError(f"an argument has a sharding of another kind: {sharding}")
-        sizes = dict(mesh.shape)
-        if any(d % math.prod(sizes[a] for a in axes) for d, axes in zip(aval.shape, found[-1], strict=True)):
+        if not _evenly(aval.shape, found[-1], mesh):
             raise NotInShardsError(f"an argument of shape {aval.shape} is divided unevenly by {found[-1]}")
     return found
 
@@ -167,6 +166,12 @@ def _axes(spec: Any, rank: int) -> Axes:
     if not all(isinstance(a, str) for axes in each for a in axes):
         raise NotInShardsError(f"an array is divided as {spec}")
     return (*each, *((),) * (rank - len(each)))
+
+
+def _evenly(shape: Sequence[int], axes: Axes, mesh: Any) -> bool:
+    """Whether all parts are of one size."""
+    sizes = dict(mesh.shape)
+    return all(d % math.prod(sizes[a] for a in named) == 0 for d, named in zip(shape, axes, strict=True))
 
 
 def _spec(axes: Axes) -> P:
@@ -218,7 +223,10 @@ class _Shards:
         if name == "broadcast_in_dim" and not parts[0].axes:
             return [self.filled(eqn, parts[0])]
         if name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
-            wanted = _axes(eqn.params["sharding"].spec, len(eqn.outvars[0].aval.shape))
+            shape, here = eqn.outvars[0].aval.shape, jax.sharding.get_abstract_mesh()
+            wanted = _axes(eqn.params["sharding"].spec, len(shape))
+            if not _evenly(shape, wanted, here):
+                raise NotInShardsError(f"an array of shape {shape} is divided unevenly by {wanted}")
             part = parts[0].divided(wanted)
             if part.axes == wanted:
                 return [part]
@@ -231,7 +239,10 @@ class _Shards:
     def alike(self, equation: Any, name: str, parts: list[_Part]) -> list[_Part] | None:
         """The results of an op that makes its part of operands' parts; None if it is none."""
         divided = {p.axes for p in parts if any(p.axes)}
-        if name in _ALIKE and any(p.filled for p in parts) and all(p.filled or not p.axes for p in parts):
+        ranks = {len(p.axes) for p in parts if p.axes}
+        # Between types of other widths, a bitcast adds or takes away a dimension.
+        each = name in _ALIKE and all(len(v.aval.shape) in {*ranks, 0} for v in equation.eqn.outvars)
+        if each and any(p.filled for p in parts) and all(p.filled or not p.axes for p in parts):
             (whole,) = {p.axes for p in parts if p.filled}
             return [_Part(None, whole, lambda axes: _bound(equation, [p.divided(axes).x for p in parts])[0])]
         if not divided:  # every device makes all of it
@@ -241,7 +252,7 @@ class _Shards:
         if len(divided) > 1:
             return None
         (axes,) = divided
-        if name in _ALIKE and all(p.filled or p.axes in (axes, ()) for p in parts):
+        if each and all(p.filled or p.axes in (axes, ()) for p in parts):
             xs = [p.divided(axes if p.filled else p.axes).x for p in parts]
             made = _bound(equation, _compat.varying_alike(xs) if len(xs) > 1 else xs)
             return [_Part(x, axes) for x in made]
@@ -260,7 +271,10 @@ class _Shards:
         sizes = dict(jax.sharding.get_abstract_mesh().shape)
 
         def at(axes: Axes) -> Any:
-            own = [d // math.prod(sizes[a] for a in named) for d, named in zip(shape, axes, strict=True)]
+            # A dimension of 1 is repeated by the op that reads it.
+            own = [
+                d if d == 1 else d // math.prod(sizes[a] for a in named) for d, named in zip(shape, axes, strict=True)
+            ]
             return lax.broadcast(jnp.asarray(part.x, eqn.outvars[0].aval.dtype), own)
 
         return _Part(None, ((),) * len(shape), at)

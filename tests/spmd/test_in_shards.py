@@ -1,6 +1,6 @@
 """Programs made of ``shard_map``s as one of a single device: what is brought inside, what is not, what may run again.
 
-A mesh of one device is enough: arrays are divided by its axes as they are by others.
+A mesh of one device is enough for most: arrays are divided by its axes as they are by others.
 """
 
 import jax
@@ -11,6 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from four_devices import on_four_devices
 from jaxtensile import _compat
 from jaxtensile.ir.ir import is_fixed
 from jaxtensile.program.trace import trace_jaxpr, traced_within, why_pinned
@@ -82,6 +83,53 @@ def test_a_program_without_a_shard_map():
 def test_what_is_not_done_part_by_part(fun, why):
     with pytest.raises(NotInShardsError, match=why):
         shards_of(fun, place(X, "rows"))
+
+
+def test_a_bitcast_that_adds_a_dimension():
+    with pytest.raises(NotInShardsError, match=r"bitcast_convert_type at .* is not done part by part"):
+        shards_of(lambda x: jax.lax.bitcast_convert_type(mapped(jnp.sin)(x), "uint8"), place(X, "rows"))
+
+
+FOUR = """
+import jax, jax.numpy as jnp, numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxtensile import _compat
+from jaxtensile.program.trace import trace_jaxpr
+from jaxtensile.spmd.in_shards import NotInShardsError, in_shards
+from jaxtensile.spmd.local_shapes import sharded
+
+rows = NamedSharding(jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Auto,)), P("rows"))
+x = jax.device_put(np.linspace(-1, 1, 24, dtype="f").reshape(8, 3), rows)
+
+def step(count):
+    def fun(x):
+        y = jax.shard_map(jnp.sin, mesh=rows.mesh, in_specs=P("rows"), out_specs=P("rows"))(x)
+        return y / jnp.var(y) * jax.lax.with_sharding_constraint(jnp.ones(count), rows).sum()
+    return fun
+
+def found(fun):
+    jitted = jax.jit(fun)
+    traced = jitted.trace(x)
+    return in_shards(trace_jaxpr(traced.jaxpr), sharded(traced, (x,), {}, _compat.static_arguments(jitted), 4))
+
+shards = found(step(12))
+(got,) = jax.jit(lambda x: shards.around(lambda flat: jaxpr_as_fun(shards.closed)(*flat))([x]))(x)
+got.block_until_ready()
+np.testing.assert_allclose(got, jax.jit(step(12))(x), rtol=1e-5)
+try:
+    found(step(10))
+except NotInShardsError as error:
+    assert "of shape (10,) is divided unevenly" in str(error)
+else:
+    raise AssertionError("ten numbers in four equal parts")
+"""
+
+
+def test_numbers_that_are_repeated_along_divided_dimensions(tmp_path):
+    """Dimensions of 1 stay; others are divided into equal parts, or not at all."""
+    done = on_four_devices(FOUR, tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_gathers_may_run_again_except_where_devices_may_part():
