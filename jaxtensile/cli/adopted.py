@@ -17,6 +17,10 @@ from typing import Final
 
 from jaxtensile.units import Seconds
 
+PATIENCE: Final[Seconds] = 3.0
+"""Seconds for a job to end on a signal, before a harsher one. A guess."""
+SIGNALLED: Final = 128
+"""What shells add to the number of the signal that ended a process."""
 _SET_CHILD_SUBREAPER: Final = 36
 """``PR_SET_CHILD_SUBREAPER`` of Linux (``linux/prctl.h``)."""
 _GET_CHILD_SUBREAPER: Final = 37

@@ -19,18 +19,13 @@ import time
 from contextlib import suppress
 from typing import Final
 
-from jaxtensile.cli.adopted import Adopted
+from jaxtensile.cli.adopted import PATIENCE, SIGNALLED, Adopted
 from jaxtensile.cli.serving import configured, reported
 from jaxtensile.cli.xla_memory import variables
 from jaxtensile.devices.backends import visible
 from jaxtensile.runtime.config.config import Config
 from jaxtensile.runtime.daemon.endpoint import DEVICES_VARIABLE
-from jaxtensile.units import Seconds
 
-_PATIENCE: Final[Seconds] = 3.0
-"""Seconds for a job to end on a signal, before a harsher one. As ``running._PATIENCE``."""
-_SIGNALLED: Final = 128
-"""What shells add to the number of the signal that ended a process."""
 _CANNOT_START: Final = 127
 """Exit status of shells for a command that is not there."""
 _SET_DEATH_SIGNAL: Final = 1
@@ -54,8 +49,8 @@ def keep(options: argparse.Namespace) -> int:
         _wait(process)
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, signal.SIGKILL)
-        adopted.end_all([process.pid], _PATIENCE)
-    return process.returncode if process.returncode >= 0 else _SIGNALLED - process.returncode
+        adopted.end_all([process.pid], PATIENCE)
+    return process.returncode if process.returncode >= 0 else SIGNALLED - process.returncode
 
 
 def _wait(process: subprocess.Popen[bytes]) -> None:
@@ -77,7 +72,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        ends = time.monotonic() + _PATIENCE
+        ends = time.monotonic() + PATIENCE
         while process.poll() is None and time.monotonic() < ends:
             time.sleep(0.02)
     process.wait()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from jaxtensile.cli.adopted import SIGNALLED
 from jaxtensile.cli.running import chosen, exit_text, until_terminated
 from jaxtensile.cli.serving import configured
 from jaxtensile.cli.watching import duration, table
@@ -27,8 +28,6 @@ _LOOK: Final[Seconds] = 0.3
 """Seconds between two looks at the jobs. A guess."""
 _ENDS: Final[Seconds] = 15.0
 """Seconds for cancelled jobs to end: the patience of ``keep``, and some ticks. A guess."""
-_SIGNALLED: Final = 128
-"""What shells add to the number of the signal that ended a process."""
 
 
 @dataclass(slots=True)
@@ -170,7 +169,7 @@ def _end(record: Record) -> str:
 
 def _status(record: Record) -> str:
     status = record.status or 0
-    return exit_text(status if status <= _SIGNALLED else _SIGNALLED - status)
+    return exit_text(status if status <= SIGNALLED else SIGNALLED - status)
 
 
 def _tell(name: str, text: str) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from jaxtensile.cli.adopted import Adopted
+from jaxtensile.cli.adopted import PATIENCE, Adopted
 from jaxtensile.cli.serving import configured, place_of, reported
 from jaxtensile.cli.watching import duration, table
 from jaxtensile.cli.xla_memory import variables
@@ -44,8 +44,6 @@ _TELL_EVERY: Final = 10.0
 """Seconds between two lines about the steps of a job. A guess."""
 _STARTS_WITHIN: Final = 20.0
 """Seconds in which a started coordinator must answer. A guess."""
-_PATIENCE: Final = 3.0
-"""Seconds for a job to end on a signal, before a harsher one. A guess."""
 
 
 @dataclass(slots=True)
@@ -88,7 +86,7 @@ def run(options: argparse.Namespace) -> bool:
             raise
         finally:
             inquirer.close()
-            adopted.end_all([job.process.pid for job in jobs], _PATIENCE)
+            adopted.end_all([job.process.pid for job in jobs], PATIENCE)
             if jobs:
                 print(f"\n{_summary(jobs, time.monotonic() - began)}", flush=True)
         return any(job.status for job in jobs)
@@ -141,7 +139,7 @@ def _coordinator(options: argparse.Namespace, file: Path | None, config: Config)
         finally:
             daemon.terminate()
             with suppress(subprocess.TimeoutExpired):
-                daemon.wait(_PATIENCE)
+                daemon.wait(PATIENCE)
             daemon.kill()
             daemon.wait()
 
@@ -312,7 +310,7 @@ def _end(jobs: Sequence[Job]) -> None:
         for job in left:
             with suppress(ProcessLookupError):
                 os.killpg(job.process.pid, number)
-        ends = time.monotonic() + _PATIENCE
+        ends = time.monotonic() + PATIENCE
         while left and time.monotonic() < ends:
             left = [job for job in left if not _reaped(job)]
             time.sleep(0.02)

@@ -92,9 +92,7 @@ class Together:
         for p in self.members:
             if p == self._me:
                 break
-            said = self._awaited(f"admitted/{p}")
-            if said:
-                raise AgreementError(f"job {self._name!r} is not admitted by process {p}: {said.decode()}")
+            self._require_admitted(p)
         try:
             act()
         except BaseException as error:
@@ -102,9 +100,12 @@ class Together:
             raise
         self._store.put(f"{self._folder}/admitted/{self._me}", b"")
         for p in self.members:
-            said = self._awaited(f"admitted/{p}")
-            if said:
-                raise AgreementError(f"job {self._name!r} is not admitted by process {p}: {said.decode()}")
+            self._require_admitted(p)
+
+    def _require_admitted(self, p: int) -> None:
+        """Wait for a process's turn to end. Raises ``AgreementError`` if it failed."""
+        if said := self._awaited(f"admitted/{p}"):
+            raise AgreementError(f"job {self._name!r} is not admitted by process {p}: {said.decode()}")
 
     def begin(self) -> None:
         """Wait until all have said what they may, and begin the first step with the lowest."""
