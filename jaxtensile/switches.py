@@ -156,7 +156,9 @@ SWITCHES: Final = (
     Switch("shallow", "before bodies are planned, a smaller change is compiled"),
     Switch("lifted_parts", "after a plan that fits, fewer parts are tried"),
     Switch("lifted_plans", "after a plan that fits, cheaper ones are tried"),
-    Switch("contest", "the plan that fits has a rival that spares products first; their kernels decide"),
+    Switch(
+        "contest", "the plan that fits has rivals, without copies and with products spared first; their kernels decide"
+    ),
     Switch("two_misses", "after two misses the next aim is on the line through both"),
 )
 NAMES: Final = tuple(switch.name for switch in SWITCHES)
