@@ -32,7 +32,7 @@ import jax
 from jaxtensile import _compat
 from jaxtensile.api import shared_dispatch
 from jaxtensile.api.feedback import Feedback, without_arrays
-from jaxtensile.devices.measured import best_known
+from jaxtensile.devices.measured import best_known, measured_here
 from jaxtensile.devices.profiles import WEIGHTS, DeviceProfile, profile
 from jaxtensile.errors import (
     BudgetError,
@@ -649,7 +649,8 @@ class Planned(Transformed):
         wanted = self._resolved()
         budget, _ = self._budget(wanted, place, self._device(place))
         options = repr((self._asked.options, self._asked.solver))
-        return options, budget, wanted.host_budget, wanted.state_budget, wanted.objective, wanted.undo, wanted.chunk
+        said = wanted.host_budget, wanted.state_budget, wanted.objective, wanted.undo, wanted.chunk
+        return options, budget, *said, measured_here()
 
     def _device(self, place: Location) -> DeviceProfile:
         # Compile-only devices too: a kind's rates are the same wherever it is.

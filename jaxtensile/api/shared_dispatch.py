@@ -20,6 +20,7 @@ from types import FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
+from jaxtensile.devices.measured import measured_here
 from jaxtensile.settings.options import Asked, Unsaid, config_file
 from jaxtensile.switches import switched_off
 
@@ -48,14 +49,15 @@ def stand_in(fun: Callable[..., Any], asked: Asked, run: Callable[..., Any]) -> 
 
 
 def _question(asked: Asked) -> Hashable | None:
-    """All that is asked in code and config, and our switches; None if that cannot be compared."""
+    """All asked in code and config, our switches, and which rates are known; None if that cannot be compared."""
     if asked.job is not None or not (asked.config is None or isinstance(asked.config, str | os.PathLike)):
         return None
     values = (getattr(asked, f.name) for f in dataclasses.fields(asked) if f.name != "options")
     said = ((isinstance(value, Unsaid), repr(value)) for value in values)  # a default is printed as its value
     file = config_file(asked.config)
     try:
-        key = *said, file, None if file is None else file.read_bytes(), *sorted(asked.options.items()), switched_off()
+        text = None if file is None else file.read_bytes()
+        key = *said, file, text, *sorted(asked.options.items()), switched_off(), measured_here()
         hash(key)
     except (OSError, TypeError):
         return None

@@ -72,6 +72,13 @@ def best_known(device: DeviceProfile, device_kind: str | None = None) -> DeviceP
 
 _unwritten: dict[str, Measurement] = {}
 """Measurements of this process that could not be written, by the full kind of the device."""
+_kept: list[str] = []
+"""The kinds measured by this process, in order."""
+
+
+def measured_here() -> int:
+    """How many measurements this process has kept: plans made before the last one know other rates."""
+    return len(_kept)
 
 
 def load(device_kind: str) -> Measurement | None:
@@ -94,8 +101,10 @@ def keep(found: Measurement, device_kind: str) -> Path | None:
             problem = error
         else:
             _unwritten.pop(full_kind(device_kind), None)
+            _kept.append(device_kind)
             return path
     _unwritten[full_kind(device_kind)] = found
+    _kept.append(device_kind)
     warnings.warn(f"the measured profile holds for this process only: {problem}", RuntimeWarning, stacklevel=3)
     return None
 

@@ -11,6 +11,8 @@ import pytest
 import jaxtensile
 from jaxtensile.api import jit as api
 from jaxtensile.api.shared_dispatch import stand_in
+from jaxtensile.devices import measured
+from jaxtensile.devices.measured import Measurement
 from jaxtensile.settings.options import Asked
 from programs import chain_args, close, squeezed, step
 
@@ -74,6 +76,17 @@ def misses(monkeypatch):
     chosen = api.Planned._chosen
     monkeypatch.setattr(api.Planned, "_chosen", lambda self, *a: seen.append(self) or chosen(self, *a))
     return seen
+
+
+def test_other_rates_are_another_question(tmp_path, monkeypatch):
+    """A jit made after a calibration plans by what that measured."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before, rates = stand_in(f, Asked(), run), {"memory_bandwidth": 1e10}
+    assert stand_in(f, Asked(), run) is before
+    how, now = dict.fromkeys(rates, "somehow"), "2026-01-31"
+    found = Measurement(kind="k", jaxlib=measured.jaxlib_version(), date=now, took=1.0, numbers=rates, how=how)
+    measured.keep(found, "k")
+    assert stand_in(f, Asked(), run) is not before
 
 
 def test_again_and_again_is_planned_once(monkeypatch):
