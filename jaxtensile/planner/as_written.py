@@ -16,9 +16,8 @@ from jaxtensile.planner.smallest import Smallest
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.made import Made
 from jaxtensile.search.request import Fitted
-from jaxtensile.search.variant import Variant, charge_of
+from jaxtensile.search.variant import Variant
 from jaxtensile.switches import on
-from jaxtensile.units import Seconds
 from jaxtensile.xla.compile import RECOMPUTES
 
 XLA: Final = "what XLA recomputes"
@@ -33,8 +32,6 @@ LARGE: Final = 8
 the process. The number is a guess."""
 TIGHT: Final = 2.0
 """Budgets below this multiple of the lower bound may be hopeless. A guess."""
-SHORTER: Final = 0.02
-"""Share of the step that work in parts has to save, because it rounds sums differently. A guess."""
 
 
 def as_written(page: Page) -> Fitted:
@@ -86,9 +83,7 @@ def as_written(page: Page) -> Fitted:
             if not (hopeless and request.decides_on_parts):
                 best, more = rounds.all(candidates, first)
                 count += more
-            best, more = or_in_parts(page, candidates.anew(), best)
-            count += more
-            best, more = contest(page, best, count)
+            best, more = contest(page, candidates.anew(), best, count)
             count += more
             if best is None or not best.fits:
                 best, more = Smallest(rounds).found(both(), best)
@@ -103,40 +98,6 @@ def as_written(page: Page) -> Fitted:
             with page.clock("solve"):
                 raise cannot(request, every, bound, best, page.scale)
     return page.fitted(best, bound, count)
-
-
-def or_in_parts(page: Page, without: Candidates, best: Made | None) -> tuple[Made | None, int]:
-    """``best``, which works without parts, or a plan in parts; and the number of plans compiled for it.
-
-    The model decides what is worth a compile. Compiled kernels, if known, decide which step is shorter.
-    """
-    request = page.request
-    if not request.decides_on_parts:
-        return best, 0
-    worth = SHORTER * sum(without.written.whole.charge)
-    fits = best if best is not None and best.fits else None
-    if fits is not None and charge_of(fits.variant, fits.plan) < worth:
-        return best, 0
-    candidates = without.with_parts()
-    first = page.cheapest(candidates)
-    if first[0].parts == 1 or (fits is not None and not _shorter(fits, charge_of(*first), worth)):
-        return best, 0
-    made, count = page.rounds.all(candidates, first)
-    if made is None or not made.fits or made.variant.parts == 1:
-        return fits or made or best, count
-    if fits is None:
-        return made, count
-    before, now = fits.compiled.time, made.compiled.time
-    if before is not None and now is not None:
-        return (made if now.seconds <= (1 - SHORTER) * before.seconds else fits), count
-    return (made if _shorter(fits, charge_of(made.variant, made.plan), worth) else fits), count
-
-
-def _shorter(best: Made, charge: Seconds, worth: Seconds) -> bool:
-    """Whether a plan of this charge beats ``best``: by more than ``worth`` on the model's word alone, by anything if
-    compiled kernels are compared too."""
-    least = 0.0 if best.compiled.time is not None else worth
-    return charge_of(best.variant, best.plan) - charge > least
 
 
 def _or_by_xla(page: Page, best: Made | None) -> Made | None:

@@ -1,9 +1,10 @@
 """A contest of plans for the shortest step, decided by the kernels that XLA made of them.
 
-The model's seconds err most where XLA fuses a recomputed value into other kernels than the model thinks, and for copies
-to the host, which hide behind work or delay it. The price of products is sure. So the plan that is the shortest by the
-model is compared with one without copies to the host, if it has some, and with one that spares products first. That
-took 2 to 3 % of a step less for GPT-2, BERT and ViT in 60 to 70 % of their bytes (H100, by ``xla/kernel_time``).
+Work in parts is a rival where it may be much shorter, or nothing else fits. The model's seconds err most where XLA
+fuses a recomputed value into other kernels than the model thinks, and for copies to the host, which hide behind work or
+delay it; the price of products is sure. So the plan that is the shortest by the model has two more rivals: without
+copies to the host, if it has some, and with products spared first. That took 2 to 3 % of a step less for GPT-2, BERT
+and ViT in 60 to 70 % of their bytes (H100, by ``xla/kernel_time``).
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.made import Made
 from jaxtensile.search.request import Request
-from jaxtensile.search.variant import Variant, program_key
+from jaxtensile.search.variant import Variant, charge_of, program_key
 from jaxtensile.switches import on
+from jaxtensile.units import Seconds
 
+SHORTER: Final = 0.02
+"""Share of the step that work in parts has to save, because it rounds sums differently. A guess."""
 PRODUCTS: Final = "the plan that spares products first"
 COPIES: Final = "the plan without copies to the host"
 WORTH: Final = 0.02
@@ -31,11 +35,54 @@ MOST: Final = 2
 """After more compiled plans there is none, so that a call takes no more compiles than it would. A guess."""
 
 
-def contest(page: Page, best: Made | None, count: int) -> tuple[Made | None, int]:
-    """The quickest of ``best`` and its rivals for as many bytes; and the number of rivals compiled.
+def contest(page: Page, without: Candidates, best: Made | None, count: int) -> tuple[Made | None, int]:
+    """The quickest of ``best``, which works without parts, and its rivals for as many bytes; and the number compiled.
 
-    ``count``: how many were compiled for ``best``. Only where kernels are known and the step is to be short; not for
-    work in parts, which is compared by its kernels already.
+    ``without``: fresh candidates without parts. ``count``: how many were compiled for ``best``.
+    """
+    best, compiled = _or_in_parts(page, without, best)
+    best, more = _or_a_rival(page, best, count + compiled)
+    return best, compiled + more
+
+
+def _or_in_parts(page: Page, without: Candidates, best: Made | None) -> tuple[Made | None, int]:
+    """``best``, which works without parts, or a plan in parts; and the number of plans compiled for it.
+
+    The model decides what is worth a compile. Compiled kernels, if known, decide which step is shorter.
+    """
+    request = page.request
+    if not request.decides_on_parts:
+        return best, 0
+    worth = SHORTER * sum(without.written.whole.charge)
+    fits = best if best is not None and best.fits else None
+    if fits is not None and charge_of(fits.variant, fits.plan) < worth:
+        return best, 0
+    candidates = without.with_parts()
+    first = page.cheapest(candidates)
+    if first[0].parts == 1 or (fits is not None and not _shorter(fits, charge_of(*first), worth)):
+        return best, 0
+    made, count = page.rounds.all(candidates, first)
+    if made is None or not made.fits or made.variant.parts == 1:
+        return fits or made or best, count
+    if fits is None:
+        return made, count
+    before, now = fits.compiled.time, made.compiled.time
+    if before is not None and now is not None:
+        return (made if now.seconds <= (1 - SHORTER) * before.seconds else fits), count
+    return (made if _shorter(fits, charge_of(made.variant, made.plan), worth) else fits), count
+
+
+def _shorter(best: Made, charge: Seconds, worth: Seconds) -> bool:
+    """Whether a plan of this charge beats ``best``: by more than ``worth`` on the model's word alone, by anything if
+    compiled kernels are compared too."""
+    least = 0.0 if best.compiled.time is not None else worth
+    return charge_of(best.variant, best.plan) - charge > least
+
+
+def _or_a_rival(page: Page, best: Made | None, count: int) -> tuple[Made | None, int]:
+    """The quickest of ``best`` and plans for as many bytes that the model finds longer; and the number compiled.
+
+    Only where kernels are known and the step is to be short; not for work in parts, whose kernels were compared.
     """
     if best is None or not _is_open(page, best, count):
         return best, 0

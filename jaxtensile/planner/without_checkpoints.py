@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.as_written import or_in_parts
 from jaxtensile.planner.contest import contest
 from jaxtensile.planner.page import Page
 from jaxtensile.rewrites.undo import Undone
@@ -48,9 +47,7 @@ def _planned(page: Page, undone: Undone, lighter: Modelled) -> Fitted | None:
     candidates, first = ahead()
     rounds = page.rounds
     best, count = (None, 0) if rounds.all_hopeless(candidates, first) else rounds.all(candidates, first)
-    best, more = or_in_parts(page, candidates.anew(), best)
-    count += more
-    best, more = contest(page, best, count)
+    best, more = contest(page, candidates.anew(), best, count)
     count += more
     if best is None or not best.fits:
         return None
