@@ -63,12 +63,12 @@ def resnet():
 
 def dlrm():
     module = workloads.load("dlrm")
-    return module.workload(module.Config(batch=32768, rows=(1000,) * 26, top=(256, 1)))
+    return module.workload(module.Config(batch=32768, rows=(1000,) * 14, top=(256, 1)))
 
 
 SUBJECTS = {"gpt": functools.partial(gpt, batch=32), "mlp": mlp, "resnet": resnet}
 SHALLOW = {"shallow": functools.partial(mlp, layers=4)}
-"""For the v5e, whose compiler takes two seconds a layer and more."""
+"""Where few layers show the same."""
 
 
 @functools.cache
@@ -159,8 +159,8 @@ def test_arguments_on_the_absent_device_say_the_target_themselves():
 
 @pytest.mark.cuda_aot
 def test_a_budget_that_no_plan_meets_names_the_ops():
-    work = subject("mlp")
-    fixed = plain("mlp").compiled.argument
+    work = subject("shallow")
+    fixed = plain("shallow").compiled.argument
     with pytest.raises(jaxtensile.BudgetError) as info:
         plan(work, fixed + 1000)
     assert info.value.needs > fixed + 1000 and info.value.culprits
@@ -385,7 +385,7 @@ def test_checkpoints_by_hand_are_undone_where_there_is_room():
 @pytest.mark.tpu_aot
 def test_a_step_for_a_v5e():
     assert plain("shallow", V5E).unchanged
-    report = plan(subject("shallow"), at(0.85, "shallow", V5E), V5E)
+    report = plan(subject("shallow"), at(0.85, "shallow", V5E), V5E, chunk=False)
     check_report(report)
     assert report.target == V5E
 

@@ -25,7 +25,7 @@ text = importlib.import_module("text")
 search = importlib.import_module("search")
 
 TINY = gpt.GPTConfig(layers=2, width=32, heads=2, context=16, vocab=64)
-TINY_DEMO = ["--layers", "4", "--width", "64", "--heads", "2", "--context", "64", "--batch", "16"]
+TINY_DEMO = ["--layers", "2", "--width", "64", "--heads", "2", "--context", "64", "--batch", "16"]
 SIZE = r"([\d.]+(?:[KMGT]i)?B)"
 
 
