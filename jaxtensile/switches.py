@@ -35,6 +35,7 @@ SWITCHES: Final = (
     # ---- spmd
     Switch("in_shards", "a program made of shard_maps is planned inside of them, as that of one device"),
     Switch("local_sizes", "a program that XLA divides among devices is planned with the sizes of one device"),
+    Switch("exchanges", "what XLA gathers and adds up among devices are values of their own in plans"),
     # ---- passes/lifetimes
     Switch("added_products", "a product is added to what is there already, and is never stored"),
     Switch("scattered_sums", "what is scattered into zeros and then added to something is scattered into that"),

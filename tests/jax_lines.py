@@ -27,8 +27,8 @@ ALL = {
 }
 EVERY_FOURTH = {
     "programs one like the other: of any fault that is JAX's, several show": """
-        chunk control differential differential_loops early_updates host_stacks libraries loops strip_mine target
-        workloads""",
+        chunk control differential differential_loops early_updates host_stacks libraries loops sharded_values
+        strip_mine target workloads""",
     "the front door, entered through the API that is tested as a whole": """
         bad_input calibration checkpoint_nests cli cudnn estimation faults feedback offload_state processes report
         solvers threads wrapping""",

@@ -2,7 +2,8 @@
 
 The bodies of its ``shard_map``s follow one another in it, so that what one hands to the next is a value like any other.
 In between are ops that act on each part alone: elementwise ops on arrays divided alike, reductions with a sum over
-devices behind them, and anything on arrays that every device holds whole.
+devices behind them, and anything on arrays that every device holds whole. A loop is one of these if all that its
+iterations do is, and it may hold ``shard_map``s too.
 
 Invariant: every device runs the same ops in the same order. An op outside of the ``shard_map``s is here only if each
 device can make its part from its own parts.
@@ -10,8 +11,9 @@ device can make its part from its own parts.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -29,6 +31,7 @@ from jaxtensile.program.trace import (
     Traced,
     closed_bodies,
     is_barrier,
+    jaxprs_in,
     trace_jaxpr,
     trace_on,
     traced_within,
@@ -89,7 +92,7 @@ def in_shards(program: Traced, where: Sharded) -> InShards | None:
 
     Raises ``NotInShardsError``.
     """
-    maps = [e.eqn for op, e in zip(program.graph.ops, program.equations, strict=True) if op.primitive == MANUAL]
+    maps = [*_maps(e.eqn for e in program.equations if e.eqn is not None)]
     if not maps:
         return None
     mesh, checked = _mesh(maps, where), bool(maps[0].params["check_vma"])
@@ -114,6 +117,16 @@ def in_shards(program: Traced, where: Sharded) -> InShards | None:
         if asked is not None and not asked.is_equivalent_to(NamedSharding(mesh, spec), len(aval.aval.shape)):
             raise NotInShardsError(f"a result is asked for as {asked} and made as {spec}")
     return InShards(closed, mesh, specs, outputs, checked)
+
+
+def _maps(eqns: Iterable[Any]) -> Iterator[Any]:
+    """The ``shard_map``s among equations and in loops."""
+    for eqn in eqns:
+        if eqn.primitive.name == MANUAL:
+            yield eqn
+        else:
+            for body in jaxprs_in(eqn.params.values()):
+                yield from _maps((body.jaxpr if hasattr(body, "jaxpr") else body).eqns)
 
 
 def _mesh(maps: Sequence[Any], where: Sharded) -> Any:
@@ -197,6 +210,10 @@ class _Shards:
         self.checked = checked
 
     def run(self, program: Traced, given: Sequence[_Part]) -> list[_Part]:
+        return [part.divided(part.axes) for part in self.results(program, given)]
+
+    def results(self, program: Traced, given: Sequence[_Part]) -> list[_Part]:
+        """The results of a program; of one number where it is not known yet how they are divided."""
         env: dict[int, _Part] = dict(zip(program.arguments, given, strict=True))
         env.update((v, _whole(x)) for v, x in program.consts.items())
 
@@ -206,7 +223,7 @@ class _Shards:
         for i, equation in enumerate(program.equations):
             made = self.step(program, i, [read(a) for a in equation.operands])
             env.update(zip(equation.results, made, strict=True))
-        return [part.divided(part.axes) for part in map(read, program.outputs)]
+        return [*map(read, program.outputs)]
 
     def step(self, program: Traced, i: int, parts: list[_Part]) -> list[_Part]:
         """The results of equation ``i``."""
@@ -218,7 +235,11 @@ class _Shards:
             return [_Part(x, part.axes) for x, part in zip(behind, parts, strict=True)]
         if name == MANUAL:
             return self.entered(eqn, parts)
-        if name in _CALLS and all("Unspecified" in type(s).__name__ for s in _shardings(eqn)):
+        if name == "scan" and not _compat.has_effects(eqn):
+            found = self.looped(equation, parts)
+            if found is not None:
+                return found
+        elif name in _CALLS and all("Unspecified" in type(s).__name__ for s in _shardings(eqn)):
             return self.run(trace_jaxpr(closed_bodies(eqn)[0][0]), parts)
         if name == "broadcast_in_dim" and not parts[0].axes:
             return [self.filled(eqn, parts[0])]
@@ -235,6 +256,65 @@ class _Shards:
             if found is not None:
                 return found
         raise NotInShardsError(f"{name} at {program.source(i)} is not done part by part")
+
+    def looped(self, equation: Equation, parts: list[_Part]) -> list[_Part] | None:
+        """The results of a loop whose iterations are done part by part; None if devices have different iterations, or
+        an iteration hands on an array that is divided otherwise than the one that it took."""
+        params = equation.eqn.params
+        consts, carries = _compat.scan_split(params)
+        body = trace_jaxpr(params["jaxpr"])
+        fixed, first, through = parts[:consts], parts[consts : consts + carries], parts[consts + carries :]
+        if any(p.axes[0] for p in through) or not params["length"]:
+            return None
+        made: list[Axes] = []
+        kept: list[int] = []
+        """Carries of one number that iterations hand on as they are."""
+
+        def outs(taken: Sequence[_Part], carry: Sequence[Any], slices: Sequence[Any]) -> list[Any]:
+            values, rows = iter(carry), iter(slices)
+            given = [p if p.filled else _Part(next(values), p.axes) for p in taken]
+            each = [_row(p) if p.filled else _Part(next(rows), p.axes[1:]) for p in through]
+            found = self.results(body, [*fixed, *given, *each])
+            made[:] = [part.axes for part in found]
+            kept[:] = [k for k, p in enumerate(taken) if p.filled and found[k].filled is p.filled]
+            return [self.varying(part.divided(part.axes)) for k, part in enumerate(found) if k not in kept]
+
+        arrays = [p.x for p in through if not p.filled]
+        taken = first
+        while True:
+            kinds = [self.varying(p) for p in taken if not p.filled], [x[0] for x in arrays]
+            jax.eval_shape(functools.partial(outs, taken), *kinds)
+            wrong = [k for k, p in enumerate(taken) if k not in kept and (p.filled or p.axes != made[k])]
+            if not wrong:
+                break
+            if not all(taken[k].filled for k in wrong):
+                return None
+            # A number that is repeated is divided like what the first iteration makes of it.
+            taken = [p.divided(made[k]) if k in wrong else p for k, p in enumerate(taken)]
+        count = carries - len(kept)
+
+        def step(carry: list[Any], slices: list[Any]) -> tuple[list[Any], list[Any]]:
+            found = outs(taken, carry, slices)
+            return found[:count], found[count:]
+
+        here = jax.sharding.get_abstract_mesh()
+        with _compat.equation_context(equation.eqn, equation.stack), jax.sharding.use_abstract_mesh(here):
+            last, stacked = lax.scan(
+                step,
+                [self.varying(p) for p in taken if not p.filled],
+                arrays,
+                length=params["length"],
+                reverse=params["reverse"],
+                unroll=params["unroll"],
+            )
+        left = iter(last)
+        ends = [p if p.filled else _Part(next(left), p.axes) for p in taken]
+        return [*ends, *(_Part(x, ((), *axes)) for x, axes in zip(stacked, made[carries:], strict=True))]
+
+    def varying(self, part: _Part) -> Any:
+        """The part, of a type that differs between the devices that have different parts."""
+        over = tuple(a for axes in part.axes for a in axes)
+        return _compat.varying_over(part.x, over) if self.checked and over else part.x
 
     def alike(self, equation: Any, name: str, parts: list[_Part]) -> list[_Part] | None:
         """The results of an op that makes its part of operands' parts; None if it is none."""
@@ -287,11 +367,17 @@ class _Shards:
             part = part.divided(wanted)
             if part.axes != wanted:
                 raise NotInShardsError(f"a shard_map takes an array that is divided as {part.axes} by {spec}")
-            over = tuple(a for axes in wanted for a in axes)
-            given.append(_compat.varying_over(part.x, over) if self.checked and over else part.x)
+            given.append(self.varying(part))
         # Its own checkpoints stay what they are, so that they may be undone.
         outs = jax.extend.core.jaxpr_as_fun(closed_bodies(eqn)[0][0])(*given)
         return [_Part(x, _axes(spec, len(jnp.shape(x)))) for x, spec in zip(outs, eqn.params["out_specs"], strict=True)]
+
+
+def _row(part: _Part) -> _Part:
+    """One slice of an array of one number."""
+    filled = part.filled
+    assert filled is not None
+    return _Part(None, part.axes[1:], lambda axes: filled(((), *axes))[0])
 
 
 def _shardings(eqn: Any) -> tuple[Any, ...]:

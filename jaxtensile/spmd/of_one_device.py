@@ -37,7 +37,7 @@ def of_one_device(request: Request, where: Sharded) -> Request:
         said = f" ({shapes.guessed})" if shapes is not None and shapes.guessed else ""
         notes = (*notes, f"bytes of single values are those of all devices, divided by one ratio{said}")
         return replace(request, notes=notes)
-    return replace(request, local=PerDevice.of(program, shapes), notes=notes)
+    return replace(request, local=PerDevice.of(program, shapes, request.device.backend), notes=notes)
 
 
 def _nothing() -> None:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from jaxtensile.ir.ir import Op, OpId, Value
+from jaxtensile.units import Bytes
 
 
 def together(
@@ -22,7 +24,12 @@ def together(
 
     ``sums``: by op that sums over devices, its axes.
     """
-    groups = [group for group in _groups(ops, values, sums, limit) if len(group) > 1]
+    each = {
+        i: Added(axes, values[ops[i].operands[0]].dtype, sum(values[v].nbytes for v in ops[i].operands))
+        for i, axes in sums.items()
+        if ops[i].operands
+    }
+    groups = [group for group in combined(ops, each, limit) if len(group) > 1]
     if not groups:
         return [*ops], [*range(len(ops))]
     last = {i: group[-1] for group in groups for i in group}
@@ -40,8 +47,16 @@ def together(
     return [replace(left[n], id=OpId(k)) for k, n in enumerate(order)], [before[n] for n in order]
 
 
-def _groups(ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str], limit: float) -> list[list[int]]:
-    """The combined sums, each sum in the first group that it can join."""
+class Added(NamedTuple):
+    """A sum over devices: its axes, and the type and the bytes of what is added up."""
+
+    axes: str
+    dtype: str
+    nbytes: Bytes
+
+
+def combined(ops: Sequence[Op], sums: Mapping[int, Added], limit: float) -> list[list[int]]:
+    """The sums that are made in one go, each sum in the first group that it can join. ``sums``: by op."""
     behind: dict[int, int] = {}
     """By value: the sums that it depends on, as bits."""
     bit = {i: 1 << n for n, i in enumerate(sums)}
@@ -55,21 +70,18 @@ def _groups(ops: Sequence[Op], values: Sequence[Value], sums: Mapping[int, str],
         for r in op.results:
             behind[r] = found | bit.get(i, 0)
     kinds: dict[tuple[str, str], list[int]] = {}
-    for i, axes in sums.items():
-        if not ops[i].operands:
-            continue
-        kinds.setdefault((axes, values[ops[i].operands[0]].dtype), []).append(i)
+    for i, one in sums.items():
+        kinds.setdefault((one.axes, one.dtype), []).append(i)
     out: list[list[int]] = []
     for left in kinds.values():
         while left:
             group: list[int] = []
             inside, nbytes = 0, 0
             for i in left:
-                size = sum(values[v].nbytes for v in ops[i].operands)
-                if not needs[i] & inside and (not group or nbytes + size <= limit):
+                if not needs[i] & inside and (not group or nbytes + sums[i].nbytes <= limit):
                     group.append(i)
                     inside |= bit[i]
-                    nbytes += size
+                    nbytes += sums[i].nbytes
             left = [i for i in left if i not in group]
             out.append(group)
     return out
@@ -97,4 +109,4 @@ def _in_order(ops: Sequence[Op]) -> list[int]:
     return out
 
 
-__all__ = ["together"]
+__all__ = ["Added", "combined", "together"]

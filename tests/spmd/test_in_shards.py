@@ -63,6 +63,41 @@ def test_values_and_shardings(spec):
     assert "shard_map" not in [op.primitive for op in inside(found).graph.ops]
 
 
+def through_layers(weights, x):
+    """A loop around a ``shard_map``, in a loop: a carry of rows, one of a number that is repeated along them, one that
+    every device has whole; stacks of each, and a slice of a repeated number."""
+
+    def layer(carry, w):
+        x, seen, total, key = carry
+        w, extra = w
+        key, now = jax.random.split(key)
+        y = mapped(lambda x, w: jnp.tanh(x @ w) * jax.lax.psum(x.sum(), "rows") / 9, (ROWS, P()))(x, w)
+        x = x + y * extra + jax.random.normal(now)
+        return (x, seen + x, total + x.sum(), key), (y, total)
+
+    def block(carry, w):
+        return jax.lax.scan(layer, carry, (w, jnp.ones((2, *x.shape))))
+
+    first = x, jnp.zeros_like(x), jnp.float32(0), jax.random.key(1)
+    (x, seen, total, _), stacks = jax.lax.scan(block, first, weights, reverse=True)
+    return x, seen, total, stacks
+
+
+def test_a_loop_around_a_shard_map():
+    weights = np.linspace(-1.0, 1.0, 54, dtype="f").reshape(3, 2, 3, 3)
+    args = place(weights), place(X, "rows")
+    for fun in (through_layers, jax.grad(lambda w, x: sum(y.sum() for y in jax.tree.leaves(through_layers(w, x))))):
+        found = shards_of(fun, *args)
+        got = jax.jit(lambda *flat, found=found: found.around(lambda flat: jaxpr_as_fun(found.closed)(*flat))(flat))(
+            *args
+        )
+        for e, g in zip(jax.tree.leaves(jax.jit(fun)(*args)), got, strict=True):
+            np.testing.assert_allclose(g, e, rtol=1e-5, atol=1e-6)
+        names = [op.primitive for op in inside(found).graph.ops]
+        assert "scan" in names and "shard_map" not in names
+    assert shards_of(through_layers, *args).outputs[:3] == (P("rows", None), P("rows", None), P())
+
+
 def test_an_argument_without_a_place_goes_where_its_reader_wants_it():
     assert shards_of(clipped, X).inputs == (P("rows", None),)
 
