@@ -72,6 +72,10 @@ class Pieces:
 
     def __call__(self, flat: Sequence[Any], between: Callable[[], object] | None = None) -> Any:
         """The step's results for flat arguments. ``between``: called between two groups, when nothing runs."""
+        with self.step.there():
+            return self._run(flat, between)
+
+    def _run(self, flat: Sequence[Any], between: Callable[[], object] | None) -> Any:
         traced = self.step.traced
         given = (x if not isinstance(x, np.ndarray) else jax.device_put(x) for x in (*self.step.captured, *flat))
         env: dict[int, Any] = dict(zip(traced.arguments, given, strict=True))
@@ -91,13 +95,23 @@ class Pieces:
             env.update(zip(piece.gives, made, strict=True))
             if between is not None:
                 jax.block_until_ready(made)
+                if not made:  # it has effects alone
+                    jax.effects_barrier()
         return jax.tree.unflatten(self.step.out_tree, [env[v] for v in self.results])
 
 
 def compiled(step: Step, groups: Sequence[Group], options: Options) -> Pieces:
     """Compile every group, side by side on this machine's cores. ``options``: the compiler's, of the whole step."""
-    drafts = _drafts(step, groups)
-    lowered: list[Any] = []
+    with step.there():
+        drafts, lowered = _lowered(step, groups, options)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        executables = list(pool.map(lambda made: made[1].compile(), lowered))
+    return _laid_out(step, drafts, [jitted for jitted, _ in lowered], executables)
+
+
+def _lowered(step: Step, groups: Sequence[Group], options: Options) -> tuple[list[_Draft], list[Any]]:
+    """The groups, and each as a jit object and lowered for the compiler."""
+    drafts, lowered = _drafts(step, groups), list[Any]()
     committed: set[int] = {
         v for v, x in zip(step.traced.arguments, step.flat, strict=True) if getattr(x, "sharding", None) is not None
     }
@@ -114,9 +128,7 @@ def compiled(step: Step, groups: Sequence[Group], options: Options) -> Pieces:
                 compiler_options=dict(options) or None,
             )
             lowered.append((jitted, jitted.lower(*given)))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        executables = list(pool.map(lambda made: made[1].compile(), lowered))
-    return _laid_out(step, drafts, [jitted for jitted, _ in lowered], executables)
+    return drafts, lowered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +221,8 @@ def _types(step: Step) -> dict[int, Any]:
 
 def _argument(step: Step, v: int, kinds: Mapping[int, Any], committed: bool) -> Any:
     """What a group is lowered for in place of value ``v``."""
-    if v in step.traced.arguments:
-        return step.flat[step.traced.arguments.index(v)]
+    if v in step.given:
+        return step.given[v]
     aval = kinds[v]
     place = step.device if committed else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=place, weak_type=getattr(aval, "weak_type", False))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -36,6 +38,18 @@ class Step:
     @property
     def graph(self) -> Graph:
         return self.traced.graph
+
+    @cached_property
+    def given(self) -> dict[int, Any]:
+        """By value of the program, the argument."""
+        return dict(zip(self.traced.arguments, self.flat, strict=True))
+
+    def there(self) -> AbstractContextManager[Any]:
+        """Where arguments are committed to another device than the default one, what none of them says where to be is
+        there too, as in one executable."""
+        default = _compat.default_device()
+        device = default if self.device is None else next(iter(self.device.device_set))
+        return nullcontext() if device == default else jax.default_device(device)
 
 
 def leaves(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:

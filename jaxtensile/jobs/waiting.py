@@ -304,7 +304,7 @@ class Waiting:
         assert self._on.by is not None and self._on.now is not None and self._on.client is not None
         now, need = self._on.now, self._on.lowest(self._on.together(), covering=False)
         host = max(need.host - now.host, 0)
-        gated = self._on.client.takes_turns
+        gated = self._on.client.takes_turns and self._on.groups < 2
         missing = (
             Rung(persistent=max(need.persistent - now.persistent, 0), temp=need.temp, host=host, seconds=1.0)
             if gated

@@ -9,6 +9,7 @@ import pytest
 
 import jaxtensile
 import job_programs as programs
+from four_devices import on_four_devices
 from jaxtensile.groups.grouped import grouped
 from jaxtensile.groups.step import leaves
 from jaxtensile.spmd.location import profile_of
@@ -17,6 +18,28 @@ from jaxtensile.xla.compile import memory_of
 workloads = importlib.import_module("benchmarks.workloads")
 OPTIONS = {"xla_backend_optimization_level": 0}  # a CPU compiles several times faster
 DEVICE = profile_of(jax.devices()[0])
+
+
+ELSEWHERE = """
+import jax, jax.numpy as jnp
+from jaxtensile.groups.grouped import grouped
+from jaxtensile.spmd.location import profile_of
+
+device = jax.devices()[-1]
+assert device != jax.devices()[0]
+
+def fun(x, w):
+    y = jnp.sin(w @ w)  # reads nothing that is placed
+    z = jnp.sin(y @ w)
+    return jnp.tanh(z @ x), z
+
+jitted, args = jax.jit(fun), (jax.device_put(jnp.eye(8), device), jnp.eye(8) / 2)
+found = grouped(jitted, args, {}, device=profile_of(device), options={}, count=3, needs=1 << 20, most=1 << 20)
+assert found.pieces is not None, found.said
+whole, parts = jitted(*args), found.pieces(args)
+assert all((a == b).all() for a, b in zip(whole, parts))
+assert [x.devices() for x in whole] == [x.devices() for x in parts] == [{device}] * 2
+"""
 
 
 def in_groups(jitted, *args, count=4, factor=2.0, options=None, **kwargs):
@@ -236,3 +259,9 @@ def test_each_group_is_compiled_once():
     compiles.clear()
     found.pieces(leaves(jitted, jax.tree.map(lambda x: jax.device_put(np.asarray(x), device), args), {}))
     assert not compiles
+
+
+def test_what_is_not_placed_runs_where_the_arguments_are(tmp_path):
+    """As in one executable: a group that reads nothing placed is on no other device than the rest."""
+    done = on_four_devices(ELSEWHERE, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -4,21 +4,28 @@ import threading
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxtensile
 import job_programs as programs
+from daemons import Daemon
 from jaxtensile.errors import ConfigError
 from jaxtensile.runtime.config import config as configs
-from job_training import ROOM, WAIT, charged, office, plans, same, until
+from job_training import ROOM, WAIT, Training, charged, office, plans, resize, same, until
+from paths import ROOT
 
 pytestmark = pytest.mark.xdist_group("grouped")
 
 __all__ = ["plans"]
 
 
+ONE = {**programs.config(ROOM), "jobs": {name: {"max_overhead": 1} for name in ("train", "answer")}}
+"""Each job has one plan, the fastest: there is nothing else to compile."""
+
+
 def test_a_training_in_groups_trains_as_it_does_whole():
-    with jaxtensile.job("train", groups=4, config=programs.config(ROOM)) as job:
+    with jaxtensile.job("train", groups=4, config=ONE) as job:
         step = jaxtensile.jit(programs.step, job=job, donate_argnums=0)
         weights, losses = programs.start(), []
         for k in range(8):
@@ -31,6 +38,57 @@ def test_a_training_in_groups_trains_as_it_does_whole():
         assert all(rung.temp == 0 for rung in job.ladder)  # between its groups others run beside all that it has
         assert charged() == job.budget
     same(losses)
+
+
+def test_it_moves_between_its_plans_and_away_and_back():
+    """In a device that shrinks and grows, suspended and resumed."""
+    with jaxtensile.job("train", groups=2, config=programs.config(ROOM)) as job:
+        training = Training(job)
+        training.run(1)
+        assert job.wait(WAIT)
+        levels = [rung.level for rung in job.ladder]
+        for k in range(6):
+            level = levels[0] if k % 2 else levels[-1]
+            resize(level)
+            training.run(1)
+            assert job.budget <= level and charged() <= level
+        resize(1 << 26)
+        training.weights = job.suspend(training.weights)
+        assert charged() < levels[0]
+        training.weights = job.resume(training.weights)
+        training.run(1)
+        assert charged() == job.budget
+        assert all(rung.temp == 0 for rung in job.ladder)
+        assert job.switches >= 4
+    same(training.losses)
+
+
+def test_a_job_has_steps_of_several_shapes():
+    with jaxtensile.job("train", groups=2, config=ONE) as job:
+        training = Training(job)
+        training.run(1)
+        few = programs.X[:64], programs.Y[:64]
+        _, value = training.step(programs.start(), *few)
+        np.testing.assert_allclose(float(value), programs.undisturbed(1, rows=64)[0], rtol=2e-6)
+        training.run(1)
+        assert charged() == job.budget
+        assert all(rung.temp == 0 for rung in job.ladder)
+    same(training.losses)
+
+
+def test_between_processes_a_step_runs_whole(monkeypatch, tmp_path):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    daemon = Daemon()
+    daemon.file.write_text('[device]\ncapacity = "64MiB"\nreserve = 0\n[coordinator]\nmin_hold = 0\n')
+    with daemon:
+        monkeypatch.setenv("JAXTENSILE_SOCKET", str(daemon.path))
+        with jaxtensile.job("train", groups=4) as job:
+            training = Training(job)
+            training.run(2)
+            assert job.groups == 1
+            assert any(rung.temp for rung in job.ladder)
+    same(training.losses)
 
 
 def test_others_go_between_two_groups():
@@ -50,8 +108,8 @@ def test_others_go_between_two_groups():
         return found
 
     with (
-        jaxtensile.job("train", groups=4, config=programs.config(ROOM)) as train,
-        jaxtensile.job("answer", config=programs.config(ROOM)) as answer,
+        jaxtensile.job("train", groups=4, config=ONE) as train,
+        jaxtensile.job("answer", config=ONE) as answer,
     ):
         run = jaxtensile.jit(step, job=train)
         say = jaxtensile.jit(predict, job=answer)
@@ -81,8 +139,8 @@ def test_others_go_between_two_groups():
 
 def test_an_error_between_two_groups_gives_the_turn_back():
     with (
-        jaxtensile.job("train", groups=4, config=programs.config(ROOM)) as train,
-        jaxtensile.job("answer", config=programs.config(ROOM)) as answer,
+        jaxtensile.job("train", groups=4, config=ONE) as train,
+        jaxtensile.job("answer", config=ONE) as answer,
     ):
         run = jaxtensile.jit(programs.step, job=train)
         say = jaxtensile.jit(programs.predict, job=answer)
@@ -108,7 +166,7 @@ def test_a_step_of_ordered_effects_runs_whole(caplog):
         jax.debug.callback(lambda: None, ordered=True)
         return jnp.sin(x @ x) @ x
 
-    with jaxtensile.job("train", groups=4, config=programs.config(ROOM)) as job:
+    with jaxtensile.job("train", groups=4, config=ONE) as job:
         run = jaxtensile.jit(step, job=job)
         run(jnp.eye(8))
         assert job.ladder
