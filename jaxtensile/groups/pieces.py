@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -231,7 +231,11 @@ def _argument(step: Step, v: int, kinds: Mapping[int, Any], committed: bool) -> 
 def _laid_out(step: Step, drafts: Sequence[_Draft], jitted: Sequence[Any], executables: Sequence[Any]) -> Pieces:
     """The pieces with what each drops, and the bytes that wait beside each."""
     traced, graph = step.traced, step.graph
-    size = lambda vs: sum(graph.values[v].nbytes for v in vs if v >= 0)  # noqa: E731
+
+    def size(values: Iterable[int]) -> Bytes:
+        atoms = (v if v >= 0 else traced.outputs[~v] for v in values)
+        return sum(graph.values[a].nbytes for a in atoms if isinstance(a, int))
+
     results: list[int] = []
     for slot, atom in enumerate(traced.outputs):
         results.append(atom if isinstance(atom, int) and atom not in results else ~slot)
@@ -258,7 +262,7 @@ def _laid_out(step: Step, drafts: Sequence[_Draft], jitted: Sequence[Any], execu
                 wide=draft.wide,
             )
         )
-        there = (there | {v for v in draft.gives if v >= 0}) - ({*drops} - kept)
+        there = (there | {*draft.gives}) - ({*drops} - kept)
         if k < len(drafts) - 1:
             held = max(held, size(there))
     return Pieces(step=step, pieces=tuple(pieces), results=tuple(results), held=held)
