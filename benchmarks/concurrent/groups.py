@@ -3,7 +3,7 @@
     python -m benchmarks.concurrent.groups [--quick] [CASE ...]
 
 *Cost*: steps of a GPT and of an MLP on this CPU, whole and in 2 to 16 groups that are each waited for, in turns so that
-other work of the machine meets all alike; the median of the ratios within a turn. *Waiting*: an answer of some 5 ms,
+other work of the machine meets all alike; the median of the ratios within a turn. *Waiting*: an answer of some ms,
 asked for at random, beside a training of some 500 ms a step in the same process; its wait beside the longest group, and
 the training's steps. *GPU*: GPT-2 small compiled for an H200 that is not there: bytes of each group by XLA, and seconds
 of the compiled kernels. *Values*: each workload's tiny training step in groups against the same step whole.
@@ -35,6 +35,8 @@ SECONDS = 30.0
 EVERY = 0.15
 """Mean seconds between two questions."""
 TARGET = "nvidia-h200"
+LOAD = "Measured while other work kept the load of these 2 cores at 10 to 15."
+"""Of what a clock says here."""
 KEYS = ("step", "longest", "longest_beside", "answer", "p50", "p99", "worst")
 """Seconds of a case of waiting that are told."""
 
@@ -350,7 +352,7 @@ def table(result: dict[str, Any]) -> str:
                 for each in (row["rows"][k] for k in map(str, COUNTS))
             ) if "crash" not in row else [row["crash"][-60:]]  # fmt: skip
             lines.append(f"| {name} | {1e3 * row.get('step', 0):.0f} ms | {' | '.join(cells)} |")
-    lines += ["", "An answer beside a training in one process; its wait, without its own time.", ""]
+    lines += ["", f"An answer beside a training in one process; its wait, without its own time. {LOAD}", ""]
     lines += [
         "| training in | step alone | longest group | beside answers | answer | questions | "
         "wait p50 | p99 | worst | p99 over longest beside answers | "

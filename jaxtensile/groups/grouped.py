@@ -25,8 +25,8 @@ from jaxtensile.xla.compilers import compiler_of
 ROUNDS = 3
 """Times that a step is cut and compiled at most. A guess: each takes a compile of the whole step."""
 LAUNCH: Seconds = 1e-4
-"""Seconds to start one more executable and wait for its end. A guess on the safe side: an executable of 60 arrays
-starts in 60 us on 2 cores."""
+"""Seconds to start one more executable and wait for its end. 8 executables of 18 arrays each took 0.46 ms more than one
+on 2 cores (CPU, jax 0.12.0.1), 65 us each; here rounded up."""
 
 
 @dataclass(frozen=True, kw_only=True)
