@@ -246,7 +246,12 @@ def gpu(count: int) -> dict[str, Any]:
     device, work = profile(TARGET), workloads.workload("gpt2_small")
     args = machine.placed(work.args, TARGET)
     jitted = jax.jit(work.fun, **work.jit_options)
-    seconds = lambda executable: timed(executable.as_text(), device).seconds  # noqa: E731
+
+    def seconds(executable: Any) -> float:
+        found = timed(executable.as_text(), device)
+        assert found is not None, "the kernels of this device are known"
+        return found.seconds
+
     if count == 1:
         executable = jitted.lower(*args).compile()
         memory = memory_of(executable)
