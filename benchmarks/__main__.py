@@ -46,6 +46,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "coordinator-soak": (["coordinator.soak"], ["coordinator.soak", "--quick"]),
     "concurrent-fleet": (["concurrent.fleet"], ["concurrent.fleet", "--quick"]),
     "concurrent-ray": (["concurrent.ray_faults"], None),
+    "concurrent-groups": (["concurrent.groups"], ["concurrent.groups", "--quick"]),
     "coordinator-local": (["coordinator.local"], ["coordinator.local", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""

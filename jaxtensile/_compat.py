@@ -20,6 +20,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
+from jax._src import effects as _effects
 from jax._src import hijax as _hijax
 from jax._src import source_info_util as _source
 from jax._src.array import ArrayImpl as _ArrayImpl
@@ -67,6 +68,17 @@ def without_dead_code(closed: Any) -> Any:
 def has_effects(eqn: Any) -> bool:
     """Whether an equation has effects; that it names an axis of a mesh is none."""
     return any(not isinstance(effect, _core.NamedAxisEffect) for effect in eqn.effects)
+
+
+def effect_in_order(closed: Any) -> str:
+    """An effect of a program that has to keep its place among the others, or is on a reference; empty without any."""
+    for effect in open_jaxpr(closed)[0].effects:
+        if isinstance(effect, _core.NamedAxisEffect):
+            continue
+        free = _effects.lowerable_effects.contains(effect) and not _effects.ordered_effects.contains(effect)
+        if not free:
+            return str(effect)
+    return ""
 
 
 def stored_element(dtype: Any) -> Any:
@@ -123,8 +135,17 @@ _WIDE = frozenset(map(np.dtype, ("float64", "int64", "uint64", "complex128")))
 
 def as_wide_as(variables: Iterable[Any]) -> AbstractContextManager[Any]:
     """Enable 64 bits if a variable has them: users may switch inside a function."""
-    wide = any(getattr(v.aval, "dtype", None) in _WIDE for v in variables)
-    return jax.enable_x64(True) if wide and not _config.enable_x64.value else nullcontext()
+    return wide_if(are_wide(v.aval for v in variables))
+
+
+def are_wide(avals: Iterable[Any]) -> bool:
+    """Whether a type has 64 bits."""
+    return any(getattr(aval, "dtype", None) in _WIDE for aval in avals)
+
+
+def wide_if(needed: bool) -> AbstractContextManager[Any]:
+    """Enable 64 bits if they are needed."""
+    return jax.enable_x64(True) if needed and not _config.enable_x64.value else nullcontext()
 
 
 def source_line(eqn: Any) -> str:

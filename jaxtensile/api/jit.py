@@ -44,6 +44,7 @@ from jaxtensile.errors import (
     TargetError,
 )
 from jaxtensile.faults import REPORT, as_ours, is_of_the_user, outside, told, unless_faulty, warn_unplanned
+from jaxtensile.groups.step import leaves
 from jaxtensile.jobs.ladder import Ladder
 from jaxtensile.jobs.ladder_together import TogetherLadder
 from jaxtensile.passes.solvers.by_name import TO_THE_HOST, named
@@ -465,8 +466,12 @@ class Planned(Transformed):
                 "out to run here"
             )
         if self._asked.job is not None:
-            fitted = self._asked.job.plan(self._ladder(traced, place, known, named), place.devices)
-            return fitted.jitted, *self._placement.moved(place.device, fitted.state, args, kwargs), None
+            job = self._asked.job
+            fitted = job.plan(self._ladder(traced, place, known, named), place.devices)
+            moved = self._placement.moved(place.device, fitted.state, args, kwargs)
+            if fitted.pieces is None:
+                return fitted.jitted, *moved, None
+            return fitted.jitted, *moved, lambda jitted, a, k: job.run(fitted.pieces, leaves(jitted, a, k))
         entry = self._entry(traced, place, known, named)
         fitted = entry.fitted
         moved = self._placement.moved(place.device, fitted.state, args, kwargs)
@@ -563,7 +568,8 @@ class Planned(Transformed):
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
             if place.key not in known:
-                key = (id(traced.jaxpr), place.key, self._asked.job.overhead, *self._question(place))
+                groups = self._asked.job.groups
+                key = (id(traced.jaxpr), place.key, self._asked.job.overhead, groups, *self._question(place))
                 with _SHARING:
                     found = _SHARED.get(key)
                     if found is None or found.request.jaxpr is not traced.jaxpr:
@@ -575,7 +581,7 @@ class Planned(Transformed):
                         if members:
                             found = TogetherLadder(request, place.devices, plan_cache(), most=most)
                         else:
-                            found = Ladder(request, plan_cache(), most=most)
+                            found = Ladder(request, plan_cache(), most=most, groups=groups)
                         _SHARED[key] = found
                 known[place.key] = found
             return known[place.key]

@@ -22,13 +22,14 @@ from typing import Any
 from weakref import finalize
 
 from jaxtensile.errors import AgreementError, BudgetError, ConfigError, CoordinatorError
+from jaxtensile.groups.pieces import Pieces
 from jaxtensile.jobs.arbitration import arbitration
 from jaxtensile.jobs.ladder import Ladder
 from jaxtensile.jobs.stepping import Stepping
 from jaxtensile.jobs.suspension import Suspended
 from jaxtensile.jobs.tenancy import Tenancy, Terms
 from jaxtensile.runtime.client.uninterrupted import later, uninterrupted
-from jaxtensile.runtime.config.config import Config
+from jaxtensile.runtime.config.config import MOST_GROUPS, Config
 from jaxtensile.runtime.daemon.endpoint import DEVICES_VARIABLE, JOB_VARIABLE
 from jaxtensile.runtime.protocol.messages import (
     HIGHEST_PRIORITY,
@@ -209,9 +210,18 @@ class Job:
         """Run one call of a step as a turn of the job, until its work on the device has ended."""
         return self._steps.step(call, args, kwargs)
 
+    def run(self, pieces: Pieces, flat: Sequence[Any]) -> Any:
+        """The results of a step in groups, between which other jobs of this process have their turns."""
+        return pieces(flat, self._steps.between)
+
     def plan(self, ladder: Ladder, devices: Sequence[Any]) -> Fitted:
         """The plan that a call runs now. The call's turn is given back while it plans or waits for the lease."""
         return self._steps.plan(ladder, devices)
+
+    @property
+    def groups(self) -> int:
+        """Executables of a step at most; 1 where it runs under a coordinator of several processes."""
+        return self._tenancy.groups
 
     @property
     def overhead(self) -> float | None:
@@ -237,6 +247,7 @@ def job(
     priority: int | None = None,
     weight: float | None = None,
     devices: Sequence[str] | None = None,
+    groups: int | None = None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Job:
     """A job whose steps share a device with others: ``with jaxtensile.job("a") as j``, ``jaxtensile.jit(f, job=j)``.
@@ -245,6 +256,8 @@ def job(
     ``"4GiB"``) that the job never shrinks below. ``want``: bytes it never asks to exceed (None: as many as make it
     faster). ``priority``: its class; a higher one goes first. ``weight``: its share within the class. ``devices``:
     names like ``"cuda:0"``; by default those that a cluster gave the process, else the device of its arguments.
+    ``groups``: its steps run as so many executables at most, and other jobs of this process wait for one of them and
+    not for a whole step; what a step needs is then charged for good.
     ``config``: a ``jaxtensile.toml`` or its tables as a dict; by default the file found upward from here. Its
     ``[jobs.NAME]`` supplies what is not given.
 
@@ -273,6 +286,7 @@ def job(
         weight=_share(weight) if weight is not None else said.weight if said else 1.0,
         devices=_names(devices) if devices is not None else _given(),
         overhead=said.max_overhead if said else None,
+        groups=_groups(groups) if groups is not None else said.groups if said else 1,
     )
     return Job(terms, known)
 
@@ -281,6 +295,12 @@ def _class(given: int) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or not LOWEST_PRIORITY <= given <= HIGHEST_PRIORITY:
         allowed = f"a whole number from {LOWEST_PRIORITY} to {HIGHEST_PRIORITY}"
         raise ConfigError(f"priority={given!r}: give {allowed}; a higher one goes first")
+    return given
+
+
+def _groups(given: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= MOST_GROUPS:
+        raise ConfigError(f"groups={given!r}: give a whole number from 1 to {MOST_GROUPS}; with 1 a step runs whole")
     return given
 
 

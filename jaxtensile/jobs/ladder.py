@@ -10,6 +10,7 @@ Invariant: ``fitted`` returns a compiled plan within the bytes asked for.
 
 from __future__ import annotations
 
+import logging
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from jaxtensile.errors import BudgetError, StoppedError
+from jaxtensile.groups.grouped import grouped
 from jaxtensile.ir.plan import MemoryUse, Prepare
 from jaxtensile.jobs import sketching
 from jaxtensile.passes.solvers.by_name import named
@@ -39,6 +41,7 @@ STEPS = 5
 ones."""
 _LEAST: Seconds = 1e-9
 """Least seconds reported for a step: the protocol has no step of zero time."""
+GROUPS = "cutting a step into groups"
 _ROUNDING: Bytes = 64
 """Bytes: XLA rounds arguments and results up by at most this, and adds a table for several results."""
 
@@ -46,6 +49,9 @@ _ROUNDING: Bytes = 64
 def persistent(use: MemoryUse) -> Bytes:
     """Bytes on the device between steps: a step's arguments, and results that replace none of them."""
     return use.argument + use.output - use.alias
+
+
+_log = logging.getLogger("jaxtensile")
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +83,13 @@ class Ladder:
     """The plans of one signature.
 
     ``request``: without arrays; its budget is an upper bound. ``most``: largest step time of a plan, as a factor of the
-    fastest's; None: any.
+    fastest's; None: any. ``groups``: executables of a plan at most, where it can be cut within its bytes.
     """
 
-    def __init__(self, request: Request, plans: PlanCache | None = None, *, most: float | None = None) -> None:
-        self.request, self._plans = request, plans
+    def __init__(
+        self, request: Request, plans: PlanCache | None = None, *, most: float | None = None, groups: int = 1
+    ) -> None:
+        self.request, self._plans, self._groups = request, plans, groups
         self._most_overhead = most
         self._lock = threading.Lock()
         self._compiling, self._building = Exclusive(), threading.Lock()
@@ -209,6 +217,7 @@ class Ladder:
                 left = [p for p in self._places if p.fitted is not None or min(p.level, p.budget) > budget]
                 self._places = left or self._places
             raise
+        found = self._in_groups(found, budget)
         with self._lock:
             self._asked[budget] = found
             self._soon.discard(budget)
@@ -218,6 +227,32 @@ class Ladder:
             best = self._within(budget)
         assert best is not None, "what was just compiled is within its budget"
         return best
+
+    def _in_groups(self, found: Fitted, budget: Bytes) -> Fitted:
+        """The plan in groups, where that is asked for and they fit too."""
+        if self._groups < 2:
+            return found
+        request, report = self.request, found.report
+        args, kwargs = request.arguments()
+        made = request.faults.spared(
+            GROUPS,
+            lambda: grouped(
+                found.jitted,
+                args,
+                kwargs,
+                device=request.device,
+                options=found.options,
+                count=self._groups,
+                needs=report.compiled.device,
+                most=max(budget, report.compiled.device),
+            ),
+            lambda: None,
+        )
+        if made is None:
+            return found
+        if made.pieces is None:
+            _log.warning("%s: %s", self.name, made.said)
+        return replace(found, pieces=made.pieces, report=replace(report, notes=(*report.notes, made.said)))
 
     @contextmanager
     def _asking(self) -> Iterator[Prepare]:
@@ -350,8 +385,9 @@ class Ladder:
 
 def place_of(found: Fitted) -> Position:
     """The needs of a compiled plan."""
-    use = found.report.compiled
-    return Position(persistent(use), use.temp, use.host, max(found.report.step, _LEAST), use.device, use.device, found)
+    use, stays = found.report.compiled, persistent(found.report.compiled)
+    level = use.device if found.pieces is None else max(found.pieces.device, use.device)
+    return Position(stays, level - stays, use.host, max(found.report.step, _LEAST), level, level, found)
 
 
 def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung, ...]:

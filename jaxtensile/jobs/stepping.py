@@ -61,6 +61,10 @@ class Stepping(Owned):
         """The plan that calls of a function run; None if its calls differ."""
         self._steady: Seconds | None = None
         """Seconds of the shortest step of this turn; None: it has run none."""
+        self._planned: WeakKeyDictionary[Ladder, tuple[int, Fitted]] = WeakKeyDictionary()
+        """The plan in groups that a step runs, until ``Tenancy.forgotten`` changes: JAX keeps no entry for it."""
+        self._waited: Seconds = 0.0
+        """Seconds of the present step in which other jobs had their turns."""
         self._fresh = False
         """Whether the call plans, compiles or loads, which makes its time meaningless."""
         self._builder: threading.Thread | None = None
@@ -88,7 +92,7 @@ class Stepping(Owned):
                 )
             self.back = None
             self._on.boundary()
-            self._fresh, self._calling = False, call
+            self._fresh, self._calling, self._waited = False, call, 0.0
             self._on.begin_step()
             self._take_turn()
             began = time.perf_counter()
@@ -96,7 +100,7 @@ class Stepping(Owned):
                 out = call(*args, **kwargs)
                 jax.block_until_ready(out)
             finally:
-                took = time.perf_counter() - began
+                took = time.perf_counter() - began - self._waited
                 self._end_turn()
             self._measured(took)
             if self._fresh:
@@ -109,19 +113,35 @@ class Stepping(Owned):
 
     def plan(self, ladder: Ladder, devices: Sequence[Any]) -> Fitted:
         """As ``Job.plan``."""
+        again, known = self._on.forgotten, self._planned.get(ladder)
+        if known is not None and known[0] == again:
+            return known[1]
         self._fresh = True
         self._end_turn()
         self.waiting.known(ladder, devices)
         while True:
+            again = self._on.forgotten
             while (fitted := self._found(ladder)) is None:
-                pass
+                again = self._on.forgotten
             self._take_turn()
             if ladder.fits(fitted, self._on.bytes_for(ladder)):
                 break
             self._end_turn()  # while it waited for its turn it was told to move
         runs = self._runs.get(self._calling, (ladder, fitted))
         self._runs[self._calling] = (ladder, fitted) if runs is not None and runs[0] is ladder else None
+        if fitted.pieces is not None:
+            self._planned[ladder] = again, fitted
         return fitted
+
+    def between(self) -> None:
+        """Between two groups of a step: jobs of this process that wait, and have had less than their share, go next."""
+        mark, began = self._lock.holder, time.perf_counter()
+        assert mark is not None
+        for turns in self._on.turns:
+            turns.give(mark)
+        for turns in self._on.turns:
+            turns.take(mark)
+        self._waited += time.perf_counter() - began
 
     def _found(self, ladder: Ladder) -> Fitted | None:
         """The plan for the job's present rung; None if the job was told to move while it was compiled."""

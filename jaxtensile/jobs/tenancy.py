@@ -44,6 +44,7 @@ class Terms:
     weight: float
     devices: tuple[str, ...] | None
     overhead: float | None
+    groups: int = 1
 
 
 @dataclass(slots=True)
@@ -90,11 +91,15 @@ class Tenancy:
         self.over = False
         self.resting: Rung | None = None
         """What it holds while suspended, instead of its ladder."""
+        self.forgotten = 0
+        """How often all plans were to be asked for again."""
         self.waits: Bytes = 0
         """Host bytes of its state."""
         self.switches = 0
         self.handing_over: Seconds = 0.0
         """Seconds that a turn's first step takes longer than the others."""
+        self._own: dict[Rung, Rung] = {}
+        """By rung as the coordinator is told it, how its bytes divide, where the two differ."""
         self._clamped = False
         """Whether ``now`` is less than the rung, until another ladder applies."""
         self.processes: Together | None = None
@@ -112,6 +117,24 @@ class Tenancy:
     def client(self) -> Client | None:
         """The client that holds its lease."""
         return self.taken.client
+
+    @property
+    def groups(self) -> int:
+        """Executables of a step at most. Between processes a turn lasts for whole steps, and nobody would gain."""
+        return self.terms.groups if self.by is not None and self.by.local is not None else 1
+
+    def charged(self, rung: Rung) -> Rung:
+        """A rung as the coordinator is told it. What a step in groups needs is there while others run between them, and
+        is charged for good."""
+        if self.groups < 2 or not rung.temp:
+            return rung
+        told = structs.replace(rung, persistent=rung.level, temp=0)
+        self._own[told] = rung
+        return told
+
+    def own(self, told: Rung) -> Rung:
+        """The rung that the coordinator was told as ``told``."""
+        return self._own.get(told, told)
 
     @property
     def budget(self) -> Bytes:
@@ -242,7 +265,7 @@ class Tenancy:
 
     def put(self, admit: Admit, rung: int) -> None:
         """Put the job on a rung of ``admit``."""
-        before, self.admit, self.now, self._clamped = self.now, admit, admit.ladder[rung], False
+        before, self.admit, self.now, self._clamped = self.now, admit, self.own(admit.ladder[rung]), False
         part = "temp" if self.processes is None else "level"  # what tells its plans apart
         if before is not None and getattr(before, part) != getattr(self.now, part):
             self.switches += 1
@@ -255,6 +278,7 @@ class Tenancy:
 
     def forget(self) -> None:
         """Make the next call of each planned function ask again for its plan."""
+        self.forgotten += 1
         for user in [*self._users.values()]:
             if (call := user()) is not None:
                 call._clear_cache()
@@ -271,7 +295,7 @@ class Tenancy:
         return Admit(
             job=self.terms.name,
             devices=self.devices,
-            ladder=ladder,
+            ladder=tuple(map(self.charged, ladder)),
             floor=self.terms.least if ladder[-1].level >= self.terms.least else ladder[-1].level,
             want=max(self.terms.want, 0),
             priority=self.terms.priority,

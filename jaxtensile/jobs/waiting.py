@@ -147,7 +147,7 @@ class Waiting:
                 self.close()
                 raise
             uninterrupted(self._admitted, client)
-            if not self._has_plans(client.admit.ladder[client.rung]):
+            if not self._has_plans(self._on.own(client.admit.ladder[client.rung])):
                 uninterrupted(self._leave)
 
     def _as_they_are(self) -> bool:
@@ -156,7 +156,7 @@ class Waiting:
         rung = self._on.together()[-1]
         if all(ladder.sketched for ladder in self._on.ladders) or rung.level > self._on.terms.want or rung.host:
             return False
-        if not self._on.by.has_room(self._on.devices, rung):
+        if not self._on.by.has_room(self._on.devices, self._on.charged(rung)):
             return False
         client = uninterrupted(lambda: self._ask(self._on.asked((rung,)), _weakly(self._changed)))
         try:
@@ -217,7 +217,7 @@ class Waiting:
             client.wait(_AT_ONCE)
             return True
         low = _guaranteed(client.admit)
-        if not self._has_plans(low):
+        if not self._has_plans(self._on.own(low)):
             return False
         less = _guaranteed(self._on.asked(self._on.together()))
         if not client.admitted and less.level < low.level:
@@ -304,7 +304,7 @@ class Waiting:
         assert self._on.by is not None and self._on.now is not None and self._on.client is not None
         now, need = self._on.now, self._on.lowest(self._on.together(), covering=False)
         host = max(need.host - now.host, 0)
-        gated = self._on.client.takes_turns
+        gated = self._on.client.takes_turns and self._on.groups < 2
         missing = (
             Rung(persistent=max(need.persistent - now.persistent, 0), temp=need.temp, host=host, seconds=1.0)
             if gated

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from jaxtensile._compat import JAX_VERSION
 from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.faults import Faults
+from jaxtensile.groups.pieces import Pieces
 from jaxtensile.ir.ir import Graph
 from jaxtensile.ir.plan import Leaf, Link
 from jaxtensile.passes.seconds.steptime import StepTime
@@ -156,7 +157,7 @@ class Fitted:
     """The jit object that fits, its evaluation (None: the user's function), and the report.
 
     ``state``: flat arguments it takes from host memory. ``time``: of a step; None if the function runs as it is or on
-    several devices. ``key``: equal for equal programs.
+    several devices. ``key``: equal for equal programs. ``pieces``: the same program in groups, which run instead.
     """
 
     jitted: Any
@@ -166,3 +167,4 @@ class Fitted:
     state: frozenset[int] = frozenset()
     time: StepTime | None = None
     key: int = 0
+    pieces: Pieces | None = None

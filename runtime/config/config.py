@@ -44,6 +44,8 @@ MOST_OVERHEAD: Final = 1e3
 """Largest ``max_overhead``, a factor of the step time. A guess: nobody means more."""
 MOST_NUMBER: Final = 10_000
 """Largest ``hosts``, ``devices`` and ``retries``. A guess: nobody means more."""
+MOST_GROUPS: Final = 64
+"""Largest ``groups``: executables of one step. A guess: each costs a launch, and a step has some hundred kernels."""
 SHORTEST: Final[Seconds] = 0.1
 """Seconds, the shortest ``lease_ttl`` and ``revoke_deadline``: a busy machine lets a process speak by then. A guess."""
 EMPTY: Final = 0.2
@@ -75,6 +77,7 @@ class _Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     priority: int = 0
     weight: float = 1.0
     max_overhead: float | UnsetType = UNSET
+    groups: int = 1
     hosts: int = 1
     devices: int = 1
     kind: str = ""
@@ -114,6 +117,8 @@ class JobConfig(Struct, frozen=True, kw_only=True):
     priority: int = 0
     weight: float = 1.0
     max_overhead: float | None = None
+    groups: int = 1
+    """Executables of a step at most, between which other jobs of its process have their turns."""
     hosts: int = 1
     """On a cluster: machines at once, ``devices`` of each, of one ``kind`` (``"cuda"``; empty: any)."""
     devices: int = 1
@@ -354,9 +359,14 @@ class _Reader:
             raise self._in.error(
                 (*path, "max_overhead"), raw.max_overhead, f"a factor from 1 to {MOST_OVERHEAD:g}, or left out"
             )
-        for key, first in (("hosts", 1), ("devices", 1), ("retries", 0)):
-            if not first <= (number := getattr(raw, key)) <= MOST_NUMBER:
-                raise self._in.error((*path, key), number, f"a whole number from {first} to {MOST_NUMBER}")
+        for key, first, last in (
+            ("groups", 1, MOST_GROUPS),
+            ("hosts", 1, MOST_NUMBER),
+            ("devices", 1, MOST_NUMBER),
+            ("retries", 0, MOST_NUMBER),
+        ):
+            if not first <= (number := getattr(raw, key)) <= last:
+                raise self._in.error((*path, key), number, f"a whole number from {first} to {last}")
         return JobConfig(
             command=raw.command,
             least=least,
@@ -364,6 +374,7 @@ class _Reader:
             priority=raw.priority,
             weight=raw.weight,
             max_overhead=None if raw.max_overhead is UNSET else raw.max_overhead,
+            groups=raw.groups,
             hosts=raw.hosts,
             devices=raw.devices,
             kind=raw.kind,

@@ -21,12 +21,12 @@ FLOORS = [
     ["top"],
     ["ir", "devices", "runtime.protocol", "runtime.placement"],
     ["report", "passes.lifetimes", "runtime.decide"],
-    ["passes.order", "passes.pack", "runtime.config", "runtime.coordinate"],
+    ["passes.order", "passes.pack", "passes.groups", "runtime.config", "runtime.coordinate"],
     ["program", "settings", "passes.recompute", "passes.verify", "runtime.daemon"],
     ["rewrites.rows", "passes.offload", "runtime.client", "runtime.cluster"],
     ["passes.seconds", "passes.solvers"],
     ["xla"],
-    ["rewrites"],
+    ["rewrites", "groups"],
     ["search"],
     ["planner"],
     ["spmd"],
@@ -41,7 +41,7 @@ ONLY = {
     "passes.verify": ("top", "ir", "passes.pack"),
 }
 """Rooms that look into these alone, wherever they stand."""
-MAY_USE_JAX = {"program", "xla", "rewrites", "rewrites.rows", "planner", "spmd", "estimation", "jobs", "api"}
+MAY_USE_JAX = {"program", "xla", "groups", "rewrites", "rewrites.rows", "planner", "spmd", "estimation", "jobs", "api"}
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 MOST_FILES = 14
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")

@@ -1,0 +1,1 @@
+"""A compiled step cut into executables that run one after another."""

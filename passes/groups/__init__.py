@@ -1,0 +1,1 @@
+"""Where to cut a step into executables that run one after another, and what each takes and hands on."""
