@@ -29,12 +29,23 @@ from jax._src.lax import windowed_reductions as _windows
 
 from jaxtensile import switches
 
+try:
+    from jax._src.random import threefry2x32 as _threefry
+except ImportError:  # before it was a package
+    from jax._src import prng as _threefry  # pyright: ignore[reportAttributeAccessIssue]
+
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
 Literal = _core.Literal
 ShapedArray = _core.ShapedArray
 ShardingTypeError = _core.ShardingTypeError
 """An operation is not defined for types with shardings, on meshes with explicit axes."""
+
+# Not from ``jax.extend``: to import that adds Pallas's settings to the key of JAX's caches, and all that the process
+# has traced and compiled before would be traced and compiled again.
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", None) or _core.Jaxpr
+jaxpr_as_fun = _core.jaxpr_as_fun
+threefry2x32 = _threefry.threefry2x32_p
 
 EMPTY_STACK = _source.NameStack()
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
@@ -290,7 +289,7 @@ class _Shards:
             over = tuple(a for axes in wanted for a in axes)
             given.append(_compat.varying_over(part.x, over) if self.checked and over else part.x)
         # Its own checkpoints stay what they are, so that they may be undone.
-        outs = jax.extend.core.jaxpr_as_fun(closed_bodies(eqn)[0][0])(*given)
+        outs = _compat.jaxpr_as_fun(closed_bodies(eqn)[0][0])(*given)
         return [_Part(x, _axes(spec, len(jnp.shape(x)))) for x, spec in zip(outs, eqn.params["out_specs"], strict=True)]
 
 
