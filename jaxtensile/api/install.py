@@ -53,7 +53,7 @@ def install(
     ``jaxtensile.jit``, and ``[exec]`` of the config has the same keys for what is not given here.
 
     A function that fits runs by JAX's own path and costs nothing more per call. Objects that ``jax.jit`` made before
-    stay as they are. When the process ends, a short table on standard error says what was planned.
+    stay as they are, and what JAX has compiled through them is not compiled again. When the process ends, a short table on standard error says what was planned.
 
     Raises ``BudgetError``, ``OptionError`` and ``ConfigError`` for options that cannot be.
     """
@@ -119,10 +119,12 @@ class _Installed:
         """Put everything back."""
         if sys.excepthook == self._told:
             sys.excepthook = self._before
-        if self._session is not None:
+        if self._session is None:
+            atexit.unregister(self._tell)
+        else:
             self._session.active = False
-            for made in list(self._session.planned):
-                made._clear_cache()
+            for drop in self._session.planned:
+                drop()
         self._stack.close()
 
     def _replace(self, old: Any, new: Any) -> None:
@@ -170,11 +172,12 @@ class _Installed:
                 from weakref import WeakKeyDictionary
 
                 from jaxtensile import _compat
-                from jaxtensile.api.substitute import Session
+                from jaxtensile.api.substitute import Session, begin
                 from jaxtensile.api.tally import Tally
 
                 self._made: WeakKeyDictionary[Any, Substitute] = WeakKeyDictionary()
                 self._session = Session(self._wanted, Tally())
+                begin(self._session)
                 self._stack.enter_context(_compat.trace_through(self._trace))
             return self._session
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 import jax
 
@@ -29,6 +29,7 @@ from jaxtensile.api.tally import Program, Tally
 from jaxtensile.devices.profiles import RESERVE
 from jaxtensile.errors import BudgetError, ConfigError, InternalError, JaxtensileError
 from jaxtensile.faults import passes, strict, told
+from jaxtensile.places import short_place
 from jaxtensile.program.upperbound import AMPLE, all_values
 from jaxtensile.program.workload import name_of
 from jaxtensile.settings.wanted import Wanted
@@ -48,12 +49,22 @@ a few bytes differ: less than 1 % of the budget is lost. A guess."""
 
 @dataclass
 class Session:
-    """One ``install``. ``active``: until ``uninstall``. ``planned``: the jit objects that run plans."""
+    """One ``install``. ``active``: until ``uninstall``. ``planned``: drop the entries of functions that run plans."""
 
     wanted: Wanted
     tally: Tally
     active: bool = True
-    planned: WeakSet[Any] = field(default_factory=WeakSet)
+    planned: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+
+
+_OVER = Session(Wanted(), Tally(), active=False)
+_now = _OVER
+
+
+def begin(session: Session) -> None:
+    """``session`` is that of functions which come from other processes."""
+    global _now
+    _now = session
 
 
 @dataclass(slots=True)
@@ -73,6 +84,11 @@ class Substitute:
         self._lock = threading.RLock()
         self._made: weakref.ref[Any] = weakref.ref(plain)
         self._hosted: Planned | None = None
+        self._told = False
+
+    def __reduce__(self) -> tuple[Callable[..., Substitute], tuple[Any, ...]]:
+        """The function as written: where it arrives it is planned if it has to be there."""
+        return _arrived, (self._fun, self._options)
 
     def served_by(self, made: Any) -> None:
         """The jit object whose misses come here."""
@@ -131,9 +147,9 @@ class Substitute:
                 return None
             found = run(planned)
         report = program.report = planned.report_of(traced, place)
-        made = self._made()
-        if made is not None and report is not None and not report.unchanged:
-            self._session.planned.add(made)
+        if not self._told and report is not None and not report.unchanged:
+            self._told = True
+            self._session.planned.append(_dropping(self._fun, self._options))
         return found
 
     # ---- once per signature ----
@@ -158,7 +174,8 @@ class Substitute:
                 return _Verdict(None, tally.add(program))
         needs = "may need more than" if program.needs is None else f"needs {format_bytes(program.needs)}, more than"
         others = f" ({format_bytes(budget)} less {format_bytes(beside)} of other arrays)" if beside else ""
-        tally.say(f"planning {program.name}, which {needs} {format_bytes(max(room, 0))}{others}")
+        where = f"{program.name} ({short_place(program.place)})" if program.place else program.name
+        tally.say(f"planning {where}, which {needs} {format_bytes(max(room, 0))}{others}")
         return _Verdict(self._planned(max(room, 1)), tally.add(program))
 
     def _needed(self, args: Any, kwargs: Any) -> Bytes | None:
@@ -294,6 +311,24 @@ class Substitute:
         return (found, place) if place else (name_of(self._fun), "")
 
 
+def _arrived(fun: Callable[..., Any], options: Mapping[str, Any]) -> Substitute:
+    return Substitute(fun, options, jax.jit(fun, **options), _now)
+
+
+def _dropping(fun: Callable[..., Any], options: Mapping[str, Any]) -> Callable[[], None]:
+    """Drops the dispatch entries of all jit objects of a function, which it does not keep alive."""
+    try:
+        known: Callable[[], Any] = weakref.ref(fun)
+    except TypeError:  # its entries go with its jit object
+        known = lambda: None  # noqa: E731
+
+    def drop() -> None:
+        if (found := known()) is not None:
+            jax.jit(found, **options)._clear_cache()  # pyright: ignore[reportAttributeAccessIssue]
+
+    return drop
+
+
 class _Entries:
     """The dispatch entries of a jit object that it does not keep alive."""
 
@@ -311,4 +346,4 @@ def _of(place: Location) -> tuple[tuple[str, ...], Bytes]:
     return tuple(map(device_name, place.devices)), profile_of(place.device).capacity
 
 
-__all__ = ["Session", "Substitute"]
+__all__ = ["Session", "Substitute", "begin"]

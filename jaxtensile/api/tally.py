@@ -11,10 +11,13 @@ import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxtensile.places import short_place
-from jaxtensile.report.facts import Facts
 from jaxtensile.units import Bytes, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from jaxtensile.report.facts import Facts  # of plans, which most programs do not need
 
 _NAME = "jaxtensile"
 
