@@ -53,7 +53,8 @@ def install(
     ``jaxtensile.jit``, and ``[exec]`` of the config has the same keys for what is not given here.
 
     A function that fits runs by JAX's own path and costs nothing more per call. Objects that ``jax.jit`` made before
-    stay as they are, and what JAX has compiled through them is not compiled again. When the process ends, a short table on standard error says what was planned.
+    stay as they are, and what JAX has compiled through them is not compiled again. When the process ends, a short table
+    on standard error says what was planned.
 
     Raises ``BudgetError``, ``OptionError`` and ``ConfigError`` for options that cannot be.
     """

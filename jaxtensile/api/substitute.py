@@ -33,8 +33,9 @@ from jaxtensile.places import short_place
 from jaxtensile.program.upperbound import AMPLE, all_values
 from jaxtensile.program.workload import name_of
 from jaxtensile.settings.wanted import Wanted
-from jaxtensile.spmd.location import Location, device_name, location, profile_of
+from jaxtensile.spmd.location import Location, device_name, is_nowhere, location, profile_of
 from jaxtensile.units import Bytes, format_bytes, parse_bytes
+from jaxtensile.xla.target import is_absent
 
 if TYPE_CHECKING:
     from jaxtensile.api.jit import Planned
@@ -117,6 +118,8 @@ class Substitute:
         """What ``run`` makes of the plan for a trace; None if the function runs as written."""
         place: Location | None = None
         try:
+            if is_nowhere(traced, *seen):
+                return None  # traced for a mesh without devices, to be looked at
             place = location(traced, *seen, self._options)
             if place is None:
                 return None  # JAX raises its own error
@@ -243,7 +246,7 @@ class Substitute:
         if own is not None:
             return own, 0
         budget = self._shared_budget(place)
-        if jax.process_count() > 1 and len(place.devices) > 1:
+        if is_absent(place.device) or (jax.process_count() > 1 and len(place.devices) > 1):
             return budget, 0  # the processes of a program decide alike only by what they all know
         beside = bytes_beside(place.devices, args, kwargs)
         step = max(budget // _STEPS, 1)

@@ -4,9 +4,12 @@ import os
 import signal
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
+from jaxtensile.runtime.config import config as configs
+from jaxtensile.runtime.config.functions import KEYS
 from paths import ROOT
 
 SCRIPT = """
@@ -156,6 +159,15 @@ def test_a_fault_of_ours(folder, expected):
     done = run(folder, *ours("--budget", "4MiB"), sys.executable, "train.py", PYTHONPATH=path)
     assert (done.stdout, done.returncode) == (expected, 0), done.stderr
     assert len([line for line in lines(done) if "runs as it was written: planning it failed" in line]) == 1
+
+
+def test_the_example_and_the_page_about_it():
+    done = run(ROOT, *ours("--budget", "24MiB"), sys.executable, "examples/plain.py")
+    assert done.stdout.startswith("loss 1.") and "jaxtensile: 1 of 1 program planned" in lines(done), done.stderr
+    page = (ROOT / "docs" / "exec.md").read_text()
+    table = tomllib.loads(page.partition("```toml\n")[2].partition("```")[0])
+    assert set(table["exec"]) == {*KEYS, "best_effort"}
+    configs.from_tables(table)
 
 
 @pytest.mark.parametrize(
