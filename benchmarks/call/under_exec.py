@@ -5,8 +5,8 @@
 A GPT-2 of 2 layers, width 128, in fresh processes on the CPU, with and without ``exec`` in turns. Seconds of CPU time,
 of which a busy machine gives about as many as a quiet one: ``start`` is what the command takes until Python starts the
 script, ``first`` from there to the results of the first step, imports of JAX included, and ``call`` what a later call
-of a tiny function takes (best of many). All are medians of the rounds. Results go to ``under_exec-jax<version>.json`` and
-``.md``.
+of a tiny function takes (best of many). All are medians of the rounds. Results go to ``under_exec-jax<version>.json``
+and ``.md``.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from jaxtensile.devices.hardware import host_memory
@@ -25,6 +24,7 @@ from jaxtensile.runtime.config.config import EMPTY, Config
 from jaxtensile.runtime.config.functions import Identity, said_of
 from jaxtensile.runtime.config.tables import dotted
 from jaxtensile.runtime.decide.leases import HOST
+from jaxtensile.settings.found import config_file as config_file
 from jaxtensile.units import Bytes, format_bytes, parse_bytes
 
 T = TypeVar("T")
@@ -265,12 +265,3 @@ def config_of(given: ConfigLike | None) -> Config:
         raise ConfigError(f"config={given!r}: give the path of a file, its tables as a dict, or None")
     path = config_file(given)
     return Config() if path is None else configs.read(path, wait=EMPTY)
-
-
-def config_file(given: str | os.PathLike[str] | None) -> Path | None:
-    """The given file, or the one that counts here; None without one."""
-    try:
-        here = Path.cwd()
-    except OSError:  # it was removed
-        here = None
-    return configs.find(here, None if given is None else os.fspath(given), os.environ)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from jaxtensile.devices.profiles import WEIGHTS
 from jaxtensile.errors import OptionError
-from jaxtensile.units import TIB
+from jaxtensile.settings.found import config_file
+from jaxtensile.units import TIB, parse_bytes
 
 VARIABLE: Final = "JAXTENSILE_EXEC"
 """The environment variable that takes a ``Wanted`` to other processes."""
@@ -63,23 +65,38 @@ def wanted(given: Mapping[str, Any], config: str | os.PathLike[str] | None = Non
 
     ``config``: its file; None: the one that counts here. Raises ``BudgetError``, ``OptionError`` and ``ConfigError``.
     """
-    from jaxtensile.settings.options import AUTO, budget_bytes, config_file, config_of, host_bytes  # reads TOML
-
     said = {name: value for name, value in given.items() if value is not None}
     known = {field.name for field in fields(Wanted)} - {"config"}
     assert said.keys() <= known, said.keys() - known
-    if "budget" in said:
-        budget_bytes(said["budget"], TIB)  # a percentage waits for its device
-    host_bytes(said.get("host_budget"), TIB)
-    for name, allowed in (("objective", tuple(WEIGHTS)), ("chunk", (True, False, AUTO))):
+    for name in ("budget", "host_budget"):
+        _check(name, said.get(name))
+    for name, allowed in (("objective", tuple(WEIGHTS)), ("chunk", (True, False, "auto"))):
         if name in said and said[name] not in allowed:
             raise OptionError(f"{name}={said[name]!r} is not known: give one of {', '.join(map(repr, allowed))}")
     file = config_file(config)
     if file is None:
         return Wanted(**said)
+    from jaxtensile.settings.options import config_of  # reads TOML, which takes a tenth of a second to import
+
     found = config_of(file)
     matters = found.functions or found.devices
     return Wanted(**{**found.exec.said(), **said, "config": str(file.absolute()) if matters else ""})
+
+
+def _check(name: str, size: int | str | None) -> None:
+    """Raise ``BudgetError`` for a size that cannot be; a percentage waits for its device."""
+    if size is None:
+        return
+    if isinstance(size, str):
+        with suppress(ValueError):
+            if parse_bytes(size, capacity=TIB) > 0:
+                return
+    from jaxtensile.settings.options import budget_bytes, host_bytes  # all else, and the errors
+
+    if name == "budget":
+        budget_bytes(size, TIB)
+    else:
+        host_bytes(size, TIB)
 
 
 __all__ = ["VARIABLE", "Wanted", "from_text", "wanted"]

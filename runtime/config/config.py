@@ -20,6 +20,9 @@ from typing import Any, Final, Literal, cast
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from jaxtensile.errors import ConfigError
+from jaxtensile.runtime.config.finding import NAME as NAME
+from jaxtensile.runtime.config.finding import VARIABLE as VARIABLE
+from jaxtensile.runtime.config.finding import find as find
 from jaxtensile.runtime.config.functions import ExecConfig, FunctionConfig, exec_table, function_tables
 from jaxtensile.runtime.config.tables import Amount, Tables, dotted
 from jaxtensile.runtime.decide.events import MAX_CLIENTS, Settings
@@ -30,8 +33,6 @@ from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.protocol.messages import HIGHEST_PRIORITY, LEAST_WEIGHT, LOWEST_PRIORITY, MOST_WEIGHT
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
-NAME: Final = "jaxtensile.toml"
-VARIABLE: Final = "JAXTENSILE_CONFIG"
 LONGEST_SOCKET: Final = 107
 """Bytes of a Unix socket's path: ``sun_path`` less its end."""
 LARGEST: Final = 1 << 20
@@ -179,16 +180,6 @@ class Config(Struct, frozen=True, kw_only=True):
 def _tables_of(name: str) -> tuple[str, str, str]:
     """The tables that may hold for a device, nearest first."""
     return name, name.partition(":")[0], ""
-
-
-def find(start: Path | None, option: str | None, environment: Mapping[str, str]) -> Path | None:
-    """The config file: ``option``, else ``$JAXTENSILE_CONFIG``, else the first from ``start`` upward. Unreadable
-    folders have none."""
-    for given in (option, environment.get(VARIABLE)):
-        if given:
-            return Path(given)
-    folders = () if start is None else (start, *start.parents)
-    return next((path for folder in folders if os.path.isfile(path := folder / NAME)), None)
 
 
 def read(path: Path, wait: Seconds = 0.0) -> Config:
