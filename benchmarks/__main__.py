@@ -27,6 +27,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "processes": (["processes.run"], ["processes.run", "--only", *map(str, range(6))]),
     "call": (["call.overhead"], ["call.overhead"]),
     "first-call": (["call.first_call"], None),
+    "under-exec": (["call.under_exec"], None),
     "planning": (["planning.run"], ["planning.run", "--quick"]),
     "ablation": (["ablation.run"], None),
     "optimality": (["optimality.run"], ["optimality.run", "--quick"]),

@@ -26,6 +26,7 @@ from jaxtensile.errors import (
 
 if TYPE_CHECKING:
     from jaxtensile.api.filter_jit import filter_jit
+    from jaxtensile.api.install import install, installed, uninstall
     from jaxtensile.api.jit import jit
     from jaxtensile.devices.profiles import DeviceProfile, targets
     from jaxtensile.estimation.estimate import Estimate, estimate
@@ -60,18 +61,24 @@ __all__ = [
     "calibrate",
     "estimate",
     "filter_jit",
+    "install",
+    "installed",
     "jit",
     "job",
     "targets",
+    "uninstall",
 ]
 
 _HOMES = {
     "calibrate": "jaxtensile.xla.calibration",
     "estimate": "jaxtensile.estimation.estimate",
     "filter_jit": "jaxtensile.api.filter_jit",
+    "install": "jaxtensile.api.install",
+    "installed": "jaxtensile.api.install",
     "jit": "jaxtensile.api.jit",
     "job": "jaxtensile.jobs.job",
     "targets": "jaxtensile.devices.profiles",
+    "uninstall": "jaxtensile.api.install",
     "Cluster": "jaxtensile.runtime.cluster.submit",
     "DeviceProfile": "jaxtensile.devices.profiles",
     "Estimate": "jaxtensile.estimation.estimate",

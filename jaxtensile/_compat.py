@@ -22,6 +22,7 @@ from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import hijax as _hijax
+from jax._src import pjit as _pjit
 from jax._src import source_info_util as _source
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.cudnn import fused_attention_stablehlo as _attention
@@ -30,12 +31,23 @@ from jax._src.lax import windowed_reductions as _windows
 
 from jaxtensile import switches
 
+try:
+    from jax._src.random import threefry2x32 as _threefry
+except ImportError:  # before it was a package
+    from jax._src import prng as _threefry  # pyright: ignore[reportAttributeAccessIssue]
+
 JAX_VERSION: tuple[int, ...] = tuple(int(p) for p in jax.__version__.split(".")[:3])
 
 Literal = _core.Literal
 ShapedArray = _core.ShapedArray
 ShardingTypeError = _core.ShardingTypeError
 """An operation is not defined for types with shardings, on meshes with explicit axes."""
+
+# Not from ``jax.extend``: to import that adds Pallas's settings to the key of JAX's caches, and all that the process
+# has traced and compiled before would be traced and compiled again.
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", None) or _core.Jaxpr
+jaxpr_as_fun = _core.jaxpr_as_fun
+threefry2x32 = _threefry.threefry2x32_p
 
 EMPTY_STACK = _source.NameStack()
 
@@ -355,6 +367,16 @@ def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choo
     until ``_clear_cache``. ``fun`` runs only under ``jax.disable_jit``. It must have no other owner: the jit objects of
     one function share entries.
     """
+    made = redirected(jit(fun, **options), choose)
+    return _Slow(fun, choose) if made is None else made
+
+
+def redirected(plain: Any, choose: Choose) -> Any:
+    """A jit object like ``plain``, a ``jax.jit`` result, whose cache misses run the jit object that ``choose`` names.
+
+    It shares dispatch entries with all jit objects of the same function and options. None for a jax without rebuildable
+    C++ jit objects.
+    """
 
     def cache_miss(*args: Any, **kwargs: Any) -> Any:
         jitted, given, named, run = choose(args, kwargs)
@@ -365,18 +387,51 @@ def dispatcher(fun: Callable[..., Any], options: Mapping[str, Any], choose: Choo
         outputs, _, *rest = jitted._cache_miss(*given, **named)
         return outputs, None, *rest
 
-    model = jit(fun, **options)
     try:
-        state = model.__getstate__()
-        if not (callable(state["cache_miss"]) and callable(model._cache_miss)):
-            return _Slow(fun, choose)
-        kind: Any = type(model)
+        state = plain.__getstate__()
+        if not (callable(state["cache_miss"]) and callable(plain._cache_miss)):
+            return None
+        kind: Any = type(plain)
         made = kind.__new__(kind)
         made.__setstate__({**state, "cache_miss": cache_miss})
-        vars(made).update(vars(model))  # ``_fun``: what jax_debug_nans repeats op by op
+        vars(made).update(vars(plain))  # ``_fun``: what jax_debug_nans repeats op by op
     except (AttributeError, KeyError, TypeError, ValueError):
-        return _Slow(fun, choose)
+        return None
     return made
+
+
+Trace = Callable[..., Any]
+"""``jax.jit``'s ``trace`` as a function of the jit object and the call's arguments."""
+
+
+@contextmanager
+def trace_through(trace: Callable[[Trace], Trace]) -> Iterator[None]:
+    """Meanwhile ``trace`` and ``lower`` of jit objects made from now on are ``trace(JAX's own)``.
+
+    JAX puts both methods on its class anew with each jit object; ``eval_shape`` stays JAX's own.
+    """
+    kept = {name: getattr(_pjit, name) for name in ("jit_trace", "jit_lower", "jit_eval_shape") if hasattr(_pjit, name)}
+    if len(kept) < 3:
+        yield  # a later jax: its jit objects are traced as they were written
+        return
+    own = kept["jit_trace"]
+    planned = wraps(own)(trace(own))
+
+    def lower(jitted: Any, *args: Any, **kwargs: Any) -> Any:
+        return planned(jitted, *args, **kwargs).lower()
+
+    def eval_shape(jitted: Any, *args: Any, **kwargs: Any) -> Any:
+        return own(jitted, *args, **kwargs).out_info
+
+    _pjit.jit_trace = planned
+    _pjit.jit_lower = wraps(kept["jit_lower"])(lower)
+    _pjit.jit_eval_shape = wraps(kept["jit_eval_shape"])(eval_shape)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(_pjit, name, value)
+        jax.jit(lambda: None)  # JAX's own methods come back with it
 
 
 def donated_arguments(jitted: Any) -> tuple[frozenset[int], frozenset[str]]:

@@ -368,6 +368,30 @@ class Planned(Transformed):
     def _cache_size(self) -> int:
         return self._dispatch._cache_size()
 
+    def served_by(self, dispatch: Any) -> None:
+        """Calls come from ``dispatch``, which asks ``for_call``: its entries are dropped when a plan changes."""
+        self._dispatch = dispatch
+
+    def for_call(self, traced: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any, _compat.Run | None]:
+        """What a call runs: the jit object, its arguments, and a runner if the call is watched.
+
+        ``traced``: the function's trace for the arguments ``seen``. Every error is raised, faults of ours too.
+        """
+        return self._chosen_for(traced, *self.seen(args, kwargs), args, kwargs)
+
+    def seen(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A call's arguments as the user's function sees them; the same objects if none is on the host."""
+        return self._placement.as_on_device(args, kwargs)
+
+    def on_device(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A call's arguments with donated ones copied from the host; the same objects if there are none."""
+        return self._placement.on_device(args, kwargs)
+
+    def report_of(self, traced: Any, place: Location) -> Report | None:
+        """The report of what runs for a trace; None if nothing was planned."""
+        entry = self._entries.get(traced.jaxpr, {}).get(place.key)
+        return None if entry is None else entry.fitted.report
+
     # ---- from here on: once per signature ----
 
     def _resolved(self) -> Resolved:

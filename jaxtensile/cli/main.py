@@ -1,4 +1,4 @@
-"""The command line: ``jaxtensile estimate | plan | calibrate | config | doctor | serve | status | top | run``.
+"""The command line: ``jaxtensile estimate | plan | exec | calibrate | config | doctor | serve | status | top | run``.
 
 Exit codes: 0 done, 1 does not fit or a job failed, 3 needs more than the baseline, 2 anything else. JAX is imported
 only by commands that need it.
@@ -111,6 +111,26 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--perfetto", metavar="F", type=Path, help="also write a timeline to F, for ui.perfetto.dev")
     plan.set_defaults(command=_plan)
 
+    execute = commands.add_parser(
+        "exec",
+        help="run a command in which every jax.jit fits a budget",
+        usage="%(prog)s [options] -- COMMAND ...",
+    )
+    execute.add_argument(
+        "--budget", help="of a device, for all of the program: bytes, 12GiB, 80%%; default: the config's, or the device"
+    )
+    execute.add_argument("--host-budget", metavar="B", help="bytes of host memory where values may wait")
+    execute.add_argument("--objective", choices=tuple(WEIGHTS), help="what to spare first; default: time")
+    for names, what in (
+        (("--chunk",), "work on many rows may be done in parts"),
+        (("--offload-state", "--state-on-host"), "donated arguments that only the update needs wait in host memory"),
+        (("--undo",), "the program's own checkpoints may be undone"),
+        (("--best-effort",), "where no plan meets the budget, run what comes nearest"),
+    ):
+        execute.add_argument(*names, action=argparse.BooleanOptionalAction, help=what)
+    execute.add_argument("command_line", metavar="COMMAND", nargs=argparse.REMAINDER, help="python train.py ...")
+    execute.set_defaults(command=_exec)
+
     calibrate = commands.add_parser("calibrate", help="measure this machine's device; later plans use its own rates")
     calibrate.add_argument("--refresh", action="store_true", help="measure again what was measured before")
     calibrate.add_argument("--json", action="store_true", help="print JSON")
@@ -122,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(command=_config)
     doctor = commands.add_parser("doctor", help="versions, extras and targets, the config, and what is missing")
     doctor.set_defaults(command=_doctor)
-    for reads_it in (estimate, plan, config, doctor):
+    for reads_it in (estimate, plan, execute, config, doctor):
         reads_it.add_argument("--config", metavar="F", help=_CONFIG)
     return parser
 
@@ -246,6 +266,12 @@ def _plan(options: argparse.Namespace) -> int:
         elif path is not None:
             write(path)
     return DONE
+
+
+def _exec(options: argparse.Namespace) -> int:
+    from jaxtensile.cli.executing import execute
+
+    execute(options)
 
 
 def _calibrate(options: argparse.Namespace) -> int:

@@ -28,6 +28,9 @@ TRAFFIC_WEIGHT: Final = 0.01
 """Weight of a second of traffic under ``"flops"``. Matrix FLOPs come first: they are the same on every card, while
 recomputed elementwise work depends on fusion. 0.03 plans up to half a percent more FLOPs for steps up to 5 % shorter
 (nine workloads, H200, by the model), but compiled it misses a budget."""
+RESERVE: Final = GIB
+"""Bytes of the device left to the process if neither code nor config gives a budget: its context (``process.CONTEXT``)
+and as much again for what is not planned. A guess."""
 WEIGHTS: Final = {"flops": TRAFFIC_WEIGHT, "time": 1.0}
 """Objectives of a plan, with the weight of a second of memory traffic beside one of matrix work; 1 compares predicted
 seconds."""

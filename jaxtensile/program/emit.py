@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.extend.core
 import numpy as np
 from jax import lax
 
@@ -103,7 +102,7 @@ def _with_its_own_stacks(equation: Equation, operands: list[Any], op: Op, made: 
     latest = _latest(equation, op, made)
     if latest is None:
         return None
-    body = jax.extend.core.jaxpr_as_fun(params["jaxpr"])
+    body = _compat.jaxpr_as_fun(params["jaxpr"])
     length, reverse = params["length"], params["reverse"]
     with _compat.equation_context(equation.eqn, equation.stack):
         kinds = list(dict.fromkeys(a.dtype for a in stacks))

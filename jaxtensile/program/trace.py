@@ -18,7 +18,6 @@ from itertools import chain
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
@@ -194,7 +193,7 @@ def _called(eqn: Any) -> Any | None:
         body = params.get("jaxpr")  # as on 0.10
     if body is None or hasattr(body, "consts"):
         return body
-    return jax.extend.core.ClosedJaxpr(body, ())  # an open jaxpr: remat2 on 0.10
+    return _compat.ClosedJaxpr(body, ())  # an open jaxpr: remat2 on 0.10
 
 
 def _inlinable(eqn: Any) -> Any | None:
@@ -505,7 +504,7 @@ def closed_bodies(eqn: Any) -> tuple[list[Any], int]:
         return list(params["branches"]), 1
     if name in ("jit", "pjit", "shard_map"):
         body = params["jaxpr"]
-        return [body if hasattr(body, "consts") else jax.extend.core.ClosedJaxpr(body, ())], 1
+        return [body if hasattr(body, "consts") else _compat.ClosedJaxpr(body, ())], 1
     return [], 1
 
 

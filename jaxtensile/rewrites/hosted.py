@@ -12,12 +12,12 @@ from functools import cache, partial
 from typing import Any
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import SingleDeviceSharding
 
+from jaxtensile import _compat
 from jaxtensile.ir.plan import Link, Program
 from jaxtensile.passes.offload.loops import LoopLadder
 from jaxtensile.passes.offload.offload import offload
@@ -60,7 +60,7 @@ def with_hosted_stacks(fun: Any, args: Any, *, load_index: bool) -> tuple[Any, i
     ladder = LoopLadder(traced.graph, lambda body: [1.0] * len(body.ops), free, lambda body: [1.0] * len(body.ops))
     way = ladder.away(ladder.rungs[0])
     changed = rewrite_loops(traced, closed, way, load_index=load_index)
-    return jax.extend.core.jaxpr_as_fun(changed), sum(plan.aside for plan in way)
+    return _compat.jaxpr_as_fun(changed), sum(plan.aside for plan in way)
 
 
 @cache

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any
 
 import jax
-from jax.extend.core import jaxpr_as_fun
 
 from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, consumers, producers
@@ -83,11 +82,13 @@ def _joined(traced: Traced, o: int, pairs: list[CondPair], read: Callable[[Any],
         full: dict[int, Any] = {}
         for pair, front, xs in zip(pairs, fronts, given, strict=True):
             mine, left = left[: len(xs)], left[len(xs) :]
-            results = jaxpr_as_fun(front.eqn.params["branches"][k])(*mine)
+            results = _compat.jaxpr_as_fun(front.eqn.params["branches"][k])(*mine)
             full.update((i, results[r]) for r, i in pair.links)
         others = iter(rest)
         count = len(equation.operands) - 1
-        return jaxpr_as_fun(params["branches"][k])(*(full[i] if i in full else next(others) for i in range(count)))
+        return _compat.jaxpr_as_fun(params["branches"][k])(
+            *(full[i] if i in full else next(others) for i in range(count))
+        )
 
     avals = [jax.typeof(x) for x in operands[1:]]
     with _compat.equation_context(equation.eqn, equation.stack):

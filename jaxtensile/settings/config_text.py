@@ -24,7 +24,7 @@ def checked(option: str | None = None) -> list[str]:
 
 
 def told(config: Config) -> list[str]:
-    """A line per value of ``[device]`` and ``[functions]``, and one for the tables of jobs."""
+    """A line per value of ``[device]``, ``[functions]`` and ``[exec]``, and one for the tables of jobs."""
     rows = [(dotted(path), _value(config, path), short_place(place)) for path, place in config.places.items()]
     wide = [max((len(row[i]) for row in rows), default=0) for i in range(2)]
     lines = [f"{key:<{wide[0]}}  {value:<{wide[1]}}  {place}" for key, value, place in rows]
@@ -41,6 +41,8 @@ def _value(config: Config, path: tuple[str, ...]) -> str:
     top, *name, key = path
     if top == "device":
         return format_bytes(getattr(config.devices["".join(name)], key))
+    if top == "exec":
+        return str(getattr(config.exec, key))
     return str(getattr(config.functions[name[0]], key))
 
 

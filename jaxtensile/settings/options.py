@@ -13,10 +13,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
-from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from jaxtensile.devices.hardware import host_memory
+from jaxtensile.devices.profiles import RESERVE
 from jaxtensile.errors import BudgetError, ConfigError
 from jaxtensile.report.facts import Setting
 from jaxtensile.runtime.config import config as configs
@@ -24,15 +24,13 @@ from jaxtensile.runtime.config.config import EMPTY, Config
 from jaxtensile.runtime.config.functions import Identity, said_of
 from jaxtensile.runtime.config.tables import dotted
 from jaxtensile.runtime.decide.leases import HOST
-from jaxtensile.units import GIB, Bytes, format_bytes, parse_bytes
+from jaxtensile.settings.found import config_file as config_file
+from jaxtensile.units import Bytes, format_bytes, parse_bytes
 
 T = TypeVar("T")
 _Said = Mapping[str, tuple[Any, str]]
 """A config's options for a function: by key the value and its table."""
 ConfigLike = Config | Mapping[str, Any] | str | os.PathLike[str]
-RESERVE: Final = GIB
-"""Bytes of the device left to the process if neither code nor config gives a budget: its context (``process.CONTEXT``)
-and as much again for what is not planned. A guess."""
 AUTO: Final = "auto"
 """Of ``chunk``: the planner decides."""
 CODE, DEFAULT, JOB = "code", "default", "job"
@@ -267,12 +265,3 @@ def config_of(given: ConfigLike | None) -> Config:
         raise ConfigError(f"config={given!r}: give the path of a file, its tables as a dict, or None")
     path = config_file(given)
     return Config() if path is None else configs.read(path, wait=EMPTY)
-
-
-def config_file(given: str | os.PathLike[str] | None) -> Path | None:
-    """The given file, or the one that counts here; None without one."""
-    try:
-        here = Path.cwd()
-    except OSError:  # it was removed
-        here = None
-    return configs.find(here, None if given is None else os.fspath(given), os.environ)

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
@@ -369,7 +368,7 @@ class _Shards:
                 raise NotInShardsError(f"a shard_map takes an array that is divided as {part.axes} by {spec}")
             given.append(self.varying(part))
         # Its own checkpoints stay what they are, so that they may be undone.
-        outs = jax.extend.core.jaxpr_as_fun(closed_bodies(eqn)[0][0])(*given)
+        outs = _compat.jaxpr_as_fun(closed_bodies(eqn)[0][0])(*given)
         return [_Part(x, _axes(spec, len(jnp.shape(x)))) for x, spec in zip(outs, eqn.params["out_specs"], strict=True)]
 
 

@@ -20,7 +20,10 @@ from typing import Any, Final, Literal, cast
 from msgspec import UNSET, Struct, UnsetType, structs
 
 from jaxtensile.errors import ConfigError
-from jaxtensile.runtime.config.functions import FunctionConfig, function_tables
+from jaxtensile.runtime.config.finding import NAME as NAME
+from jaxtensile.runtime.config.finding import VARIABLE as VARIABLE
+from jaxtensile.runtime.config.finding import find as find
+from jaxtensile.runtime.config.functions import ExecConfig, FunctionConfig, exec_table, function_tables
 from jaxtensile.runtime.config.tables import Amount, Tables, dotted
 from jaxtensile.runtime.decide.events import MAX_CLIENTS, Settings
 from jaxtensile.runtime.decide.leases import HOST
@@ -30,8 +33,6 @@ from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.protocol.messages import HIGHEST_PRIORITY, LEAST_WEIGHT, LOWEST_PRIORITY, MOST_WEIGHT
 from jaxtensile.units import Bytes, Seconds, format_bytes
 
-NAME: Final = "jaxtensile.toml"
-VARIABLE: Final = "JAXTENSILE_CONFIG"
 LONGEST_SOCKET: Final = 107
 """Bytes of a Unix socket's path: ``sun_path`` less its end."""
 LARGEST: Final = 1 << 20
@@ -139,13 +140,14 @@ class Config(Struct, frozen=True, kw_only=True):
     jobs: dict[str, JobConfig] = {}
     functions: dict[str, FunctionConfig] = {}
     """By name or pattern, see ``runtime.functions``."""
+    exec: ExecConfig = ExecConfig()
     places: dict[tuple[str, ...], str] = {}
-    """File and line of the keys of ``[device]`` and ``[functions]``, by path of keys."""
+    """File and line of the keys of ``[device]``, ``[functions]`` and ``[exec]``, by path of keys."""
 
     @property
     def of_jobs(self) -> Config:
         """The part of the config that jobs need."""
-        return structs.replace(self, cluster=ClusterConfig(), functions={}, places={})
+        return structs.replace(self, cluster=ClusterConfig(), functions={}, exec=ExecConfig(), places={})
 
     def capacities(self, reported: Mapping[str, Bytes], host: Bytes) -> dict[str, Capacity]:
         """Bytes to grant: of each device in ``reported``, and of ``host`` memory that may be pinned.
@@ -183,16 +185,6 @@ class Config(Struct, frozen=True, kw_only=True):
 def _tables_of(name: str) -> tuple[str, str, str]:
     """The tables that may hold for a device, nearest first."""
     return name, name.partition(":")[0], ""
-
-
-def find(start: Path | None, option: str | None, environment: Mapping[str, str]) -> Path | None:
-    """The config file: ``option``, else ``$JAXTENSILE_CONFIG``, else the first from ``start`` upward. Unreadable
-    folders have none."""
-    for given in (option, environment.get(VARIABLE)):
-        if given:
-            return Path(given)
-    folders = () if start is None else (start, *start.parents)
-    return next((path for folder in folders if os.path.isfile(path := folder / NAME)), None)
 
 
 def read(path: Path, wait: Seconds = 0.0) -> Config:
@@ -256,7 +248,7 @@ class _Reader:
         self._file, self._in = file, Tables(file, text)
 
     def config(self, tables: dict[str, Any]) -> Config:
-        self._in.known(tables, ("device", "coordinator", "cluster", "jobs", "functions"), ())
+        self._in.known(tables, ("device", "coordinator", "cluster", "jobs", "functions", "exec"), ())
         devices = self._devices(self._in.table(tables, "device", ()))
         most = max((d.capacity - (d.reserve or 0) for d in devices.values() if d.capacity is not None), default=None)
         everywhere = devices.get("", DeviceConfig()).capacity
@@ -272,11 +264,18 @@ class _Reader:
             cluster=self._cluster(self._in.struct(_Cluster, self._in.table(tables, "cluster", ()), ("cluster",))),
             jobs={name: self._job(self._in.table(jobs, name, ("jobs",)), name, everywhere, most) for name in jobs},
             functions=function_tables(self._in, functions, everywhere, most if everywhere is not None else None, host),
+            exec=exec_table(
+                self._in,
+                self._in.table(tables, "exec", ()),
+                everywhere,
+                most if everywhere is not None else None,
+                host,
+            ),
             places=self._places(tables),
         )
 
     def _places(self, tables: dict[str, Any]) -> dict[tuple[str, ...], str]:
-        """Place of each key in ``[device]`` and ``[functions]``, by path of keys."""
+        """Place of each key in ``[device]``, ``[functions]`` and ``[exec]``, by path of keys."""
         own = tables.get("device", {})
         paths: list[tuple[str, ...]] = [("device", key) for key in own if not isinstance(own[key], dict)]
         paths += [
@@ -286,6 +285,7 @@ class _Reader:
             if isinstance(below, dict)
             for key in cast(dict[str, Any], below)
         ]
+        paths += [("exec", key) for key in tables.get("exec", {})]
         return {path: self._in.place(path) for path in paths}
 
     def _devices(self, table: dict[str, Any]) -> dict[str, DeviceConfig]:

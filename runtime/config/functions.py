@@ -39,6 +39,17 @@ class FunctionConfig(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return {key: value for key in KEYS if (value := getattr(self, key)) is not UNSET}
 
 
+class ExecConfig(FunctionConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``[exec]``: what all programs under ``jaxtensile exec`` are planned for, beside the tables of their functions."""
+
+    best_effort: bool | UnsetType = UNSET
+
+    def said(self) -> dict[str, Any]:
+        """The keys that are given."""
+        given = {} if self.best_effort is UNSET else {"best_effort": self.best_effort}
+        return {**super().said(), **given}
+
+
 class Identity(Struct, frozen=True):
     """All ``names`` of a function, and the ``file`` that defines it."""
 
@@ -92,20 +103,50 @@ def function_tables(
                 '[functions."*.train_*"] or [functions."train.py:step"]'
             )
         raw = within.struct(FunctionConfig, within.table(tables, name, ("functions",)), path)
-        for key, whole, bound, what in (
-            ("budget", capacity, most, "capacity less reserve"),
-            ("host_budget", host, host, "host of [device]"),
-        ):
-            value = getattr(raw, key)
-            # Where the whole is not known yet, a percentage is read for the sake of its errors.
-            size = within.bytes(value, (*path, key), whole if whole is not None else TIB)
-            absolute = whole is not None or not (isinstance(value, str) and "%" in value)
-            if size is not None and absolute and bound is not None and size > bound:
-                raise within.error((*path, key), value, f"at most {format_bytes(bound)}, {what}")
-            if key == "budget" and size == 0:
-                raise within.error((*path, key), value, "a size above 0")
+        _check_sizes(within, raw, path, (capacity, most), host)
         found[name] = raw
     return found
 
 
-__all__ = ["KEYS", "FunctionConfig", "Identity", "function_tables", "is_pattern", "nearest_first", "said_of"]
+def exec_table(
+    within: Tables, table: dict[str, Any], capacity: Bytes | None, most: Bytes | None, host: Bytes | None
+) -> ExecConfig:
+    """``[exec]`` as written; the sizes as for ``function_tables``. Raises ``ConfigError``."""
+    raw = within.struct(ExecConfig, table, ("exec",))
+    _check_sizes(within, raw, ("exec",), (capacity, most), host)
+    return raw
+
+
+def _check_sizes(
+    within: Tables,
+    raw: FunctionConfig,
+    path: tuple[str, ...],
+    device: tuple[Bytes | None, Bytes | None],
+    host: Bytes | None,
+) -> None:
+    """Raise ``ConfigError`` for sizes that cannot be. ``device``: its capacity, and that less the reserve."""
+    for key, whole, bound, what in (
+        ("budget", *device, "capacity less reserve"),
+        ("host_budget", host, host, "host of [device]"),
+    ):
+        value = getattr(raw, key)
+        # Where the whole is not known yet, a percentage is read for the sake of its errors.
+        size = within.bytes(value, (*path, key), whole if whole is not None else TIB)
+        absolute = whole is not None or not (isinstance(value, str) and "%" in value)
+        if size is not None and absolute and bound is not None and size > bound:
+            raise within.error((*path, key), value, f"at most {format_bytes(bound)}, {what}")
+        if key == "budget" and size == 0:
+            raise within.error((*path, key), value, "a size above 0")
+
+
+__all__ = [
+    "KEYS",
+    "ExecConfig",
+    "FunctionConfig",
+    "Identity",
+    "exec_table",
+    "function_tables",
+    "is_pattern",
+    "nearest_first",
+    "said_of",
+]

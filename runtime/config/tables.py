@@ -39,7 +39,7 @@ _ALLOWED: Final = {
     **dict.fromkeys(("capacity", "reserve", "host", "least", "want", "budget", "host_budget"), _SIZE),
     **dict.fromkeys(("lease_ttl", "min_hold", "revoke_deadline", *Rules.__struct_fields__), _TIME),
     "chunk": "true, false or auto",
-    **dict.fromkeys(("undo", "offload_state"), _SWITCH),
+    **dict.fromkeys(("undo", "offload_state", "best_effort"), _SWITCH),
 }
 _WORD: Final = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
 _KEY: Final = rf"{_WORD}(?:\s*\.\s*{_WORD})*"

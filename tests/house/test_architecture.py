@@ -32,6 +32,7 @@ FLOORS = [
     ["spmd"],
     ["estimation", "jobs"],
     ["api"],
+    ["cli.startup"],
     ["cli"],
 ]
 """From the ground up. ``top``: the files of the package itself."""

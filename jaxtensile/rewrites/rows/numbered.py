@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.random import threefry2x32_p
 
 from jaxtensile import _compat
 
@@ -41,7 +40,7 @@ def bits(key: Any, width: int, shape: Sequence[int], dim: int, at: Any, n: int) 
     for k, stride in enumerate(strides):
         number = number + lax.broadcasted_iota(np.uint32, own, k) * np.uint32(stride)
     words = jax.random.key_data(key)
-    high, low = threefry2x32_p.bind(words[0], words[1], jnp.zeros_like(number), number)
+    high, low = _compat.threefry2x32.bind(words[0], words[1], jnp.zeros_like(number), number)
     if width == 64:
         return (high.astype(jnp.uint64) << np.uint64(32)) | low.astype(jnp.uint64)
     return (high ^ low).astype(f"uint{width}")

@@ -1,0 +1,54 @@
+"""The device bytes that live beside a call: arrays of the program that are not its arguments.
+
+JAX lists its arrays. It is asked when a program of a new signature has to be judged, never by a call that JAX
+dispatches by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from jaxtensile import _compat
+from jaxtensile.units import Bytes
+
+
+def bytes_beside(devices: Sequence[Any], args: Any, kwargs: Any) -> Bytes:
+    """Bytes of living arrays on the fullest of ``devices``, without those among the arguments.
+
+    An array that shares the buffer of another counts once. Arrays in host memory do not count.
+    """
+    of = set(devices)
+    seen = {key for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array) for key in _keys(x)}
+    found = dict.fromkeys(of, 0)
+    for x in jax.live_arrays(devices[0].platform):
+        keys = set(_keys(x))
+        if not keys or not seen.isdisjoint(keys) or _compat.in_host_memory(x):
+            continue
+        seen |= keys
+        for device in of & set(x.sharding.device_set):
+            found[device] += _part(x)
+    return max(found.values())
+
+
+def _keys(x: Any) -> Iterator[tuple[str, int]]:
+    """What tells an array's memory from others'; nothing if it has none any more."""
+    if _compat.is_tracer(x) or x.is_deleted():
+        return
+    yield "array", id(x)
+    if len(x.sharding.device_set) == 1:  # of several devices each has a buffer of its own, and views are rare
+        try:
+            yield "buffer", x.unsafe_buffer_pointer()
+        except Exception:  # keys of random numbers have none by themselves; what a backend raises is its own affair
+            return
+
+
+def _part(x: Any) -> Bytes:
+    """Bytes of an array on each of its devices."""
+    return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+__all__ = ["bytes_beside"]

@@ -1,0 +1,1 @@
+"""A folder for the path of every Python under ``jaxtensile exec``."""
