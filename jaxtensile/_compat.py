@@ -47,6 +47,7 @@ ShardingTypeError = _core.ShardingTypeError
 # has traced and compiled before would be traced and compiled again.
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", None) or _core.Jaxpr
 jaxpr_as_fun = _core.jaxpr_as_fun
+Primitive = _core.Primitive
 threefry2x32 = _threefry.threefry2x32_p
 
 EMPTY_STACK = _source.NameStack()

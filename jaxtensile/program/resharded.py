@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-import jax.extend.core
 from jax.interpreters import mlir
 
 from jaxtensile import _compat
@@ -26,7 +25,7 @@ Parts = tuple[int, ...]
 GATHER, SUM = "all_gather", "psum"
 """What the equations are in a graph with the sizes of one device."""
 
-_resharded = jax.extend.core.Primitive("resharded")
+_resharded = _compat.Primitive("resharded")
 _resharded.def_impl(lambda x, **_: x)
 _resharded.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_resharded, lambda _, x, **__: [x])
