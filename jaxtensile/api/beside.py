@@ -1,4 +1,4 @@
-"""The device bytes that live beside a call: arrays of the program that are not its arguments.
+"""The device bytes that live beside a call: arrays of the program that are not its arguments. And all that live.
 
 JAX lists its arrays. It is asked when a program of a new signature has to be judged, never by a call that JAX
 dispatches by itself.
@@ -7,7 +7,9 @@ dispatches by itself.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -34,6 +36,28 @@ def bytes_beside(devices: Sequence[Any], args: Any, kwargs: Any) -> Bytes:
     return max(found.values())
 
 
+@dataclass(frozen=True, slots=True)
+class Living:
+    """``count`` arrays of one kind, ``text`` as ``f32[64,64]``, with their bytes on one device."""
+
+    text: str
+    count: int
+    nbytes: Bytes
+
+
+def living(device: Any) -> list[Living]:
+    """The arrays on a device by kind, the largest bytes first. Arrays that share a buffer count once."""
+    seen, kinds = set[tuple[str, int]](), defaultdict[str, list[Bytes]](list)
+    for x in jax.live_arrays(device.platform):
+        keys = set(_keys(x))
+        if not keys or not seen.isdisjoint(keys) or _compat.in_host_memory(x) or device not in x.sharding.device_set:
+            continue
+        seen |= keys
+        kinds[x.aval.str_short(short_dtypes=True)].append(_part(x))
+    found = [Living(text, len(sizes), sum(sizes)) for text, sizes in kinds.items()]
+    return sorted(found, key=lambda kind: (-kind.nbytes, kind.text))
+
+
 def _keys(x: Any) -> Iterator[tuple[str, int]]:
     """What tells an array's memory from others'; nothing if it has none any more."""
     if _compat.is_tracer(x) or x.is_deleted():
@@ -51,4 +75,4 @@ def _part(x: Any) -> Bytes:
     return math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
 
 
-__all__ = ["bytes_beside"]
+__all__ = ["Living", "bytes_beside", "living"]

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -202,11 +202,19 @@ class _Installed:
             tell("nothing was planned: no jax.jit of this process was called")
 
     def _told(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        """``sys.excepthook``: a budget that cannot be met is told in one line, with the user's own line."""
-        from jaxtensile.api.explain import in_one_line  # most programs end without an error
+        """``sys.excepthook``: a budget that cannot be met is told in one line, with the user's own line; what a device
+        without room held behind the traceback."""
+        from jaxtensile.api import out_of_memory  # most programs end without an error
+        from jaxtensile.api.explain import in_one_line
+        from jaxtensile.api.tally import tell
 
-        if not in_one_line(error):
-            self._before(kind, error, where)
+        if in_one_line(error):
+            return
+        self._before(kind, error, where)
+        programs = self._session.tally.programs if self._session is not None else ()
+        with suppress(Exception):  # the error is told as it is, whatever became of the device
+            for line in out_of_memory.told(error, programs, self._wanted.budget):
+                tell(line)
 
 
 __all__ = ["begin_from_environment", "install", "installed", "uninstall"]

@@ -144,6 +144,18 @@ def test_best_effort(folder, expected):
     assert any("does not fit" in line and "the least that was found" in line for line in lines(done))
 
 
+def test_out_of_memory(folder):
+    """The traceback as ever, and behind it what lived, what programs need, and what helps."""
+    then = "w, x = main(); jnp.zeros((1 << 44,))"
+    done = run(folder, *ours("--budget", "1MiB", "--best-effort"), sys.executable, "train.py", then)
+    assert done.returncode == 1 and "RESOURCE_EXHAUSTED" in done.stderr and "Traceback" in done.stderr
+    told = [line.removeprefix("jaxtensile: ") for line in lines(done)]
+    begin = next(i for i, line in enumerate(told) if line.startswith("out of memory: cpu:0"))
+    assert any(line.strip().startswith("6 x f32[64,64], 96.00KiB") for line in told[begin:])
+    assert any(line.strip().startswith("train_step at train.py:") and "as written" in line for line in told[begin:])
+    assert any(line.startswith("what helps most: ") for line in told[begin:])
+
+
 def test_a_fault_of_ours(folder, expected):
     """Planted where the process starts, as a broken installation would be."""
     (folder / "broken").mkdir()
