@@ -204,6 +204,10 @@ class _Installed:
     def _told(self, kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
         """``sys.excepthook``: a budget that cannot be met is told in one line, with the user's own line; what a device
         without room held behind the traceback."""
+        if not isinstance(error, Exception):
+            # Ctrl-C: Python forgets that it was one, and exits with 1, if a module makes a dataclass now.
+            self._before(kind, error, where)
+            return
         from jaxtensile.api import out_of_memory  # most programs end without an error
         from jaxtensile.api.explain import in_one_line
         from jaxtensile.api.tally import tell
