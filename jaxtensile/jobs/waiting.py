@@ -363,8 +363,14 @@ class Waiting:
         if self._on.client is None or not nbytes:
             return
         before, self._on.waits = self._on.admit, nbytes
+
+        def there() -> bool:
+            # They may be charged still: what a resumed job gave back waits for an answer to something else.
+            on = self._on
+            return on.admit is not before or on.admit == on.asked(on.together())
+
         try:
-            if self._agree(lambda: self._on.admit is not before, PATIENCE):
+            if self._agree(there, PATIENCE):
                 return
             why = "others have it"
         except RejectedError as error:

@@ -116,7 +116,7 @@ def test_what_fits_an_h200_is_left_alone(name):
 @pytest.mark.parametrize(
     "name, share",
     [
-        ("gpt", 0.6),
+        pytest.param("gpt", 0.6, marks=in_a_soak),
         pytest.param("gpt", 0.4, marks=in_a_soak),
         ("mlp", 0.6),
         ("mlp", 0.3),
@@ -328,6 +328,7 @@ def test_what_fits_without_the_host_fits_with_a_host_budget():
 
 
 @pytest.mark.cuda_aot
+@in_a_soak
 def test_an_unrolled_loop_stacks_on_the_host():
     work, budget = loop(16, unroll=5), "160MiB"
     with pytest.raises(jaxtensile.errors.BudgetError):

@@ -71,7 +71,7 @@ def compare(given, seen, *, stepwise=False):
 
 
 CHUNK, FEW = (23, 10) if SOAK else (3, 2)
-"""Programs a test: more than five hundred in all for ``make soak``, a sixth of them without."""
+"""Programs a test: more than five hundred in all for ``make soak``, a ninth of them without."""
 SMOOTH = tuple(n for n in LEAVES if n not in ("bfloat16", "dropout", "noise", "attend", "layer_norm"))
 """Leaves that leave the type of the activations alone and have small derivatives."""
 COSTLY = ("dropout", "noise", "attend")
@@ -83,7 +83,7 @@ FAMILIES = {
     "random": (1, programs(3, controls=("scan_keys", "fori", "cond", "vmap"), leaves=("dropout", "noise", "dense"))),
     "half": (1, programs(3, dtypes=("bfloat16", "float16"), leaves=SMOOTH)),
 }
-CASES = [(family, k) for family, (chunks, _) in FAMILIES.items() for k in range(0, chunks, 1 if SOAK else 2)]
+CASES = [(family, k) for family, (chunks, _) in FAMILIES.items() for k in range(0, chunks, 1 if SOAK else 3)]
 
 
 def control(given):

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 
+from jax_lines import in_a_soak
 from jaxtensile.runtime.config import config as configs
 from jaxtensile.units import parse_bytes
 from paths import ROOT
@@ -90,6 +91,7 @@ def test_demo_numbers_hold(tmp_path):
 
 
 @pytest.mark.slow
+@in_a_soak
 @pytest.mark.cuda_aot
 def test_demo_fits_gpt2_small_for_an_absent_gpu(tmp_path):
     printed = run(tmp_path, "demo.py", "--steps", "2", *TINY_DEMO)

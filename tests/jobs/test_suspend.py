@@ -357,6 +357,18 @@ def test_processes_that_take_turns_through_the_daemon(ladder, monkeypatch, tmp_p
     same(training.losses)
 
 
+def test_host_bytes_that_are_charged_still_are_there():
+    """A job that is suspended again may not have been able to give them back yet."""
+    with jaxtensile.job("again", config=programs.config(ROOM)) as job:
+        jaxtensile.jit(lambda x: x + 1, job=job)(jnp.zeros(8))
+        for _ in range(2):
+            job._steps.waiting.charge_host(4096)
+            assert job.ladder[0].host == 4096
+        job._steps.waiting.uncharge_host()
+        job._tenancy.boundary()
+        assert job.ladder[0].host == 0
+
+
 def test_what_was_resumed_is_given_again_until_the_next_step():
     """Whoever was interrupted between its return and his own variable would have lost his state."""
     with jaxtensile.job("again", config=programs.config(ROOM)) as job:
