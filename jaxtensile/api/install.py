@@ -43,6 +43,7 @@ def install(
     offload_state: bool | None = None,
     best_effort: bool | None = None,
     config: str | os.PathLike[str] | None = None,
+    **unknown: Any,
 ) -> None:
     """From now on every ``jax.jit`` of the program is planned when it would not fit.
 
@@ -53,8 +54,8 @@ def install(
     ``jaxtensile.jit``, and ``[exec]`` of the config has the same keys for what is not given here.
 
     A function that fits runs by JAX's own path and costs nothing more per call. Objects that ``jax.jit`` made before
-    stay as they are, and what JAX has compiled through them is not compiled again. When the process ends, a short table
-    on standard error says what was planned.
+    stay as they are, and what JAX has compiled through them is not compiled again. At the end of the process, or
+    at ``uninstall``, a short table on standard error says what was planned.
 
     Raises ``BudgetError``, ``OptionError`` and ``ConfigError`` for options that cannot be.
     """
@@ -66,6 +67,7 @@ def install(
         "chunk": chunk,
         "offload_state": offload_state,
         "best_effort": best_effort,
+        **unknown,
     }
     _begin(wanted(given, config))
 
@@ -120,9 +122,9 @@ class _Installed:
         """Put everything back."""
         if sys.excepthook == self._told:
             sys.excepthook = self._before
-        if self._session is None:
-            atexit.unregister(self._tell)
-        else:
+        atexit.unregister(self._tell)
+        if self._session is not None:
+            self._tell()
             self._session.active = False
             for drop in self._session.planned:
                 drop()

@@ -8,6 +8,7 @@ this takes no time: nothing here reads a config before it is asked to.
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -67,7 +68,10 @@ def wanted(given: Mapping[str, Any], config: str | os.PathLike[str] | None = Non
     """
     said = {name: value for name, value in given.items() if value is not None}
     known = {field.name for field in fields(Wanted)} - {"config"}
-    assert said.keys() <= known, said.keys() - known
+    for name in given.keys() - known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
+        raise OptionError(f"there is no option {name!r}: {hint}")
     for name in ("budget", "host_budget"):
         _check(name, said.get(name))
     for name, allowed in (("objective", tuple(WEIGHTS)), ("chunk", (True, False, "auto"))):

@@ -331,6 +331,8 @@ def test_errors_and_copies_are_those_of_jax(weights, x):
 def test_options_and_the_config(weights, x, tmp_path):
     with pytest.raises(BudgetError, match="12Gib3"):
         jaxtensile.install(budget="12Gib3")
+    with pytest.raises(OptionError, match="there is no option 'buget': did you mean 'budget'"):
+        jaxtensile.install(buget="1GiB")
     with pytest.raises(OptionError, match="'speed' is not known"):
         jaxtensile.install(objective="speed")
     assert jax.jit is HELD[0]
