@@ -5,6 +5,7 @@ Invariant: every error that a user can cause derives from ``JaxtensileError``; i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jaxtensile.places import short_place
@@ -54,6 +55,15 @@ class BudgetError(JaxtensileError, ValueError):
 
 class OptionError(JaxtensileError, ValueError, TypeError):
     """An option that does not exist, or a value that it cannot have."""
+
+
+def unknown(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """What to say of a name that is none of ``known``: the nearest; ``otherwise`` (all of them) if none is near."""
+    from difflib import get_close_matches  # few programs have such a name
+
+    names = sorted(known)
+    near = get_close_matches(name, names, n=1)
+    return f"did you mean {near[0]!r}?" if near else otherwise or f"there are {', '.join(names)}"
 
 
 class TargetError(JaxtensileError, ValueError):

@@ -10,7 +10,6 @@ Switches belong to a context, like the precision of ``decimal``. Threads that pl
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final
 
-from jaxtensile.errors import OptionError
+from jaxtensile.errors import OptionError, unknown
 
 VARIABLE: Final = "JAXTENSILE_OFF"
 
@@ -169,8 +168,7 @@ def _known(names: Iterable[str], source: str) -> frozenset[str]:
     """The names as a set; ``OptionError`` with the nearest name for an unknown one."""
     found = frozenset(names)
     for name in sorted(found.difference(NAMES)):
-        near = difflib.get_close_matches(name, NAMES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "jaxtensile.switches.NAMES are all there are"
+        hint = unknown(name, NAMES, "jaxtensile.switches.NAMES are all there are")
         raise OptionError(f"{source}: there is no switch {name!r}: {hint}")
     return found
 

@@ -78,6 +78,18 @@ class Training:
             self.losses.append(float(value))
 
 
+def to_and_fro(job, training, times):
+    """A step in each of ``times`` devices, as small as the least plan and as large as the largest in turn; the levels
+    of its plans."""
+    levels = [rung.level for rung in job.ladder]
+    for k in range(times):
+        level = levels[0] if k % 2 else levels[-1]
+        resize(level)
+        training.run(1)
+        assert job.budget <= level and charged() <= level
+    return levels
+
+
 def refused(call, said):
     """A thread that was started with a call that ends in a ``CoordinatorError``, whose text is then in ``said``."""
 

@@ -26,11 +26,7 @@ def bytes_beside(devices: Sequence[Any], args: Any, kwargs: Any) -> Bytes:
     of = set(devices)
     seen = {key for x in jax.tree.leaves((args, kwargs)) if isinstance(x, jax.Array) for key in _keys(x)}
     found = dict.fromkeys(of, 0)
-    for x in jax.live_arrays(devices[0].platform):
-        keys = set(_keys(x))
-        if not keys or not seen.isdisjoint(keys) or _compat.in_host_memory(x):
-            continue
-        seen |= keys
+    for x in _others(devices[0].platform, seen):
         for device in of & set(x.sharding.device_set):
             found[device] += _part(x)
     return max(found.values())
@@ -47,15 +43,21 @@ class Living:
 
 def living(device: Any) -> list[Living]:
     """The arrays on a device by kind, the largest bytes first. Arrays that share a buffer count once."""
-    seen, kinds = set[tuple[str, int]](), defaultdict[str, list[Bytes]](list)
-    for x in jax.live_arrays(device.platform):
-        keys = set(_keys(x))
-        if not keys or not seen.isdisjoint(keys) or _compat.in_host_memory(x) or device not in x.sharding.device_set:
-            continue
-        seen |= keys
-        kinds[x.aval.str_short(short_dtypes=True)].append(_part(x))
+    kinds = defaultdict[str, list[Bytes]](list)
+    for x in _others(device.platform, set()):
+        if device in x.sharding.device_set:
+            kinds[x.aval.str_short(short_dtypes=True)].append(_part(x))
     found = [Living(text, len(sizes), sum(sizes)) for text, sizes in kinds.items()]
     return sorted(found, key=lambda kind: (-kind.nbytes, kind.text))
+
+
+def _others(platform: str, seen: set[tuple[str, int]]) -> Iterator[Any]:
+    """The living arrays in device memory whose keys are not in ``seen``, to which theirs are added."""
+    for x in jax.live_arrays(platform):
+        keys = set(_keys(x))
+        if keys and seen.isdisjoint(keys) and not _compat.in_host_memory(x):
+            seen |= keys
+            yield x
 
 
 def _keys(x: Any) -> Iterator[tuple[str, int]]:
@@ -65,7 +67,8 @@ def _keys(x: Any) -> Iterator[tuple[str, int]]:
     yield "array", id(x)
     if len(x.sharding.device_set) == 1:  # of several devices each has a buffer of its own, and views are rare
         try:
-            yield "buffer", x.unsafe_buffer_pointer()
+            (device,) = x.sharding.device_set  # two devices may use the same numbers
+            yield f"buffer of {device.id}", x.unsafe_buffer_pointer()
         except Exception:  # keys of random numbers have none by themselves; what a backend raises is its own affair
             return
 

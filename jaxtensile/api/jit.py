@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import functools
 import inspect
 import os
@@ -42,6 +41,7 @@ from jaxtensile.errors import (
     OptionError,
     SolverError,
     TargetError,
+    unknown,
 )
 from jaxtensile.faults import REPORT, as_ours, is_of_the_user, outside, told, unless_faulty, warn_unplanned
 from jaxtensile.groups.step import leaves
@@ -207,9 +207,7 @@ def _require_known(options: Mapping[str, Any]) -> None:
     known = {*inspect.signature(jit).parameters, *inspect.signature(jax.jit).parameters} - {"fun", "jax_jit_options"}
     for name in options:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
-            raise OptionError(f"jit() got an unexpected keyword argument {name!r}: {hint}")
+            raise OptionError(f"jit() got an unexpected keyword argument {name!r}: {unknown(name, known)}")
 
 
 def _is_job(job: Any) -> bool:

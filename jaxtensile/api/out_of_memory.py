@@ -15,6 +15,7 @@ import jax
 
 from jaxtensile.api.beside import Living, living
 from jaxtensile.api.tally import Program
+from jaxtensile.devices.hardware import allocator_stats
 from jaxtensile.places import short_place
 from jaxtensile.spmd.location import device_name, profile_of
 from jaxtensile.units import Bytes, format_bytes, parse_bytes
@@ -68,7 +69,7 @@ def told(error: BaseException, programs: Sequence[Program], budget: int | str | 
     asked = None if match is None else parse_bytes(match[1] + match[2].replace("bytes", "B"))
     device, arrays = _fullest()
     capacity = profile_of(device).capacity
-    stats = _stats(device)
+    stats = allocator_stats(device)
     limit = stats.get("bytes_limit")
     own = capacity if budget is None else parse_bytes(budget, capacity=capacity)
     shortage = Shortage(
@@ -104,13 +105,6 @@ def _fullest() -> tuple[Any, list[Living]]:
     """The device of this process with the most bytes of arrays, and these by kind, the largest first."""
     each = ((device, living(device)) for device in jax.local_devices())
     return max(each, key=lambda found: sum(kind.nbytes for kind in found[1]))
-
-
-def _stats(device: Any) -> dict[str, int]:
-    try:
-        return device.memory_stats() or {}
-    except Exception:  # a backend without these figures
-        return {}
 
 
 def _of_arrays(arrays: Sequence[Living]) -> str:

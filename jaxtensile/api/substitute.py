@@ -26,6 +26,7 @@ from jaxtensile import _compat
 from jaxtensile.api.beside import bytes_beside
 from jaxtensile.api.explain import OF_EXEC
 from jaxtensile.api.tally import Program, Tally
+from jaxtensile.devices.hardware import allocator_stats
 from jaxtensile.devices.profiles import RESERVE
 from jaxtensile.errors import BudgetError, ConfigError, InternalError, JaxtensileError
 from jaxtensile.faults import passes, strict, told
@@ -269,9 +270,7 @@ class Substitute:
         if wanted.budget is not None:
             return parse_bytes(wanted.budget, capacity=capacity)
         most = max(capacity - RESERVE, 0) if limit is None else limit[0]
-        with suppress(Exception):  # a backend without these figures
-            most = min(most, int(place.device.memory_stats()["bytes_limit"]))
-        return most
+        return min(most, allocator_stats(place.device).get("bytes_limit", most))
 
     def _said(self) -> Container[str]:
         """The keys of the function's table in the config."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from jaxtensile.units import MIB, Bytes
 
@@ -27,6 +27,14 @@ WITHOUT_TPU: Final = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
 }
 """Environment variables that silence libtpu without a TPU and let several processes compile for one at once."""
+
+
+def allocator_stats(device: Any) -> dict[str, int]:
+    """What the allocator of a JAX device says of its bytes; nothing where it has no figures."""
+    try:
+        return device.memory_stats() or {}
+    except Exception:  # a backend without these figures
+        return {}
 
 
 def has_nvidia_driver() -> bool:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from jaxtensile.devices.hardware import host_memory
+from jaxtensile.devices.hardware import allocator_stats, host_memory
 from jaxtensile.errors import ConfigError, CoordinatorError
 from jaxtensile.jobs import building
 from jaxtensile.planner.clock import Watch
@@ -146,7 +146,7 @@ def _capacities(config: Config) -> dict[str, Capacity]:
 
 
 def _bytes_of(device: Any) -> Bytes:
-    stats, profile = device.memory_stats() or {}, profile_of(device)
+    stats, profile = allocator_stats(device), profile_of(device)
     known = stats.get("bytes_limit") or profile.capacity
     return known if profile.backend.own_memory else min(known, host_memory())
 

@@ -8,7 +8,6 @@ this takes no time: nothing here reads a config before it is asked to.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 from jaxtensile.devices.profiles import WEIGHTS
-from jaxtensile.errors import OptionError
+from jaxtensile.errors import OptionError, unknown
 from jaxtensile.settings.found import config_file
 from jaxtensile.units import TIB, parse_bytes
 
@@ -69,9 +68,7 @@ def wanted(given: Mapping[str, Any], config: str | os.PathLike[str] | None = Non
     said = {name: value for name, value in given.items() if value is not None}
     known = {field.name for field in fields(Wanted)} - {"config"}
     for name in given.keys() - known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(sorted(known))}"
-        raise OptionError(f"there is no option {name!r}: {hint}")
+        raise OptionError(f"there is no option {name!r}: {unknown(name, known)}")
     for name in ("budget", "host_budget"):
         _check(name, said.get(name))
     for name, allowed in (("objective", tuple(WEIGHTS)), ("chunk", (True, False, "auto"))):

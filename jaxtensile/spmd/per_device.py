@@ -26,8 +26,7 @@ from jaxtensile.program.resharded import GATHER, SUM, Added, Read, added, parts_
 from jaxtensile.program.trace import Equation, Traced, closed_bodies, is_barrier, size_of, trace_jaxpr
 from jaxtensile.spmd.local_shapes import Shapes, fill, local_bytes, local_shape, parts_of_type
 from jaxtensile.spmd.shardy import Parts, Sum
-from jaxtensile.spmd.sums import Added as Summed
-from jaxtensile.spmd.sums import combined
+from jaxtensile.spmd.sums import Summed, combined
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 

@@ -25,7 +25,7 @@ def together(
     ``sums``: by op that sums over devices, its axes.
     """
     each = {
-        i: Added(axes, values[ops[i].operands[0]].dtype, sum(values[v].nbytes for v in ops[i].operands))
+        i: Summed(axes, values[ops[i].operands[0]].dtype, sum(values[v].nbytes for v in ops[i].operands))
         for i, axes in sums.items()
         if ops[i].operands
     }
@@ -47,7 +47,7 @@ def together(
     return [replace(left[n], id=OpId(k)) for k, n in enumerate(order)], [before[n] for n in order]
 
 
-class Added(NamedTuple):
+class Summed(NamedTuple):
     """A sum over devices: its axes, and the type and the bytes of what is added up."""
 
     axes: str
@@ -55,7 +55,7 @@ class Added(NamedTuple):
     nbytes: Bytes
 
 
-def combined(ops: Sequence[Op], sums: Mapping[int, Added], limit: float) -> list[list[int]]:
+def combined(ops: Sequence[Op], sums: Mapping[int, Summed], limit: float) -> list[list[int]]:
     """The sums that are made in one go, each sum in the first group that it can join. ``sums``: by op."""
     behind: dict[int, int] = {}
     """By value: the sums that it depends on, as bits."""
@@ -109,4 +109,4 @@ def _in_order(ops: Sequence[Op]) -> list[int]:
     return out
 
 
-__all__ = ["Added", "combined", "together"]
+__all__ = ["Summed", "combined", "together"]

@@ -28,6 +28,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxtensile import _compat
 from jaxtensile.devices import measured
+from jaxtensile.devices.hardware import allocator_stats
 from jaxtensile.devices.measured import Measurement
 from jaxtensile.devices.profiles import NUMBERS, DeviceProfile, profile_for_kind
 from jaxtensile.errors import JaxtensileError, TargetError
@@ -130,7 +131,7 @@ def measure(device: Any, published: DeviceProfile, effort: Effort) -> Measuremen
     if published.backend.own_memory:
         put("link_bandwidth", lambda: _link(device, published.link_bandwidth, min(most // 2, _MOST_OVER_LINK), effort))
     if device.device_kind not in published.kinds or published.name.endswith("-unknown"):
-        limit = _stats(device).get("bytes_limit")
+        limit = allocator_stats(device).get("bytes_limit")
         if limit:
             numbers["capacity"], how["capacity"] = float(limit), "what the allocator of a process could hand out"
     if not numbers:
@@ -314,17 +315,10 @@ def _device(device: Any) -> Any:
 
 def _bytes(device: Any, published: DeviceProfile) -> Bytes:
     """Bytes to treat as the device's memory: its capacity, or less if most of it is in use."""
-    stats = _stats(device)
+    stats = allocator_stats(device)
     limit = stats.get("bytes_limit") or published.capacity
     free = max(limit - stats.get("bytes_in_use", 0), 64 * KIB)
     return min(limit, published.capacity, _FREE * free)
-
-
-def _stats(device: Any) -> dict[str, int]:
-    try:
-        return device.memory_stats() or {}
-    except jax.errors.JaxRuntimeError:
-        return {}
 
 
 # ---- what is told of it ---------------------------------------------------------------------------

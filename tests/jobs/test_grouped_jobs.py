@@ -12,7 +12,7 @@ import job_programs as programs
 from daemons import Daemon
 from jaxtensile.errors import ConfigError
 from jaxtensile.runtime.config import config as configs
-from job_training import ROOM, WAIT, Training, charged, office, plans, resize, same, until
+from job_training import ROOM, WAIT, Training, charged, office, plans, resize, same, to_and_fro, until
 from paths import ROOT
 
 pytestmark = pytest.mark.xdist_group("grouped")
@@ -46,12 +46,7 @@ def test_it_moves_between_its_plans_and_away_and_back():
         training = Training(job)
         training.run(1)
         assert job.wait(WAIT)
-        levels = [rung.level for rung in job.ladder]
-        for k in range(6):
-            level = levels[0] if k % 2 else levels[-1]
-            resize(level)
-            training.run(1)
-            assert job.budget <= level and charged() <= level
+        levels = to_and_fro(job, training, 6)
         resize(1 << 26)
         training.weights = job.suspend(training.weights)
         assert charged() < levels[0]

@@ -11,7 +11,7 @@ import job_programs as programs
 from chaos_jobs import Log, Steps
 from jaxtensile.jobs import stepping
 from jaxtensile.jobs.ladder import Ladder
-from job_training import ROOM, WAIT, Training, charged, ladder, plans, resize, same, until
+from job_training import ROOM, WAIT, Training, charged, ladder, plans, resize, same, to_and_fro, until
 
 pytestmark = pytest.mark.xdist_group("tenancy")  # one process: what all of them need is made once
 
@@ -23,12 +23,7 @@ def test_losses_do_not_change_across_many_switches(ladder):
         training = Training(job)
         training.run(1)
         assert job.wait(WAIT)
-        levels = [r.level for r in job.ladder]
-        for k in range(24):
-            level = levels[0] if k % 2 else levels[-1]
-            resize(level)
-            training.run(1)
-            assert job.budget <= level and charged() <= level
+        to_and_fro(job, training, 24)
         assert job.switches >= 20
     same(training.losses)
 
