@@ -80,11 +80,9 @@ def as_written(page: Page) -> Fitted:
         if hopeless and (not request.decides_on_parts or rounds.all_hopeless(every, page.cheapest(every.anew()))):
             best, count = Smallest(rounds).glance(both())
         if best is None or not rounds.hopeless(best.variant, best.compiled.device):
-            if not (hopeless and request.decides_on_parts):
-                best, more = rounds.all(candidates, first)
-                count += more
-            best, more = contest(page, candidates.anew(), best, count)
-            count += more
+            without = hopeless and request.decides_on_parts
+            made, more = contest(page, candidates, first, hopeless=without)
+            best, count = made or best, count + more
             if best is None or not best.fits:
                 best, more = Smallest(rounds).found(both(), best)
                 count += more

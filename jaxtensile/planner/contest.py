@@ -9,14 +9,16 @@ and ViT in 60 to 70 % of their bytes (H100, by ``xla/kernel_time``).
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from jaxtensile.devices.profiles import WEIGHTS
 from jaxtensile.ir.plan import Plan
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.planner.page import Page
+from jaxtensile.planner.rounds import DEEP
 from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.made import Made
@@ -24,6 +26,8 @@ from jaxtensile.search.request import Request
 from jaxtensile.search.variant import Variant, charge_of, program_key
 from jaxtensile.switches import on
 from jaxtensile.units import Seconds
+
+Found: TypeAlias = tuple[Variant, Plan]
 
 SHORTER: Final = 0.02
 """Share of the step that work in parts has to save, because it rounds sums differently. A guess."""
@@ -35,48 +39,88 @@ MOST: Final = 2
 """After more compiled plans there is none, so that a call takes no more compiles than it would. A guess."""
 
 
-def contest(page: Page, without: Candidates, best: Made | None, count: int) -> tuple[Made | None, int]:
-    """The quickest of ``best``, which works without parts, and its rivals for as many bytes; and the number compiled.
+def contest(page: Page, candidates: Candidates, first: Found | None, *, hopeless: bool) -> tuple[Made | None, int]:
+    """The quickest plan that fits, of ``candidates``, of work in parts and of rivals, else the smallest; and the number
+    compiled.
 
-    ``without``: fresh candidates without parts. ``count``: how many were compiled for ``best``.
+    ``candidates`` work without parts, ``first`` is the cheapest of them. ``hopeless``: they are far too large, and none
+    is compiled.
     """
-    best, compiled = _or_in_parts(page, without, best)
-    best, more = _or_a_rival(page, best, count + compiled)
-    return best, compiled + more
+    best, count = _with_and_without_parts(page, candidates, first, hopeless)
+    best, more = _or_a_rival(page, best, count)
+    return best, count + more
 
 
-def _or_in_parts(page: Page, without: Candidates, best: Made | None) -> tuple[Made | None, int]:
-    """``best``, which works without parts, or a plan in parts; and the number of plans compiled for it.
+def _with_and_without_parts(
+    page: Page, candidates: Candidates, first: Found | None, hopeless: bool
+) -> tuple[Made | None, int]:
+    """The quickest of both kinds, and the number compiled.
 
-    The model decides what is worth a compile. Compiled kernels, if known, decide which step is shorter.
+    The model decides what is worth a compile. Compiled kernels, if known, decide which step is shorter; else the model,
+    and what it finds longer is compiled only if the other misses.
     """
-    request = page.request
-    if not request.decides_on_parts:
-        return best, 0
-    worth = SHORTER * sum(without.written.whole.charge)
+    rounds, anew = page.rounds, candidates.anew()
+    fits = first if first is not None and first[1].predicted.device <= page.goal else None
+    clear = first is not None and (fits is not None or first[1].predicted.device > DEEP * page.goal)
+    rival = _in_parts(page, anew, fits) if clear and not hopeless else None
+    if rival is not None and not page.compiles.kernels_known:
+        parts, count = rounds.all(*rival)
+        if parts is not None and parts.fits and (fits is None or _saved(fits, _as_found(parts)) > _worth(anew)):
+            return parts, count
+        beat = charge_of(*_as_found(parts)) + _worth(anew) if parts is not None and parts.fits else math.inf
+        best, more = rounds.all(candidates, first, beat=beat)
+        return _quicker(anew, best, parts), count + more
+    best, count = (None, 0) if hopeless else rounds.all(candidates, first, beat=math.inf if rival is None else 0.0)
+    lifted = rival is None
+    if rival is None:
+        rival = _in_parts(page, anew, _as_found(best) if best is not None and best.fits else None)
+    if rival is None:
+        return best, count
+    parts, more = rounds.all(*rival)
+    quicker, count = _quicker(anew, best, parts), count + more
+    if quicker is None or quicker is not best or lifted or not quicker.fits:
+        return quicker, count
+    quicker, more = rounds.lifted(candidates, quicker, None, 1)
+    return quicker, count + more
+
+
+def _worth(candidates: Candidates) -> Seconds:
+    return SHORTER * sum(candidates.written.whole.charge)
+
+
+def _saved(before: Found, now: Found) -> Seconds:
+    return charge_of(*before) - charge_of(*now)
+
+
+def _as_found(made: Made) -> Found:
+    return made.variant, made.plan
+
+
+def _in_parts(page: Page, candidates: Candidates, fits: Found | None) -> tuple[Candidates, Found] | None:
+    """Work in parts, if the model finds it shorter than ``fits``, or if nothing fits; else None."""
+    worth = _worth(candidates)
+    if not page.request.decides_on_parts or (fits is not None and charge_of(*fits) < worth):
+        return None
+    ours = candidates.with_parts()
+    found = page.cheapest(ours)
+    # Compiled kernels have the last word: then anything shorter is worth a compile.
+    least = 0.0 if page.compiles.kernels_known else worth
+    if found[0].parts == 1 or (fits is not None and _saved(fits, found) <= least):
+        return None
+    return ours, found
+
+
+def _quicker(candidates: Candidates, best: Made | None, parts: Made | None) -> Made | None:
+    """``parts`` if it is enough shorter than ``best``, or the only one that fits."""
     fits = best if best is not None and best.fits else None
-    if fits is not None and charge_of(fits.variant, fits.plan) < worth:
-        return best, 0
-    candidates = without.with_parts()
-    first = page.cheapest(candidates)
-    if first[0].parts == 1 or (fits is not None and not _shorter(fits, charge_of(*first), worth)):
-        return best, 0
-    made, count = page.rounds.all(candidates, first)
-    if made is None or not made.fits or made.variant.parts == 1:
-        return fits or made or best, count
+    if parts is None or not parts.fits or parts.variant.parts == 1:
+        return fits or parts or best
     if fits is None:
-        return made, count
-    before, now = fits.compiled.time, made.compiled.time
+        return parts
+    before, now = fits.compiled.time, parts.compiled.time
     if before is not None and now is not None:
-        return (made if now.seconds <= (1 - SHORTER) * before.seconds else fits), count
-    return (made if _shorter(fits, charge_of(made.variant, made.plan), worth) else fits), count
-
-
-def _shorter(best: Made, charge: Seconds, worth: Seconds) -> bool:
-    """Whether a plan of this charge beats ``best``: by more than ``worth`` on the model's word alone, by anything if
-    compiled kernels are compared too."""
-    least = 0.0 if best.compiled.time is not None else worth
-    return charge_of(best.variant, best.plan) - charge > least
+        return parts if now.seconds <= (1 - SHORTER) * before.seconds else fits
+    return parts if _saved(_as_found(fits), _as_found(parts)) > _worth(candidates) else fits
 
 
 def _or_a_rival(page: Page, best: Made | None, count: int) -> tuple[Made | None, int]:

@@ -125,7 +125,12 @@ class Page:
             return self.known[key].anew()
 
     def cheapest(self, candidates: Candidates) -> tuple[Variant, Plan]:
-        return self.rounds.cheapest(candidates, self.aim or self.request.budget)
+        return self.rounds.cheapest(candidates, self.goal)
+
+    @property
+    def goal(self) -> Bytes:
+        """Model bytes that a plan should need at most, before anything is compiled."""
+        return self.request.budget if self.aim is None else self.aim
 
     def may_fit(self, program: Modelled) -> bool:
         """Whether to ask XLA about a program as it is."""

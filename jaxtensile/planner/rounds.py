@@ -5,6 +5,7 @@ Invariant: a result was checked and compiled; only a measured number flows from 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from jaxtensile.ir.plan import Plan
@@ -30,6 +31,10 @@ GAIN, UNSURE = 0.001, 0.01
 """Shares of the step's work that such a plan has to save: always, and if only the model predicts its bytes. Guesses."""
 ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
 """Plans at most once one came within this factor of the budget. Guesses."""
+STEPS, COMPILE = 100_000, 2.0
+"""Steps that a program is thought to run, and seconds of a compile at least: what saves less in so many steps is not
+compiled. Guesses: GPT-2's steps take 3 s to compile with XLA:CPU and 6 to 17 s with XLA:GPU (``benchmarks/planning``).
+"""
 FLATTEST = 0.4
 """Least saving in XLA's allocation per byte saved in the model, as assumed. A guess."""
 REFUSED = 0.9
@@ -74,15 +79,18 @@ class Rounds:
             variant, plan = candidates.cheapest(aim)
             return variant, variant.finished(plan, aim)
 
-    def all(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int]:
-        """The plan closest to the budget, and the number compiled.
+    def all(
+        self, candidates: Candidates, first: tuple[Variant, Plan] | None, *, beat: Seconds = math.inf
+    ) -> tuple[Made | None, int]:
+        """The plan closest to the budget, and the number compiled. One that fits is lifted only
+        to plans that cost less than ``beat``.
 
         If plans with bytes on the host miss or are refused, recomputation alone gets as many rounds: a ``host_budget``
         costs compiles, never a fit. Updates moved behind their gradients, which XLA may postpone, are given up in the
         same way.
         """
         budget = self.request.budget
-        best, rounds, tried = self.some(candidates, first)
+        best, rounds, tried = self.some(candidates, first, beat)
         for way, forget in (("host", candidates.forget_host), ("early", candidates.forget_early_updates)):
             if best is not None and best.fits:
                 break
@@ -92,13 +100,15 @@ class Rounds:
             first = self.cheapest(candidates, budget)
             if first[1].predicted.device > HOPELESS * budget:
                 continue
-            second, more, also = self.some(candidates, first)
+            second, more, also = self.some(candidates, first, beat)
             tried |= also
             made = [m for m in (best, second) if m is not None]
             best, rounds = min(made, key=lambda m: m.compiled.device, default=None), rounds + more
         return best, rounds
 
-    def some(self, candidates: Candidates, first: tuple[Variant, Plan] | None) -> tuple[Made | None, int, set[str]]:
+    def some(
+        self, candidates: Candidates, first: tuple[Variant, Plan] | None, beat: Seconds
+    ) -> tuple[Made | None, int, set[str]]:
         """Plan, compile, and after a miss plan again.
 
         Returns the smallest plan, the number compiled, and which of bytes on the ``host`` and ``early`` updates were
@@ -177,9 +187,8 @@ class Rounds:
                 break
             if made.fits:
                 best = made
-                if self.aim is None:
-                    best, more = self.lifted(candidates, made, seen[-1] if seen else None, parts)
-                    rounds += more
+                best, more = self.lifted(candidates, made, seen[-1] if seen else None, parts, beat)
+                rounds += more
                 break
             parts = max(parts, variant.parts)
             if made.compiled.memory is None:
@@ -244,11 +253,21 @@ class Rounds:
         return all(self.hopeless(variant, plan.predicted.device) for variant, plan in others)
 
     def lifted(
-        self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None, parts: int
+        self,
+        candidates: Candidates,
+        fits: Made,
+        missed: tuple[Bytes, Bytes] | None,
+        parts: int,
+        beat: Seconds = math.inf,
     ) -> tuple[Made, int]:
-        """A plan with less work than one that fits, by fewer parts or a cheaper plan; and the number compiled."""
+        """A plan with less work than one that fits, by fewer parts or a cheaper plan; and the number compiled.
+
+        None is compiled that costs ``beat`` or more, nor if somebody waits for the first that fits.
+        """
+        if self.aim is not None or beat <= 0:
+            return fits, 0
         fewer, count = self.in_fewer_parts(candidates, fits, parts)
-        cheaper, more = self.cheaper(candidates, fewer, missed)
+        cheaper, more = self.cheaper(candidates, fewer, missed, beat)
         return cheaper, count + more
 
     def in_fewer_parts(self, candidates: Candidates, fits: Made, missed: int) -> tuple[Made, int]:
@@ -265,7 +284,7 @@ class Rounds:
                 found = candidates.in_parts(numbers[middle], aim)
                 if found is None or found[1].predicted.device > aim or not self._saves(found, fits):
                     break
-                made = self.compiles.planned(*found)
+                made = self.compiles.planned(*found, best=True)
                 count += 1
                 if made is None or not self.request.budget < made.compiled.device <= CLOSE * self.request.budget:
                     break
@@ -276,7 +295,9 @@ class Rounds:
                 numbers = numbers[middle + 1 :]
         return fits, count
 
-    def cheaper(self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None) -> tuple[Made, int]:
+    def cheaper(
+        self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes] | None, beat: Seconds = math.inf
+    ) -> tuple[Made, int]:
         """A plan with less work between ``missed``, in (predicted, compiled) bytes, and ``fits``; else ``fits``. And
         the number compiled.
 
@@ -300,8 +321,9 @@ class Rounds:
             same = plan.changes_nothing and variant.as_it_is
             if same or not self._saves((variant, plan), fits, gain) or plan.predicted.device > aim:
                 break
-            made, more = self.planned(candidates, variant, plan, aim)
-            count += more
+            if charge_of(variant, plan) >= beat:
+                break
+            made, count = self.compiles.planned(variant, plan, best=True), count + 1
             if made is None or made.compiled.memory is None or made.misplaced:
                 break
             if made.fits:
@@ -322,6 +344,7 @@ class Rounds:
 
     def _saves(self, found: tuple[Variant, Plan], fits: Made, gain: Seconds = 0.0) -> bool:
         """Whether a plan saves ``gain`` over one that fits and is worth a compile."""
+        gain = max(gain, COMPILE / STEPS)
         return charge_of(*found) + gain < charge_of(fits.variant, fits.plan) and self.worth(*found)
 
 

@@ -40,6 +40,8 @@ KERNELS = "the account of compiled kernels"
 SMALL = 0.5 * RECOMPUTES
 """Share of the device: programs predicted below it are far from XLA:GPU's own recomputation. A guess: half of its
 threshold."""
+APART = 2.0
+"""Times the largest difference of two ways so far, by which another way may be better. A guess."""
 NARROWLY = 1.05
 """Plans with bytes on the host that miss by no more than this factor are also compiled without control dependencies. A
 guess."""
@@ -79,6 +81,8 @@ class TrialCompiles:
         self._ways = [_Way(o, tie, tell) for o in options for tie in ties for tell in told]
         self._missed: dict[tuple[int, int], Made] = {}
         """Planned programs that do not fit, by key and way, without their executables."""
+        self._apart: float | None = None
+        """Largest share of bytes by which two ways of one plan differed."""
         self._learned: dict[bool, list[_Way]] = {}
         """Ways for plans with and without bytes on the host, best first. Of two that differ in control dependencies:
         without host bytes only the better; with them, the one with dependencies first."""
@@ -107,11 +111,16 @@ class TrialCompiles:
             lambda o: request.make(evaluate, o), args, kwargs, options, meanwhile, counts, self._clock_of_kernels
         )
 
+    @property
+    def kernels_known(self) -> bool:
+        """Whether compiled programs say how long a step takes: on known devices, not across shards."""
+        return self.request.device.backend.kernels_known and self.request.shards == 1
+
     @cached_property
     def _clock_of_kernels(self) -> Callable[[str], CompiledTime | None] | None:
         """From compiled text to a step's time; None if the device's kernels are unknown, or across shards."""
         request = self.request
-        if not request.device.backend.kernels_known or request.shards > 1:
+        if not self.kernels_known:
             return None
         return lambda text: request.faults.spared(KERNELS, lambda: timed(text, request.device), lambda: None)
 
@@ -172,27 +181,31 @@ class TrialCompiles:
         self._as_it_is[True] = self.own(meanwhile)
         return self._as_it_is[True]
 
-    def planned(self, variant: Variant, plan: Plan, *, once: bool = False, learned: bool = True) -> Made | None:
+    def planned(
+        self, variant: Variant, plan: Plan, *, once: bool = False, learned: bool = True, best: bool = False
+    ) -> Made | None:
         """The plan, checked and compiled in the first way that fits, else in the best.
 
         Ways are schedulers (CPU), control dependencies (GPU) and telling the compiler the plan's bytes (TPU). None is
-        always better, so all are tried, with two exceptions:
+        always better, so all are tried, with exceptions:
 
         * A plan with host bytes that is far over the budget with control dependencies is not compiled without them.
         * A plan that does not fit a TPU at all is not tried again.
+        * Ways that differed by much less than what a plan misses by are not tried for it.
 
-        ``once``: the first way that compiles. ``learned``: use the first exception and what earlier plans showed; else
-        try every way. None if XLA refuses a plan with host copies.
+        ``once``: the first way that compiles; ``best``: the one that was best so far. ``learned``: use the first and
+        the last exception and what earlier plans showed; else try every way. None if XLA refuses a plan with host
+        copies.
         """
         with self.request.faults.of(variant.blamed):
-            return self._planned(variant, plan, once, learned)
+            return self._planned(variant, plan, once, learned, best)
 
-    def _planned(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made | None:
+    def _planned(self, variant: Variant, plan: Plan, once: bool, learned: bool, best: bool) -> Made | None:
         with self.clock("check"):
             check(variant.problem.graph, plan.program)
         try:
             with self.clock("compile planned"):
-                return self._best_way(variant, plan, once, learned)
+                return self._best_way(variant, plan, once, learned, best)
         except jax.errors.JaxRuntimeError:
             if plan.offload_bytes <= self.request.state_bytes:
                 raise
@@ -213,7 +226,7 @@ class TrialCompiles:
         except jax.errors.JaxRuntimeError:
             return None
 
-    def _best_way(self, variant: Variant, plan: Plan, once: bool, learned: bool) -> Made:
+    def _best_way(self, variant: Variant, plan: Plan, once: bool, learned: bool, best: bool) -> Made:
         # With bytes on the host control dependencies help up to much more than the little that they cost; without,
         # where a plan misses. So it is with telling a compiler that takes what room there is.
         copies = plan.offload_bytes > 0
@@ -238,7 +251,7 @@ class TrialCompiles:
         tried: list[tuple[_Way, Made]] = []
         refused: Exception | None = None
         for way in order:
-            if once and tried:
+            if tried and (once or best or (learned and self._beyond(tried[0][1]))):
                 break
             if learned and copies and not way.strict and any(w.strict and self._is_far(m) for w, m in tried):
                 break
@@ -269,11 +282,24 @@ class TrialCompiles:
         if refused is not None and not tried:
             raise refused
         tried.sort(key=lambda t: t[1].compiled.device)
+        self._compared([made for _, made in tried])
         done = [way for way, _ in tried]
         differ = len({way.controlled for way in done}) > 1
         if not once and not (copies and heeds):
             self._learned[copies] = done[:1] if differ else [*done, *(way for way in order if way not in done)]
         return tried[0][1]
+
+    def _compared(self, made: list[Made]) -> None:
+        """Learn how much ways of one plan, the smallest first, differ."""
+        known = [m.compiled.device for m in made if m.compiled.memory is not None]
+        if len(known) > 1:
+            self._apart = max(self._apart or 0.0, known[-1] / max(known[0], 1) - 1)
+
+    def _beyond(self, made: Made) -> bool:
+        """Whether a program exceeds the budget by more than another way may save."""
+        if self._apart is None or made.compiled.memory is None:
+            return False
+        return made.compiled.device > (1 + APART * self._apart) * self.request.budget
 
     def _is_far(self, made: Made) -> bool:
         """Whether a program exceeds the budget by more than control dependencies could cost."""

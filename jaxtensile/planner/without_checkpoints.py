@@ -46,9 +46,7 @@ def _planned(page: Page, undone: Undone, lighter: Modelled) -> Fitted | None:
                 return page.planned(made, lighter.bound, 0)
     candidates, first = ahead()
     rounds = page.rounds
-    best, count = (None, 0) if rounds.all_hopeless(candidates, first) else rounds.all(candidates, first)
-    best, more = contest(page, candidates.anew(), best, count)
-    count += more
+    best, count = contest(page, candidates, first, hopeless=rounds.all_hopeless(candidates, first))
     if best is None or not best.fits:
         return None
     return page.fitted(best, lighter.bound, count)

@@ -19,7 +19,7 @@ from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.undo import undo
 from jaxtensile.search import modelled
 from jaxtensile.units import GIB
-from programs import FAST, close, step
+from programs import FAST, chain_args, close, step
 from requests_of import ARGS, job
 
 COMPILE = trial_compiles.compile_program
@@ -115,6 +115,7 @@ def test_what_a_plan_leaves_of_the_budget_is_used_once(monkeypatch):
     monkeypatch.setattr(rounds, "UNSURE", 1.0)
     careful = fit(job(tight()), Compiler(monkeypatch, -predicted().temp // 8).prepare).report
     monkeypatch.setattr(rounds, "UNSURE", 0.0)
+    monkeypatch.setattr(rounds, "COMPILE", 0.0)
     compiler = Compiler(monkeypatch, -predicted().temp // 8)
     report = fit(job(tight()), compiler.prepare).report
     assert (careful.rounds, report.rounds) == (1, 2) and careful.budget == report.budget
@@ -129,6 +130,7 @@ def test_what_a_plan_leaves_of_the_budget_is_used_once(monkeypatch):
 def test_less_work_that_takes_longer_is_no_better_where_steps_are_compared(objective, monkeypatch):
     monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     monkeypatch.setattr(rounds, "UNSURE", 0.0)
+    monkeypatch.setattr(rounds, "COMPILE", 0.0)
     device = replace(profile("cpu"), traffic_weight=WEIGHTS[objective])
 
     def compiled(*took):
@@ -167,6 +169,7 @@ class Uneven(Compiler):
 
 def test_between_a_miss_and_a_fit_with_bytes_to_spare_less_is_recomputed(monkeypatch):
     monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(rounds, "COMPILE", 0.0)
     found = {}
     for lifts in (0, 2):
         monkeypatch.setattr(rounds, "LIFTS", lifts)
@@ -200,6 +203,7 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
             return replace(made, compiled=replace(made.compiled, memory=wrong(made.compiled, variant)))
 
     monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(rounds, "COMPILE", 0.0)
     monkeypatch.setattr("jaxtensile.planner.page.TrialCompiles", Wrong)
     plain = live_ranges(trace_jaxpr(jax.jit(examples).trace(*args).jaxpr).graph)
     report = fit(job(plain.device - plain.temp // 2, examples, args, chunk=True), greedy).report
@@ -449,3 +453,21 @@ def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
     with pytest.raises(jaxtensile.BudgetError):
         fit(job(low // 2, careful))
     assert high > low
+
+
+def test_where_the_model_decides_alone_only_the_shorter_way_is_compiled(monkeypatch):
+    """Work in parts that fits and is much shorter needs no plan without parts beside it."""
+    tried = []
+
+    class Telling(trial_compiles.TrialCompiles):
+        def _planned(self, variant, *args):
+            tried.append(variant.parts)
+            return super()._planned(variant, *args)
+
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    monkeypatch.setattr("jaxtensile.planner.page.TrialCompiles", Telling)
+    args = chain_args(layers=6, width=256, rows=4096)
+    plain = live_ranges(trace_jaxpr(jax.jit(step).trace(*args).jaxpr).graph)
+    report = fit(job(plain.device - int(0.3 * plain.temp), step, args, chunk="auto"), greedy).report
+    assert report.fits and min(tried) > 1, tried
+    assert "parts" in report.notes[0]
