@@ -16,9 +16,8 @@ from typing import Final, TypeAlias
 
 from jaxtensile.devices.profiles import WEIGHTS
 from jaxtensile.ir.plan import Plan
-from jaxtensile.passes.seconds.cost import op_costs
+from jaxtensile.passes.seconds.cost import PAYS, op_costs
 from jaxtensile.planner.page import Page
-from jaxtensile.planner.rounds import DEEP
 from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.made import Made
@@ -60,12 +59,11 @@ def _with_and_without_parts(
     and what it finds longer is compiled only if the other misses.
     """
     rounds, anew = page.rounds, candidates.anew()
-    fits = first if first is not None and first[1].predicted.device <= page.goal else None
-    clear = first is not None and (fits is not None or first[1].predicted.device > DEEP * page.goal)
-    rival = _in_parts(page, anew, fits) if clear and not hopeless else None
-    if rival is not None and not page.compiles.kernels_known:
+    fits = first if first is not None and first[1].predicted.device <= page.goal and not hopeless else None
+    rival = _in_parts(page, anew, fits) if fits is not None else None
+    if fits is not None and rival is not None and not page.compiles.kernels_known:
         parts, count = rounds.all(*rival)
-        if parts is not None and parts.fits and (fits is None or _saved(fits, _as_found(parts)) > _worth(anew)):
+        if parts is not None and parts.fits and _saved(fits, _as_found(parts)) > _worth(anew):
             return parts, count
         beat = charge_of(*_as_found(parts)) + _worth(anew) if parts is not None and parts.fits else math.inf
         best, more = rounds.all(candidates, first, beat=beat)
@@ -85,7 +83,7 @@ def _with_and_without_parts(
 
 
 def _worth(candidates: Candidates) -> Seconds:
-    return SHORTER * sum(candidates.written.whole.charge)
+    return max(SHORTER * sum(candidates.written.whole.charge), PAYS)
 
 
 def _saved(before: Found, now: Found) -> Seconds:
@@ -156,7 +154,7 @@ def _is_open(page: Page, best: Made, count: int) -> bool:
         return False
     if not best.fits or best.evaluate is None or best.compiled.time is None or best.variant.parts > 1 or count > MOST:
         return False
-    return best.variant.seconds + best.plan.overhead > WORTH * sum(page.costs().seconds)
+    return best.variant.seconds + best.plan.overhead > max(WORTH * sum(page.costs().seconds), PAYS)
 
 
 def _rival(page: Page, best: Made, request: Request, host: bool) -> tuple[Variant, Plan] | None:

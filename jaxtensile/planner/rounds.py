@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 
 from jaxtensile.ir.plan import Plan
+from jaxtensile.passes.seconds import cost
 from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.rewrites.early_updates import EARLY_UPDATES
 from jaxtensile.search import variants
@@ -31,10 +32,6 @@ GAIN, UNSURE = 0.001, 0.01
 """Shares of the step's work that such a plan has to save: always, and if only the model predicts its bytes. Guesses."""
 ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
 """Plans at most once one came within this factor of the budget. Guesses."""
-STEPS, COMPILE = 100_000, 2.0
-"""Steps that a program is thought to run, and seconds of a compile at least: what saves less in so many steps is not
-compiled. Guesses: GPT-2's steps take 3 s to compile with XLA:CPU and 6 to 17 s with XLA:GPU (``benchmarks/planning``).
-"""
 FLATTEST = 0.4
 """Least saving in XLA's allocation per byte saved in the model, as assumed. A guess."""
 REFUSED = 0.9
@@ -344,8 +341,7 @@ class Rounds:
 
     def _saves(self, found: tuple[Variant, Plan], fits: Made, gain: Seconds = 0.0) -> bool:
         """Whether a plan saves ``gain`` over one that fits and is worth a compile."""
-        gain = max(gain, COMPILE / STEPS)
-        return charge_of(*found) + gain < charge_of(fits.variant, fits.plan) and self.worth(*found)
+        return charge_of(*found) + max(gain, cost.PAYS) < charge_of(fits.variant, fits.plan) and self.worth(*found)
 
 
 def with_and_without_host(candidates: Candidates) -> list[Candidates]:

@@ -18,6 +18,7 @@ from jaxtensile.errors import SolverError
 from jaxtensile.ir.ir import Graph
 from jaxtensile.ir.plan import Plan, Prepare, Problem, Program, Solve
 from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.seconds.cost import PAYS
 from jaxtensile.passes.solvers import greedy
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.switches import on
@@ -68,7 +69,7 @@ def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Pl
     hosted = plan.offload_bytes > problem.state + problem.stacks
     if not isinstance(solver, Auto) or len(problem.graph.ops) > _SMALL or hosted:
         return plan
-    if _price(problem, plan) <= _DEAR * whole if fits else plan.predicted.device > _CLOSE * budget:
+    if _price(problem, plan) <= max(_DEAR * whole, PAYS) if fits else plan.predicted.device > _CLOSE * budget:
         return plan
     if not on("integer_programme"):
         return plan
