@@ -71,7 +71,7 @@ def _with_and_without_parts(
     best, count = (None, 0) if hopeless else rounds.all(candidates, first, beat=math.inf if rival is None else 0.0)
     lifted = rival is None
     if rival is None:
-        rival = _in_parts(page, anew, _as_found(best) if best is not None and best.fits else None)
+        rival = _in_parts(page, anew, _as_found(best) if best is not None and best.fits else None, compiled=True)
     if rival is None:
         return best, count
     parts, more = rounds.all(*rival)
@@ -94,13 +94,21 @@ def _as_found(made: Made) -> Found:
     return made.variant, made.plan
 
 
-def _in_parts(page: Page, candidates: Candidates, fits: Found | None) -> tuple[Candidates, Found] | None:
-    """Work in parts, if the model finds it shorter than ``fits``, or if nothing fits; else None."""
+def _in_parts(
+    page: Page, candidates: Candidates, fits: Found | None, *, compiled: bool = False
+) -> tuple[Candidates, Found] | None:
+    """Work in parts, if the model finds it shorter than ``fits``, or if nothing fits; else None.
+
+    ``compiled``: ``fits`` is a compiled plan.
+    """
     worth = _worth(candidates)
     if not page.request.decides_on_parts or (fits is not None and charge_of(*fits) < worth):
         return None
     ours = candidates.with_parts()
     found = page.cheapest(ours)
+    if found[0].parts == 1 and compiled and fits is not None and fits[1].predicted.device < page.goal:
+        # Recomputation that the model takes to fit may have missed: compared are plans for as many bytes as did fit.
+        found = page.rounds.cheapest(ours.anew(), fits[1].predicted.device)
     # Compiled kernels have the last word: then anything shorter is worth a compile.
     least = 0.0 if page.compiles.kernels_known else worth
     if found[0].parts == 1 or (fits is not None and _saved(fits, found) <= least):

@@ -212,6 +212,34 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
     assert f"in {least} parts" in report.notes[0], (tried, report.notes)
 
 
+def test_parts_are_compared_with_the_recomputation_that_fits(monkeypatch):
+    """Not with what the model took to fit: here XLA needs a fifth of the temporaries more for plans without parts."""
+
+    def layers(w, x):
+        for _ in range(6):
+            x = x @ w
+            x = (x - x.mean(1, keepdims=True)) * jax.lax.rsqrt(x.var(1, keepdims=True) + 1)
+            x = jax.nn.leaky_relu(x)
+        return jnp.mean(x**2)
+
+    fun, args = jax.value_and_grad(layers), (jnp.ones((64, 64)), jnp.ones((512, 64)))
+    live = live_ranges(trace_jaxpr(jax.jit(fun).trace(*args).jaxpr).graph)
+
+    class Wrong(trial_compiles.TrialCompiles):
+        def _planned(self, variant, plan, *args):
+            made = super()._planned(variant, plan, *args)
+            use = plan.predicted
+            more = live.temp // 5 if variant.parts == 1 else 0
+            return replace(made, compiled=replace(made.compiled, memory=replace(use, temp=use.temp + more, exact=True)))
+
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    monkeypatch.setattr("jaxtensile.planner.page.TrialCompiles", Wrong)
+    budget = live.device - int(0.35 * live.temp)
+    alone, auto = (fit(job(budget, fun, args, chunk=chunk), greedy).report for chunk in (False, "auto"))
+    assert alone.fits and auto.fits and auto.parts > 1 == alone.parts
+    assert auto.recompute_flops == 0 < alone.recompute_flops
+
+
 def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
     monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     compiler = Compiler(monkeypatch, add=100 * predicted().temp)
