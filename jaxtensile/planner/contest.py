@@ -15,8 +15,8 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from jaxtensile.devices.profiles import WEIGHTS
-from jaxtensile.ir.plan import Plan
-from jaxtensile.passes.seconds.cost import PAYS, op_costs
+from jaxtensile.ir.plan import PAYS, Plan
+from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.planner.page import Page
 from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from jaxtensile.ir import plan as plans
 from jaxtensile.ir.plan import Plan
-from jaxtensile.passes.seconds import cost
 from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.rewrites.early_updates import EARLY_UPDATES
 from jaxtensile.search import variants
@@ -341,7 +341,7 @@ class Rounds:
 
     def _saves(self, found: tuple[Variant, Plan], fits: Made, gain: Seconds = 0.0) -> bool:
         """Whether a plan saves ``gain`` over one that fits and is worth a compile."""
-        return charge_of(*found) + max(gain, cost.PAYS) < charge_of(fits.variant, fits.plan) and self.worth(*found)
+        return charge_of(*found) + max(gain, plans.PAYS) < charge_of(fits.variant, fits.plan) and self.worth(*found)
 
 
 def with_and_without_host(candidates: Candidates) -> list[Candidates]:

@@ -48,11 +48,6 @@ LIBRARY = frozenset(
     csr_spmm""".split()
 )
 """Products and factorizations that do not use the matrix units."""
-PAYS: Seconds = 2e-5
-"""Seconds that a step has to save for a compile or an integer programme: they take at least 2 s, and a program is
-thought to run 100,000 steps. Guesses: GPT-2's steps take 3 s to compile with XLA:CPU and 6 to 17 s with XLA:GPU
-(``benchmarks/planning``).
-"""
 FREE = (
     frozenset(
         """optimization_barrier create_token after_all axis_index stage pin unpin tie random_clone platform_index

@@ -16,9 +16,8 @@ from typing import Final
 
 from jaxtensile.errors import SolverError
 from jaxtensile.ir.ir import Graph
-from jaxtensile.ir.plan import Plan, Prepare, Problem, Program, Solve
+from jaxtensile.ir.plan import PAYS, Plan, Prepare, Problem, Program, Solve
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.seconds.cost import PAYS
 from jaxtensile.passes.solvers import greedy
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.switches import on
