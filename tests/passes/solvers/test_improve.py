@@ -21,6 +21,12 @@ from solver_checks import chains
 DEVICE = profile("nvidia-h200")
 
 
+@pytest.fixture(autouse=True)
+def every_gain_pays(monkeypatch):
+    """Steps of these small programs take too little time for a better plan to be worth seconds of search."""
+    monkeypatch.setattr(solvers, "PAYS", 0.0)
+
+
 def problem_of(graph, share):
     """Its budget: the arguments and a share of the temporaries."""
     live = live_ranges(graph)
