@@ -21,7 +21,7 @@ get every second turn, however long turns take. A guess."""
 KEPT_MOST: Final[Seconds] = 2e-3
 """Seconds that a turn is kept at most: the device is idle meanwhile. A guess."""
 
-O = TypeVar("O")
+T = TypeVar("T")
 M = TypeVar("M", covariant=True)
 """What has a turn: a frame of a thread, or a simulated job."""
 
@@ -43,10 +43,10 @@ class Waiter(Protocol[M]):
 W = TypeVar("W", bound=Waiter[object])
 
 
-class Order(NamedTuple, Generic[O, W]):
+class Order(NamedTuple, Generic[T, W]):
     """``owner``: whose turn it is, None: nobody's; ``waiting``: in the order of their turns."""
 
-    owner: O | None = None
+    owner: T | None = None
     waiting: tuple[W, ...] = ()
     now: float = 0.0
     """Virtual time: the tag of the turn that runs, or ran last."""
@@ -62,17 +62,17 @@ class Order(NamedTuple, Generic[O, W]):
         """Whether a member's turn begins as it asks."""
         return self.owner is None and (not self.waiting or self.kept is member)
 
-    def begun(self, owner: O, tag: float) -> Order[O, W]:
+    def begun(self, owner: T, tag: float) -> Order[T, W]:
         """After that turn has begun."""
         return self._replace(owner=owner, now=tag, kept=None)
 
-    def joined(self, waiter: W) -> Order[O, W]:
+    def joined(self, waiter: W) -> Order[T, W]:
         """With one more who waits."""
         found = [*self.waiting]
         insort(found, waiter, key=lambda w: w.order)
         return self._replace(waiting=tuple(found))
 
-    def without(self, waiter: W) -> Order[O, W]:
+    def without(self, waiter: W) -> Order[T, W]:
         """Without one who waits no more."""
         return self._replace(waiting=tuple([w for w in self.waiting if w is not waiter]))
 
@@ -80,11 +80,11 @@ class Order(NamedTuple, Generic[O, W]):
         """Whether the next turn is for those who wait: the member whose turn ends has had as much as the first."""
         return not self.waiting or served >= self.waiting[0].order[0]
 
-    def keeping(self, member: object, took: Seconds, now: Seconds) -> Order[O, W]:
+    def keeping(self, member: object, took: Seconds, now: Seconds) -> Order[T, W]:
         """After a turn of a member that has had less than its share and will be back in a moment."""
         return self._replace(owner=None, kept=member, kept_until=now + min(KEPT * took, KEPT_MOST))
 
-    def following(self) -> Order[O, W]:
+    def following(self) -> Order[T, W]:
         """With the next turn begun, if anybody waits."""
         if not self.waiting:
             return self._replace(owner=None, kept=None)
