@@ -38,6 +38,8 @@ class Job(Struct, frozen=True, kw_only=True):
     """Seconds until the allocator has given bytes back: at the end of a turn, and before it has shrunk."""
     takes: Seconds = 0.0
     """Seconds that the first step of a turn takes more."""
+    says: Seconds | None = None
+    """Seconds that it says to the coordinator that handing a turn over costs; None: what that takes."""
     keeps: bool = False
     """Its allocator never gives bytes back."""
     killed: Seconds | None = None

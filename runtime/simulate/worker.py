@@ -282,7 +282,9 @@ class Worker:
         def given() -> None:
             if self._allocate(self._rung.persistent):
                 self._fresh = True
-                self._say(self.holder.end_turn(self.job.gives + self.job.takes, self.in_use()))
+                job = self.job
+                cost = job.gives + job.takes if job.says is None else job.says
+                self._say(self.holder.end_turn(cost, self.in_use()))
                 then()
 
         self._after(self.job.gives, given)
