@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,21 +24,17 @@ CARDS: Final = ("nvidia-h200", "nvidia-h100-80gb", "nvidia-a100-40gb", "nvidia-r
 WORKLOADS: Final = ("gpt2_small", "bert_base", "resnet50", "vit_b")
 HOSTED: Final = (("gpt2_small", "nvidia-h100-80gb"), ("bert_base", "nvidia-h100-80gb"))
 """With copies to the host: on a card whose steps are short beside its copies."""
-OBJECTIVES: Final = ("time", "flops")
-"""Of plans that copy: with the second no product is computed twice where a copy helps."""
 HOST: Final = 64 << 30
 LIMIT: Final = 900.0
 """Seconds for one ladder."""
 
 
-def ladder(
-    name: str, card: str, count: int, host: int = 0, objective: str = "time", **sizes: Any
-) -> list[dict[str, Any]]:
+def ladder(name: str, card: str, count: int, host: int = 0, **sizes: Any) -> list[dict[str, Any]]:
     """The rungs that a job of this workload asks to be admitted with; one: of the program as it is."""
     import jax
 
     from benchmarks import workloads
-    from jaxtensile.devices.profiles import WEIGHTS, profile
+    from jaxtensile.devices.profiles import profile
     from jaxtensile.jobs.ladder import Ladder, together
     from jaxtensile.search.request import Request
 
@@ -53,9 +48,9 @@ def ladder(
         args=work.args,
         kwargs={},
         budget=1 << 50,
-        device=replace(profile(card), traffic_weight=WEIGHTS[objective]),
+        device=profile(card),
         shards=1,
-        make=None,
+        make=_compiles_nothing,
         options={},
         host_budget=host,
     )
@@ -64,14 +59,18 @@ def ladder(
     return [to_builtins(rung) for rung in together([found])]
 
 
+def _compiles_nothing(*_: Any) -> Any:
+    raise AssertionError("a ladder is predicted without a compile")
+
+
 def case(what: str) -> dict[str, Any]:
-    """The ladders of one case, ``NAME CARD`` or ``NAME CARD host OBJECTIVE``, in this process."""
+    """The ladders of one case, ``NAME CARD`` or ``NAME CARD host``, in this process."""
     from benchmarks import workloads
     from jaxtensile.jobs.ladder import RUNGS
 
     name, card, *host = what.split()
     if host:
-        return {"ladder": ladder(name, card, RUNGS, HOST, host[1])}
+        return {"ladder": ladder(name, card, RUNGS, HOST)}
     batch = workloads.load(name).Config().batch
     return {
         "batch": batch,
@@ -93,7 +92,7 @@ def main() -> None:
     result: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {"cases": {}}
     result |= {"machine": describe(), "commit": commit()}
     cases = [f"{name} {card}" for card in reversed(CARDS) for name in WORKLOADS]
-    for what in [*cases, *(f"{name} {card} host {o}" for name, card in HOSTED for o in OBJECTIVES)]:
+    for what in [*cases, *(f"{name} {card} host" for name, card in HOSTED)]:
         if what not in result["cases"] or "crash" in result["cases"][what]:
             result["cases"][what] = isolated(MODULE, what, limit=LIMIT)
             path.write_text(json.dumps(result, indent=1) + "\n")

@@ -166,3 +166,20 @@ def test_the_audit_notices_a_broken_rule(monkeypatch, where, name, broken):
     with pytest.raises((ViolationError, OvercommittedError)):
         for seed in range(60):
             walk(seed)
+
+
+def test_who_knows_of_the_link_ends_sooner():
+    """Of two plans the one that copies is faster alone, and not beside a job that is bound by the link."""
+    either = (
+        Rung(persistent=2, temp=6, seconds=1.0, wait=0.1, into=1.0),
+        Rung(persistent=2, temp=7, seconds=1.1),
+    )
+    streams = (Rung(persistent=1, temp=1, seconds=1.0, wait=0.7, into=1.0),)
+    blind = tuple(structs.replace(r, wait=0.0, into=0.0) for r in either)
+    times = {}
+    for told in (either, blind):
+        it = on(100, job("either", ladder=either, told=told), job("streams", ladder=streams), gated=False)
+        times[told] = sum(o.ended for o in it.outcomes), {k: o.rungs for k, o in enumerate(it.outcomes)}
+    (known, rungs), (unknown, others) = times[either], times[blind]
+    assert rungs[0].get(1, 0) > 45 and others[0] == {0: 50}
+    assert unknown / known == pytest.approx(1.67, abs=0.05)
