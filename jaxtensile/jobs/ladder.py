@@ -421,7 +421,8 @@ def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung
             def mean(of_each: Iterable[Seconds]) -> Seconds:
                 return sum(s * n for s, n in zip(of_each, counts, strict=True)) / sum(counts)
 
-            copies = mean(p.copied / ladder.rate if p.copied else 0.0 for (p, _), ladder in zip(found, ladders, strict=True))
+            each = zip(found, ladders, strict=True)
+            copies = mean(p.copied / ladder.rate if p.copied else 0.0 for (p, _), ladder in each)
             rungs[stays + temp] = Rung(
                 persistent=stays,
                 temp=temp,
