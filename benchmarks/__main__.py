@@ -52,6 +52,7 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "concurrent-mixes": (["concurrent.mixes"], ["concurrent.mixes", "--quick"]),
     "concurrent-link": (["concurrent.link"], None),
     "concurrent-simulated": (["concurrent.simulated"], ["concurrent.simulated", "--quick"]),
+    "concurrent-tensile": (["concurrent.tensile"], None),
     "concurrent-real-mixes": (["concurrent.real_mixes"], None),
     "coordinator-local": (["coordinator.local"], ["coordinator.local", "--quick"]),
 }
