@@ -48,6 +48,12 @@ RUNS: Final[dict[str, tuple[list[str], list[str] | None]]] = {
     "concurrent-fleet": (["concurrent.fleet"], ["concurrent.fleet", "--quick"]),
     "concurrent-ray": (["concurrent.ray_faults"], None),
     "concurrent-groups": (["concurrent.groups"], ["concurrent.groups", "--quick"]),
+    "concurrent-ladders": (["concurrent.ladders"], None),
+    "concurrent-mixes": (["concurrent.mixes"], ["concurrent.mixes", "--quick"]),
+    "concurrent-link": (["concurrent.link"], None),
+    "concurrent-simulated": (["concurrent.simulated"], ["concurrent.simulated", "--quick"]),
+    "concurrent-tensile": (["concurrent.tensile"], None),
+    "concurrent-real-mixes": (["concurrent.real_mixes"], None),
     "coordinator-local": (["coordinator.local"], ["coordinator.local", "--quick"]),
 }
 """Module and arguments of each benchmark: all of it, and the quick subset (None: not in it)."""

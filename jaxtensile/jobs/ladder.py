@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import statistics
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
@@ -69,6 +69,10 @@ class Position:
     """Bytes to compile it for if nobody waits for it."""
     fitted: Fitted | None = None
     measured: list[Seconds] = field(default_factory=list[Seconds])
+    copied: Bytes = 0
+    """Bytes that a step copies to the host and back."""
+    wait: Seconds = 0.0
+    """Of the seconds, those in which it waits for them."""
 
     @property
     def level(self) -> Bytes:
@@ -109,6 +113,11 @@ class Ladder:
     @property
     def name(self) -> str:
         return self.request.name
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that copies are planned for, each way of the link."""
+        return self.request.way.bandwidth
 
     @property
     def persistent(self) -> Bytes:
@@ -336,6 +345,8 @@ class Ladder:
                 max(sketch.seconds, _LEAST),
                 sketch.aim,
                 stays + int(temp * (1 + more)),
+                copied=sketch.copied,
+                wait=sketch.wait,
             )
             if not places or place.level > places[-1].level:
                 places.append(place)
@@ -387,14 +398,16 @@ def place_of(found: Fitted) -> Position:
     """The needs of a compiled plan."""
     use, stays = found.report.compiled, persistent(found.report.compiled)
     level = use.device if found.pieces is None else max(found.pieces.device, use.device)
-    return Position(stays, level - stays, use.host, max(found.report.step, _LEAST), level, level, found)
+    copied, wait = found.report.offload_bytes, found.report.wait
+    step = max(found.report.step, _LEAST)
+    return Position(stays, level - stays, use.host, step, level, level, found, copied=copied, wait=wait)
 
 
 def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung, ...]:
     """The ladder of a job with several steps: on each rung, every step has a plan that fits.
 
     Persistent bytes are those of the step with most, as all steps are assumed to share one state. Seconds are the mean,
-    weighted by ``calls`` of each step.
+    weighted by ``calls`` of each step, and so are those of the link each way.
     """
     counts = [max(n, 1) for n in calls or [1] * len(ladders)]
     tables = [ladder.timed() for ladder in ladders]
@@ -404,8 +417,21 @@ def together(ladders: Sequence[Ladder], calls: Sequence[int] = ()) -> tuple[Rung
         chosen = [min((t for t in plans if t[0].temp <= temp), key=lambda t: t[1], default=None) for plans in tables]
         found = [t for t in chosen if t is not None]
         if len(found) == len(chosen):
-            mean = sum(s * n for (_, s), n in zip(found, counts, strict=True)) / sum(counts)
-            rungs[stays + temp] = Rung(persistent=stays, temp=temp, host=max(p.host for p, _ in found), seconds=mean)
+
+            def mean(of_each: Iterable[Seconds]) -> Seconds:
+                return sum(s * n for s, n in zip(of_each, counts, strict=True)) / sum(counts)
+
+            each = zip(found, ladders, strict=True)
+            copies = mean(p.copied / ladder.rate if p.copied else 0.0 for (p, _), ladder in each)
+            rungs[stays + temp] = Rung(
+                persistent=stays,
+                temp=temp,
+                host=max(p.host for p, _ in found),
+                seconds=mean(s for _, s in found),
+                wait=mean(min(p.wait, s) for p, s in found),
+                into=copies,
+                out=copies,
+            )
     return tuple(rungs[level] for level in sorted(rungs))
 
 

@@ -26,6 +26,10 @@ class Sketch:
     seconds: Seconds
     aim: Bytes
     """Bytes for which the model finds this plan again."""
+    copied: Bytes = 0
+    """Bytes that a step copies each way."""
+    wait: Seconds = 0.0
+    """Seconds of the step in which it waits for them."""
 
 
 @seldom()
@@ -61,7 +65,10 @@ def _sketches(request: Request, count: int, solver: Prepare | None) -> tuple[Ske
             variant, plan = candidates.readily(aim)
         use, seconds = plan.predicted, step_time(variant, plan).at()
         if not found or (use.device < found[-1].use.device and seconds > found[-1].seconds):
-            found.append(Sketch(use=use, seconds=seconds, aim=max(aim, use.device)))
+            wait = plan.wait + sum(loop.wait for loop in variant.loops)
+            found.append(
+                Sketch(use=use, seconds=seconds, aim=max(aim, use.device), copied=plan.offload_bytes, wait=wait)
+            )
         if plan.predicted.device > aim:
             break
     return tuple(reversed(found))

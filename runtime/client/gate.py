@@ -3,34 +3,26 @@
 XLA allocates a step's temporaries at launch and has one compute stream per device. With turns, the peak is Σ persistent
 + max temp instead of Σ (persistent + temp).
 
-Order: start-time fair queueing (Goyal, Vin, Cheng 1996). A turn's tag is max(virtual time, end of the member's last
-turn); the lowest runs. A turn of t seconds ends t ÷ share after its tag; share = ``weight`` × 8^class. A member that
-uses less than its share waits for at most the running turn, and no class starves.
+Order: ``runtime.decide.gate_order``, with share = ``weight`` × 8^class.
 
 Invariant: one turn at a time; a turn ends with its step, however the step ends (``runtime.holds``).
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from threading import Lock
 from time import perf_counter
-from typing import Final, NamedTuple
+from typing import Final
 
 from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.client.holds import LOOK, Cell, Held, Mark
+from jaxtensile.runtime.decide.gate_order import Order
 from jaxtensile.runtime.decide.turns import share
 from jaxtensile.units import Seconds
-
-KEPT: Final = 0.1
-"""Share of its last turn for which the next is kept for a member below its share that returns at once. Otherwise others
-get every second turn, however long turns take. A guess."""
-KEPT_MOST: Final = 2e-3
-"""Seconds that a turn is kept at most: the device is idle meanwhile. A guess."""
 
 HANDED_OVER: Final = 1e-3
 """Seconds for which the thread that ends a turn waits for the next to begin. The device is idle until then, and the
@@ -49,7 +41,7 @@ class Gate:
     def __init__(self, clock: Callable[[], Seconds] = perf_counter) -> None:
         self._clock = clock
         self._numbers = count()
-        self._state = Cell(_State())
+        self._state = Cell(Order[Mark, _Waiter]())
 
     def member(self, priority: int = 0, weight: float = 1.0) -> Turns:
         """The turns of one more job, one for each of its steps."""
@@ -68,16 +60,15 @@ class Gate:
     def _take(self, turns: Turns, mark: Mark) -> None:
         while True:
             state = self._state.get()
-            tag = turns.tag = max(state.now, turns.served)
-            owner = state.owner
-            if owner is None and (not state.waiting or state.kept is turns):
-                if self._state.replace(state, state._replace(owner=mark, now=tag, kept=None)):
+            tag = turns.tag = state.tag(turns.served)
+            if state.begins(turns):
+                if self._state.replace(state, state.begun(mark, tag)):
                     return
-            elif owner is not None and owner.mine:
+            elif state.owner is not None and state.owner.mine:
                 raise GateError("a step of a job was called inside a step of a job of the same device: call it after")
             else:
                 waiter = _Waiter((tag, -turns.priority, next(self._numbers)), mark, _locked(), _locked())
-                if self._state.replace(state, state._replace(waiting=_with(state.waiting, waiter))):
+                if self._state.replace(state, state.joined(waiter)):
                     break
         try:
             self._wait(waiter)
@@ -110,7 +101,7 @@ class Gate:
             if state.owner is waiter.mark:
                 if self._next(state) is not state:
                     return
-            elif self._state.replace(state, state._replace(waiting=tuple(w for w in state.waiting if w is not waiter))):
+            elif self._state.replace(state, state.without(waiter)):
                 return
 
     def _give(self, turns: Turns, mark: Mark) -> None:
@@ -120,26 +111,19 @@ class Gate:
             if state.owner is not mark:
                 return  # it has ended, or was taken for interrupted
             turns.served = turns.tag + took / turns.share
-            first = state.waiting[0] if state.waiting else None
-            if first is None or turns.served >= first.order[0]:
+            if state.passes_on(turns.served):
                 if self._next(state) is state:
                     continue
-                if first is not None:
-                    first.begun.acquire(timeout=HANDED_OVER)
+                if state.waiting:
+                    state.waiting[0].begun.acquire(timeout=HANDED_OVER)
                 return
-            # It has had less than its share, and will be back in a moment: the next turn is its own.
-            until = self._clock() + min(KEPT * took, KEPT_MOST)
-            if self._state.replace(state, state._replace(owner=None, kept=turns, kept_until=until)):
-                first.wake()
+            if self._state.replace(state, state.keeping(turns, took, self._clock())):
+                state.waiting[0].wake()
                 return
 
-    def _next(self, state: _State) -> _State:
+    def _next(self, state: Order[Mark, _Waiter]) -> Order[Mark, _Waiter]:
         """Begin the next turn; return the new state, or ``state`` itself if the gate has moved on."""
-        if not state.waiting:
-            new = state._replace(owner=None, kept=None)
-        else:
-            first, *others = state.waiting
-            new = state._replace(owner=first.mark, now=first.order[0], kept=None, waiting=tuple(others))
+        new = state.following()
         if not self._state.replace(state, new):
             return state
         if state.waiting:
@@ -167,23 +151,6 @@ class _Waiter:
         if self.lock.locked():
             with suppress(RuntimeError):  # another one was quicker
                 self.lock.release()
-
-
-def _with(waiting: tuple[_Waiter, ...], waiter: _Waiter) -> tuple[_Waiter, ...]:
-    found = [*waiting]
-    insort(found, waiter, key=lambda w: w.order)
-    return tuple(found)
-
-
-class _State(NamedTuple):
-    """``owner``: whose turn it is, None: nobody's; ``waiting``: in the order of their turns."""
-
-    owner: Mark | None = None
-    waiting: tuple[_Waiter, ...] = ()
-    now: float = 0.0
-    kept: Turns | None = None
-    """The member that the next turn is kept for, unasked, until ``kept_until``."""
-    kept_until: Seconds = 0.0
 
 
 class Turns:

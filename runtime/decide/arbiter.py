@@ -38,6 +38,7 @@ from jaxtensile.runtime.decide.leases import (
     after,
 )
 from jaxtensile.runtime.decide.ledger import Capacity, Ledger
+from jaxtensile.runtime.decide.links import copies, loads_of
 from jaxtensile.runtime.decide.policy import Claim, Option, Room, ahead, divide
 from jaxtensile.units import Seconds, format_bytes
 
@@ -78,6 +79,8 @@ class Arbiter:
         self.revoking: set[int] = set()
         self.above: set[int] = set()
         """Leases that speak and are above their floor: they can give up bytes, some after their minimum hold."""
+        self._copying: set[int] = set()
+        """Leases whose steps copy to host memory and back, on some rung."""
         self.told: dict[int, Lease] = {}
         """Leases with a rung decided since the coordinator last asked."""
         self.recheck: Seconds | None = None
@@ -98,6 +101,7 @@ class Arbiter:
     def enqueue(self, lease: Lease) -> None:
         """A job asks to be admitted."""
         self.leases[lease.id] = self.told[lease.id] = lease
+        self._know_copies(lease)
         if self.queue and self.queue[-1].priority < lease.priority:
             insort(self.queue, lease, key=lambda a: (-a.priority, a.id))
         else:
@@ -111,6 +115,7 @@ class Arbiter:
                 if not ledger.accounts[name].charges:
                     ledger.accounts[name].agree(name in lease.gated)
         self.leases[lease.id] = lease
+        self._know_copies(lease)
         self.ledger.measured(lease.id, lease.resources, charges)
         self.changed(lease)
 
@@ -135,6 +140,7 @@ class Arbiter:
             self.hungry.discard(lease.id)
             self.revoking.discard(lease.id)
             self.above.discard(lease.id)
+            self._copying.discard(lease.id)
             self.told.pop(lease.id, None)
             self._ways.pop(lease.id, None)
             self._settled.pop(lease.id, None)
@@ -159,9 +165,14 @@ class Arbiter:
                 return f"{format_bytes(max(c.level for c in charges))} are needed, and not so many {what}"
         lease.ladder, lease.needs, lease.low, lease.high = asked.ladder, asked.needs, asked.low, asked.high
         lease.slowdowns, lease.best, lease.touched, lease.rung = asked.slowdowns, asked.best, asked.touched, rung
+        self._know_copies(lease)
         self.ledger.charge(lease.id, lease.resources, lease.needs[rung])
         self.changed(lease)
         return ""
+
+    def _know_copies(self, lease: Lease) -> None:
+        copy = copies(lease.ladder[lease.low : lease.high + 1])
+        self._copying.add(lease.id) if copy else self._copying.discard(lease.id)
 
     def covered(self, lease: Lease) -> int:
         """The highest rung within the charge."""
@@ -305,13 +316,13 @@ class Arbiter:
         ]
         ids = {a.id for a in able}
         rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
-        claims = [_claim(a, (*self._lower(a), self._way(a).stay)) for a in able]
+        claims = [self._claim(a, (*self._lower(a), self._way(a).stay)) for a in able]
         divides = tries > 0 and _least_fit((), rooms)
         shares = divide(claims, rooms, self.settings.policy) if divides else None
         closed = divides and waits and shares is None and not _least_fit(claims, rooms)
         if closed:
             rooms = self._rooms(able, going, extra, accounts, self.floors)
-            claims = [_claim(a, (*self._lower(a, closed), self._way(a).stay)) for a in able]
+            claims = [self._claim(a, (*self._lower(a, closed), self._way(a).stay)) for a in able]
             shares = divide(claims, rooms, self.settings.policy)
         if shares is None:
             if waits and not _least_fit(claims, rooms):
@@ -443,8 +454,9 @@ class Arbiter:
             if (options := [o for o in ways[a.id].higher if self.ledger.fits(a.id, a.resources, o.needs)])
         }
         if able:
-            growing = [a for a in held if a.id in able]
-            claims = [_claim(a, (ways[a.id].stay, *able[a.id])) for a in growing]
+            # What those cost who grow by their copies, others bear that stay.
+            growing = [a for a in held if a.id in able or self._copying]
+            claims = [self._claim(a, (ways[a.id].stay, *able.get(a.id, ()))) for a in growing]
             shares = divide(claims, self._rooms(growing, {}, {}), self.settings.policy)
             if shares is None:
                 return False
@@ -470,8 +482,8 @@ class Arbiter:
     def _all_get(self, hungry: Sequence[Lease], now: Seconds) -> bool | None:
         """Give each job its lowest fastest rung, if all fit: no division does better. True if any got more, None if
         they do not fit."""
-        if self.settings.policy == "fair":
-            return None  # which is about bytes
+        if self.settings.policy == "fair" or self._copying:
+            return None  # which is about bytes; or what is fastest alone may not be beside others
         growing: list[tuple[Lease, int, tuple[Charge, ...]]] = []
         enough = 1 - self.settings.min_gain
         for lease in hungry:
@@ -506,7 +518,7 @@ class Arbiter:
             for a in held
             if a.id in self.above and self._has_held(a, now, top) and (options := self._lower(a))
         }:
-            claims = [_claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in held]
+            claims = [self._claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in held]
             stay = {c.id: [o.rung for o in c.options].index(grown[c.id].rung) for c in claims}
             rooms = rooms or self._rooms(held, {}, {})
             shares = divide(claims, rooms, self.settings.policy, stay, self.settings.min_gain)
@@ -529,10 +541,32 @@ class Arbiter:
                 tuple(
                     _option(lease, r, self.ledger.wider(lease.resources, now, lease.needs[r]))
                     for r in range(lease.rung + 1, lease.high + 1)
-                    if lease.slowdowns[r] <= least
+                    if lease.slowdowns[r] <= least or self._copies_less(lease, r)
                 ),
             )
         return known
+
+    def _copies_less(self, lease: Lease, rung: int) -> bool:
+        """Whether a rung leaves more of a link to others, where steps run at once."""
+        if lease.id not in self._copying or all(self.ledger.accounts[d].gated for d in lease.resources[:-1]):
+            return False
+        old, new = lease.ladder[lease.rung], lease.ladder[rung]
+        return new.into < old.into or new.out < old.out
+
+    def _claim(self, lease: Lease, options: tuple[Option, ...]) -> Claim:
+        beside: tuple[str, ...] = ()
+        if self._copying:  # where jobs take turns, each copies alone
+            beside = tuple([name for name in lease.resources[:-1] if not self.ledger.accounts[name].gated])
+        return Claim(
+            id=lease.id,
+            priority=lease.priority,
+            weight=lease.weight,
+            arrived=lease.id,
+            resources=lease.resources,
+            options=options,
+            floor=lease.ladder[lease.low].level,
+            beside=beside,
+        )
 
     def _lower(self, lease: Lease, closed: bool = False) -> tuple[Option, ...]:
         """The lower rungs with a way: a charge covering both ends fits. A lower rung may need more host or gated bytes.
@@ -562,16 +596,4 @@ def _least_fit(claims: Sequence[Claim], rooms: Mapping[str, Room]) -> bool:
 
 
 def _option(lease: Lease, rung: int, needs: tuple[Charge, ...]) -> Option:
-    return Option(rung, needs, lease.slowdowns[rung], lease.ladder[rung].level)
-
-
-def _claim(lease: Lease, options: tuple[Option, ...]) -> Claim:
-    return Claim(
-        id=lease.id,
-        priority=lease.priority,
-        weight=lease.weight,
-        arrived=lease.id,
-        resources=lease.resources,
-        options=options,
-        floor=lease.ladder[lease.low].level,
-    )
+    return Option(rung, needs, lease.slowdowns[rung], lease.ladder[rung].level, loads_of(lease.ladder[rung]))

@@ -7,6 +7,10 @@ Floors first, then class by class, then the surplus inside a class by an objecti
     priority   the heaviest first, then the first come: each the fastest rung that leaves the others their floors
     fcfs       the first come first, likewise
 
+Where steps run at once and some copy, ``slowdown`` counts what the copies of all cost all (``decide.links``): a sum
+of slowdowns is that of steps beside each other. Such a sum is no sum over jobs, so prices of the busiest kind of
+seconds are added to the options; the division that is best beside each other of some prices is taken.
+
 Invariant: the division fits, and every job has at least its first option. Lower classes get more than that only after
 higher ones. Nothing here knows leases, time or messages.
 """
@@ -24,6 +28,7 @@ from msgspec import Struct
 
 from jaxtensile.runtime.decide.knapsack_kinds import Class, Groups, Kinds, Sizes, cheapest_of, class_of, used
 from jaxtensile.runtime.decide.leases import Charge
+from jaxtensile.runtime.decide.links import ALONE, Loads, added, stretch
 from jaxtensile.units import Bytes
 
 Objective = Literal["slowdown", "fair", "priority", "fcfs"]
@@ -40,6 +45,11 @@ WITHIN: Final = 5e-4
 KEPT: Final = 1 << 11
 """Claims with cached classes, as a coordinator's claims mostly repeat: twice the 1,000 jobs of
 ``benchmarks/coordinator``. Bounds memory."""
+PRICES: Final = (0.5, 1.0, 2.0)
+"""Prices of a kind of seconds that are tried, as factors of what it costs the jobs at the division before. A guess: for
+three jobs of four rungs they find the best of all divisions (``tests/runtime/decide/test_links.py``)."""
+PRICED: Final = 3
+"""Rounds of prices at most: each takes as many knapsacks as there are prices. A guess."""
 CLOSE: Final = 1e-9
 """Relative difference below which sums of slowdowns are equal: above the rounding of sums over jobs."""
 
@@ -54,6 +64,8 @@ class Option(Struct, frozen=True, eq=False, gc=False):
     """Seconds per step ÷ those of the fastest rung of all."""
     level: Bytes
     """Bytes on each device."""
+    loads: Loads = ALONE
+    """Of a step on each of the devices."""
 
 
 class Claim(Struct, frozen=True, kw_only=True, gc=False):
@@ -67,6 +79,8 @@ class Claim(Struct, frozen=True, kw_only=True, gc=False):
     options: tuple[Option, ...]
     floor: Bytes
     """Bytes above which a level is surplus."""
+    beside: tuple[str, ...] = ()
+    """The devices on which its steps run beside those of others; empty where nobody there copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +189,7 @@ def ahead(claims: Sequence[Claim], new: Shares, old: Shares, objective: Objectiv
         if all(new[c.id] == old[c.id] for c in group):
             continue
         if objective == "slowdown":
-            now, then = _total(group, new), _total(group, old)
+            now, then = _total(group, new, claims), _total(group, old, claims)
             if abs(now - then) <= CLOSE * then:
                 continue
             return now < then * (1 - by)
@@ -195,8 +209,21 @@ def _slowdown(claim: Claim, shares: Shares) -> float:
     return claim.options[shares[claim.id]].slowdown
 
 
-def _total(group: Sequence[Claim], shares: Shares) -> float:
-    return sum(c.weight * _slowdown(c, shares) for c in group)
+def _total(group: Sequence[Claim], shares: Shares, claims: Sequence[Claim]) -> float:
+    """The sum of slowdowns of a class, beside all claims."""
+    if not any(c.beside for c in claims):
+        return sum(c.weight * _slowdown(c, shares) for c in group)
+    longer = {name: stretch(loads) for name, loads in _loaded(claims, shares).items()}
+    return sum(c.weight * _slowdown(c, shares) * max([longer[d] for d in c.beside], default=1.0) for c in group)
+
+
+def _loaded(claims: Sequence[Claim], shares: Shares) -> dict[str, Loads]:
+    """What is asked of each device on which steps run at once."""
+    loads: dict[str, list[Loads]] = {}
+    for c in claims:
+        for name in c.beside:
+            loads.setdefault(name, []).append(c.options[shares[c.id]].loads)
+    return {name: added(of_all) for name, of_all in loads.items()}
 
 
 def _surplus(claim: Claim, option: int) -> float:
@@ -341,6 +368,8 @@ def _least_slowdown(
     gain: float,
     best: Shares | None,
 ) -> bool:
+    if any(c.beside for c in group):
+        return _least_beside(group, problem, shares, left, stay, gain, best)
     classes: list[Class] = []
     for c in group:
         made, allowed = problem.classes[c.id], problem.options[c.id]
@@ -350,11 +379,11 @@ def _least_slowdown(
     room, below, after = _without(problem, group, shares, left), inf, left
     if best is not None:
         stays = stay is not None and all(stay[c.id] == best[c.id] for c in group)
-        below = _total(group, best) * (1 - gain if stays else 1 + CLOSE)
+        below = _total(group, best, problem.claims) * (1 - gain if stays else 1 + CLOSE)
     elif stay is not None and all(stay[c.id] in problem.options[c.id] for c in group):
         after = _without(problem, group, stay, room, -1)
         if min(after, default=0) >= 0:
-            below = _total(group, stay) * (1 - gain)
+            below = _total(group, stay, problem.claims) * (1 - gain)
     choice = cheapest_of(classes, room, EXACT, WITHIN, below)
     if choice is None:
         assert below < inf, "the first options fit"
@@ -367,6 +396,75 @@ def _least_slowdown(
         shares[c.id] = problem.options[c.id][pick]
     left[:] = _without(problem, group, shares, room, -1)
     return True
+
+
+def _least_beside(
+    group: Sequence[Claim],
+    problem: _Problem,
+    shares: Shares,
+    left: list[Bytes],
+    stay: Shares | None,
+    gain: float,
+    best: Shares | None,
+) -> bool:
+    """As ``_least_slowdown``, where steps run at once and some copy."""
+    room = _without(problem, group, shares, left)
+
+    def total(picked: Shares) -> float:
+        return _total(group, {**shares, **picked}, problem.claims)
+
+    def priced(prices: Mapping[str, Loads]) -> Shares:
+        """The division with the least sum of slowdowns and of what its seconds cost at those prices."""
+        classes: list[Class] = []
+        for c in group:
+            made, allowed = problem.classes[c.id], problem.options[c.id]
+            costs = [
+                made.costs[n]
+                + sum(sum(map(float.__mul__, c.options[n].loads, prices[d])) for d in c.beside if d in prices)
+                for n in allowed
+            ]
+            classes.append(class_of(made.kinds, [made.sizes[n] for n in allowed], costs))
+        choice = cheapest_of(classes, room, EXACT, WITHIN, inf)
+        assert choice is not None, "the first options fit"
+        return {c.id: problem.options[c.id][pick] for c, pick in zip(group, choice.picks, strict=True)}
+
+    found = [priced({})]
+    if stay is not None and all(stay[c.id] in problem.options[c.id] for c in group):
+        kept = {c.id: stay[c.id] for c in group}
+        if min(_without(problem, group, kept, room, -1), default=0) >= 0:
+            found.append(kept)
+    leader = min(found, key=total)
+    for _ in range(PRICED):
+        busiest = {
+            name: loads for name, loads in _loaded(problem.claims, {**shares, **leader}).items() if stretch(loads) > 1
+        }
+        cost = {
+            name: sum(c.weight * _slowdown(c, {**shares, **leader}) for c in group if name in c.beside) / stretch(loads)
+            for name, loads in busiest.items()
+        }
+        # Once where the busiest kind is priced alone, and once where all are by how busy they are.
+        tried = [
+            priced({name: _price(loads, cost[name] * factor, even) for name, loads in busiest.items()})
+            for factor in PRICES
+            for even in (False, True)
+        ]
+        better = min([leader, *tried], key=total)
+        if total(better) >= total(leader) * (1 - CLOSE):
+            break
+        leader = better
+    if len(found) > 1 and total(leader) > total(found[1]) * (1 - gain):
+        leader = found[1]
+    if best is not None and total(leader) >= total({c.id: best[c.id] for c in group}):
+        return False
+    shares.update(leader)
+    left[:] = _without(problem, group, shares, room, -1)
+    return True
+
+
+def _price(loads: Loads, cost: float, even: bool) -> Loads:
+    """The price of each kind of seconds of a device that is loaded so."""
+    most = max(loads)
+    return Loads(*[cost * (load / most if even else float(load == most)) for load in loads])
 
 
 def _max_min(group: Sequence[Claim], problem: _Problem, shares: Shares, left: list[Bytes]) -> None:

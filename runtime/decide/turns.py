@@ -19,6 +19,7 @@ when its job says so, or with its process: silence, the end of a connection and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from math import inf
 from typing import Final
 
@@ -34,13 +35,20 @@ CLASSES: Final = 8
 SHORTEST: Final[Seconds] = 0.02
 """Seconds before a turn ends for others of its class: handing over takes messages of some 0.3 ms
 (``benchmarks/coordinator/daemon``)."""
+KEPT: Final = 1 << 10
+"""Shares that are remembered. Only bounds memory."""
 COST: Final = 0.05
 """Share of a turn that handing it over may take. A guess, as ``Settings.min_gain``."""
 
 
+@lru_cache(KEPT)
 def share(priority: int, weight: float) -> float:
     """A job's share of the turns beside others."""
     return weight * CLASS ** max(-CLASSES, min(priority, CLASSES))
+
+
+_Running = Mapping[str, list[Lease]]
+"""Those whose turn it is on each device, with temporaries there, in the order in which it came."""
 
 
 class Turns:
@@ -120,20 +128,22 @@ class Turns:
         if not self._asking and not any(len(account.turns) > 1 for account in accounts.values()):
             return
         alone = {name for lease in wanting() for name in lease.touched}
-        self._go_on(now)
+        running = {name: self._with(account) for name, account in accounts.items()}
+        self._go_on(running, now)
         behind: set[str] = set()
-        for lease in sorted(self._asking.values(), key=lambda a: (self._ahead(a), -a.priority, a.id)):
+        for *_, lease in sorted([(self._ahead(a), -a.priority, a.id, a) for a in self._asking.values()]):
             places = [name for name in lease.gated if self._temp(lease, name)]
-            if behind.isdisjoint(places) and self._fits(lease, places, alone):
+            if behind.isdisjoint(places) and self._fits(lease, places, running, alone):
                 turn = lease.asks
                 self.call_off(lease)
                 self._put(lease, turn, now)
                 for name in places:
                     self._now[name] = max(self._now[name], lease.tags[name])
+                    running[name].append(lease)
                 self.begun.append(lease)
             else:
                 behind.update(places)
-                self._end_for(lease, places, now)
+                self._end_for(lease, places, running, now)
         for name, account in accounts.items():
             if len(account.turns) > 1 and (name in alone or account.used > account.limit):
                 first = next(iter(self._with(account)), None)
@@ -142,7 +152,7 @@ class Turns:
                         self._end(lease)
         self.due = False
 
-    def _go_on(self, now: Seconds) -> None:
+    def _go_on(self, running: _Running, now: Seconds) -> None:
         """Move each virtual time to the first of those who wait or run. On a device that others leave idle, as they
         wait for another one, it would stand still, and who was ahead there would wait for ever."""
         first: dict[str, float] = {}
@@ -150,35 +160,36 @@ class Turns:
             for name in lease.gated:
                 first[name] = min(first.get(name, inf), lease.tags[name])
         for name, tag in first.items():
-            running = [self._position(a, name, now) for a in self._with(self._ledger.accounts[name])]
-            self._now[name] = max(self._now[name], min([tag, *running]))
+            places = [self._position(a, name, now) for a in running[name]]
+            self._now[name] = max(self._now[name], min([tag, *places]))
 
     def _ahead(self, lease: Lease) -> float:
-        return max((lease.tags[name] - self._now[name] for name in lease.gated), default=0.0)
+        return max([lease.tags[name] - self._now[name] for name in lease.gated], default=0.0)
 
     def _temp(self, lease: Lease, name: str) -> bool:
         charge = self._ledger.accounts[name].charges.get(lease.id)
         return charge is not None and charge.temp > 0
 
-    def _fits(self, lease: Lease, places: Iterable[str], alone: set[str]) -> bool:
+    def _fits(self, lease: Lease, places: Iterable[str], running: _Running, alone: set[str]) -> bool:
         if lease.state not in (HELD, REVOKING, OVERDUE):
             return False
         for name in places:
-            account = self._ledger.accounts[name]
-            if not account.turn_fits(lease.id) or (name in alone and self._with(account)):
+            if not self._ledger.accounts[name].turn_fits(lease.id) or (name in alone and running[name]):
                 return False
         return True
 
-    def _end_for(self, waiter: Lease, places: Iterable[str], now: Seconds) -> None:
+    def _end_for(self, waiter: Lease, places: Iterable[str], running: _Running, now: Seconds) -> None:
         for name in places:
-            for lease in self._with(self._ledger.accounts[name]):
+            for lease in running[name]:
+                if lease.ending or lease.turn <= 0:
+                    continue
                 # So long that handing over is cheap, and that the waiter is the one who has had less than its share.
                 least = max(SHORTEST, lease.hands_over / COST)
                 behind = (waiter.tags[name] - lease.tags.get(name, 0.0)) * share(lease.priority, lease.weight)
                 enough = lease.turned + max(least, behind)
                 if waiter.priority > lease.priority or now >= enough:
                     self._end(lease)
-                elif not lease.ending and lease.turn > 0:
+                else:
                     self.wake = enough if self.wake is None else min(self.wake, enough)
 
     def _end(self, lease: Lease) -> None:

@@ -27,8 +27,8 @@ from msgspec import Meta, Struct
 
 from jaxtensile.units import Seconds
 
-VERSION: Final = 4
-"""Protocol version; both sides need the same. Raised with every change of a message (4: turns)."""
+VERSION: Final = 5
+"""Protocol version; both sides need the same. Raised with every change of a message (5: seconds of the link)."""
 
 MOST_BYTES: Final = 1 << 60
 """Bytes, the most in a message: 1 EiB, above every device and host; also the ``want`` of a job without a limit."""
@@ -48,6 +48,7 @@ Size = Annotated[int, Meta(ge=0, le=MOST_BYTES)]
 Count = Annotated[int, Meta(ge=0, le=MOST_COUNT)]
 Turn = Annotated[int, Meta(ge=-1, le=MOST_COUNT)]
 Time = Annotated[float, Meta(gt=0, le=1e9)]
+Span = Annotated[float, Meta(ge=0, le=1e9)]
 Name = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME, pattern=r"^[^\x00-\x1f\x7f-\x9f]+\Z")]
 """Without control characters, since it goes into logs and terminals."""
 Sizes = Annotated[tuple[Size, ...], Meta(max_length=MOST_DEVICES + 1)]
@@ -63,12 +64,16 @@ class Token(Struct, frozen=True, array_like=True, order=True, forbid_unknown_fie
 
 class Rung(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One plan. Bytes on each device: ``persistent``, and ``temp`` more in a step. ``host``: pinned bytes of the whole
-    job. ``seconds``: per step."""
+    job. ``seconds``: per step, alone on its devices; in ``wait`` of these they compute nothing, as copies are on their
+    way. ``into``, ``out``: seconds that a step's copies take of each way of the link."""
 
     persistent: Size
     temp: Size = 0
     host: Size = 0
     seconds: Time
+    wait: Span = 0.0
+    into: Span = 0.0
+    out: Span = 0.0
 
     @property
     def level(self) -> int:
@@ -184,7 +189,7 @@ class Done(_Message, frozen=True, kw_only=True, tag="DONE"):
 
     lease: Count
     turn: Count
-    cost: Annotated[float, Meta(ge=0, le=1e9)] = 0.0
+    cost: Span = 0.0
     in_use: Sizes = ()
 
 

@@ -24,7 +24,7 @@ FLOORS = [
     ["passes.order", "passes.pack", "passes.groups", "runtime.config", "runtime.coordinate"],
     ["program", "settings", "passes.recompute", "passes.verify", "runtime.daemon"],
     ["rewrites.rows", "passes.offload", "runtime.client", "runtime.cluster"],
-    ["passes.seconds", "passes.solvers"],
+    ["passes.seconds", "passes.solvers", "runtime.simulate"],
     ["xla"],
     ["rewrites", "groups"],
     ["search"],

@@ -14,6 +14,9 @@ from jaxtensile.passes.solvers import greedy
 from jaxtensile.planner import pipeline
 from jaxtensile.planner.plan_cache import PlanCache
 from jaxtensile.spmd.location import location
+from programs import chain_args
+from programs import step as chain_step
+from requests_of import opened
 
 pytestmark = pytest.mark.xdist_group("ladder")  # one process: what all of them need is made once
 
@@ -196,3 +199,16 @@ def test_slow_plans_are_left_out_where_that_is_wanted():
     fast = sketched(request_of(), most=1.05).places()
     assert 1 <= len(fast) < len(whole)
     assert max(p.seconds for p in fast) <= 1.05 * min(p.seconds for p in whole)
+
+
+def test_a_rung_says_what_its_copies_take_of_the_link():
+    args = chain_args(layers=8, width=512, rows=1 << 14)
+    request, _ = opened(chain_step, *args, device="nvidia-v100-16gb", host_budget=1 << 40)
+    ladder = sketched(request)
+    rungs = together([ladder])
+    copied = [p.copied for p in ladder.places()]
+    assert any(copied) and not copied[-1]
+    assert (
+        [r.into for r in rungs] == [r.out for r in rungs] == pytest.approx([n / request.way.bandwidth for n in copied])
+    )
+    assert all(r.wait <= r.seconds and (r.host > 0) == (r.into > 0) for r in rungs)
