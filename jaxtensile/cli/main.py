@@ -249,8 +249,8 @@ def _plan(options: argparse.Namespace) -> int:
     workload = load_workload(options.workload)
 
     from jaxtensile.api.jit import jit
-    from jaxtensile.cli.estimate import telling
     from jaxtensile.settings.identity import tell
+    from jaxtensile.tuning.making import telling
 
     with telling(workload):
         names = ("budget", "target", "solver", "objective", "host_budget", "chunk", "offload_state", "undo")
