@@ -1,4 +1,4 @@
-"""The command line: ``jaxtensile estimate | plan | exec | calibrate | config | doctor | serve | status | top | run``.
+"""The command line: ``jaxtensile COMMAND``, a command to each function here.
 
 Exit codes: 0 done, 1 does not fit or a job failed, 3 needs more than the baseline, 2 anything else. JAX is imported
 only by commands that need it.
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtensile.cli.interrupts import Interrupts
+from jaxtensile.cli.tuning import batches, varied
 from jaxtensile.devices.profiles import WEIGHTS
 from jaxtensile.errors import BudgetError, JaxtensileError
 
@@ -28,6 +29,12 @@ DONE, DOES_NOT_FIT, WRONG_USE, GREW = 0, 1, 2, 3
 STANDARD_OUTPUT = Path("-")
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as in a shell: 128 plus SIGINT's number."""
+_PLANS = (
+    ("chunk", "work on many rows may be done in parts"),
+    ("offload-state", "donated arguments that only the update needs wait in host memory"),
+    ("undo", "the program's own checkpoints may be undone"),
+)
+"""Switches of plans, and what each says."""
 _CONFIG = "the config; default: $JAXTENSILE_CONFIG, or the jaxtensile.toml found upward from here"
 
 
@@ -100,16 +107,36 @@ def _parser() -> argparse.ArgumentParser:
         help="what to spare first; default: the config's, or time: the shortest step",
     )
     plan.add_argument("--host-budget", metavar="B", help="bytes of host memory where values may wait")
-    for name, what in (
-        ("chunk", "work on many rows may be done in parts"),
-        ("offload-state", "donated arguments that only the update needs wait in host memory"),
-        ("undo", "the program's own checkpoints may be undone"),
-    ):
+    for name, what in _PLANS:
         plan.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{what}; default: the config's")
     plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON")
     plan.add_argument("--html", metavar="F", type=Path, help="also write it to F as a page with a memory chart")
     plan.add_argument("--perfetto", metavar="F", type=Path, help="also write a timeline to F, for ui.perfetto.dev")
     plan.set_defaults(command=_plan)
+
+    tune = commands.add_parser("tune", help="which batch, with or without a plan, makes the most samples a second")
+    tune.add_argument("workload", metavar="FILE:FUNCTION", help="a function of batch= that returns a Workload")
+    tune.add_argument("--target", metavar="T", help="for this device (see doctor); default: this machine's")
+    tune.add_argument(
+        "--budget", metavar="B", help="bytes of a step, 12GiB, 80%%; default: the config's, or the device"
+    )
+    tune.add_argument("--host-budget", metavar="B", help="bytes of host memory where values may wait")
+    tune.add_argument("--batches", metavar="N,N", type=batches, help="these sizes; default: they are looked for")
+    tune.add_argument(
+        "--vary",
+        metavar="NAME=V,V",
+        type=varied,
+        action="append",
+        default=[],
+        help="values of another parameter of FUNCTION, such as microbatch=1,2,4; may be given several times",
+    )
+    tune.add_argument("--objective", choices=tuple(WEIGHTS), help="what plans spare first; default: time")
+    for name, what in _PLANS:
+        tune.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{what}; default: the config's")
+    tune.add_argument("--race", action="store_true", help="run the best two, on a device that is here")
+    tune.add_argument("--json", metavar="F", type=Path, help="also write the points to F as JSON; -: only those")
+    tune.add_argument("--html", metavar="F", type=Path, help="also write them to F as a page with a picture")
+    tune.set_defaults(command=_tune)
 
     execute = commands.add_parser(
         "exec",
@@ -142,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(command=_config)
     doctor = commands.add_parser("doctor", help="versions, extras and targets, the config, and what is missing")
     doctor.set_defaults(command=_doctor)
-    for reads_it in (estimate, plan, execute, config, doctor):
+    for reads_it in (estimate, plan, tune, execute, config, doctor):
         reads_it.add_argument("--config", metavar="F", help=_CONFIG)
     return parser
 
@@ -266,6 +293,21 @@ def _plan(options: argparse.Namespace) -> int:
         elif path is not None:
             write(path)
     return DONE
+
+
+def _tune(options: argparse.Namespace) -> int:
+    from jaxtensile.cli.loading import load_maker
+    from jaxtensile.cli.tuning import checked, tune
+    from jaxtensile.devices.profiles import profile
+
+    checked(options)
+    for path in (options.json, options.html):
+        if (problem := _unwritable(path)) is not None:
+            return _complain(problem)
+    if options.target is not None:
+        profile(options.target)
+    config = _config_of(options)
+    return DONE if tune(options, load_maker(options.workload), config) else DOES_NOT_FIT
 
 
 def _exec(options: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ FLOORS = [
     ["estimation", "jobs"],
     ["api"],
     ["tuning"],
-    ["cli.startup"],
+    ["cli.startup", "cli.terminal"],
     ["cli"],
 ]
 """From the ground up. ``top``: the files of the package itself."""
