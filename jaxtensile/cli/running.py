@@ -16,13 +16,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from jaxtensile.cli.adopted import PATIENCE, Adopted
+from jaxtensile.cli.executing import environment
 from jaxtensile.cli.serving import configured, place_of, reported
 from jaxtensile.cli.watching import duration, table
 from jaxtensile.cli.xla_memory import variables
@@ -32,6 +33,8 @@ from jaxtensile.runtime.config.config import Config, JobConfig
 from jaxtensile.runtime.daemon.endpoint import JOB_VARIABLE, VARIABLE
 from jaxtensile.runtime.daemon.inquiry import Inquirer
 from jaxtensile.runtime.protocol.messages import Snapshot
+from jaxtensile.settings.wanted import VARIABLE as EXEC_VARIABLE
+from jaxtensile.settings.wanted import wanted
 from jaxtensile.units import KIB, Bytes, Seconds, format_bytes, format_seconds
 
 _LOOK_EVERY: Final = 0.2
@@ -170,6 +173,9 @@ def _environment(name: str, job: JobConfig, config: Config, file: Path | None, s
     seen |= {VARIABLE: str(socket), JOB_VARIABLE: name}
     if file is not None:
         seen[configs.VARIABLE] = str(file.absolute())
+    if job.automatic:
+        asked = replace(wanted({}, file), budget=None, job=name)
+        seen |= {**environment(seen), EXEC_VARIABLE: asked.to_text()}
     seen.setdefault("PYTHONUNBUFFERED", "1")  # so that its lines are told when it says them
     # "python" is the one that has jaxtensile, whether its environment is activated or not.
     seen["PATH"] = os.pathsep.join(filter(None, (os.path.dirname(sys.executable), seen.get("PATH"))))
