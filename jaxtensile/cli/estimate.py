@@ -6,6 +6,7 @@ Invariant: one trace per batch size, for any number of targets.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -16,8 +17,10 @@ from jaxtensile.errors import JaxtensileError
 from jaxtensile.estimation.estimate import Estimate
 from jaxtensile.runtime.config.config import Config
 from jaxtensile.settings.options import config_of
+from jaxtensile.tuning.explained import by_function, by_text
 from jaxtensile.tuning.largest import Plans, Sizes, Tell, estimates
 from jaxtensile.tuning.making import Maker
+from jaxtensile.tuning.saved_error import LARGEST, SavedError, read
 from jaxtensile.units import Bytes, format_bytes
 
 _GROWN = 8
@@ -193,3 +196,21 @@ def _grown(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[t
     old, new = sums(before), sums(after)
     rows = [(what, old.get(key, (0, ""))[0], nbytes) for key, (nbytes, what) in new.items()]
     return tuple(sorted((r for r in rows if r[2] > r[1]), key=lambda r: r[1] - r[2]))
+
+
+def explain(text: Path, maker: Maker | None, target: str | None, *, tell: Tell, config: Config | None) -> list[str]:
+    """The lines about the out-of-memory error saved in ``text`` (``-``: standard input), and about a function if there
+    is one. Raises ``SavedError``."""
+    try:
+        if text == Path("-"):
+            said = sys.stdin.read(LARGEST)
+        else:
+            with text.open(errors="replace") as file:
+                said = file.read(LARGEST)
+    except OSError as error:
+        why = f"cannot read {text}: {error.strerror}"
+        raise SavedError(f"{why}; save there what the program wrote to standard error") from None
+    saved = read(said)
+    if maker is None:
+        return by_text(saved)
+    return by_function(saved, maker, target, tell=tell, config=config)

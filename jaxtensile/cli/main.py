@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtensile.cli.interrupts import Interrupts
+from jaxtensile.cli.terminal.progress import Progress
 from jaxtensile.cli.tuning import batches, varied
 from jaxtensile.devices.profiles import WEIGHTS
 from jaxtensile.errors import BudgetError, JaxtensileError
 
 if TYPE_CHECKING:
     from jaxtensile.runtime.config.config import Config
+    from jaxtensile.tuning.making import Maker
 
 DONE, DOES_NOT_FIT, WRONG_USE, GREW = 0, 1, 2, 3
 """Exit codes. 2 is argparse's own for a wrong use."""
@@ -81,7 +83,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     estimate = commands.add_parser("estimate", help="how many bytes a program needs, before it runs")
-    estimate.add_argument("workload", metavar="FILE:FUNCTION", help="a function that returns a jaxtensile.Workload")
+    estimate.add_argument(
+        "workload", metavar="FILE:FUNCTION", nargs="?", help="a function that returns a jaxtensile.Workload"
+    )
+    estimate.add_argument(
+        "--explain",
+        metavar="F",
+        type=Path,
+        help="what helps against the out-of-memory error saved in F; -: read it",
+    )
     estimate.add_argument(
         "--target", metavar="T", action="append", default=[], help="a device (see doctor); may be given several times"
     )
@@ -217,8 +227,12 @@ def _estimate(options: argparse.Namespace) -> int:
         return _complain(problem)
     for target in options.target:
         profile(target)  # an unknown name is told before the work, not after
+    if options.workload is None and options.explain is None:
+        return _complain("estimate needs FILE:FUNCTION, such as train.py:step, or --explain with the text of an error")
     config = _config_of(options)
-    maker = load_maker(options.workload)
+    maker = load_maker(options.workload) if options.workload is not None else None
+    if options.explain is not None or maker is None:
+        return _explain(options, maker, config)
 
     from jaxtensile.cli.estimate import compare, read_baseline, tabulate
     from jaxtensile.settings.identity import tell as tell_names
@@ -248,6 +262,23 @@ def _estimate(options: argparse.Namespace) -> int:
     elif options.json is not None:
         options.json.write_text(text + "\n")
     return GREW if too_much else DONE if table.fits else DOES_NOT_FIT
+
+
+def _explain(options: argparse.Namespace, maker: Maker | None, config: Config) -> int:
+    from jaxtensile.cli.estimate import explain
+
+    if len(options.target) > 1 or options.baseline is not None or options.exact:
+        return _complain("--explain predicts for one device: leave --baseline, --exact and a second --target out")
+    with Progress() as progress:
+        target = options.target[0] if options.target else None
+        lines = explain(options.explain, maker, target, tell=progress.tell, config=config)
+    if options.json == STANDARD_OUTPUT:
+        print(json.dumps({"lines": lines}, indent=1))
+    else:
+        print(*lines, sep="\n")
+        if options.json is not None:
+            options.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n")
+    return DONE
 
 
 def _same(one: Path, other: Path | None) -> bool:
