@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -46,7 +46,15 @@ class Table:
         return all(e.fits() for e in self.estimates.values())
 
     def __str__(self) -> str:
-        return "\n\n".join((_as_rows(self), str(next(iter(self.estimates.values())))))
+        return self.text(None)
+
+    def text(self, columns: int | None) -> str:
+        """The table, and the first estimate. ``columns``: of the terminal; a line for each target if the table is
+        wider."""
+        rows = _as_rows(self)
+        if columns is not None and max(map(len, rows.splitlines())) > columns:
+            rows = "\n".join(_in_lines(self))
+        return "\n\n".join((rows, str(next(iter(self.estimates.values())))))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: by target, in bytes."""
@@ -104,6 +112,14 @@ def _as_rows(table: Table) -> str:
         "  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others, strict=True))])
         for row in rows
     )
+
+
+def _in_lines(table: Table) -> Iterator[str]:
+    for name, e in table.estimates.items():
+        yield f"{name}: {'fits' if e.fits() else 'DOES NOT FIT'}"
+        yield f"  needs {format_bytes(e.device)}, the process {format_bytes(e.process)} of {format_bytes(e.capacity)}"
+        if table.batches:
+            yield f"  largest batch {_largest(table, name)}"
 
 
 def _largest(table: Table, name: str) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtensile.cli.interrupts import Interrupts
 from jaxtensile.cli.terminal.progress import Progress
@@ -37,6 +38,13 @@ _PLANS = (
     ("undo", "the program's own checkpoints may be undone"),
 )
 """Switches of plans, and what each says."""
+_JSON: dict[str, Any] = {
+    "metavar": "F",
+    "nargs": "?",
+    "const": STANDARD_OUTPUT,
+    "type": Path,
+    "help": "print JSON, or write it to F; -: print it",
+}
 _CONFIG = "the config; default: $JAXTENSILE_CONFIG, or the jaxtensile.toml found upward from here"
 
 
@@ -119,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--host-budget", metavar="B", help="bytes of host memory where values may wait")
     for name, what in _PLANS:
         plan.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{what}; default: the config's")
-    plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON")
+    plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON; -: only that")
     plan.add_argument("--html", metavar="F", type=Path, help="also write it to F as a page with a memory chart")
     plan.add_argument("--perfetto", metavar="F", type=Path, help="also write a timeline to F, for ui.perfetto.dev")
     plan.set_defaults(command=_plan)
@@ -170,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
 
     calibrate = commands.add_parser("calibrate", help="measure this machine's device; later plans use its own rates")
     calibrate.add_argument("--refresh", action="store_true", help="measure again what was measured before")
-    calibrate.add_argument("--json", action="store_true", help="print JSON")
+    calibrate.add_argument("--json", **_JSON)
     calibrate.set_defaults(command=_calibrate)
 
     _add_coordination(commands)
@@ -179,6 +187,9 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(command=_config)
     doctor = commands.add_parser("doctor", help="versions, extras and targets, the config, and what is missing")
     doctor.set_defaults(command=_doctor)
+    completion = commands.add_parser("completion", help="complete the command line in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="source <(jaxtensile completion bash)")
+    completion.set_defaults(command=_completion)
     for reads_it in (estimate, plan, tune, execute, config, doctor):
         reads_it.add_argument("--config", metavar="F", help=_CONFIG)
     return parser
@@ -198,7 +209,7 @@ def _add_coordination(commands: argparse._SubParsersAction[argparse.ArgumentPars
     serve.set_defaults(command=_serve)
 
     status = commands.add_parser("status", parents=[place], help="what the coordinator has granted to whom")
-    status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--json", **_JSON)
     status.set_defaults(command=_status)
 
     top = commands.add_parser("top", parents=[place], help="the same, live")
@@ -246,7 +257,7 @@ def _estimate(options: argparse.Namespace) -> int:
     table = tabulate(maker, targets, exact=options.exact, largest=not options.no_batch, tell=tell, config=config)
     alone = options.json == STANDARD_OUTPUT
     out = sys.stderr if alone else sys.stdout
-    print(table, file=out)
+    print(table.text(shutil.get_terminal_size().columns if out.isatty() else None), file=out)
     tell_names()
     grown = compare(table, baseline) if baseline is not None else []
     too_much = [g for g in grown if 100 * g.ratio > options.tolerance]
@@ -272,12 +283,7 @@ def _explain(options: argparse.Namespace, maker: Maker | None, config: Config) -
     with Progress() as progress:
         target = options.target[0] if options.target else None
         lines = explain(options.explain, maker, target, tell=progress.tell, config=config)
-    if options.json == STANDARD_OUTPUT:
-        print(json.dumps({"lines": lines}, indent=1))
-    else:
-        print(*lines, sep="\n")
-        if options.json is not None:
-            options.json.write_text(json.dumps({"lines": lines}, indent=1) + "\n")
+    _print(lambda: "\n".join(lines), lambda: json.dumps({"lines": lines}, indent=1), options.json)
     return DONE
 
 
@@ -350,8 +356,10 @@ def _exec(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     from jaxtensile.xla.calibration import calibrate, told_as_json, told_as_text
 
+    if (problem := _unwritable(options.json)) is not None:
+        return _complain(problem)
     device = calibrate(refresh=options.refresh)
-    print(told_as_json(device) if options.json else told_as_text(device))
+    _print(lambda: told_as_text(device), lambda: told_as_json(device), options.json)
     return DONE
 
 
@@ -384,10 +392,30 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from jaxtensile.cli.watching import status
+    from jaxtensile.cli.watching import as_json, as_text, status
 
-    print(status(options))
+    if (problem := _unwritable(options.json)) is not None:
+        return _complain(problem)
+    found = status(options)
+    _print(lambda: as_text(*found), lambda: as_json(*found), options.json)
     return DONE
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from jaxtensile.cli.terminal.completion import SHELLS, commands_of
+
+    print(SHELLS[options.shell](commands_of(_parser())))
+    return DONE
+
+
+def _print(text: Callable[[], str], data: Callable[[], str], path: Path | None) -> None:
+    """Print the text, or only the JSON if that goes to standard output; and write it to any other ``path``."""
+    if path == STANDARD_OUTPUT:
+        print(data())
+        return
+    print(text())
+    if path is not None:
+        path.write_text(data() + "\n", encoding="utf-8")
 
 
 def _top(options: argparse.Namespace) -> int:
