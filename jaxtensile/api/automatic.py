@@ -16,8 +16,7 @@ from jaxtensile.spmd.location import Location, device_name, profile_of
 from jaxtensile.units import Bytes
 
 _LEFT_ALONE: Final = 64
-"""Part of a device below which all values of a function together are no step: eager operations and small helpers, which
-would wait for turns. A guess."""
+"""Part of a device below which a function, all values together, is no step. A guess."""
 _INSIDE: Final = ("jax", "jaxlib", "jaxtensile", "sitecustomize")
 _OURS: Final = "jaxtensile"
 

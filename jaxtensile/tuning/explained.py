@@ -24,9 +24,7 @@ from jaxtensile.units import Bytes, format_bytes
 _MOST: Final = 8
 """Groups of values that are listed: one screen."""
 _SHARE: Final = 0.8
-"""Share of the device whose plan is told: what is left suffices for a context and other arrays. A guess."""
-_PADDED: Final = 0.3
-"""Share of the largest values that is padding, from which that is the advice. A guess."""
+"""Share of the device whose plan is told. A guess: a context and other arrays take the rest."""
 
 
 def by_text(saved: Saved) -> list[str]:
@@ -131,7 +129,7 @@ def _kind(kind: Lived) -> str:
 
 def _advice(saved: Saved) -> str:
     values = [kind for kind in saved.lived if kind.what != "piece"]
-    if sum(k.padding for k in values) > _PADDED * sum(k.nbytes for k in values):
+    if 2 * sum(k.padding for k in values) > sum(k.nbytes for k in values):
         worst = max(values, key=lambda kind: kind.padding)
         return f"{worst.kind} is mostly padding: give its last two dimensions sizes that fill tiles, such as 8 and 128"
     known = saved.capacity

@@ -22,20 +22,17 @@ from jaxtensile.units import Bytes
 
 Tell = Callable[[str], None]
 LARGEST: Final = 1 << 30
-"""Largest batch tried, for workloads whose bytes do not grow with it."""
+"""Largest batch tried."""
 FIRST: Final = (1, 2, 4, 8, 16, 32, 64, 128)
-"""First batch sizes tried, until the workload takes one; batches in multiples of devices match one."""
+"""First batch sizes tried, until one is taken; batches in multiples of devices match one."""
 _ROUNDER: Final = (8, 64, 512)
-"""Multiples of the smallest batch that are asked behind the largest one that fits: what tiles and divisors like."""
+"""Multiples asked behind the largest batch that fits: what tiles and divisors like."""
 PREDICTED: Final = 64
-"""Parts of a batch to which the largest with a predicted plan is known; up to so many rows it is exact. A guess: the
-prediction is no better."""
+"""Parts of a batch to which a predicted largest one is known. A guess: no prediction is better."""
 _NEXT: Final = 3
-"""Sizes asked behind the largest one that fits, beside the rounder ones. A guess: each takes an estimate."""
+"""Sizes asked behind the largest that fits. A guess."""
 _NEAR: Final = 1.25
-"""Times the largest batch up to which rounder ones are asked. A guess: what is saved by being round is less."""
-_FAR: Final = 2.0
-"""Times the room that the smallest batch needs from which no other is asked. A guess, as before."""
+"""Times the largest batch up to which rounder ones are asked. A guess."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +103,7 @@ class Search:
         if first is None:
             return None
         if not near and not self._fits(first):
-            needs = self._at(first)
-            assert needs is not None
-            return 0 if needs.nbytes > _FAR * needs.room else self._verified(first, 0)
+            return self._verified(first, 0)
         return self._verified(first, self._between(first, near or self._guess(first)))
 
     def _verified(self, unit: int, best: int) -> int:

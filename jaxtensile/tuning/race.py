@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtensile.units import Seconds
 
 CALLS: Final = 5
-"""Calls of which the median is taken, behind one that plans and compiles. A guess, as ``jobs.ladder.STEPS``."""
+"""Calls of which the median is taken. A guess."""
 
 
 def raced(step: Callable[..., Any], args: Sequence[Any]) -> Seconds:

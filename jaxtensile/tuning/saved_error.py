@@ -15,7 +15,7 @@ from jaxtensile.places import short_place
 from jaxtensile.units import Bytes, parse_bytes
 
 LARGEST: Final = 64 << 20
-"""Letters of a text that are read: a dump of every chunk has some millions. Guards against other kinds of files."""
+"""Letters of a text that are read. A guess."""
 _SIZE: Final = r"(\d+(?:\.\d+)?)\s?(bytes|[KMGT]i?B?|B)?(?!\w|\.\d)"
 _IS_ONE: Final = re.compile(r"RESOURCE_EXHAUSTED|Resource exhausted|[Oo]ut of memory|ran out of memory", re.ASCII)
 _ASKED: Final = re.compile(rf"(?:allocat\w*|allocate request for|to reserve) {_SIZE}")

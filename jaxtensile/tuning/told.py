@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any, Final
 
+from jaxtensile.report.chart import HEIGHT, WIDTH
 from jaxtensile.report.html import PAGE_STYLE, STYLE, table
 from jaxtensile.tuning.tune import Point, Tuned
 from jaxtensile.units import format_bytes, format_seconds
 
-_WIDTH, _HEIGHT = 960, 360
-"""Units of the picture, which browsers scale to the page: its size, by eye."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 76, 30, 20, 48
-"""Units between its edges and the axes, for the labels: by eye."""
-_LINES: Final = 4
-"""Lines across the picture, with a number each: by eye."""
+"""Units around its axes, by eye."""
 _HEAD: Final = ("batch", "", "needs", "of", "step", "samples/s", "by")
 
 
@@ -109,7 +106,7 @@ def _picture(tuned: Tuned) -> str:
     points = [p for p in tuned.points if p.rate]
     sizes = sorted({p.batch for p in points})
     top = max((p.rate for p in points), default=1.0) * 1.08
-    width, height = _WIDTH - _LEFT - _RIGHT, _HEIGHT - _TOP - _BOTTOM
+    width, height = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
 
     def x(batch: int) -> float:
         return _LEFT + width * (sizes.index(batch) + 0.5) / len(sizes)
@@ -117,16 +114,16 @@ def _picture(tuned: Tuned) -> str:
     def y(rate: float) -> float:
         return _TOP + height * (1 - rate / top)
 
-    parts = [f'<svg class="jt-chart" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="Samples per second">']
-    for k in range(_LINES + 1):
-        rate = top * k / _LINES
+    parts = [f'<svg class="jt-chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="Samples per second">']
+    for k in range(4 + 1):
+        rate = top * k / 4
         parts.append(
-            f'<line class="jt-grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(rate):.1f}" y2="{y(rate):.1f}"/>'
+            f'<line class="jt-grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y(rate):.1f}" y2="{y(rate):.1f}"/>'
         )
         parts.append(f'<text x="{_LEFT - 8}" y="{y(rate):.1f}" dy=".32em" text-anchor="end">{rate:.3g}</text>')
     for size in sizes:
-        parts.append(f'<text x="{x(size):.1f}" y="{_HEIGHT - 24}" text-anchor="middle">{size}</text>')
-    parts.append(f'<text x="{_LEFT + width / 2:.1f}" y="{_HEIGHT - 4}" text-anchor="middle">batch</text>')
+        parts.append(f'<text x="{x(size):.1f}" y="{HEIGHT - 24}" text-anchor="middle">{size}</text>')
+    parts.append(f'<text x="{_LEFT + width / 2:.1f}" y="{HEIGHT - 4}" text-anchor="middle">batch</text>')
     for p in points:
         kind = "planned" if p.planned else "plain"
         faint = "" if p.fits else ' style="opacity:.3"'

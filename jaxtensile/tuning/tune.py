@@ -23,9 +23,9 @@ from jaxtensile.tuning.race import raced
 from jaxtensile.units import Bytes, Seconds
 
 CHECKED: Final = 2
-"""Points that are compiled for the target: the best, and one to compare it with."""
+"""Points compiled for the target: the best, and one beside it."""
 MOST: Final = 12
-"""Batch sizes that a search looks at: each doubles the one before. A guess: 4,096 times the first."""
+"""Doublings of the first batch that are looked at. A guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def _check(maker: Maker, asked: Asked) -> None:
 
 
 _FEW: Final = 5
-"""Doublings below twice the largest batch that are looked at: smaller ones keep no device busy. A guess."""
+"""Doublings below twice the largest batch that are looked at. A guess."""
 
 
 def _batches(sizes: Sizes, asked: Asked) -> Iterator[tuple[float, int]]:

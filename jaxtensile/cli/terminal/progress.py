@@ -14,7 +14,7 @@ from typing import Final
 from jaxtensile.units import Seconds, format_seconds
 
 QUIET: Final[Seconds] = 10.0
-"""Seconds between two lines where no terminal is, and before the first. A guess: a log of a minute has six."""
+"""Seconds between two lines without a terminal. A guess."""
 
 
 class Progress:
