@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -81,8 +82,11 @@ def run(options: argparse.Namespace) -> bool:
         jobs: list[Job] = []
         began = time.monotonic()
         try:
+            seen = {name: _environment(name, job, config, file, socket) for name, job in jobs_of.items()}
             for name, job in jobs_of.items():
-                jobs.append(_start(name, job, _environment(name, job, config, file, socket), file))
+                _require_command(name, job, seen[name], file)
+            for name, job in jobs_of.items():
+                jobs.append(_start(name, job, seen[name], file))
             _watch(jobs, inquirer, adopted)
         except BaseException:
             _end(jobs)
@@ -180,6 +184,15 @@ def _environment(name: str, job: JobConfig, config: Config, file: Path | None, s
     # "python" is the one that has jaxtensile, whether its environment is activated or not.
     seen["PATH"] = os.pathsep.join(filter(None, (os.path.dirname(sys.executable), seen.get("PATH"))))
     return seen
+
+
+def _require_command(name: str, job: JobConfig, environment: Mapping[str, str], file: Path | None) -> None:
+    """Raise ``ConfigError`` for a command that is not there, before any other is started."""
+    program = job.command[0]
+    if os.path.dirname(program) and file is not None:
+        program = str(file.absolute().parent / program)
+    if shutil.which(program, path=environment["PATH"]) is None:
+        raise ConfigError(f"job {name!r}: {job.command[0]!r} cannot be started: there is no such command")
 
 
 def _start(name: str, job: JobConfig, environment: Mapping[str, str], file: Path | None) -> Job:

@@ -46,6 +46,12 @@ class Maker:
         given = {**self.given} if batch is None else {**self.given, self.batch: batch}
         call = f"{self.function}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
         call += f" of {self.file}" if self.file else ""
+        lacking = [name for name, p in self.parameters.items() if name not in given and _is_needed(p)]
+        if lacking:
+            raise WorkloadError(
+                f"{call} needs {' and '.join(lacking)}: a function that returns a jaxtensile.Workload takes nothing or "
+                "a batch=; give defaults to what else it takes"
+            )
         try:
             result = self.make(**given)
         except Exception as error:
@@ -82,6 +88,11 @@ def maker_of(make: Callable[..., object], *, file: str = "", name: str = "") -> 
     """``make`` as a maker: its batch is its parameter ``batch`` or ``batch_size``."""
     known = _parameters(make)
     return Maker(file, name or name_of(make), make, next((n for n in _BATCH if n in known), ""))
+
+
+def _is_needed(parameter: inspect.Parameter) -> bool:
+    starred = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return parameter.default is parameter.empty and not starred
 
 
 def _parameters(make: Callable[..., object]) -> Mapping[str, inspect.Parameter]:

@@ -33,6 +33,9 @@ FILE = """
     def fixed():
         return make()
 
+    def needy(batch, depth):
+        return make(batch)
+
     def slow(batch):
         import time
         print("asked", flush=True)
@@ -99,6 +102,9 @@ def test_what_cannot_fit_ends_with_1(file, capsys):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
+        (["step"], "step has no batch to tune"),
+        (["slow", "--vary", "width=1"], "no parameter 'width' to vary"),
+        (["needy", "--batches", "8"], "needs depth: a function that returns a jaxtensile.Workload takes nothing or a"),
         (["fixed"], "fixed has no batch to tune: give it a parameter named batch"),
         (["make", "--vary", "widht=1,2"], "no parameter 'widht' to vary: did you mean 'width'?"),
         (["make", "--vary", "batch=1,2"], "no parameter 'batch' to vary"),
