@@ -32,6 +32,8 @@ DONE, DOES_NOT_FIT, WRONG_USE, GREW = 0, 1, 2, 3
 STANDARD_OUTPUT = Path("-")
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as in a shell: 128 plus SIGINT's number."""
+_NOBODY_READS = 141
+"""Exit code where nobody reads standard output, as in a shell: 128 plus SIGPIPE's number."""
 _PLANS = (
     ("chunk", "work on many rows may be done in parts"),
     ("offload-state", "donated arguments that only the update needs wait in host memory"),
@@ -55,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     with Interrupts() as interrupts:
         try:
-            return command(options)
+            code = command(options)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left at its end
+            return _NOBODY_READS
         except (KeyboardInterrupt, Exception) as error:
             return _INTERRUPTED if interrupts.pressed or isinstance(error, KeyboardInterrupt) else _failed(error)
 

@@ -119,3 +119,13 @@ def test_json_alone_goes_to_standard_output(file, tmp_path, capsys):
     assert cli.main(["calibrate", "--json", str(tmp_path / "rates.json")]) == cli.DONE
     assert not re.match(r"\s*\{", capsys.readouterr().out)
     json.loads((tmp_path / "rates.json").read_text())
+
+
+def test_a_pipe_that_nobody_reads_is_no_fault():
+    reads, writes = os.pipe()
+    os.close(reads)
+    command = [sys.executable, "-m", "jaxtensile", "completion", "bash"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, env=environment)
+    os.close(writes)
+    assert (done.returncode, done.stderr) == (141, "")
