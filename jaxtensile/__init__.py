@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from jaxtensile.program.workload import Workload
     from jaxtensile.report.report import Report
     from jaxtensile.runtime.cluster.submit import Cluster
+    from jaxtensile.tuning.largest import largest_batch
     from jaxtensile.xla.calibration import calibrate
 
 __version__ = "0.1.0"
@@ -65,6 +66,7 @@ __all__ = [
     "installed",
     "jit",
     "job",
+    "largest_batch",
     "targets",
     "uninstall",
 ]
@@ -77,6 +79,7 @@ _HOMES = {
     "installed": "jaxtensile.api.install",
     "jit": "jaxtensile.api.jit",
     "job": "jaxtensile.jobs.job",
+    "largest_batch": "jaxtensile.tuning.largest",
     "targets": "jaxtensile.devices.profiles",
     "uninstall": "jaxtensile.api.install",
     "Cluster": "jaxtensile.runtime.cluster.submit",

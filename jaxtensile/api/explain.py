@@ -7,7 +7,7 @@ import traceback
 from types import TracebackType
 
 from jaxtensile.api.tally import tell
-from jaxtensile.errors import BudgetError
+from jaxtensile.errors import BudgetError, RejectedError
 from jaxtensile.places import short_place
 
 OF_EXEC = "the budget is that of `jaxtensile exec` or `jaxtensile.install`"
@@ -17,7 +17,7 @@ _INSIDE = ("jax", "jaxlib", "jaxtensile")
 
 def in_one_line(error: BaseException) -> bool:
     """Tell an error of ours, and the line of the user that met it; False if it is none of ours."""
-    if not isinstance(error, BudgetError) or OF_EXEC not in getattr(error, "__notes__", ()):
+    if not isinstance(error, BudgetError | RejectedError) or OF_EXEC not in getattr(error, "__notes__", ()):
         return False
     sys.stdout.flush()
     place = _users_line(error.__traceback__)

@@ -175,11 +175,13 @@ class _Installed:
                 from weakref import WeakKeyDictionary
 
                 from jaxtensile import _compat
+                from jaxtensile.api.automatic import Automatic
                 from jaxtensile.api.substitute import Session, begin
                 from jaxtensile.api.tally import Tally
 
                 self._made: WeakKeyDictionary[Any, Substitute] = WeakKeyDictionary()
-                self._session = Session(self._wanted, Tally())
+                job = self._wanted.job
+                self._session = Session(self._wanted, Tally(), automatic=Automatic(job) if job else None)
                 begin(self._session)
                 self._stack.enter_context(_compat.trace_through(self._trace))
             return self._session
@@ -197,6 +199,8 @@ class _Installed:
         """At exit: what was planned."""
         from jaxtensile.api.tally import tell
 
+        if self._wanted.job:
+            return  # ``jaxtensile run`` says how its jobs ended
         if self._session is not None:
             for line in self._session.tally.summary():
                 tell(line)

@@ -332,6 +332,17 @@ class Planned(Transformed):
         """``jax.jit``'s ``lower`` of the planned program."""
         return self.trace(*args, **kwargs).lower()
 
+    def asks(self, *args: Any, **kwargs: Any) -> Request:
+        """What ``plan`` of these arguments would ask the planner; nothing is planned, and no compiler is needed."""
+        with self._tracing(args, kwargs):
+            traced = self._trace_plain(args, kwargs)
+            self._require_devices(traced, args, kwargs)
+            place = self._together(traced, location(traced, args, kwargs, self._jit_options))
+            request = self._request(traced, place, args, kwargs)
+        if self._asked.target is None:
+            return request
+        return dataclasses.replace(request, stacks_come_back=lambda: True)  # the target is not here to be asked
+
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """``jax.jit``'s ``trace`` of the planned program; its ``jaxpr`` is the rewritten one.
 
@@ -552,11 +563,7 @@ class Planned(Transformed):
 
     def _entry_of(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
         """The entry of a program that is not called; arguments as from ``_seen``."""
-        if is_nowhere(traced, args, kwargs):
-            raise TargetError(
-                f"{name_of(self._fun)} is traced for a mesh without devices, and nothing can be compiled for one: give "
-                "it a mesh of devices, or leave budget= out"
-            )
+        self._require_devices(traced, args, kwargs)
         place = location(traced, args, kwargs, self._jit_options)
         if place is None and self._asked.target is not None:
             raise TargetError(
@@ -565,11 +572,7 @@ class Planned(Transformed):
                 "shape, dtype, sharding=NamedSharding(mesh, spec)); leave others out, or leave target= out to plan for "
                 "this machine"
             )
-        if place is None:
-            traced.lower()
-            raise TargetError(
-                f"the arguments of {name_of(self._fun)} are on devices that do not go together: place them"
-            )
+        place = self._together(traced, place)
         if self._asked.target is not None and place.device not in resolve_all(self._asked.target, place.count):
             raise TargetError(
                 f"{name_of(self._fun)} takes no array, so that nothing tells JAX to compile it for "
@@ -582,6 +585,21 @@ class Planned(Transformed):
         fitted = ladder.fitted(ladder.request.budget if budget is None else budget)
         feedback = Feedback(fitted, ladder.request.device, self._dispatch._clear_cache)
         return _Entry(feedback, True, place.device, watched=False)
+
+    def _require_devices(self, traced: Any, args: Any, kwargs: Any) -> None:
+        if is_nowhere(traced, args, kwargs):
+            raise TargetError(
+                f"{name_of(self._fun)} is traced for a mesh without devices, and nothing can be compiled for one: give "
+                "it a mesh of devices, or leave budget= out"
+            )
+
+    def _together(self, traced: Any, place: Location | None) -> Location:
+        if place is None:
+            traced.lower()
+            raise TargetError(
+                f"the arguments of {name_of(self._fun)} are on devices that do not go together: place them"
+            )
+        return place
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
         """The ladder of a job's steps of one signature; one per program and place."""

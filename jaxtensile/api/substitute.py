@@ -23,12 +23,13 @@ from weakref import WeakKeyDictionary
 import jax
 
 from jaxtensile import _compat
+from jaxtensile.api.automatic import Automatic
 from jaxtensile.api.beside import bytes_beside
 from jaxtensile.api.explain import OF_EXEC
 from jaxtensile.api.tally import Program, Tally
 from jaxtensile.devices.hardware import allocator_stats
 from jaxtensile.devices.profiles import RESERVE
-from jaxtensile.errors import BudgetError, ConfigError, InternalError, JaxtensileError
+from jaxtensile.errors import BudgetError, ConfigError, InternalError, JaxtensileError, RejectedError
 from jaxtensile.faults import passes, strict, told
 from jaxtensile.places import short_place
 from jaxtensile.program.upperbound import AMPLE, all_values
@@ -51,12 +52,14 @@ a few bytes differ: less than 1 % of the budget is lost. A guess."""
 
 @dataclass
 class Session:
-    """One ``install``. ``active``: until ``uninstall``. ``planned``: drop the entries of functions that run plans."""
+    """One ``install``. ``active``: until ``uninstall``. ``planned``: drop the entries of functions that run plans.
+    ``automatic``: the job whose lease they run within, under ``jaxtensile run``."""
 
     wanted: Wanted
     tally: Tally
     active: bool = True
     planned: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    automatic: Automatic | None = None
 
 
 _OVER = Session(Wanted(), Tally(), active=False)
@@ -87,6 +90,7 @@ class Substitute:
         self._made: weakref.ref[Any] = weakref.ref(plain)
         self._hosted: Planned | None = None
         self._told = False
+        self._step: Planned | None = None
 
     def __reduce__(self) -> tuple[Callable[..., Substitute], tuple[Any, ...]]:
         """The function as written: where it arrives it is planned if it has to be there."""
@@ -102,6 +106,11 @@ class Substitute:
             return self._as_written(args, kwargs)
         seen = self._seen(args, kwargs)
         traced = self._plain.trace(*seen[0], **seen[1])
+        if self._session.automatic is not None:
+            step = self._step_for(self._session.automatic, traced, *seen)
+            if step is None:
+                return self._as_written(args, kwargs)
+            return self._plain, args, kwargs, lambda _, given, named: _as_a_step(step, given, named)
         with self._lock:
             return self._guarded(
                 traced, seen, lambda planned: planned.for_call(traced, args, kwargs)
@@ -110,7 +119,7 @@ class Substitute:
     def trace(self, own: _compat.Trace, args: Any, kwargs: Any) -> Any:
         """``jax.jit``'s ``trace`` of what a call would run. ``own``: of JAX."""
         traced = own(self._plain, *args, **kwargs)
-        if not self._session.active or _compat.under_trace():
+        if not self._session.active or self._session.automatic is not None or _compat.under_trace():
             return traced
         with self._lock:
             return self._guarded(traced, (args, kwargs), lambda planned: planned.trace(*args, **kwargs)) or traced
@@ -156,6 +165,19 @@ class Substitute:
             self._session.planned.append(_dropping(self._fun, self._options))
         return found
 
+    def _step_for(self, automatic: Automatic, traced: Any, args: Any, kwargs: Any) -> Planned | None:
+        """The function as a step of the process's job; None where it runs as written."""
+        if is_nowhere(traced, args, kwargs):
+            return None
+        place = location(traced, args, kwargs, self._options)
+        job = None if place is None else automatic.job_for(all_values(traced.jaxpr), place)
+        if job is None:
+            return None
+        with self._lock:
+            if self._step is None:
+                self._step = self._planned(None, job)
+            return self._step
+
     # ---- once per signature ----
 
     def _verdict(self, traced: Any, place: Location, args: Any, kwargs: Any) -> _Verdict:
@@ -192,7 +214,7 @@ class Substitute:
             return None if found.memory is None else found.memory.device
         return None
 
-    def _planned(self, budget: Bytes) -> Planned:
+    def _planned(self, budget: Bytes | None, job: Any = None) -> Planned:
         from jaxtensile.api.jit import Planned  # the planner takes 0.6 s to import
         from jaxtensile.settings.options import Asked
 
@@ -201,8 +223,10 @@ class Substitute:
         options = {name: value for name, value in wanted.options.items() if name not in nearer}
         if any(name in self._options for name in ("in_shardings", "out_shardings")):
             options.pop("offload_state", None)  # they place the arguments themselves
-        asked = Asked(budget=budget, config=wanted.config or {}, options=self._options, **options)
+        asked = Asked(budget=budget, config=wanted.config or {}, options=self._options, job=job, **options)
         planned = Planned(self._fun, asked)
+        if job is not None:
+            return planned
         planned.served_by(_Entries(self._made))
         return planned
 
@@ -311,6 +335,15 @@ class Substitute:
         """The function's name and its place."""
         found, _, place = _compat.function_source(traced.jaxpr).partition(" at ")
         return (found, place) if place else (name_of(self._fun), "")
+
+
+def _as_a_step(step: Planned, args: Any, kwargs: Any) -> Any:
+    """The results of a step; a job that can never fit is told in one line, as a budget is."""
+    try:
+        return step(*args, **kwargs)
+    except (BudgetError, RejectedError) as error:
+        error.add_note(OF_EXEC)
+        raise
 
 
 def _arrived(fun: Callable[..., Any], options: Mapping[str, Any]) -> Substitute:

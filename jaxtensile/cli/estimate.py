@@ -6,28 +6,23 @@ Invariant: one trace per batch size, for any number of targets.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from jaxtensile.api.jit import jit
-from jaxtensile.cli.loading import Maker, WorkloadError, described
 from jaxtensile.errors import JaxtensileError
-from jaxtensile.estimation.estimate import Estimate, estimate_on
-from jaxtensile.program.workload import Workload, name_of
+from jaxtensile.estimation.estimate import Estimate
 from jaxtensile.runtime.config.config import Config
 from jaxtensile.settings.options import config_of
+from jaxtensile.tuning.explained import by_function, by_text
+from jaxtensile.tuning.largest import Plans, Sizes, Tell, estimates
+from jaxtensile.tuning.making import Maker
+from jaxtensile.tuning.saved_error import LARGEST, SavedError, read
 from jaxtensile.units import Bytes, format_bytes
-from jaxtensile.xla.target import tracing_for
 
-Tell = Callable[[str], None]
-_LARGEST = 1 << 30
-"""Largest batch tried, for workloads whose bytes do not grow with it."""
-_FIRST = (1, 2, 4, 8, 16, 32, 64, 128)
-"""First batch sizes tried, until the workload takes one; batches in multiples of devices match one."""
 _GROWN = 8
 """Most values named that grew. A guess: what is read."""
 
@@ -38,10 +33,12 @@ class BaselineError(JaxtensileError, ValueError):
 
 @dataclass(frozen=True)
 class Table:
-    """The estimates by target. ``batches``: the largest that fits each (0: none), if asked for."""
+    """The estimates by target. ``batches``: the largest that fits each as it is (0: none), if asked for; ``planned``:
+    with a plan, as predicted."""
 
     estimates: Mapping[str, Estimate]
     batches: Mapping[str, int] = field(default_factory=lambda: {})
+    planned: Mapping[str, int] = field(default_factory=lambda: {})
 
     @property
     def fits(self) -> bool:
@@ -49,13 +46,22 @@ class Table:
         return all(e.fits() for e in self.estimates.values())
 
     def __str__(self) -> str:
-        return "\n\n".join((_as_rows(self), str(next(iter(self.estimates.values())))))
+        return self.text(None)
+
+    def text(self, columns: int | None) -> str:
+        """The table, and the first estimate. ``columns``: of the terminal; a line for each target if the table is
+        wider."""
+        rows = _as_rows(self)
+        if columns is not None and max(map(len, rows.splitlines())) > columns:
+            rows = "\n".join(_in_lines(self))
+        return "\n\n".join((rows, str(next(iter(self.estimates.values())))))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: by target, in bytes."""
         return {
             "targets": {name: e.to_dict() for name, e in self.estimates.items()},
             "largest_batch": dict(self.batches),
+            "largest_batch_planned": dict(self.planned),
             "versions": versions(),
         }
 
@@ -70,138 +76,27 @@ def versions() -> dict[str, str]:
 def tabulate(
     maker: Maker, targets: Sequence[str], *, exact: bool, largest: bool, tell: Tell, config: Config | None = None
 ) -> Table:
-    """Estimate on every target (none: the arguments' device). ``tell`` announces slow work."""
+    """Estimate on every target (none: the arguments' device). ``tell`` announces slow work.
+
+    The largest batches are by XLA's figures with ``exact``, but with a plan they are predicted.
+    """
     tell(f"estimating {maker.function} ...")
     config = config_of(config)
-    workload = maker()
-    first = _on(workload, targets, exact, tell, config)
+    first = estimates(maker(), targets, exact=exact, tell=tell, config=config)
     if not (largest and maker.batch):
         return Table(first)
-    search = _Search(maker, targets, tell, config)
-    batches = {name: search.largest(name) for name in first}
-    if exact:
-        for name, batch in batches.items():
-            asked_of = (name,) if targets else ()
-            batches[name] = _Search(maker, asked_of, tell, config, exact=True).near(name, batch)
-    return Table(first, batches)
-
-
-class _Search:
-    """Estimates by batch size, each made once for all targets."""
-
-    def __init__(
-        self, maker: Maker, targets: Sequence[str], tell: Tell, config: Config, *, exact: bool = False
-    ) -> None:
-        self._maker, self._targets, self._tell, self._config, self._exact = maker, targets, tell, config, exact
-        self._known: dict[int, Mapping[str, Estimate] | None] = {}
-
-    def largest(self, target: str) -> int:
-        """The largest batch that fits, a multiple of the smallest accepted one; 0 if none fits."""
-        first = self._first()
-        return self._between(first, self._guess(first, target), target) if self._fits(first, target) else 0
-
-    def near(self, target: str, batch: int) -> int:
-        """The largest batch that fits, searched from ``batch``."""
-        first = self._first()
-        return self._between(first, max(batch, first), target)
-
-    def _first(self) -> int:
-        return next(b for b in _FIRST if self._at(b) is not None or b == _FIRST[-1])
-
-    def _between(self, unit: int, batch: int, target: str) -> int:
-        """The largest multiple of ``unit`` that fits. A step tries where the line through two sizes meets the device,
-        else one beside what is known, else halves."""
-        low, high = 0, max(_LARGEST, 2 * unit)
-        batch = max(batch // unit * unit, unit)
-        beside = False
-        while True:
-            if self._fits(batch, target):
-                low = max(low, batch)
-            else:
-                high = min(high, batch)
-            if high - low <= unit:
-                return low
-            batch = self._aimed(unit, target)
-            if low < batch < high:
-                continue
-            beside = not beside
-            if beside:
-                batch = low + unit if batch <= low else high - unit
-            else:
-                batch = low + max((high - low) // (2 * unit), 1) * unit if high < _LARGEST else 2 * low
-
-    def _aimed(self, unit: int, target: str) -> int:
-        """Where the line through the two known sizes nearest to the room meets it."""
-        sizes = [b for b, found in self._known.items() if found is not None and target in found]
-        room = self._room(target)
-        near = sorted(sizes, key=lambda b: abs(self._needs(b, target) - room))[:2]
-        if len(near) < 2:
-            return 2 * near[0] if near else unit
-        small, large = sorted(near)
-        per_item = max((self._needs(large, target) - self._needs(small, target)) / (large - small), 1.0)
-        return min(int(large + (room - self._needs(large, target)) / per_item), _LARGEST) // unit * unit
-
-    def _guess(self, first: int, target: str) -> int:
-        """Where bytes that grow with the batch reach the device's; the smallest sizes may not grow like later ones."""
-        small, large = 2 * first, 4 * first
-        if not (self._fits(small, target) and self._fits(large, target)):
-            return first
-        return max(self._aimed(first, target), first)
-
-    def _room(self, target: str) -> Bytes:
-        found = next(f for f in self._known.values() if f is not None)
-        return found[target].capacity
-
-    def _needs(self, batch: int, target: str) -> Bytes:
-        found = self._at(batch)
-        assert found is not None
-        return found[target].process
-
-    def _fits(self, batch: int, target: str) -> bool:
-        found = self._at(batch)
-        return found is not None and found[target].fits()
-
-    def _at(self, batch: int) -> Mapping[str, Estimate] | None:
-        """The estimates of a batch size; None if the workload refuses it."""
-        if batch not in self._known:
-            self._tell(f"{self._maker.batch} {batch} ...")
-            try:
-                workload = self._maker(batch)
-                self._known[batch] = _on(workload, self._targets, self._exact, self._tell, self._config)
-            except WorkloadError:
-                if batch == _FIRST[-1] and not any(self._known.values()):
-                    raise
-                self._known[batch] = None
-        return self._known[batch]
-
-
-@contextmanager
-def telling(workload: Workload) -> Iterator[None]:
-    """Turn errors of the workload's own function or options into ``WorkloadError``; others pass.
-
-    An error is the workload's own if JAX alone cannot trace it either.
-    """
-    try:
-        yield
-    except JaxtensileError:
-        raise
-    except Exception as error:
-        try:
-            with tracing_for(args=workload.args):
-                jit(workload.fun, config={}, **workload.jit_options).trace(*workload.args)
-        except Exception as own:
-            name = workload.name or name_of(workload.fun)
-            raise WorkloadError(f"{name} cannot be traced: {described(own)}") from error
-        raise
-
-
-def _on(workload: Workload, targets: Sequence[str], exact: bool, tell: Tell, config: Config) -> Mapping[str, Estimate]:
-    fun, args, options = workload.fun, workload.args, workload.jit_options
-    with telling(workload):
-        found = estimate_on(
-            fun, args, options, targets=targets, exact=exact, name=workload.name, config=config, tell=tell
-        )
-    return {e.target: e for e in found}
+    sizes = Sizes(maker, targets, tell=tell, config=config)
+    batches: dict[str, int] = {}
+    planned: dict[str, int] = {}
+    for name in first:
+        target = name if targets else None
+        batches[name] = static = sizes.largest(target)
+        planned[name] = Plans(sizes, target, None, {}).largest(near=static)
+        if exact:
+            asked = Sizes(maker, (name,) if targets else (), tell=tell, config=config, exact=True)
+            batches[name] = asked.largest(target, near=static)
+            planned[name] = max(planned[name], batches[name])
+    return Table(first, batches, planned)
 
 
 def _as_rows(table: Table) -> str:
@@ -210,13 +105,26 @@ def _as_rows(table: Table) -> str:
     for name, e in table.estimates.items():
         sizes = (e.device, e.argument, e.output, e.temp, e.alias, e.process, e.capacity)
         row = [name, *map(format_bytes, sizes), "yes" if e.fits() else "NO"]
-        rows.append(row + ([str(table.batches[name])] if table.batches else []))
+        rows.append(row + ([_largest(table, name)] if table.batches else []))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     first, *others = widths
     return "\n".join(
         "  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others, strict=True))])
         for row in rows
     )
+
+
+def _in_lines(table: Table) -> Iterator[str]:
+    for name, e in table.estimates.items():
+        yield f"{name}: {'fits' if e.fits() else 'DOES NOT FIT'}"
+        yield f"  needs {format_bytes(e.device)}, the process {format_bytes(e.process)} of {format_bytes(e.capacity)}"
+        if table.batches:
+            yield f"  largest batch {_largest(table, name)}"
+
+
+def _largest(table: Table, name: str) -> str:
+    batch, planned = table.batches[name], table.planned.get(name, 0)
+    return f"{batch} as it is, {planned} planned" if planned > batch else f"{batch} as it is"
 
 
 @dataclass(frozen=True)
@@ -304,3 +212,21 @@ def _grown(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> tuple[t
     old, new = sums(before), sums(after)
     rows = [(what, old.get(key, (0, ""))[0], nbytes) for key, (nbytes, what) in new.items()]
     return tuple(sorted((r for r in rows if r[2] > r[1]), key=lambda r: r[1] - r[2]))
+
+
+def explain(text: Path, maker: Maker | None, target: str | None, *, tell: Tell, config: Config | None) -> list[str]:
+    """The lines about the out-of-memory error saved in ``text`` (``-``: standard input), and about a function if there
+    is one. Raises ``SavedError``."""
+    try:
+        if text == Path("-"):
+            said = sys.stdin.read(LARGEST)
+        else:
+            with text.open(errors="replace") as file:
+                said = file.read(LARGEST)
+    except OSError as error:
+        why = f"cannot read {text}: {error.strerror}"
+        raise SavedError(f"{why}; save there what the program wrote to standard error") from None
+    saved = read(said)
+    if maker is None:
+        return by_text(saved)
+    return by_function(saved, maker, target, tell=tell, config=config)

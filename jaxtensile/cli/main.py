@@ -1,4 +1,4 @@
-"""The command line: ``jaxtensile estimate | plan | exec | calibrate | config | doctor | serve | status | top | run``.
+"""The command line: ``jaxtensile COMMAND``, a command to each function here.
 
 Exit codes: 0 done, 1 does not fit or a job failed, 3 needs more than the baseline, 2 anything else. JAX is imported
 only by commands that need it.
@@ -9,25 +9,44 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxtensile.cli.interrupts import Interrupts
+from jaxtensile.cli.terminal.progress import Progress
+from jaxtensile.cli.tuning import batches, varied
 from jaxtensile.devices.profiles import WEIGHTS
 from jaxtensile.errors import BudgetError, JaxtensileError
 
 if TYPE_CHECKING:
     from jaxtensile.runtime.config.config import Config
+    from jaxtensile.tuning.making import Maker
 
 DONE, DOES_NOT_FIT, WRONG_USE, GREW = 0, 1, 2, 3
 """Exit codes. 2 is argparse's own for a wrong use."""
 STANDARD_OUTPUT = Path("-")
 _INTERRUPTED = 130
 """Exit code after Ctrl-C, as in a shell: 128 plus SIGINT's number."""
+_NOBODY_READS = 141
+"""Exit code where nobody reads standard output, as in a shell: 128 plus SIGPIPE's number."""
+_PLANS = (
+    ("chunk", "work on many rows may be done in parts"),
+    ("offload-state", "donated arguments that only the update needs wait in host memory"),
+    ("undo", "the program's own checkpoints may be undone"),
+)
+"""Switches of plans, and what each says."""
+_JSON: dict[str, Any] = {
+    "metavar": "F",
+    "nargs": "?",
+    "const": STANDARD_OUTPUT,
+    "type": Path,
+    "help": "print JSON, or write it to F; -: print it",
+}
 _CONFIG = "the config; default: $JAXTENSILE_CONFIG, or the jaxtensile.toml found upward from here"
 
 
@@ -38,7 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command: Callable[[argparse.Namespace], int] = options.command
     with Interrupts() as interrupts:
         try:
-            return command(options)
+            code = command(options)
+            sys.stdout.flush()
+            return code
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left at its end
+            return _NOBODY_READS
         except (KeyboardInterrupt, Exception) as error:
             return _INTERRUPTED if interrupts.pressed or isinstance(error, KeyboardInterrupt) else _failed(error)
 
@@ -74,7 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     estimate = commands.add_parser("estimate", help="how many bytes a program needs, before it runs")
-    estimate.add_argument("workload", metavar="FILE:FUNCTION", help="a function that returns a jaxtensile.Workload")
+    estimate.add_argument(
+        "workload", metavar="FILE:FUNCTION", nargs="?", help="a function that returns a jaxtensile.Workload"
+    )
+    estimate.add_argument(
+        "--explain",
+        metavar="F",
+        type=Path,
+        help="what helps against the out-of-memory error saved in F; -: read it",
+    )
     estimate.add_argument(
         "--target", metavar="T", action="append", default=[], help="a device (see doctor); may be given several times"
     )
@@ -100,16 +132,36 @@ def _parser() -> argparse.ArgumentParser:
         help="what to spare first; default: the config's, or time: the shortest step",
     )
     plan.add_argument("--host-budget", metavar="B", help="bytes of host memory where values may wait")
-    for name, what in (
-        ("chunk", "work on many rows may be done in parts"),
-        ("offload-state", "donated arguments that only the update needs wait in host memory"),
-        ("undo", "the program's own checkpoints may be undone"),
-    ):
+    for name, what in _PLANS:
         plan.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{what}; default: the config's")
-    plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON")
+    plan.add_argument("--json", metavar="F", type=Path, help="also write the report to F as JSON; -: only that")
     plan.add_argument("--html", metavar="F", type=Path, help="also write it to F as a page with a memory chart")
     plan.add_argument("--perfetto", metavar="F", type=Path, help="also write a timeline to F, for ui.perfetto.dev")
     plan.set_defaults(command=_plan)
+
+    tune = commands.add_parser("tune", help="which batch, with or without a plan, makes the most samples a second")
+    tune.add_argument("workload", metavar="FILE:FUNCTION", help="a function of batch= that returns a Workload")
+    tune.add_argument("--target", metavar="T", help="for this device (see doctor); default: this machine's")
+    tune.add_argument(
+        "--budget", metavar="B", help="bytes of a step, 12GiB, 80%%; default: the config's, or the device"
+    )
+    tune.add_argument("--host-budget", metavar="B", help="bytes of host memory where values may wait")
+    tune.add_argument("--batches", metavar="N,N", type=batches, help="these sizes; default: they are looked for")
+    tune.add_argument(
+        "--vary",
+        metavar="NAME=V,V",
+        type=varied,
+        action="append",
+        default=[],
+        help="values of another parameter of FUNCTION, such as microbatch=1,2,4; may be given several times",
+    )
+    tune.add_argument("--objective", choices=tuple(WEIGHTS), help="what plans spare first; default: time")
+    for name, what in _PLANS:
+        tune.add_argument(f"--{name}", action=argparse.BooleanOptionalAction, help=f"{what}; default: the config's")
+    tune.add_argument("--race", action="store_true", help="run the best two, on a device that is here")
+    tune.add_argument("--json", metavar="F", type=Path, help="also write the points to F as JSON; -: only those")
+    tune.add_argument("--html", metavar="F", type=Path, help="also write them to F as a page with a picture")
+    tune.set_defaults(command=_tune)
 
     execute = commands.add_parser(
         "exec",
@@ -133,7 +185,7 @@ def _parser() -> argparse.ArgumentParser:
 
     calibrate = commands.add_parser("calibrate", help="measure this machine's device; later plans use its own rates")
     calibrate.add_argument("--refresh", action="store_true", help="measure again what was measured before")
-    calibrate.add_argument("--json", action="store_true", help="print JSON")
+    calibrate.add_argument("--json", **_JSON)
     calibrate.set_defaults(command=_calibrate)
 
     _add_coordination(commands)
@@ -142,7 +194,10 @@ def _parser() -> argparse.ArgumentParser:
     config.set_defaults(command=_config)
     doctor = commands.add_parser("doctor", help="versions, extras and targets, the config, and what is missing")
     doctor.set_defaults(command=_doctor)
-    for reads_it in (estimate, plan, execute, config, doctor):
+    completion = commands.add_parser("completion", help="complete the command line in a shell")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"), help="source <(jaxtensile completion bash)")
+    completion.set_defaults(command=_completion)
+    for reads_it in (estimate, plan, tune, execute, config, doctor):
         reads_it.add_argument("--config", metavar="F", help=_CONFIG)
     return parser
 
@@ -161,7 +216,7 @@ def _add_coordination(commands: argparse._SubParsersAction[argparse.ArgumentPars
     serve.set_defaults(command=_serve)
 
     status = commands.add_parser("status", parents=[place], help="what the coordinator has granted to whom")
-    status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--json", **_JSON)
     status.set_defaults(command=_status)
 
     top = commands.add_parser("top", parents=[place], help="the same, live")
@@ -190,8 +245,12 @@ def _estimate(options: argparse.Namespace) -> int:
         return _complain(problem)
     for target in options.target:
         profile(target)  # an unknown name is told before the work, not after
+    if options.workload is None and options.explain is None:
+        return _complain("estimate needs FILE:FUNCTION, such as train.py:step, or --explain with the text of an error")
     config = _config_of(options)
-    maker = load_maker(options.workload)
+    maker = load_maker(options.workload) if options.workload is not None else None
+    if options.explain is not None or maker is None:
+        return _explain(options, maker, config)
 
     from jaxtensile.cli.estimate import compare, read_baseline, tabulate
     from jaxtensile.settings.identity import tell as tell_names
@@ -205,7 +264,7 @@ def _estimate(options: argparse.Namespace) -> int:
     table = tabulate(maker, targets, exact=options.exact, largest=not options.no_batch, tell=tell, config=config)
     alone = options.json == STANDARD_OUTPUT
     out = sys.stderr if alone else sys.stdout
-    print(table, file=out)
+    print(table.text(shutil.get_terminal_size().columns if out.isatty() else None), file=out)
     tell_names()
     grown = compare(table, baseline) if baseline is not None else []
     too_much = [g for g in grown if 100 * g.ratio > options.tolerance]
@@ -221,6 +280,18 @@ def _estimate(options: argparse.Namespace) -> int:
     elif options.json is not None:
         options.json.write_text(text + "\n")
     return GREW if too_much else DONE if table.fits else DOES_NOT_FIT
+
+
+def _explain(options: argparse.Namespace, maker: Maker | None, config: Config) -> int:
+    from jaxtensile.cli.estimate import explain
+
+    if len(options.target) > 1 or options.baseline is not None or options.exact:
+        return _complain("--explain predicts for one device: leave --baseline, --exact and a second --target out")
+    with Progress() as progress:
+        target = options.target[0] if options.target else None
+        lines = explain(options.explain, maker, target, tell=progress.tell, config=config)
+    _print(lambda: "\n".join(lines), lambda: json.dumps({"lines": lines}, indent=1), options.json)
+    return DONE
 
 
 def _same(one: Path, other: Path | None) -> bool:
@@ -249,8 +320,8 @@ def _plan(options: argparse.Namespace) -> int:
     workload = load_workload(options.workload)
 
     from jaxtensile.api.jit import jit
-    from jaxtensile.cli.estimate import telling
     from jaxtensile.settings.identity import tell
+    from jaxtensile.tuning.making import telling
 
     with telling(workload):
         names = ("budget", "target", "solver", "objective", "host_budget", "chunk", "offload_state", "undo")
@@ -268,6 +339,21 @@ def _plan(options: argparse.Namespace) -> int:
     return DONE
 
 
+def _tune(options: argparse.Namespace) -> int:
+    from jaxtensile.cli.loading import load_maker
+    from jaxtensile.cli.tuning import checked, tune
+    from jaxtensile.devices.profiles import profile
+
+    checked(options)
+    for path in (options.json, options.html):
+        if (problem := _unwritable(path)) is not None:
+            return _complain(problem)
+    if options.target is not None:
+        profile(options.target)
+    config = _config_of(options)
+    return DONE if tune(options, load_maker(options.workload), config) else DOES_NOT_FIT
+
+
 def _exec(options: argparse.Namespace) -> int:
     from jaxtensile.cli.executing import execute
 
@@ -277,8 +363,10 @@ def _exec(options: argparse.Namespace) -> int:
 def _calibrate(options: argparse.Namespace) -> int:
     from jaxtensile.xla.calibration import calibrate, told_as_json, told_as_text
 
+    if (problem := _unwritable(options.json)) is not None:
+        return _complain(problem)
     device = calibrate(refresh=options.refresh)
-    print(told_as_json(device) if options.json else told_as_text(device))
+    _print(lambda: told_as_text(device), lambda: told_as_json(device), options.json)
     return DONE
 
 
@@ -311,10 +399,30 @@ def _serve(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from jaxtensile.cli.watching import status
+    from jaxtensile.cli.watching import as_json, as_text, status
 
-    print(status(options))
+    if (problem := _unwritable(options.json)) is not None:
+        return _complain(problem)
+    found = status(options)
+    _print(lambda: as_text(*found), lambda: as_json(*found), options.json)
     return DONE
+
+
+def _completion(options: argparse.Namespace) -> int:
+    from jaxtensile.cli.terminal.completion import SHELLS, commands_of
+
+    print(SHELLS[options.shell](commands_of(_parser())))
+    return DONE
+
+
+def _print(text: Callable[[], str], data: Callable[[], str], path: Path | None) -> None:
+    """Print the text, or only the JSON if that goes to standard output; and write it to any other ``path``."""
+    if path == STANDARD_OUTPUT:
+        print(data())
+        return
+    print(text())
+    if path is not None:
+        path.write_text(data() + "\n", encoding="utf-8")
 
 
 def _top(options: argparse.Namespace) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,13 +17,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
 from typing import Final
 
 from jaxtensile.cli.adopted import PATIENCE, Adopted
+from jaxtensile.cli.executing import environment
 from jaxtensile.cli.serving import configured, place_of, reported
 from jaxtensile.cli.watching import duration, table
 from jaxtensile.cli.xla_memory import variables
@@ -32,6 +34,8 @@ from jaxtensile.runtime.config.config import Config, JobConfig
 from jaxtensile.runtime.daemon.endpoint import JOB_VARIABLE, VARIABLE
 from jaxtensile.runtime.daemon.inquiry import Inquirer
 from jaxtensile.runtime.protocol.messages import Snapshot
+from jaxtensile.settings.wanted import VARIABLE as EXEC_VARIABLE
+from jaxtensile.settings.wanted import wanted
 from jaxtensile.units import KIB, Bytes, Seconds, format_bytes, format_seconds
 
 _LOOK_EVERY: Final = 0.2
@@ -78,8 +82,11 @@ def run(options: argparse.Namespace) -> bool:
         jobs: list[Job] = []
         began = time.monotonic()
         try:
+            seen = {name: _environment(name, job, config, file, socket) for name, job in jobs_of.items()}
             for name, job in jobs_of.items():
-                jobs.append(_start(name, job, _environment(name, job, config, file, socket), file))
+                _require_command(name, job, seen[name], file)
+            for name, job in jobs_of.items():
+                jobs.append(_start(name, job, seen[name], file))
             _watch(jobs, inquirer, adopted)
         except BaseException:
             _end(jobs)
@@ -170,10 +177,22 @@ def _environment(name: str, job: JobConfig, config: Config, file: Path | None, s
     seen |= {VARIABLE: str(socket), JOB_VARIABLE: name}
     if file is not None:
         seen[configs.VARIABLE] = str(file.absolute())
+    if job.automatic:
+        asked = replace(wanted({}, file), budget=None, job=name)
+        seen |= {**environment(seen), EXEC_VARIABLE: asked.to_text()}
     seen.setdefault("PYTHONUNBUFFERED", "1")  # so that its lines are told when it says them
     # "python" is the one that has jaxtensile, whether its environment is activated or not.
     seen["PATH"] = os.pathsep.join(filter(None, (os.path.dirname(sys.executable), seen.get("PATH"))))
     return seen
+
+
+def _require_command(name: str, job: JobConfig, environment: Mapping[str, str], file: Path | None) -> None:
+    """Raise ``ConfigError`` for a command that is not there, before any other is started."""
+    program = job.command[0]
+    if os.path.dirname(program) and file is not None:
+        program = str(file.absolute().parent / program)
+    if shutil.which(program, path=environment["PATH"]) is None:
+        raise ConfigError(f"job {name!r}: {job.command[0]!r} cannot be started: there is no such command")
 
 
 def _start(name: str, job: JobConfig, environment: Mapping[str, str], file: Path | None) -> Job:

@@ -25,12 +25,11 @@ _EVENTS: Final = 8
 _CLEAR: Final = "\x1b[H\x1b[J"
 
 
-def status(options: argparse.Namespace) -> str:
-    """The coordinator's state, once. Raises ``UnreachableError``."""
+def status(options: argparse.Namespace) -> tuple[Snapshot, Path]:
+    """The coordinator's state, and its socket. Raises ``UnreachableError``."""
     _, config = configured(options)
     path = place_of(options, config)
-    snapshot = ask(path)
-    return as_json(snapshot, path) if options.json else as_text(snapshot, path)
+    return ask(path), path
 
 
 def top(options: argparse.Namespace) -> None:

@@ -180,6 +180,20 @@ class Job:
         """Whether all plans are compiled and the coordinator knows them."""
         return bool(self._tenancy.ladders) and not self._steps.compiles and not self._tenancy.renew
 
+    @property
+    def ended(self) -> bool:
+        """Whether it was closed."""
+        return self._tenancy.over
+
+    def device_bytes(self) -> dict[str, Bytes]:
+        """Bytes that the coordinator may grant of each device it knows; none if it does not answer."""
+        by = self._tenancy.by
+        try:
+            found = () if by is None else by.status().devices
+        except CoordinatorError:
+            found = ()
+        return {d.device: d.capacity - d.reserve for d in found}
+
     def wait(self, timeout: Seconds | None = None) -> bool:
         """Wait until the plans of all steps so far are compiled; False after ``timeout`` seconds."""
         return self._steps.wait(timeout)
@@ -266,6 +280,33 @@ def job(
 
     Raises ``ConfigError`` if the config is invalid. Steps raise ``RejectedError`` if the job can never fit.
     """
+    if _automatic is not None:
+        _automatic.close()  # the program decides for itself
+    return _made(name, least, want, priority, weight, devices, groups, config)
+
+
+_automatic: Job | None = None
+"""The job of this process that ``begin_automatic`` began."""
+
+
+def begin_automatic(name: str) -> Job:
+    """A job for functions that know of none, already entered. It ends when the program makes one of its own."""
+    global _automatic
+    _automatic = found = _made(name, None, None, None, None, None, None, None)
+    found.__enter__()
+    return found
+
+
+def _made(
+    name: str | None,
+    least: int | str | None,
+    want: int | str | None,
+    priority: int | None,
+    weight: float | None,
+    devices: Sequence[str] | None,
+    groups: int | None,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None,
+) -> Job:
     name = os.environ.get(JOB_VARIABLE) if name is None else name
     if not isinstance(name, str) or not 1 <= len(name) <= LONGEST_NAME or not name.isprintable():
         here = f", or start this with 'jaxtensile run', which sets ${JOB_VARIABLE}" if name is None else ""
@@ -331,4 +372,4 @@ def _bytes(what: str, given: int | str | None, default: Bytes) -> Bytes:
         raise BudgetError(f"{what}={given!r}: {error}") from None
 
 
-__all__ = ["Job", "job"]
+__all__ = ["Job", "begin_automatic", "job"]

@@ -35,7 +35,7 @@ _NOTEBOOK_ROWS = 8
 _SMALL = 0.01
 """Groups below this share of the largest are folded away: their bars would be two pixels of 220."""
 
-_STYLE = """
+STYLE = """
 .jt{--jt-soft:rgba(128,136,150,.16);--jt-line:rgba(128,136,150,.32);--jt-plain:#8a93a3;--jt-planned:#3d82f0;
 --jt-budget:#e0503a;font:14px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif;color:inherit;max-width:1060px}
 .jt h1{font-size:20px;line-height:1.3;margin:0 0 4px}.jt h2{font-size:15px;margin:30px 0 8px}
@@ -69,7 +69,7 @@ background:none;color:inherit;font-size:13px}
 .jt-chart .jt-planned-text{fill:var(--jt-planned);fill-opacity:1}
 .jt-chart .jt-column{fill:currentColor;fill-opacity:0}.jt-chart .jt-column:hover{fill-opacity:.16}
 """
-_PAGE_STYLE = """
+PAGE_STYLE = """
 :root{color-scheme:light dark}
 body{margin:0;padding:28px 32px 48px;background:#fff;color:#1c2026}
 @media (prefers-color-scheme:dark){body{background:#14171c;color:#e3e6eb}}
@@ -82,7 +82,7 @@ def as_page(report: Facts) -> str:
     parts = [
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title>\n<style>{_PAGE_STYLE}{_STYLE}</style>\n</head>\n<body>",
+        f"<title>{title}</title>\n<style>{PAGE_STYLE}{STYLE}</style>\n</head>\n<body>",
         '<div class="jt">',
         *_top(report),
         *_chart(report, columns=480),
@@ -98,7 +98,7 @@ def as_page(report: Facts) -> str:
 def as_fragment(report: Facts) -> str:
     """The fragment below a notebook cell."""
     parts = [
-        f'<div class="jt"><style>{_STYLE}</style>',
+        f'<div class="jt"><style>{STYLE}</style>',
         *_top(report),
         *_chart(report, columns=_NOTEBOOK_COLUMNS),
         *_decisions(report, most=_NOTEBOOK_ROWS),
@@ -163,7 +163,7 @@ def _memory(r: Facts) -> list[str]:
         body += f"<tr><td>{name}</td><td>{by}</td>{cells}<td>{_bar(use.device / most, name)}</td></tr>\n"
     names = ("device", "= argument", "+ output", "+ temp", "− alias", "host")
     head = "".join(f'<th class="n">{name}</th>' for name in names)
-    return ["<h2>Memory</h2>", _table(f"<th></th><th></th>{head}<th></th>", body)]
+    return ["<h2>Memory</h2>", table(f"<th></th><th></th>{head}<th></th>", body)]
 
 
 def _decisions(r: Facts, most: int | None = None) -> list[str]:
@@ -206,7 +206,7 @@ def _groups(found: Sequence[Group], colour: str | None) -> str:
             f"<td><code>{escape(g.what)}</code></td><td><code>{escape(g.where)}</code></td></tr>\n"
         )
     space = "<th></th>" if colour else ""
-    return _table(f'<th class="n">bytes</th>{space}<th class="n">values</th><th>of</th><th>where</th>', body)
+    return table(f'<th class="n">bytes</th>{space}<th class="n">values</th><th>of</th><th>where</th>', body)
 
 
 def _time(r: Facts) -> list[str]:
@@ -217,7 +217,7 @@ def _time(r: Facts) -> list[str]:
     )
     rounds = f"{r.rounds} {'round' if r.rounds == 1 else 'rounds'} of planning and compiling"
     note = f'<p class="jt-muted">{rounds}; solver {escape(r.solver)}</p>' if r.rounds else ""
-    return ["<h2>Time it took to plan</h2>", _table('<th>step</th><th class="n">wall</th><th></th>', body), note]
+    return ["<h2>Time it took to plan</h2>", table('<th>step</th><th class="n">wall</th><th></th>', body), note]
 
 
 def _notes(r: Facts) -> list[str]:
@@ -231,5 +231,5 @@ def _bar(share: float, colour: str | None) -> str:
     return f'<i class="jt-bar {colour}" style="width:{220 * share:.0f}px"></i>'
 
 
-def _table(head: str, body: str) -> str:
+def table(head: str, body: str) -> str:
     return f'<div class="jt-wide"><table><thead><tr>{head}</tr></thead>\n<tbody>{body}</tbody></table></div>'

@@ -29,7 +29,7 @@ class Wanted:
     """Options of ``jaxtensile.jit`` for every function; None: not given.
 
     ``best_effort``: a budget that cannot be met is no error. ``config``: the file whose ``[device]`` and
-    ``[functions]`` hold too; empty: there is none.
+    ``[functions]`` hold too; empty: there is none. ``job``: the name of the job whose lease is the budget; empty: none.
     """
 
     budget: int | str | None = None
@@ -40,6 +40,7 @@ class Wanted:
     offload_state: bool | None = None
     best_effort: bool | None = None
     config: str = ""
+    job: str = ""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def wanted(given: Mapping[str, Any], config: str | os.PathLike[str] | None = Non
     ``config``: its file; None: the one that counts here. Raises ``BudgetError``, ``OptionError`` and ``ConfigError``.
     """
     said = {name: value for name, value in given.items() if value is not None}
-    known = {field.name for field in fields(Wanted)} - {"config"}
+    known = {field.name for field in fields(Wanted)} - {"config", "job"}
     for name in given.keys() - known:
         raise OptionError(f"there is no option {name!r}: {unknown(name, known)}")
     for name in ("budget", "host_budget"):

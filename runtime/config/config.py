@@ -83,6 +83,7 @@ class _Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     devices: int = 1
     kind: str = ""
     retries: int = 0
+    automatic: bool = True
 
 
 class _Cluster(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -126,6 +127,8 @@ class JobConfig(Struct, frozen=True, kw_only=True):
     kind: str = ""
     retries: int = 0
     """On a cluster: how often it is started again after it has failed."""
+    automatic: bool = True
+    """On one machine: whether functions of a program that never heard of us are steps of the job."""
 
 
 class Config(Struct, frozen=True, kw_only=True):
@@ -379,4 +382,5 @@ class _Reader:
             devices=raw.devices,
             kind=raw.kind,
             retries=raw.retries,
+            automatic=raw.automatic,
         )

@@ -226,6 +226,7 @@ def test_the_private_coordinator_ends_when_its_jobs_starter_is_killed(folder):
         (None, [], "there is no jaxtensile.toml here or above"),
         ({"bert": (1, 0)}, ["bart"], "there is no job 'bart': did you mean 'bert'?"),
         ({"bert": ["/no/such/program"]}, [], "job 'bert': '/no/such/program' cannot be started"),
+        ({"one": [sys.executable, "-c", "1"], "two": ["pyton"]}, [], "job 'two': 'pyton' cannot be started"),
         ({}, [], "no job has a command: write [jobs.NAME]"),
     ],
 )

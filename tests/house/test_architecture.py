@@ -32,7 +32,8 @@ FLOORS = [
     ["spmd"],
     ["estimation", "jobs"],
     ["api"],
-    ["cli.startup"],
+    ["tuning"],
+    ["cli.startup", "cli.terminal"],
     ["cli"],
 ]
 """From the ground up. ``top``: the files of the package itself."""
@@ -42,7 +43,10 @@ ONLY = {
     "passes.verify": ("top", "ir", "passes.pack"),
 }
 """Rooms that look into these alone, wherever they stand."""
-MAY_USE_JAX = {"program", "xla", "groups", "rewrites", "rewrites.rows", "planner", "spmd", "estimation", "jobs", "api"}
+MAY_USE_JAX = {"program", "xla", "groups", "rewrites", "rewrites.rows", "planner", "spmd", "estimation", "jobs"} | {
+    "api",
+    "tuning",
+}
 THIRD_PARTY = {"passes": {"numpy", "scipy"}, "runtime": {"msgspec"}}
 MOST_FILES = 14
 PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")

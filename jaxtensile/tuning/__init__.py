@@ -1,0 +1,1 @@
+"""Which batch and which plan: what fits, how long its steps take, and what helps where nothing fits."""

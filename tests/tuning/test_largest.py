@@ -1,0 +1,113 @@
+"""The largest batch: no larger one fits, also where bytes do not grow with it, as it is and with a plan."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxtensile
+from jaxtensile.errors import BudgetError, OptionError
+from jaxtensile.tuning.largest import Needs, Search
+
+WIDTH, LAYERS = 64, 4
+
+
+def loss(w, x):
+    for _ in range(LAYERS):
+        x = x + jnp.tanh(x @ w)
+    return (x * x).sum()
+
+
+def make(batch=8):
+    shapes = (WIDTH, WIDTH), (batch, WIDTH)
+    args = tuple(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return jaxtensile.Workload(fun=jax.grad(loss), args=args)
+
+
+def in_fours(batch_size):
+    if batch_size % 4:
+        raise ValueError("batches of four")
+    return make(batch_size)
+
+
+def found(needs, room, near=0):
+    asked = []
+
+    def at(batch):
+        asked.append(batch)
+        nbytes = needs(batch)
+        return None if nbytes is None else Needs(nbytes, room)
+
+    return Search(at).largest(near), asked
+
+
+@pytest.mark.parametrize("near", [0, 3, 500])
+@pytest.mark.parametrize("least", [1, 2, 77, 100, 101, 999])
+def test_one_more_does_not_fit(least, near):
+    best, asked = found(lambda b: 1000 + 10 * b, 1000 + 10 * least + 9, near)
+    assert best == least and len(asked) == len(set(asked)) < 40
+
+
+def test_sizes_that_need_less_than_smaller_ones_are_found():
+    # As a step that works in eighths of its batch where it can.
+    best, _ = found(lambda b: 10 * b if b % 8 else 10 * (b // 8), 1000)
+    assert best == 800
+    # As tiles of 128: the bytes stand still, and jump.
+    best, _ = found(lambda b: -(-b // 128) * 1280, 6400)
+    assert best == 640
+    # One size in the middle that is no good.
+    best, _ = found(lambda b: 10**6 if b == 51 else 10 * b, 1000)
+    assert best == 100
+
+
+def test_sizes_that_are_refused_and_none_that_fits():
+    assert found(lambda b: None if b % 4 else 10 * b, 999)[0] == 96
+    assert found(lambda b: None, 999)[0] is None
+    assert found(lambda b: 1000 + b, 100)[0] == 0
+    assert found(lambda b: 1, 100)[0] == 1 << 30
+
+
+@pytest.mark.parametrize("function", [make, in_fours])
+def test_no_larger_batch_fits_as_it_is_and_with_a_plan(function):
+    options = {"target": "nvidia-h200", "budget": "128KiB"}
+    step = 4 if function is in_fours else 1
+    plain = jaxtensile.largest_batch(function, planned=False, **options)
+    planned = jaxtensile.largest_batch(function, **options)
+    assert planned > plain > 0 and planned % step == plain % step == 0
+    for batch, fits in ((plain, True), (plain + step, False)):
+        e = jaxtensile.estimate(function(batch).fun, *function(batch).args, target=options["target"])
+        assert (e.device <= 128 << 10) == fits
+
+
+def test_the_figures_of_the_compiler_on_this_machine():
+    def sixties(batch):
+        if batch % 64:
+            raise ValueError("multiples of 64")
+        return make(batch)
+
+    options = {"budget": "512KiB", "exact": True}
+    planned = jaxtensile.largest_batch(sixties, chunk=False, **options)
+    plain = jaxtensile.largest_batch(sixties, planned=False, **options)
+    assert planned > plain
+
+    def plans(batch):
+        work = sixties(batch)
+        return jaxtensile.jit(work.fun, budget="512KiB", chunk=False).plan(*work.args)
+
+    assert plans(planned).fits and plans(plain).unchanged and plans(plain + 64).baseline.device > 512 << 10
+    with pytest.raises(BudgetError):
+        plans(planned + 64)
+
+
+def test_mistakes_are_told():
+    with pytest.raises(OptionError, match="give it a parameter named batch"):
+        jaxtensile.largest_batch(lambda: make())
+    with pytest.raises(OptionError, match="chunk= is for plans"):
+        jaxtensile.largest_batch(make, planned=False, chunk=True)
+    with pytest.raises(jaxtensile.TargetError, match="unknown target"):
+        jaxtensile.largest_batch(make, target="nvidia-h20")
+
+    def broken(batch):
+        raise KeyError("no such thing")
+
+    with pytest.raises(jaxtensile.JaxtensileError, match=r"broken\(batch=128\) raised KeyError"):
+        jaxtensile.largest_batch(broken)
