@@ -18,6 +18,7 @@ import numpy as np
 from jax._src import ad_checkpoint as _ad_checkpoint
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
@@ -536,21 +537,14 @@ def asked_shardings(traced: Any) -> Iterator[Any]:
 
 
 def device_sets(traced: Any) -> set[frozenset[Any]]:
-    """The device sets that the program asks for: jit's shardings, the mesh, constraints."""
-    places = (*asked_shardings(traced), *_constraints(traced.jaxpr))
+    """The device sets that the program asks for: jit's shardings, the mesh, and inside what JAX itself looks at: meshes
+    of ``shard_map``s, constraints, shardings of inner jits, and places to put arrays."""
+    inside = (place for place, _ in _dispatch.get_intermediate_shardings(open_jaxpr(traced.jaxpr)[0]))
     return {
         frozenset(p.devices.flat if isinstance(p, jax.sharding.Mesh) else p.device_set)
-        for p in places
+        for p in (*asked_shardings(traced), *inside)
         if isinstance(p, jax.sharding.Mesh | jax.sharding.Sharding) and not is_abstract(p)
     }
-
-
-def _constraints(closed: Any) -> Iterator[Any]:
-    for eqn in open_jaxpr(closed)[0].eqns if hasattr(closed, "consts") else closed.eqns:
-        if eqn.primitive.name == "sharding_constraint":
-            yield eqn.params["sharding"]
-        for body in _core.jaxprs_in_params(eqn.params):
-            yield from _constraints(body)
 
 
 def select_and_scatter_add(source: Any, operand: Any, zero: Any, params: Mapping[str, Any]) -> Any:
