@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -141,13 +142,12 @@ def test_shardings_that_no_target_can_keep():
     here = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=SingleDeviceSharding(four[0]))
     with pytest.raises(jaxtensile.TargetError, match="is on one device and others are sharded over 4"):
         ours.plan(w, here, scale)
-    constrained = jaxtensile.jit(
-        lambda w, x: step(jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P())), x, 1),
-        target="nvidia-a100-40gb",
-        budget="1GiB",
-    )
-    with pytest.raises(jaxtensile.TargetError, match="in a mesh in force, a constraint or in_shardings="):
-        constrained.plan(w, x)
+    constrained = partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P()))
+    mapped = jax.shard_map(lambda w: w, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    for placed in (constrained, mapped):
+        named = jaxtensile.jit(lambda w, x, p=placed: step(p(w), x, 1), target="nvidia-a100-40gb", budget="1GiB")
+        with pytest.raises(jaxtensile.TargetError, match="in a shard_map, a constraint or in_shardings="):
+            named.plan(w, x)
 
 
 @pytest.mark.tpu_aot
