@@ -567,10 +567,10 @@ class Planned(Transformed):
         place = location(traced, args, kwargs, self._jit_options)
         if place is None and self._asked.target is not None:
             raise TargetError(
-                f"{name_of(self._fun)} names devices that are no {self._asked.target!r}, in a mesh in force, in a shard_map, a "
-                "constraint or in_shardings=: with target= shardings come from the arguments, as jax.ShapeDtypeStruct("
-                "shape, dtype, sharding=NamedSharding(mesh, spec)); leave others out, or leave target= out to plan for "
-                "this machine"
+                f"{name_of(self._fun)} names devices that are no {self._asked.target!r}, in a mesh in force, in a "
+                "shard_map, a constraint or in_shardings=: with target= shardings come from the arguments, as "
+                "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)); leave others out, or leave "
+                "target= out to plan for this machine"
             )
         place = self._together(traced, place)
         if self._asked.target is not None and place.device not in resolve_all(self._asked.target, place.count):

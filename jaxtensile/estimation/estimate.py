@@ -9,6 +9,7 @@ Invariant: nothing is executed and no device memory is allocated.
 from __future__ import annotations
 
 import functools
+import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import jax
 from jaxtensile import _compat, switches
 from jaxtensile.devices.measured import best_known
 from jaxtensile.devices.profiles import DeviceProfile, profile
-from jaxtensile.errors import TargetError
+from jaxtensile.errors import OptionError, TargetError, unknown
 from jaxtensile.estimation.figures import Figures, Held, Room, room_of
 from jaxtensile.estimation.process import parts
 from jaxtensile.estimation.text import as_dict, as_text
@@ -286,7 +287,18 @@ def _jitted(fun: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str
         plain, args = fun.as_written(args)
     if not options and hasattr(plain, "trace") and hasattr(plain, "lower"):
         return plain, args
+    _require_known(plain, options)
     return jax.jit(plain, **options), args
+
+
+def _require_known(fun: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    """``OptionError`` for a keyword argument that is none of ``jax.jit``: it may be one of ``fun``."""
+    known = inspect.signature(jax.jit).parameters.keys() - {"fun"}
+    for name in options:
+        if name not in known:
+            own = name_of(fun)
+            bound = f"keywords are options of jax.jit; for one of {own} pass functools.partial({own}, {name}=...)"
+            raise OptionError(f"estimate() got an unexpected keyword argument {name!r}: {unknown(name, known, bound)}")
 
 
 __all__ = ["Estimate", "Held", "estimate", "estimate_on", "program_of", "static_estimate"]

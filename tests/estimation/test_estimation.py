@@ -9,7 +9,7 @@ import pytest
 import jaxtensile
 from benchmarks import workloads
 from benchmarks.estimate import small, targets
-from jaxtensile.errors import TargetError
+from jaxtensile.errors import OptionError, TargetError
 
 H200 = "nvidia-h200"
 
@@ -105,6 +105,10 @@ def test_what_a_compiler_refuses_does_not_fit():
 def test_mistakes_are_told():
     with pytest.raises(TargetError, match="unknown target 'nvidia-h20'"):
         jaxtensile.estimate(step, *arguments(), target="nvidia-h20")
+    with pytest.raises(OptionError, match=r"'train': keywords are options of jax.jit.*partial\(step, train="):
+        jaxtensile.estimate(step, *arguments(1), train=True)
+    with pytest.raises(OptionError, match="did you mean 'donate_argnums'"):
+        jaxtensile.estimate(step, *arguments(1), donate_argnum=0)
     with pytest.raises(TypeError, match=r"dot_general|matmul"):
         jaxtensile.estimate(step, arguments(1)[0], jax.ShapeDtypeStruct((2, 5), jnp.float32), target=H200)
 
