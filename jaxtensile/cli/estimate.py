@@ -74,11 +74,18 @@ def versions() -> dict[str, str]:
 
 
 def tabulate(
-    maker: Maker, targets: Sequence[str], *, exact: bool, largest: bool, tell: Tell, config: Config | None = None
+    maker: Maker,
+    targets: Sequence[str],
+    *,
+    exact: bool,
+    largest: bool,
+    tell: Tell,
+    planned: bool = False,
+    config: Config | None = None,
 ) -> Table:
     """Estimate on every target (none: the arguments' device). ``tell`` announces slow work.
 
-    The largest batches are by XLA's figures with ``exact``, but with a plan they are predicted.
+    ``largest``: also the largest batch, by XLA's figures with ``exact``; ``planned``: with a plan too, predicted.
     """
     tell(f"estimating {maker.function} ...")
     config = config_of(config)
@@ -87,16 +94,16 @@ def tabulate(
         return Table(first)
     sizes = Sizes(maker, targets, tell=tell, config=config)
     batches: dict[str, int] = {}
-    planned: dict[str, int] = {}
+    with_plan: dict[str, int] = {}
     for name in first:
         target = name if targets else None
         batches[name] = static = sizes.largest(target)
-        planned[name] = Plans(sizes, target, None, {}).largest(near=static)
         if exact:
             asked = Sizes(maker, (name,) if targets else (), tell=tell, config=config, exact=True)
             batches[name] = asked.largest(target, near=static)
-            planned[name] = max(planned[name], batches[name])
-    return Table(first, batches, planned)
+        if planned:
+            with_plan[name] = max(Plans(sizes, target, None, {}).largest(near=static), batches[name])
+    return Table(first, batches, with_plan)
 
 
 def _as_rows(table: Table) -> str:
@@ -123,8 +130,8 @@ def _in_lines(table: Table) -> Iterator[str]:
 
 
 def _largest(table: Table, name: str) -> str:
-    batch, planned = table.batches[name], table.planned.get(name, 0)
-    return f"{batch} as it is, {planned} planned" if planned > batch else f"{batch} as it is"
+    batch, planned = table.batches[name], table.planned.get(name)
+    return str(batch) if planned is None else f"{batch} as it is, {planned} planned"
 
 
 @dataclass(frozen=True)

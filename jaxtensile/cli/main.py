@@ -112,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     estimate.add_argument("--exact", action="store_true", help="ask the target's own compiler")
     estimate.add_argument("--no-batch", action="store_true", help="do not look for the largest batch that fits")
+    estimate.add_argument(
+        "--planned", action="store_true", help="also the largest batch with a plan: may take minutes for a large model"
+    )
     estimate.add_argument("--json", metavar="F", type=Path, help="also write the estimates to F as JSON; -: only those")
     estimate.add_argument(
         "--baseline", metavar="F", type=Path, help=f"exit with {GREW} if more is needed than in F, of --json"
@@ -261,7 +264,15 @@ def _estimate(options: argparse.Namespace) -> int:
         print(what, file=sys.stderr, flush=True)
 
     targets = tuple(dict.fromkeys(options.target))
-    table = tabulate(maker, targets, exact=options.exact, largest=not options.no_batch, tell=tell, config=config)
+    table = tabulate(
+        maker,
+        targets,
+        exact=options.exact,
+        largest=not options.no_batch,
+        planned=options.planned,
+        tell=tell,
+        config=config,
+    )
     alone = options.json == STANDARD_OUTPUT
     out = sys.stderr if alone else sys.stdout
     print(table.text(shutil.get_terminal_size().columns if out.isatty() else None), file=out)

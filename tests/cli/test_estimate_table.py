@@ -95,7 +95,7 @@ def test_without_a_batch_parameter_none_is_looked_for(file):
 
 def test_a_table_on_the_terminal_and_as_json(file, tmp_path, capsys):
     out = tmp_path / "e.json"
-    assert run(f"{file}:make", "--target", TARGETS[0], "--target", TARGETS[1], "--json", out) == cli.DONE
+    assert run(f"{file}:make", "--target", TARGETS[0], "--target", TARGETS[1], "--planned", "--json", out) == cli.DONE
     told = capsys.readouterr()
     lines = told.out.splitlines()
     assert lines[0].split()[:3] == ["target", "device", "argument"] and lines[0].endswith("largest batch")
