@@ -4,8 +4,8 @@
 
 Jobs of eight plans on up to 64 devices: on one device each; on one with pinned host bytes, which the plans in the
 middle need and which are short for all together; on one to eight devices each; where steps take turns on their
-devices. A device has room for the floors and a random part of what its jobs want beyond. All times are CPU
-milliseconds, as the machine has other work.
+devices; on one each where steps run at once and those of every other job copy to the host. A device has room for the
+floors and a random part of what its jobs want beyond. All times are CPU milliseconds, as the machine has other work.
 
 *Decisions* are whole ones, ``Arbiter.settle`` after each event: first all jobs come at once, then they shrink as they
 are told, leave and, in every other run, others come, for which some have to shrink; time goes on so that minimum holds
@@ -33,13 +33,21 @@ from jaxtensile.runtime.decide.demand import demand_of
 from jaxtensile.runtime.decide.events import Rules, Settings
 from jaxtensile.runtime.decide.leases import HOST, Charge, Happening, Lease, Process, State
 from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.decide.links import Loads
 from jaxtensile.runtime.decide.policy import OBJECTIVES, Claim, Objective, Option, Room, Shares, divide
 from jaxtensile.runtime.protocol.messages import Rung
 
 HERE: Final = Path(__file__).parent
 RUNGS: Final = 8
 GIB: Final = 1 << 30
-KINDS: Final = ("one device", "one device, host", "one to eight devices", "one to eight devices, host", "turns")
+KINDS: Final = (
+    "one device",
+    "one device, host",
+    "one to eight devices",
+    "one to eight devices, host",
+    "turns",
+    "copies",
+)
 SIZES: Final = ((1, 24), (4, 12), (8, 24), (8, 96), (64, 200), (64, 1000))
 """Devices, and jobs on all of them."""
 PROVED: Final = 200
@@ -75,7 +83,8 @@ def question(kind: str, devices: int, jobs: int, seed: int) -> tuple[list[Claim]
             if host:
                 needs = (*needs, Charge(int(host * 4 * share * (1 - share) * random.uniform(0.9, 1.1))))
             slowdown = 1 + (worst - 1) * (1 - share) ** random.uniform(1.2, 2.5)
-            options.append(Option(n, needs, slowdown, need.level))
+            moved = (1 - share) * 0.4 if kind == "copies" and k % 2 else 0.0
+            options.append(Option(n, needs, slowdown, need.level, Loads(1.0 - moved / 4, moved, moved)))
         resources = (*names, "host") if host else names
         claims.append(
             Claim(
@@ -86,6 +95,7 @@ def question(kind: str, devices: int, jobs: int, seed: int) -> tuple[list[Claim]
                 resources=resources,
                 options=tuple(options),
                 floor=options[0].level,
+                beside=names if kind == "copies" else (),
             )
         )
         for j, name in enumerate(resources):
@@ -151,7 +161,7 @@ def row(kind: str, devices: int, jobs: int, seeds: int) -> dict[str, Any]:
             shares = divide(claims, rooms, objective)
             taken.append((time.process_time() - started) * 1e3)
             assert shares is not None, "all floors fit"
-            if objective == "slowdown" and kind != "turns" and jobs <= PROVED and seed < 3:
+            if objective == "slowdown" and kind not in ("turns", "copies") and jobs <= PROVED and seed < 3:
                 least = optimum(claims, rooms)
                 above.append(cost(claims, shares) / least - 1)
         taken.sort()
@@ -170,6 +180,9 @@ def lease(claim: Claim, number: int) -> Lease:
             temp=o.needs[0].temp,
             host=o.needs[-1].level if claim.resources[-1] == HOST else 0,
             seconds=o.slowdown,
+            wait=(1 - o.loads.compute) * o.slowdown,
+            into=o.loads.into * o.slowdown,
+            out=o.loads.out * o.slowdown,
         )
         for o in claim.options
     )

@@ -40,8 +40,9 @@ KERNELS = "the account of compiled kernels"
 SMALL = 0.5 * RECOMPUTES
 """Share of the device: programs predicted below it are far from XLA:GPU's own recomputation. A guess: half of its
 threshold."""
-APART = 2.0
-"""Times the largest difference of two ways so far, by which another way may be better. A guess."""
+APART, LEAST_APART = 2.0, 0.01
+"""Times what another way has saved over the first at most so far, and share of the bytes at least: by so much it may
+be better. Guesses."""
 NARROWLY = 1.05
 """Plans with bytes on the host that miss by no more than this factor are also compiled without control dependencies. A
 guess."""
@@ -81,8 +82,8 @@ class TrialCompiles:
         self._ways = [_Way(o, tie, tell) for o in options for tie in ties for tell in told]
         self._missed: dict[tuple[int, int], Made] = {}
         """Planned programs that do not fit, by key and way, without their executables."""
-        self._apart: float | None = None
-        """Largest share of bytes by which two ways of one plan differed."""
+        self._saved: float | None = None
+        """Largest share of bytes that a plan needed less in another way than in the first; None: not compared yet."""
         self._learned: dict[bool, list[_Way]] = {}
         """Ways for plans with and without bytes on the host, best first. Of two that differ in control dependencies:
         without host bytes only the better; with them, the one with dependencies first."""
@@ -191,7 +192,7 @@ class TrialCompiles:
 
         * A plan with host bytes that is far over the budget with control dependencies is not compiled without them.
         * A plan that does not fit a TPU at all is not tried again.
-        * Ways that differed by much less than what a plan misses by are not tried for it.
+        * Where other ways have saved much less than what a plan misses by in the first, they are not tried for it.
 
         ``once``: the first way that compiles; ``best``: the one that was best so far. ``learned``: use the first and
         the last exception and what earlier plans showed; else try every way. None if XLA refuses a plan with host
@@ -281,8 +282,8 @@ class TrialCompiles:
             self._missed[key, choice] = replace(made, compiled=replace(compiled, jitted=None))
         if refused is not None and not tried:
             raise refused
-        tried.sort(key=lambda t: t[1].compiled.device)
         self._compared([made for _, made in tried])
+        tried.sort(key=lambda t: t[1].compiled.device)
         done = [way for way, _ in tried]
         differ = len({way.controlled for way in done}) > 1
         if not once and not (copies and heeds):
@@ -290,16 +291,16 @@ class TrialCompiles:
         return tried[0][1]
 
     def _compared(self, made: list[Made]) -> None:
-        """Learn how much ways of one plan, the smallest first, differ."""
-        known = [m.compiled.device for m in made if m.compiled.memory is not None]
-        if len(known) > 1:
-            self._apart = max(self._apart or 0.0, known[-1] / max(known[0], 1) - 1)
+        """Learn what other ways of a plan save over the first."""
+        first, *others = (m.compiled.device for m in made)
+        if others and all(m.compiled.memory is not None for m in made):
+            self._saved = max(self._saved or 0.0, first / max(min(others), 1) - 1)
 
     def _beyond(self, made: Made) -> bool:
         """Whether a program exceeds the budget by more than another way may save."""
-        if self._apart is None or made.compiled.memory is None:
+        if self._saved is None or made.compiled.memory is None:
             return False
-        return made.compiled.device > (1 + APART * self._apart) * self.request.budget
+        return made.compiled.device > (1 + max(APART * self._saved, LEAST_APART)) * self.request.budget
 
     def _is_far(self, made: Made) -> bool:
         """Whether a program exceeds the budget by more than control dependencies could cost."""

@@ -45,11 +45,14 @@ WITHIN: Final = 5e-4
 KEPT: Final = 1 << 11
 """Claims with cached classes, as a coordinator's claims mostly repeat: twice the 1,000 jobs of
 ``benchmarks/coordinator``. Bounds memory."""
-PRICES: Final = (0.5, 1.0, 2.0)
+PRICES: Final = (1.0, 0.5, 2.0)
 """Prices of a kind of seconds that are tried, as factors of what it costs the jobs at the division before. A guess: for
 three jobs of four rungs they find the best of all divisions (``tests/runtime/decide/test_links.py``)."""
 PRICED: Final = 3
 """Rounds of prices at most: each takes as many knapsacks as there are prices. A guess."""
+PRICED_JOBS: Final = 32
+"""Jobs in all knapsacks with prices of one part, so that a decision ends in time: ten prices for three jobs, two for
+sixteen, and for more than 32 copies are not counted (``benchmarks/coordinator/divide``)."""
 CLOSE: Final = 1e-9
 """Relative difference below which sums of slowdowns are equal: above the rounding of sums over jobs."""
 
@@ -418,6 +421,9 @@ def _least_beside(
         classes: list[Class] = []
         for c in group:
             made, allowed = problem.classes[c.id], problem.options[c.id]
+            if isinstance(allowed, range) and not any(d in prices for d in c.beside):
+                classes.append(made)
+                continue
             costs = [
                 made.costs[n]
                 + sum(sum(map(float.__mul__, c.options[n].loads, prices[d])) for d in c.beside if d in prices)
@@ -433,8 +439,8 @@ def _least_beside(
         kept = {c.id: stay[c.id] for c in group}
         if min(_without(problem, group, kept, room, -1), default=0) >= 0:
             found.append(kept)
-    leader = min(found, key=total)
-    for _ in range(PRICED):
+    leader, tries = min(found, key=total), PRICED_JOBS // len(group)
+    for _ in range(PRICED if tries else 0):
         busiest = {
             name: loads for name, loads in _loaded(problem.claims, {**shares, **leader}).items() if stretch(loads) > 1
         }
@@ -443,10 +449,11 @@ def _least_beside(
             for name, loads in busiest.items()
         }
         # Once where the busiest kind is priced alone, and once where all are by how busy they are.
+        ways = [(factor, even) for factor in PRICES for even in (False, True)][:tries]
+        tries -= len(ways)
         tried = [
             priced({name: _price(loads, cost[name] * factor, even) for name, loads in busiest.items()})
-            for factor in PRICES
-            for even in (False, True)
+            for factor, even in ways
         ]
         better = min([leader, *tried], key=total)
         if total(better) >= total(leader) * (1 - CLOSE):
