@@ -5,7 +5,7 @@ Invariant: every error that a user can cause derives from ``JaxtensileError``; i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from jaxtensile.places import short_place
@@ -64,6 +64,14 @@ def unknown(name: str, known: Iterable[str], otherwise: str = "") -> str:
     names = sorted(known)
     near = get_close_matches(name, names, n=1)
     return f"did you mean {near[0]!r}?" if near else otherwise or f"there are {', '.join(names)}"
+
+
+def require_known(function: str, given: Iterable[str], known: Collection[str], otherwise: str = "") -> None:
+    """``OptionError`` for a keyword argument that ``function`` does not know; ``otherwise`` as for ``unknown``."""
+    for name in given:
+        if name not in known:
+            hint = unknown(name, known, otherwise)
+            raise OptionError(f"{function}() got an unexpected keyword argument {name!r}: {hint}")
 
 
 class TargetError(JaxtensileError, ValueError):

@@ -41,7 +41,7 @@ from jaxtensile.errors import (
     OptionError,
     SolverError,
     TargetError,
-    unknown,
+    require_known,
 )
 from jaxtensile.faults import REPORT, as_ours, is_of_the_user, outside, told, unless_faulty, warn_unplanned
 from jaxtensile.groups.step import leaves
@@ -205,9 +205,7 @@ def _require_known(options: Mapping[str, Any]) -> None:
     if not options:
         return
     known = {*inspect.signature(jit).parameters, *inspect.signature(jax.jit).parameters} - {"fun", "jax_jit_options"}
-    for name in options:
-        if name not in known:
-            raise OptionError(f"jit() got an unexpected keyword argument {name!r}: {unknown(name, known)}")
+    require_known("jit", options, known)
 
 
 def _is_job(job: Any) -> bool:

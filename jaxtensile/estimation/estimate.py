@@ -21,7 +21,7 @@ import jax
 from jaxtensile import _compat, switches
 from jaxtensile.devices.measured import best_known
 from jaxtensile.devices.profiles import DeviceProfile, profile
-from jaxtensile.errors import OptionError, TargetError, unknown
+from jaxtensile.errors import TargetError, require_known
 from jaxtensile.estimation.figures import Figures, Held, Room, room_of
 from jaxtensile.estimation.process import parts
 from jaxtensile.estimation.text import as_dict, as_text
@@ -293,12 +293,10 @@ def _jitted(fun: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str
 
 def _require_known(fun: Callable[..., Any], options: Mapping[str, Any]) -> None:
     """``OptionError`` for a keyword argument that is none of ``jax.jit``: it may be one of ``fun``."""
-    known = inspect.signature(jax.jit).parameters.keys() - {"fun"}
+    known, own = inspect.signature(jax.jit).parameters.keys() - {"fun"}, name_of(fun)
     for name in options:
-        if name not in known:
-            own = name_of(fun)
-            bound = f"keywords are options of jax.jit; for one of {own} pass functools.partial({own}, {name}=...)"
-            raise OptionError(f"estimate() got an unexpected keyword argument {name!r}: {unknown(name, known, bound)}")
+        bound = f"keywords are options of jax.jit; for one of {own} pass functools.partial({own}, {name}=...)"
+        require_known("estimate", (name,), known, bound)
 
 
 __all__ = ["Estimate", "Held", "estimate", "estimate_on", "program_of", "static_estimate"]

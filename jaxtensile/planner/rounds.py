@@ -79,8 +79,8 @@ class Rounds:
     def all(
         self, candidates: Candidates, first: tuple[Variant, Plan] | None, *, beat: Seconds = math.inf
     ) -> tuple[Made | None, int]:
-        """The plan closest to the budget, and the number compiled. One that fits is lifted only
-        to plans that cost less than ``beat``.
+        """The plan closest to the budget, and the number compiled. One that fits is lifted only to plans that cost less
+        than ``beat``.
 
         If plans with bytes on the host miss or are refused, recomputation alone gets as many rounds: a ``host_budget``
         costs compiles, never a fit. Updates moved behind their gradients, which XLA may postpone, are given up in the
@@ -316,9 +316,8 @@ class Rounds:
             aim = predicted + int((budget - compiled) / (missed[1] - compiled) * (missed[0] - predicted))
             variant, plan = self.cheapest(candidates, aim)
             same = plan.changes_nothing and variant.as_it_is
-            if same or not self._saves((variant, plan), fits, gain) or plan.predicted.device > aim:
-                break
-            if charge_of(variant, plan) >= beat:
+            dear = charge_of(variant, plan) >= beat
+            if same or dear or not self._saves((variant, plan), fits, gain) or plan.predicted.device > aim:
                 break
             made, count = self.compiles.planned(variant, plan, best=True), count + 1
             if made is None or made.compiled.memory is None or made.misplaced:
