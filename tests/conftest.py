@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -28,8 +29,8 @@ os.environ["JAXTENSILE_STRICT"] = "1"
 COMPILED = compiled_once.folder()
 # No test reads or writes the user's own cache; plans are made with published rates unless a test measures.
 os.environ["JAXTENSILE_PLAN_CACHE"] = "off"  # every plan of a test is made by it
-os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtensile-tests-")
-atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
+CACHE = os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="jaxtensile-tests-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 
 # In the background of a shell Ctrl-C is ignored, and every process that a test starts would ignore it as well.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -85,6 +86,16 @@ def not_shared() -> None:
     """No test is spared a plan by another one that has planned the same function."""
     if (module := sys.modules.get("jaxtensile.api.shared_dispatch")) is not None:
         module._KNOWN.clear()
+
+
+@pytest.fixture(autouse=True)
+def published_rates() -> Iterator[None]:
+    """No test leaves rates that it has measured to the next one, whose plans would be others."""
+    yield
+    left = list(Path(CACHE, "jaxtensile", "profiles").glob("*"))
+    for file in left:
+        file.unlink()
+    assert not left, f"left in the cache of all tests: {left}; give $XDG_CACHE_HOME of its own to what measures"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

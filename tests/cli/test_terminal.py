@@ -107,7 +107,8 @@ def test_other_shells_read_theirs(shell):
     subprocess.run((shell, "-n"), input=script, text=True, check=True)
 
 
-def test_json_alone_goes_to_standard_output(file, tmp_path, capsys):
+def test_json_alone_goes_to_standard_output(file, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # measured rates are no other test's
     for command in (
         ("estimate", file, "--no-batch"),
         ("plan", file),
