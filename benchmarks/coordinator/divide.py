@@ -295,7 +295,8 @@ def main() -> None:
     result: dict[str, Any] = {"machine": describe(), "load": os.getloadavg()[0], "additions": additions()}
     result |= {"seeds": seeds, "decisions": [], "rows": []}
     gc.collect()
-    gc.freeze()  # as a daemon does; it has no JAX for the collector to go through
+    gc.freeze()
+    gc.disable()  # as a daemon does: it collects while nobody waits
     for name in ("decisions", "rows"):
         for kind in KINDS:
             for devices, jobs in SIZES:

@@ -69,6 +69,9 @@ _AT_ONCE: Final = 64
 """Descriptors per turn: few, so that the answers of a batch come soon. A guess."""
 _ACCEPTS: Final = 256
 """Connections accepted per turn: they are answered before more are accepted. A guess."""
+COLLECT_EVERY, COLLECT_IN_ANY_CASE = 1.0, 60.0
+"""Seconds between two collections of garbage while nobody waits, and while somebody always does: one takes some 10 ms
+for 1,000 jobs, and in the middle of a decision it would delay everyone's answer. Guesses."""
 _TICK_LATE: Final = 0.02
 """Seconds of delay: asking for the coordinator's next time costs too much per batch. A guess; deadlines are seconds."""
 _SCRAPES: Final = 32
@@ -116,6 +119,7 @@ class Server:
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         """Closed for a moment to refuse a connection if no descriptors are left."""
         self._look_at = self._wake_at = self._log_at = 0.0
+        self._collected, self._littered = time.monotonic(), False
         self._seen = 0
         self._drained: Seconds | None = None
         self._stopped = False
@@ -147,9 +151,11 @@ class Server:
             self._log.tell("listening", socket=self._place.path, **facts)
             gc.collect()
             gc.freeze()
+            gc.disable()
             while not self._stopped:
                 self._turn(signals)
         finally:
+            gc.enable()
             self._end(before, pipe)
 
     def _signals(self, descriptor: int) -> dict[signal.Signals, object]:
@@ -187,9 +193,13 @@ class Server:
     # One turn.
 
     def _turn(self, signals: int) -> None:
-        ready = self._epoll.poll(self._timeout(), _AT_ONCE)
+        due = self._littered and time.monotonic() >= self._collected + COLLECT_EVERY
+        ready = self._epoll.poll(0.0 if due else self._timeout(), _AT_ONCE)
         events, self._pending = self._pending, []
         now = time.monotonic()
+        if due and (not (ready or events or self._more) or now >= self._collected + COLLECT_IN_ANY_CASE):
+            gc.collect()
+            self._collected, self._littered = now, False
         more, self._more = self._more, []
         for stream in more:
             self._hear(stream, b"", events)
@@ -222,6 +232,7 @@ class Server:
             self._look_at = now + LOOK_EVERY
         if events:
             self._handle(events, now)
+            self._littered = True
             self._wake_at = min(self._wake_at, now + _TICK_LATE)
         self._tell_log()
         if self._drained is not None and (now >= self._drained or not self._coordinator.arbiter.leases):

@@ -100,9 +100,9 @@ def cheapest_of(
     ``below``: None as soon as every choice is proved to cost at least this.
     """
     every = [c.kinds for c in classes]
-    most = used(every, [c.span for c in classes], len(room))
-    left = [*map(int.__sub__, room, used(every, [c.low for c in classes], len(room)))]
-    after = [*map(int.__sub__, room, used(every, [c.sizes[c.cheap] for c in classes], len(room)))]
+    items = [c.sizes[c.cheap] for c in classes]
+    most, least, wished = used(every, len(room), [c.span for c in classes], [c.low for c in classes], items)
+    left, after = [*map(int.__sub__, room, least)], [*map(int.__sub__, room, wished)]
     if min(left, default=0) < 0:
         return None
     if min(after, default=0) >= 0:
@@ -116,7 +116,7 @@ def cheapest_of(
         found = _decided(classes, few, ample, most, exact, within, below)
         if found is None:
             return None
-        taken = used(every, [c.sizes[n] for c, n in zip(classes, found.picks, strict=True)], len(room))
+        (taken,) = used(every, len(room), [c.sizes[n] for c, n in zip(classes, found.picks, strict=True)])
         if all(map(int.__le__, taken, room)):
             return found
     return _decided(classes, _together(classes, short), left, most, exact, within, below)
@@ -215,17 +215,22 @@ class _Work:
         self.nodes, self.pairs = NODES, max(PAIRS - items, 0)  # all else takes longer with more items
 
 
-def used(kinds: Sequence[Kinds], sizes: Sequence[Sizes], count: int) -> list[Bytes]:
-    """Bytes of each kind taken by items; ``kinds``: of their classes."""
-    taken: dict[tuple[int, ...], Bytes] = {}  # there are fewer sets of kinds than classes
-    for own, size in zip(kinds, sizes, strict=True):
-        for ks, n in zip(own, size, strict=True):
-            taken[ks] = taken.get(ks, 0) + n
-    total = [0] * count
-    for ks, n in taken.items():
-        for k in ks:
-            total[k] += n
-    return total
+def used(kinds: Sequence[Kinds], count: int, *sizes: Sequence[Sizes]) -> list[list[Bytes]]:
+    """Bytes of each of ``count`` kinds taken by items, for each of several choices; ``kinds``: of their classes."""
+    sets: dict[tuple[int, ...], int] = {}  # there are fewer sets of kinds than classes
+    owns = [[sets.setdefault(ks, len(sets)) for ks in own] for own in kinds]
+    totals: list[list[Bytes]] = []
+    for chosen in sizes:
+        taken = [0] * len(sets)
+        for own, size in zip(owns, chosen, strict=True):
+            for i, n in zip(own, size, strict=True):
+                taken[i] += n
+        total = [0] * count
+        for ks, n in zip(sets, taken, strict=True):
+            for k in ks:
+                total[k] += n
+        totals.append(total)
+    return totals
 
 
 class Groups:

@@ -320,13 +320,17 @@ def _divide(
     """The option of each claim. None if the first ones do not fit, or if the bounds show that none is better than
     ``best``."""
     shares: Shares = {k: options[0] for k, options in problem.options.items()}
-    left = _without(problem, problem.claims, shares, problem.room, -1)
+    left = _without(problem, problem.claims, shares, problem.room)
     if min(left, default=0) < 0:
         return None
     for group in _classes(problem.claims):
         if objective == "slowdown":
-            if not _least_slowdown(group, problem, shares, left, stay, gain, best):
+            alone = len(group) == len(problem.claims)
+            room = problem.room if alone else _without(problem, group, shares, left, -1)
+            if not _least_slowdown(group, problem, shares, room, stay, gain, best):
                 return None
+            if not alone:
+                left = _without(problem, group, shares, room)
         elif objective == "fair":
             _max_min(group, problem, shares, left)
         else:
@@ -337,11 +341,11 @@ def _divide(
 def _without(
     problem: _Problem, claims: Sequence[Claim], shares: Shares, left: Sequence[Bytes], sign: int = 1
 ) -> list[Bytes]:
-    """The room left without the claims' bytes; ``sign`` -1: with them."""
+    """The room left beside the claims; ``sign`` -1: without them."""
     classes = [problem.classes[c.id] for c in claims]
     sizes = [made.sizes[shares[c.id]] for c, made in zip(claims, classes, strict=True)]
-    taken = used([made.kinds for made in classes], sizes, len(left))
-    return [a + sign * n for a, n in zip(left, taken, strict=True)]
+    (taken,) = used([made.kinds for made in classes], len(left), sizes)
+    return [a - sign * n for a, n in zip(left, taken, strict=True)]
 
 
 def _take(left: list[Bytes], kinds: Kinds, sizes: Sizes, sign: int = 1) -> None:
@@ -366,26 +370,26 @@ def _least_slowdown(
     group: Sequence[Claim],
     problem: _Problem,
     shares: Shares,
-    left: list[Bytes],
+    room: Sequence[Bytes],
     stay: Shares | None,
     gain: float,
     best: Shares | None,
 ) -> bool:
+    """Set the shares of a class, which has ``room``. False if none are better than ``best``."""
     if any(c.beside for c in group):
-        return _least_beside(group, problem, shares, left, stay, gain, best)
+        return _least_beside(group, problem, shares, room, stay, gain, best)
     classes: list[Class] = []
     for c in group:
         made, allowed = problem.classes[c.id], problem.options[c.id]
         if not isinstance(allowed, range):
             made = class_of(made.kinds, [made.sizes[n] for n in allowed], [made.costs[n] for n in allowed])
         classes.append(made)
-    room, below, after = _without(problem, group, shares, left), inf, left
+    below = inf
     if best is not None:
         stays = stay is not None and all(stay[c.id] == best[c.id] for c in group)
         below = _total(group, best, problem.claims) * (1 - gain if stays else 1 + CLOSE)
     elif stay is not None and all(stay[c.id] in problem.options[c.id] for c in group):
-        after = _without(problem, group, stay, room, -1)
-        if min(after, default=0) >= 0:
+        if min(_without(problem, group, stay, room), default=0) >= 0:
             below = _total(group, stay, problem.claims) * (1 - gain)
     choice = cheapest_of(classes, room, EXACT, WITHIN, below)
     if choice is None:
@@ -393,11 +397,9 @@ def _least_slowdown(
         if best is not None or stay is None:
             return False
         shares.update({c.id: stay[c.id] for c in group})
-        left[:] = after
         return True
     for c, pick in zip(group, choice.picks, strict=True):
         shares[c.id] = problem.options[c.id][pick]
-    left[:] = _without(problem, group, shares, room, -1)
     return True
 
 
@@ -405,13 +407,12 @@ def _least_beside(
     group: Sequence[Claim],
     problem: _Problem,
     shares: Shares,
-    left: list[Bytes],
+    room: Sequence[Bytes],
     stay: Shares | None,
     gain: float,
     best: Shares | None,
 ) -> bool:
     """As ``_least_slowdown``, where steps run at once and some copy."""
-    room = _without(problem, group, shares, left)
 
     def total(picked: Shares) -> float:
         return _total(group, {**shares, **picked}, problem.claims)
@@ -437,7 +438,7 @@ def _least_beside(
     found = [priced({})]
     if stay is not None and all(stay[c.id] in problem.options[c.id] for c in group):
         kept = {c.id: stay[c.id] for c in group}
-        if min(_without(problem, group, kept, room, -1), default=0) >= 0:
+        if min(_without(problem, group, kept, room), default=0) >= 0:
             found.append(kept)
     leader, tries = min(found, key=total), PRICED_JOBS // len(group)
     for _ in range(PRICED if tries else 0):
@@ -464,7 +465,6 @@ def _least_beside(
     if best is not None and total(leader) >= total({c.id: best[c.id] for c in group}):
         return False
     shares.update(leader)
-    left[:] = _without(problem, group, shares, room, -1)
     return True
 
 

@@ -829,6 +829,25 @@ def test_the_daemon_is_small_and_idles():
         assert spent / (time.monotonic() - began) < 0.02
 
 
+TELLS_COLLECTIONS = """
+import gc, sys
+gc.callbacks.append(lambda phase, found: print(phase, found["generation"], file=sys.stderr, flush=True))
+from jaxtensile.cli.main import main
+sys.exit(main())
+"""
+
+
+def test_garbage_is_collected_while_nobody_waits_and_never_in_a_decision():
+    daemon = Daemon()
+    daemon.program = ("-c", TELLS_COLLECTIONS)
+    with daemon:
+        with Child(daemon, "a") as one:
+            assert one.rung() == 1
+        assert until(lambda: "start 2" in daemon.log().rpartition("listening")[2].partition("stop 2")[2])
+        told = [line for line in daemon.log().rpartition("listening")[2].splitlines() if line.startswith("start ")]
+        assert {*told} == {"start 2"}  # nothing is collected by itself
+
+
 def test_every_fault_has_tests_that_are_there():
     rows = [row for row in __doc__.replace("\\\n", "").splitlines() if row.startswith("| ")][1:]
     names = {row: re.findall(r"(?:(test_\w+)\.)?(test_\w+)(?=[ ,])", row.split("|")[2] + " ") for row in rows}
