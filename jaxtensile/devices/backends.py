@@ -50,6 +50,9 @@ class Backend:
     """If it pools, the values of ``$XLA_PYTHON_CLIENT_ALLOCATOR`` with which freed bytes go back to the driver."""
     widens_sums: bool = True
     """Whether products of 16-bit numbers can be summed in 32 bits."""
+    hoists_invariants: bool = False
+    """Whether it makes what no iteration of a loop changes once, in front of the loop, however many bytes that is
+    (``WhileLoopInvariantCodeMotion``). XLA:GPU leaves large values inside; of XLA:TPU it is not known."""
     adds_at_once: float = 0.0
     """Most bytes of sums over devices in one all-reduce (``AllReduceCombiner``). XLA:CPU combined all gradients in
     ``benchmarks/spmd``; XLA:GPU has ``xla_gpu_all_reduce_combine_threshold_bytes``; a TPU's limit is not known."""
@@ -97,6 +100,7 @@ CPU: Final = Backend(
     schedulers=({}, {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}),
     drops_barriers_before=(0, 11),
     sketched=0.5,
+    hoists_invariants=True,
     adds_at_once=math.inf,
 )
 BACKENDS: Final[dict[str, Backend]] = {backend.name: backend for backend in (CUDA, TPU, CPU)}

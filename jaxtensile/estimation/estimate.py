@@ -34,6 +34,7 @@ from jaxtensile.passes.lifetimes.output_reuse import reusing_outputs
 from jaxtensile.passes.order.reorder import as_scheduled
 from jaxtensile.passes.pack.heap import heap
 from jaxtensile.program.cse import cse
+from jaxtensile.program.hoist_invariants import hoist_invariants
 from jaxtensile.program.trace import Traced, trace_jaxpr
 from jaxtensile.program.workload import Transformed, name_of, told_of_modules
 from jaxtensile.settings.identity import identity_of, planned
@@ -115,14 +116,19 @@ def estimate_on(
         raise TargetError(f"the arguments of {name} are on devices that do not go together: place them")
     here = () if targets else tuple(map(device_name, where.devices))
     with as_ours(f"estimating {name}", "jax.jit(...).lower(...).compile().memory_analysis() asks XLA"):
-        program = program_of(traced, bool(options.get("keep_unused", False)))
         if not targets:
             devices = [best_known(profile_of(where.device), where.device.device_kind)]
         many = sharded(traced, args, {}, _compat.static_arguments(plain), where.count) if where.count > 1 else None
+        unused, alone = bool(options.get("keep_unused", False)), many is None
+        known = {h: program_of(traced, unused, h) for h in {alone and d.backend.hoists_invariants for d in devices}}
+        programs = [known[alone and d.backend.hoists_invariants] for d in devices]
         with tracing_for(*targets, args=args):
-            static = [static_estimate(program, d, name=name, seconds=seconds, many=many) for d in devices]
+            static = [
+                static_estimate(program, d, name=name, seconds=seconds, many=many)
+                for program, d in zip(programs, devices, strict=True)
+            ]
     out: list[Estimate] = []
-    for device, target, found in zip(devices, targets or (None,), static, strict=True):
+    for program, device, target, found in zip(programs, devices, targets or (None,), static, strict=True):
         if exact:
             tell(f"compiling for {device.name} ...")
             found = _exactly(found, plain, args, _of_one_device(program, many, device)[0].graph, device, target)
@@ -141,9 +147,15 @@ def _wanted(fun: Callable[..., Any], config: ConfigLike | None) -> Resolved:
     return resolved(Asked(), known, who)
 
 
-def program_of(traced: Any, keep_unused: bool = False) -> Traced:
-    """The flat program of a ``jax.jit`` trace."""
-    return cse(trace_jaxpr(traced.jaxpr, _compat.donated_inputs(traced), keep_unused=keep_unused))
+def program_of(traced: Any, keep_unused: bool = False, hoists: bool = False) -> Traced:
+    """The flat program of a ``jax.jit`` trace; ``hoists``: with the invariants of loops in front of them."""
+    donated = _compat.donated_inputs(traced)
+    program = trace_jaxpr(traced.jaxpr, donated, keep_unused=keep_unused)
+    if hoists and switches.on("hoist_invariants"):
+        moved = hoist_invariants(program, traced.jaxpr)
+        if moved is not traced.jaxpr:
+            program = trace_jaxpr(moved, donated, keep_unused=keep_unused)
+    return cse(program)
 
 
 def static_estimate(

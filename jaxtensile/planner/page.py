@@ -21,6 +21,7 @@ from jaxtensile.planner.plan_cache import Entry, Plans, key_of
 from jaxtensile.planner.rounds import Rounds
 from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.program.cse import cse
+from jaxtensile.program.hoist_invariants import hoist_invariants
 from jaxtensile.rewrites.rewrite import on_device, traced_for
 from jaxtensile.rewrites.undo import Undone, checkpoints_in_loops, undo
 from jaxtensile.search import variants
@@ -36,6 +37,7 @@ from jaxtensile.units import Bytes, format_bytes
 from jaxtensile.xla.compile import Compiled
 
 MERGING: Final = "the merging of equal operations"
+HOISTING: Final = "the moving of invariants in front of loops"
 CACHE: Final = "the plan cache"
 
 
@@ -44,6 +46,12 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
     clock, prepare = Clock(watch), prepare or named(request.solver)
     with clock("graph"):
         faults, flat = request.faults, traced_for(request, request.jaxpr)
+        if request.device.backend.hoists_invariants and request.local is None and on("hoist_invariants"):
+            jaxpr = request.jaxpr
+            moved = faults.spared(HOISTING, lambda: hoist_invariants(flat, jaxpr), lambda: jaxpr)
+            if moved is not jaxpr:
+                request = replace(request, jaxpr=moved)
+                flat = traced_for(request, moved)
         traced = faults.spared(MERGING, lambda: cse(flat) if on("cse") else flat, lambda: flat)
         host = replace(request, host_budget=0 if OFFLOAD in faults else request.host_budget)
         there = replace(host, place=None), ()

@@ -171,7 +171,7 @@ def _run(traced: Traced, ops: Iterable[int], env: dict[int, Any]) -> None:
         env.update(zip(equation.results, bind(equation, operands), strict=True))
 
 
-_SMALLER = 4
+_SMALLER = 64
 """How many times smaller than ``large`` an invariant worth moving may be. A guess."""
 
 

@@ -388,9 +388,12 @@ def _least_slowdown(
     if best is not None:
         stays = stay is not None and all(stay[c.id] == best[c.id] for c in group)
         below = _total(group, best, problem.claims) * (1 - gain if stays else 1 + CLOSE)
-    elif stay is not None and all(stay[c.id] in problem.options[c.id] for c in group):
-        if min(_without(problem, group, stay, room), default=0) >= 0:
-            below = _total(group, stay, problem.claims) * (1 - gain)
+    elif (
+        stay is not None
+        and all(stay[c.id] in problem.options[c.id] for c in group)
+        and min(_without(problem, group, stay, room), default=0) >= 0
+    ):
+        below = _total(group, stay, problem.claims) * (1 - gain)
     choice = cheapest_of(classes, room, EXACT, WITHIN, below)
     if choice is None:
         assert below < inf, "the first options fit"
