@@ -6,6 +6,7 @@ Jobs of eight plans on up to 64 devices: on one device each; on one with pinned 
 middle need and which are short for all together; on one to eight devices each; where steps take turns on their
 devices; on one each where steps run at once and those of every other job copy to the host. A device has room for the
 floors and a random part of what its jobs want beyond. All times are CPU milliseconds, as the machine has other work.
+No garbage is collected meanwhile: a daemon does that while nobody waits.
 
 *Decisions* are whole ones, ``Arbiter.settle`` after each event: first all jobs come at once, then they shrink as they
 are told, leave and, in every other run, others come, for which some have to shrink; time goes on so that minimum holds

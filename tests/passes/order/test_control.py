@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from graphs import Builder, graphs, train_steps
+from jax_lines import SOAK
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Problem, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
@@ -20,6 +21,8 @@ from jaxtensile.xla.target import compiler_options
 from ordered import barriers, same_kernels
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+FEWER = settings(QUICK, max_examples=60 if SOAK else 15)
+"""For what plans each example first."""
 
 
 @QUICK
@@ -31,7 +34,7 @@ def test_it_computes_what_the_program_computes(graph):
     same_kernels(before, program)
 
 
-@QUICK
+@FEWER
 @given(train_steps())
 def test_plans_are_tied_too(graph):
     live = live_ranges(graph)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 import jaxtensile
 from differential import same_bits
 from graphs import Builder, graphs, train_steps
+from jax_lines import SOAK
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Problem, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
@@ -25,6 +26,8 @@ from jaxtensile.search.request import Request
 from ordered import barriers, same_kernels
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
+FEWER = settings(QUICK, max_examples=60 if SOAK else 15)
+"""For what plans each example first."""
 
 
 def holds(before):
@@ -40,7 +43,7 @@ def test_it_computes_what_the_program_computes(graph):
     check(graph, holds(Program.unchanged(graph)))
 
 
-@QUICK
+@FEWER
 @given(train_steps())
 def test_plans_are_kept_in_order_too(graph):
     costs = op_costs(graph, profile("nvidia-h200"))
