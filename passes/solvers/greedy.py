@@ -64,7 +64,7 @@ changes."""
 _HOPELESS = 1.1
 """A budget is not searched if the least without one is over it by this factor: searches for a budget end some 7 % lower
 at best."""
-_DEAR, _LOWER = 0.25, (1 / 64, 1 / 32)
+_DEAR, LOWER = 0.25, (1 / 64, 1 / 32)
 """A plan that misses, or costs over this share of a step, is compared with plans for budgets lower by these shares of
 the plain temporaries. Without, ResNet-50 in 3,406 MB was 65 % dearer. The numbers are guesses."""
 _PROGRAMS = 4
@@ -141,7 +141,7 @@ class Searches:
         near = int(self.search(0).device / _HOPELESS) + 1
         easier = self._easier if on("easier_budgets") else ()
         best = min((self.search(budget) for budget in (0, near, *easier)), key=lambda t: t.device)
-        step = max(1, int(_LOWER[0] * self.unchanged.temp))
+        step = max(1, int(LOWER[0] * self.unchanged.temp))
         while (
             best.device > step and on("lower_least") and (lower := self.search(best.device - step)).device < best.device
         ):
@@ -151,11 +151,11 @@ class Searches:
     def cheapest(self, budget: Bytes, least: bool) -> Trial:
         """The cheapest result for ``budget`` and, if that is dear or misses, for slightly lower budgets.
 
-        The order of boundaries is luck, so lower budgets may give cheaper plans (``_LOWER``). After a miss they are
+        The order of boundaries is luck, so lower budgets may give cheaper plans (``LOWER``). After a miss they are
         tried only with ``least``.
         """
         best = self.search(budget)
-        for share in _LOWER if budget > 0 else ():
+        for share in LOWER if budget > 0 else ():
             fits = best.device <= budget
             if (best.price <= _DEAR * self._whole if fits else not least) or not on("lower_budgets"):
                 break
