@@ -121,6 +121,7 @@ SWITCHES: Final = (
     Switch("lowest_of_all", "where a budget is missed, the plan that was found without one counts too"),
     Switch("peak_boundary", "where the first boundary does not lower the peak, the one at the peak is tried"),
     Switch("second_trial", "the cheapest plan that another boundary keeps from fitting is gone on with too"),
+    Switch("by_seconds", "where nothing fits by FLOPs, what is cheap by seconds is tried too"),
     Switch("grow", "while bytes are left, more is kept"),
     Switch("hopeless_budgets", "budgets far below the smallest plan are not searched for"),
     Switch("mixed_copies", "copies are weighed against recomputation at several shares"),

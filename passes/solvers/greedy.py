@@ -80,6 +80,9 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
     """``solve`` for several budgets of one problem. ``searches``: those of its program, if any."""
     known = searches or Searches(problem.graph, problem.costs.charge)
     live = known.unchanged.live
+    seconds = problem.costs.seconds
+    # Where nothing fits, the price is of no account: the least by seconds may be less.
+    other = Searches(problem.graph, seconds) if seconds != problem.costs.charge and on("by_seconds") else None
 
     @lru_cache(maxsize=2)
     def copied(budget: Bytes) -> Trial:
@@ -94,6 +97,8 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
             best = moved if moved.copies and _better(moved, best, budget) else best
         if best.device > budget and least and not (best.copies and best.device < _FAR_BELOW * known.search(0).device):
             best = min(best, known.least, key=lambda t: t.device)
+            if best.device > budget and other is not None:
+                best = min(best, other.least, key=lambda t: t.device)
         return best
 
     @cache
