@@ -51,8 +51,8 @@ class Backend:
     widens_sums: bool = True
     """Whether products of 16-bit numbers can be summed in 32 bits: XLA:CPU cannot for all shapes."""
     loops_channels_last: bool = False
-    """Whether convolutions in loops are fast only as NHWC by HWIO: XLA:CPU transposes others for its fast kernels outside
-    of loops alone (``ConvCanonicalization``)."""
+    """Whether convolutions in loops are fast only as NHWC by HWIO: outside of loops alone does XLA:CPU transpose others
+    for its fast kernels (``ConvCanonicalization``)."""
     adds_at_once: float = 0.0
     """Most bytes of sums over devices in one all-reduce (``AllReduceCombiner``). XLA:CPU combined all gradients in
     ``benchmarks/spmd``; XLA:GPU has ``xla_gpu_all_reduce_combine_threshold_bytes``; a TPU's limit is not known."""

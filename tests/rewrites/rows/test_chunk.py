@@ -223,7 +223,7 @@ def test_sums_of_few_bits_are_added_in_float32():
 
 
 def test_convolutions_of_any_layout_are_channels_last_in_the_loop():
-    """XLA:CPU transposes others for fast kernels outside of loops alone: a WaveNet in two parts took 3.5 times as long."""
+    """XLA:CPU transposes others for fast kernels outside of loops alone: a WaveNet in parts took 3.5 times as long."""
 
     def fun(w, x):
         h = x
