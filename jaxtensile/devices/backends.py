@@ -49,10 +49,13 @@ class Backend:
     gives_back: tuple[str, ...] = ()
     """If it pools, the values of ``$XLA_PYTHON_CLIENT_ALLOCATOR`` with which freed bytes go back to the driver."""
     widens_sums: bool = True
-    """Whether products of 16-bit numbers can be summed in 32 bits."""
+    """Whether products of 16-bit numbers can be summed in 32 bits: XLA:CPU cannot for all shapes."""
     hoists_invariants: bool = False
     """Whether it makes what no iteration of a loop changes once, in front of the loop, however many bytes that is
     (``WhileLoopInvariantCodeMotion``). XLA:GPU leaves large values inside; of XLA:TPU it is not known."""
+    loops_channels_last: bool = False
+    """Whether convolutions in loops are fast only as NHWC by HWIO: outside of loops alone does XLA:CPU transpose others
+    for its fast kernels (``ConvCanonicalization``)."""
     adds_at_once: float = 0.0
     """Most bytes of sums over devices in one all-reduce (``AllReduceCombiner``). XLA:CPU combined all gradients in
     ``benchmarks/spmd``; XLA:GPU has ``xla_gpu_all_reduce_combine_threshold_bytes``; a TPU's limit is not known."""
@@ -97,6 +100,7 @@ CPU: Final = Backend(
     in_jax="cpu",
     own_memory=False,
     widens_sums=False,
+    loops_channels_last=True,
     schedulers=({}, {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}),
     drops_barriers_before=(0, 11),
     sketched=0.5,

@@ -43,8 +43,8 @@ def _apply(start: Start, sites: Sites) -> Traced | None:
     own = region_of(start.base, seed)
     if own is None:
         return None
-    mixed = request.device.backend.widens_sums
-    return changed(start, lambda: in_chunks(start.base, request.jaxpr, own, parts, mixed=mixed))
+    backend = request.device.backend
+    return changed(start, lambda: in_chunks(start.base, request.jaxpr, own, parts, backend=backend))
 
 
 def _idle(start: Start, made: Traced, seconds: Seconds) -> Seconds:

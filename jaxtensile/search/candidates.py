@@ -68,7 +68,7 @@ class _Bodies:
 
     def _of(self, i: int) -> Candidates:
         _, body, inner, _ = self.large[i]
-        return Candidates(body_alone(self.start.request, body, inner))
+        return Candidates(body_alone(self.start, body, inner))
 
     def anew(self) -> _Bodies:
         """The same bodies, without plans."""
@@ -126,7 +126,7 @@ class _Bodies:
     def _held(self, key: Key, body: Body, traced: Traced, planned: Inside | None) -> Inside | None:
         """A body kept in order; None if it already is or has no other order."""
         if planned is None:
-            alone = body_alone(self.start.request, body, traced)
+            alone = body_alone(self.start, body, traced)
             variant = _Bodies(alone).held or alone
             program = Program.unchanged(variant.traced.graph)
         else:

@@ -144,7 +144,7 @@ def _replayed(recipe: Recipe, start: Variant) -> tuple[Variant, Plan]:
 
 def _inside(variant: Variant, inner: InBody) -> Inside:
     body = bodies_of(variant.looped, inner.op)[inner.body]
-    made, plan = _replayed(inner.recipe, body_alone(variant.request, body))
+    made, plan = _replayed(inner.recipe, body_alone(variant, body))
     return Inside(key=(inner.op, inner.body), trips=body.trips, variant=made, plan=plan)
 
 

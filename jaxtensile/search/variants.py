@@ -13,7 +13,7 @@ from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.order.own_copies import with_own_copies
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.answer import answer
-from jaxtensile.passes.solvers.by_name import named
+from jaxtensile.passes.solvers.by_name import for_bodies
 from jaxtensile.program.bodies import Body
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.undo import Undone
@@ -38,8 +38,9 @@ def priced(start: Variant) -> Variant:
     return replace(start, known=own, charge=charge + start.idle, seconds=seconds)
 
 
-def body_alone(request: Request, body: Body, traced: Traced | None = None) -> Variant:
-    """A loop or branch body as a program of its own; ``traced``: the body, if known."""
+def body_alone(start: Variant, body: Body, traced: Traced | None = None) -> Variant:
+    """A loop or branch body of ``start`` as a program of its own; ``traced``: the body, if known."""
+    request = start.request
     own = replace(
         request,
         jaxpr=body.closed,
@@ -52,8 +53,7 @@ def body_alone(request: Request, body: Body, traced: Traced | None = None) -> Va
     )
     traced = body.traced() if traced is None else traced
     costs = op_costs(traced.graph, request.device, body=True)
-    # The default solver: others may take a minute for each body, or want a program of one kind.
-    return written(own, traced, costs, named("auto"))
+    return written(own, traced, costs, for_bodies(start.prepare))
 
 
 def with_inside(start: Variant, found: Sequence[Inside]) -> Variant:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
 from jaxtensile.errors import SolverError
@@ -53,12 +53,24 @@ def named(name: str) -> Prepare:
 class Auto(greedy.Solver):
     """Greedy; its plans of small programs are ``finished``."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, programs: int | None = greedy.PROGRAMS) -> None:
+        super().__init__(programs)
+        self.programs = programs
         self.vain: dict[tuple[Graph, tuple[Seconds, ...]], Bytes] = {}
         """Highest budget without a result, by program and charges; lower ones are skipped."""
         self.left: dict[tuple[Graph, tuple[Seconds, ...]], int] = {}
         """Variables left of the allowance."""
+
+    @cached_property
+    def for_bodies(self) -> Prepare:
+        """The solver of loop and branch bodies. Many variants of a program have equal bodies: each is searched once."""
+        return Auto(None) if self.programs else self
+
+
+def for_bodies(solver: Prepare) -> Prepare:
+    """The default solver, for bodies of the programs of ``solver``: others may take a minute for each body, or want a
+    program of one kind."""
+    return solver.for_bodies if isinstance(solver, Auto) else named("auto")
 
 
 def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Plan:

@@ -67,8 +67,8 @@ at best."""
 _DEAR, LOWER = 0.25, (1 / 64, 1 / 32)
 """A plan that misses, or costs over this share of a step, is compared with plans for budgets lower by these shares of
 the plain temporaries. Without, ResNet-50 in 3,406 MB was 65 % dearer. The numbers are guesses."""
-_PROGRAMS = 4
-"""Programs of one job whose searches are kept. A guess; it bounds memory alone."""
+PROGRAMS = 4
+"""Programs of one job whose searches are kept, beside its bodies. A guess; it bounds memory alone."""
 
 
 def solve(problem: Problem) -> Plan:
@@ -120,8 +120,8 @@ class Solver:
     """``prepare`` for all programs of one job. Equal programs share searches, even if they differ in what may wait on
     the host."""
 
-    def __init__(self) -> None:
-        self._searches = lru_cache(maxsize=_PROGRAMS)(Searches)
+    def __init__(self, programs: int | None = PROGRAMS) -> None:
+        self._searches = lru_cache(maxsize=programs)(Searches)
 
     def __call__(self, problem: Problem) -> Solve:
         return prepare(problem, self._searches(problem.graph, problem.costs.charge))

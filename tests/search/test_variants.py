@@ -10,7 +10,10 @@ from jax import lax
 
 from jaxtensile.devices.profiles import profile
 from jaxtensile.passes.seconds.cost import op_costs
-from jaxtensile.passes.solvers.greedy import prepare
+from jaxtensile.passes.solvers import greedy
+from jaxtensile.passes.solvers.by_name import named
+from jaxtensile.passes.solvers.greedy import Searches, prepare
+from jaxtensile.program.bodies import bodies_of
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.split import EACH, SLICES
 from jaxtensile.rewrites.undo import undo
@@ -221,3 +224,24 @@ def test_products_are_sliced_only_when_nothing_else_fits():
     assert smallest[1].predicted.device <= least
     assert chosen.has_shallow(smallest[1].predicted.device), "one that fits is among those that are compared"
     assert not chosen.has_shallow(smallest[1].predicted.device // 2) and chosen.shallow() == smallest
+
+
+def test_equal_bodies_of_several_variants_are_searched_once(monkeypatch):
+    """A scan under a checkpoint with a policy at 40 % of its temporaries searched one body in eight variants: 20 s."""
+    asked = []
+
+    def searches(graph, charge):
+        asked.append((graph, charge))
+        return Searches(graph, charge)
+
+    monkeypatch.setattr(greedy, "Searches", searches)
+    written, _ = both(job(looped))
+    written = replace(written, prepare=named("auto"))
+    again = replace(written, base=trace_jaxpr(written.request.jaxpr, written.request.donated))
+    bodies = 0
+    for variant in (written, again):
+        for op in variant.base.graph.ops:
+            for body in bodies_of(variant.base, op.id):
+                variants.body_alone(variant, body).solve(0)
+                bodies += 1
+    assert bodies == 4 and len(asked) == 2

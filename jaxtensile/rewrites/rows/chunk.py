@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 
 from jaxtensile import _compat
+from jaxtensile.devices.backends import Backend
 from jaxtensile.ir.ir import Graph, producers
 from jaxtensile.program.trace import Equation, Traced, bind, retrace, trace_on
 from jaxtensile.rewrites.rows.loop_rows import Branches, Loop
@@ -33,11 +34,13 @@ _JOIN: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def in_chunks(traced: Traced, closed: Any, own: Region, parts: int, *, mixed: bool = True) -> Any | None:
+_ANY = Backend(name="", in_jax="")
+
+
+def in_chunks(traced: Traced, closed: Any, own: Region, parts: int, *, backend: Backend = _ANY) -> Any | None:
     """The closed jaxpr of ``traced`` (of ``closed``) with the region in a loop of ``parts`` parts of its rows.
 
-    None if an op with effects would have to wait for the loop. ``parts`` divides the number of rows. ``mixed``: the
-    device multiplies 16-bit numbers into float32 (XLA:CPU does not for all shapes).
+    None if an op with effects would have to wait for the loop. ``parts`` divides the number of rows.
     """
     order = _order(traced.graph, own)
     if order is None:
@@ -55,7 +58,7 @@ def in_chunks(traced: Traced, closed: Any, own: Region, parts: int, *, mixed: bo
 
         for o in order:
             if o < 0:
-                env.update(_loop(traced, own, kept, read, parts, mixed))
+                env.update(_loop(traced, own, kept, read, parts, backend))
             for i in again if o < 0 else [o]:
                 equation = traced.equations[i]
                 env.update(zip(equation.results, bind(equation, [read(a) for a in equation.operands]), strict=True))
@@ -118,7 +121,7 @@ def _made_again(graph: Graph, own: Region, there: set[int]) -> list[int]:
 
 
 def _loop(
-    traced: Traced, own: Region, leaving: Sequence[int], read: Callable[[Any], Any], parts: int, mixed: bool
+    traced: Traced, own: Region, leaving: Sequence[int], read: Callable[[Any], Any], parts: int, backend: Backend
 ) -> Iterator[tuple[int, Any]]:
     """Run the region part by part; yields the values of ``leaving``."""
     n = own.seed.rows // parts
@@ -126,7 +129,7 @@ def _loop(
     def part(i: Any) -> dict[int, Any]:
         # What else it reads is made of these, in the kernels that read it.
         known = {own.root(v): read(v) for v in (*own.whole, *(v for v, _ in own.sliced))}
-        made = _Part(traced, own, _reader(traced, own, known), i, n, mixed)
+        made = _Part(traced, own, _reader(traced, own, known), i, n, backend)
         made.make()
         return {v: made.rows[v] for v in leaving}
 
@@ -169,9 +172,17 @@ class _Part:
     """Part ``i`` of a section: ``n`` rows of its results."""
 
     def __init__(
-        self, traced: Traced, own: Section, read: Callable[[Any], Any], i: Any, n: int, mixed: bool, wide: bool = True
+        self,
+        traced: Traced,
+        own: Section,
+        read: Callable[[Any], Any],
+        i: Any,
+        n: int,
+        backend: Backend,
+        wide: bool = True,
     ) -> None:
-        self.traced, self.own, self.read, self.i, self.n, self.mixed, self.wide = traced, own, read, i, n, mixed, wide
+        self.traced, self.own, self.read, self.i, self.n = traced, own, read, i, n
+        self.backend, self.wide = backend, wide
         """``read``: gives any whole value. ``wide``: totals of fewer bits are made with 32."""
         self.rows: dict[int, Any] = {}
         """Rows, and totals of rows, made by members."""
@@ -219,7 +230,7 @@ class _Part:
                 return self._scanned(equation.eqn.params, how.inside, operands)
         if isinstance(how.inside, Branches):
             return self._branched(equation, how.inside, operands)
-        return _bound(equation, how, operands, self.n, self.mixed, self.wide)
+        return _bound(equation, how, operands, self.n, self.backend, self.wide)
 
     def _scanned(self, params: dict[str, Any], own: Loop, operands: list[Any]) -> list[Any]:
         """A scan whose body makes some rows."""
@@ -252,7 +263,7 @@ class _Part:
         body = own.body
         known = {v: (x, takes) for v, x, takes in zip(body.arguments, args, own.takes, strict=True)}
         whole = {**body.consts, **{v: x for v, (x, takes) in known.items() if takes is None}}
-        part = _Part(body, own, _reader(body, own, whole), i, self.n, self.mixed, wide=False)
+        part = _Part(body, own, _reader(body, own, whole), i, self.n, self.backend, wide=False)
         part.rows.update((v, x) for v, (x, takes) in known.items() if takes is not None)
         part.make()
         return [part.get(a, g if isinstance(g, Row) else None) for a, g in zip(body.outputs, own.gives, strict=True)]
@@ -295,7 +306,7 @@ def _is_short(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 32
 
 
-def _bound(equation: Equation, how: Passing, operands: list[Any], n: int, mixed: bool, wide: bool) -> list[Any]:
+def _bound(equation: Equation, how: Passing, operands: list[Any], n: int, backend: Backend, wide: bool) -> list[Any]:
     """Run the equation on some rows; ``wide``: totals of fewer than 32 bits in float32."""
     eqn = equation.eqn
     params = {**eqn.params, **how.params(n)}
@@ -303,7 +314,26 @@ def _bound(equation: Equation, how: Passing, operands: list[Any], n: int, mixed:
     if wide and adds and _is_short(eqn.outvars[0].aval.dtype):
         if "preferred_element_type" in params:
             params["preferred_element_type"] = np.dtype(np.float32)
-        if "preferred_element_type" not in params or not mixed:
+        if "preferred_element_type" not in params or not backend.widens_sums:
             operands = [lax.convert_element_type(x, np.float32) for x in operands]
     with _compat.equation_context(eqn, equation.stack):
+        if backend.loops_channels_last and eqn.primitive.name == "conv_general_dilated":
+            return [_channels_last(replace(equation, eqn=eqn.replace(params=params)), operands)]
         return bind(replace(equation, eqn=eqn.replace(params=params)), operands)
+
+
+def _channels_last(equation: Equation, operands: Sequence[Any]) -> Any:
+    """The convolution of NHWC by HWIO to NHWC, in any number of spatial dimensions, with what must be transposed."""
+    params = equation.eqn.params
+    left, right, out = params["dimension_numbers"]
+    n = len(left)
+    space = range(1, n - 1)
+    last = lax.ConvDimensionNumbers((0, n - 1, *space), (n - 1, n - 2, *range(n - 2)), (0, n - 1, *space))
+    turned = equation.eqn.replace(params={**params, "dimension_numbers": last})
+    x, kernel = operands
+    operands = [
+        lax.transpose(x, (left[0], *left[2:], left[1])),
+        lax.transpose(kernel, (*right[2:], right[1], right[0])),
+    ]
+    (made,) = bind(replace(equation, eqn=turned), operands)
+    return lax.transpose(made, np.argsort((out[0], *out[2:], out[1])))
