@@ -13,6 +13,7 @@ Invariant: a fault of ours never ends the user's program: the function runs as w
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
@@ -25,13 +26,13 @@ import jax
 from jaxtensile import _compat
 from jaxtensile.api.automatic import Automatic
 from jaxtensile.api.beside import bytes_beside
-from jaxtensile.api.explain import OF_EXEC
+from jaxtensile.api.explain import OF_EXEC, users_line
 from jaxtensile.api.tally import Program, Tally
 from jaxtensile.devices.hardware import allocator_stats
 from jaxtensile.devices.profiles import RESERVE
 from jaxtensile.errors import BudgetError, ConfigError, InternalError, JaxtensileError, RejectedError
 from jaxtensile.faults import passes, strict, told
-from jaxtensile.places import short_place
+from jaxtensile.places import is_own, short_place
 from jaxtensile.program.upperbound import AMPLE, all_values
 from jaxtensile.program.workload import name_of
 from jaxtensile.settings.wanted import Wanted
@@ -332,9 +333,11 @@ class Substitute:
         return self._hosted
 
     def _named(self, traced: Any) -> tuple[str, str]:
-        """The function's name and its place."""
+        """The function's name and its place; if that is in a library, the user's line that runs it."""
         found, _, place = _compat.function_source(traced.jaxpr).partition(" at ")
-        return (found, place) if place else (name_of(self._fun), "")
+        if not place:
+            return name_of(self._fun), ""
+        return found, place if is_own(place) else users_line(traceback.walk_stack(None)) or place
 
 
 def _as_a_step(step: Planned, args: Any, kwargs: Any) -> Any:
