@@ -183,6 +183,29 @@ def test_libraries_keep_their_losses(losses, x):
     with jaxtensile.installed(chunk=False, budget=tight((x,), "6MiB")):
         assert losses(x) == pytest.approx(expected, rel=1e-5)
         assert planned(), [p.name for p in programs()]
+        assert {p.place.rpartition(":")[0] for p in planned()} == {__file__}, "a line of the library"
+
+
+def test_loops_outside_of_any_jit(weights, x):
+    def losses(body):
+        return lax.scan(body, weights, None, length=3)[1]
+
+    own = lax.scan_p.impl
+    expected = losses(lambda weights, _: train(weights, x))
+    body = lambda weights, _: train(weights, x)  # noqa: E731
+    jaxtensile.install(chunk=False, budget=tight((weights, x)))
+    for _ in range(2):
+        np.testing.assert_allclose(losses(body), expected, rtol=1e-5)
+    (found,) = planned()
+    assert found.name == "scan" and found.place.rpartition(":")[0] == __file__
+    assert lax.fori_loop(0, x.shape[0], lambda i, at: at + i, 0) == sum(range(ROWS))
+    assert lax.cond(x[0, 0] < 99, jnp.sin, jnp.cos, 0.0) == 0
+    with jax.disable_jit():
+        assert lax.scan(lambda c, y: (c + y, c), 0.0, jnp.arange(3.0))[0] == 3
+    assert api._installed._session.tally.small == 2
+    jaxtensile.uninstall()
+    assert lax.scan_p.impl is own
+    np.testing.assert_allclose(losses(body), expected, rtol=1e-5)
 
 
 # ---- what it costs -----------------------------------------------------------------------------------
