@@ -5,8 +5,8 @@ it. What it returns there is one of JAX's own objects (``substitute``). Loops an
 planned too, as JAX compiles each as a whole. ``jaxtensile exec`` does this in every Python that it starts, at once
 after the first import of JAX.
 
-Invariant: until the program's first ``jax.jit``, or such a loop, nothing of the planner is imported, and ``uninstall`` leaves JAX as it
-was, entries of planned functions included.
+Invariant: until the program's first ``jax.jit``, or such a loop, nothing of the planner is imported, and ``uninstall``
+leaves JAX as it was, entries of planned functions included.
 """
 
 from __future__ import annotations

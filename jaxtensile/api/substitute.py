@@ -50,6 +50,8 @@ _STEPS: Final = 128
 """Parts of a budget by which what lives beside a call is rounded up, so that a plan of an earlier run is found although
 a few bytes differ: less than 1 % of the budget is lost. A guess."""
 
+_UNFINISHED: Final = "its planning did not end"
+
 
 @dataclass
 class Session:
@@ -160,6 +162,8 @@ class Substitute:
             if planned is None:
                 return None
             found = run(planned)
+        if program.why == _UNFINISHED:
+            program.why = ""
         report = program.report = planned.report_of(traced, place)
         if not self._told and report is not None and not report.unchanged:
             self._told = True
@@ -202,8 +206,10 @@ class Substitute:
         needs = "may need more than" if program.needs is None else f"needs {format_bytes(program.needs)}, more than"
         others = f" ({format_bytes(budget)} less {format_bytes(beside)} of other arrays)" if beside else ""
         where = f"{program.name} ({short_place(program.place)})" if program.place else program.name
+        program.why = _UNFINISHED
+        tally.add(program)
         tally.say(f"planning {where}, which {needs} {format_bytes(max(room, 0))}{others}")
-        return _Verdict(self._planned(max(room, 1)), tally.add(program))
+        return _Verdict(self._planned(max(room, 1)), program)
 
     def _needed(self, args: Any, kwargs: Any) -> Bytes | None:
         """Device bytes of the function as written, by its compiler; None where that cannot say."""

@@ -290,6 +290,18 @@ def test_a_budget_that_cannot_be_met(weights, x, capsys):
     assert "the least that was found" in capsys.readouterr().err
 
 
+def test_an_interrupted_planning_is_told(weights, x, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    jaxtensile.install(chunk=False, budget=tight((weights, x)))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pipeline, "fit", interrupted)
+        jax.jit(fresh())(weights, x)
+    jaxtensile.uninstall()
+    assert "nothing was planned: step: its planning did not end" in capsys.readouterr().err
+
+
 def test_a_fault_of_ours_leaves_the_program_as_it_is(weights, x, monkeypatch, capsys):
     def fails(*_, **__):
         raise ZeroDivisionError("planted")
