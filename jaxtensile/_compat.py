@@ -31,6 +31,7 @@ from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import windowed_reductions as _windows
 
 from jaxtensile import switches
+from jaxtensile.places import is_own
 
 try:
     from jax._src.random import threefry2x32 as _threefry
@@ -173,7 +174,7 @@ def source_line(eqn: Any) -> str:
         if code.co_filename.startswith(_OURS):
             break  # what lies further out calls the planned function
         if _source.is_user_filename(code.co_filename):
-            own = _INSTALLED.isdisjoint(code.co_filename.split(os.sep))
+            own = is_own(code.co_filename)
             found = (code, at) if own else found or (code, at)
             if own:
                 break
@@ -184,7 +185,6 @@ def source_line(eqn: Any) -> str:
 
 
 _OURS = os.path.dirname(__file__) + os.sep
-_INSTALLED = frozenset(("site-packages", "dist-packages"))
 _CHECKPOINTS = _ad_checkpoint.__file__
 _HIGH_LEVEL = _hijax.__file__
 _JAX = os.path.dirname(_CHECKPOINTS) + os.sep
@@ -400,6 +400,11 @@ def redirected(plain: Any, choose: Choose) -> Any:
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return made
+
+
+def jit_of_one(primitive: Any, params: Mapping[str, Any]) -> Any:
+    """The ``jax.jit`` result that JAX runs, and keeps, for a primitive outside of any jit."""
+    return _dispatch.xla_primitive_callable(primitive, **params)
 
 
 Trace = Callable[..., Any]

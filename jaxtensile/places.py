@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
 _SOURCE = re.compile(r"(?P<file>.+?):(?P<line>\d+)(?::\d+)?(?: \((?P<function>.*)\))?")
+
+
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+_PYTHON = (os.path.dirname(os.__file__) + os.sep, "<frozen ")
+
+
+def is_own(file: str) -> bool:
+    """Whether a file of code is the user's own: of no installed package, and not Python's."""
+    return _INSTALLED.isdisjoint(file.split(os.sep)) and not file.startswith(_PYTHON)
 
 
 def short_place(source: str) -> str:

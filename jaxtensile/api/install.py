@@ -1,11 +1,12 @@
 """``jaxtensile.install``: every ``jax.jit`` of a program is planned when it would not fit. No line of it changes.
 
 ``jax.jit`` is replaced for callers outside of JAX and of this package, under all names by which modules already hold
-it. What it returns there is one of JAX's own objects (``substitute``). ``jaxtensile exec`` does this in every Python
-that it starts, at once after the first import of JAX.
+it. What it returns there is one of JAX's own objects (``substitute``). Loops and branches outside of any jit are
+planned too, as JAX compiles each as a whole. ``jaxtensile exec`` does this in every Python that it starts, at once
+after the first import of JAX.
 
-Invariant: until the program's first ``jax.jit`` nothing of the planner is imported, and ``uninstall`` leaves JAX as it
-was, entries of planned functions included.
+Invariant: until the program's first ``jax.jit``, or such a loop, nothing of the planner is imported, and ``uninstall``
+leaves JAX as it was, entries of planned functions included.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 
 _INSIDE: Final = frozenset(("jax", "jaxlib", "jaxtensile"))
 """Packages whose own calls of ``jax.jit`` stay JAX's."""
+_LOOPS: Final = (jax.lax.scan_p, jax.lax.while_p, jax.lax.cond_p)
+"""Operations that are whole programs. Outside of any jit JAX compiles each with its bodies, by a jit of its own."""
+_MADE: Final = "_jaxtensile"
+"""The attribute by which JAX's jit of a loop keeps ours, as long as JAX keeps it."""
 _LOCK: Final = threading.RLock()
 _installed: _Installed | None = None
 
@@ -115,6 +120,9 @@ class _Installed:
         self._jit = self._either()
         self._replace(self._own, self._jit)
         self._stack.callback(lambda: self._replace(self._jit, self._own))
+        for loop in _LOOPS:
+            self._stack.callback(setattr, loop, "impl", loop.impl)
+            loop.impl = functools.partial(self._run_alone, loop, loop.impl)
         self._before, sys.excepthook = sys.excepthook, self._told
         atexit.register(self._tell)
 
@@ -153,7 +161,20 @@ class _Installed:
 
         return jit
 
-    # ---- from the program's first ``jax.jit`` on ----
+    # ---- from the program's first ``jax.jit``, or loop outside of one, on ----
+
+    def _run_alone(self, loop: Any, own: Callable[..., Any], /, *args: Any, **params: Any) -> Any:
+        """The results of a loop outside of any jit."""
+        from jaxtensile import _compat
+
+        if _compat.jit_is_disabled():
+            return own(*args, **params)
+        plain = _compat.jit_of_one(loop, params)
+        session, made = vars(plain).get(_MADE, (None, plain))
+        if session is None or session is not self._session:
+            made = self._substituted(plain.__wrapped__, {}, plain)
+            vars(plain)[_MADE] = self._session, made
+        return made(*args)
 
     def _substituted(self, fun: Any, options: dict[str, Any], plain: Any) -> Any:
         """``plain``, or an object like it whose misses come to us."""

@@ -13,6 +13,7 @@ Invariant: a fault of ours never ends the user's program: the function runs as w
 from __future__ import annotations
 
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
@@ -25,13 +26,13 @@ import jax
 from jaxtensile import _compat
 from jaxtensile.api.automatic import Automatic
 from jaxtensile.api.beside import bytes_beside
-from jaxtensile.api.explain import OF_EXEC
+from jaxtensile.api.explain import OF_EXEC, users_line
 from jaxtensile.api.tally import Program, Tally
 from jaxtensile.devices.hardware import allocator_stats
 from jaxtensile.devices.profiles import RESERVE
 from jaxtensile.errors import BudgetError, ConfigError, InternalError, JaxtensileError, RejectedError
 from jaxtensile.faults import passes, strict, told
-from jaxtensile.places import short_place
+from jaxtensile.places import is_own, short_place
 from jaxtensile.program.upperbound import AMPLE, all_values
 from jaxtensile.program.workload import name_of
 from jaxtensile.settings.wanted import Wanted
@@ -48,6 +49,8 @@ it fits. A training step keeps about a quarter of its values at once. A guess.""
 _STEPS: Final = 128
 """Parts of a budget by which what lives beside a call is rounded up, so that a plan of an earlier run is found although
 a few bytes differ: less than 1 % of the budget is lost. A guess."""
+
+_UNFINISHED: Final = "its planning did not end"
 
 
 @dataclass
@@ -159,6 +162,8 @@ class Substitute:
             if planned is None:
                 return None
             found = run(planned)
+        if program.why == _UNFINISHED:
+            program.why = ""
         report = program.report = planned.report_of(traced, place)
         if not self._told and report is not None and not report.unchanged:
             self._told = True
@@ -201,8 +206,10 @@ class Substitute:
         needs = "may need more than" if program.needs is None else f"needs {format_bytes(program.needs)}, more than"
         others = f" ({format_bytes(budget)} less {format_bytes(beside)} of other arrays)" if beside else ""
         where = f"{program.name} ({short_place(program.place)})" if program.place else program.name
+        program.why = _UNFINISHED
+        tally.add(program)
         tally.say(f"planning {where}, which {needs} {format_bytes(max(room, 0))}{others}")
-        return _Verdict(self._planned(max(room, 1)), tally.add(program))
+        return _Verdict(self._planned(max(room, 1)), program)
 
     def _needed(self, args: Any, kwargs: Any) -> Bytes | None:
         """Device bytes of the function as written, by its compiler; None where that cannot say."""
@@ -332,9 +339,11 @@ class Substitute:
         return self._hosted
 
     def _named(self, traced: Any) -> tuple[str, str]:
-        """The function's name and its place."""
+        """The function's name and its place; if that is in a library, the user's line that runs it."""
         found, _, place = _compat.function_source(traced.jaxpr).partition(" at ")
-        return (found, place) if place else (name_of(self._fun), "")
+        if not place:
+            return name_of(self._fun), ""
+        return found, place if is_own(place) else users_line(traceback.walk_stack(None)) or place
 
 
 def _as_a_step(step: Planned, args: Any, kwargs: Any) -> Any:

@@ -183,6 +183,29 @@ def test_libraries_keep_their_losses(losses, x):
     with jaxtensile.installed(chunk=False, budget=tight((x,), "6MiB")):
         assert losses(x) == pytest.approx(expected, rel=1e-5)
         assert planned(), [p.name for p in programs()]
+        assert {p.place.rpartition(":")[0] for p in planned()} == {__file__}, "a line of the library"
+
+
+def test_loops_outside_of_any_jit(weights, x):
+    def losses(body):
+        return lax.scan(body, weights, None, length=3)[1]
+
+    own = lax.scan_p.impl
+    expected = losses(lambda weights, _: train(weights, x))
+    body = lambda weights, _: train(weights, x)  # noqa: E731
+    jaxtensile.install(chunk=False, budget=tight((weights, x)))
+    for _ in range(2):
+        np.testing.assert_allclose(losses(body), expected, rtol=1e-5)
+    (found,) = planned()
+    assert found.name == "scan" and found.place.rpartition(":")[0] == __file__
+    assert lax.fori_loop(0, x.shape[0], lambda i, at: at + i, 0) == sum(range(ROWS))
+    assert lax.cond(x[0, 0] < 99, jnp.sin, jnp.cos, 0.0) == 0
+    with jax.disable_jit():
+        assert lax.scan(lambda c, y: (c + y, c), 0.0, jnp.arange(3.0))[0] == 3
+    assert api._installed._session.tally.small == 2
+    jaxtensile.uninstall()
+    assert lax.scan_p.impl is own
+    np.testing.assert_allclose(losses(body), expected, rtol=1e-5)
 
 
 # ---- what it costs -----------------------------------------------------------------------------------
@@ -265,6 +288,18 @@ def test_a_budget_that_cannot_be_met(weights, x, capsys):
     found = jax.jit(fresh())(weights, x)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
     assert "the least that was found" in capsys.readouterr().err
+
+
+def test_an_interrupted_planning_is_told(weights, x, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    jaxtensile.install(chunk=False, budget=tight((weights, x)))
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(pipeline, "fit", interrupted)
+        jax.jit(fresh())(weights, x)
+    jaxtensile.uninstall()
+    assert "nothing was planned: step: its planning did not end" in capsys.readouterr().err
 
 
 def test_a_fault_of_ours_leaves_the_program_as_it_is(weights, x, monkeypatch, capsys):

@@ -132,7 +132,7 @@ def test_a_budget_that_cannot_be_met(folder):
     assert (done.stdout, done.returncode) == ("", 1)
     assert "Traceback" not in done.stderr
     (error,) = [line for line in lines(done) if "budget" in line and "below the smallest" in line]
-    assert error.startswith("jaxtensile: train.py:20 (main): ") and "--best-effort" in error
+    assert error.startswith("jaxtensile: train.py:20: ") and "--best-effort" in error
     assert lines(done)[-1] == "jaxtensile: nothing was planned: train_step: does not fit"
 
 
