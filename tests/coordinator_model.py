@@ -22,6 +22,7 @@ from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.client.client import ANSWER, Client
 from jaxtensile.runtime.coordinate.coordinator import Coordinator
 from jaxtensile.runtime.decide.events import (
+    OBJECTIVES,
     CapacityChanged,
     Close,
     Compact,
@@ -43,7 +44,6 @@ from jaxtensile.runtime.decide.events import (
 from jaxtensile.runtime.decide.journal import decode, encode, replay
 from jaxtensile.runtime.decide.leases import HOST, Process, State
 from jaxtensile.runtime.decide.ledger import Capacity
-from jaxtensile.runtime.decide.policy import OBJECTIVES
 from jaxtensile.runtime.protocol.messages import (
     Ack,
     Admit,

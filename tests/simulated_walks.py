@@ -2,10 +2,9 @@
 
 from random import Random
 
-from jaxtensile.runtime.decide.events import Settings
+from jaxtensile.runtime.decide.events import OBJECTIVES, Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
-from jaxtensile.runtime.decide.policy import OBJECTIVES
 from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.protocol.messages import Rung
 from jaxtensile.runtime.simulate.audit import Audit, everything_is_free

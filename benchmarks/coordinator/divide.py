@@ -31,11 +31,11 @@ from benchmarks.isolate import heading, save
 from benchmarks.machine import describe
 from jaxtensile.runtime.decide.arbiter import Arbiter
 from jaxtensile.runtime.decide.demand import demand_of
-from jaxtensile.runtime.decide.events import Rules, Settings
+from jaxtensile.runtime.decide.events import OBJECTIVES, Objective, Rules, Settings
 from jaxtensile.runtime.decide.leases import HOST, Charge, Happening, Lease, Process, State
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.decide.links import Loads
-from jaxtensile.runtime.decide.policy import OBJECTIVES, Claim, Objective, Option, Room, Shares, divide
+from jaxtensile.runtime.decide.policy import Claim, Option, Room, Shares, divide
 from jaxtensile.runtime.protocol.messages import Rung
 
 HERE: Final = Path(__file__).parent

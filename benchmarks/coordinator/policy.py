@@ -23,9 +23,10 @@ from random import Random
 from typing import Any
 
 from benchmarks.isolate import save
+from jaxtensile.runtime.decide.events import OBJECTIVES
 from jaxtensile.runtime.decide.knapsack import Row, cheapest
 from jaxtensile.runtime.decide.leases import Charge
-from jaxtensile.runtime.decide.policy import EXACT, OBJECTIVES, WITHIN, Claim, Option, Room, divide
+from jaxtensile.runtime.decide.policy import EXACT, WITHIN, Claim, Option, Room, divide
 from jaxtensile.units import GIB
 
 HERE = Path(__file__).parent

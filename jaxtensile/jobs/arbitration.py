@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -25,7 +25,6 @@ from jaxtensile.jobs import building
 from jaxtensile.planner.clock import Watch
 from jaxtensile.runtime.client.client import Client, Link
 from jaxtensile.runtime.client.gate import Turns
-from jaxtensile.runtime.client.local import LOCAL, LocalCoordinator
 from jaxtensile.runtime.client.uninterrupted import uninterrupted
 from jaxtensile.runtime.cluster.nearby import socket_nearby
 from jaxtensile.runtime.config.config import Config
@@ -35,6 +34,9 @@ from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.protocol.messages import Rung, Snapshot
 from jaxtensile.spmd.location import device_name, profile_of
 from jaxtensile.units import GIB, Bytes, Seconds
+
+if TYPE_CHECKING:
+    from jaxtensile.runtime.client.local import LocalCoordinator
 
 _RESERVE, _PART = GIB, 8
 """Bytes withheld from a device that the config does not mention, as in ``cli.serving``; at most one part in ``_PART``
@@ -114,6 +116,8 @@ def arbitration(job: str, config: Config) -> Arbitration:
             place = checked(Path(socket).absolute())
             found = Arbitration(job, SocketLink.to(str(place)), None, lambda: ask(place, _ANSWERS), place)
         else:
+            from jaxtensile.runtime.client.local import LOCAL, LocalCoordinator  # a coordinator: for who has no daemon
+
             if _local is None or not _jobs:
                 _local = (
                     config,

@@ -268,12 +268,15 @@ class Menu:
         # Two states at each cut: whether what crosses it is kept (1) or may have to be on top (0).
         best = np.full((count + 1, 2, width), np.inf)
         best[0, 1] = 0.0
+        reached = {(0, 1)}
         back: list[list[tuple[int, int, int, _Option]]] = [[] for _ in range(count + 1)]
         pick = np.zeros((count + 1, 2, width), np.int32)
         for j in range(1, count + 1):
             for i, options in self._by_end[j]:
                 for option in options if j - i <= span else ():
                     for state in (0, 1):
+                        if (i, state) not in reached:
+                            continue
                         above = 0 if state else -(-option.entry // unit)
                         shift = above - (-option.nbytes // unit)
                         reach = width - shift
@@ -282,12 +285,14 @@ class Menu:
                         if reach <= 0:
                             continue
                         offer = best[i, state, :reach] + option.charge
-                        here = best[j, int(option.exit), shift : shift + reach]
+                        end = int(option.exit)
+                        here = best[j, end, shift : shift + reach]
                         better = offer < here
                         if better.any():
-                            here[better] = offer[better]
-                            pick[j, int(option.exit), shift : shift + reach][better] = len(back[j])
+                            np.copyto(here, offer, where=better)
+                            np.copyto(pick[j, end, shift : shift + reach], len(back[j]), where=better)
                             back[j].append((i, state, shift, option))
+                            reached.add((j, end))
         if not np.isfinite(best[count].min()):
             return None
         g, left = divmod(int(best[count].argmin()), width)

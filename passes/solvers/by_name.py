@@ -88,22 +88,11 @@ def finished(solver: Prepare, problem: Problem, budget: Bytes, plan: Plan) -> Pl
 
     if budget <= solver.vain.get(key := (problem.graph, problem.costs.charge), -1):
         return plan
-    left, best, aims = solver.left.get(key, allowance(problem)), plan, [budget]
-    if not fits:
-        # What misses may be halfway, and as with a search there may be more for less.
-        halfway = (budget + plan.predicted.device) // 2
-        aims += [halfway, max(budget - int(greedy.LOWER[0] * live_ranges(problem.graph).temp), 0)]
-    vain = True
-    for aim in aims:
-        found, left = improve(problem, aim, left)
-        if found is not None:
-            best, vain = _cheaper(problem, budget, best, found), False
-        if best.predicted.device <= budget:
-            break
-    solver.left[key] = left
-    if vain:
+    found, solver.left[key] = improve(problem, budget, solver.left.get(key, allowance(problem)))
+    if found is None:
         solver.vain[key] = budget
-    return best
+        return plan
+    return _cheaper(problem, budget, plan, found)
 
 
 def _exact() -> Prepare:

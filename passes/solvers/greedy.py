@@ -64,7 +64,7 @@ changes."""
 _HOPELESS = 1.1
 """A budget is not searched if the least without one is over it by this factor: searches for a budget end some 7 % lower
 at best."""
-_DEAR, LOWER = 0.25, (1 / 64, 1 / 32)
+_DEAR, _LOWER = 0.25, (1 / 64, 1 / 32)
 """A plan that misses, or costs over this share of a step, is compared with plans for budgets lower by these shares of
 the plain temporaries. Without, ResNet-50 in 3,406 MB was 65 % dearer. The numbers are guesses."""
 PROGRAMS = 4
@@ -80,9 +80,11 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
     """``solve`` for several budgets of one problem. ``searches``: those of its program, if any."""
     known = searches or Searches(problem.graph, problem.costs.charge)
     live = known.unchanged.live
-    seconds = problem.costs.seconds
-    # Where nothing fits, the price is of no account: the least by seconds may be less.
-    other = Searches(problem.graph, seconds) if seconds != problem.costs.charge and on("by_seconds") else None
+    costs = problem.costs
+
+    @cache
+    def least_by_seconds() -> Trial:
+        return Searches(problem.graph, costs.seconds).least
 
     @lru_cache(maxsize=2)
     def copied(budget: Bytes) -> Trial:
@@ -97,8 +99,9 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
             best = moved if moved.copies and _better(moved, best, budget) else best
         if best.device > budget and least and not (best.copies and best.device < _FAR_BELOW * known.search(0).device):
             best = min(best, known.least, key=lambda t: t.device)
-            if best.device > budget and other is not None:
-                best = min(best, other.least, key=lambda t: t.device)
+            # Where nothing fits, the price is of no account.
+            if best.device > budget and costs.seconds != costs.charge and on("by_seconds"):
+                best = min(best, least_by_seconds(), key=lambda t: t.device)
         return best
 
     @cache
@@ -146,7 +149,7 @@ class Searches:
         near = int(self.search(0).device / _HOPELESS) + 1
         easier = self._easier if on("easier_budgets") else ()
         best = min((self.search(budget) for budget in (0, near, *easier)), key=lambda t: t.device)
-        step = max(1, int(LOWER[0] * self.unchanged.temp))
+        step = max(1, int(_LOWER[0] * self.unchanged.temp))
         while (
             best.device > step and on("lower_least") and (lower := self.search(best.device - step)).device < best.device
         ):
@@ -156,11 +159,11 @@ class Searches:
     def cheapest(self, budget: Bytes, least: bool) -> Trial:
         """The cheapest result for ``budget`` and, if that is dear or misses, for slightly lower budgets.
 
-        The order of boundaries is luck, so lower budgets may give cheaper plans (``LOWER``). After a miss they are
+        The order of boundaries is luck, so lower budgets may give cheaper plans (``_LOWER``). After a miss they are
         tried only with ``least``.
         """
         best = self.search(budget)
-        for share in LOWER if budget > 0 else ():
+        for share in _LOWER if budget > 0 else ():
             fits = best.device <= budget
             if (best.price <= _DEAR * self._whole if fits else not least) or not on("lower_budgets"):
                 break

@@ -25,10 +25,9 @@ from jaxtensile.runtime.config.finding import VARIABLE as VARIABLE
 from jaxtensile.runtime.config.finding import find as find
 from jaxtensile.runtime.config.functions import ExecConfig, FunctionConfig, exec_table, function_tables
 from jaxtensile.runtime.config.tables import Amount, Tables, dotted
-from jaxtensile.runtime.decide.events import MAX_CLIENTS, Settings
+from jaxtensile.runtime.decide.events import MAX_CLIENTS, Objective, Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
-from jaxtensile.runtime.decide.policy import Objective
 from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.protocol.messages import HIGHEST_PRIORITY, LEAST_WEIGHT, LOWEST_PRIORITY, MOST_WEIGHT
 from jaxtensile.units import Bytes, Seconds, format_bytes

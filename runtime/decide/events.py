@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from msgspec import Struct
 
@@ -17,12 +17,15 @@ from jaxtensile.runtime.decide import journal
 from jaxtensile.runtime.decide.journal import Replayed
 from jaxtensile.runtime.decide.leases import Process
 from jaxtensile.runtime.decide.ledger import Capacity
-from jaxtensile.runtime.decide.policy import Objective
 from jaxtensile.runtime.protocol.messages import Reply, Request
 from jaxtensile.units import Seconds
 
 MAX_CLIENTS: Final = 1 << 10
 """Default number of jobs of a coordinator: decisions are timed up to 1,000 (``benchmarks/coordinator``)."""
+
+Objective = Literal["slowdown", "fair", "priority", "fcfs"]
+"""What the surplus is divided by; ``policy`` says how."""
+OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 
 Connection = int
 """Numbered as accepted: a process's later connection replaces an earlier one."""

@@ -22,17 +22,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heappop, heapreplace
 from math import inf
-from typing import Final, Literal, get_args
+from typing import Final
 
 from msgspec import Struct
 
+from jaxtensile.runtime.decide.events import Objective
 from jaxtensile.runtime.decide.knapsack_kinds import Class, Groups, Kinds, Sizes, cheapest_of, class_of, used
 from jaxtensile.runtime.decide.leases import Charge
 from jaxtensile.runtime.decide.links import ALONE, Loads, added, stretch
 from jaxtensile.units import Bytes
-
-Objective = Literal["slowdown", "fair", "priority", "fcfs"]
-OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
 
 EXACT: Final = 24
 """Most jobs sharing one kind of bytes that get an optimum; more get an answer proved within ``WITHIN``, in

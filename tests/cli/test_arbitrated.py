@@ -138,4 +138,4 @@ def test_what_can_never_fit_is_one_line(folder):
     config(folder, a=("train.py 1 2", 'want = "1MiB"'))
     done = run(folder, "-m", "jaxtensile", "run")
     assert done.returncode == 1
-    assert "Traceback" not in done.stdout and re.search(r"a \| jaxtensile: train.py:\d+ .* needs .*MiB", done.stdout)
+    assert "Traceback" not in done.stdout and re.search(r"a \| jaxtensile: train.py:\d+: .* needs .*MiB", done.stdout)

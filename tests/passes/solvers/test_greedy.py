@@ -61,7 +61,7 @@ def test_where_a_plan_is_dear_or_misses_it_is_the_best_of_those_for_somewhat_les
     budget, price = int(share * live_ranges(graph).device), op_costs(graph, DEVICE).charge
     known = greedy.Searches(graph, price)
     found, first = known.cheapest(budget, True), known.search(budget)
-    others = [known.search(max(budget - int(s * known.unchanged.temp), 0)) for s in greedy.LOWER]
+    others = [known.search(max(budget - int(s * known.unchanged.temp), 0)) for s in greedy._LOWER]
     if first.device <= budget and first.price <= greedy._DEAR * sum(price):
         assert found is first
     elif found.device > budget:

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from jaxtensile.runtime.decide import knapsack
+from jaxtensile.runtime.decide.events import OBJECTIVES
 from jaxtensile.runtime.decide.knapsack import Row, cheapest
 from jaxtensile.runtime.decide.leases import Charge
-from jaxtensile.runtime.decide.policy import EXACT, OBJECTIVES, WITHIN, Claim, Option, Room, ahead, divide
+from jaxtensile.runtime.decide.policy import EXACT, WITHIN, Claim, Option, Room, ahead, divide
 
 CLOSE = 1e-9
 
