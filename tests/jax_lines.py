@@ -18,7 +18,8 @@ in_a_soak = pytest.mark.skipif(not SOAK, reason="minutes: with JAXTENSILE_SOAK=1
 """A mark for tests and parameters."""
 ALL = {
     "JAX's own interface: jits, stages, transformations, what a jaxpr holds and how one is made": """
-        agreement api as_jax_jit bodies cse emit filter_jit hosted merge_branches numbered parity references rows sink
+        agreement api as_jax_jit bodies cse emit filter_jit hoist_invariants hosted merge_branches
+        numbered parity references rows sink
         sink_invariants split state streaming trace undo undo_loops variants""",
     "what XLA allocates, in which order, for whom, and how it is asked": """
         build_report compile heap kernels lowered output_reuse own_stacks pipeline prologue shardings sums widened""",
