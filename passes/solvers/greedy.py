@@ -76,15 +76,11 @@ def solve(problem: Problem) -> Plan:
     return prepare(problem)(problem.budget)
 
 
-def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
-    """``solve`` for several budgets of one problem. ``searches``: those of its program, if any."""
-    known = searches or Searches(problem.graph, problem.costs.charge)
+def prepare(problem: Problem, searches: Callable[[Graph, tuple[Seconds, ...]], Searches] | None = None) -> Solve:
+    """``solve`` for several budgets of one problem. ``searches``: those of a program at a price; None: anew."""
+    of, graph, costs = searches or cache(Searches), problem.graph, problem.costs
+    known = of(graph, costs.charge)
     live = known.unchanged.live
-    costs = problem.costs
-
-    @cache
-    def least_by_seconds() -> Trial:
-        return Searches(problem.graph, costs.seconds).least
 
     @lru_cache(maxsize=2)
     def copied(budget: Bytes) -> Trial:
@@ -101,7 +97,7 @@ def prepare(problem: Problem, searches: Searches | None = None) -> Solve:
             best = min(best, known.least, key=lambda t: t.device)
             # Where nothing fits, the price is of no account.
             if best.device > budget and costs.seconds != costs.charge and on("by_seconds"):
-                best = min(best, least_by_seconds(), key=lambda t: t.device)
+                best = min(best, of(graph, costs.seconds).least, key=lambda t: t.device)
         return best
 
     @cache
@@ -127,7 +123,7 @@ class Solver:
         self._searches = lru_cache(maxsize=programs)(Searches)
 
     def __call__(self, problem: Problem) -> Solve:
-        return prepare(problem, self._searches(problem.graph, problem.costs.charge))
+        return prepare(problem, self._searches)
 
 
 class Searches:

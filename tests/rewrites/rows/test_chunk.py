@@ -621,6 +621,7 @@ def test_sums_stay_as_written_unless_asked():
     assert f", in {found.parts} parts: " in str(found).splitlines()[0] and found.to_dict()["parts"] == found.parts
 
 
+@pytest.mark.skipif(_compat.JAX_VERSION < (0, 11), reason="XLA:CPU needs other bytes for the same plans there")
 def test_a_budget_above_one_that_is_met_is_met():
     """By FLOPs the search finds nothing for 0.75, and for 0.7 it does; what is least by seconds fits both."""
     step, args = decoder()
