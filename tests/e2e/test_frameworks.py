@@ -14,6 +14,7 @@ import jax
 import pytest
 
 import jaxtensile
+from jax_lines import in_a_soak
 from jaxtensile.api import install
 from paths import ROOT
 
@@ -33,7 +34,7 @@ def run(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", [pytest.param("linen_lm", marks=in_a_soak), "nnx_scan"])
 def test_a_script_prints_the_same_within_a_budget(name, monkeypatch):
     expected = run(name, monkeypatch)
     assert len(expected) >= 2
