@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.program.trace import Equation, Traced, bind, exchanged, trace_jaxpr
+from jaxtensile.program.trace import Equation, Traced, exchanged, run, trace_jaxpr
 from jaxtensile.units import Bytes
 
 _NOT_ALONE: Final = frozenset("broadcast_in_dim expand_dims iota reshape rev slice squeeze transpose".split())
@@ -117,7 +117,7 @@ def _moved(equation: Equation, loop: _Loop, read: Callable[[Any], Any]) -> list[
         xs = operands[consts + carries :]
     body = loop.body
     before: dict[int, Any] = {**dict(zip(body.arguments, given, strict=False)), **body.consts}
-    _run(body, loop.ahead, before, {})
+    run(body, loop.ahead, before)
     there = {v: before[v] for i in loop.gone for v in body.equations[i].results}
 
     def step(carry: Iterable[Any], x: Iterable[Any] = ()) -> list[Any]:
@@ -139,7 +139,7 @@ def _moved(equation: Equation, loop: _Loop, read: Callable[[Any], Any]) -> list[
 
         def goes_on(carry: Any) -> Any:
             env = {**dict(zip(asked.arguments, [*operands[:outer], *carry], strict=True)), **asked.consts}
-            _run(asked, range(len(asked.equations)), env, {})
+            run(asked, range(len(asked.equations)), env)
             (out,) = asked.outputs
             return env[out] if isinstance(out, int) else out.val
 
@@ -147,10 +147,10 @@ def _moved(equation: Equation, loop: _Loop, read: Callable[[Any], Any]) -> list[
 
 
 def _run(body: Traced, equations: Iterable[int], env: dict[int, Any], inner: Mapping[int, _Loop]) -> None:
-    def read(atom: Any) -> Any:
-        return env[atom] if isinstance(atom, int) else atom.val
-
     for i in equations:
+        if i not in inner:
+            run(body, (i,), env)
+            continue
         each = body.equations[i]
-        out = _moved(each, inner[i], read) if i in inner else bind(each, [read(a) for a in each.operands])
+        out = _moved(each, inner[i], lambda a: env[a] if isinstance(a, int) else a.val)
         env.update(zip(each.results, out, strict=True))

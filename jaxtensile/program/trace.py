@@ -593,3 +593,11 @@ def bind(equation: Equation, operands: list[Any]) -> list[Any]:
     with _compat.equation_context(eqn, equation.stack):
         out = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def run(traced: Traced, equations: Iterable[int], env: dict[int, Any]) -> None:
+    """Evaluate some flat equations of a program, in this order, in ``env``: value → what it is."""
+    for i in equations:
+        equation = traced.equations[i]
+        operands = [env[a] if isinstance(a, int) else a.val for a in equation.operands]
+        env.update(zip(equation.results, bind(equation, operands), strict=True))

@@ -18,7 +18,7 @@ from jax import lax
 from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, consumers, producers
 from jaxtensile.passes.lifetimes.fusion import VIEWS
-from jaxtensile.program.trace import Traced, bind, exchanged, trace_jaxpr
+from jaxtensile.program.trace import Traced, exchanged, run, trace_jaxpr
 from jaxtensile.rewrites.levels import without_loops_between
 from jaxtensile.rewrites.loops import fewest_stacks
 from jaxtensile.rewrites.rewrite import LARGE, Rewrite, Start, changed
@@ -124,9 +124,9 @@ def _loop(traced: Traced, o: int, moved: Moved, read: Callable[[Any], Any]) -> l
         env: dict[int, Any] = dict(zip(body.arguments, [*fixed, *changing], strict=True))
         env.update(body.consts)
         for i, first in enumerate(order):
-            _run(traced, first, outside)
+            run(traced, first, outside)
             env.update((name, outside[v]) for name, v in wanted.items() if v in outside)
-            _run(body, range(i, min(i + 1, len(body.equations))), env)
+            run(body, range(i, min(i + 1, len(body.equations))), env)
         out = [env[a] if isinstance(a, int) else a.val for a in body.outputs]
         return out[:carries], out[carries:]
 
@@ -162,13 +162,6 @@ def _late(traced: Traced, moved: Moved, wanted: list[list[int]]) -> list[list[in
                 left += [a for a in traced.equations[i].operands if isinstance(a, int)]
         out.append(sorted(first))
     return out
-
-
-def _run(traced: Traced, ops: Iterable[int], env: dict[int, Any]) -> None:
-    for i in ops:
-        equation = traced.equations[i]
-        operands = [env[a] if isinstance(a, int) else a.val for a in equation.operands]
-        env.update(zip(equation.results, bind(equation, operands), strict=True))
 
 
 _SMALLER = 64
