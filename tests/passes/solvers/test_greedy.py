@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, graphs, network, train_steps
+from jax_lines import SOAK
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Problem, Remat
 from jaxtensile.passes.lifetimes.liveness import live_ranges
@@ -18,6 +19,8 @@ from jaxtensile.program.trace import trace_jaxpr
 from solver_checks import check_plan
 
 DEVICE = profile("nvidia-h200")
+FEWER = settings(max_examples=60 if SOAK else 10)
+FEW = settings(max_examples=20 if SOAK else 5)
 
 
 def problem_of(graph, budget):
@@ -25,14 +28,14 @@ def problem_of(graph, budget):
 
 
 @given(train_steps(pinned=True), st.floats(0, 1.1))
-@settings(max_examples=25)
+@FEWER
 def test_plans_of_train_steps(graph, share):
     budget = int(share * live_ranges(graph).device)
     check_plan(graph, budget, solve(problem_of(graph, budget)))
 
 
 @given(train_steps(), st.lists(st.floats(0, 1.0), min_size=1, max_size=4))
-@settings(max_examples=25)
+@FEWER
 def test_the_smallest_plan_is_the_same_whatever_was_asked_before(graph, shares):
     problem, device = problem_of(graph, 0), live_ranges(graph).device
     asked = prepare(problem)
@@ -42,7 +45,7 @@ def test_the_smallest_plan_is_the_same_whatever_was_asked_before(graph, shares):
 
 
 @given(train_steps(), st.floats(0, 1))
-@settings(max_examples=25)
+@FEWER
 def test_what_misses_is_the_smallest_where_that_is_asked_for(graph, share):
     budget = int(share * live_ranges(graph).device)
     at = prepare(problem_of(graph, budget))
@@ -56,7 +59,7 @@ def test_what_misses_is_the_smallest_where_that_is_asked_for(graph, share):
 
 
 @given(train_steps(), st.floats(0.05, 1))
-@settings(max_examples=25)
+@FEWER
 def test_where_a_plan_is_dear_or_misses_it_is_the_best_of_those_for_somewhat_less(graph, share):
     budget, price = int(share * live_ranges(graph).device), op_costs(graph, DEVICE).charge
     known = greedy.Searches(graph, price)
@@ -71,7 +74,7 @@ def test_where_a_plan_is_dear_or_misses_it_is_the_best_of_those_for_somewhat_les
 
 
 @given(train_steps(), st.floats(0.05, 0.9), st.floats(0, 1))
-@settings(max_examples=25)
+@FEWER
 def test_a_search_with_a_price_ends_below_it_or_over_its_budget(graph, share, part):
     budget, price = int(share * live_ranges(graph).device), op_costs(graph, DEVICE).charge
     below = part * greedy.Searches(graph, price).search(budget).price
@@ -83,7 +86,7 @@ def test_a_search_with_a_price_ends_below_it_or_over_its_budget(graph, share, pa
 
 
 @given(graphs(), st.lists(st.floats(0, 1.1), min_size=2, max_size=3))
-@settings(max_examples=20)
+@FEWER
 def test_what_is_found_does_not_depend_on_what_was_asked_before(graph, shares):
     """Else a budget that an error names is met or not as it happens."""
     price, whole = op_costs(graph, DEVICE).charge, live_ranges(graph).device
@@ -118,14 +121,14 @@ def test_what_comes_near_a_budget_is_not_looked_for_without_one(monkeypatch):
 
 
 @given(graphs(), st.floats(0, 1.1))
-@settings(max_examples=30)
+@FEWER
 def test_plans_of_any_graph(graph, share):
     budget = int(share * live_ranges(graph).device)
     check_plan(graph, budget, solve(problem_of(graph, budget)))
 
 
 @given(train_steps(), st.lists(st.floats(0, 1), min_size=2, max_size=3))
-@settings(max_examples=8)
+@FEW
 def test_a_prepared_problem_gives_the_same_plans(graph, shares):
     whole = live_ranges(graph).device
     at = prepare(problem_of(graph, whole))
@@ -135,7 +138,7 @@ def test_a_prepared_problem_gives_the_same_plans(graph, shares):
 
 
 @given(train_steps(), st.lists(st.floats(0.01, 1), min_size=2, max_size=4))
-@settings(max_examples=8)
+@FEW
 def test_asked_for_less_a_prepared_problem_never_gives_more(graph, shares):
     # No budget at all is asked apart: its answer remembers nothing (the test above).
     whole = live_ranges(graph).device
