@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import SingleDeviceSharding
 
 from graphs import Builder, graphs, train_steps
+from jax_lines import SOAK
 from jaxtensile.devices.backends import CPU, TPU
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Problem
@@ -264,7 +265,7 @@ def test_more_arguments_donated_never_need_more(graph):
 
 
 @given(train_steps())
-@settings(max_examples=20)
+@settings(max_examples=60 if SOAK else 10)
 def test_no_plan_promises_less(graph):
     """The model and the bound agree on what is possible, whatever the budget."""
     costs = op_costs(graph, profile("nvidia-h200"))

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from graphs import Builder, graphs, network, solid_chain, train_steps
+from jax_lines import SOAK
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import Costs, Problem
 from jaxtensile.passes.lifetimes.liveness import live_ranges
@@ -64,14 +65,14 @@ def test_chains_of_solid_ops_are_solved_exactly(chain, share):
 
 
 @given(train_steps(most_layers=4), st.floats(0.3, 1))
-@settings(max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=40 if SOAK else 12, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 def test_train_steps_against_every_schedule(graph, share):
     live = live_ranges(graph)
     against_all(problem_of(graph, live.device - int((1 - share) * live.temp)), exactly=False)
 
 
 @given(train_steps(most_layers=5), st.floats(0.3, 1), st.booleans())
-@settings(max_examples=20, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=40 if SOAK else 12, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 def test_the_bound_holds_for_every_schedule_of_the_class(graph, share, in_seconds):
     live, costs = live_ranges(graph), op_costs(graph, DEVICE)
     budget = live.device - int((1 - share) * live.temp)
@@ -124,14 +125,14 @@ def test_what_is_looked_through_has_its_price():
 
 
 @given(train_steps(pinned=True), st.floats(0, 1.1))
-@settings(max_examples=15)
+@settings(max_examples=40 if SOAK else 8)
 def test_plans_of_train_steps(graph, share):
     budget = int(share * live_ranges(graph).device)
     check_plan(graph, budget, prepare(problem_of(graph, budget), time_limit=5.0)(budget))
 
 
 @given(graphs(), st.floats(0, 1.1))
-@settings(max_examples=25)
+@settings(max_examples=60 if SOAK else 12)
 def test_plans_of_any_graph(graph, share):
     budget = int(share * live_ranges(graph).device)
     check_plan(graph, budget, prepare(problem_of(graph, budget), time_limit=5.0)(budget))
