@@ -103,7 +103,6 @@ SWITCHES: Final = (
     Switch("tied_constants", "what is made of constants alone is tied to its stage"),
     Switch("fused_at_readers", "what fuses is written down where it is read, once in a stage"),
     Switch("local_search", "in a plan that fits, what is dear to run again is kept for what is cheap"),
-    Switch("single_drop", "room may be made by one value instead of several"),
     # ---- passes/offload
     Switch("hidden_first", "copies that cost no time are made before those that do"),
     Switch("tighten", "where no copy is left, those under way at the peak are waited for"),

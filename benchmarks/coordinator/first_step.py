@@ -143,8 +143,8 @@ def table(result: dict[str, Any]) -> str:
     """The result as Markdown."""
     lines = [
         *heading("First steps of jobs that start at once", result["machine"], __doc__),
-        f"One program as it is needs {result['needs'] / 1e6:,.0f} MB; there is room for {ROOM} of it. Figures of several "
-        "rounds are separated by strokes.",
+        f"One program as it is needs {result['needs'] / 1e6:,.0f} MB; there is room for {ROOM} of it. Figures of "
+        "several rounds are separated by strokes.",
         "",
         "| jobs | plain: last first step, s | coordinated: last first step, s | coordinated: first steps in the last "
         "round, s | ratios | median | target | CPU, plain | CPU, coordinated | all steps, plain | all steps, "
@@ -172,8 +172,8 @@ def table(result: dict[str, Any]) -> str:
         steps = ", ".join(f"{s:.1f}" for s in sorted(r["first"] for r in sides[1][-1]))
         each = " / ".join(f"{ratio:.2f}" for ratio in ratios)
         lines.append(
-            f"| {count} | {cells[0]} | {cells[1]} | {steps} | {each} | {statistics.median(ratios):.2f} × | {TARGET} × | "
-            f"{cpu[0]:.1f} s | {cpu[1]:.1f} s | {whole[0]:.0f} s | {whole[1]:.0f} s | {told} |"
+            f"| {count} | {cells[0]} | {cells[1]} | {steps} | {each} | {statistics.median(ratios):.2f} × | "
+            f"{TARGET} × | {cpu[0]:.1f} s | {cpu[1]:.1f} s | {whole[0]:.0f} s | {whole[1]:.0f} s | {told} |"
         )
     return "\n".join([*lines, "", WHY]) + "\n"
 

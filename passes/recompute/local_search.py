@@ -93,20 +93,10 @@ def make_room(
             if not any(graph.ops[o].pinned for o in beside):  # it would read what only such an op makes
                 price[v] = sum(charge[o] for o in beside)
     size = {v: graph.values[v].nbytes for v in price}
-    best: tuple[Seconds, set[int]] = (float("inf"), set())
     chosen: set[int] = set()
-    # The cheapest per byte, as many as it takes, and instead of the last ones a single one that is enough.
-    for v in [*sorted(price, key=lambda v: (price[v] / size[v], v)), None]:
+    for v in sorted(price, key=lambda v: (price[v] / size[v], v)):  # the cheapest per byte, as many as it takes
         if short <= 0:
-            return min(best, (sum(price[u] for u in chosen), chosen), key=lambda b: b[0])[1]
-        last = min(
-            (u for u in price if u not in chosen and size[u] >= short), key=lambda u: (price[u], u), default=None
-        )
-        spent = sum(price[u] for u in chosen)
-        if last is not None and on("single_drop"):
-            best = min(best, (spent + price[last], chosen | {last}), key=lambda b: b[0])
-        if v is None:
             break
         chosen.add(v)
         short -= size[v]
-    return best[1]
+    return chosen if short <= 0 else set()
