@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 from jaxtensile.devices.hardware import device_memory, host_memory
@@ -19,13 +18,8 @@ from jaxtensile.runtime.config.tables import LONGEST
 from jaxtensile.runtime.daemon.endpoint import Endpoint, socket_path
 from jaxtensile.runtime.daemon.log import Log
 from jaxtensile.runtime.daemon.server import Reading, Server
-from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
-from jaxtensile.units import GIB, Bytes
-
-_RESERVE, _PART = GIB, 8
-"""Bytes of a device without a config entry left to contexts, libraries and other processes (``process.CONTEXT`` is half
-of it); on a small device at most one part in so many. A guess."""
+from jaxtensile.units import Bytes
 
 
 def configured(options: argparse.Namespace) -> tuple[Path | None, Config]:
@@ -49,14 +43,8 @@ def reported(config: Config) -> dict[str, Bytes]:
 
 
 def capacities(config: Config) -> dict[str, Capacity]:
-    """The bytes to grant here. A device without a config entry keeps a reserve for contexts, libraries and other
-    processes. Raises ``ConfigError``."""
-    found = config.capacities(reported(config), host_memory())
-    for name, capacity in found.items():
-        said = [t for k in (name, name.partition(":")[0], "") if (t := config.devices.get(k)) is not None]
-        if name != HOST and all(t.capacity is None and t.reserve is None for t in said):
-            found[name] = replace(capacity, reserve=min(_RESERVE, capacity.capacity // _PART))
-    return found
+    """The bytes to grant here. Raises ``ConfigError``."""
+    return config.granted(reported(config), host_memory())
 
 
 def serve(options: argparse.Namespace) -> None:

@@ -33,14 +33,11 @@ from jaxtensile.runtime.decide.events import Settings
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.protocol.messages import Rung, Snapshot
 from jaxtensile.spmd.location import device_name, profile_of
-from jaxtensile.units import GIB, Bytes, Seconds
+from jaxtensile.units import Bytes, Seconds
 
 if TYPE_CHECKING:
     from jaxtensile.runtime.client.local import LocalCoordinator
 
-_RESERVE, _PART = GIB, 8
-"""Bytes withheld from a device that the config does not mention, as in ``cli.serving``; at most one part in ``_PART``
-of a small device."""
 _ANSWERS: Seconds = 1.0
 """Seconds for a coordinator to say what is free. Without an answer, the job asks for the bytes it can get by with. A
 guess."""
@@ -139,14 +136,7 @@ def _end(name: str) -> None:
 
 
 def _capacities(config: Config) -> dict[str, Capacity]:
-    reported = {device_name(d): _bytes_of(d) for d in jax.local_devices()}
-    found = config.capacities(reported, host_memory())
-    for name in reported:
-        tables = [t for t in (config.devices.get(k) for k in (name, name.partition(":")[0], "")) if t is not None]
-        if all(t.capacity is None and t.reserve is None for t in tables):
-            whole = found[name].capacity
-            found[name] = Capacity(capacity=whole, reserve=min(_RESERVE, whole // _PART))
-    return found
+    return config.granted({device_name(d): _bytes_of(d) for d in jax.local_devices()}, host_memory())
 
 
 def _bytes_of(device: Any) -> Bytes:

@@ -14,6 +14,7 @@ import stat
 import time
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal, cast
 
@@ -25,17 +26,20 @@ from jaxtensile.runtime.config.finding import VARIABLE as VARIABLE
 from jaxtensile.runtime.config.finding import find as find
 from jaxtensile.runtime.config.functions import ExecConfig, FunctionConfig, exec_table, function_tables
 from jaxtensile.runtime.config.tables import Amount, Tables, dotted
-from jaxtensile.runtime.decide.events import MAX_CLIENTS, Objective, Settings
+from jaxtensile.runtime.decide.events import Objective, Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.placement.asks import Rules
 from jaxtensile.runtime.protocol.messages import HIGHEST_PRIORITY, LEAST_WEIGHT, LOWEST_PRIORITY, MOST_WEIGHT
-from jaxtensile.units import Bytes, Seconds, format_bytes
+from jaxtensile.units import GIB, Bytes, Seconds, format_bytes
 
 LONGEST_SOCKET: Final = 107
 """Bytes of a Unix socket's path: ``sun_path`` less its end."""
 LARGEST: Final = 1 << 20
 """Bytes of a file that are read; a config has a few thousand. Guards against other kinds of files."""
+_RESERVE, _PART = GIB, 8
+"""Bytes that ``Config.granted`` leaves to contexts, libraries and other processes (``process.CONTEXT`` is half of it);
+on a small device at most one part in so many. A guess."""
 LONGEST_LINE: Final = 1 << 14
 """Letters of a line: a key of thousands of parts takes tomllib minutes. A guess."""
 MOST_CLIENTS: Final = 1 << 20
@@ -59,15 +63,19 @@ class _Device(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     turns: bool | UnsetType = UNSET
 
 
+_SETTINGS: Final = Settings()
+"""What holds where the file says nothing."""
+
+
 class _Coordinator(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     socket: str | None = None
-    policy: Objective = "slowdown"
-    lease_ttl: Amount = 10.0
-    min_hold: Amount = 30.0
-    min_gain: float = 0.05
-    revoke_deadline: Amount = 60.0
-    on_overdue: Literal["wait", "terminate"] = "wait"
-    max_clients: int = MAX_CLIENTS
+    policy: Objective = _SETTINGS.policy
+    lease_ttl: Amount = _SETTINGS.lease_ttl
+    min_hold: Amount = _SETTINGS.min_hold
+    min_gain: float = _SETTINGS.min_gain
+    revoke_deadline: Amount = _SETTINGS.revoke_deadline
+    on_overdue: Literal["wait", "terminate"] = _SETTINGS.on_overdue
+    max_clients: int = _SETTINGS.max_clients
 
 
 class _Job(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -159,6 +167,16 @@ class Config(Struct, frozen=True, kw_only=True):
         found = {name: self._capacity(name, size) for name, size in reported.items()}
         said = [table.host for table in self.devices.values() if table.host is not None]
         found[HOST] = Capacity(capacity=min(max(said), host) if said else host)
+        return found
+
+    def granted(self, reported: Mapping[str, Bytes], host: Bytes) -> dict[str, Capacity]:
+        """``capacities``, less a reserve for contexts, libraries and other processes on devices whose bytes the file
+        does not mention."""
+        found = self.capacities(reported, host)
+        for name in reported:
+            said = [self.devices[k] for k in _tables_of(name) if k in self.devices]
+            if all(t.capacity is None and t.reserve is None for t in said):
+                found[name] = replace(found[name], reserve=min(_RESERVE, found[name].capacity // _PART))
         return found
 
     def place_of(self, name: str, keys: Sequence[str]) -> tuple[str, str] | None:

@@ -99,6 +99,19 @@ def test_the_nearest_table_of_a_device_counts():
     assert reserves == {"tpu:0": 2, "tpu:1": 3, "cuda:0": 1, HOST: 0}
 
 
+def test_a_device_that_the_file_does_not_mention_keeps_a_reserve():
+    config = parse('[device]\nturns = false\n[device.tpu]\nreserve = 0\n[device."cuda:1"]\ncapacity = "2GiB"')
+    found = config.granted(dict.fromkeys(("cuda:0", "cuda:1", "tpu:0"), 80 * GIB) | {"cpu:0": 4 * GIB}, host=GIB)
+    assert {name: c.reserve for name, c in found.items()} == {
+        "cuda:0": GIB,
+        "cuda:1": 0,
+        "tpu:0": 0,
+        "cpu:0": GIB // 2,
+        HOST: 0,
+    }
+    assert found["cuda:0"].capacity == 80 * GIB and not found["cuda:0"].gated
+
+
 def test_a_device_with_less_than_the_file_says_grants_what_it_has():
     assert parse("[device]\ncapacity = 100").capacities({"cuda:0": 60}, host=0)["cuda:0"].limit == 60
     with pytest.raises(ConfigError, match="leaves nothing"):
