@@ -18,6 +18,7 @@ from itertools import chain
 
 from jaxtensile.ir.ir import OUTER, Graph, Op, Same, Value, consumers, producers
 from jaxtensile.passes.lifetimes.added import added, scattered
+from jaxtensile.passes.lifetimes.emitted import stored_at_places
 from jaxtensile.passes.lifetimes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.lifetimes.sums import centred, read_by_slow_sums
 from jaxtensile.switches import on, switched_off
@@ -168,6 +169,16 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
     slow = [False] * len(values)
     if twice:
         slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
+    if not twice and on("emitted_once"):
+        for v in stored_at_places(
+            graph,
+            read_by,
+            must_exist,
+            fusible=lambda op: op.primitive in _FUSIBLE_OR_VIEWS and op.primitive != OUTER,
+            moves=lambda op: op.primitive in MOVES,
+            costly=lambda op: op.primitive in WORK or _is_slow_on_cpu(graph, op),
+        ):
+            must_exist[v] = True
     readers = _readers(graph, read_by, views, must_exist)
     home = list(range(len(values)))
     leaves: list[tuple[int, ...]] = [() for _ in values]
@@ -220,8 +231,7 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
                 nbytes = values[r0].nbytes
                 fused = not stored and _worth_fusing(effort, nbytes, users, times, sources, values, again=written)
             else:
-                slow_there = name in _SLOW or any(values[v].dtype in HALVES for v in (*operands, r0))
-                effort += slow_there and on("slow_on_cpu")
+                effort += _is_slow_on_cpu(graph, op) and on("slow_on_cpu")
                 fused = not stored and (users <= 1 or not effort)
             if fused:
                 for r in op.results:
@@ -241,6 +251,10 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
     if twice:
         sums = added(graph, read_by, home, reads, is_root, generated=by.products) | sums
     return Kernels(home=home, reads=reads, is_root=is_root, leaves=leaves, by=by, added=sums)
+
+
+def _is_slow_on_cpu(graph: Graph, op: Op) -> bool:
+    return op.primitive in _SLOW or any(graph.values[v].dtype in HALVES for v in (*op.operands, op.results[0]))
 
 
 def _store_arguments_of_erf(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> None:
