@@ -8,17 +8,18 @@ the sum in slices, and stores both.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from jaxtensile.ir.ir import Graph, Op
 
-ONCE: Final = frozenset({"pad", "concatenate"})
+_ONCE: Final = frozenset({"pad", "concatenate"})
 """Ops that a kernel emits once or not at all."""
 _MOST: Final = 15
 """Times that a kernel emits any other op at most."""
 
-Place = tuple[int, ...]
+_Place = tuple[int, ...]
 """The op that a kernel ends with, and the ops by which elements move on the way there."""
 
 
@@ -31,26 +32,24 @@ def stored_at_places(
     moves: Callable[[Op], bool],
     costly: Callable[[Op], bool],
 ) -> set[int]:
-    """The values of ``ONCE`` and of other fusible ops that are read at too many places to be computed there.
+    """The values of ``_ONCE`` and of other fusible ops that are read at too many places to be computed there.
 
     ``must_exist``: values that are buffers anyway. ``moves``: whether an op reads other places than it writes.
     ``costly``: whether it is computed in one kernel only. Readers come first, as in XLA.
     """
     stored = set[int]()
-    if not any(op.primitive in ONCE for op in graph.ops) and all(len(readers) <= _MOST for readers in read_by):
+    if not any(op.primitive in _ONCE for op in graph.ops) and all(len(readers) <= _MOST for readers in read_by):
         return stored
-    inside: dict[int, frozenset[Place]] = {}
+    inside: dict[int, frozenset[_Place]] = {}
     """Of ops without a kernel of their own: the places at which they are computed."""
     for op in reversed(graph.ops):
         if not op.results or not fusible(op) or any(must_exist[r] for r in op.results):
             continue
-        readers = [inside.get(o, frozenset({(o,)})) for r in op.results for o in read_by[r]]
-        places = frozenset[Place]().union(*readers)
-        kernels = {place[0] for place in places}
-        again = sum(map(len, readers)) if op.primitive in ONCE else 0
-        most = max((sum(place[0] == k for place in places) for k in kernels), default=0)
-        if again > 1 or most > _MOST:
+        readers = [inside[o] if o in inside else frozenset({(o,)}) for r in op.results for o in read_by[r]]
+        places = readers[0] if len(readers) == 1 else frozenset[_Place]().union(*readers)
+        again = op.primitive in _ONCE and sum(map(len, readers)) > 1
+        if again or (len(places) > _MOST and max(Counter(place[0] for place in places).values()) > _MOST):
             stored.update(op.results)
-        elif not costly(op) or len(kernels) <= 1:
+        elif len(places) <= 1 or not costly(op) or len({place[0] for place in places}) == 1:
             inside[op.id] = frozenset((*place, op.id) for place in places) if moves(op) else places
     return stored
