@@ -20,9 +20,6 @@ from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.protocol.messages import Reply, Request
 from jaxtensile.units import Seconds
 
-MAX_CLIENTS: Final = 1 << 10
-"""Default number of jobs of a coordinator: decisions are timed up to 1,000 (``benchmarks/coordinator``)."""
-
 Objective = Literal["slowdown", "fair", "priority", "fcfs"]
 """What the surplus is divided by; ``policy`` says how."""
 OBJECTIVES: Final[tuple[Objective, ...]] = get_args(Objective)
@@ -45,7 +42,8 @@ class Settings:
     revoke_deadline: Seconds = 60.0
     """Seconds in which a job must shrink. A guess: a step and a compile."""
     on_overdue: Literal["wait", "terminate"] = "wait"
-    max_clients: int = MAX_CLIENTS
+    max_clients: int = 1 << 10
+    """Most jobs at once; decisions are timed up to 1,000 (``benchmarks/coordinator``)."""
     recovery: Seconds = 2.0
     """Seconds after a restart in which only reclaims are answered."""
 
