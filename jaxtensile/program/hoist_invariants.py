@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
+import jax.numpy as jnp
 from jax import lax
 
 from jaxtensile import _compat
@@ -137,13 +138,22 @@ def _moved(equation: Equation, loop: _Loop, read: Callable[[Any], Any]) -> list[
             return [*carry, *ys]
         asked = trace_jaxpr(params["cond_jaxpr"])
 
-        def goes_on(carry: Any) -> Any:
+        def asks(carry: Any) -> Any:
             env = {**dict(zip(asked.arguments, [*operands[:outer], *carry], strict=True)), **asked.consts}
             run(asked, range(len(asked.equations)), env)
             (out,) = asked.outputs
             return env[out] if isinstance(out, int) else out.val
 
-        return [*lax.while_loop(goes_on, step, start)]
+        if not params["cond_jaxpr"].out_avals[0].shape:
+            return [*lax.while_loop(asks, step, start)]
+
+        # Batched loops: each goes on until its own condition fails, all until the last fails.
+        def kept(carry: Any) -> list[Any]:
+            more = asks(carry)
+            pairs = zip(step(carry), carry, strict=True)
+            return [jnp.where(jnp.expand_dims(more, range(more.ndim, jnp.ndim(a))), a, b) for a, b in pairs]
+
+        return [*lax.while_loop(lambda carry: jnp.any(asks(carry)), kept, start)]
 
 
 def _run(body: Traced, equations: Iterable[int], env: dict[int, Any], inner: Mapping[int, _Loop]) -> None:

@@ -60,6 +60,20 @@ def never(w, x):
     )
 
 
+def each_its_own(w, x):
+    """A batch of loops that end at different times, some at once; one carry is a key."""
+
+    def one(steps, key):
+        def step(carry):
+            i, c, key = carry
+            return i + 1, c + (jnp.tanh(x @ w) * c).sum(0) * 0.01 + i, jax.random.fold_in(key, i)
+
+        return lax.while_loop(lambda carry: carry[0] < steps, step, (0, jnp.ones(64), key))
+
+    i, c, keys = jax.vmap(one)(jnp.arange(4), jax.random.split(jax.random.key(0), 4))
+    return i, c, jax.random.key_data(keys)
+
+
 def power(w, x):
     """Hessian-vector products: the network is the same in every one."""
 
@@ -87,7 +101,7 @@ def keys(w, x):
     return lax.scan(step, jax.random.key(1), None, length=STEPS)[1]
 
 
-PROGRAMS = (given, backwards, of_loops, while_it_is_small, never, power, keys)
+PROGRAMS = (given, backwards, of_loops, while_it_is_small, each_its_own, never, power, keys)
 NOT_BY_XLA = {"xla_disable_hlo_passes": "while-loop-invariant-code-motion"}
 
 
