@@ -58,6 +58,9 @@ SWITCHES: Final = (
     Switch("elementwise_in_place", "elementwise kernels write over what dies in them"),
     Switch("updates_in_place", "updates and loops write over what dies in them"),
     Switch("barriers_apart", "no elementwise kernel writes over what stands behind a barrier"),
+    Switch("split_products", "products with long sums and small results are split, and the parts stored"),
+    Switch("loop_bodies", "bodies of loops copy slices, and carries that are still read"),
+    Switch("moved_apart", "a kernel does not write over what it reads at other places"),
     Switch("rows_apart", "what needs sums of rows as well does not write over them"),
     Switch("complex_apart", "nothing is written over complex numbers on a GPU"),
     Switch("stacks_together", "loops stack into zeros that are made at once, in programs as they are written"),
@@ -74,6 +77,7 @@ SWITCHES: Final = (
     Switch("widened_halves", "16-bit numbers are computed in f32 where a device has no instructions for them"),
     Switch("output_reuse", "temporaries that fit lie where results will be"),
     # ---- passes/order
+    Switch("bodies_scheduled", "bodies of loops run in XLA's order"),
     Switch("xla_orders", "estimates look at the three orders of XLA:GPU, beside that of the trace"),
     Switch("results_early", "and at results as early as they can be"),
     Switch("numbers_with_readers", "in those orders numbers are written by the first kernel that reads them"),

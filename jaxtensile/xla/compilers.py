@@ -19,6 +19,7 @@ from jaxtensile.passes.lifetimes.fusion import CPU as FUSES_CPU
 from jaxtensile.passes.lifetimes.fusion import H200, Fuser, fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.lifetimes.lowered import Lowered, lowered
+from jaxtensile.passes.lifetimes.split_products import BLACKWELL, HOPPER, OLDER, Weights
 from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide, widened
 from jaxtensile.units import Bytes
 
@@ -61,12 +62,13 @@ UNKNOWN: Final = Margin(1.0, 0), Margin(0.5, 8)
 @dataclass(frozen=True, slots=True)
 class Compiler:
     """A target's compiler. ``fuser``: fusion rules. ``wide``: what it computes in f32. ``processors``: of a GPU.
-    ``kind``: key into ``MARGINS``."""
+    ``kind``: key into ``MARGINS``. ``weights``: by which it splits products, None if it does not."""
 
     fuser: Fuser = H200
     wide: Wide | None = None
     processors: int = _LIKE_H200
     kind: str = _NEW_GPU
+    weights: Weights | None = HOPPER
 
     @property
     def low(self) -> Margin:
@@ -85,7 +87,7 @@ class Compiler:
 
     def lowered(self, graph: Graph) -> Lowered:
         """The graph as this compiler fuses it."""
-        found = expanded(graph, self.processors, groups=self.spreads)
+        found = expanded(graph, self.processors, groups=self.spreads, weights=self.weights)
         if self.wide is not None:
             found = _then(found, widened(found.graph, self.wide))
         return found if self.fuser == FUSES_CPU else _then(found, lowered(found.graph))
@@ -114,7 +116,7 @@ class Compiler:
 
 
 def _shares(graph: Graph) -> bool:
-    return any(op.workspace or any(map(_shares, op.bodies)) for op in graph.ops)
+    return any((op.groups and op.workspace) or any(map(_shares, op.bodies)) for op in graph.ops)
 
 
 def _then(first: Lowered, second: Lowered) -> Lowered:
@@ -135,9 +137,12 @@ def compiler_of(device: DeviceProfile) -> Compiler:
     if kind == CPU.name:
         return Compiler(FUSES_CPU, ON_CPU, 0, kind)
     if device.name not in FACTS:
-        return Compiler(kind=kind)
+        return Compiler(kind=kind, weights=HOPPER if kind == _NEW_GPU else None)
     fuser = Fuser(products=kind != _OLD_GPU, work=_work(device) / _work(profile("nvidia-h200")))
-    return Compiler(fuser, _WIDE.get(kind), FACTS[device.name].multiprocessors, kind)
+    capability = FACTS[device.name].compute_capability
+    weights = BLACKWELL if capability >= (10, 0) else HOPPER if capability >= (9, 0) else OLDER
+    weights = None if kind == _OLD_GPU else weights  # whose products are the library's
+    return Compiler(fuser, _WIDE.get(kind), FACTS[device.name].multiprocessors, kind, weights)
 
 
 def _work(device: DeviceProfile) -> float:

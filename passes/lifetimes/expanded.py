@@ -8,36 +8,31 @@
   NaN where they failed.
 * XLA:CPU multiplies row-major matrices and convolves channels-last images; other layouts are copied. Other devices lay
   arrays out so from the start.
-* XLA:GPU splits a product with a small result along the summed dimension, to keep the device busy. It pads uneven
-  splits (``xla/service/gpu/transforms/splitk_rewriter.cc``): both operands are copied.
+* XLA:GPU splits a product with a small result along the summed dimension (``split_products``). The parts take memory,
+  and so do padded copies of both operands if the split is uneven.
 
 Invariant: inputs and outputs are the same values; every original op appears once, in order.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.passes.lifetimes.fusion import DECOMPOSITIONS, SPREAD
 from jaxtensile.passes.lifetimes.lowered import Lowered
 from jaxtensile.passes.lifetimes.prologue import PRODUCT
+from jaxtensile.passes.lifetimes.split_products import HOPPER, Split, Weights, split_of
 from jaxtensile.switches import on
 
-_TILE = 128 * 64
-"""Elements of a result that one processor makes at a time: tiles of 128 x 64 (``splitk_rewriter.cc``)."""
-_EVEN = 128
-"""Elements: summed dimensions split evenly at multiples of this, 16 parts of 8 (``splitk_rewriter.cc``)."""
-_LONG = 8 * _EVEN
-"""Elements: shorter summed dimensions are not split (``splitk_rewriter.cc``)."""
+_ADDED_UP = Op(id=OpId(0), primitive="reduce_sum", operands=(), results=())
 
 
-def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lowered:
+def expanded(graph: Graph, processors: int = 0, *, groups: bool = True, weights: Weights | None = HOPPER) -> Lowered:
     """The graph with those ops; the same graph if there are none. ``processors``: of a GPU, 0 on a CPU. ``groups``:
-    whether products by groups are rewritten."""
+    whether products by groups are rewritten. ``weights``: by which a GPU's products are split."""
     groups = groups and on("spread_groups")
-    if not _any(graph, processors, groups):
+    if not _any(graph, processors, groups, weights):
         return Lowered(graph, tuple(range(len(graph.ops))))
     values, ops, origin = list(graph.values), list[Op](), list[int]()
     turned: dict[tuple[ValueId, tuple[int, ...]], ValueId] = {}
@@ -48,11 +43,10 @@ def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lower
         ops.append(op.on(len(ops), operands, results))
         origin.append(of)
 
-    def like(v: ValueId, times: int = 1, padded: int = 1) -> ValueId:
+    def like(v: ValueId, times: int = 1, split: Split | None = None) -> ValueId:
         old, new = values[v], ValueId(len(values))
         shape = (times, *old.shape) if times > 1 else old.shape
-        even = padded + -padded % _EVEN if padded > 1 else 1
-        nbytes = times * old.nbytes // padded * even
+        nbytes = times * old.nbytes if split is None else old.nbytes // split.summed * split.padded
         values.append(Value(id=new, nbytes=nbytes, shape=shape, dtype=old.dtype))
         return new
 
@@ -73,7 +67,9 @@ def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lower
 
     for op in graph.ops:
         if op.bodies:
-            op = replace(op, bodies=tuple(expanded(b, processors, groups=groups).graph for b in op.bodies))
+            op = replace(
+                op, bodies=tuple(expanded(b, processors, groups=groups, weights=weights).graph for b in op.bodies)
+            )
         if groups and op.groups:
             sizes = op.operands[2]
             a, b = (copied(v, sizes, n, op.id) if n > 1 else v for v, n in zip(op.operands, op.groups, strict=False))
@@ -90,38 +86,29 @@ def expanded(graph: Graph, processors: int = 0, *, groups: bool = True) -> Lower
         elif op.across and not op.groups and not processors and on("rows_on_cpu"):
             read = zip(op.operands, op.across, strict=False)
             put(op, tuple(turn(v, order, op.id) if order else v for v, order in read), op.results, op.id)
-        elif _is_uneven(graph, op, processors):
-            summed = _summed(graph, op)
-            put(op, tuple(move("pad", v, like(v, 1, summed), op.id) for v in op.operands), op.results, op.id)
+        elif split := split_of(graph, op, processors, weights):
+            read = op.operands
+            if split.padded > split.summed and on("padded_splits"):
+                copies = {v: move("pad", v, like(v, 1, split), op.id) for v in dict.fromkeys(read)}
+                read = tuple(copies[v] for v in read)
+            made = values[op.results[0]]
+            parts = Value(
+                id=ValueId(len(values)), nbytes=split.partial, shape=(split.parts, *made.shape), dtype="float32"
+            )
+            values.append(parts)
+            put(op, read, (parts.id,), op.id)
+            put(_ADDED_UP, (parts.id,), op.results, op.id)
         else:
             put(op, op.operands, op.results, op.id)
     return Lowered(replace(graph, values=tuple(values), ops=tuple(ops)), tuple(origin))
 
 
-def _is_uneven(graph: Graph, op: Op, processors: int) -> bool:
-    """Whether ``op`` is a product of matrices that is split, but not evenly."""
-    if op.primitive != PRODUCT or len(set(op.operands)) != 2:
-        return False
-    shapes = [graph.values[v].shape for v in (*op.operands, *op.results)]
-    if any(len(shape) != 2 or not math.prod(shape) for shape in shapes):
-        return False
-    summed = _summed(graph, op)
-    small = math.prod(shapes[2]) < processors * _TILE
-    return small and summed > _LONG and summed % _EVEN > 0 and on("padded_splits")
-
-
-def _summed(graph: Graph, op: Op) -> int:
-    """Length of the summed dimension of a product of matrices."""
-    a, b, made = (math.prod(graph.values[v].shape) for v in (*op.operands, *op.results))
-    return math.isqrt(a * b // made)
-
-
-def _any(graph: Graph, processors: int, groups: bool) -> bool:
+def _any(graph: Graph, processors: int, groups: bool, weights: Weights | None) -> bool:
     return any(
         (groups and op.groups)
         or op.primitive in DECOMPOSITIONS
         or (op.across and not op.groups and not processors)
-        or _is_uneven(graph, op, processors)
-        or any(_any(body, processors, groups) for body in op.bodies)
+        or split_of(graph, op, processors, weights) is not None
+        or any(_any(body, processors, groups, weights) for body in op.bodies)
         for op in graph.ops
     )

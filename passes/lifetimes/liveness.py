@@ -8,25 +8,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate
 
 from jaxtensile.ir.ir import Graph, Op, Same
 from jaxtensile.ir.plan import TO_HOST, MemoryUse
 from jaxtensile.passes.lifetimes.fusion import (
-    DECOMPOSITIONS,
-    IN_PLACE,
     RECENT,
-    REDUCTIONS,
-    ROW,
     Fuser,
     Kernels,
     fuse,
-    is_fusible,
 )
+from jaxtensile.passes.lifetimes.in_place import in_outputs, share
+from jaxtensile.passes.lifetimes.loop_bodies import Loop, freed, loop_of, results_kept, slices_kept
 from jaxtensile.switches import on, switched_off
 from jaxtensile.units import Bytes
-
-COMPLEX = frozenset({"complex64", "complex128"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +38,8 @@ class LiveRange:
 class Liveness:
     """Buffers of one run. ``profile[i]``: temporary bytes while op ``i`` runs, without arguments and outputs.
     ``owner[b]``: the buffer whose memory ``b`` takes over, or ``b``. ``argument``, ``output``, ``alias``: as in XLA's
-    memory analysis."""
+    memory analysis. ``onto[b]``: the result that XLA may write over ``b``, which dies in that kernel; ``b`` and the
+    result are counted both."""
 
     ranges: tuple[LiveRange, ...]
     profile: list[Bytes]
@@ -52,6 +48,7 @@ class Liveness:
     argument: Bytes
     output: Bytes
     alias: Bytes
+    onto: dict[int, int]
 
     @property
     def temp(self) -> Bytes:
@@ -90,7 +87,7 @@ def _known(same: Same[Graph], off: frozenset[str]) -> Liveness:
     return _live_ranges(same.it, fuse(same.it), False)
 
 
-def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
+def _live_ranges(graph: Graph, kernels: Kernels, together: bool, loop: Loop | None = None) -> Liveness:
     values, ops = graph.values, graph.ops
     home = kernels.home
     n = len(ops)
@@ -110,8 +107,17 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
     _copies_take_time(graph, kernels, stop)
     for r, product in kernels.added.items():  # what it is added up to is written when the product is
         start[r], start[product] = start[product], -2
-    final = _in_outputs(graph, kernels, start, stop)
-    merged = _share(graph, kernels, start, stop, final)
+    kept: dict[int, int] = {}
+    free: dict[int, int] = {}
+    if loop is not None:
+        free = freed(graph, kernels, loop, stop)
+        kept = results_kept(graph, kernels, loop, start, stop)
+        for v, end in kept.items():
+            stop[v] = end
+        for v, i in slices_kept(graph, kernels, loop).items():
+            start[v] = i
+    final = in_outputs(graph, kernels, start, stop, kept)
+    merged, onto = share(graph, kernels, start, stop, final)
     if together:
         _stacks_begin_together(graph, start)
     alias = _donate(graph)
@@ -124,47 +130,20 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool) -> Liveness:
         nbytes = values[v].nbytes
         if nbytes == 0 or values[v].space == "host":
             continue
+        if start[v] >= free.get(onto.get(v, -1), len(ops)):
+            continue  # lies where the next carry will
         ranges.append(LiveRange(v, start[v], stop[v], nbytes))
         delta[start[v]] += nbytes
         delta[stop[v]] -= nbytes
     for op in ops:
         if (op.bodies or op.workspace) and kernels.is_root[op.id]:
-            inner = max((_body_temp(Same(b), kernels.by, switched_off()) for b in op.bodies), default=op.workspace)
+            inner = inner_temp(op, kernels.by)
             delta[op.id] += inner
             delta[op.id + 1] -= inner
     profile = list(accumulate(delta))[:n]
     argument = sum(values[v].nbytes for v in graph.inputs if values[v].space != "host")
     output = sum(values[v].nbytes for v in graph.outputs if values[v].space != "host")
-    return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias)
-
-
-_WRITING_OVER = IN_PLACE | DECOMPOSITIONS | {"scan"}
-
-
-def _written_over(home: list[int], op: Op) -> list[int]:
-    """Buffers that one of ``_WRITING_OVER`` writes its results over, once nobody else reads them."""
-    if op.primitive != "scan":
-        return [home[v] for v in op.operands[:1] if home[v] >= 0]  # none where all it reads are literals
-    consts, carries = op.carried
-    # What is stacked is written while all that the loop reads is there.
-    return [home[v] for v in op.slots[consts : consts + carries] if v >= 0 and home[v] >= 0]
-
-
-def _in_outputs(graph: Graph, kernels: Kernels, start: list[int], stop: list[int]) -> set[int]:
-    """Buffers of outputs, and those that updates and loops write outputs over: allocated from the start."""
-    home, values = kernels.home, graph.values
-    found = {home[v] for v in graph.outputs if home[v] >= 0}
-    for op in reversed(graph.ops):
-        if op.primitive in _WRITING_OVER and kernels.is_root[op.id] and not found.isdisjoint(op.results):
-            pool = _written_over(home, op)
-            free = [b for b in pool if start[b] >= 0 and stop[b] == op.id + 1 and b not in found]
-            for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
-                b = next((b for b in free if values[b].nbytes == values[r].nbytes), None)
-                if b is not None and on("outputs_written_over"):
-                    free.remove(b)
-                    if r in found:
-                        found.add(b)
-    return found
+    return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias, onto)
 
 
 def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:
@@ -207,98 +186,16 @@ def _stacks_begin_together(graph: Graph, start: list[int]) -> None:
                 start[v] = first.setdefault(kind, start[v])
 
 
+def inner_temp(op: Op, by: Fuser) -> Bytes:
+    """Bytes that ``op`` needs beyond its operands and results: in the largest of its bodies, or as its workspace."""
+    of = (_body_temp(Same(b), loop_of(op, b), by, switched_off()) for b in op.bodies)
+    return max(of, default=op.workspace)
+
+
 @lru_cache(maxsize=256)
-def _body_temp(body: Same[Graph], by: Fuser, off: frozenset[str]) -> Bytes:
+def _body_temp(body: Same[Graph], loop: Loop | None, by: Fuser, off: frozenset[str]) -> Bytes:
     """Bytes that a loop body or branch needs beyond its arguments and results. Cached: schedules share bodies."""
-    return live_ranges(body.it, fuse(body.it, by=by)).temp
-
-
-def _rows_apart(graph: Graph, kernels: Kernels, final: set[int]) -> dict[int, set[int]]:
-    """By op, the buffers that it reads along with sums or maxima of their rows that nobody else reads. XLA:GPU computes
-    these totals and the op in one kernel, which does not write over those buffers (softmax, normalization; H200, rows
-    of 1,024 to 32,768)."""
-    values, home, reads = graph.values, kernels.home, kernels.reads
-    totals = dict[int, tuple[int, ...]]()
-    made, read_by, found = dict[int, int](), dict[int, set[int]](), dict[int, set[int]]()
-    for op in graph.ops if kernels.by.twice and kernels.by.products else ():
-        if not kernels.is_root[op.id]:
-            continue
-        of = [b for b in reads[op.id] if b in totals] if totals else []
-        if not of and op.primitive not in REDUCTIONS:
-            continue
-        r = op.results[0] if op.results else -1
-        for b in of:
-            read_by[b].add(op.id)
-        source = values[op.operands[0]].shape if op.primitive in REDUCTIONS and op.operands else ()
-        of_rows = len(source) > 1 and values[r].shape == source[:-1] and source[-1] <= ROW
-        small = [b for b in of if values[b].nbytes >= values[r].nbytes]
-        if home[r] == r and (of_rows or (small and (source or is_fusible(op.primitive)))):
-            known = chain.from_iterable(totals[b] for b in small)
-            totals[r], made[r], read_by[r] = tuple({*known, *(reads[op.id] if of_rows else ())}), op.id, set()
-        elif of and is_fusible(op.primitive):
-            found[op.id] = set(of)
-    for i, of in found.items():
-        inside = {i, *(made[b] for b in of)}
-        alone = [b for b in of if b not in final and read_by[b] <= inside]
-        found[i] = set(chain.from_iterable(totals[b] for b in alone))
-    return found
-
-
-def _share(graph: Graph, kernels: Kernels, start: list[int], stop: list[int], final: set[int]) -> list[int]:
-    """Let buffers take over the memory of an operand that dies in the same kernel; return each value's owner.
-
-    For in-place updates, loop carries, and elementwise kernels whose result is as large as a dying operand. Extends the
-    first owner's lifetime. Exceptions:
-
-    * XLA:GPU writes no elementwise kernel over operands from behind a barrier, nor over complex numbers, whose parts it
-      reads by themselves.
-    * Kernels that add a product begin earlier.
-    * Nothing takes over the memory of outputs (``final``). Buffers that outputs are written over later have their own.
-    """
-    values, home = graph.values, kernels.home
-    owner = list(range(len(values)))
-    last = list(stop)
-    behind: set[int] = set()
-    rows, gpu = _rows_apart(graph, kernels, final), kernels.by.twice
-    later = final.difference(home[v] for v in graph.outputs)
-    for op in graph.ops:
-        i = op.id
-        if op.primitive == "optimization_barrier":
-            behind.update(home[v] for v in op.operands if on("barriers_apart"))
-            continue
-        if not kernels.is_root[i]:
-            continue
-        if op.primitive in _WRITING_OVER:
-            pool = _written_over(home, op) if on("updates_in_place") else []
-        elif op.bodies:
-            pool = list(kernels.reads[i])
-        elif is_fusible(op.primitive) and on("elementwise_in_place"):
-            what = kernels.added.get(op.results[0])
-            if what is None:
-                pool = [b for b in kernels.reads[i] if b not in behind]
-                if i in rows and on("rows_apart"):
-                    pool = [b for b in pool if b not in rows[i]]
-                if gpu and values[op.results[0]].dtype in COMPLEX and on("complex_apart"):
-                    pool = []
-            else:  # over what a product is added to it is written before; a scatter is into the rest of the sum
-                pool = [home[v] for v in op.operands] if what in kernels.added else []
-        else:
-            continue
-        free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]
-        for r in op.results[: op.carried[1]] if op.primitive == "scan" else op.results:
-            if home[r] != r or r in later:
-                continue
-            for b in free:
-                if values[b].nbytes == values[r].nbytes:
-                    owner[r] = owner[b]
-                    free.remove(b)
-                    root = owner[r]
-                    last[root] = max(last[root], stop[r])
-                    break
-    for v in range(len(values)):
-        if owner[v] == v:
-            stop[v] = last[v]
-    return owner
+    return _live_ranges(body.it, fuse(body.it, by=by), False, loop).temp
 
 
 def taken_over(graph: Graph) -> list[bool]:

@@ -2,8 +2,8 @@
 
 A result that takes over no argument has memory from the start, though it is written at the end. XLA assigns buffers by
 descending size. A buffer that fits into the memory of a result, and dies before the result is written, takes no memory
-(``MaybeAssignBuffer`` in ``xla/service/buffer_assignment.cc``: the smallest that fits). Others go to the heap of
-temporaries.
+(``MaybeAssignBuffer`` in ``xla/service/buffer_assignment.cc``: the smallest that fits). It may also die in the kernel
+that writes the result, if that writes over it. Others go to the heap of temporaries.
 
 Invariant: buffers that share the memory of a result are never live together.
 """
@@ -29,7 +29,7 @@ def reusing_outputs(graph: Graph, live: Liveness) -> Liveness:
     profile = [0, *live.profile, 0]
     delta = [b - a for a, b in pairwise(profile)]
     for r in sorted(live.ranges, key=lambda r: (-r.nbytes, r.start)):
-        if _lodged(r, hosts):
+        if _lodged(r, hosts, live.onto.get(r.value)):
             delta[r.start] -= r.nbytes
             delta[r.stop] += r.nbytes
         else:
@@ -43,10 +43,10 @@ def reusing_outputs(graph: Graph, live: Liveness) -> Liveness:
 class _Host:
     """Memory of a result: when it is taken, in order of time."""
 
-    __slots__ = ("nbytes", "starts", "stops")
+    __slots__ = ("nbytes", "starts", "stops", "value")
 
-    def __init__(self, nbytes: Bytes, start: int, stop: int) -> None:
-        self.nbytes = nbytes
+    def __init__(self, value: int, nbytes: Bytes, start: int, stop: int) -> None:
+        self.value, self.nbytes = value, nbytes
         self.starts, self.stops = [start], [stop]
 
     def take(self, start: int, stop: int) -> bool:
@@ -58,10 +58,11 @@ class _Host:
         return True
 
 
-def _lodged(r: LiveRange, hosts: list[_Host]) -> bool:
-    """Put ``r`` into the smallest result with room; whether there is one. ``hosts``: by ascending size."""
+def _lodged(r: LiveRange, hosts: list[_Host], onto: int | None) -> bool:
+    """Put ``r`` into the smallest result with room; whether there is one. ``hosts``: by ascending size. ``onto``: the
+    result that may be written over it."""
     first = bisect_left(hosts, r.nbytes, key=lambda host: host.nbytes)
-    return any(host.take(r.start, r.stop) for host in hosts[first:])
+    return any(host.take(r.start, r.stop - (host.value == onto)) for host in hosts[first:])
 
 
 def _own_memory(graph: Graph, live: Liveness) -> list[_Host]:
@@ -77,5 +78,5 @@ def _own_memory(graph: Graph, live: Liveness) -> list[_Host]:
         if taken or b < 0 or b in given or b in seen or values[v].space == "host":
             continue
         seen.add(b)
-        hosts.append(_Host(graph.values[b].nbytes, written[b], len(graph.ops) + 1))
+        hosts.append(_Host(b, graph.values[b].nbytes, written[b], len(graph.ops) + 1))
     return sorted(hosts, key=lambda host: host.nbytes)

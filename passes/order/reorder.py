@@ -20,9 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
-from jaxtensile.ir.ir import Graph
+from jaxtensile.ir.ir import Graph, Op, Same
 from jaxtensile.passes.lifetimes.fusion import H200, REDUCTIONS, SPREAD, Fuser, Kernels, fuse, is_fusible
-from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
+from jaxtensile.passes.lifetimes.liveness import Liveness, inner_temp, live_ranges
 from jaxtensile.passes.order.schedule import BARRIER
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes
@@ -58,6 +58,7 @@ def as_scheduled(graph: Graph, *, by: Fuser = H200) -> tuple[Scheduled, ...]:
     results as soon as possible, or in place if that needs less. If it needs more than XLA's orders, these are not known
     well enough to promise less.
     """
+    graph = _with_bodies_scheduled(graph, by)
     nodes = _Nodes(graph, fuse(graph, by=by, written=True))
 
     def ordered(schedules: Sequence[Callable[[_Nodes], list[int]]]) -> list[Scheduled]:
@@ -68,6 +69,24 @@ def as_scheduled(graph: Graph, *, by: Fuser = H200) -> tuple[Scheduled, ...]:
     traced = ordered((_as_traced, _results_early) if on("results_early") else (_as_traced,))
     best = min(traced, key=lambda s: s.live.temp)
     return (min(ordered(SCHEDULES), key=_bytes_as_xla_counts), best) if on("xla_orders") else (best,)
+
+
+def _with_bodies_scheduled(graph: Graph, by: Fuser) -> Graph:
+    """``graph`` with each body in the order, of those that ``as_scheduled`` finds, that needs most."""
+    known: dict[Same[Graph], Graph] = {}
+
+    def scheduled(op: Op, body: Graph) -> Graph:
+        if Same(body) not in known:
+            known[Same(body)] = max(
+                (s.graph for s in as_scheduled(body, by=by)),
+                key=lambda b: inner_temp(replace(op, bodies=(b,), workspace=0), by),
+            )
+        return known[Same(body)]
+
+    if not on("bodies_scheduled") or not any(op.bodies for op in graph.ops):
+        return graph
+    ops = (replace(op, bodies=tuple(scheduled(op, b) for b in op.bodies)) if op.bodies else op for op in graph.ops)
+    return replace(graph, ops=tuple(ops))
 
 
 def _bytes_as_xla_counts(scheduled: Scheduled) -> Bytes:

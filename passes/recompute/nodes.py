@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxtensile.ir.ir import Graph, consumers
 from jaxtensile.passes.lifetimes.fusion import IN_PLACE, REDUCTIONS, VIEWS, is_fusible
-from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
+from jaxtensile.passes.lifetimes.liveness import Liveness, inner_temp
 from jaxtensile.passes.recompute.stages import Boundary
 
 _SMALL = 2e-4
@@ -253,5 +253,5 @@ def others(nodes: Nodes, live: Liveness, sometimes: list[Sometimes] | None = Non
     inner = [0] * n
     for op in graph.ops:
         if (op.bodies or op.workspace) and kernels.is_root[op.id]:
-            inner[op.id] = max((live_ranges(body).temp for body in op.bodies), default=op.workspace)
+            inner[op.id] = inner_temp(op, kernels.by)
     return [int(a + b) for a, b in zip(np.cumsum(delta)[:n], inner, strict=True)]
