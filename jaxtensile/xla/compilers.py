@@ -50,7 +50,7 @@ MARGINS: Final = {
     _NEW_GPU: (Margin(0.08, 4), Margin(0.21, 2.5)),
     _GPU: (Margin(0.08, 4), Margin(0.21, 2.5)),
     _OLD_GPU: (Margin(0.21, 2.5), Margin(0.21, 2.5)),
-    CPU.name: (Margin(0.08, 3), Margin(0.5, 8)),
+    CPU.name: (Margin(0.08, 3), Margin(0.3, 8)),
     TPU.name: (Margin(1.0, 0), Margin(0.21, 1)),
 }
 """Below and above, by kind of compiler: the larger over its versions of jax in ``benchmarks/estimate/targets.py``,
