@@ -119,15 +119,17 @@ def local_shapes(program: Traced, where: Sharded) -> Shapes:
     typed = _explicit(where)
     try:
         found = propagated(module_of(program, _types(where), where.outputs))
-    except Exception as error:  # private parts of JAX, each of which may be elsewhere in another version
-        if strict() and not isinstance(error, ImportError | AttributeError):
+    except Exception as error:  # private parts of JAX, which may be elsewhere in another version, or refuse a program
+        refused = isinstance(error, ImportError | AttributeError) or type(error).__name__ == "MLIRError"
+        if strict() and not refused:
             raise
         return _read(program, None, given, "") if typed else _guess(program, given, told(error))
     if typed:
         return _read(program, replace(found, results={}, reshards=()), given, "")
     for v, parts in zip(program.arguments, found.arguments, strict=False):
         given.setdefault(v, parts)
-    return replace(_read(program, found, given, ""), outputs=found.outputs)
+    outputs = found.outputs[: len(program.outputs)]  # references that are closed over come behind
+    return replace(_read(program, found, given, ""), outputs=outputs)
 
 
 def _types(where: Sharded) -> list[Any]:
@@ -154,7 +156,8 @@ def parts_of_type(aval: Any) -> Parts | None:
 
 
 def _by_spec(shape: Sequence[int], sizes: Mapping[str, int], spec: Any) -> Parts:
-    axes = (*spec, *(None,) * (len(shape) - len(spec)))
+    divided = spec.partitions  # not of the sums that an array may be a part of: such a part is whole
+    axes = (*divided, *(None,) * (len(shape) - len(divided)))
     return tuple(
         math.prod(sizes.get(a, 1) for a in (axis if isinstance(axis, tuple) else (axis,)) if isinstance(a, str))
         for axis in axes

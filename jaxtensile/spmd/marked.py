@@ -36,13 +36,15 @@ def mark_of(location: str) -> str:
 def module_of(program: Traced, arguments: Sequence[Any], outputs: Sequence[Any]) -> Any:
     """The StableHLO module of a program. ``arguments``: abstract and placed. ``outputs``: shardings of results, None
     where XLA decides."""
-    names = tuple(program.consts)
+    # Not the arrays, which would be text. JAX makes constants of them, which have no sharding either. References stay.
+    names = tuple(v for v, x in program.consts.items() if type(jax.typeof(x)) is _compat.ShapedArray)
+    kept = {v: x for v, x in program.consts.items() if v not in names}
 
     def evaluate(*flat: Any) -> list[Any]:
-        return _evaluated(program, [*flat[: len(arguments)]], dict(zip(names, flat[len(arguments) :], strict=True)), "")
+        consts = kept | dict(zip(names, flat[len(arguments) :], strict=True))
+        return _evaluated(program, [*flat[: len(arguments)]], consts, "")
 
-    # Not the arrays, which would be text. JAX makes constants of them, which have no sharding either.
-    consts = [jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype) for x in program.consts.values()]
+    consts = [jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype) for x in map(program.consts.__getitem__, names)]
     jitted = jax.jit(evaluate, keep_unused=True, out_shardings=[*outputs] if outputs else None)
     return jitted.lower(*arguments, *consts).compiler_ir("stablehlo")
 

@@ -98,6 +98,20 @@ traced = jax.jit(lambda w, x: jnp.tanh(x @ w).sum(0)).trace(*args)
 program, where, found = shapes(traced, args)
 told["explicit"] = [found.parts[r] for op in program.graph.ops for r in op.results]
 
+def summed(w, x):
+    parts = jnp.einsum("xy,yz->xz", x, w, out_sharding=P("a", None, unreduced={"b"}))
+    return jnp.tanh(jax.sharding.reshard(parts + parts, P("a", None)))
+
+with jax.set_mesh(explicit):
+    args = [placed((N, N), P("b"), explicit), placed((64, N), P("a", "b"), explicit)]
+    program, where, found = shapes(jax.jit(summed).trace(*args), args)
+    told["unreduced"] = [found.parts[r] for op in program.graph.ops for r in op.results]
+
+reference = jax.new_ref(jax.device_put(jnp.arange(64.0), NamedSharding(mesh, P())))
+args = [placed((64, N), P("a"))]
+held = shapes(jax.jit(lambda x: jnp.tanh(x * reference[...][:, None]).sum(1)).trace(*args), args)[2]
+told["a reference"] = [held.guessed, held.outputs]
+
 qr = jax.jit(lambda w, x: jnp.linalg.qr(x)[1] @ w)  # a call with several results, which Shardy does not take from HLO
 args = [placed((N, N), P(None, "b")), placed((64, N), P("a"))]
 told["several"] = shapes(qr.trace(*args), args)[2].guessed
@@ -146,6 +160,14 @@ def test_what_is_inside_of_a_loop_is_divided_too(told):
 
 def test_types_with_explicit_axes_say_it_themselves(told):
     assert told["explicit"] == [[2, 2], [2, 2], [2]]
+
+
+def test_parts_of_sums_are_whole(told):
+    assert {*map(tuple, told["unreduced"])} == {(2, 1)}
+
+
+def test_a_reference_that_is_closed_over_stays_one(told):
+    assert told["a reference"] == ["", [[2]]]
 
 
 def test_what_shardy_does_not_take_from_hlo_is_propagated_as_jax_wrote_it(told):
