@@ -1,6 +1,6 @@
 """What CI tests on which JAX line: everything on the newest, on the oldest what JAX or XLA has a part in.
 
-``pytest --oldest`` runs what `ALL`, `EVERY_SIXTH` and `SOME` name, by file; a file in none of them decides on plain
+``pytest --oldest`` runs what `ALL`, `EVERY_EIGHTH` and `SOME` name, by file; a file in none of them decides on plain
 data, or reaches JAX through code that others test there. Without the option all tests run, whatever JAX there is.
 ``JAXTENSILE_SOAK=1`` adds the long sweeps.
 """
@@ -26,7 +26,7 @@ ALL = {
     "what outlives a process, and may meet another JAX in the next": "plan_cache recipe",
     "what a user sees first": "package readme",
 }
-EVERY_SIXTH = {
+EVERY_EIGHTH = {
     "programs one like the other: of any fault that is JAX's, several show": """
         chunk control differential differential_loops early_updates host_stacks libraries loops
         strip_mine target workloads""",
@@ -37,7 +37,7 @@ EVERY_SIXTH = {
 SOME = {
     "test_deviceless": """
         test_what_fits_an_h200_is_left_alone[mlp] test_a_step_fits_a_smaller_budget[mlp-0.6]
-        test_values_wait_on_the_host_instead test_what_a_loop_stacks_waits_on_the_host[nvidia-h200]""",
+        test_what_a_loop_stacks_waits_on_the_host[nvidia-h200]""",
     "test_in_order": "test_bodies_in_their_order_have_the_same_bits[runge_kutta]",
 }
 """Of files whose other tests compile for many seconds, or have no JAX."""
@@ -50,17 +50,17 @@ def _files(table: Mapping[str, str]) -> set[str]:
 def split(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """Tests of the oldest line, and the others."""
     here = {path.stem: path for path in TESTS.rglob("test_*.py")}
-    unknown = (_files(ALL) | _files(EVERY_SIXTH) | SOME.keys()) - here.keys()
+    unknown = (_files(ALL) | _files(EVERY_EIGHTH) | SOME.keys()) - here.keys()
     for file in SOME.keys() & here.keys():
         text = here[file].read_text()
         unknown |= {name for name in SOME[file].split() if f"def {name.partition('[')[0]}(" not in text}
     if unknown:
         raise pytest.UsageError(f"jax_lines.py names what is not there: {', '.join(sorted(unknown))}")
-    whole, sixth, seen = _files(ALL), _files(EVERY_SIXTH), Counter[str]()
+    whole, eighth, seen = _files(ALL), _files(EVERY_EIGHTH), Counter[str]()
     parts: tuple[list[pytest.Item], list[pytest.Item]] = [], []
     for item in items:
         file, name = item.path.stem, item.name.partition("@")[0]  # xdist adds the group
-        belongs = file in whole or (file in sixth and seen[file] % 6 == 0) or name in SOME.get(file, "").split()
+        belongs = file in whole or (file in eighth and seen[file] % 8 == 0) or name in SOME.get(file, "").split()
         seen[file] += 1
         parts[not belongs].append(item)
     return parts
