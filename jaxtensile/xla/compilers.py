@@ -116,7 +116,7 @@ class Compiler:
 
 
 def _shares(graph: Graph) -> bool:
-    return any((op.groups and op.workspace) or any(map(_shares, op.bodies)) for op in graph.ops)
+    return any(op.workspace or any(map(_shares, op.bodies)) for op in graph.ops)
 
 
 def _then(first: Lowered, second: Lowered) -> Lowered:

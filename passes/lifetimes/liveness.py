@@ -130,8 +130,9 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool, loop: Loop | No
         nbytes = values[v].nbytes
         if nbytes == 0 or values[v].space == "host":
             continue
-        if start[v] >= free.get(onto.get(v, -1), len(ops)):
-            continue  # lies where the next carry will
+        if start[v] >= free.get(onto.get(v, -1), n):
+            del free[onto[v]]  # one lies where the next carry will
+            continue
         ranges.append(LiveRange(v, start[v], stop[v], nbytes))
         delta[start[v]] += nbytes
         delta[stop[v]] -= nbytes

@@ -31,7 +31,7 @@ def with_own_copies(program: Program) -> Program:
         operands = list(op.operands)
         barrier = graph.ops[op.id - 1] if op.id else op
         stands = barrier.primitive == BARRIER and all(made[v] == barrier.id for v in operands)
-        if op.groups and op.workspace and not stands and on("own_copies"):
+        if op.workspace and not stands and on("own_copies"):
             held = list(dict.fromkeys(operands))
             behind: dict[int, int] = dict(zip(held, schedule.put_barrier(held), strict=True))
             operands = [behind[v] for v in operands]
