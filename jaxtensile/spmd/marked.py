@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import jax
 from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxtensile import _compat
 from jaxtensile.program.bodies import with_closed
@@ -96,8 +97,8 @@ def _manual(eqn: Any, operands: list[Any]) -> list[Any]:
     """A ``shard_map`` as an unknown call between the constraints of its specs."""
     params = eqn.params
 
-    def constrained(x: Any, spec: Any) -> Any:
-        return jax.lax.with_sharding_constraint(x, NamedSharding(params["mesh"], spec))
+    def constrained(x: Any, spec: Any) -> Any:  # as whole where it is part of a sum
+        return jax.lax.with_sharding_constraint(x, NamedSharding(params["mesh"], P(*spec.partitions)))
 
     given = [constrained(x, spec) for x, spec in zip(operands, params["in_specs"], strict=True)]
     kinds = (jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.outvars)

@@ -1,6 +1,7 @@
 """The graph of one device, to be read: gathers, sums, what a ``shard_map`` does."""
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
