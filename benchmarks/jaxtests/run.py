@@ -62,13 +62,27 @@ _DEATHS: Final = 50
 
 _EVAL_SHAPE: Final = "`jax.eval_shape(f)` asks whether `type(f)` is JAX's own jit; `f.eval_shape` answers as jit's does"
 _THREAD: Final = "counts the compilations of the calling thread: XLA compiles in another one while the rest is planned"
+_DIVIDED: Final = "counts tracings and lowerings: how a sharded program is divided is found with one more"
 _ELSE: Final = "passes by itself and after those of its kind: in the whole file two arrays go at a later collection"
 _LATER: Final = "what a plan was made with goes at the next garbage collection, not with the last name of the function"
 _ROUNDS: Final = (
     "rounding: a relative 1.9e-5 between two orders of operations, where the test asks 1e-6 of itself and 5e-2 of "
     "numpy; of 60 such matrices both are as far from complex128, 2.2e-6 in the median and 1.8e-5 at most"
 )
+_GAMMA: Final = (
+    "rounding: exponentials of sums of `lgamma` in f32 differ by a relative 7.8e-6 between two orders of fusion, where "
+    "the test asks 1e-6 of itself and 1e-3 of numpy; of the integers that they are, `jax.jit`'s are 1.2e-5 off at most "
+    "and ours 5.2e-6"
+)
 EXPLAINED: Final = {
+    "testPascal6": _GAMMA,
+    "testPascal9": _GAMMA,
+    "test_cache_miss_explanations_sharding_mismatch": _DIVIDED,
+    "test_changing_abstract_device": _DIVIDED,
+    "test_lowering_cache_hit_different_devices": _DIVIDED,
+    "test_lowering_cache_hit_inputs_with_different_mesh": _DIVIDED,
+    "test_lowering_cache_miss_different_devices_and_sharding": _DIVIDED,
+    "test_wsc_aval_cache_hit": _DIVIDED,
     "test_cond_memory_leak": _ELSE,
     "test_error_disallowed_custom_call_stablehlo": "exports a call that no compiler here knows; plans are compiled",
     "test_fsdp_pipeline_grad": "jax 0.10.2 cannot evaluate its own equations again there; in use it runs as written",
