@@ -139,10 +139,15 @@ def compiler_of(device: DeviceProfile) -> Compiler:
     if device.name not in FACTS:
         return Compiler(kind=kind, weights=HOPPER if kind == _NEW_GPU else None)
     fuser = Fuser(products=kind != _OLD_GPU, work=_work(device) / _work(profile("nvidia-h200")))
+    return Compiler(fuser, _WIDE.get(kind), FACTS[device.name].multiprocessors, kind, _weights(device, kind))
+
+
+def _weights(device: DeviceProfile, kind: str) -> Weights | None:
+    """By which a GPU's products are split; None if they are the library's."""
+    if kind == _OLD_GPU:
+        return None
     capability = FACTS[device.name].compute_capability
-    weights = BLACKWELL if capability >= (10, 0) else HOPPER if capability >= (9, 0) else OLDER
-    weights = None if kind == _OLD_GPU else weights  # whose products are the library's
-    return Compiler(fuser, _WIDE.get(kind), FACTS[device.name].multiprocessors, kind, weights)
+    return BLACKWELL if capability >= (10, 0) else HOPPER if capability >= (9, 0) else OLDER
 
 
 def _work(device: DeviceProfile) -> float:

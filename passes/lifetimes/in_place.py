@@ -103,8 +103,8 @@ def share(
         else:
             continue
         free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]
-        elementwise = is_fusible(op.primitive) and op.primitive not in WRITING_OVER and not op.bodies
-        if elementwise and on("moved_apart") and any(values[b].nbytes == values[op.results[0]].nbytes for b in free):
+        alike = is_fusible(op.primitive) and any(values[b].nbytes == values[op.results[0]].nbytes for b in free)
+        if alike and on("moved_apart"):
             made = made or producers(graph)
             elsewhere = read_elsewhere(graph, kernels, made, op)
             free = [b for b in free if b not in elsewhere]
