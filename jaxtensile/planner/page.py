@@ -44,6 +44,9 @@ CACHE: Final = "the plan cache"
 def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = None, baseline: bool = False) -> Page:
     """The page of a request before anything is planned."""
     clock, prepare = Clock(watch), prepare or named(request.solver)
+    if request.sizes is not None:
+        with clock("sizes"):
+            request = request.of_one_device()
     with clock("graph"):
         faults, flat = request.faults, traced_for(request, request.jaxpr)
         if request.device.backend.hoists_invariants and request.local is None and on("hoist_invariants"):
@@ -110,6 +113,12 @@ class Page:
         """The same, if it was tried."""
         self.aim: Bytes | None = None
         """Model bytes assumed to fit, if a plan is wanted soon."""
+
+    def follows(self, earlier: Page) -> None:
+        """Take over what an earlier page of the same program compiled, and its seconds."""
+        self.compiles.plain = earlier.compiles.plain
+        for step, seconds in earlier.clock.seconds.items():
+            self.clock.seconds[step] = self.clock.seconds.get(step, 0.0) + seconds
 
     def costs(self) -> Costs:
         """Costs of the program as written."""

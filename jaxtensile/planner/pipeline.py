@@ -9,6 +9,8 @@ measured number flows back.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxtensile import _compat
 from jaxtensile.errors import VerifyError
 from jaxtensile.ir.plan import Prepare
@@ -16,14 +18,17 @@ from jaxtensile.planner.as_written import as_written
 from jaxtensile.planner.build_report import unplanned, without_plan
 from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.collecting import seldom
-from jaxtensile.planner.page import CACHE, opened
+from jaxtensile.planner.page import CACHE, Page, opened
 from jaxtensile.planner.plan_cache import Entry, Plans
 from jaxtensile.planner.recall import recalled, replayed
 from jaxtensile.planner.without_checkpoints import without_checkpoints
 from jaxtensile.program.trace import traced_within
 from jaxtensile.program.upperbound import all_values
 from jaxtensile.rewrites.rows.batched import batched
+from jaxtensile.rewrites.undo import undo
 from jaxtensile.search.request import Fitted, Request
+from jaxtensile.search.variant import UNDONE
+from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 
@@ -59,8 +64,15 @@ def _fit(
         note = "its sizes are symbolic, or of a type that does not say them: it is passed on as it is"
         told = unplanned(request, (note,))
         return Fitted(jitted=request.make(None, request.options), evaluate=None, options=request.options, report=told)
+    undivided = None
+    if request.sizes is not None and not baseline and aim is None:
+        undivided = opened(replace(request, sizes=None), watch, prepare)
+        if _fits_as_it_is(undivided):
+            return undivided.unchanged()
     page = opened(request, watch, prepare, baseline)
     page.aim = aim
+    if undivided is not None:
+        page.follows(undivided)
     try:
         return (
             request.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
@@ -69,6 +81,21 @@ def _fit(
         )
     finally:
         batched.cache_clear()  # equations, whose constants may be arrays on a device
+
+
+def _fits_as_it_is(page: Page) -> bool:
+    """Whether a program that XLA divides among devices fits, and has no checkpoints to undo: then nobody needs to know
+    its sizes on one device. ``page``: without them."""
+    request, traced = page.request, page.program.traced
+    if page.program.predicted.device > request.shards * request.budget:
+        return False  # not even in equal parts
+    if request.undo and on("undo"):
+        undone = request.faults.spared(
+            UNDONE, lambda: undo(traced, request.jaxpr, keep_unused=request.keep_unused), lambda: None
+        )
+        if undone is not None:
+            return False
+    return page.compiles.own().device <= request.budget
 
 
 @seldom()

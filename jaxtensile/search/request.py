@@ -57,8 +57,8 @@ class Request:
     device was seen to read host stacks correctly, asked before anything is stacked. ``divided``: into how many parts
     each flat argument is divided over several devices; empty on one. ``manual``: on several devices, its program is
     that of one, with collectives as ops; ``within``: where such a program is traced. ``local``: gives its programs the
-    sizes of one device; None if they are not known. ``notes``: for its report. ``faults``: failed parts
-    of the planner, which are left out.
+    sizes of one device; None if they are not known. ``sizes``: finds that, with notes; it takes seconds, so it is asked
+    where a plan is needed. ``notes``: for its report. ``faults``: failed parts of the planner, which are left out.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Request:
     manual: bool = False
     within: Context = nullcontext
     local: Local | None = None
+    sizes: Callable[[], tuple[Local | None, tuple[str, ...]]] | None = None
     notes: tuple[str, ...] = ()
     faults: Faults = field(default_factory=Faults, compare=False, repr=False)
 
@@ -137,6 +138,13 @@ class Request:
     def state_bytes(self) -> Bytes:
         """Bytes that wait on the host between calls."""
         return sum(leaf.nbytes for leaf in self.state)
+
+    def of_one_device(self) -> Request:
+        """The same request with the sizes of one device, if they can be found."""
+        if self.sizes is None:
+            return self
+        local, notes = self.sizes()
+        return replace(self, local=local, sizes=None, notes=(*self.notes, *notes))
 
     def with_state(self, state: tuple[Leaf, ...]) -> Request:
         """The same request with ``state`` on the host."""

@@ -48,6 +48,8 @@ _TOTALS: Final = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": 
 _CALLS: Final = frozenset({"jit", "pjit"})
 _PLACES: Final = frozenset({"sharding", "out_sharding"})
 """Parameters that say how a whole array is divided."""
+_PLACING: Final = {"sharding_constraint": "sharding", "reshard": "dst_sharding", "mesh_cast": "dst_sharding"}
+"""Ops that only divide an array in another way, and the parameter that says how."""
 Evaluate = Callable[[list[Any]], list[Any]]
 
 
@@ -242,9 +244,10 @@ class _Shards:
             return self.run(trace_jaxpr(closed_bodies(eqn)[0][0]), parts)
         if name == "broadcast_in_dim" and not parts[0].axes:
             return [self.filled(eqn, parts[0])]
-        if name == "sharding_constraint" and isinstance(eqn.params["sharding"], NamedSharding):
+        placed = eqn.params.get(_PLACING.get(name, ""))
+        if isinstance(placed, NamedSharding):
             shape, here = eqn.outvars[0].aval.shape, jax.sharding.get_abstract_mesh()
-            wanted = _axes(eqn.params["sharding"].spec, len(shape))
+            wanted = _axes(placed.spec, len(shape))
             if not _evenly(shape, wanted, here):
                 raise NotInShardsError(f"an array of shape {shape} is divided unevenly by {wanted}")
             part = parts[0].divided(wanted)

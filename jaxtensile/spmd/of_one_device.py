@@ -1,13 +1,14 @@
 """A request over several devices, planned as the program of one device.
 
 A program made of ``shard_map``s becomes one of a single device (`spmd.in_shards`). Other programs stay as they are,
-with sizes of one device (`spmd.per_device`). Where Shardy cannot say the sizes, the bytes of all devices are divided by
-one ratio, that of the compiled plain program.
+with sizes of one device (`spmd.per_device`), which are found only where a plan is needed. If Shardy cannot say the
+sizes, the bytes of all devices are divided by one ratio, that of the compiled plain program.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Final
 
 from jaxtensile.program.trace import Traced, trace_jaxpr
@@ -32,12 +33,18 @@ def of_one_device(request: Request, where: Sharded) -> Request:
         return _within(request, found)
     if found:
         notes = (f"shard_maps are planned around, not inside: {found}",)
-    shapes = request.faults.spared(SIZES, lambda: local_shapes(program, where) if on("local_sizes") else None, _nothing)
-    if shapes is None or shapes.guessed:
-        said = f" ({shapes.guessed})" if shapes is not None and shapes.guessed else ""
-        notes = (*notes, f"bytes of single values are those of all devices, divided by one ratio{said}")
-        return replace(request, notes=notes)
-    return replace(request, local=PerDevice.of(program, shapes, request.device.backend), notes=notes)
+
+    @cache
+    def sizes() -> tuple[PerDevice | None, tuple[str, ...]]:
+        shapes = request.faults.spared(
+            SIZES, lambda: local_shapes(program, where) if on("local_sizes") else None, _nothing
+        )
+        if shapes is None or shapes.guessed:
+            said = f" ({shapes.guessed})" if shapes is not None and shapes.guessed else ""
+            return None, (f"bytes of single values are those of all devices, divided by one ratio{said}",)
+        return PerDevice.of(program, shapes, request.device.backend), ()
+
+    return replace(request, sizes=sizes, notes=notes)
 
 
 def _nothing() -> None:

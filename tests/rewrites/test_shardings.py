@@ -141,6 +141,19 @@ assert report.compiled.argument == mine and any("4 devices" in note for note in 
 assert jaxtensile.estimate(step, ws, x, target="cpu").shards == 4
 assert jaxtensile.estimate(step, ws, x, target="cpu", exact=True).argument == mine
 """,
+    "sizes on one device are found where a plan is needed": """
+given = jax.tree.leaves(arguments(weights=P("model")))
+step = jax.grad(lambda ws, x: (forward(ws, x) ** 2).mean())
+args = given[:-1], given[-1]
+plain = jax.jit(step).lower(*args).compile().memory_analysis()
+plain = plain.argument_size_in_bytes + plain.temp_size_in_bytes + plain.output_size_in_bytes
+for budget, need in (("1GiB", False), (int(plain * 0.9), True)):
+    ours = jaxtensile.jit(step, budget=budget)
+    for a, b in zip(jax.tree.leaves(ours(*args)), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        assert jnp.allclose(a, b, rtol=1e-5)
+    report = ours.plan(*args)
+    assert report.unchanged is not need and ("sizes" in report.seconds) is need, report
+""",
     "an op that says how it is divided": """
 @custom_partitioning
 def ripple(x):

@@ -98,6 +98,26 @@ def test_a_loop_around_a_shard_map():
     assert shards_of(through_layers, *args).outputs[:3] == (P("rows", None), P("rows", None), P())
 
 
+def test_types_that_say_where_an_array_is():
+    """On an explicit mesh numbers and arrays are placed by ``reshard``: as they are, they stay parts."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(X, ROWS)
+        whole = jax.jit(jax.shard_map(lambda x: jax.lax.psum((x**3).sum(), "rows"), in_specs=ROWS, out_specs=P()))
+        rows = jax.shard_map(jnp.sin, in_specs=ROWS, out_specs=ROWS)
+        for fun in (jax.grad(whole), lambda x: rows(jax.sharding.reshard(x * 2.0, ROWS))):
+            jitted = jax.jit(fun)
+            traced = jitted.trace(x)
+            where = sharded(traced, (x,), {}, _compat.static_arguments(jitted), 1)
+            found = in_shards(trace_jaxpr(traced.jaxpr), where)
+            assert found is not None
+            assert "reshard" in str(traced.jaxpr) and "reshard" not in [op.primitive for op in inside(found).graph.ops]
+            (got,) = jax.jit(lambda x, found=found: found.around(lambda flat: jaxpr_as_fun(found.closed)(*flat))([x]))(
+                x
+            )
+            np.testing.assert_allclose(got, jitted(x), rtol=1e-6)
+
+
 def test_an_argument_without_a_place_goes_where_its_reader_wants_it():
     assert shards_of(clipped, X).inputs == (P("rows", None),)
 
