@@ -188,7 +188,7 @@ def linen_remat_of_blocks():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            for _ in range(3):
+            for _ in range(2):
                 x = nn.remat(Block)()(x)
             return nn.Dense(10)(x.mean(1))
 

@@ -36,17 +36,19 @@ class Recomputation:
         self.made: dict[int, int] = {r: o for o in boundary.cone for r in graph.ops[o].results}
         """For each value of the forward part the op that makes it."""
         self._needed = [(v, self.made[v]) for v in boundary.needed]
-        self._reads = {
+        self.reads = {
             o: [(u, self.made[u]) for u in graph.ops[o].operands if u in self.made and u not in boundary.always]
             for o in boundary.cone
         }
+        """For each op of the forward part the values that it reads of it, and the ops that make them; none of what is
+        always there."""
 
     def ops(self, kept: frozenset[int]) -> set[int]:
         """Ops to rerun when exactly ``kept`` survives the boundary."""
         todo = [o for v, o in self._needed if v not in kept]
         again = set(todo)
         while todo:
-            for u, o in self._reads[todo.pop()]:
+            for u, o in self.reads[todo.pop()]:
                 if u not in kept and o not in again:
                     again.add(o)
                     todo.append(o)
@@ -60,7 +62,7 @@ class Recomputation:
             o = todo.pop()
             if o not in more and o not in again:
                 more.add(o)
-                todo.extend(m for u, m in self._reads[o] if u not in kept)
+                todo.extend(m for u, m in self.reads[o] if u not in kept)
         return more
 
 
@@ -135,12 +137,13 @@ class _Emission(Schedule):
         self.lazy_era: dict[int, int] = {}
 
     def run(self) -> Program:
-        graph, origin, now = self.graph, self.program.origin, self.now
+        graph, origin, now, absentees = self.graph, self.program.origin, self.now, self.absentees.keys()
         self.ops.extend(graph.ops[: self.step])
         self.origin.extend(origin[: self.step])
         for op in graph.ops[self.step :]:
             if not self.lazy[op.id]:
-                self.demand(op.operands, op.id)
+                if not absentees.isdisjoint(op.operands):
+                    self.demand(op.operands, op.id)
                 self.put(op, [now.get(v, v) for v in op.operands], op.results, origin[op.id])
         self.demand(graph.outputs, len(graph.ops))
         outputs = tuple(ValueId(self.now.get(v, v)) for v in graph.outputs)

@@ -10,7 +10,7 @@ option per segment at the least total charge: a shortest path and a multiple-cho
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -102,10 +102,13 @@ class Needs:
 
 class _Segmentation(NamedTuple):
     """The forward part in segments between ``bounds`` (cut 0, its begin, to the last, its end), at steps ``inner``.
-    ``cut``: its cut problem by charge. ``sparing``: the same without recomputing products."""
+    ``at``: the segment of each op. ``across``: by op, the values that it reads from earlier segments. ``cut``: its cut
+    problem by charge. ``sparing``: the same without recomputing products."""
 
     bounds: list[int]
     inner: list[int]
+    at: list[int]
+    across: Mapping[int, Sequence[int]]
     cut: ResidualCut
     sparing: ResidualCut
 
@@ -152,7 +155,8 @@ class Menu:
                 bounds = sorted({0, *range(offset, count, span), count})
                 inner = [self.cuts[b - 1] for b in bounds[1:-1]]
                 cut, sparing = (ResidualCut(self._network, c, inner) for c in (self._charge, dear))
-                found.append(_Segmentation(bounds, inner, cut, sparing))
+                at = self._segment_of(inner)
+                found.append(_Segmentation(bounds, inner, at, self._across(at), cut, sparing))
         return self._segmented[span]
 
     @cached_property
@@ -165,29 +169,27 @@ class Menu:
 
     def _options_of(self, segmentation: _Segmentation) -> Iterator[tuple[int, int, _Option]]:
         """Options of the segments: first cut, last cut, option."""
-        bounds, inner, cut, sparing = segmentation
+        bounds, inner, at, across, cut, sparing = segmentation
+        made, charges = self._made, self._charge
         answers = list(dict.fromkeys((*sparing.keeps(self._prices[::_SPARING]), *cut.keeps(self._prices))))
         crossing: dict[int, set[int]] = {}
         for u in cut.crossing:
-            k = bisect_right(inner, self._made[u])
-            crossing.setdefault(bounds[k + 1], set()).add(u)
+            crossing.setdefault(bounds[at[made[u]] + 1], set()).add(u)
         rerun = {kept: self.again.ops(kept) for kept in answers}
         for a, b in pairwise(sorted(answers, key=self.size)):
             for kept in self._between(a, b, rerun[a] - rerun[b], inner):
-                kept = self.completed(kept, inner)
-                if kept not in rerun:
-                    rerun[kept] = self.again.ops(kept)
+                kept, again = self._completed(kept, across)
+                rerun.setdefault(kept, again)
         for kept, again in rerun.items():
             held: list[set[int]] = [set() for _ in bounds[1:]]
             read: list[set[int]] = [set() for _ in held]
             charge = [0.0] * len(held)
             for v in kept:
-                held[bisect_right(inner, self._made[v])].add(v)
+                held[at[made[v]]].add(v)
             for o in again:
-                k = bisect_right(inner, o)
-                charge[k] += self._charge[o]
-                low = inner[k - 1] if k else 0
-                read[k].update(u for u in self._graph.ops[o].operands if u in kept and self._made[u] < low)
+                charge[at[o]] += charges[o]
+            for o in again.intersection(across):
+                read[at[o]].update(kept.intersection(across[o]))
             for i, j, values, cost, entering in zip(bounds, bounds[1:], held, charge, read, strict=False):
                 entry = self.size(entering)
                 ends = crossing.get(j, set())
@@ -221,28 +223,30 @@ class Menu:
         """The kept set of fewest bytes with segments of ``span`` stages."""
         if span not in self._least:
             kept = (
-                self.completed(cut.keep(self._prices[-1]), s.inner)
+                self._completed(cut.keep(self._prices[-1]), s.across)[0]
                 for s in self._segmentations(span)
                 for cut in (s.cut, s.sparing)
             )
             self._least[span] = min(kept, key=self.size)
         return self._least[span]
 
-    def completed(self, kept: frozenset[int], inner: Sequence[int]) -> frozenset[int]:
-        """``kept`` and every value that a recomputed op reads across a cut."""
-        graph, made, always = self._graph, self._made, self.boundary.always
+    def _segment_of(self, inner: Sequence[int]) -> list[int]:
+        """The segment of each op."""
+        ends = [*inner, len(self._graph.ops)]
+        return [k for k, (start, end) in enumerate(pairwise([0, *ends])) for _ in range(start, end)]
+
+    def _across(self, at: Sequence[int]) -> Mapping[int, Sequence[int]]:
+        """By op, the values that it reads from earlier segments."""
+        each = ((o, [u for u, p in reads if at[p] != at[o]]) for o, reads in self.again.reads.items())
+        return {o: values for o, values in each if values}
+
+    def _completed(self, kept: frozenset[int], across: Mapping[int, Sequence[int]]) -> tuple[frozenset[int], set[int]]:
+        """``kept`` and every value that a recomputed op reads ``across`` a cut; and the ops to rerun for them."""
         while True:
-            missing = {
-                u
-                for o in self.again.ops(kept)
-                for u in graph.ops[o].operands
-                if u in made
-                and u not in kept
-                and u not in always
-                and bisect_right(inner, made[u]) != bisect_right(inner, o)
-            }
+            again = self.again.ops(kept)
+            missing = {u for o in again.intersection(across) for u in across[o] if u not in kept}
             if not missing:
-                return kept
+                return kept, again
             kept = kept | missing
 
     def segments(self) -> Iterable[tuple[int, int]]:
@@ -305,7 +309,8 @@ class Menu:
             j, g = i, state
         parts.reverse()
         kept = frozenset[int]().union(*(values for _, _, values in parts))
-        return Choice(self.completed(kept, [self.cuts[i - 1] for i, _, _ in parts[1:]]), tuple(parts))
+        across = self._across(self._segment_of([self.cuts[i - 1] for i, _, _ in parts[1:]]))
+        return Choice(self._completed(kept, across)[0], tuple(parts))
 
 
 def _undominated(options: list[_Option]) -> list[_Option]:
