@@ -64,16 +64,16 @@ def _fit(
         note = "its sizes are symbolic, or of a type that does not say them: it is passed on as it is"
         told = unplanned(request, (note,))
         return Fitted(jitted=request.make(None, request.options), evaluate=None, options=request.options, report=told)
-    undivided = None
-    if request.sizes is not None and not baseline and aim is None:
-        undivided = opened(replace(request, sizes=None), watch, prepare)
-        if _fits_as_it_is(undivided):
-            return undivided.unchanged()
-    page = opened(request, watch, prepare, baseline)
-    page.aim = aim
-    if undivided is not None:
-        page.follows(undivided)
     try:
+        undivided = None
+        if request.sizes is not None and not baseline and aim is None:
+            undivided = opened(replace(request, sizes=None), watch, prepare)
+            if _fits_as_it_is(undivided):
+                return undivided.unchanged()
+        page = opened(request, watch, prepare, baseline)
+        page.aim = aim
+        if undivided is not None:
+            page.follows(undivided)
         return (
             request.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
             or without_checkpoints(page)
@@ -110,10 +110,12 @@ def follow(request: Request, entry: Entry | None, watch: Watch = nothing, *, bas
 
 
 def _follow(request: Request, entry: Entry | None, watch: Watch, baseline: bool) -> Fitted:
-    page = opened(request, watch, baseline=baseline)
     if entry is None:
+        request = request if baseline else replace(request, sizes=None)  # as where it was found to fit
+        page = opened(request, watch)
         page.within(page.compiles.own())
         return page.unchanged()
+    page = opened(request, watch, baseline=baseline)
     variant, plan, program = replayed(page, entry.recipe)
     made = page.compiles.again(variant, plan, entry.choice, only=True)
     if made is None:
