@@ -94,7 +94,7 @@ class Ladder:
         self, request: Request, plans: PlanCache | None = None, *, most: float | None = None, groups: int = 1
     ) -> None:
         # Its plans are compared by the seconds of one device, also with the program as it is.
-        self.request, self._plans, self._groups = request.of_one_device(), plans, groups
+        self.request, self._plans, self._groups = request.with_sizes(), plans, groups
         self._most_overhead = most
         self._lock = threading.Lock()
         self._compiling, self._building = Exclusive(), threading.Lock()

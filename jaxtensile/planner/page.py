@@ -22,6 +22,7 @@ from jaxtensile.planner.rounds import Rounds
 from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.program.cse import cse
 from jaxtensile.program.hoist_invariants import hoist_invariants
+from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.rewrite import on_device, traced_for
 from jaxtensile.rewrites.undo import Undone, checkpoints_in_loops, undo
 from jaxtensile.search import variants
@@ -46,7 +47,7 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
     clock, prepare = Clock(watch), prepare or named(request.solver)
     if request.sizes is not None:
         with clock("sizes"):
-            request = request.of_one_device()
+            request = request.with_sizes()
     with clock("graph"):
         faults, flat = request.faults, traced_for(request, request.jaxpr)
         if request.device.backend.hoists_invariants and request.local is None and on("hoist_invariants"):
@@ -60,10 +61,7 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
         there = replace(host, place=None), ()
         request, notes = faults.spared(STATE, lambda: with_state(host, traced), lambda: there)
         program = modelled(request, traced)
-        wanted, unused = request.undo and request.sized and on("undo"), request.keep_unused
-        undone = faults.spared(
-            UNDONE, lambda: undo(traced, request.jaxpr, keep_unused=unused) if wanted else None, lambda: None
-        )
+        undone = undone_of(request, traced) if request.sized else None
         if undone is not None:
             undone = replace(undone, traced=on_device(request, undone.traced))
         lighter = modelled(request, undone.traced) if undone is not None else None
@@ -71,6 +69,14 @@ def opened(request: Request, watch: Watch = nothing, prepare: Prepare | None = N
     if undone is not None and lighter is not None and lighter.bound.nbytes <= request.budget:
         page.without = undone, lighter
     return page
+
+
+def undone_of(request: Request, traced: Traced) -> Undone | None:
+    """``traced`` without the user's checkpoints; None if it has none that may be undone."""
+    wanted, unused = request.undo and on("undo"), request.keep_unused
+    return request.faults.spared(
+        UNDONE, lambda: undo(traced, request.jaxpr, keep_unused=unused) if wanted else None, lambda: None
+    )
 
 
 def of_checkpoints(request: Request, program: Modelled) -> Iterator[str]:

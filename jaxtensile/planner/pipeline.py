@@ -18,17 +18,14 @@ from jaxtensile.planner.as_written import as_written
 from jaxtensile.planner.build_report import unplanned, without_plan
 from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.collecting import seldom
-from jaxtensile.planner.page import CACHE, Page, opened
+from jaxtensile.planner.page import CACHE, Page, opened, undone_of
 from jaxtensile.planner.plan_cache import Entry, Plans
 from jaxtensile.planner.recall import recalled, replayed
 from jaxtensile.planner.without_checkpoints import without_checkpoints
 from jaxtensile.program.trace import traced_within
 from jaxtensile.program.upperbound import all_values
 from jaxtensile.rewrites.rows.batched import batched
-from jaxtensile.rewrites.undo import undo
 from jaxtensile.search.request import Fitted, Request
-from jaxtensile.search.variant import UNDONE
-from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
 
@@ -86,16 +83,10 @@ def _fit(
 def _fits_as_it_is(page: Page) -> bool:
     """Whether a program that XLA divides among devices fits, and has no checkpoints to undo: then nobody needs to know
     its sizes on one device. ``page``: without them."""
-    request, traced = page.request, page.program.traced
+    request = page.request
     if page.program.predicted.device > request.shards * request.budget:
         return False  # not even in equal parts
-    if request.undo and on("undo"):
-        undone = request.faults.spared(
-            UNDONE, lambda: undo(traced, request.jaxpr, keep_unused=request.keep_unused), lambda: None
-        )
-        if undone is not None:
-            return False
-    return page.compiles.own().device <= request.budget
+    return undone_of(request, page.program.traced) is None and page.compiles.own().device <= request.budget
 
 
 @seldom()

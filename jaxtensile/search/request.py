@@ -139,7 +139,7 @@ class Request:
         """Bytes that wait on the host between calls."""
         return sum(leaf.nbytes for leaf in self.state)
 
-    def of_one_device(self) -> Request:
+    def with_sizes(self) -> Request:
         """The same request with the sizes of one device, if they can be found."""
         if self.sizes is None:
             return self

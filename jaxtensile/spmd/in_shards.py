@@ -36,7 +36,7 @@ from jaxtensile.program.trace import (
     traced_within,
 )
 from jaxtensile.spmd.local_shapes import Sharded
-from jaxtensile.spmd.marked import MANUAL, all_manual
+from jaxtensile.spmd.marked import MANUAL, PLACING, all_manual
 
 Axes = tuple[tuple[str, ...], ...]
 """For each dimension of an array, the axes of the mesh that divide it."""
@@ -48,8 +48,6 @@ _TOTALS: Final = {"reduce_sum": lax.psum, "reduce_max": lax.pmax, "reduce_min": 
 _CALLS: Final = frozenset({"jit", "pjit"})
 _PLACES: Final = frozenset({"sharding", "out_sharding"})
 """Parameters that say how a whole array is divided."""
-_PLACING: Final = {"sharding_constraint": "sharding", "reshard": "dst_sharding", "mesh_cast": "dst_sharding"}
-"""Ops that only divide an array in another way, and the parameter that says how."""
 Evaluate = Callable[[list[Any]], list[Any]]
 
 
@@ -244,7 +242,7 @@ class _Shards:
             return self.run(trace_jaxpr(closed_bodies(eqn)[0][0]), parts)
         if name == "broadcast_in_dim" and not parts[0].axes:
             return [self.filled(eqn, parts[0])]
-        placed = eqn.params.get(_PLACING.get(name, ""))
+        placed = eqn.params.get(PLACING.get(name, ""))
         if isinstance(placed, NamedSharding):
             shape, here = eqn.outvars[0].aval.shape, jax.sharding.get_abstract_mesh()
             wanted = _axes(placed.spec, len(shape))

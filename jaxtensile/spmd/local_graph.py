@@ -17,6 +17,7 @@ from jaxtensile.devices.backends import Backend
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.program.trace import Traced
 from jaxtensile.spmd.local_shapes import Shapes, local_bytes, local_shape
+from jaxtensile.spmd.marked import PLACING
 from jaxtensile.spmd.shardy import Parts, Sum
 from jaxtensile.spmd.sums import together
 from jaxtensile.units import Bytes
@@ -26,8 +27,6 @@ SLICE: Final = "slice"
 EXCHANGE: Final = "all_to_all"
 REDUCE: Final = "all_reduce"
 _VIEW: Final = "reshape"
-_SHARDING: Final = frozenset({"sharding_constraint", "reshard", "mesh_cast"})
-"""Ops that only say how a value is divided."""
 _SUMS: Final = frozenset({"psum", "psum2", "psum_invariant"})
 """Ops of a ``shard_map`` that add up over devices."""
 
@@ -117,7 +116,7 @@ class _Making:
         if one is not None:
             results = (self._new(op.results[0], one.parts),)
         primitive = op.primitive
-        if primitive in _SHARDING and operands:
+        if primitive in PLACING and operands:
             primitive = self._kind(operands[0], results[0])
         bodies = tuple(
             _body(body, inside, self.backend) if (inside := self.shapes.bodies.get((op.id, k))) is not None else body

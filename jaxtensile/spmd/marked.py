@@ -25,6 +25,8 @@ from jaxtensile.program.trace import Traced, bind, closed_bodies, trace_jaxpr, t
 
 _MARK: Final = re.compile(r"jt(\d[\dr.]*)_(?:/|\"|$)")
 MANUAL: Final = "shard_map"
+PLACING: Final = {"sharding_constraint": "sharding", "reshard": "dst_sharding", "mesh_cast": "dst_sharding"}
+"""Ops that only say how a value is divided, and the parameter that says it."""
 _CALL: Final = "jaxtensile_shard_map"
 
 

@@ -101,12 +101,12 @@ class Needs:
 
 
 class _Segmentation(NamedTuple):
-    """The forward part in segments between ``bounds`` (cut 0, its begin, to the last, its end), at steps ``inner``.
+    """The forward part in segments between ``bounds``: cut 0, its begin, to the last, its end.
+
     ``at``: the segment of each op. ``across``: by op, the values that it reads from earlier segments. ``cut``: its cut
     problem by charge. ``sparing``: the same without recomputing products."""
 
     bounds: list[int]
-    inner: list[int]
     at: list[int]
     across: Mapping[int, Sequence[int]]
     cut: ResidualCut
@@ -156,7 +156,7 @@ class Menu:
                 inner = [self.cuts[b - 1] for b in bounds[1:-1]]
                 cut, sparing = (ResidualCut(self._network, c, inner) for c in (self._charge, dear))
                 at = self._segment_of(inner)
-                found.append(_Segmentation(bounds, inner, at, self._across(at), cut, sparing))
+                found.append(_Segmentation(bounds, at, self._across(at), cut, sparing))
         return self._segmented[span]
 
     @cached_property
@@ -169,7 +169,7 @@ class Menu:
 
     def _options_of(self, segmentation: _Segmentation) -> Iterator[tuple[int, int, _Option]]:
         """Options of the segments: first cut, last cut, option."""
-        bounds, inner, at, across, cut, sparing = segmentation
+        bounds, at, across, cut, sparing = segmentation
         made, charges = self._made, self._charge
         answers = list(dict.fromkeys((*sparing.keeps(self._prices[::_SPARING]), *cut.keeps(self._prices))))
         crossing: dict[int, set[int]] = {}
@@ -177,7 +177,7 @@ class Menu:
             crossing.setdefault(bounds[at[made[u]] + 1], set()).add(u)
         rerun = {kept: self.again.ops(kept) for kept in answers}
         for a, b in pairwise(sorted(answers, key=self.size)):
-            for kept in self._between(a, b, rerun[a] - rerun[b], inner):
+            for kept in self._between(a, b, rerun[a] - rerun[b], at, len(bounds) - 1):
                 kept, again = self._completed(kept, across)
                 rerun.setdefault(kept, again)
         for kept, again in rerun.items():
@@ -196,14 +196,14 @@ class Menu:
                 yield i, j, _Option(frozenset(values), self.size(values), cost, entry, ends <= values)
 
     def _between(
-        self, less: frozenset[int], more: frozenset[int], spared: set[int], inner: Sequence[int]
+        self, less: frozenset[int], more: frozenset[int], spared: set[int], at: Sequence[int], count: int
     ) -> Iterator[frozenset[int]]:
         """Mixtures of two answers that differ in several dear ops of a segment: one below a step, the other above
-        it."""
-        dear: list[list[int]] = [[] for _ in range(len(inner) + 1)]
+        it. ``at``: the segment of each op, of ``count``."""
+        dear: list[list[int]] = [[] for _ in range(count)]
         for o in sorted(spared):
             if self._charge[o] >= self._dear:
-                dear[bisect_right(inner, o)].append(o)
+                dear[at[o]].append(o)
         for k in range(1, min(max(map(len, dear)), _STEPS + 1)) if on("dear_steps") else ():
             # Segments with fewer dear ops repeat their last step.
             steps = [ops[min(k, len(ops) - 1)] if len(ops) > 1 else 0 for ops in dear]
@@ -212,7 +212,7 @@ class Menu:
                     v
                     for source, below in ((low, True), (high, False))
                     for v in source
-                    if (self._made[v] < steps[bisect_right(inner, self._made[v])]) == below
+                    if (self._made[v] < steps[at[self._made[v]]]) == below
                 )
 
     def size(self, kept: frozenset[int] | set[int]) -> int:
