@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
 from math import inf
+from random import Random
 from types import MappingProxyType
 from typing import Final
 
@@ -47,10 +48,10 @@ TRIES: Final = 2
 WAYS: Final = 4
 """Most blocked jobs that one decision makes room for: each takes a division. A guess."""
 RESTLESS: Final = 128
-"""Jobs among which bytes are shifted whenever something changes: in some milliseconds."""
+"""Jobs among which bytes are shifted whenever something changes: in some milliseconds. Among more, by turns."""
 REST: Final[Seconds] = 2.5e-4
-"""Seconds for each of more jobs, until bytes are shifted among so many again: about ten times what the shift takes, so
-that messages are answered meanwhile."""
+"""Seconds for each job that had its turn, until the next turn: about ten times what it takes, so that messages are
+answered meanwhile."""
 
 
 class _Ways(Struct, eq=False):
@@ -93,8 +94,12 @@ class Arbiter:
         self._ways: dict[int, _Ways] = {}
         """By lease, if unchanged since its last decision, under the settings of then."""
         self._under = settings
-        self._settled: dict[int, tuple[object, Seconds]] = {}
-        """Parts without a change to make, by first lease: the state seen, and the end of the first minimum hold."""
+        self._settled: dict[int, tuple[object, int, Seconds]] = {}
+        """Parts, by first lease: the state seen, the turn since which it is so, and until when there is no change to
+        make: the end of the first minimum hold, or -inf while not all devices had their turn."""
+        self._turns: dict[str, int] = {}
+        """The turn in which bytes were shifted last among the many jobs of a device."""
+        self._turn = 0
 
     # What happens to leases.
 
@@ -307,18 +312,23 @@ class Arbiter:
                 if name in coming:
                     coming[name][k] = charge
         accounts = self.ledger.accounts
-        fits = (accounts[name].used_instead(c, turns=False) <= accounts[name].limit for name, c in coming.items())
-        if all(fits):
+        exceeded = {n for n, c in coming.items() if accounts[n].used_instead(c, turns=False) > accounts[n].limit}
+        if not exceeded:
             return True  # when those have shrunk that were told to
         waits = waiter is not None
-        able = [
+        every = [
             a for a in touching if a.id in self.above and a.id not in going and (waits or self._has_held(a, now, None))
         ]
-        ids = {a.id for a in able}
-        rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
-        claims = [self._claim(a, (*self._lower(a), self._way(a).stay)) for a in able]
-        divides = tries > 0 and _least_fit((), rooms)
-        shares = divide(claims, rooms, self.settings.policy) if divides else None
+        able = self._close(every, exceeded)
+        while True:
+            ids = {a.id for a in able}
+            rooms = self._rooms(able, {k: c for k, c in promised.items() if k not in ids}, extra, resources)
+            claims = [self._claim(a, (*self._lower(a), self._way(a).stay)) for a in able]
+            divides = tries > 0 and _least_fit((), rooms)
+            shares = divide(claims, rooms, self.settings.policy) if divides else None
+            if shares is not None or able is every or (not divides and _least_fit(claims, rooms)):
+                break
+            able = every
         closed = divides and waits and shares is None and not _least_fit(claims, rooms)
         if closed:
             rooms = self._rooms(able, going, extra, accounts, self.floors)
@@ -339,6 +349,17 @@ class Arbiter:
             if self._shrink(now, lease.touched, {}, waiter, {**going, lease.id: both}, tries - 1):
                 return True
         return told
+
+    def _close(self, able: Sequence[Lease], exceeded: Collection[str]) -> Sequence[Lease]:
+        """Of many leases those that can make room on ``exceeded`` at once: all on these devices; and, for host bytes,
+        some in turn."""
+        if len(able) <= RESTLESS:
+            return able
+        first = [a for a in able if any(name in exceeded for name in a.resources[:-1])]
+        if len(first) >= RESTLESS or not any(a.resources[-1] in exceeded for a in able):
+            return first
+        ids = {a.id for a in first}
+        return [*first, *self._in_turn([a for a in able if a.id not in ids])[0]]
 
     def _rooms(
         self,
@@ -398,15 +419,15 @@ class Arbiter:
         """Give free bytes to jobs that they speed up, or ask others to shrink where that gains more; whether any got
         more.
 
-        A resource is left alone while a job shrinks on it: those bytes are for another job. While many jobs rest, they
-        are not asked to shrink.
+        A resource is left alone while a job shrinks on it: those bytes are for another job. Among many jobs only some
+        are asked to shrink, and others in the next turn, after a rest.
         """
         for k in self.revoking:
             lease = self.leases[k]
             charges, promised = self.charged(lease), lease.needs[lease.rung]
             rows = zip(lease.resources, charges, promised, strict=True)
             held_back |= {name for name, charge, need in rows if need.level < charge.level}
-        given, rests = False, now < self._rest
+        given, rests, shifted = False, now < self._rest, 0
         for part in self._parts([a for a in self.leases.values() if a.state is HELD], held_back):
             ways = [self._way(a) for a in part]
             if not any(way.higher for way in ways):
@@ -414,19 +435,57 @@ class Arbiter:
             # Nobody is given or told anything where nothing has changed since that was so.
             accounts = [self.ledger.accounts[name] for name in {r: None for a in part for r in a.resources}]
             seen = ways, [(a.limit, a.persistent, a.temps, (*a.turns,) if len(a.turns) > 1 else ()) for a in accounts]
-            before, until = self._settled.get(part[0].id, (None, now))
+            before, began, until = self._settled.get(part[0].id, (None, 0, inf))
             if before == seen and now < until:
                 continue
-            put_off = rests and len(part) > RESTLESS
-            given |= self._divide(part, now, put_off)
-            if all(a.id in self._ways for a in part) and not put_off:
+            if before != seen or until > -inf:
+                began = self._turn
+            among: Sequence[Lease] = ()
+            if shifted < RESTLESS and not (rests and len(part) > RESTLESS):
+                among, names = self._in_turn(part)
+                self._turn += 1
+                self._turns.update(dict.fromkeys(names, self._turn))
+                shifted += len(among)
+            given |= self._divide(part, among, now)
+            all_had = len(among) == len(part) or self._all_had(part, began)
+            self._put_off |= not all_had
+            if all(a.id in self._ways for a in part):
                 ends = (a.since + self.settings.min_hold for a in part)
-                self._settled[part[0].id] = seen, min((end for end in ends if end > now), default=inf)
+                until = min((end for end in ends if end > now), default=inf) if all_had else -inf
+                self._settled[part[0].id] = seen, began, until
+        if self._put_off or shifted > RESTLESS:
+            self._rest = max(self._rest, now) + REST * shifted
         return given
 
+    def _all_had(self, part: Sequence[Lease], began: int) -> bool:
+        """Whether all devices of a part had a turn after ``began``."""
+        return all(self._turns.get(name, -1) > began for a in part for name in a.resources[:-1])
+
+    def _in_turn(self, held: Sequence[Lease]) -> tuple[Sequence[Lease], list[str]]:
+        """The leases that bytes are shifted among now, and their devices: all leases if they are few, else those of the
+        devices that waited longest. Where steps run beside copies of others, all: what one does, others feel."""
+        if len(held) <= RESTLESS or self._copying:
+            return held, sorted({name for a in held for name in a.resources[:-1]})
+        there: dict[str, list[Lease]] = {}
+        for lease in held:
+            for name in lease.resources[:-1]:
+                there.setdefault(name, []).append(lease)
+        chosen: dict[int, Lease] = {}
+        names: list[str] = []
+        order = sorted(there, key=lambda name: self._turns.get(name, -1))
+        mixed = Random(self._turn)
+        while order:
+            name = order.pop(0 if len(chosen) <= RESTLESS // 2 else mixed.randrange(len(order)))
+            more = [a for a in there[name] if a.id not in chosen]
+            if chosen and len(chosen) + len(more) > RESTLESS:
+                break
+            chosen.update((a.id, a) for a in more)
+            names.append(name)
+        return [*chosen.values()], names
+
     def _parts(self, held: Sequence[Lease], held_back: Collection[str]) -> list[list[Lease]]:
-        """Leases in groups that share resources, directly or through others, if one in the group wants more. Leases
-        that touch ``held_back`` are left out."""
+        """Leases in groups that share resources, directly or through others, if one in the group wants more; those that
+        waited longest for their turn first. Leases that touch ``held_back`` are left out."""
         numbers = {name: k for k, name in enumerate(self.ledger.accounts)}
         groups = Groups(len(numbers))
         touching = [(a, [numbers[name] for name in a.touched]) for a in held if a.touched.isdisjoint(held_back)]
@@ -436,11 +495,14 @@ class Arbiter:
         parts: dict[int, list[Lease]] = {}
         for lease, ks in touching:
             parts.setdefault(groups.of(ks[0]) if ks else -1, []).append(lease)
-        return [part for part in parts.values() if any(a.id in self.hungry for a in part)]
+        wanting = [part for part in parts.values() if any(a.id in self.hungry for a in part)]
+        return sorted(
+            wanting, key=lambda part: min((self._turns.get(n, -1) for a in part for n in a.resources[:-1]), default=-1)
+        )
 
-    def _divide(self, held: Sequence[Lease], now: Seconds, put_off: bool) -> bool:
-        """Divide a part: give leases more, or, unless that is ``put_off``, ask some to shrink for others; whether any
-        got more."""
+    def _divide(self, held: Sequence[Lease], among: Sequence[Lease], now: Seconds) -> bool:
+        """Divide a part: give leases more, or ask some of ``among`` to shrink for others of these; whether any got
+        more."""
         hungry = [a for a in held if a.id in self.hungry]
         given = self._all_get(hungry, now)
         if given is not None:
@@ -461,12 +523,8 @@ class Arbiter:
             if shares is None:
                 return False
             rungs.update({c.id: c.options[shares[c.id]] for c in claims})
-        if put_off:
-            self._put_off = True
-        else:
-            rungs = self._shifted(now, held, ways, rungs, max(a.priority for a in hungry)) or rungs
-            if len(held) > RESTLESS:
-                self._rest = max(self._rest, now) + REST * len(held)
+        if among:
+            rungs.update(self._shifted(now, held, among, ways, rungs, max(a.priority for a in hungry)))
         for lease in held:
             if rungs[lease.id].rung < lease.rung:
                 self._revoke(lease, rungs[lease.id].rung, now)
@@ -503,33 +561,36 @@ class Arbiter:
         self,
         now: Seconds,
         held: Sequence[Lease],
+        among: Sequence[Lease],
         ways: Mapping[int, _Ways],
         grown: Mapping[int, Option],
         top: int | None,
-    ) -> dict[int, Option] | None:
-        """A division in which some shrink for others, if it is better than ``grown``, in which none shrinks, by
-        ``min_gain``; else None.
+    ) -> dict[int, Option]:
+        """A division in which some leases of ``among`` shrink for others, if it is better than ``grown``, in which none
+        shrinks, by ``min_gain``; else nothing.
 
         A lease in its minimum hold shrinks only for a higher class, at most ``top``.
         """
         rooms: dict[str, Room] | None = None
         while lower := {
             a.id: options
-            for a in held
+            for a in among
             if a.id in self.above and self._has_held(a, now, top) and (options := self._lower(a))
         }:
-            claims = [self._claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in held]
+            claims = [self._claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in among]
             stay = {c.id: [o.rung for o in c.options].index(grown[c.id].rung) for c in claims}
-            rooms = rooms or self._rooms(held, {}, {})
+            if rooms is None:
+                growing = {a.id: grown[a.id].needs for a in held if grown[a.id].rung > a.rung and a.id not in stay}
+                rooms = self._rooms(among, growing, {})
             shares = divide(claims, rooms, self.settings.policy, stay, self.settings.min_gain)
             if shares is None or not ahead(claims, shares, stay, self.settings.policy, self.settings.min_gain):
-                return None
+                break
             wanted = {c.id: c.options[shares[c.id]] for c in claims}
-            gaining = max((a.priority for a in held if wanted[a.id].rung > a.rung), default=None)
-            if all(wanted[a.id].rung >= a.rung or self._has_held(a, now, gaining) for a in held):
+            gaining = max((a.priority for a in among if wanted[a.id].rung > a.rung), default=None)
+            if all(wanted[a.id].rung >= a.rung or self._has_held(a, now, gaining) for a in among):
                 return wanted
             top = gaining  # lower than it was, so that this ends
-        return None
+        return {}
 
     def _way(self, lease: Lease) -> _Ways:
         """The rungs a lease can reach, cached until it changes."""

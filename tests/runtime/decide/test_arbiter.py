@@ -6,6 +6,7 @@ import pytest
 
 from coordinator_model import World
 from coordinator_talk import GPU, LADDER, Talk
+from jaxtensile.runtime.decide import arbiter
 from jaxtensile.runtime.decide.arbiter import REST, RESTLESS, Arbiter
 from jaxtensile.runtime.decide.events import (
     CapacityChanged,
@@ -263,6 +264,56 @@ def test_among_many_jobs_bytes_are_shifted_only_now_and_then():
     assert talk.now < talk.it.arbiter.recheck <= talk.now + 2 * REST * many
     talk.tick(2 * REST * many)
     assert obey() == 1 and talk.lease(many + 1).rung == 1
+
+
+def fleet(seed, few, monkeypatch):
+    """Thirty jobs on six devices come and go and obey, ``few`` of them in one turn; the slowdowns whenever all rest."""
+    monkeypatch.setattr(arbiter, "RESTLESS", few)
+    random = Random(seed)
+    talk = Talk(host=random.randint(4, 12), min_gain=0.0, lease_ttl=1e6)
+    devices = [f"cuda:{k}" for k in range(6)]
+    talk.capacities |= {name: Capacity(capacity=random.randint(30, 60)) for name in devices}
+    talk.do(CapacityChanged(talk.capacities))
+    sums = []
+    it = talk.it.arbiter
+
+    def left_alone():
+        for _ in range(200):
+            while asked := [c for c in talk.commands if isinstance(c, Send) and isinstance(c.message, Revoke)]:
+                for send in asked:
+                    talk.ack(send.connection, send.message)
+            if it.recheck is None:
+                break
+            talk.tick(it.recheck - talk.now + 1e-6)
+        assert it.recheck is None, "it comes to rest"
+        assert not it.ledger.over()
+        sums.append(sum(a.weight * a.slowdowns[a.rung] for a in it.leases.values() if a.state is State.HELD))
+
+    for k in range(1, 31):
+        talk.meet(k)
+        top = random.randint(6, 16)
+        ladder = tuple(
+            Rung(persistent=top * n // 3, host=host, seconds=1 + random.random() * (3 - n))
+            for n, host in ((1, 0), (2, random.randint(0, 2)), (3, 0))
+        )
+        first = random.randrange(6)
+        on = tuple(devices[(first + j) % 6] for j in range(random.choice((1, 1, 2))))
+        talk.hear(k, Admit(job=f"{k}", devices=on, ladder=ladder, weight=random.choice((0.5, 1.0, 2.0))))
+        left_alone()
+        if k % 5 == 0:
+            gone = random.choice([*it.leases.values()])
+            talk.do(ProcessDied(gone.process))
+            left_alone()
+    return sums
+
+
+def test_shifted_by_turns_bytes_end_about_where_they_would_at_once(monkeypatch):
+    """All devices have their turn after each change, in ever other company: host bytes go from one to the other."""
+    more = []
+    for seed in range(12):
+        whole, by_turns = (fleet(seed, few, monkeypatch) for few in (1000, 4))
+        more += [turned / at_once - 1 for turned, at_once in zip(by_turns, whole, strict=True)]
+    assert any(more) and sum(more) / len(more) < 0.005 and max(more) < 0.05
 
 
 def test_surplus_moves_when_a_minimum_hold_ends_though_nothing_else_happens():
