@@ -51,6 +51,7 @@ TESTS: Final = {
     "jaxtensile/spmd/placement": ["offload_state"],
     "jaxtensile/ir/plan": ["check", "liveness"],
     "jaxtensile/planner/rounds": ["pipeline"],
+    "jaxtensile/planner/series": ["pipeline"],
     "jaxtensile/planner/smallest": ["pipeline"],
     "jaxtensile/rewrites/rows/region": ["chunk"],
     "jaxtensile/search/modelled": ["pipeline"],

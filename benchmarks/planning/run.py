@@ -126,7 +126,7 @@ def compile_once(workload: Any) -> tuple[float, float]:
 
 def case(layers: int, *, with_compile: bool) -> dict[str, Any]:
     """One size, in this process."""
-    from jaxtensile.planner.collecting import seldom
+    from jaxtensile.collecting import seldom
 
     workload = gpt2(layers)
     plan_once(gpt2(1))  # imports and first uses are not planning

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from jaxtensile import _compat
+from jaxtensile.collecting import seldom
 from jaxtensile.ir.plan import MemoryUse, Prepare
 from jaxtensile.planner.build_report import without_plan
-from jaxtensile.planner.collecting import seldom
 from jaxtensile.planner.page import opened
 from jaxtensile.search.request import Request
 from jaxtensile.search.variant import step_time

@@ -18,6 +18,7 @@ from jaxtensile.devices.profiles import WEIGHTS
 from jaxtensile.ir.plan import PAYS, Plan
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.planner.page import Page
+from jaxtensile.planner.series import closest
 from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.made import Made
@@ -62,19 +63,19 @@ def _with_and_without_parts(
     fits = first if first is not None and first[1].predicted.device <= page.goal and not hopeless else None
     rival = _in_parts(page, anew, fits) if fits is not None else None
     if fits is not None and rival is not None and not page.compiles.kernels_known:
-        parts, count = rounds.all(*rival)
+        parts, count = closest(rounds, *rival)
         if parts is not None and parts.fits and _saved(fits, _as_found(parts)) > _worth(anew):
             return parts, count
         beat = charge_of(*_as_found(parts)) + _worth(anew) if parts is not None and parts.fits else math.inf
-        best, more = rounds.all(candidates, first, beat=beat)
+        best, more = closest(rounds, candidates, first, beat=beat)
         return _quicker(anew, best, parts), count + more
-    best, count = (None, 0) if hopeless else rounds.all(candidates, first, beat=math.inf if rival is None else 0.0)
+    best, count = (None, 0) if hopeless else closest(rounds, candidates, first, beat=math.inf if rival is None else 0.0)
     lifted = rival is None
     if rival is None:
         rival = _in_parts(page, anew, _as_found(best) if best is not None and best.fits else None, compiled=True)
     if rival is None:
         return best, count
-    parts, more = rounds.all(*rival)
+    parts, more = closest(rounds, *rival)
     quicker, count = _quicker(anew, best, parts), count + more
     if quicker is None or quicker is not best or lifted or not quicker.fits:
         return quicker, count

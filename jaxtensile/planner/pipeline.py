@@ -12,12 +12,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxtensile import _compat
+from jaxtensile.collecting import seldom
 from jaxtensile.errors import VerifyError
 from jaxtensile.ir.plan import Prepare
 from jaxtensile.planner.as_written import as_written
 from jaxtensile.planner.build_report import unplanned, without_plan
 from jaxtensile.planner.clock import Watch, nothing
-from jaxtensile.planner.collecting import seldom
 from jaxtensile.planner.page import CACHE, Page, opened, undone_of
 from jaxtensile.planner.plan_cache import Entry, Plans
 from jaxtensile.planner.recall import recalled, replayed

@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jaxtensile import _compat
+from jaxtensile.collecting import seldom
 from jaxtensile.faults import raised
 from jaxtensile.ir.plan import Plan, Program
 from jaxtensile.planner.clock import Watch, nothing
-from jaxtensile.planner.collecting import seldom
 from jaxtensile.planner.page import Page, opened
+from jaxtensile.planner.series import closest
 from jaxtensile.program.emit import emit
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.search.variant import Variant, program_key, step_time
@@ -47,7 +48,7 @@ def _renewed(page: Page, worth: Callable[[Variant, Plan], bool]) -> Fitted | Non
     others = [written] if start is not written else []
     rounds = page.rounds
     rounds.worth = worth
-    best, count = rounds.all(page.candidates(start, others), None)
+    best, count = closest(rounds, page.candidates(start, others), None)
     if best is None or not best.fits:
         return None
     return page.planned(best, program.bound, count)

@@ -1,6 +1,6 @@
-"""Plan, compile, and after a miss plan again for what XLA added.
+"""What one round asks and compiles, and a cheaper plan after one that fits.
 
-Invariant: a result was checked and compiled; only a measured number flows from one round to the next.
+Invariant: a result was checked and compiled.
 """
 
 from __future__ import annotations
@@ -11,31 +11,19 @@ from collections.abc import Callable
 from jaxtensile.ir import plan as plans
 from jaxtensile.ir.plan import Plan
 from jaxtensile.planner.trial_compiles import TrialCompiles
-from jaxtensile.rewrites.early_updates import EARLY_UPDATES
-from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.made import Made
-from jaxtensile.search.variant import Variant, charge_of, program_key
+from jaxtensile.search.variant import Variant, charge_of
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes, Seconds
 
-ROUNDS = 4
-"""Plans compiled at most, each in every way of its platform until one fits. A guess: each takes a compile.
-
-Twice as many if the program without the user's checkpoints is tried first, in vain.
-"""
-
+CLOSE = 1.1
+"""Programs within this factor of the budget are close to it. A guess."""
 SPARE, LIFTS = 0.01, 3
 """After a plan that fits: spare share of the budget that is worth another plan, and how many are compiled at most.
 Guesses."""
 GAIN, UNSURE = 0.001, 0.01
 """Shares of the step's work that such a plan has to save: always, and if only the model predicts its bytes. Guesses."""
-ROUNDS_IF_CLOSE, CLOSE = 6, 1.1
-"""Plans at most once one came within this factor of the budget. Guesses."""
-FLATTEST = 0.4
-"""Least saving in XLA's allocation per byte saved in the model, as assumed. A guess."""
-REFUSED = 0.9
-"""Factor on the aim after a compiler ran out of memory without a figure. A guess."""
 DEEP = 1.25
 """Before bodies are planned or loops strip-mined, plans predicted within this factor of the budget are compiled. A
 guess, as far as ``SURELY``."""
@@ -76,128 +64,6 @@ class Rounds:
             variant, plan = candidates.cheapest(aim)
             return variant, variant.finished(plan, aim)
 
-    def all(
-        self, candidates: Candidates, first: tuple[Variant, Plan] | None, *, beat: Seconds = math.inf
-    ) -> tuple[Made | None, int]:
-        """The plan closest to the budget, and the number compiled. One that fits is lifted only to plans that cost less
-        than ``beat``.
-
-        If plans with bytes on the host miss or are refused, recomputation alone gets as many rounds: a ``host_budget``
-        costs compiles, never a fit. Updates moved behind their gradients, which XLA may postpone, are given up in the
-        same way.
-        """
-        budget = self.request.budget
-        best, rounds, tried = self.some(candidates, first, beat)
-        for way, forget in (("host", candidates.forget_host), ("early", candidates.forget_early_updates)):
-            if best is not None and best.fits:
-                break
-            if way not in tried:
-                continue
-            forget()
-            first = self.cheapest(candidates, budget)
-            if first[1].predicted.device > HOPELESS * budget:
-                continue
-            second, more, also = self.some(candidates, first, beat)
-            tried |= also
-            made = [m for m in (best, second) if m is not None]
-            best, rounds = min(made, key=lambda m: m.compiled.device, default=None), rounds + more
-        return best, rounds
-
-    def some(
-        self, candidates: Candidates, first: tuple[Variant, Plan] | None, beat: Seconds
-    ) -> tuple[Made | None, int, set[str]]:
-        """Plan, compile, and after a miss plan again.
-
-        Returns the smallest plan, the number compiled, and which of bytes on the ``host`` and ``early`` updates were
-        tried.
-        """
-        request, compiles, scale = self.request, self.compiles, self.scale
-        aim = int(request.budget * scale)
-        if not request.device.backend.own_memory:
-            aim -= request.state_bytes  # its host memory is its device memory
-        best: Made | None = None
-        rounds, tried = 0, set[str]()
-        seen: list[tuple[Bytes, Bytes]] = []
-        keys: set[int] = set()
-        parts, beside = 1, 0
-        loose: Bytes | None = None
-        """Bytes of the program as it is, if its bodies are kept in order instead."""
-        while rounds - beside < (
-            ROUNDS if best is None or best.compiled.device > CLOSE * request.budget else ROUNDS_IF_CLOSE
-        ):
-            (variant, plan), first = first or self.cheapest(candidates, aim), None
-            if not self.worth(variant, plan):
-                break
-            if best is None and plan.predicted.device > aim:
-                written = candidates.written
-                if compiles.known(written) is None and written.plain.device <= CLOSE * plan.predicted.device:
-                    # The model sees nothing fit, nor a plan save much.
-                    made = compiles.as_it_is(written, written.solve(written.plain.device))
-                    if made.fits:
-                        return made, rounds, tried
-            if plan.changes_nothing and variant.as_it_is:
-                plain = compiles.known(variant)
-                if variant.undone is None and plain is None and plan.predicted.device <= aim:
-                    # With its checkpoints it may fit as it is, at the least price.
-                    made = compiles.as_it_is(variant, plan)
-                    if made.fits:
-                        return made, rounds, tried
-                    plain = made.compiled
-                more = int(plain.device * scale) - plan.predicted.device if plain is not None and plain.memory else 0
-                if loose is None and more > 0 and candidates.hold(variant, more, aim) and plain is not None:
-                    loose = plain.device
-                    continue
-                plan = variants.separated(variant, plan)
-                if plan.changes_nothing:
-                    # The model thinks that the program fits as it is, XLA knows better: aim as much lower.
-                    over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / request.budget
-                    lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else aim
-                    if lower >= aim or lower >= plan.predicted.device:
-                        break
-                    aim = lower
-                    continue
-            if (key := program_key(variant, plan)) in keys:
-                break
-            if best is None and variant.deep:
-                best, more = self._shallow(candidates, aim, charge_of(variant, plan))
-                if best is not None:
-                    rounds, beside = rounds + more, beside + more - 1
-                    keys.add(program_key(best.variant, best.plan))
-                    tried |= _tried(best.variant, best.plan)
-                    if best.fits:
-                        return best, rounds, tried
-            keys.add(key)
-            tried |= _tried(variant, plan)
-            made, more = self.planned(candidates, variant, plan, aim)
-            rounds, beside = rounds + more, beside + more - 1
-            if made is None:
-                break
-            variant, plan = made.variant, made.plan
-            keys.add(program_key(variant, plan))
-            if loose is not None and made.compiled.device >= loose:
-                candidates.release()
-            loose = None
-            if best is None or made.compiled.device < best.compiled.device:
-                best = made
-            if made.misplaced:
-                best = None if best is made else best
-                break
-            if made.fits:
-                best = made
-                best, more = self.lifted(candidates, made, seen[-1] if seen else None, parts, beat)
-                rounds += more
-                break
-            parts = max(parts, variant.parts)
-            if made.compiled.memory is None:
-                target = int(min(aim, plan.predicted.device) * REFUSED)
-            else:
-                seen.append((plan.predicted.device, int(made.compiled.device * scale)))
-                target = _lower(seen, int(request.budget * scale))
-            if plan.predicted.device > aim or target >= aim:
-                break
-            aim = target
-        return best, rounds, tried
-
     def planned(
         self, candidates: Candidates, variant: Variant, plan: Plan, aim: Bytes, *, once: bool = False
     ) -> tuple[Made | None, int]:
@@ -220,7 +86,7 @@ class Rounds:
         candidates.release()
         return made, 1 + (second is not None)
 
-    def _shallow(self, candidates: Candidates, aim: Bytes, charge: Seconds) -> tuple[Made | None, int]:
+    def shallow(self, candidates: Candidates, aim: Bytes, charge: Seconds) -> tuple[Made | None, int]:
         """The smallest plan without deep changes, compiled if it costs no more and the model may be wrong; the number
         compiled."""
         with self.compiles.clock("solve"):
@@ -350,24 +216,3 @@ def with_and_without_host(candidates: Candidates) -> list[Candidates]:
         anew.append(candidates.anew())
         anew[-1].forget_host()
     return anew
-
-
-def _tried(variant: Variant, plan: Plan) -> set[str]:
-    """The parts of a plan that may be left out after a miss."""
-    hosted = plan.offload_bytes > variant.request.state_bytes
-    return {way for way, used in (("host", hosted), ("early", variant.has(EARLY_UPDATES))) if used}
-
-
-def _lower(seen: list[tuple[Bytes, Bytes]], budget: Bytes) -> Bytes:
-    """The aim after misses; ``seen``: (predicted, compiled) bytes, the latest last.
-
-    Lower by the last miss, or by the line through the last two if that is lower. If the model's error grows with what
-    is dropped, the first rule never arrives.
-    """
-    (p, c) = seen[-1]
-    target = min(p, budget) - max(c - budget, 0)
-    if len(seen) > 1 and on("two_misses"):
-        (q, d) = seen[-2]
-        slope = min(max((d - c) / (q - p), FLATTEST), 1.0) if q > p else 1.0
-        target = min(target, int(p - (c - budget) / slope))
-    return target

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import fsum
 
 from jaxtensile.ir.plan import Costs, Plan, Prepare
 from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.order.control import controlled
 from jaxtensile.passes.order.own_copies import with_own_copies
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.answer import answer
@@ -34,7 +36,7 @@ def undone(request: Request, program: Undone, costs: Costs, prepare: Prepare) ->
 def priced(start: Variant) -> Variant:
     """``start`` with its cost over the program as written."""
     own, whole = op_costs(start.base.graph, start.request.device), start.whole
-    charge, seconds = sum(own.charge) - sum(whole.charge), sum(own.seconds) - sum(whole.seconds)
+    charge, seconds = fsum(own.charge) - fsum(whole.charge), fsum(own.seconds) - fsum(whole.seconds)
     return replace(start, known=own, charge=charge + start.idle, seconds=seconds)
 
 
@@ -69,10 +71,12 @@ def with_inside(start: Variant, found: Sequence[Inside]) -> Variant:
     return made
 
 
-def separated(variant: Variant, plan: Plan) -> Plan:
-    """The plan, with own copies for the ops that make copies of their operands. Unchanged if there are none, or if the
-    compiler's schedule ignores barriers."""
+def held_in_order(variant: Variant, plan: Plan) -> Plan:
+    """The plan, with barriers alone: own copies for the ops that make copies of their operands, else control
+    dependencies. Unchanged if there are neither, or if the compiler's schedule ignores barriers."""
     if not variant.request.device.backend.heeds_barriers:
         return plan
     program = with_own_copies(plan.program)
-    return plan if program is plan.program else answer(variant.problem, program, live_ranges(program.graph), "greedy")
+    if program is plan.program:
+        program = controlled(program)
+    return plan if program is plan.program else answer(variant.problem, program, live_ranges(program.graph), "order alone")

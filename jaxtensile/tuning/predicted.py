@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxtensile.collecting import seldom
 from jaxtensile.ir.plan import Plan
-from jaxtensile.planner.collecting import seldom
 from jaxtensile.planner.contest import SHORTER
 from jaxtensile.planner.page import opened
 from jaxtensile.rewrites.rows.batched import batched

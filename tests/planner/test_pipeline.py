@@ -14,7 +14,7 @@ from jaxtensile.ir.plan import CompiledTime, MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.solvers.greedy import prepare as greedy
-from jaxtensile.planner import recall, rounds, trial_compiles
+from jaxtensile.planner import contest, recall, rounds, series, trial_compiles
 from jaxtensile.planner.pipeline import fit
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.rewrites.undo import undo
@@ -245,7 +245,7 @@ def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):
     compiler = Compiler(monkeypatch, add=100 * predicted().temp)
     with pytest.raises(jaxtensile.BudgetError) as info:
         fit(job(tight()), compiler.prepare)
-    assert len({budget for budget, _ in compiler.solved}) <= rounds.ROUNDS
+    assert len({budget for budget, _ in compiler.solved}) <= series.ROUNDS
     assert info.value.needs > info.value.has == tight()
     assert "smallest found" in str(info.value) and "step" in str(info.value)
     assert info.value.culprits
@@ -315,8 +315,8 @@ def test_what_an_error_names_is_met_at_once_and_so_is_whatever_is_above_it(monke
     needs, before = info.value.needs, len(compiler.options)
     report = fit(job(needs), compiler.prepare).report
     assert report.compiled.device == needs and len(compiler.options) == before + 1
-    for search in ("all", "planned"):
-        monkeypatch.setattr(rounds.Rounds, search, lambda *_, **__: (None, 0))
+    for where, search in ((contest, "closest"), (rounds.Rounds, "planned")):
+        monkeypatch.setattr(where, search, lambda *_, **__: (None, 0))
     report = fit(job(needs + 64), compiler.prepare).report
     assert report.fits and report.compiled.device == needs
 
@@ -388,15 +388,6 @@ def test_the_report_says_what_was_measured():
 
 def test_memory_use_is_what_must_fit():
     assert MemoryUse(argument=1, output=2, temp=4, alias=1).device == 6
-
-
-def test_each_miss_aims_lower_and_by_what_the_last_ones_say():
-    assert rounds._lower([(90, 120)], 100) == 70  # 20 too much, so 20 less
-    assert rounds._lower([(100, 140), (60, 120)], 100) == 20  # 40 less brought 20 less
-    assert rounds._lower([(100, 140), (60, 110)], 100) == 46  # 40 less brought 30 less
-    assert rounds._lower([(100, 120), (80, 125)], 100) == 17  # no trend: as if 1 brought 0.4
-    for seen in ([(100, 101)], [(100, 130), (70, 101)], [(80, 200), (80, 200)]):
-        assert rounds._lower(seen, 100) < seen[-1][0]
 
 
 # ---- the user's own checkpoints -----------------------------------------------------------------
@@ -478,7 +469,7 @@ def test_where_nothing_without_checkpoints_holds_it_is_as_before(monkeypatch):
     budget = exact.argument_size_in_bytes + exact.output_size_in_bytes + exact.temp_size_in_bytes
     fitted = fit(job(max(budget, low), careful))
     assert fitted.evaluate is None and fitted.report.unchanged and not fitted.report.undone
-    assert len(made) <= 2 + 2 * rounds.ROUNDS
+    assert len(made) <= 2 + 2 * series.ROUNDS
     with pytest.raises(jaxtensile.BudgetError):
         fit(job(low // 2, careful))
     assert high > low

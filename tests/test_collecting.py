@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from jaxtensile.planner.collecting import SELDOM, seldom
+from jaxtensile.collecting import SELDOM, seldom
 
 
 @pytest.fixture(autouse=True)
