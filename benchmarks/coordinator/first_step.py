@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--jobs", type=int, nargs="*", default=JOBS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, choices=range(1, 100), metavar="N", help="at least 1")
     parser.add_argument("--timeline", action="store_true", help="print what each job did when, only")
     options = parser.parse_args()
     if options.one:

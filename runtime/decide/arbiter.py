@@ -52,6 +52,9 @@ RESTLESS: Final = 128
 REST: Final[Seconds] = 2.5e-4
 """Seconds for each job that had its turn, until the next turn: about ten times what it takes, so that messages are
 answered meanwhile."""
+BESIDE: Final = 4
+"""Times the work of a shift among jobs that copy, or run beside such. Measured: up to 65 ms for 128 of them in threes
+(``benchmarks/coordinator/divide``)."""
 
 
 class _Ways(Struct, eq=False):
@@ -100,6 +103,8 @@ class Arbiter:
         self._turns: dict[str, int] = {}
         """The turn in which bytes were shifted last among the many jobs of a device."""
         self._turn = 0
+        self.at_once = RESTLESS
+        """Jobs among which bytes are shifted in one turn."""
 
     # What happens to leases.
 
@@ -353,10 +358,10 @@ class Arbiter:
     def _close(self, able: Sequence[Lease], exceeded: Collection[str]) -> Sequence[Lease]:
         """Of many leases those that can make room on ``exceeded`` at once: all on these devices; and, for host bytes,
         some in turn."""
-        if len(able) <= RESTLESS:
+        if len(able) <= self.at_once:
             return able
         first = [a for a in able if any(name in exceeded for name in a.resources[:-1])]
-        if len(first) >= RESTLESS or not any(a.resources[-1] in exceeded for a in able):
+        if len(first) >= self.at_once or not any(a.resources[-1] in exceeded for a in able):
             return first
         ids = {a.id for a in first}
         return [*first, *self._in_turn([a for a in able if a.id not in ids])[0]]
@@ -441,11 +446,11 @@ class Arbiter:
             if before != seen or until > -inf:
                 began = self._turn
             among: Sequence[Lease] = ()
-            if shifted < RESTLESS and not (rests and len(part) > RESTLESS):
+            if shifted < self.at_once and not (rests and len(part) > self.at_once):
                 among, names = self._in_turn(part)
                 self._turn += 1
                 self._turns.update(dict.fromkeys(names, self._turn))
-                shifted += len(among)
+                shifted += len(among) * (BESIDE if self._copying else 1)
             given |= self._divide(part, among, now)
             all_had = len(among) == len(part) or self._all_had(part, began)
             self._put_off |= not all_had
@@ -453,7 +458,7 @@ class Arbiter:
                 ends = (a.since + self.settings.min_hold for a in part)
                 until = min((end for end in ends if end > now), default=inf) if all_had else -inf
                 self._settled[part[0].id] = seen, began, until
-        if self._put_off or shifted > RESTLESS:
+        if self._put_off or shifted > self.at_once:
             self._rest = max(self._rest, now) + REST * shifted
         return given
 
@@ -464,7 +469,7 @@ class Arbiter:
     def _in_turn(self, held: Sequence[Lease]) -> tuple[Sequence[Lease], list[str]]:
         """The leases that bytes are shifted among now, and their devices: all leases if they are few, else those of the
         devices that waited longest. Where steps run beside copies of others, all: what one does, others feel."""
-        if len(held) <= RESTLESS or self._copying:
+        if len(held) <= self.at_once or self._copying:
             return held, sorted({name for a in held for name in a.resources[:-1]})
         there: dict[str, list[Lease]] = {}
         for lease in held:
@@ -475,9 +480,9 @@ class Arbiter:
         order = sorted(there, key=lambda name: self._turns.get(name, -1))
         mixed = Random(self._turn)
         while order:
-            name = order.pop(0 if len(chosen) <= RESTLESS // 2 else mixed.randrange(len(order)))
+            name = order.pop(0 if len(chosen) <= self.at_once // 2 else mixed.randrange(len(order)))
             more = [a for a in there[name] if a.id not in chosen]
-            if chosen and len(chosen) + len(more) > RESTLESS:
+            if chosen and len(chosen) + len(more) > self.at_once:
                 break
             chosen.update((a.id, a) for a in more)
             names.append(name)

@@ -6,7 +6,6 @@ import pytest
 
 from coordinator_model import World
 from coordinator_talk import GPU, LADDER, Talk
-from jaxtensile.runtime.decide import arbiter
 from jaxtensile.runtime.decide.arbiter import REST, RESTLESS, Arbiter
 from jaxtensile.runtime.decide.events import (
     CapacityChanged,
@@ -266,9 +265,8 @@ def test_among_many_jobs_bytes_are_shifted_only_now_and_then():
     assert obey() == 1 and talk.lease(many + 1).rung == 1
 
 
-def fleet(seed, few, monkeypatch):
+def fleet(seed, few):
     """Thirty jobs on six devices come and go and obey, ``few`` of them in one turn; the slowdowns whenever all rest."""
-    monkeypatch.setattr(arbiter, "RESTLESS", few)
     random = Random(seed)
     talk = Talk(host=random.randint(4, 12), min_gain=0.0, lease_ttl=1e6)
     devices = [f"cuda:{k}" for k in range(6)]
@@ -276,6 +274,7 @@ def fleet(seed, few, monkeypatch):
     talk.do(CapacityChanged(talk.capacities))
     sums = []
     it = talk.it.arbiter
+    it.at_once = few
 
     def left_alone():
         for _ in range(200):
@@ -307,11 +306,11 @@ def fleet(seed, few, monkeypatch):
     return sums
 
 
-def test_shifted_by_turns_bytes_end_about_where_they_would_at_once(monkeypatch):
+def test_shifted_by_turns_bytes_end_about_where_they_would_at_once():
     """All devices have their turn after each change, in ever other company: host bytes go from one to the other."""
     more = []
     for seed in range(12):
-        whole, by_turns = (fleet(seed, few, monkeypatch) for few in (1000, 4))
+        whole, by_turns = (fleet(seed, few) for few in (1000, 4))
         more += [turned / at_once - 1 for turned, at_once in zip(by_turns, whole, strict=True)]
     assert any(more) and sum(more) / len(more) < 0.005 and max(more) < 0.05
 
