@@ -41,11 +41,6 @@ class Recomputed:
 
 
 NOTHING_AGAIN: Final = Recomputed()
-PAYS: Final[Seconds] = 2e-5
-"""Seconds that a step has to save for a compile or an integer programme: they take at least 2 s, and a program is
-thought to run 100,000 steps. Guesses: GPT-2's steps take 3 s to compile with XLA:CPU and 6 to 17 s with XLA:GPU
-(``benchmarks/planning``).
-"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from jaxtensile.devices.profiles import WEIGHTS
-from jaxtensile.ir.plan import PAYS, Plan
+from jaxtensile.ir.plan import Plan
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.planner.page import Page
+from jaxtensile.planner.rounds import REPAID
 from jaxtensile.planner.series import closest
 from jaxtensile.search import variants
 from jaxtensile.search.candidates import Candidates
@@ -84,7 +85,7 @@ def _with_and_without_parts(
 
 
 def _worth(candidates: Candidates) -> Seconds:
-    return max(SHORTER * sum(candidates.written.whole.charge), PAYS)
+    return max(SHORTER * sum(candidates.written.whole.charge), REPAID)
 
 
 def _saved(before: Found, now: Found) -> Seconds:
@@ -163,7 +164,7 @@ def _is_open(page: Page, best: Made, count: int) -> bool:
         return False
     if not best.fits or best.evaluate is None or best.compiled.time is None or best.variant.parts > 1 or count > MOST:
         return False
-    return best.variant.seconds + best.plan.overhead > max(WORTH * sum(page.costs().seconds), PAYS)
+    return best.variant.seconds + best.plan.overhead > max(WORTH * sum(page.costs().seconds), REPAID)
 
 
 def _rival(page: Page, best: Made, request: Request, host: bool) -> tuple[Variant, Plan] | None:

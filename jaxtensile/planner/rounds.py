@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from jaxtensile.ir import plan as plans
 from jaxtensile.ir.plan import Plan
 from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.search.candidates import Candidates
@@ -22,6 +21,9 @@ CLOSE = 1.1
 SPARE, LIFTS = 0.01, 3
 """After a plan that fits: spare share of the budget that is worth another plan, and how many are compiled at most.
 Guesses."""
+REPAID: Seconds = 1e-4
+"""Seconds of a step that such a plan has to save: a compile takes a second or more, which less does not bring back in
+10,000 steps."""
 GAIN, UNSURE = 0.001, 0.01
 """Shares of the step's work that such a plan has to save: always, and if only the model predicts its bytes. Guesses."""
 DEEP = 1.25
@@ -206,7 +208,7 @@ class Rounds:
 
     def _saves(self, found: tuple[Variant, Plan], fits: Made, gain: Seconds = 0.0) -> bool:
         """Whether a plan saves ``gain`` over one that fits and is worth a compile."""
-        return charge_of(*found) + max(gain, plans.PAYS) < charge_of(fits.variant, fits.plan) and self.worth(*found)
+        return charge_of(*found) + max(gain, REPAID) < charge_of(fits.variant, fits.plan) and self.worth(*found)
 
 
 def with_and_without_host(candidates: Candidates) -> list[Candidates]:

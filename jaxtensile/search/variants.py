@@ -79,4 +79,6 @@ def held_in_order(variant: Variant, plan: Plan) -> Plan:
     program = with_own_copies(plan.program)
     if program is plan.program:
         program = controlled(program)
-    return plan if program is plan.program else answer(variant.problem, program, live_ranges(program.graph), "order alone")
+    if program is plan.program:
+        return plan
+    return answer(variant.problem, program, live_ranges(program.graph), "order alone")

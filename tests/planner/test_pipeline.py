@@ -9,7 +9,6 @@ import pytest
 
 import jaxtensile
 from jaxtensile.devices.profiles import WEIGHTS, profile
-from jaxtensile.ir import plan as plans
 from jaxtensile.ir.plan import CompiledTime, MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.recompute.lowerbound import Bound
@@ -116,7 +115,7 @@ def test_what_a_plan_leaves_of_the_budget_is_used_once(monkeypatch):
     monkeypatch.setattr(rounds, "UNSURE", 1.0)
     careful = fit(job(tight()), Compiler(monkeypatch, -predicted().temp // 8).prepare).report
     monkeypatch.setattr(rounds, "UNSURE", 0.0)
-    monkeypatch.setattr(plans, "PAYS", 0.0)
+    monkeypatch.setattr(rounds, "REPAID", 0.0)
     compiler = Compiler(monkeypatch, -predicted().temp // 8)
     report = fit(job(tight()), compiler.prepare).report
     assert (careful.rounds, report.rounds) == (1, 2) and careful.budget == report.budget
@@ -131,7 +130,7 @@ def test_what_a_plan_leaves_of_the_budget_is_used_once(monkeypatch):
 def test_less_work_that_takes_longer_is_no_better_where_steps_are_compared(objective, monkeypatch):
     monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
     monkeypatch.setattr(rounds, "UNSURE", 0.0)
-    monkeypatch.setattr(plans, "PAYS", 0.0)
+    monkeypatch.setattr(rounds, "REPAID", 0.0)
     device = replace(profile("cpu"), traffic_weight=WEIGHTS[objective])
 
     def compiled(*took):
@@ -170,7 +169,7 @@ class Uneven(Compiler):
 
 def test_between_a_miss_and_a_fit_with_bytes_to_spare_less_is_recomputed(monkeypatch):
     monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(plans, "PAYS", 0.0)
+    monkeypatch.setattr(rounds, "REPAID", 0.0)
     found = {}
     for lifts in (0, 2):
         monkeypatch.setattr(rounds, "LIFTS", lifts)
@@ -204,7 +203,7 @@ def test_between_parts_that_missed_and_parts_that_fit_the_fewest_are_found(monke
             return replace(made, compiled=replace(made.compiled, memory=wrong(made.compiled, variant)))
 
     monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
-    monkeypatch.setattr(plans, "PAYS", 0.0)
+    monkeypatch.setattr(rounds, "REPAID", 0.0)
     monkeypatch.setattr("jaxtensile.planner.page.TrialCompiles", Wrong)
     plain = live_ranges(trace_jaxpr(jax.jit(examples).trace(*args).jaxpr).graph)
     report = fit(job(plain.device - plain.temp // 2, examples, args, chunk=True), greedy).report
