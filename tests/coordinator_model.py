@@ -21,7 +21,6 @@ from msgspec import structs
 from jaxtensile.errors import CoordinatorError
 from jaxtensile.runtime.client.client import ANSWER, Client
 from jaxtensile.runtime.coordinate.coordinator import Coordinator
-from jaxtensile.runtime.decide.arbiter import RESTLESS
 from jaxtensile.runtime.decide.events import (
     OBJECTIVES,
     CapacityChanged,
@@ -45,6 +44,7 @@ from jaxtensile.runtime.decide.events import (
 from jaxtensile.runtime.decide.journal import decode, encode, replay
 from jaxtensile.runtime.decide.leases import HOST, Process, State
 from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.decide.rota import RESTLESS
 from jaxtensile.runtime.protocol.messages import (
     Ack,
     Admit,
@@ -492,7 +492,7 @@ class World:
             if self.ladders.get(k, lease.ladder) != lease.ladder:  # that it had another one since is not on record
                 self._renumbered(k, 0)
         self.daemon = Coordinator(self.capacities, self.settings, self.rules)
-        self.daemon.arbiter.at_once = self.at_once
+        self.daemon.arbiter.rota.at_once = self.at_once
         self.watched.clear()
         self.counts = dict.fromkeys(self.physical, 1 << 60)  # a shrink may not have been written down
         self.tell(Restarted(known, "boot"))

@@ -16,7 +16,6 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
 from math import inf
-from random import Random
 from types import MappingProxyType
 from typing import Final
 
@@ -41,14 +40,13 @@ from jaxtensile.runtime.decide.leases import (
 from jaxtensile.runtime.decide.ledger import Capacity, Ledger
 from jaxtensile.runtime.decide.links import copies, loads_of
 from jaxtensile.runtime.decide.policy import Claim, Option, Room, ahead, divide
+from jaxtensile.runtime.decide.rota import Rota
 from jaxtensile.units import Seconds, format_bytes
 
 TRIES: Final = 2
 """Repeated divisions for jobs that found no way down. A guess."""
 WAYS: Final = 4
 """Most blocked jobs that one decision makes room for: each takes a division. A guess."""
-RESTLESS: Final = 128
-"""Jobs among which bytes are shifted whenever something changes: in some milliseconds. Among more, by turns."""
 REST: Final[Seconds] = 2.5e-4
 """Seconds for each job that had its turn, until the next turn: about ten times what it takes, so that messages are
 answered meanwhile."""
@@ -100,11 +98,7 @@ class Arbiter:
         self._settled: dict[int, tuple[object, int, Seconds]] = {}
         """Parts, by first lease: the state seen, the turn since which it is so, and until when there is no change to
         make: the end of the first minimum hold, or -inf while not all devices had their turn."""
-        self._turns: dict[str, int] = {}
-        """The turn in which bytes were shifted last among the many jobs of a device."""
-        self._turn = 0
-        self.at_once = RESTLESS
-        """Jobs among which bytes are shifted in one turn."""
+        self.rota = Rota()
 
     # What happens to leases.
 
@@ -358,13 +352,13 @@ class Arbiter:
     def _close(self, able: Sequence[Lease], exceeded: Collection[str]) -> Sequence[Lease]:
         """Of many leases those that can make room on ``exceeded`` at once: all on these devices; and, for host bytes,
         some in turn."""
-        if len(able) <= self.at_once:
+        if len(able) <= self.rota.at_once:
             return able
-        first = [a for a in able if any(name in exceeded for name in a.resources[:-1])]
-        if len(first) >= self.at_once or not any(a.resources[-1] in exceeded for a in able):
+        first = [a for a in able if any(name in exceeded for name in a.devices)]
+        if len(first) >= self.rota.at_once or not any(a.resources[-1] in exceeded for a in able):
             return first
         ids = {a.id for a in first}
-        return [*first, *self._in_turn([a for a in able if a.id not in ids])[0]]
+        return [*first, *self.rota.next([a for a in able if a.id not in ids])[0]]
 
     def _rooms(
         self,
@@ -444,49 +438,30 @@ class Arbiter:
             if before == seen and now < until:
                 continue
             if before != seen or until > -inf:
-                began = self._turn
+                began = self.rota.turn
             among: Sequence[Lease] = ()
-            if shifted < self.at_once and not (rests and len(part) > self.at_once):
-                among, names = self._in_turn(part)
-                self._turn += 1
-                self._turns.update(dict.fromkeys(names, self._turn))
+            if shifted < self.rota.at_once and not (rests and len(part) > self.rota.at_once):
+                among, names = self.rota.next(part)
+                self.rota.took(names)
                 shifted += len(among) * (BESIDE if self._copying else 1)
             given |= self._divide(part, among, now)
-            all_had = len(among) == len(part) or self._all_had(part, began)
+            all_had = len(among) == len(part) or self.rota.all_had(part, began)
             self._put_off |= not all_had
             if all(a.id in self._ways for a in part):
                 ends = (a.since + self.settings.min_hold for a in part)
                 until = min((end for end in ends if end > now), default=inf) if all_had else -inf
                 self._settled[part[0].id] = seen, began, until
-        if self._put_off or shifted > self.at_once:
+        if self._put_off or shifted > self.rota.at_once:
             self._rest = max(self._rest, now) + REST * shifted
         return given
 
-    def _all_had(self, part: Sequence[Lease], began: int) -> bool:
-        """Whether all devices of a part had a turn after ``began``."""
-        return all(self._turns.get(name, -1) > began for a in part for name in a.resources[:-1])
-
-    def _in_turn(self, held: Sequence[Lease]) -> tuple[Sequence[Lease], list[str]]:
-        """The leases that bytes are shifted among now, and their devices: all leases if they are few, else those of the
-        devices that waited longest. Where steps run beside copies of others, all: what one does, others feel."""
-        if len(held) <= self.at_once or self._copying:
-            return held, sorted({name for a in held for name in a.resources[:-1]})
-        there: dict[str, list[Lease]] = {}
-        for lease in held:
-            for name in lease.resources[:-1]:
-                there.setdefault(name, []).append(lease)
-        chosen: dict[int, Lease] = {}
-        names: list[str] = []
-        order = sorted(there, key=lambda name: self._turns.get(name, -1))
-        mixed = Random(self._turn)
-        while order:
-            name = order.pop(0 if len(chosen) <= self.at_once // 2 else mixed.randrange(len(order)))
-            more = [a for a in there[name] if a.id not in chosen]
-            if chosen and len(chosen) + len(more) > self.at_once:
-                break
-            chosen.update((a.id, a) for a in more)
-            names.append(name)
-        return [*chosen.values()], names
+    def _with_neighbours(self, deciding: Collection[int], held: Sequence[Lease]) -> Sequence[Lease]:
+        """The leases that are decided about. If steps run beside copies of others, also those on the same devices: what
+        one's copies cost, others bear."""
+        if not self._copying:
+            return [a for a in held if a.id in deciding]
+        there = {name for a in held if a.id in deciding for name in a.devices}
+        return [a for a in held if a.id in deciding or not there.isdisjoint(a.devices)]
 
     def _parts(self, held: Sequence[Lease], held_back: Collection[str]) -> list[list[Lease]]:
         """Leases in groups that share resources, directly or through others, if one in the group wants more; those that
@@ -501,9 +476,7 @@ class Arbiter:
         for lease, ks in touching:
             parts.setdefault(groups.of(ks[0]) if ks else -1, []).append(lease)
         wanting = [part for part in parts.values() if any(a.id in self.hungry for a in part)]
-        return sorted(
-            wanting, key=lambda part: min((self._turns.get(n, -1) for a in part for n in a.resources[:-1]), default=-1)
-        )
+        return sorted(wanting, key=self.rota.waits_since)
 
     def _divide(self, held: Sequence[Lease], among: Sequence[Lease], now: Seconds) -> bool:
         """Divide a part: give leases more, or ask some of ``among`` to shrink for others of these; whether any got
@@ -521,8 +494,7 @@ class Arbiter:
             if (options := [o for o in ways[a.id].higher if self.ledger.fits(a.id, a.resources, o.needs)])
         }
         if able:
-            # What those cost who grow by their copies, others bear that stay.
-            growing = [a for a in held if a.id in able or self._copying]
+            growing = self._with_neighbours(able, held)
             claims = [self._claim(a, (ways[a.id].stay, *able.get(a.id, ()))) for a in growing]
             shares = divide(claims, self._rooms(growing, {}, {}), self.settings.policy)
             if shares is None:
@@ -576,22 +548,29 @@ class Arbiter:
 
         A lease in its minimum hold shrinks only for a higher class, at most ``top``.
         """
+        ids = {a.id for a in among}
+        deciding = self._with_neighbours(ids, held)
         rooms: dict[str, Room] | None = None
         while lower := {
             a.id: options
             for a in among
             if a.id in self.above and self._has_held(a, now, top) and (options := self._lower(a))
         }:
-            claims = [self._claim(a, (*lower.get(a.id, ()), (way := ways[a.id]).stay, *way.higher)) for a in among]
+            claims = [
+                self._claim(
+                    a, (*lower.get(a.id, ()), ways[a.id].stay, *ways[a.id].higher) if a.id in ids else (grown[a.id],)
+                )
+                for a in deciding
+            ]
             stay = {c.id: [o.rung for o in c.options].index(grown[c.id].rung) for c in claims}
             if rooms is None:
                 growing = {a.id: grown[a.id].needs for a in held if grown[a.id].rung > a.rung and a.id not in stay}
-                rooms = self._rooms(among, growing, {})
+                rooms = self._rooms(deciding, growing, {})
             shares = divide(claims, rooms, self.settings.policy, stay, self.settings.min_gain)
             if shares is None or not ahead(claims, shares, stay, self.settings.policy, self.settings.min_gain):
                 break
             wanted = {c.id: c.options[shares[c.id]] for c in claims}
-            gaining = max((a.priority for a in among if wanted[a.id].rung > a.rung), default=None)
+            gaining = max((a.priority for a in deciding if wanted[a.id].rung > a.rung), default=None)
             if all(wanted[a.id].rung >= a.rung or self._has_held(a, now, gaining) for a in among):
                 return wanted
             top = gaining  # lower than it was, so that this ends
@@ -614,7 +593,7 @@ class Arbiter:
 
     def _copies_less(self, lease: Lease, rung: int) -> bool:
         """Whether a rung leaves more of a link to others, where steps run at once."""
-        if lease.id not in self._copying or all(self.ledger.accounts[d].gated for d in lease.resources[:-1]):
+        if lease.id not in self._copying or all(self.ledger.accounts[d].gated for d in lease.devices):
             return False
         old, new = lease.ladder[lease.rung], lease.ladder[rung]
         return new.into < old.into or new.out < old.out
@@ -622,7 +601,7 @@ class Arbiter:
     def _claim(self, lease: Lease, options: tuple[Option, ...]) -> Claim:
         beside: tuple[str, ...] = ()
         if self._copying:  # where jobs take turns, each copies alone
-            beside = tuple([name for name in lease.resources[:-1] if not self.ledger.accounts[name].gated])
+            beside = tuple([name for name in lease.devices if not self.ledger.accounts[name].gated])
         return Claim(
             id=lease.id,
             priority=lease.priority,

@@ -205,3 +205,8 @@ class Lease(Struct, kw_only=True, eq=False):
     in_use: tuple[Bytes, ...] = ()
     """Measured by the job, of each resource; empty: not reported."""
     peak: Bytes = 0
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Its resources without ``HOST``."""
+        return self.resources[:-1]

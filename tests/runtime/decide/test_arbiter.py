@@ -6,7 +6,7 @@ import pytest
 
 from coordinator_model import World
 from coordinator_talk import GPU, LADDER, Talk
-from jaxtensile.runtime.decide.arbiter import REST, RESTLESS, Arbiter
+from jaxtensile.runtime.decide.arbiter import REST, Arbiter
 from jaxtensile.runtime.decide.events import (
     CapacityChanged,
     Disconnected,
@@ -15,6 +15,8 @@ from jaxtensile.runtime.decide.events import (
 )
 from jaxtensile.runtime.decide.leases import HOST, Process, State
 from jaxtensile.runtime.decide.ledger import Capacity
+from jaxtensile.runtime.decide.policy import _total
+from jaxtensile.runtime.decide.rota import RESTLESS
 from jaxtensile.runtime.protocol.messages import (
     Admit,
     Grant,
@@ -265,7 +267,7 @@ def test_among_many_jobs_bytes_are_shifted_only_now_and_then():
     assert obey() == 1 and talk.lease(many + 1).rung == 1
 
 
-def fleet(seed, few):
+def fleet(seed, few, copying):
     """Thirty jobs on six devices come and go and obey, ``few`` of them in one turn; the slowdowns whenever all rest."""
     random = Random(seed)
     talk = Talk(host=random.randint(4, 12), min_gain=0.0, lease_ttl=1e6)
@@ -274,7 +276,7 @@ def fleet(seed, few):
     talk.do(CapacityChanged(talk.capacities))
     sums = []
     it = talk.it.arbiter
-    it.at_once = few
+    it.rota.at_once = few
 
     def left_alone():
         for _ in range(200):
@@ -286,14 +288,15 @@ def fleet(seed, few):
             talk.tick(it.recheck - talk.now + 1e-6)
         assert it.recheck is None, "it comes to rest"
         assert not it.ledger.over()
-        sums.append(sum(a.weight * a.slowdowns[a.rung] for a in it.leases.values() if a.state is State.HELD))
+        held = [it._claim(a, (it._way(a).stay,)) for a in it.leases.values() if a.state is State.HELD]
+        sums.append(_total(held, dict.fromkeys((c.id for c in held), 0), held))
 
     for k in range(1, 31):
         talk.meet(k)
         top = random.randint(6, 16)
         ladder = tuple(
-            Rung(persistent=top * n // 3, host=host, seconds=1 + random.random() * (3 - n))
-            for n, host in ((1, 0), (2, random.randint(0, 2)), (3, 0))
+            Rung(persistent=top * n // 3, host=host, seconds=1 + random.random() * (3 - n), into=moved, out=moved)
+            for n, host, moved in ((1, 0, copying * (k % 2)), (2, random.randint(0, 2), 0.0), (3, 0, 0.0))
         )
         first = random.randrange(6)
         on = tuple(devices[(first + j) % 6] for j in range(random.choice((1, 1, 2))))
@@ -306,11 +309,12 @@ def fleet(seed, few):
     return sums
 
 
-def test_shifted_by_turns_bytes_end_about_where_they_would_at_once():
+@pytest.mark.parametrize("copying", (0.0, 0.4))
+def test_shifted_by_turns_bytes_end_about_where_they_would_at_once(copying):
     """All devices have their turn after each change, in ever other company: host bytes go from one to the other."""
     more = []
     for seed in range(12):
-        whole, by_turns = (fleet(seed, few) for few in (1000, 4))
+        whole, by_turns = (fleet(seed, few, copying) for few in (1000, 4))
         more += [turned / at_once - 1 for turned, at_once in zip(by_turns, whole, strict=True)]
     assert any(more) and sum(more) / len(more) < 0.005 and max(more) < 0.05
 
