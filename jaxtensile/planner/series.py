@@ -82,6 +82,8 @@ class _Series:
         """Which of bytes on the ``host`` and ``early`` updates were tried."""
         self.order: tuple[Variant, Plan] | None = None
         """The program as it is with barriers alone, if not compiled yet."""
+        self._plans = 0
+        """Plans compiled besides that."""
         self._seen: list[tuple[Bytes, Bytes]] = []
         self._keys: set[int] = set()
         self._parts = 1
@@ -121,8 +123,8 @@ class _Series:
                 continue
             # The model thinks that the program fits as it is, XLA knows better: hold it in order, or aim lower.
             ordered = variants.held_in_order(variant, plan)
-            if ordered is not plan and program_key(variant, ordered) not in self._keys:
-                self.order = variant, ordered
+            new = ordered is not plan and program_key(variant, ordered) not in self._keys
+            self.order = (variant, ordered) if new and self.rounds.worth(variant, ordered) else self.order
             over = 1 / REFUSED if plain is None or plain.memory is None else plain.device / self.request.budget
             lower = int(plan.predicted.device / over) if plain is not None and over > 1.0 else self.aim
             if lower >= min(self.aim, plan.predicted.device):
@@ -161,9 +163,10 @@ class _Series:
         """Compile a plan and learn from it; whether another may follow."""
         if (key := program_key(variant, plan)) in self._keys:
             return False
-        if self.best is None and variant.deep and self._fits_shallow(variant, plan):
+        if not self._plans and variant.deep and self._fits_shallow(variant, plan):
             return False
         self._keys.add(key)
+        self._plans += self.first is None
         self.tried |= _tried(variant, plan)
         made, more = self.rounds.planned(self.candidates, variant, plan, self.aim)
         self.count, self.beside = self.count + more, self.beside + more - 1
@@ -184,7 +187,10 @@ class _Series:
             self.best, more = self.rounds.lifted(self.candidates, made, missed, self._parts, self.beat)
             self.count += more
             return False
-        return self.first is not None or self._lowered(made)
+        if self.first is not None:
+            self.beside += 1  # the program with barriers alone is no round either
+            return True
+        return self._lowered(made)
 
     def _or_next(self, order: Made) -> Made:
         """The program with barriers alone, or the plan that it came before, if compiled kernels find it shorter.
@@ -206,13 +212,15 @@ class _Series:
 
     def _fits_shallow(self, variant: Variant, plan: Plan) -> bool:
         """Whether a plan without deep changes, which is compiled before one with them, fits."""
-        self.best, more = self.rounds.shallow(self.candidates, self.aim, charge_of(variant, plan))
-        if self.best is None:
+        made, more = self.rounds.shallow(self.candidates, self.aim, charge_of(variant, plan))
+        if made is None:
             return False
         self.count, self.beside = self.count + more, self.beside + more - 1
-        self._keys.add(program_key(self.best.variant, self.best.plan))
-        self.tried |= _tried(self.best.variant, self.best.plan)
-        return self.best.fits
+        self._keys.add(program_key(made.variant, made.plan))
+        self.tried |= _tried(made.variant, made.plan)
+        if self.best is None or made.compiled.device < self.best.compiled.device:
+            self.best = made
+        return made.fits
 
     def _lowered(self, made: Made) -> bool:
         """Aim lower after a plan that misses; whether that is possible."""

@@ -17,7 +17,7 @@ from bisect import insort
 from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 from msgspec import Struct
 
@@ -66,6 +66,19 @@ class _Ways(Struct, eq=False):
     computed yet."""
 
 
+class _Settled(NamedTuple):
+    """A part that was decided about."""
+
+    seen: object
+    """Its state."""
+    turn: int
+    began: Seconds
+    """The turn after which, and the time at which it was seen so first, or a minimum hold had ended."""
+    until: Seconds
+    """Until when there is no change to make: the end of the first minimum hold; -inf while not all devices had their
+    turn."""
+
+
 class Arbiter:
     """The leases and their charges. Report events to it, then ``settle``."""
 
@@ -95,9 +108,8 @@ class Arbiter:
         self._ways: dict[int, _Ways] = {}
         """By lease, if unchanged since its last decision, under the settings of then."""
         self._under = settings
-        self._settled: dict[int, tuple[object, int, Seconds]] = {}
-        """Parts, by first lease: the state seen, the turn since which it is so, and until when there is no change to
-        make: the end of the first minimum hold, or -inf while not all devices had their turn."""
+        self._settled: dict[int, _Settled] = {}
+        """Parts that were decided about, by first lease."""
         self.rota = Rota()
 
     # What happens to leases.
@@ -351,14 +363,18 @@ class Arbiter:
 
     def _close(self, able: Sequence[Lease], exceeded: Collection[str]) -> Sequence[Lease]:
         """Of many leases those that can make room on ``exceeded`` at once: all on these devices; and, for host bytes,
-        some in turn."""
+        some of the lowest class in turn."""
         if len(able) <= self.rota.at_once:
             return able
         first = [a for a in able if any(name in exceeded for name in a.devices)]
         if len(first) >= self.rota.at_once or not any(a.resources[-1] in exceeded for a in able):
             return first
         ids = {a.id for a in first}
-        return [*first, *self.rota.next([a for a in able if a.id not in ids])[0]]
+        for priority in sorted({a.priority for a in able}):
+            if len(ids) >= self.rota.at_once:
+                break
+            ids.update(a.id for a in self.rota.next([a for a in able if a.priority == priority])[0])
+        return [a for a in able if a.id in ids]
 
     def _rooms(
         self,
@@ -434,33 +450,38 @@ class Arbiter:
             # Nobody is given or told anything where nothing has changed since that was so.
             accounts = [self.ledger.accounts[name] for name in {r: None for a in part for r in a.resources}]
             seen = ways, [(a.limit, a.persistent, a.temps, (*a.turns,) if len(a.turns) > 1 else ()) for a in accounts]
-            before, began, until = self._settled.get(part[0].id, (None, 0, inf))
-            if before == seen and now < until:
+            known = self._settled.get(part[0].id)
+            if known is None or known.seen != seen or -inf < known.until <= now:
+                known = _Settled(seen, self.rota.turn, now, -inf)
+            elif now < known.until:
                 continue
-            if before != seen or until > -inf:
-                began = self.rota.turn
             among: Sequence[Lease] = ()
             if shifted < self.rota.at_once and not (rests and len(part) > self.rota.at_once):
                 among, names = self.rota.next(part)
                 self.rota.took(names)
                 shifted += len(among) * (BESIDE if self._copying else 1)
             given |= self._divide(part, among, now)
-            all_had = len(among) == len(part) or self.rota.all_had(part, began)
+            all_had = len(among) == len(part) or self.rota.all_had(part, known.turn)
             self._put_off |= not all_had
             if all(a.id in self._ways for a in part):
+                # A hold that ended since the first turn is news to those that had it.
                 ends = (a.since + self.settings.min_hold for a in part)
-                until = min((end for end in ends if end > now), default=inf) if all_had else -inf
-                self._settled[part[0].id] = seen, began, until
-        if self._put_off or shifted > self.rota.at_once:
-            self._rest = max(self._rest, now) + REST * shifted
+                until = min((end for end in ends if end > known.began), default=inf) if all_had else -inf
+                self._put_off |= -inf < until <= now
+                self._settled[part[0].id] = known._replace(until=until)
+        if not rests and (self._put_off or shifted > self.rota.at_once):
+            self._rest = now + REST * shifted  # during a rest it grows no longer
         return given
 
     def _with_neighbours(self, deciding: Collection[int], held: Sequence[Lease]) -> Sequence[Lease]:
-        """The leases that are decided about. If steps run beside copies of others, also those on the same devices: what
-        one's copies cost, others bear."""
+        """The leases that are decided about. If steps run beside copies of others, also those on the same devices, on
+        the other devices of these, and so on: what one's copies cost, others bear."""
         if not self._copying:
             return [a for a in held if a.id in deciding]
-        there = {name for a in held if a.id in deciding for name in a.devices}
+        there, more = set[str](), {name for a in held if a.id in deciding for name in a.devices}
+        while more - there:
+            there |= more
+            more = {name for a in held if not there.isdisjoint(a.devices) for name in a.devices}
         return [a for a in held if a.id in deciding or not there.isdisjoint(a.devices)]
 
     def _parts(self, held: Sequence[Lease], held_back: Collection[str]) -> list[list[Lease]]:

@@ -1,5 +1,6 @@
 """Who is admitted, who grows and who is asked to shrink, as a coordinator's jobs are told."""
 
+from math import inf
 from random import Random
 
 import pytest
@@ -317,6 +318,94 @@ def test_shifted_by_turns_bytes_end_about_where_they_would_at_once(copying):
         whole, by_turns = (fleet(seed, few, copying) for few in (1000, 4))
         more += [turned / at_once - 1 for turned, at_once in zip(by_turns, whole, strict=True)]
     assert any(more) and sum(more) / len(more) < 0.005 and max(more) < 0.05
+
+
+def turning(few, capacities, **given):
+    """A coordinator with turns of ``few`` jobs; what makes jobs of it, and what lets them obey until all rest."""
+    talk = Talk(lease_ttl=1e6, **given)
+    it = talk.it.arbiter
+    it.rota.at_once = few
+    talk.do(CapacityChanged({name: Capacity(capacity=n) for name, n in capacities.items()}))
+
+    def come(k, devices, *ladder, **more):
+        talk.meet(k)
+        talk.hear(k, Admit(job=f"{k}", devices=devices, ladder=ladder, **more))
+
+    def obey():
+        told = 0
+        while asked := [c for c in talk.commands if isinstance(c, Send) and isinstance(c.message, Revoke)]:
+            told += len(asked)
+            for send in asked:
+                talk.ack(send.connection, send.message)
+        return told
+
+    def until(end):
+        told = obey()
+        while it.recheck is not None and it.recheck < end:
+            assert it.recheck > talk.now
+            talk.tick(it.recheck - talk.now)
+            told += obey()
+        return told
+
+    return talk, come, obey, until
+
+
+@pytest.mark.parametrize("before", (0.0001, 0.0003, 1.0))
+def test_a_hold_that_ends_during_a_round_of_turns_is_not_missed(before):
+    capacities = {"cuda:0": 12, "cuda:1": 12, HOST: 100}
+    talk, come, obey, until = turning(3, capacities, min_hold=30.0)
+    for k, (device, seconds, weight) in enumerate(((0, 1.5, 0.1), (1, 1.5, 0.1), (1, 1.5, 0.1), (0, 4.0, 10.0)), 1):
+        low, high = Rung(persistent=4, host=1, seconds=seconds), Rung(persistent=8, host=1, seconds=1.0)
+        come(k, (f"cuda:{device}",), low, high, weight=weight)
+        obey()
+    until(129)
+    talk.tick(130 - before - talk.now)
+    talk.do(CapacityChanged({name: Capacity(capacity=n) for name, n in (capacities | {HOST: 101}).items()}))
+    until(inf)
+    assert [a.rung for a in talk.it.arbiter.leases.values()] == [0, 1, 0, 1] and talk.it.arbiter.recheck is None
+
+
+def test_many_jobs_have_their_turn_though_few_others_come_and_go_all_the_time():
+    talk, come, obey, until = turning(10, {"cuda:0": 4 * 13, "cuda:1": 4 * 9, HOST: 0})
+    low, high = Rung(persistent=4, seconds=2.0), Rung(persistent=8, seconds=1.0)
+    for k in range(1, 20):
+        come(k, ("cuda:0" if k < 12 else "cuda:1",), low, high)
+        obey()
+    until(inf)
+    come(100, ("cuda:0",), low, high, weight=100.0)
+    obey()
+    heavy, events = max(talk.it.arbiter.leases), 0
+    while talk.lease(heavy).rung == 0:
+        if events % 2:
+            talk.do(ProcessDied(Process(100 + events, 1)))
+        else:
+            come(101 + events, ("cuda:1",), low, high)
+        obey()
+        until(talk.now + 0.001)
+        talk.now += 0.001
+        events += 1
+        assert events < 20
+
+
+def test_what_a_copy_costs_is_seen_on_all_devices_of_those_beside_it():
+    """If only those on its own were, it would be told to grow and to shrink again for ever."""
+    _, come, _, until = turning(1000, {"cuda:0": 100, "cuda:1": 100, HOST: 100}, min_hold=30.0)
+    much = {"persistent": 4, "seconds": 1.0, "into": 0.9, "out": 0.9}
+    come(1, ("cuda:1",), Rung(wait=0.5, **much), Rung(persistent=4000, seconds=0.9))
+    come(2, ("cuda:1",), Rung(wait=0.5, **much))
+    come(3, ("cuda:0", "cuda:1"), Rung(wait=0.9, **much), weight=4.0)
+    come(4, ("cuda:0",), Rung(wait=0.9, **much), Rung(persistent=8, seconds=2.0), weight=4.0)
+    assert until(2000) <= 1
+
+
+def test_room_on_the_host_is_made_by_the_lowest_class():
+    talk, come, _, _ = turning(3, {**{f"cuda:{k}": 100 for k in range(5)}, HOST: 8})
+    for k in range(4):
+        more = {"priority": 9 if k < 3 else 0}
+        come(k + 1, (f"cuda:{k}",), Rung(persistent=1, seconds=2.0), Rung(persistent=2, host=2, seconds=1.0), **more)
+    talk.tick(100)
+    come(5, ("cuda:4",), Rung(persistent=1, host=2, seconds=1.0), priority=0)
+    assert [c.connection for c in talk.commands if isinstance(c, Send) and isinstance(c.message, Revoke)] == [4]
 
 
 def test_surplus_moves_when_a_minimum_hold_ends_though_nothing_else_happens():
