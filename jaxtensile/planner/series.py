@@ -69,21 +69,21 @@ class _Series:
         self, rounds: Rounds, candidates: Candidates, first: tuple[Variant, Plan] | None, beat: Seconds
     ) -> None:
         self.rounds, self.compiles, self.request = rounds, rounds.compiles, rounds.request
-        self.candidates, self.first, self.beat = candidates, first, beat
+        self.candidates, self.beat = candidates, beat
+        self.next = first
+        """The plan that comes next, if known."""
         self.scale = rounds.scale
         self.aim = int(self.request.budget * self.scale)
         if not self.request.device.backend.own_memory:
             self.aim -= self.request.state_bytes  # its host memory is its device memory
         self.best: Made | None = None
         """The smallest so far."""
-        self.count, self.beside = 0, 0
-        """Plans compiled, and those of them that are no rounds of their own."""
+        self.count, self.spent = 0, 0
+        """Programs compiled, and rounds spent: one for each plan in all its ways, none for barriers alone before one."""
         self.tried: set[str] = set()
         """Which of bytes on the ``host`` and ``early`` updates were tried."""
         self.order: tuple[Variant, Plan] | None = None
         """The program as it is with barriers alone, if not compiled yet."""
-        self._plans = 0
-        """Plans compiled besides that."""
         self._seen: list[tuple[Bytes, Bytes]] = []
         self._keys: set[int] = set()
         self._parts = 1
@@ -93,9 +93,7 @@ class _Series:
     def run(self) -> tuple[Made | None, int, set[str]]:
         """The smallest plan, the number compiled, and what was ``tried``."""
         close = CLOSE * self.request.budget
-        while self.count - self.beside < (
-            ROUNDS if self.best is None or self.best.compiled.device > close else ROUNDS_IF_CLOSE
-        ):
+        while self.spent < (ROUNDS if self.best is None or self.best.compiled.device > close else ROUNDS_IF_CLOSE):
             found = self._chosen()
             if found is None or not self._compiled(*found):
                 break
@@ -104,7 +102,7 @@ class _Series:
     def _chosen(self) -> tuple[Variant, Plan] | None:
         """The plan to compile next; None if there is none, or the program fits as it is."""
         while True:
-            (variant, plan), self.first = self.first or self.rounds.cheapest(self.candidates, self.aim), None
+            (variant, plan), self.next = self.next or self.rounds.cheapest(self.candidates, self.aim), None
             if not self.rounds.worth(variant, plan):
                 return None
             if self.best is None and plan.predicted.device > self.aim and self._fits_after_all(plan):
@@ -156,20 +154,19 @@ class _Series:
         order = self.order
         if order is None or (plan.predicted.device <= self.aim and charge_of(*order) >= charge_of(variant, plan)):
             return variant, plan
-        self.first, self.order = (variant, plan), None
+        self.next, self.order = (variant, plan), None
         return order
 
     def _compiled(self, variant: Variant, plan: Plan) -> bool:
         """Compile a plan and learn from it; whether another may follow."""
         if (key := program_key(variant, plan)) in self._keys:
             return False
-        if not self._plans and variant.deep and self._fits_shallow(variant, plan):
+        if not self.spent and variant.deep and self._fits_shallow(variant, plan):
             return False
         self._keys.add(key)
-        self._plans += self.first is None
         self.tried |= _tried(variant, plan)
         made, more = self.rounds.planned(self.candidates, variant, plan, self.aim)
-        self.count, self.beside = self.count + more, self.beside + more - 1
+        self.count, self.spent = self.count + more, self.spent + (self.next is None)
         if made is None:
             return False
         self._keys.add(program_key(made.variant, made.plan))
@@ -187,10 +184,7 @@ class _Series:
             self.best, more = self.rounds.lifted(self.candidates, made, missed, self._parts, self.beat)
             self.count += more
             return False
-        if self.first is not None:
-            self.beside += 1  # the program with barriers alone is no round either
-            return True
-        return self._lowered(made)
+        return self.next is not None or self._lowered(made)
 
     def _or_next(self, order: Made) -> Made:
         """The program with barriers alone, or the plan that it came before, if compiled kernels find it shorter.
@@ -198,9 +192,9 @@ class _Series:
         Barriers split kernels, which the model does not see.
         """
         plain, now = self.compiles.plain, order.compiled.time
-        if self.first is None or plain is None or plain.time is None or now is None:
+        if self.next is None or plain is None or plain.time is None or now is None:
             return order
-        variant, plan = self.first
+        variant, plan = self.next
         least = plain.time.seconds + variant.seconds + plan.overhead
         if now.seconds <= least or plan.predicted.device > self.aim or self.request.device.traffic_weight < 1:
             return order
@@ -215,7 +209,7 @@ class _Series:
         made, more = self.rounds.shallow(self.candidates, self.aim, charge_of(variant, plan))
         if made is None:
             return False
-        self.count, self.beside = self.count + more, self.beside + more - 1
+        self.count, self.spent = self.count + more, self.spent + 1
         self._keys.add(program_key(made.variant, made.plan))
         self.tried |= _tried(made.variant, made.plan)
         if self.best is None or made.compiled.device < self.best.compiled.device:

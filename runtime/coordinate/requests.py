@@ -194,7 +194,7 @@ class Requests:
             return
         lease.beat, lease.knows = desk.now, True
         asked = (
-            demanded(message.ladder, lease.resources[:-1], message.floor, message.want, arbiter.ledger)
+            demanded(message.ladder, lease.devices, message.floor, message.want, arbiter.ledger)
             if desk.outbox.works
             else "nothing can be written down"
         )

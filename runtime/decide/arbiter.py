@@ -478,11 +478,12 @@ class Arbiter:
         the other devices of these, and so on: what one's copies cost, others bear."""
         if not self._copying:
             return [a for a in held if a.id in deciding]
-        there, more = set[str](), {name for a in held if a.id in deciding for name in a.devices}
-        while more - there:
-            there |= more
-            more = {name for a in held if not there.isdisjoint(a.devices) for name in a.devices}
-        return [a for a in held if a.id in deciding or not there.isdisjoint(a.devices)]
+        numbers = {name: k for k, name in enumerate(self.ledger.accounts)}
+        groups = Groups(len(numbers))
+        for lease in held:
+            groups.join([numbers[name] for name in lease.devices])
+        there = {groups.of(numbers[name]) for a in held if a.id in deciding for name in a.devices}
+        return [a for a in held if a.id in deciding or any(groups.of(numbers[name]) in there for name in a.devices)]
 
     def _parts(self, held: Sequence[Lease], held_back: Collection[str]) -> list[list[Lease]]:
         """Leases in groups that share resources, directly or through others, if one in the group wants more; those that

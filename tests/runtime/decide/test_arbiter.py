@@ -29,6 +29,16 @@ from jaxtensile.runtime.protocol.messages import (
 )
 
 
+def obey(talk):
+    """Jobs do what they were told; how often they were told to shrink."""
+    told = 0
+    while asked := [c for c in talk.commands if isinstance(c, Send) and isinstance(c.message, Revoke)]:
+        for send in asked:
+            talk.ack(send.connection, send.message)
+        told += len(asked)
+    return told
+
+
 def test_a_second_job_waits_until_the_first_has_shrunk():
     talk = Talk(capacity=9)
     first = talk.admit(1)
@@ -244,28 +254,19 @@ def test_among_many_jobs_bytes_are_shifted_only_now_and_then():
     many = RESTLESS + 2
     talk = Talk(capacity=4 * (many + 1), host=0)
 
-    def obey():
-        """Jobs do what they were told; how often they were told to shrink."""
-        told = 0
-        while asked := [c for c in talk.commands if isinstance(c, Send) and isinstance(c.message, Revoke)]:
-            for send in asked:
-                talk.ack(send.connection, send.message)
-            told += len(asked)
-        return told
-
     for k in range(1, many + 1):
         talk.meet(k)
         talk.hear(k, Admit(job=f"{k}", devices=(GPU,), ladder=LADDER))
-        obey()
+        obey(talk)
     assert talk.charged() == 4 * (many + 1)
     talk.do(ProcessDied(Process(2, 1)))
     assert talk.charged() == 4 * (many + 1)  # what is free is given at once
     talk.meet(many + 1)
     talk.hear(many + 1, Admit(job="new", devices=(GPU,), ladder=LADDER, weight=100.0))
-    assert obey() == 1 and talk.lease(many + 1).rung == 0  # room is made at once
+    assert obey(talk) == 1 and talk.lease(many + 1).rung == 0  # room is made at once
     assert talk.now < talk.it.arbiter.recheck <= talk.now + 2 * REST * many
     talk.tick(2 * REST * many)
-    assert obey() == 1 and talk.lease(many + 1).rung == 1
+    assert obey(talk) == 1 and talk.lease(many + 1).rung == 1
 
 
 def fleet(seed, few, copying):
@@ -281,9 +282,7 @@ def fleet(seed, few, copying):
 
     def left_alone():
         for _ in range(200):
-            while asked := [c for c in talk.commands if isinstance(c, Send) and isinstance(c.message, Revoke)]:
-                for send in asked:
-                    talk.ack(send.connection, send.message)
+            obey(talk)
             if it.recheck is None:
                 break
             talk.tick(it.recheck - talk.now + 1e-6)
@@ -321,7 +320,7 @@ def test_shifted_by_turns_bytes_end_about_where_they_would_at_once(copying):
 
 
 def turning(few, capacities, **given):
-    """A coordinator with turns of ``few`` jobs; what makes jobs of it, and what lets them obey until all rest."""
+    """A coordinator with turns of ``few`` jobs; what makes jobs of it, and what lets them obey until a time."""
     talk = Talk(lease_ttl=1e6, **given)
     it = talk.it.arbiter
     it.rota.at_once = few
@@ -331,33 +330,25 @@ def turning(few, capacities, **given):
         talk.meet(k)
         talk.hear(k, Admit(job=f"{k}", devices=devices, ladder=ladder, **more))
 
-    def obey():
-        told = 0
-        while asked := [c for c in talk.commands if isinstance(c, Send) and isinstance(c.message, Revoke)]:
-            told += len(asked)
-            for send in asked:
-                talk.ack(send.connection, send.message)
-        return told
-
     def until(end):
-        told = obey()
+        told = obey(talk)
         while it.recheck is not None and it.recheck < end:
             assert it.recheck > talk.now
             talk.tick(it.recheck - talk.now)
-            told += obey()
+            told += obey(talk)
         return told
 
-    return talk, come, obey, until
+    return talk, come, until
 
 
 @pytest.mark.parametrize("before", (0.0001, 0.0003, 1.0))
 def test_a_hold_that_ends_during_a_round_of_turns_is_not_missed(before):
     capacities = {"cuda:0": 12, "cuda:1": 12, HOST: 100}
-    talk, come, obey, until = turning(3, capacities, min_hold=30.0)
+    talk, come, until = turning(3, capacities, min_hold=30.0)
     for k, (device, seconds, weight) in enumerate(((0, 1.5, 0.1), (1, 1.5, 0.1), (1, 1.5, 0.1), (0, 4.0, 10.0)), 1):
         low, high = Rung(persistent=4, host=1, seconds=seconds), Rung(persistent=8, host=1, seconds=1.0)
         come(k, (f"cuda:{device}",), low, high, weight=weight)
-        obey()
+        obey(talk)
     until(129)
     talk.tick(130 - before - talk.now)
     talk.do(CapacityChanged({name: Capacity(capacity=n) for name, n in (capacities | {HOST: 101}).items()}))
@@ -366,21 +357,21 @@ def test_a_hold_that_ends_during_a_round_of_turns_is_not_missed(before):
 
 
 def test_many_jobs_have_their_turn_though_few_others_come_and_go_all_the_time():
-    talk, come, obey, until = turning(10, {"cuda:0": 4 * 13, "cuda:1": 4 * 9, HOST: 0})
+    talk, come, until = turning(10, {"cuda:0": 4 * 13, "cuda:1": 4 * 9, HOST: 0})
     low, high = Rung(persistent=4, seconds=2.0), Rung(persistent=8, seconds=1.0)
     for k in range(1, 20):
         come(k, ("cuda:0" if k < 12 else "cuda:1",), low, high)
-        obey()
+        obey(talk)
     until(inf)
     come(100, ("cuda:0",), low, high, weight=100.0)
-    obey()
+    obey(talk)
     heavy, events = max(talk.it.arbiter.leases), 0
     while talk.lease(heavy).rung == 0:
         if events % 2:
             talk.do(ProcessDied(Process(100 + events, 1)))
         else:
             come(101 + events, ("cuda:1",), low, high)
-        obey()
+        obey(talk)
         until(talk.now + 0.001)
         talk.now += 0.001
         events += 1
@@ -389,7 +380,7 @@ def test_many_jobs_have_their_turn_though_few_others_come_and_go_all_the_time():
 
 def test_what_a_copy_costs_is_seen_on_all_devices_of_those_beside_it():
     """If only those on its own were, it would be told to grow and to shrink again for ever."""
-    _, come, _, until = turning(1000, {"cuda:0": 100, "cuda:1": 100, HOST: 100}, min_hold=30.0)
+    _, come, until = turning(1000, {"cuda:0": 100, "cuda:1": 100, HOST: 100}, min_hold=30.0)
     much = {"persistent": 4, "seconds": 1.0, "into": 0.9, "out": 0.9}
     come(1, ("cuda:1",), Rung(wait=0.5, **much), Rung(persistent=4000, seconds=0.9))
     come(2, ("cuda:1",), Rung(wait=0.5, **much))
@@ -399,7 +390,7 @@ def test_what_a_copy_costs_is_seen_on_all_devices_of_those_beside_it():
 
 
 def test_room_on_the_host_is_made_by_the_lowest_class():
-    talk, come, _, _ = turning(3, {**{f"cuda:{k}": 100 for k in range(5)}, HOST: 8})
+    talk, come, _ = turning(3, {**{f"cuda:{k}": 100 for k in range(5)}, HOST: 8})
     for k in range(4):
         more = {"priority": 9 if k < 3 else 0}
         come(k + 1, (f"cuda:{k}",), Rung(persistent=1, seconds=2.0), Rung(persistent=2, host=2, seconds=1.0), **more)
