@@ -79,7 +79,7 @@ class _Series:
         self.best: Made | None = None
         """The smallest so far."""
         self.count, self.spent = 0, 0
-        """Programs compiled, and rounds spent: one for each plan in all its ways, none for barriers alone before one."""
+        """Programs compiled, and rounds spent: one for each plan in all its ways, none for barriers alone before it."""
         self.tried: set[str] = set()
         """Which of bytes on the ``host`` and ``early`` updates were tried."""
         self.order: tuple[Variant, Plan] | None = None
