@@ -35,9 +35,6 @@ atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 # In the background of a shell Ctrl-C is ignored, and every process that a test starts would ignore it as well.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
-# And under nohup the end of a terminal; what is handled here is not ignored by a process that starts.
-if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
-    signal.signal(signal.SIGHUP, lambda *_: None)
 
 # Two busy cores make single examples slow at random; the same examples every time keep CI honest.
 settings.register_profile("jaxtensile", deadline=None, derandomize=True)

@@ -166,6 +166,16 @@ def test_what_a_job_leaves_behind_in_sessions_of_its_own_ends_with_the_job(folde
     assert len(pids) == 3 and not any(os.path.exists(f"/proc/{pid}") for pid in pids)
 
 
+@pytest.fixture
+def terminal():
+    """The end of a terminal is not ignored by a process that starts. It is under ``nohup``, and in every process that
+    has loaded libtpu, which asks nobody: what Python says of the signal is then wrong."""
+    before = signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("terminal")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_ctrl_c_ends_the_jobs_and_their_coordinator(folder, number):
     ignored = "signal.signal(signal.SIGINT, signal.SIG_IGN)" if number == signal.SIGINT else ""
