@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from jaxtensile.runtime.cluster.submit import Cluster
     from jaxtensile.tuning.largest import largest_batch
     from jaxtensile.xla.calibration import calibrate
+    from jaxtensile.xla.target import target_devices
 
 __version__ = "0.1.0"
 
@@ -67,6 +68,7 @@ __all__ = [
     "jit",
     "job",
     "largest_batch",
+    "target_devices",
     "targets",
     "uninstall",
 ]
@@ -80,6 +82,7 @@ _HOMES = {
     "jit": "jaxtensile.api.jit",
     "job": "jaxtensile.jobs.job",
     "largest_batch": "jaxtensile.tuning.largest",
+    "target_devices": "jaxtensile.xla.target",
     "targets": "jaxtensile.devices.profiles",
     "uninstall": "jaxtensile.api.install",
     "Cluster": "jaxtensile.runtime.cluster.submit",

@@ -23,7 +23,9 @@ from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import effects as _effects
 from jax._src import hijax as _hijax
+from jax._src import mesh as _mesh
 from jax._src import pjit as _pjit
+from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.cudnn import fused_attention_stablehlo as _attention
@@ -530,6 +532,53 @@ def _without_args_info(jitted: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
 def is_abstract(place: Any) -> bool:
     """Whether a sharding or a mesh has no devices."""
     return isinstance(getattr(place, "mesh", place), jax.sharding.AbstractMesh)
+
+
+def mesh_in_force() -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """The mesh of ``jax.set_mesh``, or one without devices; None if there is none."""
+    for mesh in (_mesh.get_concrete_mesh(), jax.sharding.get_abstract_mesh()):
+        if mesh is not None and not mesh.empty:
+            return mesh
+    return None
+
+
+@contextmanager
+def using_mesh(mesh: jax.sharding.Mesh | None) -> Iterator[None]:
+    """A context in which ``mesh`` is in force, or none."""
+    mesh = jax.sharding.Mesh(np.empty((), dtype=object), ()) if mesh is None else mesh
+    with _sharding_impls._internal_use_concrete_mesh(mesh), jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        yield
+
+
+def is_program(x: Any) -> bool:
+    """Whether a parameter of an equation is a program, closed or open."""
+    return isinstance(getattr(x, "jaxpr", None), _core.Jaxpr) or isinstance(x, _core.Jaxpr)
+
+
+def with_equations(program: Any, equations: Iterable[Any]) -> Any:
+    """A program, closed or open, with other equations of the same variables."""
+    if isinstance(program, _core.Jaxpr):
+        return program.replace(eqns=[*equations])
+    return program.replace(jaxpr=program.jaxpr.replace(eqns=[*equations]))
+
+
+def placed(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    """An abstract array like ``x``, with a sharding."""
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+
+
+def jit_options(jitted: Any) -> dict[str, Any]:
+    """The options that a ``jax.jit`` result was made with, without shardings and devices."""
+    info = jitted._jit_info
+    names = ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames", "keep_unused")
+    return {name: getattr(info, name) for name in names} | {"compiler_options": dict(info.compiler_options_kvs) or None}
+
+
+def names_shardings(jitted: Any) -> bool:
+    """Whether a ``jax.jit`` result was given shardings of arguments or results."""
+    info, kinds = jitted._jit_info, (jax.sharding.Sharding, jax.sharding.PartitionSpec)
+    return any(isinstance(x, kinds) for x in (*info.in_shardings_leaves, *info.out_shardings_leaves))
 
 
 def asked_shardings(traced: Any) -> Iterator[Any]:

@@ -31,7 +31,7 @@ EVERY_EIGHTH = {
         chunk control differential differential_loops early_updates host_stacks libraries loops
         strip_mine target workloads""",
     "the front door, entered through the API that is tested as a whole": """
-        bad_input calibration checkpoint_nests cli cudnn estimation faults feedback offload_state processes report
+        bad_input calibration checkpoint_nests cli cudnn estimation faults feedback offload_state one_plan report
         solvers threads wrapping""",
 }
 SOME = {

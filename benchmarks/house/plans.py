@@ -32,20 +32,19 @@ class _Asked(BaseException):
 def request_of(given: Any, **asked: Any) -> Any:
     """What a workload's call asks of the planner; ``asked``: options of ``jaxtensile.jit``."""
     import jaxtensile
-    from jaxtensile.spmd import processes
 
     def stop(request: Any, *_: Any, **__: Any) -> None:
         raise _Asked(request)
 
     step = jaxtensile.jit(given.fun, budget="1GiB", target=TARGET, **asked, **given.jit_options)
-    fit, processes.fit = processes.fit, stop
-    ours, processes.pipeline.fit = processes.pipeline.fit, stop
+    fit, one_plan.fit = one_plan.fit, stop
+    ours, one_plan.pipeline.fit = one_plan.pipeline.fit, stop
     try:
         step.plan(*given.args)
     except _Asked as stopped:
         return stopped.args[0]
     finally:
-        processes.fit, processes.pipeline.fit = fit, ours
+        one_plan.fit, one_plan.pipeline.fit = fit, ours
     raise AssertionError("no plan was asked for")
 
 

@@ -18,8 +18,8 @@ import os
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pickle import PicklingError
 from types import MethodType
@@ -69,12 +69,13 @@ from jaxtensile.settings.options import (
     resolved,
     unsaid,
 )
-from jaxtensile.spmd import processes
-from jaxtensile.spmd.agreement import Agreed
+from jaxtensile.spmd.elsewhere import Carried, carried, in_force
 from jaxtensile.spmd.local_shapes import sharded
-from jaxtensile.spmd.location import Location, as_for, device_name, is_nowhere, location, profile_of
+from jaxtensile.spmd.location import Location, device_name, is_nowhere, location, profile_of
 from jaxtensile.spmd.of_one_device import of_one_device
 from jaxtensile.spmd.placement import Placement
+from jaxtensile.spmd.processes import one_plan
+from jaxtensile.spmd.processes.agreement import Agreed
 from jaxtensile.units import TIB, Bytes, Seconds
 from jaxtensile.xla.compile import Options, compile_program
 from jaxtensile.xla.target import compiler_options, is_absent, resolve_all, tracing_for
@@ -127,7 +128,7 @@ def jit(
     ``out_shardings``.
     ``job``: one of ``jaxtensile.job``, whose lease is the budget where none is given; calls are steps of the job.
     ``target``: a name from ``jaxtensile.targets()`` to plan for a device that need not be here, or for as many of them
-    as the arguments' ``NamedSharding``s are over.
+    as the arguments' ``NamedSharding``s are over; ``"nvidia-h200:8"`` and ``"nvidia-h200:2x8"`` say how many, too.
     ``config``: the path of a ``jaxtensile.toml`` or its tables as a dict; by default that of the job, else
     ``$JAXTENSILE_CONFIG``, else the first one upward from the working directory. Its table ``[functions."train_step"]``
     (or a pattern, or ``"train.py:train_step"``) gives ``budget``, ``host_budget``, ``objective``, ``undo``, ``chunk``
@@ -243,6 +244,7 @@ class Planned(Transformed):
         "_asked",
         "_compiler_options",
         "_dispatch",
+        "_elsewhere",
         "_entries",
         "_found",
         "_fun",
@@ -271,6 +273,7 @@ class Planned(Transformed):
         self._entries: WeakKeyDictionary[Any, dict[Hashable, _Entry]] = WeakKeyDictionary()
         self._refused: WeakKeyDictionary[Any, dict[Hashable, BudgetError]] = WeakKeyDictionary()
         self._agreed: dict[str, Agreed] = {}
+        self._elsewhere: dict[Hashable, Planned] = {}
         self._placement = Placement(self._plain, _weakly(self._offloads))
         self._without_jit = self._placement.without_jit(fun)
         self._dispatch: Any = _compat.dispatcher(
@@ -318,12 +321,11 @@ class Planned(Transformed):
         ``report.baseline``. If the devices belong to several processes, all must call it (or ``lower``, ``trace``, or
         the function itself): they agree on one plan, or raise one error.
         """
-        with self._tracing(args, kwargs):
-            args, kwargs = self._seen(args, kwargs)
-            traced = self._trace_plain(args, kwargs)
+        with self._seen(args, kwargs) as (there, args, kwargs):
+            traced = there._trace_plain(args, kwargs)
             return unless_faulty(
-                lambda: self._entry_of(traced, args, kwargs, measure=True).fitted.report,
-                lambda error: self._without_report(error, args, kwargs),
+                lambda: there._entry_of(traced, args, kwargs, measure=True).fitted.report,
+                lambda error: there._without_report(error, args, kwargs),
             )
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -347,8 +349,8 @@ class Planned(Transformed):
         Without a budget it is the plain program's if that has ample room, no known device, or no plan that fits. Such a
         program can be inspected, or lowered for another platform.
         """
-        with self._tracing(args, kwargs):
-            return self._traced(*self._seen(args, kwargs))
+        with self._seen(args, kwargs) as (there, args, kwargs):
+            return there._traced(args, kwargs)
 
     def as_written(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         """The ``jax.jit`` result of the function, and its arguments."""
@@ -368,6 +370,7 @@ class Planned(Transformed):
             self._refused.clear()
             self._ladders.clear()
             self._agreed.clear()
+            self._elsewhere.clear()
             self._found = None
             self._plain.clear_cache()
             self._dispatch._clear_cache()
@@ -487,7 +490,7 @@ class Planned(Transformed):
     ) -> tuple[Any, Any, Any, _compat.Run | None]:
         """``_chosen`` for a traced call. ``known``, ``named``: the arguments as the user's function sees them."""
         place = location(traced, known, named, self._jit_options)
-        alone = place is not None and not processes.members_of(place.devices)  # the others might not say the same
+        alone = place is not None and not one_plan.members_of(place.devices)  # the others might not say the same
         if place is None or (alone and self._runs_as_it_is(traced, place)):
             return self._plain, args, kwargs, None  # where there is no place, its call raises JAX's own error
         if self._asked.target is not None and profile(self._asked.target) != profile_of(place.device):
@@ -547,17 +550,34 @@ class Planned(Transformed):
         place = location(traced, args, kwargs, self._jit_options)
         return place is None or self._runs_as_it_is(traced, place)
 
-    def _seen(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Arguments as the compiler wants them, for a program that is not called."""
-        if self._asked.target is not None:
-            args, kwargs = as_for(self._asked.target, self._plain, args, kwargs)
-        return self._placement.as_on_device(args, kwargs)
+    @contextmanager
+    def _seen(self, args: Any, kwargs: Any) -> Iterator[tuple[Planned, Any, Any]]:
+        """A context for tracing a program that is not called: the function and its arguments as the compiler wants
+        them, which is another function where this one names devices that are not the target's."""
+        target, there = self._asked.target, self
+        with self._tracing(args, kwargs):
+            if target is not None:
+                trace = functools.partial(self._trace_plain, args, kwargs)
+                found = carried(target, trace, self._plain, self._fun, self._asked.options, args, kwargs)
+                there, args, kwargs = self._carried(found), found.args, found.kwargs
+            with in_force(target):
+                yield there, *there._placement.as_on_device(args, kwargs)
+
+    def _carried(self, found: Carried) -> Planned:
+        """This function itself, or one for the devices of the target; the same one for the same options."""
+        if found.fun is self._fun and found.options is self._asked.options:
+            return self
+        outs = found.options.get("out_shardings")
+        key = (found.fun is self._fun, tuple(jax.tree.leaves(outs)), jax.tree.structure(outs))
+        with self._lock:
+            if key not in self._elsewhere:
+                self._elsewhere[key] = Planned(found.fun, dataclasses.replace(self._asked, options=found.options))
+            return self._elsewhere[key]
 
     def _planned(self, args: Any, kwargs: Any) -> tuple[_Entry, Any, Any]:
         """The entry and arguments of a program that is not called; the plain program is not compiled."""
-        with self._tracing(args, kwargs):
-            args, kwargs = self._seen(args, kwargs)
-            return self._entry_of(self._trace_plain(args, kwargs), args, kwargs), args, kwargs
+        with self._seen(args, kwargs) as (there, args, kwargs):
+            return there._entry_of(there._trace_plain(args, kwargs), args, kwargs), args, kwargs
 
     def _entry_of(self, traced: Any, args: Any, kwargs: Any, *, measure: bool = False) -> _Entry:
         """The entry of a program that is not called; arguments as from ``_seen``."""
@@ -565,10 +585,10 @@ class Planned(Transformed):
         place = location(traced, args, kwargs, self._jit_options)
         if place is None and self._asked.target is not None:
             raise TargetError(
-                f"{name_of(self._fun)} names devices that are no {self._asked.target!r}, in a mesh in force, in a "
-                "shard_map, a constraint or in_shardings=: with target= shardings come from the arguments, as "
-                "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)); leave others out, or leave "
-                "target= out to plan for this machine"
+                f"{name_of(self._fun)} names devices that are no {self._asked.target!r} in a shard_map or a "
+                "constraint, and its arguments name none: give them their shardings, as "
+                "jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec)), or leave target= out to plan "
+                "for this machine"
             )
         place = self._together(traced, place)
         if self._asked.target is not None and place.device not in resolve_all(self._asked.target, place.count):
@@ -601,7 +621,7 @@ class Planned(Transformed):
 
     def _ladder(self, traced: Any, place: Location, args: Any, kwargs: Any) -> Ladder:
         """The ladder of a job's steps of one signature; one per program and place."""
-        if members := processes.members_of(place.devices):
+        if members := one_plan.members_of(place.devices):
             self._asked.job.runs_in(members)
         with self._lock:
             known = self._ladders.setdefault(traced.jaxpr, {})
@@ -635,7 +655,7 @@ class Planned(Transformed):
                     raise refused[place.key].anew()
                 job = self._request(traced, place, args, kwargs)
                 try:
-                    fitted = processes.fit(
+                    fitted = one_plan.fit(
                         job, place.devices, budget=self._resolved().as_written, known=self._agreed, baseline=measure
                     )
                 except BudgetError as error:

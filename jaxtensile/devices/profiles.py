@@ -10,6 +10,7 @@ f32 products run as XLA's defaults: TF32 on CUDA from compute capability 8.0, on
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -322,6 +323,7 @@ _ACCELERATORS: Final = (
 )
 _RATES: Final = ("memory_bandwidth", "matmul_flops_bf16", "matmul_flops_f32", "elementwise_flops", "link_bandwidth")
 _BY_NAME: Final = {p.name: p for p in _ACCELERATORS}
+_SHAPE: Final = re.compile(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){0,2}")
 _BY_KIND: Final = {kind: p for p in _ACCELERATORS for kind in p.kinds}
 
 
@@ -330,8 +332,24 @@ def targets() -> tuple[str, ...]:
     return (*_BY_NAME, "cpu")
 
 
+def kind_and_shape(target: str) -> tuple[str, tuple[int, ...]]:
+    """A target's name, and how many devices there are in each direction: ``nvidia-h200:8x8`` is 8 hosts with 8 GPUs
+    each, ``tpu-v5e:4x4`` a grid of chips; empty for a name alone. Raises ``TargetError``."""
+    name, colon, shape = target.partition(":")
+    if not colon:
+        return name, ()
+    if not _SHAPE.fullmatch(shape):
+        raise TargetError(
+            f"target {target!r} has no number of devices behind its colon: write {name}:8, or {name}:2x4 for two hosts "
+            "of four GPUs each or a grid of TPUs"
+        )
+    return name, tuple(map(int, shape.split("x")))
+
+
 def profile(name: str) -> DeviceProfile:
-    """The profile of a target name; ``TargetError`` with the nearest names if there is none."""
+    """The profile of a target name, with or without a number of devices (``nvidia-h200:8``); ``TargetError`` with the
+    nearest names if there is none."""
+    name, _ = kind_and_shape(name)
     if name == "cpu":
         return _cpu()
     found = _BY_NAME.get(name)

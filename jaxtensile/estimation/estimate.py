@@ -39,9 +39,10 @@ from jaxtensile.program.trace import Traced, trace_jaxpr
 from jaxtensile.program.workload import Transformed, name_of, told_of_modules
 from jaxtensile.settings.identity import identity_of, planned
 from jaxtensile.settings.options import Asked, ConfigLike, Resolved, config_of, resolved
+from jaxtensile.spmd.elsewhere import carried, in_force
 from jaxtensile.spmd.local_graph import Local, local_graph, whole
 from jaxtensile.spmd.local_shapes import Sharded, local_shapes, sharded
-from jaxtensile.spmd.location import as_for, device_name, location, profile_of
+from jaxtensile.spmd.location import device_name, is_nowhere, location, profile_of
 from jaxtensile.units import Bytes, Seconds, format_bytes
 from jaxtensile.xla.compile import RECOMPUTES, compile_program, not_recomputing
 from jaxtensile.xla.compilers import compiler_of
@@ -114,11 +115,19 @@ def estimate_on(
     where = location(traced, args, {}, options)
     if where is None:
         raise TargetError(f"the arguments of {name} are on devices that do not go together: place them")
+    if not targets and is_nowhere(traced, args, {}):
+        raise TargetError(
+            f"{name} is for a mesh without devices, and nothing says of which kind they are: give a target=, one of "
+            "jaxtensile.targets()"
+        )
     here = () if targets else tuple(map(device_name, where.devices))
     with as_ours(f"estimating {name}", "jax.jit(...).lower(...).compile().memory_analysis() asks XLA"):
         if not targets:
             devices = [best_known(profile_of(where.device), where.device.device_kind)]
-        many = sharded(traced, args, {}, _compat.static_arguments(plain), where.count) if where.count > 1 else None
+        many = None
+        if where.count > 1:
+            numbers = _compat.static_arguments(plain)
+            many = sharded(traced, args, {}, numbers, where.count, platform=devices[0].backend.name)
         unused, alone = bool(options.get("keep_unused", False)), many is None
         known = {h: program_of(traced, unused, h) for h in {alone and d.backend.hoists_invariants for d in devices}}
         programs = [known[alone and d.backend.hoists_invariants] for d in devices]
@@ -131,7 +140,8 @@ def estimate_on(
     for program, device, target, found in zip(programs, devices, targets or (None,), static, strict=True):
         if exact:
             tell(f"compiling for {device.name} ...")
-            found = _exactly(found, plain, args, _of_one_device(program, many, device)[0].graph, device, target)
+            graph = _of_one_device(program, many, device)[0].graph
+            found = _exactly(found, plain, traced, args, graph, device, target)
         elif device.backend.recomputes and found.device > (most := int(RECOMPUTES * device.capacity)):
             note = f"above about {format_bytes(most)} XLA recomputes by itself under jax.jit; exact=True says what"
             found = replace(found, notes=(*found.notes, note))
@@ -250,16 +260,17 @@ def _track(program: Traced, origin: tuple[int, ...], live: Liveness, use: Memory
 def _exactly(
     static: Estimate,
     plain: Any,
+    traced: Any,
     args: Sequence[Any],
     graph: Graph,
     device: DeviceProfile,
     target: str | None,
 ) -> Estimate:
     options = compiler_options(target) if target is not None else {}
-    placed, _ = as_for(target, plain, args, {}) if target is not None else (tuple(args), {})
+    plain, placed = (plain, tuple(args)) if target is None else _carried(target, plain, traced, args)
     make, recomputes = functools.partial(_Optioned, plain), device.backend.recomputes
     counts = device if device.backend.takes_all else None
-    with tracing_for(args=placed):
+    with tracing_for(args=placed), in_force(target):
         compiled = compile_program(make, placed, {}, not_recomputing(device.backend, options), counts=counts)
         use = compiled.memory
         again, spared, seconds = compiled.again, None, compiled.seconds
@@ -279,6 +290,14 @@ def _exactly(
         return found
     needed = parts(use, graph, device)
     return replace(found, use=use, low=use.device, high=use.device, parts=needed)
+
+
+def _carried(target: str, plain: Any, traced: Any, args: Sequence[Any]) -> tuple[Any, Any]:
+    """A ``jax.jit`` result and its arguments, for devices of the target."""
+    own = _compat.jit_options(plain)
+    found = carried(target, lambda: traced, plain, plain, own, args, {})
+    same = found.fun is plain and found.options is own
+    return plain if same else jax.jit(found.fun, **found.options), found.args
 
 
 class _Optioned:

@@ -42,7 +42,7 @@ from jaxtensile.runtime.protocol.messages import (
 )
 from jaxtensile.search.request import Fitted
 from jaxtensile.settings.options import config_of
-from jaxtensile.spmd.together import together
+from jaxtensile.spmd.processes.together import together
 from jaxtensile.units import Bytes, Seconds, format_bytes, parse_bytes
 
 

@@ -16,8 +16,8 @@ from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.plan_cache import PlanCache
 from jaxtensile.runtime.protocol.messages import Rung
 from jaxtensile.search.request import Fitted, Request
-from jaxtensile.spmd import processes
-from jaxtensile.spmd.agreement import Agreed
+from jaxtensile.spmd.processes import one_plan
+from jaxtensile.spmd.processes.agreement import Agreed
 from jaxtensile.units import Bytes, format_bytes
 
 _BETWEEN: Final = 1
@@ -71,7 +71,7 @@ class TogetherLadder(Ladder):
     def _fit(self, budget: Bytes | None = None) -> Fitted:
         """The plan for so many bytes; None: for all that the least of the processes has."""
         request = self.request if budget is None else replace(self.request, budget=budget)
-        return processes.fit(request, self._devices, budget=("a job", budget), known=self._agreed)
+        return one_plan.fit(request, self._devices, budget=("a job", budget), known=self._agreed)
 
 
 __all__ = ["TogetherLadder"]

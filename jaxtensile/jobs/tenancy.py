@@ -25,7 +25,7 @@ from jaxtensile.runtime.client.client import Client
 from jaxtensile.runtime.client.gate import Turns
 from jaxtensile.runtime.client.uninterrupted import uninterrupted
 from jaxtensile.runtime.protocol.messages import Admit, Rung
-from jaxtensile.spmd.together import Together
+from jaxtensile.spmd.processes.together import Together
 from jaxtensile.units import Bytes, Seconds
 
 _OFF: Final = 1.3

@@ -1,1 +1,1 @@
-"""Several devices and processes: where arguments are, and how processes agree on one plan."""
+"""Several devices: where arguments are, and the program of one device."""

@@ -18,6 +18,7 @@ import jax
 from jax.sharding import AxisType
 
 from jaxtensile import _compat
+from jaxtensile.devices.backends import CPU
 from jaxtensile.faults import strict, told
 from jaxtensile.ir.ir import Graph, Op
 from jaxtensile.program.trace import Traced, closed_bodies, trace_jaxpr
@@ -31,12 +32,13 @@ ROUNDS: Final = 3
 @dataclass(frozen=True)
 class Sharded:
     """A program over ``count`` devices. ``traced``: the result of ``jax.jit``'s ``trace``. ``inputs``, ``outputs``: a
-    sharding for each input and output of its jaxpr, None if XLA decides."""
+    sharding for each input and output of its jaxpr, None if XLA decides. ``platform``: of a mesh without devices."""
 
     traced: Any
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
     count: int
+    platform: str = CPU.name
 
     def parts(self, i: int, aval: Any) -> Parts | None:
         """Of input ``i``; None if it has no sharding."""
@@ -66,7 +68,15 @@ class Shapes:
     program: Traced | None = None
 
 
-def sharded(traced: Any, args: Any, kwargs: Any, static: tuple[frozenset[int], frozenset[str]], count: int) -> Sharded:
+def sharded(
+    traced: Any,
+    args: Any,
+    kwargs: Any,
+    static: tuple[frozenset[int], frozenset[str]],
+    count: int,
+    *,
+    platform: str = CPU.name,
+) -> Sharded:
     """The shardings of a trace's arguments and results. ``static``: positions and names of arguments that are no
     arrays."""
     numbers, names = static
@@ -79,7 +89,7 @@ def sharded(traced: Any, args: Any, kwargs: Any, static: tuple[frozenset[int], f
     own = [*map(_placed, _compat.captured(traced)), *map(_placed, leaves)]
     if len(own) != len(given):
         own = [None] * len(given)
-    return Sharded(traced, tuple(g or o for g, o in zip(given, own, strict=True)), outputs, count)
+    return Sharded(traced, tuple(g or o for g, o in zip(given, own, strict=True)), outputs, count, platform)
 
 
 def _placed(x: Any) -> Any:
@@ -118,7 +128,7 @@ def local_shapes(program: Traced, where: Sharded) -> Shapes:
     given = {v: p for i, v in enumerate(program.arguments) if (p := where.parts(i, avals[i])) is not None}
     typed = _explicit(where)
     try:
-        found = propagated(module_of(program, _types(where), where.outputs))
+        found = propagated(module_of(program, _types(where), where.outputs, where.platform))
     except Exception as error:  # private parts of JAX, which may be elsewhere in another version, or refuse a program
         refused = isinstance(error, ImportError | AttributeError) or type(error).__name__ == "MLIRError"
         if strict() and not refused and not typed:  # types say it all; JAX does not write each such program again

@@ -5,7 +5,7 @@ Invariant: nothing here moves or copies an array.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +37,12 @@ def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) ->
     ``traced``: the result of ``jax.jit``'s ``trace``. ``options``: the arguments of ``jax.jit``.
     """
     leaves = [x for x in jax.tree.leaves((args, kwargs)) if _is_committed(x)]
-    sets = {frozenset(x.sharding.device_set) for x in leaves} | _compat.device_sets(traced)
+    placed = [x.sharding.device_set for x in leaves if not _compat.is_abstract(x.sharding)]
+    sets = set(map(frozenset, placed)) | _compat.device_sets(traced)
     if len(sets) > 1:
         return None
+    if not sets and (sizes := {m.size for m in _abstract_meshes(traced, leaves)}):
+        return Location(_default_device(options), max(sizes), tuple(sorted(sizes))) if len(sizes) == 1 else None
     devices = next(iter(sets), None) or frozenset([_default_device(options)])
     device = min(devices, key=lambda d: d.id)
     where: Hashable = (device.client, device.device_kind)
@@ -47,6 +50,13 @@ def location(traced: Any, args: Any, kwargs: Any, options: Mapping[str, Any]) ->
         where = (devices, *map(_spread, leaves))
     kinds = tuple(sorted({str(x.sharding.memory_kind) for x in leaves} - {"None", "device"}))
     return Location(device, len(devices), (where, kinds), tuple(sorted(devices, key=lambda d: d.id)))
+
+
+def _abstract_meshes(traced: Any, leaves: Sequence[Any]) -> Iterator[AbstractMesh]:
+    """The meshes without devices that a call is for."""
+    for place in (*(x.sharding for x in leaves), *_compat.asked_shardings(traced)):
+        if _compat.is_abstract(place):
+            yield getattr(place, "mesh", place)
 
 
 def placements(args: Any, kwargs: Any) -> list[str]:
@@ -76,13 +86,12 @@ def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     ``NamedSharding``s over several devices are kept, over as many devices of the target. Raises ``TargetError`` for
     other shardings.
     """
-    given = {d: None for x in jax.tree.leaves((args, kwargs)) for d in _mesh_devices(x)}
-    devices = resolve_all(target, max(len(given), 1))
-    there = dict(zip(sorted(given, key=_order), devices, strict=bool(given))) if given else {}
+    count = max((mesh.size for x in jax.tree.leaves((args, kwargs)) if (mesh := _mesh(x)) is not None), default=1)
+    devices = resolve_all(target, count)
     numbers, names = _compat.static_arguments(plain)
 
     def abstract(x: Any) -> Any:
-        sharding = _sharding_there(x, there) if there else SingleDeviceSharding(devices[0])
+        sharding = SingleDeviceSharding(devices[0]) if count == 1 else _sharding_there(x, target, count)
         if not isinstance(x, jax.ShapeDtypeStruct):
             if not (hasattr(x, "shape") and hasattr(x, "dtype")):
                 return x  # Python scalars go where the arrays are; anything else is JAX's to refuse
@@ -93,38 +102,44 @@ def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return tuple(placed), {k: x if k in names else jax.tree.map(abstract, x) for k, x in kwargs.items()}
 
 
-def _mesh_devices(x: Any) -> Sequence[Any]:
-    """The devices of a sharded argument, in order, or numbers for an abstract mesh; else none."""
-    sharding: Any = getattr(x, "sharding", None) if _is_committed(x) else None
-    if isinstance(sharding, NamedSharding) and sharding.memory_kind != PINNED_HOST:
-        mesh = sharding.mesh
-        found = list(range(mesh.size)) if isinstance(mesh, AbstractMesh) else list(mesh.devices.flat)
-    elif sharding is None or len(sharding.device_set) == 1:
-        return ()
-    else:
-        raise TargetError(
-            f"an argument of shape {x.shape} is sharded by {sharding}, which cannot be carried over to the devices of "
-            "a target: give it a NamedSharding in device memory"
-        )
-    return found if len(found) > 1 else ()
+def mesh_on(target: str, mesh: Mesh | AbstractMesh) -> Mesh:
+    """The same mesh over devices of the target, in the order of their ids as the mesh's own. Raises ``TargetError``."""
+    own = range(mesh.size) if isinstance(mesh, AbstractMesh) else [d.id for d in mesh.devices.flat]
+    there = dict(zip(sorted(own), resolve_all(target, mesh.size), strict=True))
+    placed = np.array([there[d] for d in own]).reshape(mesh.axis_sizes)
+    return Mesh(placed, mesh.axis_names, axis_types=mesh.axis_types)
 
 
-def _order(device: Any) -> int:
-    return device if isinstance(device, int) else device.id
+def _mesh(x: Any) -> Mesh | AbstractMesh | None:
+    """The mesh of an argument over several devices. Raises ``TargetError`` if another sharding divides it."""
+    if not is_spread(x):
+        return None
+    if isinstance(x.sharding, NamedSharding) and x.sharding.memory_kind != PINNED_HOST:
+        return x.sharding.mesh
+    raise TargetError(
+        f"an argument of shape {x.shape} is sharded by {x.sharding}, which cannot be carried over to the devices of a "
+        "target: give it a NamedSharding in device memory"
+    )
 
 
-def _sharding_there(x: Any, there: Mapping[Any, Any]) -> NamedSharding | None:
+def _sharding_there(x: Any, target: str, count: int) -> NamedSharding | None:
     """An argument's sharding over the target's devices; None if it has none."""
     if not _is_committed(x):
         return None
-    if not _mesh_devices(x):
+    if (mesh := _mesh(x)) is None:
         raise TargetError(
-            f"an argument of shape {x.shape} is on one device and others are sharded over {len(there)}, so that they "
-            "do not go together: give it a NamedSharding of their mesh, or none"
+            f"an argument of shape {x.shape} is on one device and others are sharded over {count}, so that they do not "
+            "go together: give it a NamedSharding of their mesh, or none"
         )
-    mesh, spec = x.sharding.mesh, x.sharding.spec
-    placed = np.array([there[d] for d in _mesh_devices(x)]).reshape(mesh.axis_sizes)
-    return NamedSharding(Mesh(placed, mesh.axis_names, axis_types=mesh.axis_types), spec)
+    return NamedSharding(mesh_on(target, mesh), x.sharding.spec)
+
+
+def is_spread(x: Any) -> bool:
+    """Whether an argument is over several devices."""
+    if not _is_committed(x):
+        return False
+    sharding = x.sharding
+    return sharding.mesh.size > 1 if _compat.is_abstract(sharding) else len(sharding.device_set) > 1
 
 
 def _is_committed(x: Any) -> bool:
@@ -147,4 +162,14 @@ def _default_device(options: Mapping[str, Any]) -> Any:
     return options.get("device") or (jax.local_devices(backend=backend)[0] if backend else _compat.default_device())
 
 
-__all__ = ["Location", "as_for", "device_name", "is_nowhere", "location", "placements", "profile_of"]
+__all__ = [
+    "Location",
+    "as_for",
+    "device_name",
+    "is_nowhere",
+    "is_spread",
+    "location",
+    "mesh_on",
+    "placements",
+    "profile_of",
+]

@@ -16,10 +16,11 @@ from dataclasses import replace
 from typing import Any, Final
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxtensile import _compat
+from jaxtensile.devices.backends import CPU
 from jaxtensile.program.bodies import with_closed
 from jaxtensile.program.trace import Traced, bind, closed_bodies, trace_jaxpr, trace_on
 
@@ -36,9 +37,9 @@ def mark_of(location: str) -> str:
     return found[-1] if found else ""
 
 
-def module_of(program: Traced, arguments: Sequence[Any], outputs: Sequence[Any]) -> Any:
+def module_of(program: Traced, arguments: Sequence[Any], outputs: Sequence[Any], platform: str = CPU.name) -> Any:
     """The StableHLO module of a program. ``arguments``: abstract and placed. ``outputs``: shardings of results, None
-    where XLA decides."""
+    where XLA decides. ``platform``: of arguments on a mesh without devices."""
     # Not the arrays, which would be text. JAX makes constants of them, which have no sharding either. References stay.
     names = tuple(v for v, x in program.consts.items() if type(jax.typeof(x)) is _compat.ShapedArray)
     kept = {v: x for v, x in program.consts.items() if v not in names}
@@ -49,7 +50,12 @@ def module_of(program: Traced, arguments: Sequence[Any], outputs: Sequence[Any])
 
     consts = [jax.ShapeDtypeStruct(jax.numpy.shape(x), x.dtype) for x in map(program.consts.__getitem__, names)]
     jitted = jax.jit(evaluate, keep_unused=True, out_shardings=[*outputs] if outputs else None)
-    return jitted.lower(*arguments, *consts).compiler_ir("stablehlo")
+    places = [*(x.sharding for x in arguments), *outputs]
+    nowhere = any(map(_compat.is_abstract, places)) and not any(
+        isinstance(getattr(s, "mesh", None), Mesh) for s in places
+    )
+    platforms = (platform,) if nowhere else None
+    return jitted.trace(*arguments, *consts).lower(lowering_platforms=platforms).compiler_ir("stablehlo")
 
 
 def _evaluated(program: Traced, flat: Sequence[Any], consts: dict[int, Any], above: str) -> list[Any]:

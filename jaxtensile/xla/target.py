@@ -19,6 +19,7 @@ Found on jax 0.10.2 and 0.12.0.1 (nothing needs a driver):
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from jaxtensile import _compat
 from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.devices.gpu_description import CUDNN, FACTS, OLDEST_CUDA13, target_config
 from jaxtensile.devices.hardware import WITHOUT_TPU, has_tpu
-from jaxtensile.devices.profiles import profile
+from jaxtensile.devices.profiles import kind_and_shape, profile
 from jaxtensile.errors import TargetError
 
 Device = Any
@@ -58,11 +59,23 @@ def resolve(name: str) -> Device:
     Raises ``TargetError`` for an unknown name, a missing plugin (with the extra to install) or a compiler that refuses.
     """
     with _LOCK:
-        return _resolve(name)
+        return _resolve(kind_and_shape(name)[0])
+
+
+def target_devices(target: str) -> list[Device]:
+    """The devices of a target, for a mesh to plan and compile for without having them.
+
+    ``target``: a name of ``jaxtensile.targets()`` and how many: ``"nvidia-h200:8"``, ``"nvidia-h200:2x8"`` (two hosts
+    with eight each), ``"tpu-v5e:4x4"`` (a grid); without a number, one. Raises ``TargetError``. Nothing runs on them:
+    ``jax.make_mesh((8,), ("data",), devices=jaxtensile.target_devices("nvidia-h200:8"))``.
+    """
+    _, shape = kind_and_shape(target)
+    return [*resolve_all(target, math.prod(shape))]
 
 
 def compiler_options(name: str) -> Mapping[str, str]:
     """Options for every compile for ``name``; the user's own take precedence."""
+    name, _ = kind_and_shape(name)
     if name not in FACTS or FACTS[name].compute_capability >= OLDEST_CUDA13:
         return {}
     root = _wheel_folder("nvidia.cuda_nvcc")
@@ -77,19 +90,25 @@ def compiler_options(name: str) -> Mapping[str, str]:
 def resolve_all(name: str, count: int) -> tuple[Device, ...]:
     """``count`` devices to compile one program for; always the same objects.
 
-    Raises ``TargetError`` as ``resolve`` does, and if there are fewer.
+    Raises ``TargetError`` as ``resolve`` does, if there are fewer, and if the name says another number.
     """
+    kind, shape = kind_and_shape(name)
+    if shape and math.prod(shape) != count:
+        raise TargetError(
+            f"target {name!r} has {math.prod(shape)} devices, and the program is divided among {count}, as its "
+            f"arguments' shardings say: divide it among as many, or write target={kind!r}"
+        )
     if count == 1:
-        return (resolve(name),)
+        return (resolve(kind),)
     with _LOCK:
-        return _resolve_all(name, count)
+        return _resolve_all(kind, count, shape)
 
 
 @cache
-def _resolve_all(name: str, count: int) -> tuple[Device, ...]:
+def _resolve_all(name: str, count: int, shape: tuple[int, ...]) -> tuple[Device, ...]:
     resolve(name)  # says what is missing
     try:
-        found = _SEVERAL[profile(name).platform](name, count)
+        found = _SEVERAL[profile(name).platform](name, count, shape)
     except Exception as error:
         raise TargetError(f"{count} devices of target {name!r} cannot be compiled for: {_reason(error)}") from error
     if len(found) < count:
@@ -121,12 +140,12 @@ def _cuda_device(name: str) -> Device:
     return device
 
 
-def _cuda_topology(config: str, plugin: str = "", count: int = 1) -> Sequence[Device]:
-    """``count`` GPUs of one host. ``plugin``: the module to register at the first use."""
+def _cuda_topology(config: str, plugin: str = "", count: int = 1, hosts: int = 1) -> Sequence[Device]:
+    """``count`` GPUs, as many on each host. ``plugin``: the module to register at the first use."""
 
     def build() -> Sequence[Device]:
         described = topologies.get_topology_desc(
-            platform=CUDA.name, topology_name="", topology=f"1x1x{count}", target_config=config
+            platform=CUDA.name, topology_name="", topology=f"1x{hosts}x{count // hosts}", target_config=config
         )
         return described.devices
 
@@ -164,6 +183,7 @@ def tracing_for(*targets: str, args: Any = ()) -> AbstractContextManager[None]:
     In this thread JAX sees cuDNN and their lowest compute capability. Without targets, devices and a local GPU, the
     program is only inspected: JAX sees the newest GPU's. Other targets change nothing.
     """
+    targets = tuple(kind_and_shape(target)[0] for target in targets)
     placed = (getattr(x, "sharding", None) for x in jax.tree.leaves(args))
     devices = {d for s in placed if isinstance(s, Sharding) and not _compat.is_abstract(s) for d in s.device_set}
     kinds = {d.device_kind for d in devices if d.platform == CUDA.in_jax and is_absent(d)}
@@ -194,7 +214,8 @@ def host_sharding(device: Device) -> SingleDeviceSharding:
 def _compile_something(device: Device, options: Mapping[str, str]) -> None:
     """Compile a program that needs ptxas and libdevice; raises the compiler's error."""
     x = jax.ShapeDtypeStruct((128,), jnp.float32, sharding=SingleDeviceSharding(device))
-    jax.jit(lambda x: jnp.log1p(x).sum()).lower(x).compile(compiler_options=dict(options))
+    with _compat.using_mesh(None):  # a mesh in force is of other devices
+        jax.jit(lambda x: jnp.log1p(x).sum()).lower(x).compile(compiler_options=dict(options))
 
 
 def _tpu_device(name: str) -> Device:
@@ -214,11 +235,11 @@ def _tpu_topology(topology: str) -> Sequence[Device]:
         return topologies.get_topology_desc(platform=TPU.name, topology_name=topology).devices
 
 
-def _grid(name: str, count: int) -> str:
-    """The topology of ``count`` chips nearest to a square or a cube: ``v5e:2x4``."""
+def _grid(name: str, count: int, shape: tuple[int, ...] = ()) -> str:
+    """The topology of ``count`` chips, by default the one nearest to a square or a cube: ``v5e:2x4``."""
     generation, directions = _TPU_TOPOLOGIES[name]
-    sides: list[int] = []
-    for left in range(directions, 0, -1):
+    sides = [*shape] if len(shape) > 1 else []
+    for left in range(directions if not sides else 0, 0, -1):
         fit = [n for n in range(1, count + 1) if count % n == 0 and n**left <= count]
         sides.append(fit[-1])
         count //= fit[-1]
@@ -262,7 +283,7 @@ def _install(extra: str) -> str:
     return f'Install it: pip install "jaxtensile[{extra}]"'
 
 
-def _cpus(_: str, __: int = 1) -> Sequence[Device]:
+def _cpus(_: str, __: int = 1, ___: tuple[int, ...] = ()) -> Sequence[Device]:
     return jax.local_devices(backend=CPU.in_jax)
 
 
@@ -272,8 +293,8 @@ _ONE: Final[dict[str, Callable[[str], Device]]] = {
     CUDA.name: _cuda_device,
 }
 """How to get the device of a target, by its backend."""
-_SEVERAL: Final[dict[str, Callable[[str, int], Sequence[Device]]]] = {
+_SEVERAL: Final[dict[str, Callable[[str, int, tuple[int, ...]], Sequence[Device]]]] = {
     CPU.name: _cpus,
-    TPU.name: lambda name, count: _tpu_topology(_grid(name, count)),
-    CUDA.name: lambda name, count: _cuda_topology(target_config(name), count=count),
+    TPU.name: lambda name, count, shape: _tpu_topology(_grid(name, count, shape)),
+    CUDA.name: lambda name, count, shape: _cuda_topology(target_config(name), count=count, hosts=math.prod(shape[:-1])),
 }

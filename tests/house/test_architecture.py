@@ -30,6 +30,7 @@ FLOORS = [
     ["search"],
     ["planner"],
     ["spmd"],
+    ["spmd.processes"],
     ["estimation", "jobs"],
     ["api"],
     ["tuning"],
@@ -43,7 +44,18 @@ ONLY = {
     "passes.verify": ("top", "ir", "passes.pack"),
 }
 """Rooms that look into these alone, wherever they stand."""
-MAY_USE_JAX = {"program", "xla", "groups", "rewrites", "rewrites.rows", "planner", "spmd", "estimation", "jobs"} | {
+MAY_USE_JAX = {
+    "program",
+    "xla",
+    "groups",
+    "rewrites",
+    "rewrites.rows",
+    "planner",
+    "spmd",
+    "spmd.processes",
+    "estimation",
+    "jobs",
+} | {
     "api",
     "tuning",
 }

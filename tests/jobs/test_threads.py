@@ -20,7 +20,7 @@ from jaxtensile import _compat
 from jaxtensile.jobs.ladder import Ladder, Position, together
 from jaxtensile.jobs.stepping import Stepping
 from jaxtensile.jobs.tenancy import Tenancy, Terms
-from jaxtensile.spmd import keystore
+from jaxtensile.spmd.processes import keystore
 from paths import TESTS
 
 TERMS = Terms(name="a", least=0, want=0, priority=0, weight=1.0, devices=None, overhead=None)

@@ -144,10 +144,33 @@ def test_shardings_that_no_target_can_keep():
         ours.plan(w, here, scale)
     constrained = partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P()))
     mapped = jax.shard_map(lambda w: w, mesh=mesh, in_specs=P("x"), out_specs=P("x"))
+    w, x = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (w, x))
     for placed in (constrained, mapped):
         named = jaxtensile.jit(lambda w, x, p=placed: step(p(w), x, 1), target="nvidia-a100-40gb", budget="1GiB")
-        with pytest.raises(jaxtensile.TargetError, match="in a shard_map, a constraint or in_shardings="):
+        with pytest.raises(jaxtensile.TargetError, match="in a shard_map or a constraint, and its arguments name none"):
             named.plan(w, x)
+
+
+@pytest.mark.cuda_aot
+def test_a_target_with_a_number_of_devices():
+    """Of as many as there are shardings for; in hosts of as many GPUs."""
+    step, args, mine = sharded_step(AbstractMesh((4,), ("x",)))
+    assert jaxtensile.jit(step, target="nvidia-h200:4", budget="1GiB").plan(*args).compiled.argument >= mine
+    devices = jaxtensile.target_devices("nvidia-h200:2x2")
+    assert len(devices) == 4 and len({d.process_index for d in devices}) == 2
+    assert jaxtensile.target_devices("nvidia-h200") == [resolve("nvidia-h200")]
+    with pytest.raises(jaxtensile.TargetError, match="has 8 devices, and the program is divided among 4"):
+        jaxtensile.jit(step, target="nvidia-h200:8", budget="1GiB").plan(*args)
+    for wrong in ("nvidia-h200:", "nvidia-h200:0", "nvidia-h200:8x", "nvidia-h200:1x2x3x4"):
+        with pytest.raises(jaxtensile.TargetError, match="no number of devices behind its colon"):
+            jaxtensile.jit(step, target=wrong)
+
+
+@pytest.mark.tpu_aot
+def test_a_grid_of_tpus_as_it_was_asked_for():
+    assert len(jaxtensile.target_devices("tpu-v5e:2x4")) == len(jaxtensile.target_devices("tpu-v5e:8")) == 8
+    assert max(d.coords[0] for d in jaxtensile.target_devices("tpu-v5e:2x4")) == 1
+    assert max(d.coords[0] for d in jaxtensile.target_devices("tpu-v5e:4x2")) == 3
 
 
 @pytest.mark.tpu_aot

@@ -8,8 +8,8 @@ import pytest
 from jax._src.lib import _jax
 
 from jaxtensile.errors import AgreementError, BudgetError, Culprit, SolverError
-from jaxtensile.spmd.agreement import Question, agree
-from jaxtensile.spmd.keystore import Store
+from jaxtensile.spmd.processes.agreement import Question, agree
+from jaxtensile.spmd.processes.keystore import Store
 
 SHORT = "4"
 """Seconds of patience, the least that there may be."""

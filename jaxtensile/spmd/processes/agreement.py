@@ -34,7 +34,7 @@ import msgspec
 
 from jaxtensile import errors
 from jaxtensile.errors import AgreementError, BudgetError, Culprit, JaxtensileError, StoppedError
-from jaxtensile.spmd.keystore import Store
+from jaxtensile.spmd.processes.keystore import Store
 from jaxtensile.units import Seconds
 
 VARIABLE: Final = "JAXTENSILE_AGREEMENT_TIMEOUT"

@@ -13,7 +13,7 @@ import pytest
 from daemons import until
 from jaxtensile.errors import AgreementError
 from jaxtensile.runtime.daemon.inquiry import ask
-from jaxtensile.spmd.together import Together
+from jaxtensile.spmd.processes.together import Together
 from paths import ROOT
 
 LIMIT = 30.0

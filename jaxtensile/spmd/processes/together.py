@@ -36,8 +36,8 @@ from typing import Final
 import jax
 
 from jaxtensile.errors import AgreementError
-from jaxtensile.spmd.agreement import patience
-from jaxtensile.spmd.keystore import Store, store
+from jaxtensile.spmd.processes.agreement import patience
+from jaxtensile.spmd.processes.keystore import Store, store
 from jaxtensile.units import Seconds
 
 _LOOK: Final[Seconds] = 0.05

@@ -30,9 +30,9 @@ from jaxtensile.planner.plan_cache import FLAGS, Entry, Plans, package, plan_cac
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.search.recipe import fingerprint
 from jaxtensile.search.request import Fitted, Request
-from jaxtensile.spmd.agreement import Agreed, Question, agree
-from jaxtensile.spmd.keystore import store
 from jaxtensile.spmd.location import placements
+from jaxtensile.spmd.processes.agreement import Agreed, Question, agree
+from jaxtensile.spmd.processes.keystore import store
 from jaxtensile.switches import switched_off
 from jaxtensile.units import Bytes
 from jaxtensile.xla.target import is_absent

@@ -14,7 +14,7 @@ TWO = """
 import json, sys
 import jax, jax.numpy as jnp, numpy as np, jaxtensile
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jaxtensile.spmd import keystore
+from jaxtensile.spmd.processes import keystore
 
 address, me = sys.argv[1], int(sys.argv[2])
 jax.config.update("jax_cpu_collectives_implementation", "gloo")

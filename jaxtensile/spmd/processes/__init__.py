@@ -1,0 +1,1 @@
+"""Several processes whose devices run one program: how they agree on one plan."""
