@@ -162,6 +162,7 @@ SWITCHES: Final = (
     Switch("shallow", "before bodies are planned, a smaller change is compiled"),
     Switch("lifted_parts", "after a plan that fits, fewer parts are tried"),
     Switch("lifted_plans", "after a plan that fits, cheaper ones are tried"),
+    Switch("halfway", "among them plans halfway to one that missed, which save much"),
     Switch(
         "contest", "the plan that fits has rivals, without copies and with products spared first; their kernels decide"
     ),

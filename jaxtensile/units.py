@@ -89,12 +89,13 @@ def parse_seconds(text: int | float | str) -> Seconds:
     return float(text)
 
 
-def format_bytes(size: float) -> str:
-    """``13448000000`` → ``'12.52GiB'``: three significant places, binary units, sign kept."""
+def format_bytes(size: float, *, up: bool = False) -> str:
+    """``13448000000`` → ``'12.52GiB'``: two places, binary units, sign kept. ``up``: rounded up, so that whoever gives
+    that many gives enough."""
     sign, size = ("-", -size) if size < 0 else ("", size)
     for factor, unit in ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if size >= factor:
-            return f"{sign}{size / factor:.2f}{unit}"
+            return f"{sign}{math.ceil(100 * size / factor) / 100 if up else size / factor:.2f}{unit}"
     return f"{sign}{size:.0f}B"
 
 

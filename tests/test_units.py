@@ -31,6 +31,11 @@ def test_sizes(text, size):
     assert parse_bytes(text) == size
 
 
+@given(st.integers(0, 1 << 50))
+def test_rounded_up_it_is_enough(size):
+    assert size <= parse_bytes(format_bytes(size, up=True)) <= size + size // 50 + 1
+
+
 def test_percent_is_a_share_of_the_capacity():
     assert parse_bytes("80%", capacity=10 * GIB) == 8 * GIB
     assert parse_bytes("100 %", capacity=77) == 77

@@ -37,6 +37,8 @@ def request_of(given: Any, **asked: Any) -> Any:
         raise _Asked(request)
 
     step = jaxtensile.jit(given.fun, budget="1GiB", target=TARGET, **asked, **given.jit_options)
+    from jaxtensile.spmd.processes import one_plan
+
     fit, one_plan.fit = one_plan.fit, stop
     ours, one_plan.pipeline.fit = one_plan.pipeline.fit, stop
     try:

@@ -77,7 +77,7 @@ from jaxtensile.spmd.placement import Placement
 from jaxtensile.spmd.processes import one_plan
 from jaxtensile.spmd.processes.agreement import Agreed
 from jaxtensile.units import TIB, Bytes, Seconds
-from jaxtensile.xla.compile import Options, compile_program
+from jaxtensile.xla.compile import Options, compile_program, not_recomputing
 from jaxtensile.xla.target import compiler_options, is_absent, resolve_all, tracing_for
 
 _SHARED: WeakValueDictionary[Hashable, Ladder] = WeakValueDictionary()
@@ -668,7 +668,7 @@ class Planned(Transformed):
                     shapes = tuple(map(str, traced.jaxpr.in_avals))
                     self._say_many(shapes, sum(fitted.report.seconds.values()))
             elif measure and not entry.measured:
-                self._measure(entry, args, kwargs)
+                self._measure(entry, place, args, kwargs)
             entry.feedback.change()
             if entry.watched and not entry.feedback.timing:
                 self._dispatch._clear_cache()  # what has no dispatch entry gets one from its next call on
@@ -679,7 +679,6 @@ class Planned(Transformed):
         device, wanted = self._device(place), self._resolved()
         budget, setting = self._budget(wanted, place, device)
         device = dataclasses.replace(device, traffic_weight=WEIGHTS[wanted.objective])
-        needed = compiler_options(self._asked.target) if self._asked.target is not None else {}
         captured = _compat.captured(traced)
         request = Request(
             name=name_of(self._fun),
@@ -691,7 +690,7 @@ class Planned(Transformed):
             device=device,
             shards=place.count,
             make=functools.partial(self._make, traced.out_tree, captured),
-            options={**needed, **self._compiler_options},
+            options=self._asked_options(),
             host_budget=wanted.host_budget,
             undo=self._undoes(traced),
             chunk=wanted.chunk,
@@ -707,6 +706,11 @@ class Planned(Transformed):
             return request
         static = _compat.static_arguments(self._plain)
         return of_one_device(request, sharded(traced, args, kwargs, static, place.count))
+
+    def _asked_options(self) -> Options:
+        """The compiler options that every program of this function has."""
+        needed = compiler_options(self._asked.target) if self._asked.target is not None else {}
+        return {**needed, **self._compiler_options}
 
     def _question(self, place: Location) -> tuple[Hashable, ...]:
         """Everything that a ladder depends on besides its program and place."""
@@ -743,10 +747,12 @@ class Planned(Transformed):
 
         return _compat.jit(run, **self._jit_options, compiler_options=dict(options) or None)
 
-    def _measure(self, entry: _Entry, args: Any, kwargs: Any) -> None:
+    def _measure(self, entry: _Entry, place: Location, args: Any, kwargs: Any) -> None:
         report = entry.fitted.report
         if not report.baseline.exact:
-            plain = compile_program(functools.partial(self._make, None, (), None), args, kwargs, entry.fitted.options)
+            # Not with the plan's options, such as a scheduler that needs fewer bytes.
+            options = not_recomputing(self._device(place).backend, self._asked_options())
+            plain = compile_program(functools.partial(self._make, None, (), None), args, kwargs, options)
             if plain.memory is not None:
                 entry.feedback.tell(baseline=plain.memory)
         entry.measured = True

@@ -39,6 +39,8 @@ class Table:
     estimates: Mapping[str, Estimate]
     batches: Mapping[str, int] = field(default_factory=lambda: {})
     planned: Mapping[str, int] = field(default_factory=lambda: {})
+    limit: str = ""
+    """Why larger batches were not looked at."""
 
     @property
     def fits(self) -> bool:
@@ -54,7 +56,7 @@ class Table:
         rows = _as_rows(self)
         if columns is not None and max(map(len, rows.splitlines())) > columns:
             rows = "\n".join(_in_lines(self))
-        return "\n\n".join((rows, str(next(iter(self.estimates.values())))))
+        return "\n\n".join(filter(None, (rows, self.limit, str(next(iter(self.estimates.values()))))))
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: by target, in bytes."""
@@ -103,7 +105,7 @@ def tabulate(
             batches[name] = asked.largest(target, near=static)
         if planned:
             with_plan[name] = max(Plans(sizes, target, None, {}).largest(near=static), batches[name])
-    return Table(first, batches, with_plan)
+    return Table(first, batches, with_plan, sizes.limit)
 
 
 def _as_rows(table: Table) -> str:

@@ -124,6 +124,9 @@ def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | N
     compiles, start = page.compiles, page.written()
     if best is not None and best.compiled.memory is None:
         best = None
+    nearest = compiles.nearest() if request.shards == 1 else None
+    if nearest is not None and (best is None or nearest.compiled.device < best.compiled.device):
+        best = nearest
     least = LARGE * request.device.capacity if best is None else best.compiled.device
     worth = held and page.program.may_fit(replace(request, budget=least))
     if not request.state and (compiles.plain is not None or worth):
@@ -131,8 +134,8 @@ def _smallest(page: Page, candidates: Candidates, best: Made | None) -> Made | N
         if plain.memory is not None and (best is None or plain.device <= best.compiled.device):
             best = compiles.plainly(start)
     if best is not None and not best.misplaced:
-        graph = page.program.traced.graph
-        remember(request, graph, best.compiled.device, page.entry(best))
+        remember(request, page.program.traced.graph, best.compiled.device, page.entry(best))
+        page.keep(best, best.compiled.device)
     return best
 
 

@@ -74,7 +74,7 @@ def cannot(
         least = ", ".join(map(str, culprits)) or "nothing lives but arguments and results"
         because = f"at the peak of the smallest plan{each and f', about{each}'}, {least}"
     found = "reachable" if not about and needs <= bound.nbytes else "found"
-    smallest = f"the smallest {found}, {about}{format_bytes(needs)}, for {request.name}"
+    smallest = f"the smallest {found}, {about}{format_bytes(needs, up=True)}, for {request.name}"
     other = ", or plan with solver='auto'" if request.solver == "chain" else ""
     ways = ["raise the budget"]
     if request.chunk is False and request.whole and Chunks(candidates.written).helps:

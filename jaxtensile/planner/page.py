@@ -220,10 +220,7 @@ class Page:
         compiled = made.compiled
         if made.variant.parts > 1:
             bound = self.less(bound, made.variant)
-        if self.plans is not None:
-            plans = self.plans
-            with self.clock("keep"):
-                self.request.faults.spared(CACHE, lambda: plans.keep(self.entry(made)), lambda: None)
+        self.keep(made, self.request.budget)
         told = self.report(made, compiled, bound, rounds)
         state = frozenset(leaf.argument for leaf in self.request.state)
         return Fitted(
@@ -236,10 +233,17 @@ class Page:
             key=program_key(made.variant, made.plan),
         )
 
-    def entry(self, made: Made) -> Entry:
-        """A plan as the plan cache stores it."""
+    def keep(self, made: Made, budget: Bytes) -> None:
+        """Keep a plan for later processes that ask for ``budget``."""
+        if (plans := self.plans) is not None:
+            with self.clock("keep"):
+                self.request.faults.spared(CACHE, lambda: plans.keep(self.entry(made, budget)), lambda: None)
+
+    def entry(self, made: Made, budget: Bytes | None = None) -> Entry:
+        """A plan as the plan cache stores it, for this budget or another one."""
+        asked = self.request if budget is None else replace(self.request, budget=budget)
         return Entry(
-            key=key_of(self.request, self.program.traced.graph, self.aim),
+            key=key_of(asked, self.program.traced.graph, self.aim),
             name=self.request.name,
             choice=made.choice,
             recipe=recipe_of(made.variant, made.plan),

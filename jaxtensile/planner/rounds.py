@@ -26,6 +26,8 @@ REPAID: Seconds = 1e-4
 10,000 steps."""
 GAIN, UNSURE = 0.001, 0.01
 """Shares of the step's work that such a plan has to save: always, and if only the model predicts its bytes. Guesses."""
+MUCH = 0.05
+"""Share of the step's work that a plan halfway to one that missed has to save. A guess: a compile may be in vain."""
 DEEP = 1.25
 """Before bodies are planned or loops strip-mined, plans predicted within this factor of the budget are compiled. A
 guess, as far as ``SURELY``."""
@@ -166,28 +168,31 @@ class Rounds:
         """A plan with less work between ``missed``, in (predicted, compiled) bytes, and ``fits``; else ``fits``. And
         the number compiled.
 
-        ``missed`` None: the model's error is assumed equal to that of ``fits``.
+        ``missed`` None: the program as it is, where that is nearer, else the model's error is assumed equal to that of
+        ``fits``.
         """
         request, scale = self.request, self.scale
         budget = request.budget * scale
         work = sum(fits.variant.problem.costs.charge)
-        gain = GAIN * work
+        gain, much = GAIN * work, MUCH * work
         if missed is None:
             spare = 2 * int(budget - fits.compiled.device * scale)
             missed = fits.plan.predicted.device + spare, int(fits.compiled.device * scale) + spare
-            gain = UNSURE * work
+            plain = self.compiles.plain
+            if (
+                plain is not None
+                and plain.memory is not None
+                and fits.plan.predicted.device < self.predicted < missed[0]
+            ):
+                missed = self.predicted, int(plain.device * scale)
+            else:
+                gain, much = UNSURE * work, math.inf
         count = 0
         for _ in range(LIFTS if on("lifted_plans") else 0):
-            predicted, compiled = fits.plan.predicted.device, fits.compiled.device * scale
-            if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
+            found = self._lifted(candidates, fits, missed, gain) or self._halfway(candidates, fits, missed, much)
+            if found is None or charge_of(*found) >= beat:
                 break
-            aim = predicted + int((budget - compiled) / (missed[1] - compiled) * (missed[0] - predicted))
-            variant, plan = self.cheapest(candidates, aim)
-            same = plan.changes_nothing and variant.as_it_is
-            dear = charge_of(variant, plan) >= beat
-            if same or dear or not self._saves((variant, plan), fits, gain) or plan.predicted.device > aim:
-                break
-            made, count = self.compiles.planned(variant, plan, best=True), count + 1
+            made, count = self.compiles.planned(*found, best=True), count + 1
             if made is None or made.compiled.memory is None or made.misplaced:
                 break
             if made.fits:
@@ -197,6 +202,34 @@ class Rounds:
             else:
                 missed = made.plan.predicted.device, int(made.compiled.device * scale)
         return fits, count
+
+    def _lifted(
+        self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes], gain: Seconds
+    ) -> tuple[Variant, Plan] | None:
+        """A plan that saves ``gain`` and meets the budget if XLA's bytes are on the line through both; None if there is
+        none."""
+        budget = self.request.budget * self.scale
+        predicted, compiled = fits.plan.predicted.device, fits.compiled.device * self.scale
+        if budget - compiled <= SPARE * budget or missed[0] <= predicted or missed[1] <= compiled:
+            return None
+        aim = predicted + int((budget - compiled) / (missed[1] - compiled) * (missed[0] - predicted))
+        return self._saving(candidates, fits, aim, gain)
+
+    def _halfway(
+        self, candidates: Candidates, fits: Made, missed: tuple[Bytes, Bytes], much: Seconds
+    ) -> tuple[Variant, Plan] | None:
+        """A plan between both by the model that saves much; None if there is none. XLA's bytes are far from any line
+        where it orders a loop's body anew."""
+        predicted = fits.plan.predicted.device
+        if missed[0] <= predicted or not on("halfway"):
+            return None
+        return self._saving(candidates, fits, (predicted + missed[0]) // 2, much)
+
+    def _saving(self, candidates: Candidates, fits: Made, aim: Bytes, gain: Seconds) -> tuple[Variant, Plan] | None:
+        """The cheapest plan for the aim, if it saves ``gain``."""
+        variant, plan = found = self.cheapest(candidates, aim)
+        same = plan.changes_nothing and variant.as_it_is
+        return None if same or plan.predicted.device > aim or not self._saves(found, fits, gain) else found
 
     def _quicker(self, fits: Made, cheaper: Made) -> Made:
         """Of two plans that fit, the one with the shorter step if compiled kernels are known and steps count; else the

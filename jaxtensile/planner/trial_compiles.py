@@ -290,6 +290,11 @@ class TrialCompiles:
             self._learned[copies] = done[:1] if differ else [*done, *(way for way in order if way not in done)]
         return tried[0][1]
 
+    def nearest(self) -> Made | None:
+        """The smallest planned program of those that do not fit, without its executable."""
+        known = (m for m in self._missed.values() if m.compiled.memory is not None and not m.misplaced)
+        return min(known, key=lambda made: made.compiled.device, default=None)
+
     def _compared(self, made: list[Made]) -> None:
         """Learn what other ways of a plan save over the first."""
         first, *others = (m.compiled.device for m in made)

@@ -258,7 +258,7 @@ class Candidates:
                 if rank(second, budget) < rank(best, budget):
                     self.variants = ordered([*self.variants, *more])
                     best = second
-        if best[1].predicted.device > budget:
+        if best[1].predicted.device > budget or (self._bodies and best[0].inside):  # those were planned for other bytes
             if not self._bodies:
                 aside = [v for v in self.variants if v.aside]
                 hosted = [cheapest(aside, budget)[0]] if aside and not best[0].aside else []

@@ -11,14 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
+import jax
+import numpy as np
+
+from jaxtensile.api.feedback import without_arrays
 from jaxtensile.api.jit import jit
+from jaxtensile.devices.hardware import host_memory
 from jaxtensile.errors import BudgetError, OptionError
 from jaxtensile.estimation.estimate import Estimate, estimate_on
 from jaxtensile.program.workload import Workload
 from jaxtensile.settings.options import ConfigLike, budget_bytes, config_of
 from jaxtensile.tuning.making import Maker, WorkloadError, maker_of, telling
 from jaxtensile.tuning.predicted import predicted
-from jaxtensile.units import Bytes
+from jaxtensile.units import MIB, Bytes, format_bytes
 
 Tell = Callable[[str], None]
 LARGEST: Final = 1 << 30
@@ -27,6 +32,14 @@ FIRST: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 """First batch sizes tried, until one is taken; batches in multiples of devices match one."""
 _ROUNDER: Final = (8, 64, 512)
 """Multiples asked behind the largest batch that fits: what tiles and divisors like."""
+FEW: Final = 64 * MIB
+"""Bytes of arrays that a workload may make for any size; for more, shapes are continued from those of smaller sizes. A
+guess: a fraction of a second."""
+ARRAYS: Final = 0.25
+"""Share of this machine's memory that a workload's own arrays may take. A guess: they are made from others."""
+FURTHER: Final = 32
+"""Times the largest batch that is known to fit up to which the next one is tried. A guess: what a few rows need says
+little of a million."""
 PREDICTED: Final = 64
 """Parts of a batch to which a predicted largest one is known. A guess: no prediction is better."""
 _NEXT: Final = 3
@@ -164,7 +177,8 @@ class Search:
         small, large = sorted(near)
         per_item = max((known[large].nbytes - known[small].nbytes) / (large - small), 1.0)
         aimed = large + (known[large].room - known[large].nbytes) / per_item
-        return min(int(aimed), LARGEST) // unit * unit
+        fits = [b for b, needs in known.items() if needs.fits]
+        return min(int(aimed), LARGEST, FURTHER * max(fits, default=small)) // unit * unit
 
     def _guess(self, first: int) -> int:
         """Where bytes that grow with the batch reach the device's; the smallest sizes may not grow like later ones."""
@@ -198,6 +212,10 @@ class Sizes:
         self.config = config_of(config)
         self._known: dict[int, tuple[Workload, Mapping[str, Estimate]] | None] = {}
         self._refusal: WorkloadError | None = None
+        self._with_arrays: dict[int, tuple[Bytes, Workload]] = {}
+        """By batch size: bytes of arrays that the workload made, and the workload without them."""
+        self.limit = ""
+        """Why larger batches were not looked at; empty: no machine's memory was in the way."""
 
     def largest(self, target: str | None, *, budget: int | str | None = None, near: int = 0) -> int:
         """The largest batch that fits a target as written. Raises ``WorkloadError`` if none is accepted."""
@@ -206,7 +224,7 @@ class Sizes:
             found = self.at(batch)
             return None if found is None else needs_of(_on(found[1], target), budget)
 
-        return self.accepted(Search(needs).largest(near))
+        return self.accepted(Search(needs).largest(near or self.maker.own_batch or 0))
 
     def accepted(self, found: int | None) -> int:
         """``found``, or the workload's own error if it is None."""
@@ -220,12 +238,77 @@ class Sizes:
         if batch not in self._known:
             self.tell(f"{self.maker.batch} {batch} ...")
             try:
-                workload = self.maker(batch)
+                workload = self._made(batch)
                 found = estimates(workload, self.targets, exact=self.exact, tell=self.tell, config=self.config)
                 self._known[batch] = workload, found
             except WorkloadError as error:
                 self._known[batch], self._refusal = None, error
         return self._known[batch]
+
+    def _made(self, batch: int) -> Workload:
+        """The workload for a size, with shapes for arrays. Raises ``WorkloadError``, also for one whose arrays, made
+        for real, would take most of this machine."""
+        needed = self._arrays_of(batch)
+        if needed > FEW and (like := self._like(batch)) is not None:
+            return like
+        if needed > (room := int(ARRAYS * host_memory())):
+            self.limit = (
+                f"{self.maker.function} makes arrays, about {format_bytes(needed)} of them for "
+                f"{self.maker.batch}={batch}, and this machine has room for {format_bytes(room)}: larger batches were "
+                "not looked at. Let it return jax.ShapeDtypeStruct(shape, dtype) in their place"
+            )
+            raise WorkloadError(self.limit)
+        workload = self.maker(batch)
+        arrays = [x for x in jax.tree.leaves(workload.args) if isinstance(x, jax.Array | np.ndarray)]
+        workload = replace(workload, args=jax.tree.map(_abstract, tuple(workload.args)))
+        if arrays:
+            self._with_arrays[batch] = sum(x.nbytes for x in arrays), workload
+        return workload
+
+    def _arrays_of(self, batch: int) -> Bytes:
+        """Bytes of the arrays that the workload would make, by those that it made; 0 if it makes none."""
+        known = sorted(self._with_arrays)[-2:]
+        if not known or batch <= known[-1]:
+            return 0
+        small, large = known[0], known[-1]
+        nbytes = self._with_arrays[large][0]
+        per_item = (nbytes - self._with_arrays[small][0]) / (large - small) if small < large else nbytes / large
+        return int(nbytes + per_item * (batch - large))
+
+    def _like(self, batch: int) -> Workload | None:
+        """The workload with the shapes of the last two that made arrays, continued; None if those are not two of one
+        function."""
+        sizes = sorted(self._with_arrays)[-2:]
+        if len(sizes) < 2:
+            return None
+        small, large = (self._with_arrays[k][1] for k in sizes)
+        same = small.fun is large.fun and small.jit_options == large.jit_options
+        if not same or jax.tree.structure(small.args) != jax.tree.structure(large.args):
+            return None
+        share = (batch - sizes[0]) / (sizes[1] - sizes[0])
+        try:
+            args = jax.tree.map(lambda a, b: _continued(a, b, share), small.args, large.args)
+        except _Unlike:
+            return None
+        return replace(large, args=args)
+
+
+class _Unlike(Exception):
+    """Arguments that do not continue each other."""
+
+
+def _continued(small: Any, large: Any, share: float) -> Any:
+    """An argument whose sizes go on from those of two workloads. Raises ``_Unlike``."""
+    if not isinstance(large, jax.ShapeDtypeStruct):
+        if type(small) is type(large) and small == large:
+            return large
+        raise _Unlike
+    if type(small) is not type(large) or small.dtype != large.dtype or len(small.shape) != len(large.shape):
+        raise _Unlike
+    sizes = tuple(a + share * (b - a) for a, b in zip(small.shape, large.shape, strict=True))
+    if any(size != int(size) for size in sizes):
+        raise _Unlike
+    return jax.ShapeDtypeStruct(tuple(map(int, sizes)), large.dtype, sharding=large.sharding, weak_type=large.weak_type)
 
 
 class Plans:
@@ -260,6 +343,12 @@ class Plans:
                 if error.needs is None:
                     raise
                 return Needs(max(error.needs, plain.room + 1), plain.room)
+
+
+def _abstract(x: Any) -> Any:
+    if isinstance(x, np.ndarray):
+        return jax.ShapeDtypeStruct(x.shape, jax.typeof(x).dtype)
+    return without_arrays(x)
 
 
 def needs_of(e: Estimate, budget: int | str | None = None) -> Needs:

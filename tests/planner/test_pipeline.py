@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxtensile
+from jaxtensile import switches
 from jaxtensile.devices.profiles import WEIGHTS, profile
 from jaxtensile.ir.plan import CompiledTime, MemoryUse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
@@ -104,7 +105,7 @@ def test_the_first_plan_that_holds_is_taken(monkeypatch):
     assert report.rounds == 1 and report.fits and not report.unchanged
     assert report.compiled.device == compiler.given[0] <= report.budget
     told = [s for s in steps if s in ("solve", "check", "compile planned")]
-    assert told == ["solve", "check", "compile planned", "solve"], "what a plan with more bytes would save is asked"
+    assert told[:3] == ["solve", "check", "compile planned"] and {*told[3:]} == {"solve"}, "more bytes are asked about"
     assert report.recompute_flops > 0 and report.overhead > 0 and report.stages > 0
     jax.tree.map(close, fitted.jitted(*ARGS), jax.jit(step, compiler_options=FAST)(*ARGS))
 
@@ -283,6 +284,34 @@ def test_a_model_that_is_far_off_leaves_nothing_untried(monkeypatch):
     compiler = Compiler(monkeypatch, add=-int(0.6 * least))
     report = fit(job(int(0.41 * least)), compiler.prepare).report
     assert report.fits and report.predicted.device > rounds.HOPELESS * report.budget
+
+
+def test_the_error_names_the_smallest_program_that_was_compiled(monkeypatch):
+    """Also where XLA needs more for plans with less, so that it is none of the last."""
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    compiler = Compiler(monkeypatch, add=lambda k: k * predicted().temp)
+    with pytest.raises(jaxtensile.BudgetError) as info:
+        fit(job(tight()), compiler.prepare)
+    assert len(compiler.given) > 1 and info.value.needs == min(compiler.given) < compiler.given[-1]
+    compiler.add = lambda _: predicted().temp
+    assert fit(job(info.value.needs), compiler.prepare).report.fits, "it is what is asked for"
+
+
+def test_between_a_dear_plan_that_fits_and_one_that_missed_others_are_compiled(monkeypatch):
+    """Although by the bytes of both nothing was to be had: XLA's are not on a line."""
+    monkeypatch.setattr(modelled, "SURELY_OVER", 0.0)
+    monkeypatch.setattr(rounds, "REPAID", 0.0)
+    monkeypatch.setattr(rounds, "SPARE", 1.0)
+    monkeypatch.setattr(rounds, "MUCH", 0.0)
+    over = predicted().temp
+    costs = {}
+    for off in ([], ["halfway"]):
+        compiler = Compiler(monkeypatch, add=lambda k: over if k <= 2 else 0)  # in both ways
+        with switches.off(*off):
+            report = fit(job(tight(0.9)), compiler.prepare).report
+        assert report.fits
+        costs[not off] = report.overhead
+    assert 0 < costs[True] < costs[False]
 
 
 def test_a_compiler_that_refuses_is_asked_for_less(monkeypatch):

@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxtensile
 from jaxtensile.errors import BudgetError, OptionError
+from jaxtensile.tuning import largest
 from jaxtensile.tuning.largest import Needs, Search
+from jaxtensile.tuning.making import maker_of
 
 WIDTH, LAYERS = 64, 4
 
@@ -76,6 +79,37 @@ def test_no_larger_batch_fits_as_it_is_and_with_a_plan(function):
     for batch, fits in ((plain, True), (plain + step, False)):
         e = jaxtensile.estimate(function(batch).fun, *function(batch).args, target=options["target"])
         assert (e.device <= 128 << 10) == fits
+
+
+SLOPE = jax.grad(loss)
+
+
+def test_arrays_are_made_for_small_batches_alone():
+    """Larger ones have the shapes that go on from theirs, so that no machine is too small to look."""
+    made = []
+
+    def arrays(batch=512):
+        made.append(batch)
+        return jaxtensile.Workload(fun=SLOPE, args=(np.ones((WIDTH, WIDTH), np.float32), jnp.ones((batch, WIDTH))))
+
+    options = {"target": "nvidia-h200", "budget": "4GiB"}
+    found = jaxtensile.largest_batch(arrays, **options)
+    assert found == jaxtensile.largest_batch(make, **options)
+    assert max(made) * WIDTH * 4 <= 2 * largest.FEW < found * WIDTH * 4
+
+
+def test_a_machine_that_cannot_hold_the_arrays_is_told(monkeypatch):
+    """Where each batch has a function of its own, whose shapes say nothing of others."""
+    monkeypatch.setattr(largest, "FEW", 0)
+    monkeypatch.setattr(largest, "host_memory", lambda: 64 << 20)
+
+    def arrays(batch=512):
+        return jaxtensile.Workload(fun=jax.grad(loss), args=(jnp.ones((WIDTH, WIDTH)), jnp.ones((batch, WIDTH))))
+
+    sizes = largest.Sizes(maker_of(arrays), ("nvidia-h200",))
+    found = sizes.largest("nvidia-h200")
+    assert 16 << 20 >= found * WIDTH * 4 > 8 << 20
+    assert "arrays makes arrays" in sizes.limit and "jax.ShapeDtypeStruct" in sizes.limit
 
 
 def test_the_figures_of_the_compiler_on_this_machine():
