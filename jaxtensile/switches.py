@@ -72,6 +72,7 @@ SWITCHES: Final = (
     Switch("folded_pads", "zeros on both sides of a convolution are padded by it"),
     Switch("turned_filters", "the gradient of a dilated filter takes transposed copies"),
     Switch("pool_gradients", "the gradient of a max pool is a pool with places and a scatter"),
+    Switch("expanded_pools", "the same on a CPU, where places are found in the forward pass"),
     Switch("shared_zeros", "zeros that gradients of pools add to are those that relu compares with"),
     Switch("sums_into_scatters", "what is added to a scatter into zeros is what it scatters into"),
     Switch("widened_halves", "16-bit numbers are computed in f32 where a device has no instructions for them"),
@@ -162,6 +163,7 @@ SWITCHES: Final = (
     Switch("shallow", "before bodies are planned, a smaller change is compiled"),
     Switch("lifted_parts", "after a plan that fits, fewer parts are tried"),
     Switch("lifted_plans", "after a plan that fits, cheaper ones are tried"),
+    Switch("within_reach", "an aim that no plan at hand meets is raised to one that some does"),
     Switch("halfway", "among them plans halfway to one that missed, which save much"),
     Switch(
         "contest", "the plan that fits has rivals, without copies and with products spared first; their kernels decide"

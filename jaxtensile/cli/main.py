@@ -53,7 +53,11 @@ _CONFIG = "the config; default: $JAXTENSILE_CONFIG, or the jaxtensile.toml found
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code."""
     _open_standard()
-    options = _parser().parse_args(argv)
+    parser = _parser()
+    if not (sys.argv[1:] if argv is None else argv):
+        parser.print_help(sys.stderr)
+        return WRONG_USE
+    options = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = options.command
     with Interrupts() as interrupts:
         try:

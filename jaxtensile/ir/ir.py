@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, NewType, TypeVar, cast
+from typing import Final, Generic, NewType, TypeVar, cast
 
 from jaxtensile.units import Bytes, Flops
 
@@ -37,6 +37,10 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     space: str = "device"
+
+
+WHILE_TRIPS: Final = 10
+"""Iterations assumed for a ``while``. A guess: solvers end within tens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +81,11 @@ class Op:
     groups: tuple[int, ...] = ()
     workspace: Bytes = 0
     rereads: float = 1.0
+
+    @property
+    def runs(self) -> int:
+        """How often bodies are taken to run."""
+        return WHILE_TRIPS if self.primitive == "while" else self.trip_count
 
     def on(self, id: int, operands: Sequence[int], results: Sequence[int]) -> Op:
         """The same computation as op ``id`` of another schedule, on other values."""

@@ -27,6 +27,8 @@ ROUNDS_IF_CLOSE = 6
 """Plans at most once one came within ``CLOSE``. A guess."""
 FLATTEST = 0.4
 """Least saving in XLA's allocation per byte saved in the model, as assumed. A guess."""
+REACH = (0.0, 0.5, 0.75)
+"""How far towards what missed an aim is raised that nothing at hand meets, as shares of the way. Guesses."""
 REFUSED = 0.9
 """Factor on the aim after a compiler ran out of memory without a figure. A guess."""
 
@@ -128,7 +130,22 @@ class _Series:
             if lower >= min(self.aim, plan.predicted.device):
                 found, self.order = self.order, None
                 return found
-            self.aim = lower
+            self.aim = self._within_reach(lower, min(self.aim, plan.predicted.device))
+
+    def _within_reach(self, aim: Bytes, above: Bytes) -> Bytes:
+        """``aim``, or more, below ``above``, if a plan is at hand for that alone.
+
+        An aim is a guess of what XLA adds. Where nothing at hand is as small, a search for it takes long and ends with
+        the dearest plan; what is at hand may do.
+        """
+        if aim <= 0 or not on("within_reach"):
+            return aim
+        with self.compiles.clock("solve"):
+            for share in REACH:
+                higher = aim + int(share * (above - aim))
+                if self.candidates.at_hand(higher):
+                    return higher
+        return aim
 
     def _fits_after_all(self, plan: Plan) -> bool:
         """Whether the program as written fits where the model sees neither anything fit nor a plan save much."""
@@ -227,7 +244,7 @@ class _Series:
             target = _lower(self._seen, int(self.request.budget * self.scale))
         if predicted > self.aim or target >= self.aim:
             return False
-        self.aim = target
+        self.aim = self._within_reach(target, min(self.aim, predicted))
         return True
 
 

@@ -22,8 +22,8 @@ Key = tuple[int, int]
 
 @dataclass(frozen=True)
 class Body:
-    """A body: its closed jaxpr, the arguments its results replace (a loop's carry), its number of runs, and its graph
-    in the op."""
+    """A body: its closed jaxpr, the arguments its results replace (a loop's carry), its assumed number of runs, and its
+    graph in the op."""
 
     closed: Any
     donated: tuple[bool, ...]
@@ -48,7 +48,7 @@ def bodies_of(traced: Traced, o: int) -> list[Body]:
         if not all(type(v.aval) is _compat.ShapedArray for v in (*jaxpr.invars, *jaxpr.outvars)):
             return []
         carried = _carried(op.primitive, op.carried, eqn.params, len(jaxpr.invars))
-        out.append(Body(closed, carried, op.trip_count, op.bodies[k]))
+        out.append(Body(closed, carried, op.runs, op.bodies[k]))
     return out
 
 

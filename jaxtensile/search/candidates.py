@@ -354,6 +354,10 @@ class Candidates:
     def _shallow(self) -> list[Variant]:
         return [v for v in self.variants if not v.deep]
 
+    def at_hand(self, budget: Bytes) -> bool:
+        """Whether a present variant has a plan within ``budget`` that is found without looking for the least."""
+        return cheapest(self.variants, budget, least=False)[1].predicted.device <= budget
+
     def has_shallow(self, budget: Bytes) -> bool:
         """Whether a plan that leaves bodies and loop depth as they are is within ``budget``."""
         return cheapest(self._shallow, budget, least=False)[1].predicted.device <= budget

@@ -15,6 +15,7 @@ from jaxtensile.devices.gpu_description import FACTS
 from jaxtensile.devices.profiles import DeviceProfile, profile
 from jaxtensile.ir.ir import Graph, Op, ValueId
 from jaxtensile.passes.lifetimes.expanded import expanded
+from jaxtensile.passes.lifetimes.expanded_pools import expanded_pools
 from jaxtensile.passes.lifetimes.fusion import CPU as FUSES_CPU
 from jaxtensile.passes.lifetimes.fusion import H200, Fuser, fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
@@ -90,7 +91,8 @@ class Compiler:
         found = expanded(graph, self.processors, groups=self.spreads, weights=self.weights)
         if self.wide is not None:
             found = _then(found, widened(found.graph, self.wide))
-        return found if self.fuser == FUSES_CPU else _then(found, lowered(found.graph))
+        more = expanded_pools if self.fuser == FUSES_CPU else lowered
+        return _then(found, more(found.graph))
 
     def as_written(self, graph: Graph) -> Graph:
         """A graph with workspaces, with the copies that its products by groups share if nothing separates them."""

@@ -27,8 +27,10 @@ from jaxtensile.units import Bytes
 _DILATED = 1.5
 """Factor from which a padded copy is taken to be dilated: dilated arrays are about twice as large or more. Between 1
 and 2, a guess."""
-_INDEX = 4
+INDEX = 4
 """Bytes of an s32, the type of places of maxima (docs/xla.md: the gradient of a max pool)."""
+STORED = "written copy"
+"""Primitive of what XLA adds and stores: no fusion makes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ class _Lowering:
         result = self.old.values[op.results[0]]
         windows = self.old.values[source]
         count = math.prod(windows.shape)
-        places = tuple(self.value(_INDEX * count, windows.shape, "int32") for _ in result.shape)
+        places = tuple(self.value(INDEX * count, windows.shape, "int32") for _ in result.shape)
         pooled = self.value(windows.nbytes, windows.shape, windows.dtype)  # comes with them, and nobody reads it
         self.insert(op, "reduce_window_max", (operand,), (*places, pooled), rereads=op.rereads)
         if op.padded == result.nbytes:
@@ -182,7 +184,7 @@ class _Lowering:
             into = self.zeros_of(op, kind)
             if kind in self.kept:
                 copied = self.value(result.nbytes, *kind)
-                self.insert(op, "written copy", (into,), (copied,))  # no fusion makes it
+                self.insert(op, STORED, (into,), (copied,))
                 into = copied
             self.insert(op, "scatter-add", (into, source, *places), op.results)
             return

@@ -66,8 +66,6 @@ the safe side."""
 BETWEEN_DEVICES = 10.0
 """Time of bytes between devices over that of bytes in memory: an H200 reads 4.8 TB/s and sends 450 GB/s over NVLink
 (data sheet)."""
-WHILE_TRIPS = 10
-"""Iterations assumed for a ``while``. A guess: solvers end within tens."""
 
 TAKES = frozenset("slice dynamic_slice gather split unstack".split())
 """They read only as much of their operands as their results hold."""
@@ -109,7 +107,7 @@ def op_costs(graph: Graph, device: DeviceProfile, *, body: bool = False) -> Cost
         if op.bodies:
             inner = [op_costs(inside, device, body=True) for inside in op.bodies]
             seconds, charge = max((sum(c.seconds), sum(c.charge)) for c in inner)
-            launch, trips = device.kernel_launch, WHILE_TRIPS if op.primitive == "while" else op.trip_count
+            launch, trips = device.kernel_launch, op.runs
             return launch + seconds * trips, weight * launch + charge * trips
         launch, compute, traffic = parts(op)
         return launch + max(compute, traffic), compute + weight * (launch + traffic)
@@ -185,7 +183,7 @@ def launches(graph: Graph, device: DeviceProfile) -> Seconds:
     total = 0.0
     for op in graph.ops:
         if op.bodies:
-            total += max(launches(body, device) for body in op.bodies) * op.trip_count
+            total += max(launches(body, device) for body in op.bodies) * op.runs
         elif kernels.is_root[op.id] and op.primitive not in VIEWS:
             total += device.kernel_launch
     return total

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 
 from graphs import Builder, graphs
 from jaxtensile.devices.profiles import TRAFFIC_WEIGHT, profile
+from jaxtensile.ir.ir import WHILE_TRIPS
 from jaxtensile.passes.lifetimes.fusion import IN_PLACE
 from jaxtensile.passes.seconds import cost
 from jaxtensile.passes.seconds.cost import matmul_rate, op_costs, unknown_primitives
@@ -215,4 +216,4 @@ def test_sorts_and_transforms_are_charged_as_work_and_a_while_for_some_iteration
     inner = body.graph(body.op("tanh", body.input(4096, 4096)))
     once = sum(op_costs(inner, DEVICE, body=True).seconds)
     graph = b.graph(b.op("while", x, bodies=(inner,), slots=(x,)))
-    assert only(graph)[0] == pytest.approx(LAUNCH + cost.WHILE_TRIPS * once)
+    assert only(graph)[0] == pytest.approx(LAUNCH + WHILE_TRIPS * once)
