@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     if not (sys.argv[1:] if argv is None else argv):
         parser.print_help(sys.stderr)
-        return WRONG_USE
+        parser.exit(WRONG_USE)
     options = parser.parse_args(argv)
     command: Callable[[argparse.Namespace], int] = options.command
     with Interrupts() as interrupts:

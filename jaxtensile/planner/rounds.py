@@ -68,6 +68,11 @@ class Rounds:
             variant, plan = candidates.cheapest(aim)
             return variant, variant.finished(plan, aim)
 
+    def at_hand(self, candidates: Candidates, aim: Bytes) -> bool:
+        """Whether a plan for ``aim`` is at hand."""
+        with self.compiles.clock("solve"):
+            return candidates.at_hand(aim)
+
     def planned(
         self, candidates: Candidates, variant: Variant, plan: Plan, aim: Bytes, *, once: bool = False
     ) -> tuple[Made | None, int]:

@@ -140,12 +140,8 @@ class _Series:
         """
         if aim <= 0 or not on("within_reach"):
             return aim
-        with self.compiles.clock("solve"):
-            for share in REACH:
-                higher = aim + int(share * (above - aim))
-                if self.candidates.at_hand(higher):
-                    return higher
-        return aim
+        aims = (aim + int(share * (above - aim)) for share in REACH)
+        return next((a for a in aims if self.rounds.at_hand(self.candidates, a)), aim)
 
     def _fits_after_all(self, plan: Plan) -> bool:
         """Whether the program as written fits where the model sees neither anything fit nor a plan save much."""

@@ -10,6 +10,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtensile
+from jaxtensile import switches
 from jaxtensile.planner import series
 from jaxtensile.xla.target import resolve_all
 
@@ -77,6 +78,7 @@ def drawn(monkeypatch, plans, order, shallow=None):
         compiles=SimpleNamespace(known=lambda _: SimpleNamespace(device=120, memory=120), plain=None),
         scale=1.0,
         worth=lambda *_: True,
+        at_hand=lambda _, aim: any(p.predicted.device <= aim and not p.deep for p in plans),
         cheapest=lambda _, aim: next(((p, p) for p in plans if p.predicted.device <= aim), (plans[-1], plans[-1])),
         planned=planned,
         shallow=lambda *_: planned(None, shallow, shallow, 0) if shallow else (None, 0),
@@ -105,3 +107,11 @@ def test_after_an_order_that_misses_the_shallow_plan_still_comes_before_deep_one
     plain, order = Drawn(95, 120, as_it_is=True), Drawn(95, 115, 1.0)
     shallow = Drawn(85, 98, 2.0)
     assert drawn(monkeypatch, [plain, Drawn(80, 150, 3.0, deep=True)], order, shallow) == (shallow, [order, shallow])
+
+
+def test_an_aim_that_nothing_at_hand_meets_is_raised(monkeypatch):
+    """Rather than to search for the least: 120 of 95 as it is do not say that a plan needs as much more."""
+    plain, middle, least = Drawn(95, 120, as_it_is=True), Drawn(85, 98, 1.0), Drawn(20, 60, 9.0, deep=True)
+    for off, found in (([], middle), (["within_reach"], least)):
+        with switches.off(*off):
+            assert drawn(monkeypatch, [plain, middle, least], plain) == (found, [found])
