@@ -16,7 +16,7 @@ import pytest
 
 from jax_lines import in_a_soak
 from jaxtensile.runtime.config import config as configs
-from jaxtensile.units import parse_bytes
+from jaxtensile.units import MIB, parse_bytes
 from paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -170,7 +170,8 @@ def test_will_it_fit_answers_and_explains(tmp_path):
     )
     assert 1 <= len(errors) <= 3
     given, taken = map(parse_bytes, one(rf"(?m)^with {SIZE} it fits: {SIZE}$", printed))
-    assert taken <= given == parse_bytes(errors[-1][1]) < parse_bytes(before)
+    assert taken <= given < parse_bytes(before)
+    assert given <= parse_bytes(errors[-1][1]) <= given + MIB // 50, "errors round up, to what is enough"
 
 
 def test_search_trains_eight_in_the_room_of_three(tmp_path):
