@@ -91,7 +91,7 @@ def test_exchanged_for_themselves_bodies_change_nothing(program, args):
     for op in traced.graph.ops:
         for k, body in enumerate(bodies_of(traced, op.id) if op.bodies else ()):
             inner = body.traced()
-            assert body.trips == op.trip_count
+            assert body.trips == op.runs
             carried += sum(body.donated)
             new[op.id, k] = emit(inner, Program.unchanged(inner.graph))
     assert new and bool(carried) == (program is not either), "a loop's carry is replaced by its results"
