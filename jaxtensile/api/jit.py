@@ -336,7 +336,8 @@ class Planned(Transformed):
         """What ``plan`` of these arguments would ask the planner; nothing is planned, and no compiler is needed."""
         with self._tracing(args, kwargs):
             traced = self._trace_plain(args, kwargs)
-            self._require_devices(traced, args, kwargs)
+            if self._asked.target is None:
+                self._require_devices(traced, args, kwargs)
             place = self._together(traced, location(traced, args, kwargs, self._jit_options))
             request = self._request(traced, place, args, kwargs)
         if self._asked.target is None:

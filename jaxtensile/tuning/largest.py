@@ -371,7 +371,7 @@ def estimates(
         found = estimate_on(
             fun, args, options, targets=targets, exact=exact, name=workload.name, config=config, tell=tell
         )
-    return {e.target: e for e in found}
+    return dict(zip(targets or (e.target for e in found), found, strict=True))  # by what was asked: nvidia-h200:8
 
 
 def _on(found: Mapping[str, Estimate], target: str | None) -> Estimate:

@@ -67,9 +67,6 @@ at best."""
 _DEAR, _LOWER = 0.25, (1 / 64, 1 / 32)
 """A plan that misses, or costs over this share of a step, is compared with plans for budgets lower by these shares of
 the plain temporaries. Without, ResNet-50 in 3,800 MB costs 0.27 of a step instead of 0.23. The numbers are guesses."""
-_DOWN = (1 / 64, 1 / 32, 1 / 16)
-"""Shares of the plain temporaries by which budgets are lowered below the least found. Guesses: with the first alone a
-step with an SVD ended at 9.2 MiB where it finds 8.4."""
 PROGRAMS = 4
 """Programs of one job whose searches are kept, beside its bodies. A guess; it bounds memory alone."""
 
@@ -148,12 +145,11 @@ class Searches:
         near = int(self.search(0).device / _HOPELESS) + 1
         easier = self._easier if on("easier_budgets") else ()
         best = min((self.search(budget) for budget in (0, near, *easier)), key=lambda t: t.device)
-        steps = [max(1, int(share * self.unchanged.temp)) for share in _DOWN]
-        left = [*steps] if on("lower_least") else []
-        while left and (step := left.pop(0)) < best.device:
-            lower = self.search(best.device - step)
-            if lower.device < best.device:
-                best, left = lower, [*steps]
+        step = max(1, int(_LOWER[0] * self.unchanged.temp))
+        while (
+            best.device > step and on("lower_least") and (lower := self.search(best.device - step)).device < best.device
+        ):
+            best = lower
         return best
 
     def cheapest(self, budget: Bytes, least: bool) -> Trial:

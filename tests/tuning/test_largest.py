@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import jaxtensile
 from jaxtensile.errors import BudgetError, OptionError
@@ -96,6 +98,23 @@ def test_arrays_are_made_for_small_batches_alone():
     found = jaxtensile.largest_batch(arrays, **options)
     assert found == jaxtensile.largest_batch(make, **options)
     assert max(made) * WIDTH * 4 <= 2 * largest.FEW < found * WIDTH * 4
+
+
+def test_a_target_with_a_number_of_devices_that_are_nowhere():
+    """Of a mesh without devices: as many more as there are, since what grows with the batch is divided among them."""
+
+    def divided(batch=8):
+        if batch % 8:
+            raise ValueError("JAX divides no array unevenly")
+        mesh = AbstractMesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+        shapes = ((WIDTH, WIDTH), P()), ((batch, WIDTH), P("rows"))
+        args = tuple(jax.ShapeDtypeStruct(s, jnp.float32, sharding=NamedSharding(mesh, p)) for s, p in shapes)
+        return jaxtensile.Workload(fun=SLOPE, args=args)
+
+    options = {"target": "nvidia-h200:8", "budget": "1MiB"}
+    plain, planned = (jaxtensile.largest_batch(divided, planned=p, **options) for p in (False, True))
+    assert planned > plain > 0 and plain % 8 == planned % 8 == 0
+    assert plain > 4 * jaxtensile.largest_batch(make, planned=False, target="nvidia-h200", budget="1MiB")
 
 
 def test_a_machine_that_cannot_hold_the_arrays_is_told(monkeypatch):
