@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +83,30 @@ def heading(title: str, machine: Mapping[str, Any], doc: str | None) -> list[str
     """The first lines of a table: its title, where it was measured, and what its benchmark says of itself."""
     where = f"jax {machine['jax']}, Python {machine['python']}, {machine['cpus']} x {machine['machine']}"
     return [f"# {title}", "", f"{where}, {machine['date']}", "", (doc or "").strip(), ""]
+
+
+def run_missing(
+    module: str,
+    path: Path,
+    names: Iterable[str],
+    table: Callable[[dict[str, Any]], str],
+    *,
+    again: bool = False,
+    limit: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The rows of ``path`` by name, with those that are missing or crashed; with ``again`` all. Each is kept as it is
+    made."""
+    from benchmarks.machine import commit, describe
+
+    machine = describe()
+    path = path.with_name(f"{path.name}-jax{machine['jax']}.json")
+    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}}
+    result |= {"machine": machine, "commit": commit()}
+    for name in names:
+        if name in result["rows"] and "crash" not in result["rows"][name] and not again:
+            continue
+        row = isolated(module, name, environment=environment, limit=limit)
+        result["rows"][name] = {**row, "date": machine["date"]}
+        save(path, result, table)
+    return result

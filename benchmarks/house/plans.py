@@ -32,13 +32,12 @@ class _Asked(BaseException):
 def request_of(given: Any, **asked: Any) -> Any:
     """What a workload's call asks of the planner; ``asked``: options of ``jaxtensile.jit``."""
     import jaxtensile
+    from jaxtensile.spmd.processes import one_plan
 
     def stop(request: Any, *_: Any, **__: Any) -> None:
         raise _Asked(request)
 
     step = jaxtensile.jit(given.fun, budget="1GiB", target=TARGET, **asked, **given.jit_options)
-    from jaxtensile.spmd.processes import one_plan
-
     fit, one_plan.fit = one_plan.fit, stop
     ours, one_plan.pipeline.fit = one_plan.pipeline.fit, stop
     try:

@@ -14,13 +14,12 @@ Rows are kept in ``large-jax<version>.json``; a run takes what is missing, with 
 from __future__ import annotations
 
 import functools
-import json
 import math
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.isolate import command, heading, isolated, save
+from benchmarks.isolate import command, heading, run_missing
 from benchmarks.spmd.plans import bytes_of, collectives, told
 
 HERE = Path(__file__).parent
@@ -147,21 +146,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="WORD", help="cases with one of these in their name")
     parser.add_argument("--again", action="store_true", help="known rows too")
     options = parser.parse_args()
-    from benchmarks.machine import commit, describe
-
-    machine = describe()
-    path = HERE / f"large-jax{machine['jax']}.json"
-    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-    result |= {"machine": machine, "commit": commit()}
-    for name in (name_of(*c) for c in CASES):
-        known = result["rows"].get(name)
-        asked = not options.only or any(word in name for word in options.only)
-        if not asked or (known is not None and "crash" not in known and not options.again):
-            continue
-        row = isolated(MODULE, name, environment=ENVIRONMENT, limit=1500)
-        result["rows"][name] = {**row, "date": machine["date"]}
-        save(path, result, table)
-    print(table(result))
+    known = (name_of(*c) for c in CASES)
+    names = [name for name in known if not options.only or any(word in name for word in options.only)]
+    made = run_missing(MODULE, HERE / "large", names, table, again=options.again, limit=1500, environment=ENVIRONMENT)
+    print(table(made))
 
 
 if __name__ == "__main__":

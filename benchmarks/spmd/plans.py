@@ -14,7 +14,6 @@ Rows are kept in ``plans-jax<version>.json``; a run takes what is missing, with 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -22,7 +21,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.isolate import command, heading, isolated, save
+from benchmarks.isolate import command, heading, run_missing
 
 HERE = Path(__file__).parent
 MODULE = "spmd.plans"
@@ -201,19 +200,10 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="known rows too")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
-    from benchmarks.machine import commit, describe
-
-    machine = describe()
-    path = HERE / f"plans-jax{machine['jax']}.json"
-    result: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"rows": {}}
-    result |= {"machine": machine, "commit": commit()}
-    for name in wanted(options.only):
-        if name in result["rows"] and "crash" not in result["rows"][name] and not options.again:
-            continue
-        row = isolated(MODULE, name, environment=ENVIRONMENT, limit=900)
-        result["rows"][name] = {**row, "date": machine["date"]}
-        save(path, result, table)
-    print(table(result))
+    made = run_missing(
+        MODULE, HERE / "plans", wanted(options.only), table, again=options.again, limit=900, environment=ENVIRONMENT
+    )
+    print(table(made))
 
 
 if __name__ == "__main__":

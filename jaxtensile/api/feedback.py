@@ -288,9 +288,7 @@ def without_arrays(x: Any) -> Any:
     """What a call with ``x`` is lowered for: its shape, and its sharding if committed."""
     if not isinstance(x, jax.Array) or _compat.is_tracer(x):
         return x
-    aval = jax.typeof(x)
-    sharding = x.sharding if x.committed else None
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
+    return _compat.placed(x, x.sharding if x.committed else None)
 
 
 def _wait_for(tree: Any) -> bool:

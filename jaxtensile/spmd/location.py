@@ -92,11 +92,9 @@ def as_for(target: str, plain: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     def abstract(x: Any) -> Any:
         sharding = SingleDeviceSharding(devices[0]) if count == 1 else _sharding_there(x, target, count)
-        if not isinstance(x, jax.ShapeDtypeStruct):
-            if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-                return x  # Python scalars go where the arrays are; anything else is JAX's to refuse
-            x = jax.typeof(x)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            return x  # Python scalars go where the arrays are; anything else is JAX's to refuse
+        return _compat.placed(x, sharding)
 
     placed = (x if i in numbers else jax.tree.map(abstract, x) for i, x in enumerate(args))
     return tuple(placed), {k: x if k in names else jax.tree.map(abstract, x) for k, x in kwargs.items()}

@@ -238,8 +238,10 @@ def _tpu_topology(topology: str) -> Sequence[Device]:
 def _grid(name: str, count: int, shape: tuple[int, ...] = ()) -> str:
     """The topology of ``count`` chips, by default the one nearest to a square or a cube: ``v5e:2x4``."""
     generation, directions = _TPU_TOPOLOGIES[name]
-    sides = [*shape] if len(shape) > 1 else []
-    for left in range(directions if not sides else 0, 0, -1):
+    if len(shape) > 1:
+        return f"{generation}:{'x'.join(map(str, shape))}"
+    sides: list[int] = []
+    for left in range(directions, 0, -1):
         fit = [n for n in range(1, count + 1) if count % n == 0 and n**left <= count]
         sides.append(fit[-1])
         count //= fit[-1]

@@ -77,15 +77,48 @@ def _is_product(graph: Graph, made: list[int], v: int) -> bool:
     return made[v] >= 0 and graph.ops[made[v]].primitive == "dot_general"
 
 
-class _Lowering:
-    """Scratch of one ``lowered``."""
+class Rewriting:
+    """A graph that is written anew, with what XLA adds to ``old``."""
 
-    def __init__(self, graph: Graph, onto: dict[int, int]) -> None:
-        self.old, self.onto = graph, onto
-        """Of sums, what scatters its share into the rest."""
+    def __init__(self, graph: Graph) -> None:
+        self.old = graph
         self.values = list(graph.values)
         self.ops: list[Op] = []
         self.origin: list[int] = []
+
+    def value(self, nbytes: Bytes, shape: tuple[int, ...], dtype: str) -> int:
+        self.values.append(Value(id=ValueId(len(self.values)), nbytes=nbytes, shape=shape, dtype=dtype))
+        return len(self.values) - 1
+
+    def insert(
+        self, for_: Op, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rereads: float = 1.0
+    ) -> None:
+        made = Op(
+            id=OpId(len(self.ops)),
+            primitive=primitive,
+            operands=tuple(ValueId(v) for v in operands),
+            results=tuple(ValueId(v) for v in results),
+            rereads=rereads,
+        )
+        self.ops.append(made)
+        self.origin.append(for_.id)
+
+    def add(self, op: Op, operands: tuple[int, ...]) -> None:
+        self.ops.append(op.on(len(self.ops), operands, op.results))
+        self.origin.append(op.id)
+
+    def done(self) -> Lowered:
+        """The new graph."""
+        return Lowered(replace(self.old, values=tuple(self.values), ops=tuple(self.ops)), tuple(self.origin))
+
+
+class _Lowering(Rewriting):
+    """Scratch of one ``lowered``."""
+
+    def __init__(self, graph: Graph, onto: dict[int, int]) -> None:
+        super().__init__(graph)
+        self.onto = onto
+        """Of sums, what scatters its share into the rest."""
         self.made = producers(graph)
         self.read_by = consumers(graph)
         self.pads: dict[tuple[int, Bytes], int] = {}
@@ -124,8 +157,7 @@ class _Lowering:
                 self.add(op, (*op.operands, self.zeros_of(op, self.kind(op.results[0]))))
             else:
                 self.add(op, op.operands)
-        graph = replace(self.old, values=tuple(self.values), ops=tuple(self.ops))
-        return Lowered(graph, tuple(self.origin))
+        return self.done()
 
     def kind(self, v: int) -> tuple[tuple[int, ...], str]:
         return self.old.values[v].shape, self.old.values[v].dtype
@@ -213,24 +245,3 @@ class _Lowering:
         made = self.value(nbytes, shape, dtype)
         self.insert(op, "broadcast_in_dim", (), (made,))
         return made
-
-    def value(self, nbytes: Bytes, shape: tuple[int, ...], dtype: str) -> int:
-        self.values.append(Value(id=ValueId(len(self.values)), nbytes=nbytes, shape=shape, dtype=dtype))
-        return len(self.values) - 1
-
-    def insert(
-        self, for_: Op, primitive: str, operands: tuple[int, ...], results: tuple[int, ...], rereads: float = 1.0
-    ) -> None:
-        made = Op(
-            id=OpId(len(self.ops)),
-            primitive=primitive,
-            operands=tuple(ValueId(v) for v in operands),
-            results=tuple(ValueId(v) for v in results),
-            rereads=rereads,
-        )
-        self.ops.append(made)
-        self.origin.append(for_.id)
-
-    def add(self, op: Op, operands: tuple[int, ...]) -> None:
-        self.ops.append(op.on(len(self.ops), operands, op.results))
-        self.origin.append(op.id)

@@ -23,11 +23,12 @@ from itertools import accumulate, count
 from jaxtensile.ir.ir import Graph, Op, Same
 from jaxtensile.passes.lifetimes.fusion import H200, REDUCTIONS, SPREAD, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.passes.lifetimes.liveness import Liveness, inner_temp, live_ranges
+from jaxtensile.passes.lifetimes.lowered import STORED
 from jaxtensile.passes.order.schedule import BARRIER
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
-BROADCAST, COPY, CONVOLUTION = "broadcast_in_dim", "written copy", "conv_general_dilated"
+BROADCAST, COPY, CONVOLUTION = "broadcast_in_dim", STORED, "conv_general_dilated"
 POINTER = 8
 """Bytes of an entry in a table of results, as in XLA: a 64-bit address. It breaks ties between kernels."""
 _MOST_EXTRA = 1 << 40
