@@ -18,7 +18,7 @@ def ordered(variants: list[Variant]) -> list[Variant]:
 
 def without_host(variants: list[Variant]) -> list[Variant]:
     """The same variants, planned by recomputation alone, without those that stack in host memory."""
-    return [replace(v, host=False, finer=cache(lambda v=v: without_host(v.finer()))) for v in variants if not v.aside]
+    return [replace(v, host=False, finer=cache(lambda room, v=v: without_host(v.finer(room)))) for v in variants if not v.aside]
 
 
 def cheapest(variants: list[Variant], budget: Bytes, *, least: bool = True) -> tuple[Variant, Plan]:
@@ -61,7 +61,7 @@ def _cheapest(variants: list[Variant], budget: Bytes, least: bool) -> tuple[Vari
             consider(variant)
     assert best is not None, "there is always the program as it is"
     if best[1].predicted.device <= budget:
-        for variant in best[0].finer():
+        for variant in best[0].finer(budget - best[1].predicted.device):
             consider(variant)
     return best
 

@@ -15,6 +15,7 @@ from jaxtensile.rewrites.strip_mine import STRIP_MINE
 from jaxtensile.search.registry import with_rewrite
 from jaxtensile.search.variant import Variant
 from jaxtensile.switches import on
+from jaxtensile.units import Bytes
 
 
 @leaves_out(RECOMPUTATION, lambda start: [start])
@@ -35,16 +36,16 @@ def _with_loops(start: Variant) -> list[Variant]:
     link = start.request.loop_link if hosted else None
     ladder, faults = loop_ladder(graph, start.request.device, link), start.request.faults
     room = start.request.host_budget
-    at = looping(start)
+    at = cache(looping(start))
 
-    def between(more: LoopChoice, less: LoopChoice) -> Callable[[], list[Variant]]:
+    def between(less: LoopChoice) -> Callable[[Bytes], list[Variant]]:
         return cache(
-            lambda: faults.spared(RECOMPUTATION, lambda: [at(way) for way in ladder.between(more, less)], list)
+            lambda room: faults.spared(RECOMPUTATION, lambda: [at(way) for way in ladder.between(less, room)], list)
         )
 
-    def less_away(rung: LoopChoice) -> Callable[[], list[Variant]]:
+    def less_away(rung: LoopChoice) -> Callable[[Bytes], list[Variant]]:
         found = cache(lambda: [v for v in map(at, ladder.aways(rung)) if v.aside <= room])
-        return lambda: faults.spared(RECOMPUTATION, found, list)
+        return lambda _: faults.spared(RECOMPUTATION, found, list)
 
     def all_away(rung: LoopChoice) -> Variant:
         """The rung with all kept stacks on the host, or as much as has room."""
@@ -53,12 +54,8 @@ def _with_loops(start: Variant) -> list[Variant]:
 
     rungs = sorted((at(way) for way in ladder.rungs), key=lambda v: v.charge)
     away = [replace(all_away(r.loops), finer=less_away(r.loops)) for r in rungs] if link is not None else []
-    above = [rungs[0], *rungs]
     return [
-        *(
-            replace(rung, finer=between(more.loops, rung.loops)) if i and on("loop_steps") else rung
-            for i, (more, rung) in enumerate(zip(above, rungs, strict=False))
-        ),
+        *(replace(rung, finer=between(rung.loops)) if i and on("loop_steps") else rung for i, rung in enumerate(rungs)),
         *(v for v in away if 0 < v.aside <= room),
     ]
 

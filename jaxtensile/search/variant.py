@@ -35,6 +35,11 @@ STATE = "the state on the host"
 FINISHED = "the integer programme"
 
 
+def no_finer(_: Bytes) -> list[Variant]:
+    """Of a program without loops to rewrite."""
+    return []
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Variant:
     """A rewritten program, and its cost over the program as written.
@@ -42,7 +47,7 @@ class Variant:
     ``base``: the program before its loops were rewritten. ``whole``: costs of the program as written. ``undone``: set
     if checkpoints were removed. ``taken``: rewrites applied, in order. ``idle``: part of the charge that no op carries.
     ``loops``: plans of loop pairs. ``inside``: plans of loop and branch bodies. ``host``: whether bytes may wait there.
-    ``finer``: variants between this one and the next dearer one.
+    ``finer``: variants that recompute less than this one, for so many bytes more, cheapest first.
     """
 
     request: Request
@@ -58,7 +63,7 @@ class Variant:
     inside: tuple[Inside, ...] = ()
     host: bool = True
     known: Costs | None = None
-    finer: Callable[[], list[Variant]] = list
+    finer: Callable[[Bytes], list[Variant]] = no_finer
 
     @property
     def aside(self) -> Bytes:

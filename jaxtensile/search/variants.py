@@ -20,7 +20,7 @@ from jaxtensile.program.bodies import Body
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search.request import Request
-from jaxtensile.search.variant import Inside, Variant
+from jaxtensile.search.variant import Inside, Variant, no_finer
 
 
 def written(request: Request, traced: Traced, costs: Costs, prepare: Prepare) -> Variant:
@@ -65,7 +65,7 @@ def with_inside(start: Variant, found: Sequence[Inside]) -> Variant:
         inside=tuple(found),
         charge=start.charge + sum(i.charge for i in found) - sum(i.charge for i in start.inside),
         seconds=start.seconds + sum(i.seconds for i in found) - sum(i.seconds for i in start.inside),
-        finer=list,
+        finer=no_finer,
     )
     made.__dict__["looped"] = start.looped  # the same, and known
     return made

@@ -12,14 +12,15 @@ the backward one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 
 from jaxtensile.ir.ir import Graph, Op, OpId, ValueId, consumers, is_fixed, producers
 from jaxtensile.ir.plan import Link
 from jaxtensile.passes.lifetimes.fusion import VIEWS
 from jaxtensile.passes.offload.offload import SMALLEST
-from jaxtensile.passes.recompute.clones import recomputed_ops
+from jaxtensile.passes.recompute.clones import Recomputation
 from jaxtensile.passes.recompute.mincut import Network, ResidualCut, price_ladder
 from jaxtensile.passes.recompute.stages import Boundary
 from jaxtensile.units import KIB, Bytes, Seconds
@@ -133,8 +134,9 @@ class PairCut:
         self._boundary = Boundary(len(wrapped.ops), needed, always, _cone(wrapped, needed, always))
         self._graph = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
         self._made: dict[int, int] = {r: op.id for op in self._graph.ops for r in op.results}
-        costs = [0.0] * self._shift + [c * trips for c in charge]
+        self._costs = costs = [0.0] * self._shift + [c * trips for c in charge]
         self._cut = ResidualCut(Network(self._graph, self._boundary), costs, ()) if needed else None
+        self._again = Recomputation(self._graph, self._boundary)
         slices = set(xs)
         self._able: dict[int, Bytes] = {
             v.id: v.nbytes
@@ -157,17 +159,21 @@ class PairCut:
         """Bytes of the stacks of ``kept``."""
         return sum(self._graph.values[v].nbytes for v in kept)
 
-    def between(self, more: frozenset[int], less: frozenset[int], share: float) -> frozenset[int]:
-        """``less``, plus ``share`` of the bytes that only ``more`` keeps, in the body's order."""
-        extra = sorted(more - less, key=lambda v: (self._made[v], v))
-        room = share * sum(self._graph.values[v].nbytes for v in extra)
-        out = set(less)
-        for v in extra:
-            room -= self._graph.values[v].nbytes
-            if room < 0:
-                break
-            out.add(v)
-        return frozenset(out)
+    def work(self, kept: frozenset[int]) -> Seconds:
+        """Seconds of recomputation if exactly ``kept`` is stacked."""
+        return sum(self._costs[o] for o in self._again.ops(kept))
+
+    def worth_keeping(self, kept: frozenset[int]) -> Iterator[int]:
+        """Values beside ``kept`` that are made again, and can be stacked instead."""
+        reads = self._again.reads
+        for o in sorted(self._again.ops(kept)):
+            if not self._graph.ops[o].pinned and (self._costs[o] or reads[o]):
+                yield from (v for v in self._graph.ops[o].results if self._made[v] == o and v not in kept)
+
+    def read(self, kept: frozenset[int]) -> frozenset[int]:
+        """``kept`` without what neither the backward body nor recomputation reads."""
+        reads = {u for o in self._again.ops(kept) for u, _ in self._again.reads[o]}
+        return kept & (self.all | reads)
 
     def nbytes(self, value: int) -> Bytes:
         """Bytes of one slice."""
@@ -191,7 +197,7 @@ class PairCut:
 
     def plan(self, kept: frozenset[int], hosted: frozenset[int] = frozenset(), wait: Seconds = 0.0) -> LoopPlan | None:
         """The plan that stacks exactly ``kept``, ``hosted`` of it on the host; None if the pair already does."""
-        again = recomputed_ops(self._graph, self._boundary, kept)
+        again = self._again.ops(kept)
         outs, shift = self._outs, self._shift
         dropped = tuple(sorted(y for y, _ in self.pair.links if outs[y] in self.all - (kept - hosted)))
         if not dropped:
@@ -287,8 +293,10 @@ def _inner(trips: int, wanted: float) -> int | None:
 _PRICES = 10
 """Rungs, one per price of a byte: half of ``segments._PRICES``, as steps in between are tried too (``_SHARES``). A
 guess."""
-_SHARES = (0.25, 0.5, 0.75)
-"""Shares of the differing bytes that steps between neighbouring rungs keep: quarters. A guess."""
+_SHARES = (1.0, 0.75, 0.5, 0.25)
+"""Shares of the room above a rung that steps fill: all of it need not fit beside what an iteration needs. A guess."""
+_AWAY = (0.25, 0.5, 0.75)
+"""Shares of the kept bytes that wait on the host, beside none and all: quarters. A guess."""
 
 LoopChoice = tuple[LoopPlan, ...]
 """One way to rewrite the loops of a program: the pairs that change."""
@@ -358,11 +366,44 @@ class LoopLadder:
 
     def aways(self, rung: LoopChoice) -> list[LoopChoice]:
         """Variants of ``rung`` with growing shares of its kept bytes in host memory, but not all."""
-        ways = dict.fromkeys(self.away(rung, share) for share in _SHARES)
+        ways = dict.fromkeys(self.away(rung, share) for share in _AWAY)
         return [way for way in ways if way not in (rung, self.away(rung))]
 
-    def between(self, more: LoopChoice, less: LoopChoice) -> list[LoopChoice]:
-        """Ways that stack less than ``more`` and more than ``less``."""
-        ends = list(zip(self._cuts, self._kept[more], self._kept[less], strict=True))
-        ways = (self._add([cut.between(a, b, share) for cut, a, b in ends]) for share in _SHARES)
-        return [way for way in dict.fromkeys(ways) if way not in (more, less)]
+    def between(self, less: LoopChoice, room: Bytes) -> list[LoopChoice]:
+        """Ways that stack up to ``room`` bytes more than ``less``, most first.
+
+        Minimum cuts give what is best at a price of a byte; values of equal price come in together, and none of them
+        where not all have room.
+        """
+        ways = (self._filled(less, int(share * room)) for share in _SHARES)
+        return [way for way in dict.fromkeys(ways) if way != less]
+
+    def _filled(self, less: LoopChoice, room: Bytes) -> LoopChoice:
+        """``less``, and of what it recomputes the values that save most per byte, as far as there is ``room``."""
+        kept = [*self._kept[less]]
+        work = [cut.work(k) for cut, k in zip(self._cuts, kept, strict=True)]
+
+        def saved(i: int, v: int) -> Seconds:
+            return work[i] - self._cuts[i].work(kept[i] | {v})
+
+        heap = [
+            (-saved(i, v) / max(cut.stacks(frozenset((v,))), 1), i, v)
+            for i, cut in enumerate(self._cuts)
+            for v in cut.worth_keeping(kept[i])
+        ]
+        heapify(heap)
+        while heap:
+            _, i, v = heappop(heap)
+            cut, before = self._cuts[i], kept[i]
+            nbytes = cut.stacks(frozenset((v,)))
+            rate = saved(i, v) / max(nbytes, 1)
+            if rate <= 0:
+                continue
+            if heap and rate < -heap[0][0]:  # what was kept since then has saved some of it
+                heappush(heap, (-rate, i, v))
+                continue
+            now = cut.read(before | {v})
+            more = cut.stacks(now) - cut.stacks(before)
+            if more <= room:
+                kept[i], work[i], room = now, cut.work(now), room - more
+        return self._add(kept)

@@ -1,7 +1,6 @@
 """Ways to rewrite a program before it is planned: what each costs over the program as written, and which wins."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,8 @@ from jaxtensile.search.registry import ways as rewritten
 from jaxtensile.search.request import Request
 
 W, X = jnp.eye(16) / 2, jnp.ones((512, 16))
+ROOM = 8 * X.nbytes
+"""Bytes of one stack of the loop."""
 
 
 @jax.checkpoint
@@ -109,12 +110,12 @@ def test_loops_are_rewritten_on_top():
 def test_between_two_rungs_the_steps_are_finer():
     written, _ = both(job(looped))
     found = with_loops(written)
-    assert found[0].finer() == []
-    for above, rung in pairwise(found):
-        for step in rung.finer():
-            assert step.loops not in (above.loops, rung.loops)
+    assert found[0].finer(ROOM) == []
+    for rung in found[1:]:
+        for step in rung.finer(ROOM):
+            assert step.loops != rung.loops
             assert step.charge <= rung.charge and step.base is written.base
-        assert rung.finer() == rung.finer(), "rewritten and planned once"
+        assert rung.finer(ROOM) == rung.finer(ROOM), "rewritten and planned once"
 
 
 def test_a_step_between_wins_where_it_fits():
@@ -122,7 +123,7 @@ def test_a_step_between_wins_where_it_fits():
     work = job(looped)
     written, _ = both(work)
     found = with_loops(written)
-    steps = [s for rung in found for s in rung.finer()]
+    steps = [s for rung in found for s in rung.finer(ROOM)]
     assert steps
     for step in steps:
         need = step.solve(0).predicted.device
@@ -179,7 +180,7 @@ def test_of_what_loops_keep_as_much_is_on_the_host_as_there_is_room_for(slices):
     work = job(looped, jaxpr=jaxpr, args=args, device=profile("nvidia-h200"), host_budget=room)
     traced = trace_jaxpr(jaxpr)
     found = with_loops(variants.written(work, traced, op_costs(traced.graph, work.device), prepare))
-    asides = {v.aside for v in (*found, *(s for v in found for s in v.finer()))}
+    asides = {v.aside for v in (*found, *(s for v in found for s in v.finer(ROOM)))}
     assert max(asides) == slices // 8 * (8 << 20), "whole stacks of eight slices of 1 MiB"
 
 

@@ -245,32 +245,55 @@ def test_free_bytes_change_nothing():
         assert cut.plan(cut.keep(1e-18)) is None
 
 
-def test_between_two_rungs_there_are_finer_steps(program):
-    """Each stacks less than the rung above and no more than the rung below recomputes, and computes the same."""
+def stacked(steps, way):
+    return sum(cut.stacks(k) for cut, k in zip(steps._cuts, steps._kept[way], strict=True))
+
+
+def test_above_a_rung_there_are_finer_steps(program):
+    """Each stacks no more than there is room for, recomputes nothing that the rung does not, and computes the same."""
     fun, args = program
     traced = jax.jit(fun).trace(*args)
     flat = trace_jaxpr(traced.jaxpr)
     steps = ladder(flat.graph)
     expected = jax.tree.leaves(jax.jit(fun, compiler_options=LEVEL_0)(*args))
     more, less = steps.rungs[0], steps.rungs[-1]
-    between = steps.between(more, less)
+    room = (stacked(steps, more) - stacked(steps, less)) // 2
 
     def again(way):
         return {(p.pair, o) for p in way for o in p.again}
 
-    for way in between:
-        assert way not in (more, less) and again(way) <= again(less)
+    for way in steps.between(less, room):
+        assert way != less and again(way) < again(less)
+        assert stacked(steps, way) <= stacked(steps, less) + room
         closed = rewrite_loops(flat, traced.jaxpr, way)
         run = jax.jit(lambda *xs, c=closed: jax.core.eval_jaxpr(c.jaxpr, c.consts, *xs), compiler_options=LEVEL_0)
         for new, old in zip(run(*jax.tree.leaves(args)), expected, strict=True):
             np.testing.assert_allclose(new, old, rtol=2e-5, atol=2e-5)
 
 
-def test_where_rungs_differ_in_many_values_there_are_steps():
-    w = {"in": jnp.ones((16, 16)), "b": jnp.ones(16)}
-    traced = jax.jit(jax.value_and_grad(rnn)).trace(w, jnp.ones((12, 8)), jnp.ones(8))
-    steps = ladder(trace_jaxpr(traced.jaxpr).graph)
-    assert len(steps.between(steps.rungs[0], steps.rungs[-1])) > 1
+def test_values_of_equal_price_need_not_all_be_stacked():
+    """Three products of one size are recomputed at the same price of a byte: with room for one or two of them, one or
+    two are stacked, and with room for one and a half, one."""
+
+    def loss(w, x):
+        def layer(x, w):
+            a, b, c = (jnp.sin(x @ m) for m in w)
+            return x + a * b * c, None
+
+        return jax.lax.scan(layer, x, w)[0].sum()
+
+    args = tuple(jnp.ones((6, 8, 8)) for _ in range(3)), jnp.ones((4, 8))
+    flat = trace_jaxpr(jax.jit(jax.grad(loss)).trace(*args).jaxpr)
+    steps, nbytes = ladder(flat.graph), 6 * 4 * 8 * 4
+    least = steps.rungs[-1]
+
+    def products(way):
+        body = next(op for op in flat.graph.ops if op.primitive == "scan").bodies[0]
+        return sum(body.ops[o].primitive == "dot_general" for plan in way for o in plan.again)
+
+    assert products(least) == 3
+    at = {room: products(steps.between(least, int(room * nbytes))[0]) for room in (1, 1.5, 2, 3)}
+    assert at == {1: 2, 1.5: 2, 2: 1, 3: 0}
 
 
 def test_elementwise_work_is_repeated_before_any_product():
