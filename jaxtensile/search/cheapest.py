@@ -18,7 +18,11 @@ def ordered(variants: list[Variant]) -> list[Variant]:
 
 def without_host(variants: list[Variant]) -> list[Variant]:
     """The same variants, planned by recomputation alone, without those that stack in host memory."""
-    return [replace(v, host=False, finer=cache(lambda room, v=v: without_host(v.finer(room)))) for v in variants if not v.aside]
+    return [
+        replace(v, host=False, finer=cache(lambda room, v=v: without_host(v.finer(room))))
+        for v in variants
+        if not v.aside
+    ]
 
 
 def cheapest(variants: list[Variant], budget: Bytes, *, least: bool = True) -> tuple[Variant, Plan]:

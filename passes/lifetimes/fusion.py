@@ -20,6 +20,7 @@ from jaxtensile.ir.ir import OUTER, Graph, Op, Same, Value, consumers, producers
 from jaxtensile.passes.lifetimes.added import added, scattered
 from jaxtensile.passes.lifetimes.emitted import stored_at_places
 from jaxtensile.passes.lifetimes.prologue import PRODUCT, Prologues, prologues
+from jaxtensile.passes.lifetimes.summed import NO_LIBRARY, is_read_from_one, reduced_by_library
 from jaxtensile.passes.lifetimes.sums import centred, read_by_slow_sums
 from jaxtensile.switches import on, switched_off
 from jaxtensile.units import Bytes
@@ -169,6 +170,9 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
     slow = [False] * len(values)
     if twice:
         slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
+    library, made = NO_LIBRARY, producers(graph)
+    if not twice and on("library_sums"):
+        library = reduced_by_library(graph, read_by, lambda op: op.primitive in VIEWS, wanted)
     if not twice and on("emitted_once"):
         for v in stored_at_places(
             graph,
@@ -189,7 +193,10 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
     is_root = [False] * len(ops)
     for i, op in enumerate(ops):
         name, operands = op.primitive, op.operands
-        if len(operands) == 1:
+        if i in library.inside or (library.reads and name in REDUCTIONS):
+            own = [(home[v],) if home[v] in library.reads else leaves[v] for v in operands]
+            sources = tuple(dict.fromkeys(chain.from_iterable(own)))
+        elif len(operands) == 1:
             sources = leaves[operands[0]]  # each once already
         else:
             sources = tuple(dict.fromkeys(chain.from_iterable([leaves[v] for v in operands])))
@@ -205,6 +212,9 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
                 leaves[r] = (home[r],)
             reads[i] = sources
             is_root[i] = True
+            continue
+        if i in library.inside:
+            home[op.results[0]], leaves[op.results[0]] = -1, sources
             continue
         if name in _FUSIBLE and (by.outer or name != OUTER):
             r0 = op.results[0]
@@ -233,6 +243,12 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
             else:
                 effort += _is_slow_on_cpu(graph, op) and on("slow_on_cpu")
                 fused = not stored and (users <= 1 or not effort)
+            if fused and r0 in library.reads:
+                reads[i], is_root[i] = sources, True
+                again = is_read_from_one(graph, op, made)
+                leaves[r0] = sources if again else (r0,)
+                work[r0] = effort if again else 0.0
+                continue
             if fused:
                 for r in op.results:
                     home[r] = -1
