@@ -7,6 +7,7 @@ only by commands that need it.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -73,13 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open_standard() -> None:
     """Open /dev/null for missing standard descriptors: otherwise the next files get their numbers, and a daemon writes
-    its log into its own lock."""
+    its log into its own lock. And have them take any text."""
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         try:
             os.fstat(number)
         except OSError:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot show is shown by its number
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _failed(error: Exception) -> int:

@@ -337,12 +337,12 @@ def _end(jobs: Sequence[Job]) -> None:
 
 @contextmanager
 def until_terminated() -> Iterator[None]:
-    """SIGTERM, or the end of the terminal, acts like Ctrl-C; not under ``nohup``."""
+    """SIGTERM, SIGQUIT and the end of the terminal act like Ctrl-C; the last not under ``nohup``."""
 
     def interrupt(number: int, stack: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    ends = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    ends = [n for n in (signal.SIGTERM, signal.SIGQUIT, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
     before = {number: signal.signal(number, interrupt) for number in ends}
     try:
         yield

@@ -30,7 +30,13 @@ from jaxtensile.runtime.decide.events import Objective, Settings
 from jaxtensile.runtime.decide.leases import HOST
 from jaxtensile.runtime.decide.ledger import Capacity
 from jaxtensile.runtime.placement.asks import Rules
-from jaxtensile.runtime.protocol.messages import HIGHEST_PRIORITY, LEAST_WEIGHT, LOWEST_PRIORITY, MOST_WEIGHT
+from jaxtensile.runtime.protocol.messages import (
+    HIGHEST_PRIORITY,
+    LEAST_WEIGHT,
+    LONGEST_NAME,
+    LOWEST_PRIORITY,
+    MOST_WEIGHT,
+)
 from jaxtensile.units import GIB, Bytes, Seconds, format_bytes
 
 LONGEST_SOCKET: Final = 107
@@ -268,6 +274,7 @@ class _Reader:
         self._file, self._in = file, Tables(file, text)
 
     def config(self, tables: dict[str, Any]) -> Config:
+        self._in.printable(tables)
         self._in.known(tables, ("device", "coordinator", "cluster", "jobs", "functions", "exec"), ())
         devices = self._devices(self._in.table(tables, "device", ()))
         most = max((d.capacity - (d.reserve or 0) for d in devices.values() if d.capacity is not None), default=None)
@@ -362,6 +369,8 @@ class _Reader:
 
     def _job(self, table: dict[str, Any], name: str, everywhere: Bytes | None, most: Bytes | None) -> JobConfig:
         path = ("jobs", name)
+        if not 1 <= len(name) <= LONGEST_NAME:
+            raise self._in.unnamed(path, f"1 to {LONGEST_NAME} letters, not {len(name)}")
         raw = self._in.struct(_Job, table, path)
         least = self._in.bytes(raw.least, (*path, "least"), everywhere) or 0
         want = self._in.bytes(raw.want, (*path, "want"), everywhere)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 from msgspec import Struct, UnsetType, ValidationError, convert
 
@@ -41,6 +41,8 @@ _ALLOWED: Final = {
     "chunk": "true, false or auto",
     **dict.fromkeys(("undo", "offload_state", "best_effort"), _SWITCH),
 }
+_DEEP: Final = 8
+"""Keys above a key that an error names; no table of a config is as deep."""
 _WORD: Final = r"""(?:"[^"]*"|'[^']*'|[\w-]+)"""
 _KEY: Final = rf"{_WORD}(?:\s*\.\s*{_WORD})*"
 
@@ -61,6 +63,30 @@ class Tables:
         if not isinstance(found, dict):
             raise self.error((*path, key), found, "a table")
         return found  # pyright: ignore[reportUnknownVariableType]
+
+    def printable(self, tables: dict[str, Any]) -> None:
+        """Raise ``ConfigError`` for control characters in keys and texts, which go into logs and terminals. Commands
+        may have them, but for NUL."""
+        left: list[tuple[Path, object]] = [((), tables)]
+        while left:
+            path, value = left.pop()
+            if isinstance(value, dict):
+                for key, inside in cast("dict[str, object]", value).items():
+                    if not key.isprintable():
+                        raise self.unnamed((*path, key), "letters that can be printed")
+                    left.append(((*path[-_DEEP:], key), inside))
+            elif isinstance(value, list):
+                left += ((path, inside) for inside in cast("list[object]", value))
+            elif isinstance(value, str):
+                command = path[:1] == ("jobs",) and path[-1:] == ("command",)
+                if "\0" in value or not (command or value.isprintable()):
+                    raise self.error(path, value, "a text without NUL" if command else "a text that can be printed")
+
+    def unnamed(self, path: Path, allowed: str) -> ConfigError:
+        """The error for the wrong name of a table or key."""
+        return ConfigError(
+            f"{self.place(path)}: {path[-1][:40]!r} in [{dotted(path[:-1])}]: a name must have {allowed}"
+        )
 
     def known(self, table: dict[str, Any], allowed: tuple[str, ...], path: Path) -> None:
         """Raise ``ConfigError`` for an unknown key."""

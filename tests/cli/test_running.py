@@ -16,6 +16,7 @@ import pytest
 
 from daemons import LIMIT, Daemon, until
 from jaxtensile.cli import main as cli
+from jaxtensile.cli.running import until_terminated
 from jaxtensile.cli.xla_memory import variables
 from jaxtensile.units import GIB
 
@@ -200,6 +201,21 @@ def test_ctrl_c_ends_the_jobs_and_their_coordinator(folder, number):
         and "0 of 2 jobs" in verdict
     )
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not os.path.exists(socket)
+
+
+def test_sigquit_is_like_ctrl_c():
+    before = signal.getsignal(signal.SIGQUIT)
+    with pytest.raises(KeyboardInterrupt), until_terminated():
+        os.kill(os.getpid(), signal.SIGQUIT)
+    assert signal.getsignal(signal.SIGQUIT) is before
+
+
+def test_names_are_shown_where_the_terminal_has_no_such_letters(folder):
+    write(folder, **{'"café"': [sys.executable, "-c", "pass"]})
+    ascii_only = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    command = [sys.executable, "-m", "jaxtensile", "run"]
+    told = subprocess.run(command, env=ascii_only, capture_output=True, text=True, timeout=LIMIT)
+    assert told.returncode == 0 and "caf\\xe9 | done" in told.stdout and not told.stderr
 
 
 def test_jobs_go_on_when_their_coordinator_is_killed_and_it_is_said(folder):

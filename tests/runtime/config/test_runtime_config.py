@@ -163,6 +163,17 @@ def test_a_device_with_less_than_the_file_says_grants_what_it_has():
         ("[jobs.a]\ncommand = 'python'", "must be a list of texts"),
         ("[jobs.a]\nleast = '1e999'", "jobs.a.least"),
         ("[jobs", "not TOML"),
+        (
+            r'[jobs."\u001b[31mred"]',
+            r"'\x1b[31mred' in [jobs]: a name must have letters that can be printed",
+        ),
+        (r'[jobs."a\nb"]', r"'a\nb' in [jobs]: a name must have letters that can be printed"),
+        (r'[jobs."\u0000"]', r"'\x00' in [jobs]"),
+        ('[jobs.""]', "'' in [jobs]: a name must have 1 to 128 letters, not 0"),
+        ("[jobs." + "x" * 129 + "]", "a name must have 1 to 128 letters, not 129"),
+        (r"[jobs.a]" + "\n" + r'kind = "\u001b"', r"jobs.a.kind = '\x1b': must be a text that can be printed"),
+        (r"[jobs.a]" + "\n" + r'command = ["sh", "a\u0000b"]', r"= 'a\x00b': must be a text without NUL"),
+        (r'[functions."\u0007*"]', r"'\x07*' in [functions]"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_place_and_a_way_out(text, said):
@@ -217,6 +228,10 @@ def test_any_file_is_read_or_refused(values):
         parse("\n".join(f"{k} = {as_toml(v)}" for k, v in values.items()))
     except ConfigError as refused:
         assert str(refused).startswith("jaxtensile.toml")
+
+
+def test_commands_may_have_lines():
+    assert parse('[jobs.a]\ncommand = ["sh", "-c", """\ntrue\ntrue"""]').jobs["a"].command[-1] == "true\ntrue"
 
 
 def test_the_option_goes_first_then_the_variable_then_the_nearest_file_upward(tmp_path):
