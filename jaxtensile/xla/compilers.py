@@ -15,6 +15,7 @@ from jaxtensile.devices.gpu_description import FACTS
 from jaxtensile.devices.profiles import DeviceProfile, profile
 from jaxtensile.ir.ir import Graph, Op, ValueId
 from jaxtensile.passes.lifetimes.expanded import expanded
+from jaxtensile.passes.lifetimes.expanded_draws import expanded_draws
 from jaxtensile.passes.lifetimes.expanded_pools import expanded_pools
 from jaxtensile.passes.lifetimes.fusion import CPU as FUSES_CPU
 from jaxtensile.passes.lifetimes.fusion import H200, Fuser, fuse
@@ -91,8 +92,10 @@ class Compiler:
         found = expanded(graph, self.processors, groups=self.spreads, weights=self.weights)
         if self.wide is not None:
             found = _then(found, widened(found.graph, self.wide))
-        more = expanded_pools if self.fuser == FUSES_CPU else lowered
-        return _then(found, more(found.graph))
+        if self.fuser != FUSES_CPU:
+            return _then(found, lowered(found.graph))
+        found = _then(found, expanded_pools(found.graph))
+        return _then(found, expanded_draws(found.graph))
 
     def as_written(self, graph: Graph) -> Graph:
         """A graph with workspaces, with the copies that its products by groups share if nothing separates them."""

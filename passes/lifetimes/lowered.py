@@ -100,7 +100,10 @@ class Rewriting:
             results=tuple(ValueId(v) for v in results),
             rereads=rereads,
         )
-        self.ops.append(made)
+        self.put(made, for_)
+
+    def put(self, made: Op, for_: Op) -> None:
+        self.ops.append(replace(made, id=OpId(len(self.ops))))
         self.origin.append(for_.id)
 
     def add(self, op: Op, operands: tuple[int, ...]) -> None:
