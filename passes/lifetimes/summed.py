@@ -57,7 +57,8 @@ def reduced_by_library(
     for last in reversed(reductions):
         if last in done:
             continue
-        inside, near = {last}, {*graph.ops[last].operands}
+        inside: set[int] = {last}
+        near: set[int] = {*graph.ops[last].operands}
         while near:
             alone = (made[v] for v in near if made[v] >= 0 and v not in wanted and inside.issuperset(read_by[v]))
             found = next((o for o in alone if o not in done and _is_able(graph, graph.ops[o], view)), -1)
