@@ -84,6 +84,18 @@ def added(
     return found
 
 
+def sums_of_scatters(graph: Graph, read_by: Sequence[Sequence[int]]) -> list[int]:
+    """Sums of an array and a scatter that nobody else reads: XLA:CPU scatters into the array, which has to be there."""
+    made = producers(graph)
+    return [
+        op.results[0]
+        for op in graph.ops
+        if op.primitive in _ADD
+        for v in op.operands
+        if made[v] >= 0 and graph.ops[made[v]].primitive in _SCATTER and len(read_by[v]) == 1
+    ]
+
+
 def scattered(
     graph: Graph, read_by: Sequence[Sequence[int]], home: Sequence[int], is_root: Sequence[bool]
 ) -> dict[int, int]:
@@ -107,6 +119,6 @@ def scattered(
         if number.primitive != BROADCAST or number.operands or step.primitive not in _ADD or not is_root[step.id]:
             continue
         others = [s for s in step.operands if s != v]
-        if len(others) == 1 and home[others[0]] >= 0 and step.results[0] not in found and on("scattered_sums"):
+        if len(others) == 1 and step.results[0] not in found and on("scattered_sums"):
             found |= {v: zeros, step.results[0]: v}
     return found

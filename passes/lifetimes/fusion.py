@@ -17,7 +17,7 @@ from functools import lru_cache
 from itertools import chain
 
 from jaxtensile.ir.ir import OUTER, Graph, Op, Same, Value, consumers, producers
-from jaxtensile.passes.lifetimes.added import added, scattered
+from jaxtensile.passes.lifetimes.added import added, scattered, sums_of_scatters
 from jaxtensile.passes.lifetimes.emitted import stored_at_places
 from jaxtensile.passes.lifetimes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.lifetimes.summed import NO_LIBRARY, is_read_from_one, reduced_by_library
@@ -170,6 +170,8 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
     slow = [False] * len(values)
     if twice:
         slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
+    for v in sums_of_scatters(graph, read_by) if not twice and on("scattered_sums") else ():
+        must_exist[v] = True
     library, made = NO_LIBRARY, producers(graph)
     if not twice and on("library_sums"):
         library = reduced_by_library(graph, read_by, lambda op: op.primitive in VIEWS, wanted)

@@ -99,7 +99,7 @@ def share(
                 if gpu and values[op.results[0]].dtype in COMPLEX and on("complex_apart"):
                     pool = []
             else:  # over what a product is added to it is written before; a scatter is into the rest of the sum
-                pool = [home[v] for v in op.operands] if what in kernels.added else []
+                pool = [home[v] for v in op.operands if home[v] >= 0] if what in kernels.added else []
         else:
             continue
         free = [b for b in pool if start[b] >= 0 and stop[b] == i + 1 and b not in final]

@@ -106,7 +106,9 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool, loop: Loop | No
             stop[b] = max(stop[b], i + 1)
     _copies_take_time(graph, kernels, stop)
     for r, product in kernels.added.items():  # what it is added up to is written when the product is
-        start[r], start[product] = start[product], -2
+        late = product in kernels.added and any(home[v] < 0 for v in ops[start[r]].operands)
+        # A scatter into what is not stored waits for it.
+        start[r], start[product] = start[r] if late else start[product], -2
     kept: dict[int, int] = {}
     free: dict[int, int] = {}
     if loop is not None:

@@ -80,3 +80,26 @@ def test_what_a_loop_adds_up_is_there_once(target):
         jaxtensile.estimate(step, *shapes, target=target, donate_argnums=0, exact=flag) for flag in (False, True)
     )
     assert static.device == pytest.approx(exact.device, rel=0.15)
+
+
+WORDS = 8192
+
+
+def entropy(w, x, label):
+    logits = x @ w
+    return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.take_along_axis(logits, label[:, None], 1)[:, 0])
+
+
+def log_softmax(w, x, label):
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x @ w), label[:, None], 1))
+
+
+@pytest.mark.parametrize("loss", [entropy, log_softmax])
+@pytest.mark.parametrize("of", [0, (0, 1)])
+def test_the_gradient_of_a_cross_entropy_is_scattered_into_the_softmax(loss, of):
+    """On a CPU too the zeros that JAX scatters into are never there, and what it adds up to is made late."""
+    args = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((64, WORDS), (512, 64))]
+    args.append(jax.ShapeDtypeStruct((512,), jnp.int32))
+    fun = jax.value_and_grad(loss, of)
+    use = jaxtensile.estimate(fun, *args, exact=True)
+    assert jaxtensile.estimate(fun, *args).device == pytest.approx(use.device, rel=0.01)
