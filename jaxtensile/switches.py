@@ -53,7 +53,6 @@ SWITCHES: Final = (
     Switch("rereads", "and how often a window reads an element"),
     Switch("slow_on_cpu", "XLA:CPU computes divisions, roots and what it rounds to 16 bits once"),
     Switch("expanded_draws", "a CPU draws random numbers in a loop over two words of each"),
-    Switch("straight_products", "a CPU's library multiplies bf16 that is summed over its last axes"),
     Switch("library_sums", "what a CPU's library reduces and does not compute is stored"),
     Switch("emitted_once", "XLA:CPU stores padded and concatenated arrays that are read at several places"),
     Switch("copies_take_time", "what is copied to the host is needed until somebody asks for the copy"),

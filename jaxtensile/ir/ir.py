@@ -59,8 +59,7 @@ class Op:
     swaps batch and features of both operands.
 
     ``across``: for products and convolutions, the axis order that a row-major library needs for each operand, empty if
-    the operand has it. ``straight``: for products, whether operand 0 is summed over its last axes and neither is a
-    vector. ``groups``: for products by groups, copies of each operand if a compiler multiplies all as one.
+    the operand has it. ``groups``: for products by groups, copies of each operand if a compiler multiplies all as one.
     ``workspace``: known bytes needed beside operands and results. ``rereads``: for windowed reductions and their
     gradients, reads per element of the operand.
     """
@@ -79,7 +78,6 @@ class Op:
     padded: Bytes = 0
     turned: bool = False
     across: tuple[tuple[int, ...], ...] = ()
-    straight: bool = False
     groups: tuple[int, ...] = ()
     workspace: Bytes = 0
     rereads: float = 1.0
@@ -106,7 +104,6 @@ class Op:
             padded=self.padded,
             turned=self.turned,
             across=self.across,
-            straight=self.straight,
             groups=self.groups,
             workspace=self.workspace,
             rereads=self.rereads,

@@ -371,7 +371,6 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
         reverse=name == "scan" and bool(eqn.params["reverse"]),
         padded=_padded(eqn) if name != "pad" else _padded_with_zeros(equation, zeros),
         turned=_is_turned(eqn),
-        straight=_is_straight(eqn),
         across=_across(eqn),
         groups=spread(eqn.params, [v.aval.shape for v in eqn.invars]) if name in BY_GROUPS else (),
         rereads=_rereads(eqn),
@@ -444,18 +443,6 @@ def _is_number_zero(literal: Any) -> bool:
 def _is_turned(eqn: Any) -> bool:
     """``Op.turned`` of an equation."""
     return _is_filters_gradient(eqn) and max(eqn.params["lhs_dilation"] or (1,)) > 1
-
-
-def _is_straight(eqn: Any) -> bool:
-    """``Op.straight`` of an equation."""
-    if eqn.primitive.name != "dot_general":
-        return False
-    (summed_a, summed_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
-    a, b = (v.aval.shape for v in eqn.invars)
-    free_a = [d for d in range(len(a)) if d not in summed_a and d not in batch_a]
-    free_b = [d for d in range(len(b)) if d not in summed_b and d not in batch_b]
-    matrices = math.prod(a[d] for d in free_a) > 1 and math.prod(b[d] for d in free_b) > 1
-    return matrices and max(free_a) < min(summed_a, default=len(a))
 
 
 def _is_filters_gradient(eqn: Any) -> bool:

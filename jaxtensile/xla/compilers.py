@@ -10,7 +10,6 @@ from functools import partial
 from operator import is_
 from typing import Final
 
-from jaxtensile._compat import JAX_VERSION
 from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.devices.gpu_description import FACTS
 from jaxtensile.devices.profiles import DeviceProfile, profile
@@ -23,7 +22,7 @@ from jaxtensile.passes.lifetimes.fusion import H200, Fuser, fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.lifetimes.lowered import Lowered, lowered
 from jaxtensile.passes.lifetimes.split_products import BLACKWELL, HOPPER, OLDER, Weights
-from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, ON_CPU, ON_OLD_CPU, Wide, widened
+from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide, widened
 from jaxtensile.units import Bytes
 
 _TRITON: Final = (8, 0)
@@ -141,7 +140,7 @@ def compiler_of(device: DeviceProfile) -> Compiler:
     """The compiler for a device."""
     kind = kind_of(device)
     if kind == CPU.name:
-        return Compiler(FUSES_CPU, ON_CPU if JAX_VERSION >= (0, 12) else ON_OLD_CPU, 0, kind)
+        return Compiler(FUSES_CPU, ON_CPU, 0, kind)
     if device.name not in FACTS:
         return Compiler(kind=kind, weights=HOPPER if kind == _NEW_GPU else None)
     fuser = Fuser(products=kind != _OLD_GPU, work=_work(device) / _work(profile("nvidia-h200")))

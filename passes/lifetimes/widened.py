@@ -1,8 +1,7 @@
 """16-bit numbers on devices without instructions for them: XLA computes in f32.
 
-Operands are converted; the f32 result is rounded by its readers. XLA:CPU's library (YNNPACK) multiplies bf16 where
-operand 0 is summed over its last axes (``IsDotSupportedByYnn`` in ``xla/backends/cpu/ynn_support.cc``): before jaxlib
-0.12 to f32 results alone. For others each operand is written once more in f32, for all products that read it. XLA:GPU has no bf16 arithmetic before compute capability 9.0,
+Operands are converted; the f32 result is rounded by its readers. XLA:CPU has no 16-bit products: each operand is
+written once more in f32, for all products that read it. XLA:GPU has no bf16 arithmetic before compute capability 9.0,
 and no products before 8.0 (``xla/service/gpu/gpu_float_support.cc``). It does not round values that are only widened
 again (``xla_allow_excess_precision``), so sums along a residual stream are f32.
 
@@ -25,18 +24,14 @@ ARITHMETIC = ELEMENTWISE - _MOVES
 
 @dataclass(frozen=True, slots=True)
 class Wide:
-    """Ops and types computed in f32. ``rounds``: whether each result is rounded all the same. ``straight``: types of
-    results that straight products of bf16 make by themselves."""
+    """Ops and types computed in f32. ``rounds``: whether each result is rounded all the same."""
 
     ops: frozenset[str]
     types: frozenset[str] = frozenset({"bfloat16"})
     rounds: bool = False
-    straight: frozenset[str] = frozenset()
 
 
-ON_OLD_CPU = Wide(PRODUCTS, HALVES, rounds=True, straight=frozenset({"float32"}))
-"""jaxlib before 0.12."""
-ON_CPU = Wide(PRODUCTS, HALVES, rounds=True, straight=frozenset({"float32", "bfloat16"}))
+ON_CPU = Wide(PRODUCTS, HALVES, rounds=True)
 BEFORE_8 = Wide(PRODUCTS | ARITHMETIC)
 BEFORE_9 = Wide(ARITHMETIC)
 
@@ -90,11 +85,7 @@ def widened(graph: Graph, wide: Wide = ON_CPU) -> Lowered:
 
 
 def _is_wide(graph: Graph, op: Op, wide: Wide) -> bool:
-    types = {graph.values[v].dtype for v in op.operands}
-    if op.primitive not in wide.ops or types.isdisjoint(wide.types):
-        return False
-    by_itself = op.straight and types == {"bfloat16"} and graph.values[op.results[0]].dtype in wide.straight
-    return not (by_itself and on("straight_products"))
+    return op.primitive in wide.ops and any(graph.values[v].dtype in wide.types for v in op.operands)
 
 
 def _any_wide(graph: Graph, wide: Wide) -> bool:
