@@ -45,8 +45,8 @@ WHY = (
     "searched for again; a job that compiles goes where it is told to be, and runs what is compiled meanwhile; in two "
     "cores one job at a time compiles ahead; turns (to 2.5 times for six); a job that waits for its first turn stays "
     "where its plan is compiled (to 1.6), and sleeps meanwhile: four that waited took two cores from the one that ran "
-    "(to 1.3 and less); smaller plans are predicted once the first step has run, beside compiles only after 20 s (on one "
-    "machine from 1.40 to 1.18 for three, from 1.32 to 1.27 for six)."
+    "(to 1.3 and less); smaller plans are predicted once the first step has run, beside compiles only after 20 s (on "
+    "one machine from 1.40 to 1.18 for three, from 1.32 to 1.27 for six)."
 )
 """Of what the figures say, and how they came about."""
 CONFIG = """[device]
