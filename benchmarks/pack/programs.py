@@ -25,7 +25,7 @@ def case(name: str) -> dict[str, Any]:
 
     from benchmarks import workloads
     from jaxtensile.estimation.estimate import program_of
-    from jaxtensile.passes.lifetimes.lowered import lowered
+    from jaxtensile.passes.lowering.lowered import lowered
     from jaxtensile.passes.order.reorder import as_scheduled
     from jaxtensile.passes.pack.best_fit import best_fit
     from jaxtensile.passes.pack.buffers import max_load

@@ -14,15 +14,15 @@ from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.devices.gpu_description import FACTS
 from jaxtensile.devices.profiles import DeviceProfile, profile
 from jaxtensile.ir.ir import Graph, Op, ValueId
-from jaxtensile.passes.lifetimes.expanded import expanded
-from jaxtensile.passes.lifetimes.expanded_draws import expanded_draws
-from jaxtensile.passes.lifetimes.expanded_pools import expanded_pools
 from jaxtensile.passes.lifetimes.fusion import CPU as FUSES_CPU
 from jaxtensile.passes.lifetimes.fusion import H200, Fuser, fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.lifetimes.lowered import Lowered, lowered
-from jaxtensile.passes.lifetimes.split_products import BLACKWELL, HOPPER, OLDER, Weights
-from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide, widened
+from jaxtensile.passes.lowering.expanded import expanded
+from jaxtensile.passes.lowering.expanded_draws import expanded_draws
+from jaxtensile.passes.lowering.expanded_pools import expanded_pools
+from jaxtensile.passes.lowering.lowered import Lowered, lowered
+from jaxtensile.passes.lowering.split_products import BLACKWELL, HOPPER, OLDER, Weights
+from jaxtensile.passes.lowering.widened import BEFORE_8, BEFORE_9, ON_CPU, Wide, widened
 from jaxtensile.units import Bytes
 
 _TRITON: Final = (8, 0)

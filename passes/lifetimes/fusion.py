@@ -45,6 +45,8 @@ MOVES = frozenset(
 )
 SPREAD = "spread"
 """Copies of the rows of a product by groups (``expanded``)."""
+STORED = "written copy"
+"""Primitive of what XLA adds and stores (``passes.lowering``): no fusion makes it."""
 _SHIFTS = frozenset("concatenate dynamic_slice gather pad rev slice".split())
 REDUCTIONS = frozenset(
     """reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor argmax argmin reduce

@@ -21,9 +21,8 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
 from jaxtensile.ir.ir import Graph, Op, Same
-from jaxtensile.passes.lifetimes.fusion import H200, REDUCTIONS, SPREAD, Fuser, Kernels, fuse, is_fusible
+from jaxtensile.passes.lifetimes.fusion import H200, REDUCTIONS, SPREAD, STORED, Fuser, Kernels, fuse, is_fusible
 from jaxtensile.passes.lifetimes.liveness import Liveness, inner_temp, live_ranges
-from jaxtensile.passes.lifetimes.lowered import STORED
 from jaxtensile.passes.order.schedule import BARRIER
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes

@@ -21,7 +21,7 @@ FLOORS = [
     ["top"],
     ["ir", "devices", "runtime.protocol", "runtime.placement"],
     ["report", "passes.lifetimes", "runtime.decide"],
-    ["passes.order", "passes.pack", "passes.groups", "runtime.config", "runtime.coordinate"],
+    ["passes.lowering", "passes.order", "passes.pack", "passes.groups", "runtime.config", "runtime.coordinate"],
     ["program", "settings", "passes.recompute", "passes.verify", "runtime.daemon"],
     ["rewrites.rows", "passes.offload", "runtime.client", "runtime.cluster"],
     ["passes.seconds", "passes.solvers", "runtime.simulate"],

@@ -21,6 +21,7 @@ import math
 from dataclasses import dataclass, replace
 
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId, consumers, producers
+from jaxtensile.passes.lifetimes.fusion import STORED
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 
@@ -29,8 +30,6 @@ _DILATED = 1.5
 and 2, a guess."""
 INDEX = 4
 """Bytes of an s32, the type of places of maxima (docs/xla.md: the gradient of a max pool)."""
-STORED = "written copy"
-"""Primitive of what XLA adds and stores: no fusion makes it."""
 
 
 @dataclass(frozen=True, slots=True)

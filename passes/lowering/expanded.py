@@ -20,9 +20,9 @@ from dataclasses import replace
 
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.passes.lifetimes.fusion import DECOMPOSITIONS, SPREAD
-from jaxtensile.passes.lifetimes.lowered import Lowered
 from jaxtensile.passes.lifetimes.prologue import PRODUCT
-from jaxtensile.passes.lifetimes.split_products import HOPPER, Split, Weights, split_of
+from jaxtensile.passes.lowering.lowered import Lowered
+from jaxtensile.passes.lowering.split_products import HOPPER, Split, Weights, split_of
 from jaxtensile.switches import on
 
 _ADDED_UP = Op(id=OpId(0), primitive="reduce_sum", operands=(), results=())

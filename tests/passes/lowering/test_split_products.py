@@ -6,7 +6,7 @@ import pytest
 
 import jaxtensile
 from jaxtensile.devices.profiles import profile
-from jaxtensile.passes.lifetimes.split_products import split_of
+from jaxtensile.passes.lowering.split_products import split_of
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.switches import off
 from jaxtensile.xla.compilers import compiler_of

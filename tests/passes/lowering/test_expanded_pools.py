@@ -6,7 +6,7 @@ import pytest
 
 import jaxtensile
 from graphs import Builder
-from jaxtensile.passes.lifetimes.expanded_pools import expanded_pools
+from jaxtensile.passes.lowering.expanded_pools import expanded_pools
 
 PIXELS, POOLED = 4 * 8 * 8 * 2, 4 * 4 * 4 * 2
 

@@ -10,7 +10,7 @@ from jax import lax
 import jaxtensile
 from jaxtensile.ir.ir import producers
 from jaxtensile.passes.lifetimes.liveness import live_ranges
-from jaxtensile.passes.lifetimes.lowered import lowered
+from jaxtensile.passes.lowering.lowered import lowered
 from jaxtensile.program.trace import trace_jaxpr
 from programs import descent
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 import math
 
 from jaxtensile.ir.ir import Graph, Op, producers
-from jaxtensile.passes.lifetimes.lowered import INDEX, STORED, Lowered, Rewriting
+from jaxtensile.passes.lifetimes.fusion import STORED
+from jaxtensile.passes.lowering.lowered import INDEX, Lowered, Rewriting
 from jaxtensile.switches import on
 from jaxtensile.units import Bytes
 

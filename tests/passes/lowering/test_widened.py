@@ -6,7 +6,7 @@ import pytest
 
 import jaxtensile
 from jaxtensile.ir.ir import producers
-from jaxtensile.passes.lifetimes.widened import BEFORE_8, BEFORE_9, widened
+from jaxtensile.passes.lowering.widened import BEFORE_8, BEFORE_9, widened
 from jaxtensile.program.trace import trace_jaxpr
 
 HALF = jnp.bfloat16

@@ -15,7 +15,8 @@ import math
 from dataclasses import replace
 
 from jaxtensile.ir.ir import Graph, Op, OpId, ValueId
-from jaxtensile.passes.lifetimes.lowered import INDEX, STORED, Lowered, Rewriting
+from jaxtensile.passes.lifetimes.fusion import STORED
+from jaxtensile.passes.lowering.lowered import INDEX, Lowered, Rewriting
 from jaxtensile.switches import on
 
 _THREEFRY = "key<fry>"

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxtensile.devices.profiles import profile
-from jaxtensile.passes.lifetimes.expanded import expanded
 from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.passes.lowering.expanded import expanded
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.xla.compilers import compiler_of
 

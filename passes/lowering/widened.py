@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from jaxtensile.ir.ir import Graph, Op, OpId, Value, ValueId
 from jaxtensile.passes.lifetimes.fusion import DRAWS, ELEMENTWISE, HALVES, PRODUCTS
-from jaxtensile.passes.lifetimes.lowered import Lowered
+from jaxtensile.passes.lowering.lowered import Lowered
 from jaxtensile.switches import on
 
 _CONVERT = "convert_element_type"
