@@ -337,7 +337,7 @@ def _end(jobs: Sequence[Job]) -> None:
 
 @contextmanager
 def until_terminated() -> Iterator[None]:
-    """SIGTERM, SIGQUIT and the end of the terminal act like Ctrl-C; the last not under ``nohup``."""
+    """SIGTERM, SIGQUIT and the end of the terminal act like Ctrl-C, unless ignored, as by jobs in the background."""
 
     def interrupt(number: int, stack: FrameType | None) -> None:
         raise KeyboardInterrupt
