@@ -174,7 +174,7 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
         slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
     for v in sums_of_scatters(graph, read_by) if not twice and on("scattered_sums") else ():
         must_exist[v] = True
-    library, made = NO_LIBRARY, producers(graph)
+    library, made = NO_LIBRARY, producers(graph) if not twice else []
     if not twice and on("library_sums"):
         library = reduced_by_library(graph, read_by, lambda op: op.primitive in VIEWS, wanted)
     if not twice and on("emitted_once"):

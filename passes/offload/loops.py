@@ -133,7 +133,6 @@ class PairCut:
         trips = self._trips = front.trip_count
         self._boundary = Boundary(len(wrapped.ops), needed, always, _cone(wrapped, needed, always))
         self._graph = replace(wrapped, values=tuple(replace(v, nbytes=v.nbytes * trips) for v in wrapped.values))
-        self._made: dict[int, int] = {r: op.id for op in self._graph.ops for r in op.results}
         self._costs = costs = [0.0] * self._shift + [c * trips for c in charge]
         self._cut = ResidualCut(Network(self._graph, self._boundary), costs, ()) if needed else None
         self._again = Recomputation(self._graph, self._boundary)
@@ -168,7 +167,7 @@ class PairCut:
         reads = self._again.reads
         for o in sorted(self._again.ops(kept)):
             if not self._graph.ops[o].pinned and (self._costs[o] or reads[o]):
-                yield from (v for v in self._graph.ops[o].results if self._made[v] == o and v not in kept)
+                yield from (v for v in self._graph.ops[o].results if v not in kept)
 
     def read(self, kept: frozenset[int]) -> frozenset[int]:
         """``kept`` without what neither the backward body nor recomputation reads."""
