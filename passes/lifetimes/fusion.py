@@ -20,7 +20,7 @@ from jaxtensile.ir.ir import OUTER, Graph, Op, Same, Value, consumers, producers
 from jaxtensile.passes.lifetimes.added import added, scattered, sums_of_scatters
 from jaxtensile.passes.lifetimes.emitted import stored_at_places
 from jaxtensile.passes.lifetimes.prologue import PRODUCT, Prologues, prologues
-from jaxtensile.passes.lifetimes.summed import NO_LIBRARY, is_read_from_one, reduced_by_library
+from jaxtensile.passes.lifetimes.summed import NO_LIBRARY, reduced_by_library
 from jaxtensile.passes.lifetimes.sums import centred, read_by_slow_sums
 from jaxtensile.switches import on, switched_off
 from jaxtensile.units import Bytes
@@ -174,7 +174,7 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
         slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
     for v in sums_of_scatters(graph, read_by) if not twice and on("scattered_sums") else ():
         must_exist[v] = True
-    library, made = NO_LIBRARY, producers(graph) if not twice else []
+    library = NO_LIBRARY
     if not twice and on("library_sums"):
         library = reduced_by_library(graph, read_by, lambda op: op.primitive in VIEWS, wanted)
     if not twice and on("emitted_once"):
@@ -249,9 +249,7 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
                 fused = not stored and (users <= 1 or not effort)
             if fused and r0 in library.reads:
                 reads[i], is_root[i] = sources, True
-                again = is_read_from_one(graph, op, made)
-                leaves[r0] = sources if again else (r0,)
-                work[r0] = effort if again else 0.0
+                leaves[r0], work[r0] = (sources, effort) if r0 in library.again else ((r0,), 0.0)
                 continue
             if fused:
                 for r in op.results:

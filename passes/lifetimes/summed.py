@@ -32,13 +32,15 @@ _ANY: Final = frozenset({"broadcast_in_dim", "iota"})
 
 
 class Library(NamedTuple):
-    """``reads``: values that the library reads and does not compute. ``inside``: ops that it computes on the way."""
+    """``reads``: values that the library reads and does not compute. ``again``: those of them that kernels make once
+    more. ``inside``: ops that it computes on the way."""
 
     reads: frozenset[int]
+    again: frozenset[int]
     inside: frozenset[int]
 
 
-NO_LIBRARY: Final = Library(frozenset(), frozenset())
+NO_LIBRARY: Final = Library(frozenset(), frozenset(), frozenset())
 
 
 def reduced_by_library(
@@ -71,14 +73,15 @@ def reduced_by_library(
             while (o := made[v]) >= 0 and view(graph.ops[o]) and graph.ops[o].operands:
                 v = graph.ops[o].operands[0]
             reads.add(v)
-    return Library(frozenset(reads), frozenset(done))
+    again = (v for v in reads if made[v] >= 0 and _is_read_from_one(graph, graph.ops[made[v]], made))
+    return Library(frozenset(reads), frozenset(again), frozenset(done))
 
 
 def _is_able(graph: Graph, op: Op, view: Callable[[Op], bool]) -> bool:
     return len(op.results) == 1 and (view(op) or _is_computed(graph, op) or _is_reduced(graph, op))
 
 
-def is_read_from_one(graph: Graph, op: Op, made: Sequence[int]) -> bool:
+def _is_read_from_one(graph: Graph, op: Op, made: Sequence[int]) -> bool:
     """Whether an op reads one array of its result's rank at most: kernels that can make its result do so, although it
     is stored for others (``InstructionFusion::ComputeGloballyUnfusible``). ``made``: ``producers``."""
     rank = len(graph.values[op.results[0]].shape)
