@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -345,6 +346,10 @@ Choose = Callable[[Any, Any], tuple[Any, Any, Any, Run | None]]
 """``(args, kwargs)`` → the jit object, its arguments, and a runner if the next such call must come to Python too."""
 
 
+_CHOOSE = "_jaxtensile_choose"
+"""The attribute of a cache miss of ours. ``functools.wraps`` copies that of no jit object: it is none of its ``vars``."""
+
+
 class _Slow:
     """Dispatch through Python, for a jax without rebuildable C++ jit objects: correct, not fast."""
 
@@ -379,7 +384,8 @@ def redirected(plain: Any, choose: Choose) -> Any:
     """A jit object like ``plain``, a ``jax.jit`` result, whose cache misses run the jit object that ``choose`` names.
 
     It shares dispatch entries with all jit objects of the same function and options. None for a jax without rebuildable
-    C++ jit objects.
+    C++ jit objects, and for functions without weak references, which end the process in JAX's ``__setstate__`` (and are
+    an error of JAX's own when they are called).
     """
 
     def cache_miss(*args: Any, **kwargs: Any) -> Any:
@@ -391,8 +397,10 @@ def redirected(plain: Any, choose: Choose) -> Any:
         outputs, _, *rest = jitted._cache_miss(*given, **named)
         return outputs, None, *rest
 
+    setattr(cache_miss, _CHOOSE, choose)
     try:
         state = plain.__getstate__()
+        weakref.ref(state["fun"])
         if not (callable(state["cache_miss"]) and callable(plain._cache_miss)):
             return None
         kind: Any = type(plain)
@@ -402,6 +410,12 @@ def redirected(plain: Any, choose: Choose) -> Any:
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     return made
+
+
+def chooser(jitted: Any) -> Choose | None:
+    """The ``choose`` of a jit object that ``redirected`` made: it goes with the object, and no table keeps it alive."""
+    found: Choose | None = getattr(getattr(jitted, "_cache_miss", None), _CHOOSE, None)
+    return found
 
 
 def jit_of_one(primitive: Any, params: Mapping[str, Any]) -> Any:

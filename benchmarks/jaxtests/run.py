@@ -32,7 +32,7 @@ from benchmarks.jaxtests.worker import read
 
 HERE: Final = Path(__file__).parent
 ROOT: Final = HERE.parent.parent
-MODES: Final = ("one", "tight", "half", "forced")
+MODES: Final = ("one", "tight", "half", "forced", "exec", "exec-tight")
 FILES: Final = """
     api aot pjit shard_map export lax_control_flow custom_api custom_linear_solve custom_root batching core memories
     layout pickle checkify jaxpr_effects python_callback debugging_primitives debug_nans mutable_array state

@@ -18,6 +18,7 @@ import jax
 
 import jaxtensile
 from jaxtensile.api import jit as api_of_ours
+from jaxtensile.api import substitute as installed_substitute
 from jaxtensile.errors import BudgetError
 from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.passes.recompute.lowerbound import Bound
@@ -26,9 +27,10 @@ from jaxtensile.search import modelled
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.xla.compile import compile_program
 
-MODES = ("one", "tight", "half", "forced")
+MODES = ("one", "tight", "half", "forced", "exec", "exec-tight")
 """No budget; the smallest reachable one for every call; half of the temporaries, with ``chunk=True``; the smallest plan
-that the model finds, whatever XLA allocates for it: every program is another one than the user's own."""
+that the model finds, whatever XLA allocates for it: every program is another one than the user's own; then as
+``jaxtensile exec`` replaces it: with its defaults, and with a byte as best it goes."""
 _INSIDE = ("jax", "jaxlib", "jaxtensile")
 _HELPERS = ("jax._src.test_util", "jax._src.internal_test_util", "jax.test_util", "jax._src.public_test_util")
 _SMALLEST = 1
@@ -54,8 +56,14 @@ def install(mode: str) -> None:
         raise ValueError(f"mode {mode!r} is not known: there are {', '.join(MODES)}")
     from jax._src import api
 
-    put(jax.jit, jaxtensile.jit, (jax, "jit"), (api, "jit"))
-    if mode != "one":
+    own = jax.jit
+    if mode.startswith("exec"):
+        jaxtensile.install(**({"budget": _SMALLEST, "best_effort": True} if mode == "exec-tight" else {}))
+        put(own, jax.jit, (api, "jit"))
+        installed_substitute.AMPLE = math.inf  # as if no program were small: each is compiled and looked at
+    else:
+        put(own, jaxtensile.jit, (jax, "jit"), (api, "jit"))
+    if mode not in ("one", "exec"):
         api_of_ours.AMPLE = math.inf  # no program has so much room that it is not planned
     pipeline.fit = _counted(_BUDGETS[mode](pipeline.fit))
 
@@ -160,4 +168,6 @@ _BUDGETS: dict[str, Callable[[Fit], Fit]] = {
     "tight": _smallest,
     "half": _half,
     "forced": _forced,
+    "exec": _as_asked,
+    "exec-tight": _as_asked,
 }

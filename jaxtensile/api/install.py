@@ -187,20 +187,16 @@ class _Installed:
         if made is None:  # not an object that JAX makes in the versions that we know
             return plain
         substitute.served_by(made)
-        self._made[made] = substitute
         return made
 
     def _opened(self) -> Session:
         with _LOCK:
             if self._session is None:
-                from weakref import WeakKeyDictionary
-
                 from jaxtensile import _compat
                 from jaxtensile.api.automatic import Automatic
                 from jaxtensile.api.substitute import Session, begin
                 from jaxtensile.api.tally import Tally
 
-                self._made: WeakKeyDictionary[Any, Substitute] = WeakKeyDictionary()
                 job = self._wanted.job
                 self._session = Session(self._wanted, Tally(), automatic=Automatic(job) if job else None)
                 begin(self._session)
@@ -208,9 +204,13 @@ class _Installed:
             return self._session
 
     def _trace(self, own: Any) -> Any:
+        from jaxtensile import _compat
+        from jaxtensile.api.substitute import Substitute
+
         def trace(jitted: Any, *args: Any, **kwargs: Any) -> Any:
-            substitute = self._made.get(jitted)
-            return own(jitted, *args, **kwargs) if substitute is None else substitute.trace(own, args, kwargs)
+            substitute = getattr(_compat.chooser(jitted), "__self__", None)
+            ours = isinstance(substitute, Substitute)
+            return substitute.trace(own, args, kwargs) if ours else own(jitted, *args, **kwargs)
 
         return trace
 

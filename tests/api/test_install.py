@@ -1,6 +1,7 @@
 """``install``: programs that know nothing of us keep their values, fit, and get JAX's own objects."""
 
 import functools
+import gc
 import sys
 import weakref
 
@@ -379,3 +380,47 @@ def test_options_and_the_config(weights, x, tmp_path):
     jax.jit(fresh())(weights, x)
     assert programs()[0].budget == tight((), "4MiB")
     assert api._installed._wanted.best_effort and api._installed._wanted.budget == "1KiB"
+
+
+class Trainer:
+    """Holds the jit object of its own method, as nobody else does."""
+
+    def __init__(self, weights):
+        self.weights, self.step = weights, jax.jit(self.train)
+
+    def train(self, weights, x):
+        return train(weights, x)
+
+
+@pytest.mark.parametrize("called", [False, True], ids=["unused", "planned"])
+def test_what_holds_its_own_jit_object_goes_when_nothing_else_does(weights, x, called):
+    jaxtensile.install(chunk=False, budget=tight((weights, x)))
+    trainer = Trainer(weights)
+    if called:
+        trainer.step(weights, x)
+        assert len(planned()) == 1
+    gone = weakref.ref(trainer)
+    del trainer
+    gc.collect()
+    assert gone() is None
+
+
+class Slots:
+    """A callable without weak references."""
+
+    __slots__ = ()
+
+    def __call__(self, x):
+        return x + 1
+
+
+def test_a_function_without_weak_references_is_an_error_of_jax_when_it_is_called():
+    errors = []
+    for install in (False, True):
+        if install:
+            jaxtensile.install(budget="1GiB")
+        step = jax.jit(Slots())
+        with pytest.raises(TypeError, match="weak reference") as error:
+            step(3)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
