@@ -347,7 +347,7 @@ Choose = Callable[[Any, Any], tuple[Any, Any, Any, Run | None]]
 
 
 _CHOOSE = "_jaxtensile_choose"
-"""The attribute of a cache miss of ours. ``functools.wraps`` copies that of no jit object: it is none of its ``vars``."""
+"""The attribute of a cache miss of ours; none of a jit object's ``vars``, which ``functools.wraps`` copies."""
 
 
 class _Slow:

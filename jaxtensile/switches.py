@@ -165,6 +165,7 @@ SWITCHES: Final = (
     Switch("shallow", "before bodies are planned, a smaller change is compiled"),
     Switch("lifted_parts", "after a plan that fits, fewer parts are tried"),
     Switch("lifted_plans", "after a plan that fits, cheaper ones are tried"),
+    Switch("own_rules", "plans are made by the rules of the target's own compiler as long as XLA agrees with them"),
     Switch("within_reach", "an aim that no plan at hand meets is raised to one that some does"),
     Switch("halfway", "among them plans halfway to one that missed, which save much"),
     Switch(

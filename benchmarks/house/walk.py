@@ -23,7 +23,7 @@ from typing import Any
 
 BUDGET, LAYERS, WIDTH, ROWS = "8MiB", 16, 64, 1024
 DRIVERS = ("api", "spmd", "jobs", "search", "planner")
-VALUES = ("search.request", "search.variant", "search.modelled", "planner.clock", "search.made")
+VALUES = ("search.request", "search.variant", "search.modelled", "clock", "search.made")
 """Files of these rooms that say what something is, and decide nothing."""
 
 

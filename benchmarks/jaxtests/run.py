@@ -6,9 +6,11 @@
 of it is copied here. Every file (``api``; by default a list of about seventy) runs in a process of its own, once in
 each mode, and what does not pass there runs with ``jax.jit`` as well: ``one``, no budget; ``tight``, the smallest
 reachable budget for every call; ``half``, half of the temporaries, with ``chunk=True``; ``forced``, the smallest plan
-by the model for every call, whatever XLA allocates for it. What a file gave is kept in ``--keep`` line by line, so that
-a run goes on where it stopped; ``--again`` forgets ours of the chosen modes and files first. What was compared goes
-to ``results-jax<version>.json`` and ``.md`` beside this file, for the files that ran, beside those known before.
+by the model for every call, whatever XLA allocates for it; ``exec``, no budget, by ``jaxtensile.install`` as
+``jaxtensile exec`` does it; ``exec-tight``, so with one byte as best it goes. What a file gave is kept in ``--keep``
+line by line, so that a run goes on where it stopped; ``--again`` forgets ours of the chosen modes and files first. What
+was compared goes to ``results-jax<version>.json`` and ``.md`` beside this file, for the files that ran, beside those
+known before.
 
 "Only ours": the test passes with ``jax.jit`` and does not with ours. XLA's optimizations are off on both sides, which
 is several times faster and changes nothing that is asked here. "Programs": signatures that reached the planner;

@@ -26,7 +26,7 @@ import jax
 from jaxtensile.settings.wanted import VARIABLE, Wanted, from_text, wanted
 
 if TYPE_CHECKING:
-    from jaxtensile.api.substitute import Session, Substitute
+    from jaxtensile.api.substitute import Session
 
 _INSIDE: Final = frozenset(("jax", "jaxlib", "jaxtensile"))
 """Packages whose own calls of ``jax.jit`` stay JAX's."""

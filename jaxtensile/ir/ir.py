@@ -7,9 +7,10 @@ Nothing here knows JAX.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Generic, NewType, TypeVar, cast
 
+from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.units import Bytes, Flops
 
 ValueId = NewType("ValueId", int)
@@ -119,7 +120,7 @@ class Graph:
     """Ops in schedule order.
 
     ``donated``: inputs with buffers that outputs may reuse. ``output_slots``: the value at each output position, None
-    for a literal (``outputs`` omits those).
+    for a literal (``outputs`` omits those). ``fuser``: by whose rules its lifetimes are told.
     """
 
     values: tuple[Value, ...]
@@ -128,6 +129,7 @@ class Graph:
     outputs: tuple[ValueId, ...]
     donated: frozenset[ValueId] = frozenset()
     output_slots: tuple[ValueId | None, ...] = ()
+    fuser: Fuser = H200
 
     @property
     def flops(self) -> Flops:
@@ -148,6 +150,12 @@ class Same(Generic[T]):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Same) and self.it is cast("Same[object]", other).it
+
+
+def fused_by(graph: Graph, fuser: Fuser) -> Graph:
+    """``graph`` and its bodies by the rules of ``fuser``."""
+    ops = (replace(op, bodies=tuple(fused_by(b, fuser) for b in op.bodies)) if op.bodies else op for op in graph.ops)
+    return replace(graph, ops=tuple(ops), fuser=fuser)
 
 
 def producers(graph: Graph) -> list[int]:

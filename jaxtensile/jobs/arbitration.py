@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxtensile.clock import Watch
 from jaxtensile.devices.hardware import allocator_stats, host_memory
 from jaxtensile.errors import ConfigError, CoordinatorError
 from jaxtensile.jobs import building
-from jaxtensile.planner.clock import Watch
 from jaxtensile.runtime.client.client import Client, Link
 from jaxtensile.runtime.client.gate import Turns
 from jaxtensile.runtime.client.uninterrupted import uninterrupted

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from jaxtensile.planner.clock import Watch
+from jaxtensile.clock import Watch
 from jaxtensile.runtime.client.holds import LOOK
 
 CORES: Final = 2

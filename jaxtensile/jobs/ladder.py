@@ -17,13 +17,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
+from jaxtensile.clock import Watch, nothing
 from jaxtensile.errors import BudgetError, StoppedError
 from jaxtensile.groups.grouped import grouped
 from jaxtensile.ir.plan import MemoryUse, Prepare
 from jaxtensile.jobs import sketching
 from jaxtensile.passes.solvers.by_name import named
 from jaxtensile.planner import pipeline
-from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.plan_cache import PlanCache
 from jaxtensile.runtime.client.holds import Exclusive
 from jaxtensile.runtime.protocol.messages import Rung

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final
 
+from jaxtensile.clock import Watch, nothing
 from jaxtensile.errors import BudgetError
 from jaxtensile.ir.plan import Prepare
 from jaxtensile.jobs.ladder import RUNGS, Ladder, Position, place_of
-from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.plan_cache import PlanCache
 from jaxtensile.runtime.protocol.messages import Rung
 from jaxtensile.search.request import Fitted, Request

@@ -36,6 +36,13 @@ TIGHT: Final = 2.0
 
 def as_written(page: Page) -> Fitted:
     """The user's program, as it is or planned. Raises ``BudgetError`` if it cannot fit."""
+    fitted = planned_as_written(page, thorough=True)
+    assert fitted is not None
+    return fitted
+
+
+def planned_as_written(page: Page, *, thorough: bool = False) -> Fitted | None:
+    """The same; if not ``thorough``, None where the first series of rounds finds nothing that fits."""
     request, program = page.request, page.program
     bound = page.bound()
     possible = not request.sized or bound.nbytes <= request.budget
@@ -77,15 +84,19 @@ def as_written(page: Page) -> Fitted:
             return found.with_parts() if request.decides_on_parts else found
 
         hopeless = first is not None and on("glance") and rounds.all_hopeless(candidates, first)
+        if hopeless and not thorough:
+            return None
         if hopeless and (not request.decides_on_parts or rounds.all_hopeless(every, page.cheapest(every.anew()))):
             best, count = Smallest(rounds).glance(both())
         if best is None or not rounds.hopeless(best.variant, best.compiled.device):
             without = hopeless and request.decides_on_parts
             made, more = contest(page, candidates, first, hopeless=without)
             best, count = made or best, count + more
-            if best is None or not best.fits:
+            if (best is None or not best.fits) and thorough:
                 best, more = Smallest(rounds).found(both(), best)
                 count += more
+    if not thorough:
+        return page.fitted(best, bound, count) if best is not None and best.fits else None
     best = _or_by_xla(page, best)
     if best is None or not best.fits:
         fitted = named_by_an_error(page)

@@ -74,7 +74,10 @@ def cannot(
         least = ", ".join(map(str, culprits)) or "nothing lives but arguments and results"
         because = f"at the peak of the smallest plan{each and f', about{each}'}, {least}"
     found = "reachable" if not about and needs <= bound.nbytes else "found"
-    smallest = f"the smallest {found}, {about}{format_bytes(needs, up=True)}, for {request.name}"
+    budget, least_budget = format_bytes(request.budget), format_bytes(needs, up=True)
+    if budget == least_budget:
+        budget, least_budget = (f"{n:,} bytes" for n in (request.budget, needs))
+    smallest = f"the smallest {found}, {about}{least_budget}, for {request.name}"
     other = ", or plan with solver='auto'" if request.solver == "chain" else ""
     ways = ["raise the budget"]
     if request.chunk is False and request.whole and Chunks(candidates.written).helps:
@@ -84,7 +87,7 @@ def cannot(
         ways.append("donate the arguments that are updated")
     no_parts = why_not_in_parts(request, traced)
     return BudgetError(
-        f"budget {format_bytes(request.budget)} is below {smallest}: {because}; "
+        f"budget {budget} is below {smallest}: {because}; "
         f"{', '.join(ways)}, or shard the program{each and ' further'}{other}{_unit_left_out(request.budget, needs)}"
         f"{no_parts and f' ({no_parts})'}",
         needs=needs,
@@ -250,7 +253,9 @@ def report(
     if request.may_stack_on_host and find_pairs(variant.base.graph) and request.loop_link is None:
         notes.append("loops stack nothing in host memory: a test loop on this device did not get its values back")
     notes[:0] = [said for taken in reversed(variant.taken) if (said := taken.rewrite.describe(taken.sites))]
-    if variant.parts == 1 and (why := why_not_in_parts(request, traced)):
+    if (inside := variant.parts_inside) > 1:
+        notes.append(f"inside of its loops and branches rows are worked on in up to {inside} parts")
+    elif variant.parts == 1 and (why := why_not_in_parts(request, traced)):
         notes.append(why)
     if request.state and not request.device.backend.own_memory:
         notes.append("a CPU has one memory: what waits in pinned host memory is counted as device bytes")

@@ -72,6 +72,8 @@ def _with_and_without_parts(
         return _quicker(anew, best, parts), count + more
     best, count = (None, 0) if hopeless else closest(rounds, candidates, first, beat=math.inf if rival is None else 0.0)
     lifted = rival is None
+    if rounds.doubted:
+        return best, count
     if rival is None:
         rival = _in_parts(page, anew, _as_found(best) if best is not None and best.fits else None, compiled=True)
     if rival is None:
@@ -108,12 +110,12 @@ def _in_parts(
         return None
     ours = candidates.with_parts()
     found = page.cheapest(ours)
-    if found[0].parts == 1 and compiled and fits is not None and fits[1].predicted.device < page.goal:
+    if not found[0].works_in_parts and compiled and fits is not None and fits[1].predicted.device < page.goal:
         # Recomputation that the model takes to fit may have missed: compared are plans for as many bytes as did fit.
         found = page.rounds.cheapest(ours.anew(), fits[1].predicted.device)
     # Compiled kernels have the last word: then anything shorter is worth a compile.
     least = 0.0 if page.compiles.kernels_known else worth
-    if found[0].parts == 1 or (fits is not None and _saved(fits, found) <= least):
+    if not found[0].works_in_parts or (fits is not None and _saved(fits, found) <= least):
         return None
     return ours, found
 
@@ -121,7 +123,7 @@ def _in_parts(
 def _quicker(candidates: Candidates, best: Made | None, parts: Made | None) -> Made | None:
     """``parts`` if it is enough shorter than ``best``, or the only one that fits."""
     fits = best if best is not None and best.fits else None
-    if parts is None or not parts.fits or parts.variant.parts == 1:
+    if parts is None or not parts.fits or not parts.variant.works_in_parts:
         return fits or parts or best
     if fits is None:
         return parts
@@ -162,7 +164,13 @@ def _is_open(page: Page, best: Made, count: int) -> bool:
     """Whether ``best`` is worth a rival."""
     if page.request.device.traffic_weight < 1 or page.aim is not None or not on("contest"):
         return False
-    if not best.fits or best.evaluate is None or best.compiled.time is None or best.variant.parts > 1 or count > MOST:
+    if (
+        not best.fits
+        or best.evaluate is None
+        or best.compiled.time is None
+        or best.variant.works_in_parts
+        or count > MOST
+    ):
         return False
     return best.variant.seconds + best.plan.overhead > max(WORTH * sum(page.costs().seconds), REPAID)
 

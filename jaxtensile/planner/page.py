@@ -10,13 +10,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
 
+from jaxtensile.clock import Clock, Watch, nothing
 from jaxtensile.errors import BudgetError
 from jaxtensile.ir.plan import Costs, Plan, Prepare
 from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.by_name import named
 from jaxtensile.planner.build_report import report, unplanned
-from jaxtensile.planner.clock import Clock, Watch, nothing
 from jaxtensile.planner.plan_cache import Entry, Plans, key_of
 from jaxtensile.planner.rounds import Rounds
 from jaxtensile.planner.trial_compiles import TrialCompiles
@@ -119,6 +119,8 @@ class Page:
         """The same, if it was tried."""
         self.aim: Bytes | None = None
         """Model bytes assumed to fit, if a plan is wanted soon."""
+        self.made: Made | None = None
+        """The planned program that was told of last."""
 
     def follows(self, earlier: Page) -> None:
         """Take over what an earlier page of the same program compiled, and its seconds."""
@@ -215,6 +217,7 @@ class Page:
 
     def planned(self, made: Made, bound: Bound, rounds: int) -> Fitted:
         """The planned program, which fits."""
+        self.made = made
         if self.baseline:
             self.compiles.own()
         compiled = made.compiled

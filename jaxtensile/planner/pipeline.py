@@ -12,16 +12,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jaxtensile import _compat
+from jaxtensile.clock import Watch, nothing
 from jaxtensile.collecting import seldom
 from jaxtensile.errors import VerifyError
 from jaxtensile.ir.plan import Prepare
-from jaxtensile.planner.as_written import as_written
 from jaxtensile.planner.build_report import unplanned, without_plan
-from jaxtensile.planner.clock import Watch, nothing
-from jaxtensile.planner.page import CACHE, Page, opened, undone_of
+from jaxtensile.planner.by_rules import fitted
+from jaxtensile.planner.page import Page, opened, undone_of
 from jaxtensile.planner.plan_cache import Entry, Plans
-from jaxtensile.planner.recall import recalled, replayed
-from jaxtensile.planner.without_checkpoints import without_checkpoints
+from jaxtensile.planner.recall import replayed
 from jaxtensile.program.trace import traced_within
 from jaxtensile.program.upperbound import all_values
 from jaxtensile.rewrites.rows.batched import batched
@@ -67,15 +66,7 @@ def _fit(
             undivided = opened(replace(request, sizes=None), watch, prepare)
             if _fits_as_it_is(undivided):
                 return undivided.unchanged()
-        page = opened(request, watch, prepare, baseline)
-        page.aim = aim
-        if undivided is not None:
-            page.follows(undivided)
-        return (
-            request.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
-            or without_checkpoints(page)
-            or as_written(page)
-        )
+        return fitted(request, watch, prepare, baseline, plans, aim, undivided)
     finally:
         batched.cache_clear()  # equations, whose constants may be arrays on a device
 

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from jaxtensile import _compat
+from jaxtensile.clock import Watch, nothing
 from jaxtensile.collecting import seldom
 from jaxtensile.faults import raised
 from jaxtensile.ir.plan import Plan, Program
-from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.page import Page, opened
 from jaxtensile.planner.series import closest
 from jaxtensile.program.emit import emit

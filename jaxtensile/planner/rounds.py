@@ -49,6 +49,10 @@ class Rounds:
         self.request, self.compiles, self.predicted, self.aim = compiles.request, compiles, predicted, aim
         self.worth: Callable[[Variant, Plan], bool] = lambda _, __: True
         """Whether a plan is worth a compile."""
+        self.doubts: Callable[[Made], bool] = lambda _: False
+        """Whether what XLA made of a plan tells against the model."""
+        self.doubted = False
+        """Whether it did: nothing more is planned by this model."""
 
     @property
     def scale(self) -> float:
@@ -82,6 +86,9 @@ class Rounds:
         """
         made = self.compiles.planned(variant, plan, once=once)
         if made is None or made.compiled.memory is None or made.fits:
+            return made, 1
+        self.doubted = self.doubted or self.doubts(made)
+        if self.doubted:
             return made, 1
         more = int(made.compiled.device * self.scale) - plan.predicted.device
         with self.compiles.clock("solve"):

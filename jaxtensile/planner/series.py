@@ -46,7 +46,7 @@ def closest(
     budget = rounds.request.budget
     best, count, tried = _Series(rounds, candidates, first, beat).run()
     for way, forget in (("host", candidates.forget_host), ("early", candidates.forget_early_updates)):
-        if best is not None and best.fits:
+        if (best is not None and best.fits) or rounds.doubted:
             break
         if way not in tried:
             continue
@@ -95,7 +95,9 @@ class _Series:
     def run(self) -> tuple[Made | None, int, set[str]]:
         """The smallest plan, the number compiled, and what was ``tried``."""
         close = CLOSE * self.request.budget
-        while self.spent < (ROUNDS if self.best is None or self.best.compiled.device > close else ROUNDS_IF_CLOSE):
+        while not self.rounds.doubted and self.spent < (
+            ROUNDS if self.best is None or self.best.compiled.device > close else ROUNDS_IF_CLOSE
+        ):
             found = self._chosen()
             if found is None or not self._compiled(*found):
                 break
@@ -197,7 +199,7 @@ class _Series:
             self.best, more = self.rounds.lifted(self.candidates, made, missed, self._parts, self.beat)
             self.count += more
             return False
-        return self.next is not None or self._lowered(made)
+        return not self.rounds.doubted and (self.next is not None or self._lowered(made))
 
     def _or_next(self, order: Made) -> Made:
         """The program with barriers alone, or the plan that it came before, if compiled kernels find it shorter.

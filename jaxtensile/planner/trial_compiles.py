@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxtensile import faults
+from jaxtensile.clock import Clock
 from jaxtensile.ir.plan import CompiledTime, Plan, Program
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.order.control import controlled
 from jaxtensile.passes.order.own_copies import with_own_copies
 from jaxtensile.passes.solvers.answer import answer
 from jaxtensile.passes.verify.check import check
-from jaxtensile.planner.clock import Clock
 from jaxtensile.program.emit import emit
 from jaxtensile.search.made import BY_XLA, Made
 from jaxtensile.search.request import Evaluate, Request

@@ -168,6 +168,7 @@ def rebuilt(traced: Traced, same: dict[int, int], stays: Sequence[int]) -> tuple
         outputs=tuple(map(now, old.outputs)),
         donated=frozenset(map(now, old.donated)),
         output_slots=tuple(None if s is None else now(s) for s in old.output_slots),
+        fuser=old.fuser,
     )
     made = Traced(
         graph=graph,

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxtensile import _compat
+from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import COLLECTIVES, OUTER, Graph, Op, OpId, Value, ValueId, is_fixed
 from jaxtensile.program.flops import BY_GROUPS, leaf_flops, spread, sums
 
@@ -269,6 +270,7 @@ def _described(
         outputs=tuple(ValueId(o) for o in outs if isinstance(o, int)),
         donated=donated_ids,
         output_slots=tuple(ValueId(o) if isinstance(o, int) else None for o in outs),
+        fuser=_FUSER.get(),
     )
     return Traced(
         graph=graph,
@@ -552,6 +554,19 @@ def traced_within(context: Context) -> Iterator[None]:
         yield
     finally:
         _WITHIN.reset(token)
+
+
+_FUSER: ContextVar[Fuser] = ContextVar("fuser", default=H200)
+
+
+@contextmanager
+def with_rules_of(fuser: Fuser) -> Iterator[None]:
+    """In here lifetimes of programs that are traced are told by the rules of ``fuser``."""
+    token = _FUSER.set(fuser)
+    try:
+        yield
+    finally:
+        _FUSER.reset(token)
 
 
 def trace_on(evaluate: Callable[..., Any], avals: Iterable[Any]) -> Any:

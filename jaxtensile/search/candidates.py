@@ -53,10 +53,10 @@ def _large_bodies(start: Variant, temp: Bytes) -> Iterator[tuple[Key, Body, Trac
 
 
 class _Bodies:
-    """Memory-hungry bodies of ``start``, and plans for them."""
+    """Memory-hungry bodies of ``start``, and plans for them; ``parts``: whether to work in parts in them."""
 
-    def __init__(self, start: Variant) -> None:
-        self.start = start
+    def __init__(self, start: Variant, parts: bool) -> None:
+        self.start, self.parts = start, parts
         with start.request.faults.of(start.blamed):
             self.live = live = live_ranges(start.looped.graph)
         alone = start.request.sized and on("bodies")
@@ -68,7 +68,7 @@ class _Bodies:
 
     def _of(self, i: int) -> Candidates:
         _, body, inner, _ = self.large[i]
-        return Candidates(body_alone(self.start, body, inner))
+        return Candidates(body_alone(self.start, body, inner), parts=self.parts)
 
     def anew(self) -> _Bodies:
         """The same bodies, without plans."""
@@ -127,11 +127,11 @@ class _Bodies:
         """A body kept in order; None if it already is or has no other order."""
         if planned is None:
             alone = body_alone(self.start, body, traced)
-            variant = _Bodies(alone).held or alone
+            variant = _Bodies(alone, self.parts).held or alone
             program = Program.unchanged(variant.traced.graph)
         else:
             variant, program = planned.variant, planned.plan.program
-            deeper = _Bodies(variant).held if not planned.held else None
+            deeper = _Bodies(variant, self.parts).held if not planned.held else None
             again = deeper.solve(planned.plan.predicted.device) if deeper is not None else planned.plan
             if deeper is not None and again.predicted.device <= planned.plan.predicted.device:
                 variant, program = deeper, again.program
@@ -230,7 +230,7 @@ class Candidates:
         variants use it from now on."""
         if not variant.request.device.backend.heeds_barriers or not on("bodies_in_order"):
             return False
-        bodies = self._ways.bodies(variant)
+        bodies = self._ways.bodies(variant, self._in_parts)
         helps = bodies.over(budget - more) and bodies.held is not None
         self._hold = self._hold or helps
         return helps
@@ -242,7 +242,7 @@ class Candidates:
     def held(self, found: tuple[Variant, Plan], budget: Bytes) -> tuple[Variant, Plan] | None:
         """The same with bodies in trace order; None if they are, or if it does not fit."""
         variant, plan = found
-        held = self._ways.bodies(variant).held
+        held = self._ways.bodies(variant, self._in_parts).held
         if held is None:
             return None
         again = held, held.solve(max(budget, plan.predicted.device))
@@ -263,7 +263,7 @@ class Candidates:
                 aside = [v for v in self.variants if v.aside]
                 hosted = [cheapest(aside, budget)[0]] if aside and not best[0].aside else []
                 starts = dict.fromkeys((best[0], *hosted, *self._starts))
-                self._bodies = [self._ways.bodies(variant).anew() for variant in starts]
+                self._bodies = [self._ways.bodies(variant, self._in_parts).anew() for variant in starts]
             for bodies in sorted(self._bodies, key=lambda b: not b.may_do(budget)):
                 if best[1].predicted.device <= budget and not bodies.may_do(budget):
                     break  # there is one that fits
@@ -317,7 +317,7 @@ class Candidates:
         found = cheapest(more, budget, least=least)
         if found[1].predicted.device > budget:
             if k not in self._parts:
-                self._parts[k] = self._ways.bodies(variant).anew()
+                self._parts[k] = self._ways.bodies(variant, self._in_parts).anew()
             found = self._fitted(self._parts[k], found, budget)
         return found
 

@@ -228,6 +228,7 @@ def _program(graph: Graph, schedule: Schedule) -> Program:
         outputs=_ids(schedule.outputs),
         donated=frozenset(_ids(schedule.donated)),
         output_slots=tuple(None if v is None else ValueId(v) for v in schedule.output_slots),
+        fuser=graph.fuser,
     )
     return Program(laid, tuple(origin), (*range(count), *(v for v, _ in schedule.versions)))
 

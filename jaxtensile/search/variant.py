@@ -80,6 +80,16 @@ class Variant:
         return next((taken.sites[1] for taken in self.taken if taken.rewrite is PARTS), 1)
 
     @property
+    def parts_inside(self) -> int:
+        """The largest number of parts in a body."""
+        return max((max(i.variant.parts, i.variant.parts_inside) for i in self.inside), default=1)
+
+    @property
+    def works_in_parts(self) -> bool:
+        """Whether rows are worked on in parts, in all of the step or in bodies."""
+        return self.parts > 1 or self.parts_inside > 1
+
+    @property
     def blamed(self) -> str:
         """The rewrite to leave out if this variant fails: the last applied; empty without any."""
         made = (

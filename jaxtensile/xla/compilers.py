@@ -13,9 +13,10 @@ from typing import Final
 from jaxtensile.devices.backends import CPU, CUDA, TPU
 from jaxtensile.devices.gpu_description import FACTS
 from jaxtensile.devices.profiles import DeviceProfile, profile
+from jaxtensile.ir.fuser import CPU as FUSES_CPU
+from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import Graph, Op, ValueId
-from jaxtensile.passes.lifetimes.fusion import CPU as FUSES_CPU
-from jaxtensile.passes.lifetimes.fusion import H200, Fuser, fuse
+from jaxtensile.passes.lifetimes.fusion import fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.lowering.expanded import expanded
 from jaxtensile.passes.lowering.expanded_draws import expanded_draws

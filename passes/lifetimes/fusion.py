@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import chain
 
+from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import OUTER, Graph, Op, Same, Value, consumers, producers
 from jaxtensile.passes.lifetimes.added import added, scattered, sums_of_scatters
 from jaxtensile.passes.lifetimes.emitted import stored_at_places
@@ -102,26 +103,6 @@ def is_fusible(primitive: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Fuser:
-    """How a target's compiler fuses.
-
-    ``twice``: whether a value with several readers is computed in each kernel if that is cheaper; the CPU's compiler
-    does so only for ops that take no time. ``products``: whether products compute their operands; their generator needs
-    compute capability 8.0. ``outer``: whether outer products are computed where they are read. ``work``: time of
-    arithmetic relative to memory traffic, in that of an H200.
-    """
-
-    twice: bool = True
-    products: bool = True
-    outer: bool = True
-    work: float = 1.0
-
-
-H200 = Fuser()
-CPU = Fuser(twice=False, products=False, outer=False)
-
-
-@dataclass(frozen=True, slots=True)
 class Kernels:
     """The fused program.
 
@@ -148,12 +129,13 @@ RECENT = 4
 took 8 % less with this and lifetimes remembered."""
 
 
-def fuse(graph: Graph, *, by: Fuser = H200, written: bool = False) -> Kernels:
+def fuse(graph: Graph, *, by: Fuser | None = None, written: bool = False) -> Kernels:
     """Group ops into kernels. Linear in edges.
 
-    ``written``: the program is compiled as written; rules measured on such programs alone apply too.
+    ``by``: another compiler than the graph's. ``written``: the program is compiled as written; rules measured on such
+    programs alone apply too.
     """
-    return _fused(Same(graph), by, written, switched_off())
+    return _fused(Same(graph), by or graph.fuser, written, switched_off())
 
 
 @lru_cache(maxsize=RECENT)

@@ -20,8 +20,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, count
 
+from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import Graph, Op, Same
-from jaxtensile.passes.lifetimes.fusion import H200, REDUCTIONS, SPREAD, STORED, Fuser, Kernels, fuse, is_fusible
+from jaxtensile.passes.lifetimes.fusion import REDUCTIONS, SPREAD, STORED, Kernels, fuse, is_fusible
 from jaxtensile.passes.lifetimes.liveness import Liveness, inner_temp, live_ranges
 from jaxtensile.passes.order.schedule import BARRIER
 from jaxtensile.switches import on

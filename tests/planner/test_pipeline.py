@@ -27,6 +27,13 @@ COMPILE = trial_compiles.compile_program
 
 
 @pytest.fixture(autouse=True)
+def rules_of_an_h200():
+    """One search of a program: which rules it is made by is for ``test_by_rules``."""
+    with switches.off("own_rules"):
+        yield
+
+
+@pytest.fixture(autouse=True)
 def nothing_remembered():
     recall.forget()
 
@@ -238,6 +245,44 @@ def test_parts_are_compared_with_the_recomputation_that_fits(monkeypatch):
     alone, auto = (fit(job(budget, fun, args, chunk=chunk), greedy).report for chunk in (False, "auto"))
     assert alone.fits and auto.fits and auto.parts > 1 == alone.parts
     assert auto.recompute_flops == 0 < alone.recompute_flops
+
+
+def test_rows_of_a_loop_are_worked_on_in_parts_by_default():
+    """Updates in a scan: the rows of each are split inside of its body."""
+
+    def loss(w, x):
+        for _ in range(3):
+            x = jnp.tanh(x @ w)
+        return jnp.mean(x**2)
+
+    def updates(w, xs):
+        return jax.lax.scan(lambda w, x: (w - 0.1 * jax.grad(loss)(w, x), None), w, xs)[0]
+
+    args = jnp.ones((16, 16)) / 8, jnp.linspace(0, 1, 2 * 4096 * 16).reshape(2, 4096, 16)
+    plain = jax.jit(updates).lower(*args).compile().memory_analysis().temp_size_in_bytes
+    fixed = live_ranges(trace_jaxpr(jax.jit(updates).trace(*args).jaxpr).graph)
+    budget = fixed.argument + fixed.output + plain // 3
+    with pytest.raises(jaxtensile.BudgetError):
+        fit(job(budget, updates, args, chunk=False))
+    found = fit(job(budget, updates, args, chunk="auto"))
+    assert found.report.fits and found.report.parts == 1
+    assert any("inside of its loops and branches rows are worked on in" in note for note in found.report.notes)
+    close(found.jitted(*args), updates(*args))
+    assert not any("found no rows" in note for note in fit(job(budget, updates, args, chunk=True)).report.notes)
+
+
+def test_an_error_gives_bytes_where_the_budget_and_what_is_needed_read_alike():
+    def one(x):
+        return jnp.sort(x) * 2
+
+    x = jnp.ones(1 << 20)
+    with pytest.raises(jaxtensile.BudgetError) as least:
+        fit(job(1 << 20, one, (x,)))
+    with pytest.raises(
+        jaxtensile.BudgetError, match=r"budget [\d,]+ bytes is below the smallest .*[\d,]+ bytes, for"
+    ) as info:
+        fit(job(least.value.needs - 8, one, (x,)))
+    assert info.value.needs == least.value.needs
 
 
 def test_a_miss_that_nothing_makes_up_for_ends(monkeypatch):

@@ -78,6 +78,7 @@ def drawn(monkeypatch, plans, order, shallow=None):
         compiles=SimpleNamespace(known=lambda _: SimpleNamespace(device=120, memory=120), plain=None),
         scale=1.0,
         worth=lambda *_: True,
+        doubted=False,
         at_hand=lambda _, aim: any(p.predicted.device <= aim and not p.deep for p in plans),
         cheapest=lambda _, aim: next(((p, p) for p in plans if p.predicted.device <= aim), (plans[-1], plans[-1])),
         planned=planned,

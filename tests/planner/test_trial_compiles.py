@@ -6,13 +6,13 @@ from math import inf
 import jax
 import pytest
 
+from jaxtensile.clock import Clock, nothing
 from jaxtensile.devices.profiles import profile
 from jaxtensile.ir.plan import MemoryUse
 from jaxtensile.passes.order.control import controlled
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.passes.solvers.greedy import prepare
 from jaxtensile.planner import trial_compiles as compiles
-from jaxtensile.planner.clock import Clock, nothing
 from jaxtensile.planner.trial_compiles import TrialCompiles
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.search.variants import written

@@ -20,12 +20,12 @@ import jax
 import msgspec
 
 from jaxtensile._compat import JAX_VERSION, lower
+from jaxtensile.clock import Watch, nothing
 from jaxtensile.devices.measured import jaxlib_version
 from jaxtensile.devices.profiles import DeviceProfile
 from jaxtensile.errors import AgreementError
 from jaxtensile.faults import told, unless_faulty
 from jaxtensile.planner import pipeline
-from jaxtensile.planner.clock import Watch, nothing
 from jaxtensile.planner.plan_cache import FLAGS, Entry, Plans, package, plan_cache
 from jaxtensile.program.trace import trace_jaxpr
 from jaxtensile.search.recipe import fingerprint

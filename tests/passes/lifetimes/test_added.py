@@ -6,7 +6,8 @@ import pytest
 from jax import lax
 
 import jaxtensile
-from jaxtensile.passes.lifetimes.fusion import CPU, Fuser, fuse
+from jaxtensile.ir.fuser import CPU, Fuser
+from jaxtensile.passes.lifetimes.fusion import fuse
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.program.trace import trace_jaxpr
 

@@ -1,0 +1,26 @@
+"""How a target's compiler fuses: by which rules lifetimes are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Fuser:
+    """How a target's compiler fuses.
+
+    ``twice``: whether a value with several readers is computed in each kernel if that is cheaper; the CPU's compiler
+    does so only for ops that take no time. ``products``: whether products compute their operands; their generator needs
+    compute capability 8.0. ``outer``: whether outer products are computed where they are read. ``work``: time of
+    arithmetic relative to memory traffic, in that of an H200.
+    """
+
+    twice: bool = True
+    products: bool = True
+    outer: bool = True
+    work: float = 1.0
+
+
+H200: Final = Fuser()
+CPU: Final = Fuser(twice=False, products=False, outer=False)

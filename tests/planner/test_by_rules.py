@@ -1,0 +1,124 @@
+"""Whose fusion rules a plan is made by: the target's own while XLA agrees with them, else those of an H200."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtensile
+from jaxtensile import switches
+from jaxtensile.ir.fuser import CPU, H200
+from jaxtensile.ir.ir import fused_by
+from jaxtensile.passes.lifetimes.fusion import fuse
+from jaxtensile.passes.lifetimes.liveness import live_ranges
+from jaxtensile.planner import by_rules, recall
+from jaxtensile.program.trace import trace_jaxpr, with_rules_of
+
+LAYERS, WIDTH, ROWS = 6, 64, 2048
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered():
+    recall.forget()
+
+
+def loss(weights, x):
+    """Centred and divided in every layer: a CPU computes quotients once and stores them, a GPU computes them again."""
+    for up, down in weights:
+        y = x - x.mean(-1, keepdims=True)
+        y = y / jnp.sqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-5)
+        h = y @ up
+        x = x + (h / (1 + jnp.exp(-h))) @ down
+    return jnp.mean(x**2)
+
+
+def step(weights, x):
+    slopes = jax.grad(loss)(weights, x)
+    return jax.tree.map(lambda w, d: w - 0.1 * d, weights, slopes)
+
+
+@pytest.fixture(scope="module")
+def args():
+    rng = np.random.default_rng(0)
+    weights = [tuple(rng.normal(size=s) / 8 for s in ((WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH))) for _ in range(LAYERS)]
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (weights, rng.normal(size=(ROWS, WIDTH))))
+
+
+@pytest.fixture(scope="module")
+def budget(args):
+    use = jax.jit(step).lower(*args).compile().memory_analysis()
+    fixed = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
+    return fixed + use.temp_size_in_bytes // 2
+
+
+def planned(args, budget, *off):
+    with switches.off(*off):
+        return jaxtensile.jit(step, budget=budget, chunk=False).plan(*args)
+
+
+def off_by(report):
+    return abs(report.compiled.temp / report.predicted.temp - 1)
+
+
+def test_a_graph_says_whose_rules_it_is_told_by(args):
+    closed = jax.jit(step).trace(*args).jaxpr
+    with with_rules_of(CPU):
+        own = trace_jaxpr(closed).graph
+    other = trace_jaxpr(closed).graph
+    assert (own.fuser, other.fuser) == (CPU, H200)
+    assert fused_by(own, H200) == other and fused_by(other, CPU) == own
+    assert fuse(own).home == fuse(other, by=CPU).home != fuse(other).home
+    assert live_ranges(own).temp != live_ranges(other).temp
+
+
+def test_bodies_are_told_by_the_same_rules(args):
+    closed = jax.jit(lambda w, x: jax.lax.scan(lambda c, _: (step(c, x), None), w, None, length=3)).trace(*args).jaxpr
+    with with_rules_of(CPU):
+        graph = trace_jaxpr(closed).graph
+    bodies = [body for op in graph.ops for body in op.bodies]
+    assert bodies and all(body.fuser == CPU for body in bodies)
+    assert fused_by(fused_by(graph, H200), CPU) == graph
+
+
+def test_a_cpu_is_planned_by_its_own_rules_where_they_hold(args, budget):
+    own, other = planned(args, budget), planned(args, budget, "own_rules")
+    assert own.fits and other.fits and own.rounds < other.rounds
+    assert off_by(own) < 0.05 < off_by(other)
+
+
+def test_rules_that_xla_contradicts_are_given_up(args, budget, monkeypatch):
+    """Then the plan is that of the others."""
+    monkeypatch.setattr(by_rules, "DOUBTED", 0.0)
+    monkeypatch.setattr(by_rules, "ROOMY", np.inf)
+    both, other = planned(args, budget), planned(args, budget, "own_rules")
+    assert both.fits and both.compiled.device <= budget
+    assert both.overhead <= other.overhead, "of two that fit it is the one that adds less"
+
+
+def test_where_the_others_refuse_what_fits_is_taken(args, budget, monkeypatch):
+    monkeypatch.setattr(by_rules, "ROOMY", np.inf)
+
+    def refuses(_):
+        raise jaxtensile.BudgetError("no", needs=budget + 1, has=budget)
+
+    monkeypatch.setattr(by_rules, "as_written", refuses)
+    assert planned(args, budget).fits
+    monkeypatch.setattr(by_rules, "_own_rules", lambda _: None)
+    with pytest.raises(jaxtensile.BudgetError):
+        planned(args, budget)
+
+
+def test_a_plan_that_was_kept_is_found_by_whichever_rules_made_it(args, budget, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("JAXTENSILE_PLAN_CACHE", raising=False)
+    for doubted in (by_rules.DOUBTED, 0.0):  # by its own rules, then by the others
+        monkeypatch.setattr(by_rules, "DOUBTED", doubted)
+        if not doubted:
+            monkeypatch.setattr(by_rules, "ROOMY", np.inf)
+        first = planned(args, budget)
+        again = planned(args, budget)
+        assert again.compiled == first.compiled and again.rounds == 1
+        assert any("earlier process" in note for note in again.notes)
+        for file in tmp_path.rglob("*"):
+            if file.is_file():
+                file.unlink()
