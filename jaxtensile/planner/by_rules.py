@@ -29,12 +29,9 @@ from jaxtensile.units import Bytes
 from jaxtensile.xla.compilers import compiler_of
 
 DOUBTED: Final = 1.1
-"""Times the prediction that XLA may need for a plan. Where it needs more, the rules of an H200 took fewer rounds more
-often than not, although their first plans are off by more. A guess.
-"""
+"""Times the prediction at which these rules are given up. A guess."""
 ROOMY: Final = 0.9
-"""A plan that fits is taken at once if XLA needs at least this share of what was predicted: else it may do too much. A
-guess."""
+"""Share of the prediction below which a plan may do too much. A guess."""
 
 
 def fitted(

@@ -22,8 +22,7 @@ SPARE, LIFTS = 0.01, 3
 """After a plan that fits: spare share of the budget that is worth another plan, and how many are compiled at most.
 Guesses."""
 REPAID: Seconds = 1e-4
-"""Seconds of a step that such a plan has to save: a compile takes a second or more, which less does not bring back in
-10,000 steps."""
+"""Seconds of a step that such a plan has to save, or 10,000 steps do not repay a compile."""
 GAIN, UNSURE = 0.001, 0.01
 """Shares of the step's work that such a plan has to save: always, and if only the model predicts its bytes. Guesses."""
 MUCH = 0.05
