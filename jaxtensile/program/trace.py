@@ -38,7 +38,9 @@ _CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
+    "linear_call": "callee",
 }
+_SOLVE = "custom_linear_solve"
 _FOREIGN = """pure_callback io_callback debug_callback ffi_call pallas_call custom_call custom_partitioning
     call_hi_primitive"""
 REFERENCE_BARRIER = "reference_barrier"
@@ -146,7 +148,7 @@ class _Flattener:
             body = _inlinable(eqn)
             if body is not None:
                 inner = stack + eqn.source_info.name_stack
-                operands = self.remat_barrier(eqn, operands, stack)
+                operands = self.remat_barrier(eqn, _handed_on(eqn, operands), stack)
                 env.update(zip(eqn.outvars, self.inline(body, operands, inner, (eqn, *callers)), strict=True))
                 continue
             results = tuple(self.new(v.aval) for v in eqn.outvars)
@@ -189,12 +191,21 @@ def _is_barrier_of_checkpoint(eqn: Any) -> bool:
 def _called(eqn: Any) -> Any | None:
     """The closed jaxpr of a call; None for anything else."""
     name, params = eqn.primitive.name, eqn.params
-    body = params.get(_CALLS[name]) if name in _CALLS else None
+    body = params.get(_CALLS[name]) if name in _CALLS else params["jaxprs"].solve if name == _SOLVE else None
     if body is None and name == "eval_jaxpr":
         body = params.get("jaxpr")  # as on 0.10
     if body is None or hasattr(body, "consts"):
         return body
     return _compat.ClosedJaxpr(body, ())  # an open jaxpr: remat2 on 0.10
+
+
+def _handed_on(eqn: Any, operands: list[Any]) -> list[Any]:
+    """The operands of a call that its body takes: of a linear solve those of the solver, as in JAX's lowering."""
+    if eqn.primitive.name != _SOLVE:
+        return operands
+    lengths = eqn.params["const_lengths"]
+    before, count = lengths.matvec + lengths.vecmat, lengths.solve
+    return operands[before : before + count] + operands[sum(lengths) :]
 
 
 def _inlinable(eqn: Any) -> Any | None:

@@ -80,6 +80,37 @@ def test_calls_are_inlined(fun, found):
     assert names(trace(fun, F32((4,)))) == found
 
 
+def solved(matrix, b, shift):
+    """A linear solve whose functions all close over other arrays."""
+    return lax.custom_linear_solve(
+        lambda x: matrix @ x,
+        b,
+        solve=lambda _, y: jnp.sin(shift) + jnp.exp(y),
+        transpose_solve=lambda _, y: jnp.cos(y),
+        symmetric=False,
+    )
+
+
+def test_a_linear_solve_is_what_its_solver_does():
+    """Also in gradients, where the transposed one is run; each takes the arrays that it closes over."""
+    args = F32((4, 4)), F32((4,)), F32((4,))
+    forward = trace(solved, *args)
+    assert [n for n in names(forward) if n in ("sin", "exp", "cos")] == ["sin", "exp"]
+    sources = {forward.graph.ops[i].primitive: forward.graph.ops[i].operands for i in range(len(forward.graph.ops))}
+    shift, b = forward.arguments[2], forward.arguments[1]
+    assert sources["sin"] == (shift,) and sources["exp"] == (b,)
+    slopes = names(trace(jax.grad(lambda m, b, s: solved(m, b, s).sum(), (0, 1)), *args))
+    assert "cos" in slopes and "custom_linear_solve" not in slopes
+
+
+def test_a_linear_call_is_what_it_calls():
+    def twice(residual, x):
+        return x * jnp.sin(residual)
+
+    fun = lambda r, x: jax.custom_derivatives.linear_call(twice, twice, r, x)  # noqa: E731
+    assert names(trace(fun, F32((4,)), F32((4,)))) == ["sin", "mul"]
+
+
 def test_ids_are_positions_and_bodies_follow_the_same_rule():
     def fun(x, w):
         return lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, w)
