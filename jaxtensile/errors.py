@@ -25,7 +25,9 @@ class Culprit:
     nbytes: Bytes
 
     def __str__(self) -> str:
-        return f"{self.primitive} at {short_place(self.source)} needs {format_bytes(self.nbytes)}"
+        # In angle brackets: no line of the user's.
+        place = "" if self.source.startswith("<") else f" at {short_place(self.source)}"
+        return f"{self.primitive}{place} needs {format_bytes(self.nbytes)}"
 
 
 class BudgetError(JaxtensileError, ValueError):

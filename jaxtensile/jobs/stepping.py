@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 _LONG: Seconds = 20.0
 """Seconds: if the first step takes longer, other jobs do not wait; they are told the job's smaller plans. A guess: to
-predict them beside a compile took half a second of one of two cores, while other first steps waited for it."""
+predict them takes half a second of a core that other first steps wait for."""
 _TOLD: Seconds = 60.0
 """Seconds after which a wait for a turn is logged, again and again: others' steps are long, or nobody decides. A
 guess."""

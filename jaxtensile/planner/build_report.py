@@ -43,6 +43,10 @@ MARGIN = 0.2
 """Share that XLA may add to the smallest plan's predicted bytes, if it was not compiled. A guess."""
 
 
+SLIGHT = 0.01
+"""Share of the largest buffer at the peak up to which others are not named. A guess."""
+
+
 def cannot(
     request: Request, candidates: Candidates, bound: Bound, best: Made | None, scale: float = 1.0
 ) -> BudgetError:
@@ -143,7 +147,8 @@ def _at_the_peak(variant: Variant, plan: Plan, most: int = 3) -> tuple[Culprit, 
     if inside:
         source = variant.traced.source(origin[peak]) if origin[peak] >= 0 else "a barrier"
         held[graph.ops[peak].primitive, source] += inside
-    return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in held.most_common(most))
+    largest = held.most_common(most)
+    return tuple(Culprit(primitive=p, source=s, nbytes=n) for (p, s), n in largest if n > SLIGHT * largest[0][1])
 
 
 def without_plan(request: Request, error: Exception | None = None) -> Fitted:

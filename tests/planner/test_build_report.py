@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 import jaxtensile
+from jaxtensile.errors import Culprit
 from jaxtensile.program.trace import trace_jaxpr, why_pinned
 
 W, X = jnp.ones((16, 16)), jnp.ones((64, 16))
@@ -75,3 +76,16 @@ def test_large_constants_are_reported():
     (told,) = (n for n in notes(lambda x: (x @ table[:16, :16]).sum(), X) if "closes over" in n)
     assert "1.37MiB in 1" in told
     assert not any("closes over" in n for n in notes(lambda x: (x @ W).sum(), X))
+
+
+def test_a_culprit_says_no_line_where_none_is_the_users():
+    told = [str(Culprit(primitive="mul", source=s, nbytes=1024)) for s in ("model.py:3 (loss)", "<mul>")]
+    assert told == ["mul at model.py:3 (loss) needs 1.00KiB", "mul needs 1.00KiB"]
+
+
+def test_buffers_of_a_few_bytes_are_no_culprits():
+    x = jnp.ones(1 << 16)
+    with pytest.raises(jaxtensile.BudgetError) as info:
+        jaxtensile.jit(lambda x: jnp.sort(x) + jnp.sum(x), budget="4KiB").plan(x)
+    sizes = [c.nbytes for c in info.value.culprits]
+    assert sizes and min(sizes) > max(sizes) / 100
