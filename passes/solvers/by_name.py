@@ -38,7 +38,7 @@ _DEAR: Final = 0.01
 """Share of a step below which a plan is good enough. A guess."""
 PAYS: Final[Seconds] = 2e-7
 """Seconds of a step, for each op, below which a plan is good enough: the programme takes about 2 ms an op, which then
-are not saved in 10,000 steps. In tests 0.2 to 4 s were spent to save 3 to 11 µs of such a step."""
+are not saved in 10,000 steps."""
 _LOWER: Final = 1 / 32
 """Where nothing fits, the share by which a lower budget is tried: a step with an SVD found nothing for 9 MiB, and
 8.4 MiB for 8.6. A guess."""
