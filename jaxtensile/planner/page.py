@@ -5,7 +5,7 @@ One thread plans a request.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, Final
@@ -119,6 +119,8 @@ class Page:
         """The same, if it was tried."""
         self.aim: Bytes | None = None
         """Model bytes assumed to fit, if a plan is wanted soon."""
+        self.keeps: Callable[[Made], bool] = lambda _: True
+        """Whether a plan that fits is kept for later processes."""
         self.made: Made | None = None
         """The planned program that was told of last."""
 
@@ -223,7 +225,8 @@ class Page:
         compiled = made.compiled
         if made.variant.parts > 1:
             bound = self.less(bound, made.variant)
-        self.keep(made, self.request.budget)
+        if self.keeps(made):
+            self.keep(made, self.request.budget)
         told = self.report(made, compiled, bound, rounds)
         state = frozenset(leaf.argument for leaf in self.request.state)
         return Fitted(
