@@ -24,7 +24,7 @@ import pytest
 from chaos import EVERY, MIB, Chaos, Held, timeline
 from jax_lines import SOAK
 
-SECONDS = 600.0 if SOAK else 20.0
+SECONDS = 600.0 if SOAK else 12.0
 COUNTED = (
     "arrivals",
     "jobs killed",
