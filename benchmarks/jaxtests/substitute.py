@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 import jaxtensile
+from benchmarks.jaxtests.run import MODES
 from jaxtensile.api import jit as api_of_ours
 from jaxtensile.api import substitute as installed_substitute
 from jaxtensile.errors import BudgetError
@@ -27,10 +28,6 @@ from jaxtensile.search import modelled
 from jaxtensile.search.request import Fitted, Request
 from jaxtensile.xla.compile import compile_program
 
-MODES = ("one", "tight", "half", "forced", "exec", "exec-tight")
-"""No budget; the smallest reachable one for every call; half of the temporaries, with ``chunk=True``; the smallest plan
-that the model finds, whatever XLA allocates for it: every program is another one than the user's own; then as
-``jaxtensile exec`` replaces it: with its defaults, and with a byte as best it goes."""
 _INSIDE = ("jax", "jaxlib", "jaxtensile")
 _HELPERS = ("jax._src.test_util", "jax._src.internal_test_util", "jax.test_util", "jax._src.public_test_util")
 _SMALLEST = 1
@@ -65,7 +62,7 @@ def install(mode: str) -> None:
         put(own, jaxtensile.jit, (jax, "jit"), (api, "jit"))
     if mode not in ("one", "exec"):
         api_of_ours.AMPLE = math.inf  # no program has so much room that it is not planned
-    pipeline.fit = _counted(_BUDGETS[mode](pipeline.fit))
+    pipeline.fit = _counted(_BUDGETS.get(mode, _as_asked)(pipeline.fit))
 
 
 def put(theirs: Callable[..., Any], ours: Callable[..., Any], *places: tuple[Any, str]) -> None:
@@ -164,10 +161,7 @@ def _counted(fit: Fit) -> Fit:
 
 
 _BUDGETS: dict[str, Callable[[Fit], Fit]] = {
-    "one": _as_asked,
     "tight": _smallest,
     "half": _half,
     "forced": _forced,
-    "exec": _as_asked,
-    "exec-tight": _as_asked,
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Final
 
 from jaxtensile.ir.plan import Plan
+from jaxtensile.passes.recompute.lowerbound import Bound
 from jaxtensile.planner.build_report import cannot
 from jaxtensile.planner.contest import contest
 from jaxtensile.planner.page import Page
@@ -43,8 +45,7 @@ def as_written(page: Page) -> Fitted:
 
 def planned_as_written(page: Page, *, thorough: bool = False) -> Fitted | None:
     """The same; if not ``thorough``, None where the first series of rounds finds nothing that fits."""
-    request, program = page.request, page.program
-    bound = page.bound()
+    request, bound = page.request, page.bound()
     possible = not request.sized or bound.nbytes <= request.budget
 
     @cache
@@ -53,22 +54,9 @@ def planned_as_written(page: Page, *, thorough: bool = False) -> Fitted | None:
         first = page.cheapest(candidates) if possible and request.shards == 1 else None
         return candidates, first
 
-    # Where nothing may be found, no program is compiled for the report alone before something is.
-    tight = request.whole and request.budget < TIGHT * bound.nbytes and not page.may_fit(program)
-    baseline = page.baseline and not tight
-    if baseline and request.state:
-        page.compiles.own()
-    if request.state and page.may_fit(program):
-        start = page.written()
-        meanwhile = ahead if program.predicted.device > request.budget else None
-        made = page.compiles.unplanned(start, meanwhile)
-        if made.fits:
-            return page.unchanged() if _saves_nothing(page, made) else page.planned(made, bound, 0)
-    elif not request.state and (baseline or not request.whole or page.may_fit(program)):
-        # By the model it does not fit: plan while XLA has its say.
-        plain = page.compiles.own(ahead if program.predicted.device > request.budget else None)
-        if plain.device <= request.budget:
-            return page.unchanged()
+    fits = _as_it_is(page, bound, ahead)
+    if fits is not None:
+        return fits
     candidates, first = ahead()
     # The smallest of all is looked for among work in parts too.
     every = candidates.with_parts() if request.decides_on_parts else candidates
@@ -107,6 +95,28 @@ def planned_as_written(page: Page, *, thorough: bool = False) -> Fitted | None:
             with page.clock("solve"):
                 raise cannot(request, every, bound, best, page.scale)
     return page.fitted(best, bound, count)
+
+
+def _as_it_is(page: Page, bound: Bound, ahead: Callable[[], object]) -> Fitted | None:
+    """The program without a plan, if it fits; ``ahead``: what to do while XLA has its say."""
+    request, program = page.request, page.program
+    # Where nothing may be found, no program is compiled for the report alone before something is.
+    tight = request.whole and request.budget < TIGHT * bound.nbytes and not page.may_fit(program)
+    baseline = page.baseline and not tight
+    if baseline and request.state:
+        page.compiles.own()
+    if request.state and page.may_fit(program):
+        start = page.written()
+        meanwhile = ahead if program.predicted.device > request.budget else None
+        made = page.compiles.unplanned(start, meanwhile)
+        if made.fits:
+            return page.unchanged() if _saves_nothing(page, made) else page.planned(made, bound, 0)
+    elif not request.state and (baseline or not request.whole or page.may_fit(program)):
+        # By the model it does not fit: plan while XLA has its say.
+        plain = page.compiles.own(ahead if program.predicted.device > request.budget else None)
+        if plain.device <= request.budget:
+            return page.unchanged()
+    return None
 
 
 def _or_by_xla(page: Page, best: Made | None) -> Made | None:

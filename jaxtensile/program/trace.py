@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -553,31 +553,31 @@ def retrace(evaluate: Callable[..., Any], closed: Any) -> Any:
     return trace_on(evaluate, [v.aval for v in jaxpr.invars])
 
 
+T = TypeVar("T")
 Context = Callable[[], AbstractContextManager[Any]]
 _WITHIN: ContextVar[Context] = ContextVar("within", default=nullcontext)
-
-
-@contextmanager
-def traced_within(context: Context) -> Iterator[None]:
-    """In here programs are traced in ``context``: in a ``shard_map``, say, whose body they are to be."""
-    token = _WITHIN.set(context)
-    try:
-        yield
-    finally:
-        _WITHIN.reset(token)
 
 
 _FUSER: ContextVar[Fuser] = ContextVar("fuser", default=H200)
 
 
-@contextmanager
-def with_rules_of(fuser: Fuser) -> Iterator[None]:
+def traced_within(context: Context) -> AbstractContextManager[None]:
+    """In here programs are traced in ``context``: in a ``shard_map``, say, whose body they are to be."""
+    return _during(_WITHIN, context)
+
+
+def with_rules_of(fuser: Fuser) -> AbstractContextManager[None]:
     """In here lifetimes of programs that are traced are told by the rules of ``fuser``."""
-    token = _FUSER.set(fuser)
+    return _during(_FUSER, fuser)
+
+
+@contextmanager
+def _during(variable: ContextVar[T], value: T) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _FUSER.reset(token)
+        variable.reset(token)
 
 
 def trace_on(evaluate: Callable[..., Any], avals: Iterable[Any]) -> Any:
