@@ -46,17 +46,18 @@ def fitted(
 
     The arguments are those of ``pipeline.fit``. ``earlier``: a page of the same program that comes before.
     """
-    first = None
+    own, first = None, None
     rules = _own_rules(request) if aim is None else None
     if rules is not None:
-        page, first, sure = _by_own_rules(request, rules, watch, prepare, baseline, plans)
+        own, first, sure = _by_own_rules(request, rules, watch, prepare, baseline, plans)
         if first is not None and sure:
             return first
-        earlier = page
+        earlier = own
     page = opened(request, watch, prepare, baseline)
     page.aim = aim
     if earlier is not None:
         page.follows(earlier)
+    second: Fitted | None = None
     try:
         second = (
             request.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
@@ -66,8 +67,12 @@ def fitted(
     except BudgetError:
         if first is None:
             raise
-        return first
-    return second if first is None else _quicker(first, second)
+    if first is None or (second is not None and _quicker(first, second) is second):
+        assert second is not None
+        return second
+    if own is not None and own.made is not None:
+        own.keep(own.made, request.budget)  # later processes find it before the other
+    return first
 
 
 def _own_rules(request: Request) -> Fuser | None:
