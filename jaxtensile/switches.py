@@ -38,6 +38,7 @@ SWITCHES: Final = (
     # ---- passes/lifetimes
     Switch("added_products", "a product is added to what is there already, and is never stored"),
     Switch("scattered_sums", "what is scattered into zeros and then added to something is scattered into that"),
+    Switch("computed_updates", "updates in place compute what they write, which is then never stored"),
     Switch("prologues", "products compute cheap steps of what they read, which are then never stored"),
     Switch("slow_sums", "what a sum over few rows reads is stored where others read it too"),
     Switch("centred_sums", "what is centred by the totals of a slow sum is stored; in programs that are planned"),
@@ -54,8 +55,10 @@ SWITCHES: Final = (
     Switch("slow_on_cpu", "XLA:CPU computes divisions, roots and what it rounds to 16 bits once"),
     Switch("expanded_draws", "a CPU draws random numbers in a loop over two words of each"),
     Switch("library_sums", "what a CPU's library reduces and does not compute is stored"),
+    Switch("joined_rows", "XLA:CPU copies rows that are put together from buffers"),
     Switch("emitted_once", "XLA:CPU stores padded and concatenated arrays that are read at several places"),
     Switch("copies_take_time", "what is copied to the host is needed until somebody asks for the copy"),
+    Switch("donated_late", "what takes over an argument that is still read has memory of its own and is copied"),
     Switch("outputs_written_over", "what an output is written over is there from the first on"),
     Switch("elementwise_in_place", "elementwise kernels write over what dies in them"),
     Switch("updates_in_place", "updates and loops write over what dies in them"),
@@ -140,6 +143,7 @@ SWITCHES: Final = (
     Switch("programme_traffic", "it charges a little of the traffic as well"),
     # ---- jaxtensile/rewrites
     Switch("sink", "what is made early and read late is made where it is read"),
+    Switch("in_place_loops", "loops write what they stack over slices that they have read"),
     Switch("early_updates", "updates stand right behind their gradients"),
     Switch("parts", "with chunk=True the batch is worked on in parts"),
     Switch("inner", "loops inside of loops stack less"),

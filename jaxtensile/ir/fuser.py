@@ -12,15 +12,16 @@ class Fuser:
 
     ``twice``: whether a value with several readers is computed in each kernel if that is cheaper; the CPU's compiler
     does so only for ops that take no time. ``products``: whether products compute their operands; their generator needs
-    compute capability 8.0. ``outer``: whether outer products are computed where they are read. ``work``: time of
-    arithmetic relative to memory traffic, in that of an H200.
+    compute capability 8.0. ``outer``: whether outer products are computed where they are read. ``scatters``: whether
+    scatters compute their operands. ``work``: time of arithmetic relative to memory traffic, in that of an H200.
     """
 
     twice: bool = True
     products: bool = True
     outer: bool = True
+    scatters: bool = True
     work: float = 1.0
 
 
 H200: Final = Fuser()
-CPU: Final = Fuser(twice=False, products=False, outer=False)
+CPU: Final = Fuser(twice=False, products=False, outer=False, scatters=False)

@@ -455,6 +455,9 @@ def _is_number_zero(literal: Any) -> bool:
 
 def _is_turned(eqn: Any) -> bool:
     """``Op.turned`` of an equation."""
+    if eqn.primitive.name.startswith("scatter"):
+        windows, rank = eqn.params["dimension_numbers"].update_window_dims, eqn.invars[2].aval.ndim
+        return tuple(windows) != tuple(range(rank - len(windows), rank))
     return _is_filters_gradient(eqn) and max(eqn.params["lhs_dilation"] or (1,)) > 1
 
 

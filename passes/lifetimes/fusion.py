@@ -19,10 +19,11 @@ from itertools import chain
 from jaxtensile.ir.fuser import H200, Fuser
 from jaxtensile.ir.ir import OUTER, Graph, Op, Same, Value, consumers, producers
 from jaxtensile.passes.lifetimes.added import added, scattered, sums_of_scatters
-from jaxtensile.passes.lifetimes.emitted import stored_at_places
+from jaxtensile.passes.lifetimes.emitted import rows_joined, stored_at_places
 from jaxtensile.passes.lifetimes.prologue import PRODUCT, Prologues, prologues
 from jaxtensile.passes.lifetimes.summed import NO_LIBRARY, reduced_by_library
 from jaxtensile.passes.lifetimes.sums import centred, read_by_slow_sums
+from jaxtensile.passes.lifetimes.updates import read_stored
 from jaxtensile.switches import on, switched_off
 from jaxtensile.units import Bytes
 
@@ -41,7 +42,7 @@ ELEMENTWISE = frozenset(
     mulhi""".split()
 )
 MOVES = frozenset(
-    """broadcast_in_dim broadcast concatenate dynamic_slice gather iota pad rev slice split transpose copy
+    """broadcast_in_dim broadcast concatenate dynamic_slice gather iota pad rev slice split tile transpose copy
     stack unstack random_unwrap random_fold_in random_split random_gamma""".split()
 )
 SPREAD = "spread"
@@ -102,6 +103,14 @@ def is_fusible(primitive: str) -> bool:
     return primitive in _FUSIBLE
 
 
+def _is_computed_on_the_way(op: Op) -> bool:
+    return op.primitive in _READ_ANYWHERE or op.primitive in VIEWS
+
+
+def _is_in_place(op: Op) -> bool:
+    return op.primitive in ELEMENTWISE or op.primitive in VIEWS
+
+
 @dataclass(frozen=True, slots=True)
 class Kernels:
     """The fused program.
@@ -147,9 +156,10 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
     products = (
         prologues(graph, views, read_by, numbers=written) if by.products and on("prologues") else Prologues.none(graph)
     )
-    must_exist = _needed_in_memory(graph, views, wanted, products)
+    joined = rows_joined(graph) if not twice and on("joined_rows") else frozenset[int]()
+    must_exist = _needed_in_memory(graph, views, wanted, products, joined, by.scatters)
     _store_arguments_of_erf(graph, read_by, must_exist)
-    alone = _read_by_one_kernel(graph, read_by, must_exist) if on("one_kernel") else [False] * len(ops)
+    alone = _read_by_one_kernel(graph, read_by, must_exist, joined) if on("one_kernel") else [False] * len(ops)
     slow = [False] * len(values)
     if twice:
         slow = (read_by_slow_sums if written else centred)(graph, read_by, ELEMENTWISE, VIEWS)
@@ -163,7 +173,7 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
             graph,
             read_by,
             must_exist,
-            fusible=lambda op: op.primitive in _FUSIBLE_OR_VIEWS and op.primitive != OUTER,
+            fusible=lambda op: op.primitive in _FUSIBLE_OR_VIEWS and op.primitive != OUTER and op.id not in joined,
             moves=lambda op: op.primitive in MOVES,
             costly=lambda op: op.primitive in WORK or _is_slow_on_cpu(graph, op),
         ):
@@ -201,7 +211,7 @@ def _fused(same: Same[Graph], by: Fuser, written: bool, off: frozenset[str]) -> 
         if i in library.inside:
             home[op.results[0]], leaves[op.results[0]] = -1, sources
             continue
-        if name in _FUSIBLE and (by.outer or name != OUTER):
+        if name in _FUSIBLE and (by.outer or name != OUTER) and i not in joined:
             r0 = op.results[0]
             effort = work[operands[0]] if len(operands) == 1 else sum([work[v] for v in dict.fromkeys(operands)])
             if name in WORK and on("arithmetic_price"):
@@ -367,9 +377,11 @@ def _views(graph: Graph, read_by: list[list[int]], wanted: set[int]) -> list[boo
     return out
 
 
-def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], products: Prologues) -> list[bool]:
+def _needed_in_memory(
+    graph: Graph, views: list[bool], wanted: set[int], products: Prologues, joined: frozenset[int], scatters: bool
+) -> list[bool]:
     """Values that some reader takes as a buffer. Views, and values computed inside products, pass the demand to their
-    base."""
+    base. ``joined``: other fusible ops that read buffers. ``scatters``: whether scatters compute their operands."""
     needed = [False] * len(graph.values)
     multiplied = [False] * len(graph.values)
     """Products read the operands of this value instead."""
@@ -380,6 +392,8 @@ def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], product
 
     # XLA makes a constant of a loop that is one number in every place inside of the loop (WhileLoopConstantSinking).
     splats = {r for op in graph.ops if op.primitive == "broadcast_in_dim" and not op.operands for r in op.results}
+    updates = any(op.primitive in IN_PLACE for op in graph.ops) and on("computed_updates")
+    made = producers(graph) if updates else []
     for v in wanted:
         needed[v] = True
     for op in reversed(graph.ops):
@@ -392,7 +406,10 @@ def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], product
                     needed[v] = True
         elif products.silent[op.id] and name == PRODUCT:
             multiply(op.operands)
-        elif name not in _READ_ANYWHERE:
+        elif name in IN_PLACE and updates:
+            for v in read_stored(graph, op, made, scatters, _is_computed_on_the_way, _is_in_place):
+                needed[v] = True
+        elif name not in _READ_ANYWHERE or op.id in joined:
             inside = set(op.slots[: op.carried[0]]) & splats
             if inside and not on("splat_constants"):
                 inside = set[int]()
@@ -401,13 +418,16 @@ def _needed_in_memory(graph: Graph, views: list[bool], wanted: set[int], product
     return needed
 
 
-def _read_by_one_kernel(graph: Graph, read_by: list[list[int]], must_exist: list[bool]) -> list[bool]:
-    """For each op whether all its readers end in one kernel, so that it is computed once there."""
+def _read_by_one_kernel(
+    graph: Graph, read_by: list[list[int]], must_exist: list[bool], joined: frozenset[int]
+) -> list[bool]:
+    """For each op whether all its readers end in one kernel, so that it is computed once there. ``joined``: ops that
+    are kernels of their own."""
     ops = graph.ops
     sink = list(range(len(ops)))
     alone = [False] * len(ops)
     for op in reversed(ops):
-        if op.primitive not in _FUSIBLE_OR_VIEWS:
+        if op.primitive not in _FUSIBLE_OR_VIEWS or op.id in joined:
             continue
         readers = read_by[op.results[0]] if len(op.results) == 1 else [o for r in op.results for o in read_by[r]]
         if not readers:

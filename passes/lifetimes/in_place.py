@@ -5,10 +5,10 @@ Invariant: a buffer that is written over is read by nobody else from then on.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from itertools import chain
 
-from jaxtensile.ir.ir import Graph, Op, producers
+from jaxtensile.ir.ir import Graph, Op, ValueId, producers
 from jaxtensile.passes.lifetimes.fusion import (
     DECOMPOSITIONS,
     ELEMENTWISE,
@@ -197,3 +197,63 @@ def read_elsewhere(graph: Graph, kernels: Kernels, made: list[int], op: Op) -> s
             if len(ranks) > 1:
                 found.add(v)
     return found
+
+
+def read_late(
+    graph: Graph, kernels: Kernels, maker: list[int], old: int, op: Op, result: int, start: int, stop: int
+) -> bool:
+    """Whether ``op`` cannot write ``result`` over ``old``, a carry or a donated argument that is read until ``stop``:
+    it or what needs its result reads ``old``. Readers that do not need the result come first. ``start``: when the
+    result is begun."""
+    reads = kernels.reads
+    if stop <= start:
+        return False
+    if result in kernels.added:  # written over what the product is added to
+        factors = reads[maker[kernels.added[result]]]
+        if old in factors or (old in reads[op.id] and old not in {kernels.home[v] for v in op.operands}):
+            return True
+    elif (
+        old in reads[op.id]
+        and not _is_updated(kernels, op, result, old)
+        and (not is_fusible(op.primitive) or old in read_elsewhere(graph, kernels, maker, op))
+    ):
+        return True
+    behind = set[int](op.results)
+    for later in graph.ops[op.id + 1 : stop]:
+        if kernels.is_root[later.id] and not behind.isdisjoint(reads[later.id]):
+            if old in reads[later.id]:
+                return True
+            behind.update(later.results)
+    return False
+
+
+def _is_updated(kernels: Kernels, op: Op, result: int, old: int) -> bool:
+    """Whether ``op`` writes ``result`` over ``old`` as it goes: an update in place, a loop into the carry that it
+    began with, or, for all that is known, a branch."""
+    home = kernels.home
+    if op.primitive in IN_PLACE:
+        return home[op.operands[0]] == old
+    if op.primitive not in ("scan", "while"):
+        return bool(op.bodies)
+    given = [home[v] if v >= 0 else -1 for v in op.slots]
+    consts, carries = op.carried if op.primitive == "scan" else (len(given) - len(op.results), len(op.results))
+    k = op.results.index(ValueId(result))
+    return k < carries and given[consts + k] == old and given.count(old) == 1
+
+
+def read_beside(graph: Graph, kernels: Kernels, maker: list[int], old: int, op: Op) -> bool:
+    """Whether a kernel reads ``old`` that ``op`` does not need. Elementwise ones are the same kernel."""
+    needed = needed_by(kernels, maker, op.id)
+    others = (o for o in graph.ops if kernels.is_root[o.id] and o.id not in needed and not is_fusible(o.primitive))
+    return any(old in kernels.reads[o.id] for o in others)
+
+
+def needed_by(kernels: Kernels, maker: Sequence[int], op: int) -> set[int]:
+    """The kernels, by their ops, that ``op`` needs, and ``op``."""
+    needed, left = set[int](), [op]
+    while left:
+        i = left.pop()
+        if i not in needed:
+            needed.add(i)
+            left += [maker[b] for b in kernels.reads[i] if maker[b] >= 0]
+    return needed

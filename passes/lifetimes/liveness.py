@@ -12,12 +12,8 @@ from itertools import accumulate
 
 from jaxtensile.ir.ir import Graph, Op, Same
 from jaxtensile.ir.plan import TO_HOST, MemoryUse
-from jaxtensile.passes.lifetimes.fusion import (
-    RECENT,
-    Fuser,
-    Kernels,
-    fuse,
-)
+from jaxtensile.passes.lifetimes.donated import copied_back
+from jaxtensile.passes.lifetimes.fusion import RECENT, Fuser, Kernels, fuse
 from jaxtensile.passes.lifetimes.in_place import in_outputs, share
 from jaxtensile.passes.lifetimes.loop_bodies import Loop, freed, loop_of, results_kept, slices_kept
 from jaxtensile.switches import on, switched_off
@@ -118,6 +114,10 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool, loop: Loop | No
             stop[v] = end
         for v, i in slices_kept(graph, kernels, loop).items():
             start[v] = i
+    elif graph.donated and on("donated_late"):
+        kept = copied_back(graph, kernels, taken_over(graph), start, stop)
+        for v, end in kept.items():
+            stop[v] = end
     final = in_outputs(graph, kernels, start, stop, kept)
     merged, onto = share(graph, kernels, start, stop, final)
     if together:
@@ -201,22 +201,20 @@ def _body_temp(body: Same[Graph], loop: Loop | None, by: Fuser, off: frozenset[s
     return _live_ranges(body.it, fuse(body.it, by=by), False, loop).temp
 
 
-def taken_over(graph: Graph) -> list[bool]:
-    """For each output whether it reuses a donated device input of the same shape and type, as jit pairs them."""
-    pool: dict[tuple[tuple[int, ...], str], int] = {}
-    for v in graph.donated.intersection(graph.inputs):  # jit drops the unused ones
-        if graph.values[v].space != "host":
-            key = (graph.values[v].shape, graph.values[v].dtype)
-            pool[key] = pool.get(key, 0) + 1
-    out: list[bool] = []
+def taken_over(graph: Graph) -> list[int]:
+    """For each output the donated device input of the same shape and type whose memory it gets, as jit pairs them; -1
+    if none."""
+    pool: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    for v in reversed(graph.inputs):  # jit drops the unused ones
+        if v in graph.donated and graph.values[v].space != "host":
+            pool.setdefault((graph.values[v].shape, graph.values[v].dtype), []).append(v)
+    out: list[int] = []
     for v in graph.outputs:
-        key = (graph.values[v].shape, graph.values[v].dtype)
-        out.append(graph.values[v].space != "host" and pool.get(key, 0) > 0)
-        if out[-1]:
-            pool[key] -= 1
+        left = pool.get((graph.values[v].shape, graph.values[v].dtype))
+        out.append(left.pop() if left and graph.values[v].space != "host" else -1)
     return out
 
 
 def _donate(graph: Graph) -> Bytes:
     """Device bytes of outputs that reuse a donated input."""
-    return sum(graph.values[v].nbytes for v, taken in zip(graph.outputs, taken_over(graph), strict=True) if taken)
+    return sum(graph.values[v].nbytes for v, old in zip(graph.outputs, taken_over(graph), strict=True) if old >= 0)

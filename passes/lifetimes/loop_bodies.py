@@ -2,8 +2,10 @@
 
 A body reads slices of arrays and stacks slices of results; its carries lie in one memory from run to run. XLA
 
-* copies a slice that anything but an elementwise kernel or a sum reads (``dynamic-slice`` before the product);
-* writes a stacked result into its stack directly only if an elementwise kernel makes it and nobody else reads it;
+* copies a slice that anything but an elementwise kernel, a sum or an update in place reads (``dynamic-slice`` before
+  the product);
+* writes a stacked result into its stack directly only if an elementwise kernel makes it and nobody else reads it, or
+  if it is an update of a slice;
 * writes a carry into the old one's memory only once nobody reads that any more; else into its own, copied at the end.
 
 H200 and CPU, jax 0.10.2 and 0.12, 33 loops.
@@ -15,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jaxtensile.ir.ir import Graph, Op, producers
-from jaxtensile.passes.lifetimes.fusion import PRODUCT, REDUCTIONS, Kernels, is_fusible
-from jaxtensile.passes.lifetimes.in_place import read_elsewhere
+from jaxtensile.passes.lifetimes.fusion import IN_PLACE, PRODUCT, REDUCTIONS, Kernels, is_fusible
+from jaxtensile.passes.lifetimes.in_place import read_beside, read_late
 from jaxtensile.switches import on
 
 
@@ -51,7 +53,7 @@ def slices_kept(graph: Graph, kernels: Kernels, loop: Loop) -> dict[int, int]:
             products.update(op.results)
         # XLA:GPU's products compute what follows them as well, from buffers.
         follows = not products.isdisjoint(reads) or any(r in kernels.added for r in op.results)
-        if follows or not (is_fusible(op.primitive) or op.primitive in REDUCTIONS):
+        if follows or not (is_fusible(op.primitive) or op.primitive in REDUCTIONS | IN_PLACE):
             for b in slices.intersection(reads):
                 found.setdefault(b, op.id)
     return found
@@ -74,9 +76,16 @@ def results_kept(
             continue
         op = graph.ops[maker[b]]
         if k >= loop.carries:
-            if b not in outputs[: loop.carries] and (stop[b] > start[b] + 1 or not is_fusible(op.primitive)):
+            updated = op.primitive in IN_PLACE and kernels.home[op.operands[0]] in given
+            read = stop[b] > start[b] + 1 and not (updated and kernels.by.twice)
+            if b not in outputs[: loop.carries] and (read or not (updated or is_fusible(op.primitive))):
                 found.setdefault(b, stop[b] if kernels.by.twice else n)  # XLA:CPU stacks last
-        elif olds[k] in moved or _read_late(graph, kernels, maker, olds[k], op, start[b], stop[olds[k]]):
+        elif (
+            olds[k] in moved
+            # XLA:CPU copies before it knows the order.
+            or (not kernels.by.twice and read_beside(graph, kernels, maker, olds[k], op))
+            or read_late(graph, kernels, maker, olds[k], op, b, start[b], stop[olds[k]])
+        ):
             found[b] = n
     return found
 
@@ -86,39 +95,3 @@ def freed(graph: Graph, kernels: Kernels, loop: Loop, stop: Sequence[int]) -> di
     olds = graph.inputs[loop.consts : loop.consts + loop.carries]
     news = graph.output_slots[: loop.carries]
     return {kernels.home[r]: stop[kernels.home[c]] for c, r in zip(olds, news, strict=False) if r is not None}
-
-
-def _read_late(graph: Graph, kernels: Kernels, maker: list[int], old: int, op: Op, start: int, stop: int) -> bool:
-    """Whether ``op`` cannot write its result over the carry ``old``, which is read until ``stop``: it or what needs its
-    result reads ``old``. Readers that do not need the result come first in XLA:GPU's order; XLA:CPU copies before it
-    knows the order. ``start``: when the result is begun."""
-    reads, result = kernels.reads, op.results[0]
-    if not kernels.by.twice and _beside(graph, kernels, maker, old, op):
-        return True
-    if stop <= start:
-        return False
-    if result in kernels.added:  # written over what the product is added to
-        factors = reads[maker[kernels.added[result]]]
-        if old in factors or (old in reads[op.id] and old not in {kernels.home[v] for v in op.operands}):
-            return True
-    elif old in reads[op.id] and (not is_fusible(op.primitive) or old in read_elsewhere(graph, kernels, maker, op)):
-        return True
-    behind = set[int](op.results)
-    for later in graph.ops[op.id + 1 :]:
-        if kernels.is_root[later.id] and not behind.isdisjoint(reads[later.id]):
-            if old in reads[later.id]:
-                return True
-            behind.update(later.results)
-    return False
-
-
-def _beside(graph: Graph, kernels: Kernels, maker: list[int], old: int, op: Op) -> bool:
-    """Whether a kernel reads ``old`` that ``op`` does not need. Elementwise ones are the same kernel."""
-    needed, left = set[int](), [op.id]
-    while left:
-        i = left.pop()
-        if i not in needed:
-            needed.add(i)
-            left += [maker[b] for b in kernels.reads[i] if maker[b] >= 0]
-    others = (o for o in graph.ops if kernels.is_root[o.id] and o.id not in needed and not is_fusible(o.primitive))
-    return any(old in kernels.reads[o.id] for o in others)

@@ -75,7 +75,7 @@ def _own_memory(graph: Graph, live: Liveness) -> list[_Host]:
     seen = set[int]()
     for v, taken in zip(graph.outputs, taken_over(graph), strict=True):
         b = home[v]
-        if taken or b < 0 or b in given or b in seen or values[v].space == "host":
+        if taken >= 0 or b < 0 or b in given or b in seen or values[v].space == "host":
             continue
         seen.add(b)
         hosts.append(_Host(b, graph.values[b].nbytes, written[b], len(graph.ops) + 1))

@@ -148,7 +148,7 @@ class _Lowering(Rewriting):
                 self.add(replace(op, primitive=scatter.primitive), (rest, *scatter.operands[1:]))
             elif op.id in self.pools:
                 self.pool_gradient(op)
-            elif op.turned and on("turned_filters"):
+            elif op.turned and op.primitive == "conv_general_dilated" and on("turned_filters"):
                 sizes = [op.padded, *(self.old.values[v].nbytes for v in op.operands[1:])]
                 self.add(op, tuple(self.transposed(op, v, n) for v, n in zip(op.operands, sizes, strict=True)))
             elif self.is_padded(op):

@@ -68,7 +68,8 @@ def use_steps(graph: Graph) -> list[list[int]]:
 
 
 def buffer_steps(graph: Graph, live: Liveness) -> list[list[int]]:
-    """For each buffer the steps at which a kernel touches it or what took over its memory."""
+    """For each buffer the steps at which a kernel touches it or what took over its memory, or copies it to where it
+    belongs."""
     kernels, owner = live.kernels, live.owner
     steps: list[list[int]] = [[] for _ in graph.values]
     for op in graph.ops:
@@ -78,6 +79,10 @@ def buffer_steps(graph: Graph, live: Liveness) -> list[list[int]]:
             for r in op.results:
                 if kernels.home[r] == r:
                     steps[owner[r]].append(op.id)
+    for r in live.ranges:
+        touched = steps[r.value]
+        if touched and touched[-1] != r.stop - 1:
+            steps[r.value] = [i for i in touched if i < r.stop - 1] + [r.stop - 1]
     return steps
 
 

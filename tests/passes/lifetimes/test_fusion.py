@@ -55,14 +55,14 @@ def test_homes_and_reads_are_buffers(graph):
 @given(graphs())
 @settings(max_examples=100)
 def test_what_somebody_needs_in_memory_is_there(graph):
-    """Outputs, and operands of ops that cannot fuse, but for what products compute: each has a home."""
+    """Outputs, and operands of ops that cannot fuse, but for what products and updates compute: each has a home."""
     kernels = fuse(graph)
     assert all(kernels.home[v] >= 0 for v in graph.outputs)
     views = [op.primitive in VIEWS for op in graph.ops]
     products = prologues(graph, views, consumers(graph))
     for op in graph.ops:
         if not (is_fusible(op.primitive) or op.primitive in fusion.REDUCTIONS or op.primitive in VIEWS):
-            for v in op.operands:
+            for v in op.operands[:1] if op.primitive in fusion.IN_PLACE else op.operands:
                 inside = op.primitive == PRODUCT and products.inside[v] and kernels.home[v] < 0
                 assert inside or kernels.home[v] in kernels.reads[op.id]
 

@@ -1,0 +1,65 @@
+"""Outputs that cannot be written over the donated argument whose memory they get.
+
+The argument is still read: by the kernel that writes the output (a product, a shift, a loop over its slices), by what
+needs the output, or by another output that is written over what this one reads. Then the output has memory of its own
+among the temporaries and is copied: such a donation saves nothing (H200 and CPU, jax 0.10.2 and 0.12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtensile.ir.ir import Graph, producers
+from jaxtensile.passes.lifetimes.fusion import Kernels
+from jaxtensile.passes.lifetimes.in_place import needed_by, read_late
+
+
+def copied_back(
+    graph: Graph, kernels: Kernels, takes: Sequence[int], start: Sequence[int], stop: Sequence[int]
+) -> dict[int, int]:
+    """Outputs with memory of their own, each with the op after which it is free.
+
+    XLA:GPU copies once the argument is dead, XLA:CPU at the end. ``takes``: for each output the argument whose memory
+    it gets, or -1.
+    """
+    home, given, n, maker = kernels.home, set[int](graph.inputs), len(graph.ops), producers(graph)
+    whole = {home[v] for v in graph.outputs} & given
+    found: dict[int, int] = {}
+    over: dict[int, int] = {}
+    for v, old in zip(graph.outputs, takes, strict=True):
+        b = home[v]
+        if old < 0 or b < 0 or b in given or b in over.values() or not kernels.is_root[maker[b]]:
+            continue
+        over[old] = b
+        end = n if old in whole else stop[old]  # what is a result as well is read at the end
+        if read_late(graph, kernels, maker, old, graph.ops[maker[b]], b, start[b], end):
+            found[b] = end
+    for old, b in over.items():
+        if b not in found and _in_a_circle(graph, kernels, maker, over, found, old):
+            found[b] = stop[old]
+    return {b: max(end, start[b] + 1) if kernels.by.twice else n for b, end in found.items()}
+
+
+def _in_a_circle(
+    graph: Graph, kernels: Kernels, maker: Sequence[int], over: dict[int, int], apart: dict[int, int], old: int
+) -> bool:
+    """Whether what is written over ``old`` has to come both before and behind another output that is written over an
+    argument. Outputs of the same arrays are one kernel of XLA:GPU. ``apart``: outputs that are written elsewhere."""
+
+    def reads(argument: int) -> set[int]:
+        return set(kernels.reads[maker[over[argument]]])
+
+    first = reads(old)
+    if not kernels.by.twice:  # copies before it knows the order
+        others = [maker[over[a]] for a in over if a != old and old in reads(a)] if first - {old} & over.keys() else []
+        return bool(others) and not needed_by(kernels, maker, maker[over[old]]).issuperset(others)
+    left, seen = [a for a in first if a != old and a in over and reads(a) != first], {old}
+    while left:
+        a = left.pop()
+        if a in seen or over[a] in apart:
+            continue
+        seen.add(a)
+        if old in reads(a):
+            return True
+        left += [b for b in reads(a) if b in over]
+    return False
