@@ -18,15 +18,16 @@ from jaxtensile.errors import VerifyError
 from jaxtensile.estimation import estimate as estimation
 from jaxtensile.passes.solvers import trials
 from jaxtensile.planner import page, plan_cache, trial_compiles
-from jaxtensile.rewrites import merge_branches, microbatch, rewrite, sink, sink_invariants, split, strip_mine
-from jaxtensile.rewrites.loops import RECOMPUTATION
+from jaxtensile.rewrites import merge_branches, microbatch, rewrite, split
+from jaxtensile.rewrites.loops import sink, sink_invariants, strip_mine
+from jaxtensile.rewrites.loops.loops import RECOMPUTATION
+from jaxtensile.rewrites.loops.sink import SINK
+from jaxtensile.rewrites.loops.sink_invariants import SINK_INVARIANTS
+from jaxtensile.rewrites.loops.strip_mine import STRIP_MINE
 from jaxtensile.rewrites.merge_branches import MERGE_BRANCHES
 from jaxtensile.rewrites.microbatch import PARTS
 from jaxtensile.rewrites.rows import chunk
-from jaxtensile.rewrites.sink import SINK
-from jaxtensile.rewrites.sink_invariants import SINK_INVARIANTS
 from jaxtensile.rewrites.split import SLICES
-from jaxtensile.rewrites.strip_mine import STRIP_MINE
 from jaxtensile.search import candidates, loop_variants, modelled, parts, variant, variants
 from programs import FAST, close
 

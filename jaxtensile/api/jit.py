@@ -54,7 +54,7 @@ from jaxtensile.program.upperbound import AMPLE, WORTHWHILE, all_values, recompu
 from jaxtensile.program.workload import Transformed, name_of, told_of_modules
 from jaxtensile.report.facts import Setting
 from jaxtensile.report.report import Report
-from jaxtensile.rewrites.hosted import copies_come_back, stacks_come_back
+from jaxtensile.rewrites.loops.hosted import copies_come_back, stacks_come_back
 from jaxtensile.search.request import Evaluate, Fitted, Request, loads_index
 from jaxtensile.settings.identity import identity_of, planned
 from jaxtensile.settings.options import (

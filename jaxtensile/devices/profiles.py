@@ -26,7 +26,7 @@ programs are taken to reach 0.75 and 0.85."""
 
 
 TRAFFIC_WEIGHT: Final = 0.01
-"""Weight of a second of traffic under ``"flops"``. Matrix FLOPs come first: they are the same on every card. 0.03 plans
+"""Weight of a second of traffic under ``"flops"``. Matrix FLOPs come first. 0.03 plans
 up to half a percent more FLOPs for steps up to 5 % shorter (nine workloads, H200, by the model), but misses a budget.
 """
 RESERVE: Final = GIB

@@ -38,7 +38,7 @@ class Rewrite:
     None if nothing changes. ``describe``: a line of the report, or empty. ``extra``: seconds of a step that its ops do
     not show. ``sharded``: applies to programs that XLA divides among devices too. ``last``: tried once nothing else
     fits. ``in_bodies``: saves bytes in bodies of loops and branches, which the model knows least. ``reorders``: changes
-    only the order of ops.
+    only the order of ops. ``same_work``: changes only where values lie, which the model's seconds do not know.
     """
 
     key: str
@@ -52,6 +52,7 @@ class Rewrite:
     last: bool = False
     in_bodies: bool = False
     reorders: bool = False
+    same_work: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,9 @@ from jaxtensile.passes.verify.check import check
 from jaxtensile.program.bodies import Body, Key, bodies_of
 from jaxtensile.program.trace import Traced
 from jaxtensile.rewrites.early_updates import EARLY_UPDATES
+from jaxtensile.rewrites.loops.in_place_loops import IN_PLACE_LOOPS
+from jaxtensile.rewrites.loops.sink import SINK
 from jaxtensile.rewrites.rewrite import LARGE
-from jaxtensile.rewrites.sink import SINK
 from jaxtensile.search.cheapest import cheapest, ordered, rank, without_host
 from jaxtensile.search.loop_variants import with_loops
 from jaxtensile.search.parts import Chunks
@@ -164,7 +165,8 @@ class _Ways:
         """Variants tried first."""
         as_it_is = [self.written] if not self.start.as_it_is else []
         beside = self.loops(self.early) if self.early not in (None, self.start) and on("updates_beside") else []
-        return [*as_it_is, *self.loops(self.start), *beside]
+        over = [v for start in ways(self.start, IN_PLACE_LOOPS) for v in self.loops(start)]
+        return [*as_it_is, *self.loops(self.start), *beside, *over]
 
     @cached_property
     def more(self) -> list[Callable[[], list[Variant]]]:

@@ -9,9 +9,9 @@ from functools import cache
 from jaxtensile.faults import leaves_out
 from jaxtensile.passes.offload.loops import LoopChoice, find_pairs
 from jaxtensile.passes.seconds.cost import op_costs
-from jaxtensile.rewrites.levels import INNER
-from jaxtensile.rewrites.loops import RECOMPUTATION, again_of, loop_ladder
-from jaxtensile.rewrites.strip_mine import STRIP_MINE
+from jaxtensile.rewrites.loops.levels import INNER
+from jaxtensile.rewrites.loops.loops import RECOMPUTATION, again_of, loop_ladder
+from jaxtensile.rewrites.loops.strip_mine import STRIP_MINE
 from jaxtensile.search.registry import with_rewrite
 from jaxtensile.search.variant import Variant
 from jaxtensile.switches import on

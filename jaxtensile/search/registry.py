@@ -6,14 +6,15 @@ from dataclasses import replace
 from typing import Any, Final
 
 from jaxtensile.rewrites.early_updates import EARLY_UPDATES
-from jaxtensile.rewrites.levels import INNER
+from jaxtensile.rewrites.loops.in_place_loops import IN_PLACE_LOOPS
+from jaxtensile.rewrites.loops.levels import INNER
+from jaxtensile.rewrites.loops.sink import SINK
+from jaxtensile.rewrites.loops.sink_invariants import SINK_INVARIANTS
+from jaxtensile.rewrites.loops.strip_mine import STRIP_MINE
 from jaxtensile.rewrites.merge_branches import MERGE_BRANCHES
 from jaxtensile.rewrites.microbatch import PARTS
 from jaxtensile.rewrites.rewrite import Rewrite, Taken
-from jaxtensile.rewrites.sink import SINK
-from jaxtensile.rewrites.sink_invariants import SINK_INVARIANTS
 from jaxtensile.rewrites.split import SLICES
-from jaxtensile.rewrites.strip_mine import STRIP_MINE
 from jaxtensile.search.variant import Variant
 from jaxtensile.search.variants import priced
 from jaxtensile.switches import on
@@ -21,6 +22,7 @@ from jaxtensile.switches import on
 REWRITES: Final[list[Rewrite]] = [
     SINK,
     EARLY_UPDATES,
+    IN_PLACE_LOOPS,
     PARTS,
     INNER,
     SLICES,
@@ -50,6 +52,8 @@ def with_rewrite(start: Variant, rewrite: Rewrite, sites: Any) -> Variant | None
     if base is None:
         return None
     made = priced(replace(start, base=base, taken=(*start.taken, Taken(rewrite, sites))))
+    if rewrite.same_work:
+        return replace(made, charge=start.charge, seconds=start.seconds)
     seconds = sum(made.known.seconds if made.known is not None else start.whole.seconds)
     idle = rewrite.extra(start, base, seconds) * start.whole.per_second
     return replace(made, charge=made.charge + idle, idle=made.idle + idle) if idle else made

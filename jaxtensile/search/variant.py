@@ -19,7 +19,7 @@ from jaxtensile.passes.solvers.by_name import finished
 from jaxtensile.program.bodies import Key, with_bodies
 from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import Traced
-from jaxtensile.rewrites.loops import RECOMPUTATION, rewrite_loops
+from jaxtensile.rewrites.loops.loops import RECOMPUTATION, rewrite_loops
 from jaxtensile.rewrites.microbatch import PARTS
 from jaxtensile.rewrites.rewrite import Rewrite, Taken, traced_for
 from jaxtensile.rewrites.state import on_host

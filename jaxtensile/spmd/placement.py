@@ -19,7 +19,7 @@ from jaxtensile import _compat
 from jaxtensile.devices.profiles import profile_for_kind
 from jaxtensile.errors import TargetError
 from jaxtensile.ir.plan import Leaf
-from jaxtensile.rewrites.hosted import state_comes_back
+from jaxtensile.rewrites.loops.hosted import state_comes_back
 from jaxtensile.xla.target import host_sharding, is_absent
 
 

@@ -23,8 +23,8 @@ from jaxtensile.passes.lifetimes.liveness import Liveness, live_ranges
 from jaxtensile.units import Bytes, Seconds
 
 POINTS = 96
-"""Cut points at most, ends included: of as many equal parts of the step the place in each where fewest bytes wait. A
-guess: six for each of 16 groups, and the table of all pairs takes a second for 4,000 ops."""
+"""Most cut points, ends included: in each of as many equal parts of the step, where fewest bytes wait. A guess: six for
+each of 16 groups; all pairs take a second for 4,000 ops."""
 
 Floats = NDArray[np.float64]
 

@@ -144,7 +144,7 @@ class PairCut:
             if v.space != "host" and "key" not in v.dtype and v.id not in slices
         }
         if front.reverse:
-            self._able = {}  # XLA:GPU may write such a stack in the wrong order, see ``jaxtensile.rewrites.loops``
+            self._able = {}  # XLA:GPU may write such a stack in the wrong order, see ``rewrites.loops.loops``
 
     def keep(self, price: float) -> frozenset[int]:
         """Values to stack when a byte costs ``price`` seconds."""

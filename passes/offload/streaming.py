@@ -34,8 +34,8 @@ from jaxtensile.switches import on
 from jaxtensile.units import KIB, MIB, Bytes, Seconds
 
 AHEAD, WINDOW = 3, 64 * MIB
-"""At most so many groups, or groups of so many bytes together, are on the device: one leaves, one is updated, one
-comes, and small ones fill the time of a copy (64 MiB: 2 ms on 32 GiB/s). A guess."""
+"""Most groups, or bytes of groups, on the device: one leaves, one is updated, one comes; small ones fill the time of a
+copy (2 ms on 32 GiB/s). A guess."""
 LEVEL = 0.95
 """Share of the peak above which no group comes in: XLA's order differs a little. A guess."""
 _SMALL = KIB

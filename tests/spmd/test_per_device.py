@@ -15,7 +15,7 @@ from jaxtensile.ir.plan import Program
 from jaxtensile.program.bodies import bodies_of
 from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import retrace, trace_jaxpr
-from jaxtensile.rewrites.loops import loop_ladder, rewrite_loops
+from jaxtensile.rewrites.loops.loops import loop_ladder, rewrite_loops
 from jaxtensile.spmd.local_shapes import local_shapes, sharded
 from jaxtensile.spmd.per_device import PerDevice
 

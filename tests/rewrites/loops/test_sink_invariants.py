@@ -8,7 +8,7 @@ from jax import lax
 import jaxtensile
 from differential import agree, same_bits
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
-from jaxtensile.rewrites.sink_invariants import find_invariants, sink_invariants
+from jaxtensile.rewrites.loops.sink_invariants import find_invariants, sink_invariants
 
 LAYERS, ROWS, WIDTH, TRIPS = 6, 256, 8, 4
 WEIGHTS = list(0.5 * jax.random.normal(jax.random.key(0), (LAYERS, WIDTH, WIDTH)))

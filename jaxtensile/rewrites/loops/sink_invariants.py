@@ -19,8 +19,8 @@ from jaxtensile import _compat
 from jaxtensile.ir.ir import Graph, consumers, producers
 from jaxtensile.passes.lifetimes.fusion import VIEWS
 from jaxtensile.program.trace import Traced, exchanged, run, trace_jaxpr
-from jaxtensile.rewrites.levels import without_loops_between
-from jaxtensile.rewrites.loops import fewest_stacks
+from jaxtensile.rewrites.loops.levels import without_loops_between
+from jaxtensile.rewrites.loops.loops import fewest_stacks
 from jaxtensile.rewrites.rewrite import LARGE, Rewrite, Start, changed
 from jaxtensile.units import Bytes
 

@@ -22,7 +22,7 @@ from jaxtensile.ir.ir import Graph, of_nothing
 from jaxtensile.passes.offload.loops import InnerPlan, LoopLadder, LoopPlan, ScanPair, find_pairs
 from jaxtensile.program.bodies import Key, bodies_of, with_bodies
 from jaxtensile.program.trace import Traced, retrace, trace_in_turn, trace_jaxpr, trace_on
-from jaxtensile.rewrites.loops import RECOMPUTATION, Evaluation, Rewriting, loop_ladder
+from jaxtensile.rewrites.loops.loops import RECOMPUTATION, Evaluation, Rewriting, loop_ladder
 from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 from jaxtensile.units import Bytes
 

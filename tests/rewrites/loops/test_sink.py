@@ -9,7 +9,7 @@ from jax import lax
 import jaxtensile
 from jaxtensile.passes.offload.loops import find_pairs
 from jaxtensile.program.trace import trace_jaxpr
-from jaxtensile.rewrites.sink import find_chains, sink
+from jaxtensile.rewrites.loops.sink import find_chains, sink
 
 STEPS, ROWS, WIDTH = 12, 6, 8
 W = 0.5 * jax.random.normal(jax.random.key(0), (WIDTH, WIDTH))

@@ -15,9 +15,9 @@ from differential import same_bits
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.offload.loops import find_pairs
 from jaxtensile.program.trace import trace_jaxpr
-from jaxtensile.rewrites.levels import INNER, inner_ways, rewrite_inner, without_loops_between
-from jaxtensile.rewrites.loops import rewrite_loops
-from jaxtensile.rewrites.sink_invariants import SINK_INVARIANTS
+from jaxtensile.rewrites.loops.levels import INNER, inner_ways, rewrite_inner, without_loops_between
+from jaxtensile.rewrites.loops.loops import rewrite_loops
+from jaxtensile.rewrites.loops.sink_invariants import SINK_INVARIANTS
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.loop_variants import with_loops
 from jaxtensile.search.recipe import Unlike, recipe_of, replay

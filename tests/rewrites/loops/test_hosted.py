@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxtensile.rewrites.hosted import (
+from jaxtensile.rewrites.loops.hosted import (
     copies_come_back,
     stacks_come_back,
     state_comes_back,
@@ -55,7 +55,7 @@ def test_a_device_that_refuses_has_shown_nothing(monkeypatch, change, asked):
     def refuse(*_, **__):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no pinned memory")
 
-    monkeypatch.setattr(f"jaxtensile.rewrites.hosted.{change}", refuse)
+    monkeypatch.setattr(f"jaxtensile.rewrites.loops.hosted.{change}", refuse)
     assert not asked(jax.devices()[0])
 
 
@@ -105,7 +105,7 @@ def test_state_of_another_leaf_is_found_out(monkeypatch):
 
         return run, moved
 
-    monkeypatch.setattr("jaxtensile.rewrites.hosted.with_hosted_state", swapped)
+    monkeypatch.setattr("jaxtensile.rewrites.loops.hosted.with_hosted_state", swapped)
     assert not state_comes_back(jax.devices()[0])
 
 
@@ -115,5 +115,5 @@ def test_state_that_does_not_stay_there_has_shown_nothing(monkeypatch):
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         return (lambda *flat: jax.device_put(changed(*flat), here)), moved
 
-    monkeypatch.setattr("jaxtensile.rewrites.hosted.with_hosted_state", nowhere)
+    monkeypatch.setattr("jaxtensile.rewrites.loops.hosted.with_hosted_state", nowhere)
     assert not state_comes_back(jax.devices()[0])

@@ -12,8 +12,8 @@ from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.offload.loops import LoopLadder, find_pairs
 from jaxtensile.passes.seconds.cost import op_costs
 from jaxtensile.program.trace import jaxpr_flops, trace_jaxpr
-from jaxtensile.rewrites.loops import rewrite_loops
-from jaxtensile.rewrites.strip_mine import strip_mine
+from jaxtensile.rewrites.loops.loops import rewrite_loops
+from jaxtensile.rewrites.loops.strip_mine import strip_mine
 from loop_programs import PROGRAMS, arguments, chained
 from programs import same
 

@@ -1,7 +1,7 @@
 """Trials on the very device: whether values that wait in host memory come back right.
 
-Compilers have read host stacks in the wrong order without an error (``jaxtensile.rewrites.loops``). So stacks of loops
-go to the host only after a trial on the device. The same holds for state between steps, and on TPUs for stacks of
+Compilers have read host stacks in the wrong order without an error (``rewrites.loops.loops``). So stacks of loops go
+to the host only after a trial on the device. The same holds for state between steps, and on TPUs for stacks of
 straight-line code (``jaxtensile.program.host_stacks``). Each trial runs once per process and device.
 """
 
@@ -23,7 +23,7 @@ from jaxtensile.passes.offload.loops import LoopLadder
 from jaxtensile.passes.offload.offload import offload
 from jaxtensile.program.emit import emit
 from jaxtensile.program.trace import trace_jaxpr
-from jaxtensile.rewrites.loops import rewrite_loops
+from jaxtensile.rewrites.loops.loops import rewrite_loops
 from jaxtensile.rewrites.state import choose, on_host
 from jaxtensile.xla.target import PINNED_HOST
 

@@ -19,7 +19,7 @@ from jax import lax
 
 from jaxtensile import _compat
 from jaxtensile.program.trace import Equation, Traced, bind, retrace
-from jaxtensile.rewrites.loops import loop_ladder
+from jaxtensile.rewrites.loops.loops import loop_ladder
 from jaxtensile.rewrites.rewrite import Rewrite, Start, changed, large
 
 

@@ -1,0 +1,1 @@
+"""Changes to loops: what they stack, read, carry and make again."""
