@@ -20,13 +20,15 @@ def heap(live: Liveness) -> Bytes:
 
 
 def temporaries(live: Liveness) -> list[Buffer]:
-    """A run's temporaries and the needs of its loop and branch bodies, as buffers over its steps."""
-    buffers = [Buffer(r.start, r.stop, r.nbytes) for r in live.ranges]
+    """A run's temporaries and the needs of its loop and branch bodies, as buffers over its kernels."""
+    kernel = [0, *accumulate(live.kernels.is_root)]
+    """By step, how many kernels come before: XLA orders equal buffers by the number of kernels that they outlive."""
+    buffers = [Buffer(kernel[r.start], max(kernel[r.stop], kernel[r.start] + 1), r.nbytes) for r in live.ranges]
     held = [0] * (len(live.profile) + 1)
     for r in live.ranges:
         held[r.start] += r.nbytes
         held[min(r.stop, len(live.profile))] -= r.nbytes
     for step, (all_bytes, outside) in enumerate(zip(live.profile, accumulate(held), strict=False)):
         if all_bytes > outside:  # what the op's bodies need inside
-            buffers.append(Buffer(step, step + 1, all_bytes - outside))
+            buffers.append(Buffer(kernel[step], kernel[step] + 1, all_bytes - outside))
     return buffers

@@ -2,8 +2,11 @@
 
 import random
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jaxtensile
 from graphs import Builder
 from jaxtensile.passes.lifetimes.liveness import live_ranges
 from jaxtensile.passes.pack.best_fit import best_fit
@@ -56,3 +59,18 @@ def test_holes_count_and_what_loops_need_inside_lies_there_too():
     assert heap(live) == live.temp == 26 * 4
     crossed = [Buffer(0, 2, 3), Buffer(1, 4, 2), Buffer(3, 6, 3), Buffer(5, 7, 4)]
     assert best_fit(crossed).height > max_load(crossed)
+
+
+@pytest.mark.cuda_aot
+def test_of_like_buffers_the_one_that_outlives_most_kernels_lies_lowest():
+    """Layers whose products compute what they read: ten ops lie between the last two kernels, and no kernel."""
+
+    def loss(weights, x):
+        for w, b in weights:
+            x = jax.nn.relu(x @ w + b)
+        return jnp.mean(x**2)
+
+    s = jax.ShapeDtypeStruct
+    args = [(s((256, 256), jnp.float32), s((256,), jnp.float32))] * 6, s((4096, 256), jnp.float32)
+    exact, static = (jaxtensile.estimate(loss, *args, target="nvidia-h200", exact=e) for e in (True, False))
+    assert static.temp == pytest.approx(exact.temp, rel=0.01) == 2 * 4096 * 256 * 4
