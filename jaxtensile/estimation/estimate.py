@@ -37,6 +37,7 @@ from jaxtensile.program.cse import cse
 from jaxtensile.program.hoist_invariants import hoist_invariants
 from jaxtensile.program.trace import Traced, trace_jaxpr
 from jaxtensile.program.workload import Transformed, name_of, told_of_modules
+from jaxtensile.report.text import donated_for_nothing
 from jaxtensile.settings.identity import identity_of, planned
 from jaxtensile.settings.options import Asked, ConfigLike, Resolved, config_of, resolved
 from jaxtensile.spmd.elsewhere import carried, in_force
@@ -194,6 +195,8 @@ def static_estimate(
     table = POINTER * len(graph.outputs) if len(graph.outputs) > 1 else 0
     use = replace(live.use(), temp=live.temp + holes, output=live.output + table)
     room = Room(min(needed), _largest(run.graph, live))
+    made = producers(run.graph)
+    copied = [(run.graph.values[v].nbytes, local.source(of[made[v]])) for v in live.copied]
     return Estimate(
         name=name,
         target=device.name,
@@ -206,7 +209,7 @@ def static_estimate(
         timeline=Timeline(_track(program, tuple(local.origin[i] for i in of), live, use), None),
         seconds={**seconds, "estimate": time.perf_counter() - before},
         shards=many.count if many is not None else 1,
-        notes=(*switches.notes(), *notes),
+        notes=(*switches.notes(), *notes, *donated_for_nothing(copied, use.device)),
         capacity=device.capacity,
     )
 

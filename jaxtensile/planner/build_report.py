@@ -24,6 +24,7 @@ from jaxtensile.program.bodies import maker
 from jaxtensile.program.trace import Traced, why_pinned
 from jaxtensile.report.facts import Decision
 from jaxtensile.report.report import Report
+from jaxtensile.report.text import donated_for_nothing
 from jaxtensile.rewrites.undo import Undone
 from jaxtensile.search.candidates import Candidates
 from jaxtensile.search.made import BY_XLA, Made
@@ -228,6 +229,7 @@ def report(
         "seconds": seconds,
     }
     if made is None or made.choice == BY_XLA:
+        notes += _donated_for_nothing(traced, compiled.device)
         return Report(
             predicted=predicted,
             actions=(),
@@ -297,6 +299,12 @@ def _scaled(use: MemoryUse, scale: float) -> MemoryUse:
     parts = (int(n / scale) for n in (use.argument, use.output, use.temp, use.alias))
     argument, output, temp, alias = parts
     return replace(use, argument=argument, output=output, temp=temp, alias=alias)
+
+
+def _donated_for_nothing(traced: Traced, of: Bytes) -> list[str]:
+    made = producers(traced.graph)
+    copied = live_ranges(traced.graph).copied
+    return donated_for_nothing([(traced.graph.values[v].nbytes, traced.source(made[v])) for v in copied], of)
 
 
 def _left_alone(traced: Traced) -> list[str]:

@@ -6,7 +6,7 @@ Also the wording shared with other forms: groups of like decisions, short types.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jaxtensile.ir.plan import KernelTime, MemoryUse
@@ -14,6 +14,8 @@ from jaxtensile.places import short_place
 from jaxtensile.report.facts import Decision, Facts, Setting
 from jaxtensile.units import Bytes, format_bytes, format_seconds
 
+LITTLE = 0.01
+"""Least share of a program's bytes that a note is about. A guess."""
 _ROWS = 5
 """Groups shown of the kept and of the dropped values; the rest shares one line. So the text is one screen."""
 _DTYPE = re.compile(r"(b?float|complex|u?int)(\d+)(\w*)")
@@ -28,6 +30,20 @@ class Group:
     where: str
     count: int
     nbytes: Bytes
+
+
+def donated_for_nothing(results: Sequence[tuple[Bytes, str]], of: Bytes) -> list[str]:
+    """A note on results that are copied over the argument whose memory they get, if they are no little share ``of`` a
+    program's bytes. ``results``: bytes and source of each."""
+    total = sum(nbytes for nbytes, _ in results)
+    if total < LITTLE * of:
+        return []
+    places = dict.fromkeys(short_place(place) for _, place in sorted(results, reverse=True) if place)
+    at = f", at {', '.join([*places][:2])}" if places else ""
+    return [
+        f"donating saves nothing for {format_bytes(total)} of results: what they would be written over is still read "
+        f"while they are made{at}"
+    ]
 
 
 def groups(decisions: Iterable[Decision]) -> list[Group]:

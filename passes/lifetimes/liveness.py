@@ -35,7 +35,8 @@ class Liveness:
     """Buffers of one run. ``profile[i]``: temporary bytes while op ``i`` runs, without arguments and outputs.
     ``owner[b]``: the buffer whose memory ``b`` takes over, or ``b``. ``argument``, ``output``, ``alias``: as in XLA's
     memory analysis. ``onto[b]``: the result that XLA may write over ``b``, which dies in that kernel; ``b`` and the
-    result are counted both."""
+    result are counted both. ``copied``: results that are copied over the argument whose memory they get
+    (``donated``)."""
 
     ranges: tuple[LiveRange, ...]
     profile: list[Bytes]
@@ -45,6 +46,7 @@ class Liveness:
     output: Bytes
     alias: Bytes
     onto: dict[int, int]
+    copied: frozenset[int] = frozenset()
 
     @property
     def temp(self) -> Bytes:
@@ -146,7 +148,8 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool, loop: Loop | No
     profile = list(accumulate(delta))[:n]
     argument = sum(values[v].nbytes for v in graph.inputs if values[v].space != "host")
     output = sum(values[v].nbytes for v in graph.outputs if values[v].space != "host")
-    return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias, onto)
+    copied = frozenset(kept) if loop is None else frozenset[int]()
+    return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias, onto, copied)
 
 
 def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:

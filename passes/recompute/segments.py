@@ -25,8 +25,8 @@ from jaxtensile.passes.recompute.stages import Boundary, cut_points
 from jaxtensile.switches import on
 
 _PRICES = 20
-"""Prices of a byte at which a segment's cuts are solved. 28 made the same plans in more time. At half ViT at 0.5 of its
-temporaries does 0.26 % of a step more; at double no plan of the sweep charges 0.02 % less."""
+"""Prices of a byte at which a segment's cuts are solved. At half ViT at 0.5 of its temporaries does 0.26 % of a step
+more; at double no plan of the sweep charges 0.02 % less."""
 _SPARING = 3
 """Every so manieth price is also solved with products that may not run again. A guess."""
 _SPANS = (1, 2, 4, 8)

@@ -28,14 +28,13 @@ from jaxtensile.rewrites.state import choose, on_host
 from jaxtensile.xla.target import PINNED_HOST
 
 _SIDES, _TRIPS = (128, 512), 16
-"""Sides of f32 matrices: slices of 64 KiB, the smallest on the host (``loops.SLICE``), and of 1 MiB; iterations that
-make 1 MiB of the small ones (``offload.SMALLEST``)."""
+"""Sides of f32 matrices: slices of 64 KiB, the smallest on the host (``loops.SLICE``), and of 1 MiB; iterations of the
+small ones (``offload.SMALLEST``)."""
 _LAYERS, _PLENTY = 8, 1 << 30
-"""Layers of the trial of copies, so that the first residuals leave long before they are read; host bytes for it, more
-than it takes."""
+"""Layers of the trial of copies, so that the first residuals leave long before they are read; host bytes for it."""
 _LEAVES, _STEPS = 3, 3
-"""Weights and steps of the trial of state: the first step moves the state, the second finds it moved, the third repeats
-that."""
+"""Weights and steps of the trial of state: the first step moves it, the second finds it moved, the third
+repeats that."""
 _NEAR, _NEARLY = 1e-4, 1e-3
 """Relative tolerances of results: of loops, and with rounding products. A wrong slice differs in the first digit."""
 

@@ -78,3 +78,17 @@ def test_a_donation_saves_nothing_or_all():
     one = 512 * 512 * 4
     assert bytes_of("elementwise", "cpu") == (one, one)
     assert bytes_of("a product of it", "cpu") == (3 * one, 3 * one)
+
+
+@pytest.mark.parametrize(
+    "name, told", [("a product of it", "1.00MiB"), ("elementwise", ""), ("two that are multiplied", "2.00MiB")]
+)
+def test_reports_say_where_a_donation_saves_nothing(name, told):
+    count, fun, *args = CASES[name]
+    options = {"donate_argnums": range(count)}
+    estimate = jaxtensile.estimate(jax.jit(fun, **options), *args, target="cpu")
+    plan = jaxtensile.jit(fun, budget="1GiB", **options).plan(*args)
+    for notes in (estimate.notes, plan.notes):
+        said = [note for note in notes if "saves nothing" in note]
+        assert len(said) == bool(told)
+        assert all(told in note and "test_donated.py" in note for note in said)
