@@ -175,12 +175,12 @@ class ChaosDaemon(Daemon):
 class Zygote:
     """The process that has JAX imported, and what it tells."""
 
-    def __init__(self, folder, socket):
+    def __init__(self, folder, socket, known):
         environment = {
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
-            "JAXTENSILE_PLAN_CACHE": str(folder / "plans"),
+            "JAX_COMPILATION_CACHE_DIR": str(known / "xla"),
+            "JAXTENSILE_PLAN_CACHE": str(known / "plans"),
             "JAXTENSILE_SOCKET": str(socket),
             "OPENBLAS_NUM_THREADS": "1",
             # What a step allocates goes back to the kernel at its end, so that what it took can be seen.
@@ -223,14 +223,17 @@ class Zygote:
 
 class Chaos:
     """``run`` for some seconds; then ``held`` says what was wrong. ``turns``: jobs take turns; ``broken``: see
-    ``broken_daemon.py``; ``liars``: jobs that go on with plans they have given up."""
+    ``broken_daemon.py``; ``liars``: jobs that go on with plans they have given up; ``before``: another one that has
+    run, whose plans and undisturbed losses are known."""
 
-    def __init__(self, folder, seed, *, turns=True, broken="", liars=False, every=EVERY):
+    def __init__(self, folder, seed, *, turns=True, broken="", liars=False, every=EVERY, before=None):
         self.folder, self.capacity, self._liars, self._every = folder, CAPACITY[turns], liars, every
         self._random = Random(seed)
         self.daemon = ChaosDaemon(self.capacity, turns, broken)
         (folder / "logs").mkdir()
-        self.zygote = Zygote(folder, self.daemon.path)
+        self.known = before.known if before else folder
+        self.reference = before.reference if before else {}
+        self.zygote = Zygote(folder, self.daemon.path, self.known)
         self.counts = Counter()
         self.specs, self.pids, self.deaths, self.ends = {}, {}, {}, {}
         self._arrivals = [0.0] * SLOTS
@@ -340,8 +343,7 @@ class Chaos:
 
     def _undisturbed(self):
         """The losses of ``jax.jit``, for as many steps as the longest job had."""
-        self.reference = {}
-        for program in PROGRAMS:
+        for program in PROGRAMS if not self.reference else ():
             for seed in range(SEEDS):
                 log = self.folder / f"plain {program} {seed}"
                 self._one(Spec(name="plain", program=program, seed=seed, steps=MOST_STEPS, log=str(log), plain=True))

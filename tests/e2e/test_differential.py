@@ -62,9 +62,9 @@ def compare(program, seen):
 
 
 FAMILIES = {
-    "chains and graphs of dense layers": (7, programs(DENSE)),
-    "convolutions, gathers, scatters and random numbers": (7, programs(SHAPES)),
-    "loops, branches and calls": (5, programs(LOOPS, layers=(4, 9))),
+    "chains and graphs of dense layers": (5, programs(DENSE)),
+    "convolutions, gathers, scatters and random numbers": (5, programs(SHAPES)),
+    "loops, branches and calls": (4, programs(LOOPS, layers=(4, 9))),
     "half precision": (6, programs(DENSE, layers=(5, 10), dtypes=("bfloat16", "float16"))),
 }
 
@@ -73,7 +73,7 @@ FAMILIES = {
 @pytest.mark.parametrize("family", FAMILIES)
 def test_programs(family, number, record_property):
     examples, strategy = FAMILIES[family]
-    examples *= 2 if SOAK else 1
+    examples *= 3 if SOAK else 1
     seen = every(strategy, examples, compare, number=number)
     tell(seen, record_property)
     assert seen["programs"] >= examples // 2

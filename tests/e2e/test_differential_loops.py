@@ -83,7 +83,7 @@ FAMILIES = {
     "random": (1, programs(3, controls=("scan_keys", "fori", "cond", "vmap"), leaves=("dropout", "noise", "dense"))),
     "half": (1, programs(3, dtypes=("bfloat16", "float16"), leaves=SMOOTH)),
 }
-CASES = [(family, k) for family, (chunks, _) in FAMILIES.items() for k in range(0, chunks, 1 if SOAK else 4)]
+CASES = [(family, k) for family, (chunks, _) in FAMILIES.items() for k in range(0, chunks, 1 if SOAK else 5)]
 
 
 def control(given):

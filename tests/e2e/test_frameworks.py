@@ -21,6 +21,7 @@ from paths import ROOT
 FOLDER = ROOT / "examples" / "frameworks"
 SIZES = {
     "linen_lm": "--layers 1 --width 32 --batch 16 --context 32 --steps 2",
+    "linen_decode": "--layers 4 --width 64 --batch 4 --context 256 --steps 2",
     "nnx_scan": "--layers 3 --width 32 --batch 256 --steps 2",
 }
 
@@ -34,7 +35,7 @@ def run(name, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("linen_lm", marks=in_a_soak), "nnx_scan"])
+@pytest.mark.parametrize("name", [pytest.param("linen_lm", marks=in_a_soak), "linen_decode", "nnx_scan"])
 def test_a_script_prints_the_same_within_a_budget(name, monkeypatch):
     expected = run(name, monkeypatch)
     assert len(expected) >= 2

@@ -112,7 +112,9 @@ HEARING = [sys.executable, "-c", _LISTEN]
 
 def test_demo_stops_cleanly_on_ctrl_c():
     with subprocess.Popen(
-        [*HEARING, sys.executable, "-u", EXAMPLES / "demo.py", "--no-gpu-plan", "--steps", "100000", *TINY_DEMO],
+        # With room for all nothing is planned before the first step.
+        [*HEARING, sys.executable, "-u", EXAMPLES / "demo.py"]
+        + ["--no-gpu-plan", "--steps", "100000", "--share", "100", *TINY_DEMO],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -48,10 +48,10 @@ def folder(tmp_path):
 @pytest.mark.xdist_group("suspend")  # not beside processes that wait for each other on a full machine
 @pytest.mark.slow
 def test_whoever_is_killed_nothing_is_overcommitted_or_lost_and_all_losses_are_the_same(folder, record_property):
-    counts = Counter()
+    counts, chaos = Counter(), None
     for seed in range(1, 6):  # on a busy machine less happens in a while, and to jobs that are harmed as often
         (part := folder / str(seed)).mkdir(mode=0o700)
-        chaos = Chaos(part, seed=seed, turns=seed == 1, every=EVERY * seed).run(SECONDS)
+        chaos = Chaos(part, seed=seed, turns=seed == 1, every=EVERY * seed, before=chaos).run(SECONDS)
         problems = chaos.audit()
         counts.update(chaos.counts)
         print(f"{chaos.counts}; {chaos.summary}")
