@@ -7,7 +7,7 @@ among the temporaries and is copied: such a donation saves nothing (H200 and CPU
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from jaxtensile.ir.ir import Graph, producers
 from jaxtensile.passes.lifetimes.fusion import Kernels
@@ -26,40 +26,47 @@ def copied_back(
     whole = {home[v] for v in graph.outputs} & given
     found: dict[int, int] = {}
     over: dict[int, int] = {}
+    seen = set[int]()
     for v, old in zip(graph.outputs, takes, strict=True):
         b = home[v]
-        if old < 0 or b < 0 or b in given or b in over.values() or not kernels.is_root[maker[b]]:
+        if old < 0 or b < 0 or b in given or b in seen or not kernels.is_root[maker[b]]:
             continue
         over[old] = b
+        seen.add(b)
         end = n if old in whole else stop[old]  # what is a result as well is read at the end
         if read_late(graph, kernels, maker, old, graph.ops[maker[b]], b, start[b], end):
             found[b] = end
-    for old, b in over.items():
-        if b not in found and _in_a_circle(graph, kernels, maker, over, found, old):
-            found[b] = stop[old]
-    return {b: max(end, start[b] + 1) if kernels.by.twice else n for b, end in found.items()}
+    reads = {old: set(kernels.reads[maker[b]]) for old, b in over.items()}
+    if kernels.by.twice:
+        in_place = {old for old, b in over.items() if b not in found}
+        for old in over:
+            if old in in_place and _in_a_circle(reads, in_place, old):
+                in_place.remove(old)
+                found[over[old]] = stop[old]
+        return {b: max(end, start[b] + 1) for b, end in found.items()}
+    beside: dict[int, list[int]] = {}
+    for old, own in reads.items():
+        for other in own & over.keys() - {old}:
+            beside.setdefault(other, []).append(maker[over[old]])
+    # XLA:CPU copies before it knows the order.
+    late = {over[a] for a, own in beside.items() if not needed_by(kernels, maker, maker[over[a]]).issuperset(own)}
+    return dict.fromkeys((*found, *late), n)
 
 
-def _in_a_circle(
-    graph: Graph, kernels: Kernels, maker: Sequence[int], over: dict[int, int], apart: dict[int, int], old: int
-) -> bool:
+def _in_a_circle(reads: Mapping[int, set[int]], over: Collection[int], old: int) -> bool:
     """Whether what is written over ``old`` has to come both before and behind another output that is written over an
-    argument. Outputs of the same arrays are one kernel of XLA:GPU. ``apart``: outputs that are written elsewhere."""
+    argument. Outputs of the same arrays are one kernel of XLA:GPU.
 
-    def reads(argument: int) -> set[int]:
-        return set(kernels.reads[maker[over[argument]]])
-
-    first = reads(old)
-    if not kernels.by.twice:  # copies before it knows the order
-        others = [maker[over[a]] for a in over if a != old and old in reads(a)] if first - {old} & over.keys() else []
-        return bool(others) and not needed_by(kernels, maker, maker[over[old]]).issuperset(others)
-    left, seen = [a for a in first if a != old and a in over and reads(a) != first], {old}
+    ``reads``: by argument that is written over, what the output reads. ``over``: those whose output is not copied.
+    """
+    first = reads[old]
+    left, seen = [a for a in first if a != old and a in over and reads[a] != first], {old}
     while left:
         a = left.pop()
-        if a in seen or over[a] in apart:
+        if a in seen:
             continue
         seen.add(a)
-        if old in reads(a):
+        if old in reads[a]:
             return True
-        left += [b for b in reads(a) if b in over]
+        left += [b for b in reads[a] if b in over]
     return False

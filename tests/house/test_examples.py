@@ -111,10 +111,10 @@ HEARING = [sys.executable, "-c", _LISTEN]
 
 
 def test_demo_stops_cleanly_on_ctrl_c():
+    # With room for all nothing is planned before the first step.
+    options = "--no-gpu-plan", "--steps", "100000", "--share", "100", *TINY_DEMO
     with subprocess.Popen(
-        # With room for all nothing is planned before the first step.
-        [*HEARING, sys.executable, "-u", EXAMPLES / "demo.py"]
-        + ["--no-gpu-plan", "--steps", "100000", "--share", "100", *TINY_DEMO],
+        [*HEARING, sys.executable, "-u", EXAMPLES / "demo.py", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -40,6 +40,7 @@ CASES = {
     "what needs the result reads it": (1, lambda p, w: (q := p @ w, (p * q.sum()).sum(0)), P, P),
     "gradient descent": (1, lambda p, x: (p - 0.1 * (x.T @ jnp.tanh(x @ p)), (p * p).sum()), P, P),
     "two that take each other's place": (2, lambda p, q: (q * 2, p * 3), P, P),
+    "one that reads what the other is written over": (2, lambda p, q: (p * 2 + jnp.sin(q), q * 3), P, P),
     "two that are multiplied": (2, lambda p, q, w: (p @ w, q @ w), P, P, P),
     "the last two of a wave": (2, lambda u, v: (2 * u - v + 0.1 * around(u), u), P, P),
     "a leapfrog": (2, lambda q, v: (q + 0.1 * (n := v - 0.1 * jnp.sin(q)), n), P, P),
@@ -66,7 +67,14 @@ def test_on_a_cpu(name):
 
 @pytest.mark.cuda_aot
 @pytest.mark.parametrize(
-    "name", ["two that take each other's place", "the last two of a wave", "slices that are replaced", "moved"]
+    "name",
+    [
+        "two that take each other's place",
+        "one that reads what the other is written over",
+        "the last two of a wave",
+        "slices that are replaced",
+        "moved",
+    ],
 )
 def test_on_a_gpu(name):
     exact, static = bytes_of(name, H200)
