@@ -21,7 +21,7 @@ def heap(live: Liveness) -> Bytes:
 
 def temporaries(live: Liveness) -> list[Buffer]:
     """A run's temporaries and the needs of its loop and branch bodies, as buffers over its kernels."""
-    kernel = [0, *accumulate(live.kernels.is_root)]
+    kernel = [*accumulate(live.kernels.is_root, initial=0)]
     """By step, how many kernels come before: XLA orders equal buffers by the number of kernels that they outlive."""
     buffers = [Buffer(kernel[r.start], max(kernel[r.stop], kernel[r.start] + 1), r.nbytes) for r in live.ranges]
     held = [0] * (len(live.profile) + 1)
