@@ -93,6 +93,8 @@ def _loop(traced: Traced, o: int, pairs: Mapping[int, int], read: Callable[[Any]
 
 
 def _find(start: Start) -> list[tuple[Site, ...]]:
+    if not any(op.primitive == "scan" for op in start.base.graph.ops):
+        return []
     sites = tuple(find_pairs(start.base.graph, large(start.base)))
     return [sites] if sites else []
 
