@@ -53,6 +53,16 @@ def find_pairs(graph: Graph, smallest: Bytes) -> Iterator[Site]:
             yield op.id, tuple(pairs)
 
 
+def _of_one_type(traced: Traced, site: Site) -> Site:
+    """The pairs of a scan whose types agree in all: a weak one, say, becomes no other one."""
+    o, pairs = site
+    eqn = traced.equations[o].eqn
+    consts, carries = _compat.scan_split(eqn.params)
+    reads, makes = eqn.invars[consts + carries :], eqn.outvars[carries:]
+    alike = (reads[x].aval == makes[y].aval and not makes[y].aval.weak_type for x, y in pairs)
+    return o, tuple(pair for pair, same in zip(pairs, alike, strict=True) if same)
+
+
 def in_place(traced: Traced, closed: Any, sites: tuple[Site, ...]) -> Any:
     """The closed jaxpr of ``traced`` (of ``closed``) with the pairs of ``sites`` carried by their loops."""
     return exchanged(traced, closed, {o: partial(_loop, traced, o, dict(pairs)) for o, pairs in sites})
@@ -95,7 +105,8 @@ def _loop(traced: Traced, o: int, pairs: Mapping[int, int], read: Callable[[Any]
 def _find(start: Start) -> list[tuple[Site, ...]]:
     if not any(op.primitive == "scan" for op in start.base.graph.ops):
         return []
-    sites = tuple(find_pairs(start.base.graph, large(start.base)))
+    found = (_of_one_type(start.base, site) for site in find_pairs(start.base.graph, large(start.base)))
+    sites = tuple(site for site in found if site[1])
     return [sites] if sites else []
 
 

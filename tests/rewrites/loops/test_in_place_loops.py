@@ -10,7 +10,7 @@ from jax.lax import scan
 import jaxtensile
 from jaxtensile import _compat, switches
 from jaxtensile.program.trace import trace_jaxpr
-from jaxtensile.rewrites.loops.in_place_loops import find_pairs, in_place
+from jaxtensile.rewrites.loops.in_place_loops import _of_one_type, find_pairs, in_place
 
 LAYERS, BATCH, LENGTH, WIDTH = 6, 8, 256, 128
 MIB = 1 << 20
@@ -102,6 +102,21 @@ def test_pairs_and_values(name):
     if count:
         scan = next(e for e in made.eqns if e.primitive.name == "scan")
         assert len(scan.outvars) == len(next(e for e in closed.eqns if e.primitive.name == "scan").outvars)
+
+
+def test_weak_types_stay():
+    """What a loop stacks may have a weak type, and what it reads none: then it is not written over it."""
+
+    def weak(xs, c):
+        return scan(lambda c, x: (c, jnp.where(x > 0, 1.0, 2.0)), c, jnp.sin(xs))[1]
+
+    xs = normal()((64, 256, 256))
+    plain = jax.jit(weak)(xs, C)
+    with jaxtensile.installed(budget="1KiB", best_effort=True):
+        ours = jax.jit(weak)(xs, C)
+    assert plain.weak_type == ours.weak_type is True
+    traced, _, sites = pairs(weak, xs, C)
+    assert sites and not any(_of_one_type(traced, site)[1] for site in sites)
 
 
 def test_a_decoder_holds_its_cache_once():
