@@ -83,6 +83,7 @@ CASES = {
     "another shape": (0, (), lambda xs, c: scan(lambda c, x: (c, x[:4]), c, jnp.sin(xs))),
     "two of each": (2, (), lambda xs, c: scan(lambda c, x: (c, (x[1] * 2, x[0] + c)), c, (jnp.sin(xs), xs * 2))),
     "backwards": (1, (), lambda xs, c: scan(lambda c, x: (c + x, c * x), c, jnp.sin(xs), reverse=True)),
+    "two iterations": (1, (), lambda xs, c: scan(lambda c, x: (c, x * 2), c, jnp.sin(xs[:2]))),
     "one iteration": (0, (), lambda xs, c: scan(lambda c, x: (c, x * 2), c, jnp.sin(xs[:1]))),
 }
 """Programs of a stack and a carry, with how many pairs they have and what is donated."""
