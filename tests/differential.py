@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import jax
+import jax.extend
 import jax.numpy as jnp
 import numpy as np
 import pytest
