@@ -191,12 +191,14 @@ def static_estimate(
     worst = max(range(len(orders)), key=needed.__getitem__)
     run, live, holes = orders[worst], lying[worst], needed[worst] - lying[worst].temp
     of = tuple(low.origin[i] for i in run.origin)
+
+    def source(op: int) -> str:
+        return local.source(of[op])
+
     # A program with several results returns a table of pointers to them.
     table = POINTER * len(graph.outputs) if len(graph.outputs) > 1 else 0
     use = replace(live.use(), temp=live.temp + holes, output=live.output + table)
     room = Room(min(needed), _largest(run.graph, live))
-    made = producers(run.graph)
-    copied = [(run.graph.values[v].nbytes, local.source(of[made[v]])) for v in live.copied]
     return Estimate(
         name=name,
         target=device.name,
@@ -205,11 +207,11 @@ def static_estimate(
         high=use.device + compiler.high.of(use.temp, room.largest),
         room=room,
         parts=parts(use, graph, device),
-        held=held_at_the_peak(run.graph, lambda op: local.source(of[op]), live, holes),
+        held=held_at_the_peak(run.graph, source, live, holes),
         timeline=Timeline(_track(program, tuple(local.origin[i] for i in of), live, use), None),
         seconds={**seconds, "estimate": time.perf_counter() - before},
         shards=many.count if many is not None else 1,
-        notes=(*switches.notes(), *notes, *donated_for_nothing(copied, use.device)),
+        notes=(*switches.notes(), *notes, *donated_for_nothing(run.graph, live.copied, source, use.device)),
         capacity=device.capacity,
     )
 

@@ -34,8 +34,7 @@ RUNGS = 4
 """Plans at most; each takes a few compiles. A guess."""
 MARGIN, TOP_MARGIN = 0.2, 0.25
 """Shares of temporaries that XLA may need beyond the model: of the smallest plan, and of the program as it is, if
-nobody waits and another plan may be compiled. Guesses; the first as
-``build_report.MARGIN``."""
+nobody waits and another plan may be compiled. Guesses; the first as ``build_report.MARGIN``."""
 STEPS = 5
 """Measured steps remembered per rung, without the one after a switch. A guess: the median of five ignores two disturbed
 ones."""

@@ -229,7 +229,7 @@ def report(
         "seconds": seconds,
     }
     if made is None or made.choice == BY_XLA:
-        notes += _donated_for_nothing(traced, compiled.device)
+        notes += donated_for_nothing(traced.graph, live_ranges(traced.graph).copied, traced.source, compiled.device)
         return Report(
             predicted=predicted,
             actions=(),
@@ -299,12 +299,6 @@ def _scaled(use: MemoryUse, scale: float) -> MemoryUse:
     parts = (int(n / scale) for n in (use.argument, use.output, use.temp, use.alias))
     argument, output, temp, alias = parts
     return replace(use, argument=argument, output=output, temp=temp, alias=alias)
-
-
-def _donated_for_nothing(traced: Traced, of: Bytes) -> list[str]:
-    made = producers(traced.graph)
-    copied = live_ranges(traced.graph).copied
-    return donated_for_nothing([(traced.graph.values[v].nbytes, traced.source(made[v])) for v in copied], of)
 
 
 def _left_alone(traced: Traced) -> list[str]:

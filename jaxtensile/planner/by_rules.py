@@ -57,22 +57,23 @@ def fitted(
     page.aim = aim
     if earlier is not None:
         page.follows(earlier)
-    second: Fitted | None = None
-    try:
-        second = (
+
+    def by_the_others() -> Fitted:
+        return (
             request.faults.spared(CACHE, lambda: recalled(page, plans), lambda: None)
             or without_checkpoints(page)
             or as_written(page)
         )
+
+    if own is None or first is None:
+        return by_the_others()
+    try:
+        best = _quicker(first, by_the_others())
     except BudgetError:
-        if first is None:
-            raise
-    if first is None or (second is not None and _quicker(first, second) is second):
-        assert second is not None
-        return second
-    if own is not None and own.made is not None:
+        best = first
+    if best is first and own.made is not None:
         own.keep(own.made, request.budget)  # later processes find it before the other
-    return first
+    return best
 
 
 def _own_rules(request: Request) -> Fuser | None:

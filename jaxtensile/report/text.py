@@ -6,16 +6,17 @@ Also the wording shared with other forms: groups of like decisions, short types.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from jaxtensile.ir.ir import Graph, producers
 from jaxtensile.ir.plan import KernelTime, MemoryUse
 from jaxtensile.places import short_place
 from jaxtensile.report.facts import Decision, Facts, Setting
 from jaxtensile.units import Bytes, format_bytes, format_seconds
 
 LITTLE = 0.01
-"""Least share of a program's bytes that a note is about. A guess."""
+"""Least share of bytes worth a note. A guess."""
 _ROWS = 5
 """Groups shown of the kept and of the dropped values; the rest shares one line. So the text is one screen."""
 _DTYPE = re.compile(r"(b?float|complex|u?int)(\d+)(\w*)")
@@ -32,13 +33,15 @@ class Group:
     nbytes: Bytes
 
 
-def donated_for_nothing(results: Sequence[tuple[Bytes, str]], of: Bytes) -> list[str]:
-    """A note on results that are copied over the argument whose memory they get, if they are no little share ``of`` a
-    program's bytes. ``results``: bytes and source of each."""
-    total = sum(nbytes for nbytes, _ in results)
+def donated_for_nothing(graph: Graph, copied: Collection[int], source: Callable[[int], str], of: Bytes) -> list[str]:
+    """A note on the results ``copied`` over the argument whose memory they get, if they are no little share ``of`` a
+    program's bytes. ``source``: of an op."""
+    total = sum(graph.values[v].nbytes for v in copied)
     if total < LITTLE * of:
         return []
-    places = dict.fromkeys(short_place(place) for _, place in sorted(results, reverse=True) if place)
+    made = producers(graph)
+    results = sorted(((graph.values[v].nbytes, source(made[v])) for v in copied), reverse=True)
+    places = dict.fromkeys(short_place(place) for _, place in results if place)
     at = f", at {', '.join([*places][:2])}" if places else ""
     return [
         f"donating saves nothing for {format_bytes(total)} of results: what they would be written over is still read "

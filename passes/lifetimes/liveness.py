@@ -107,19 +107,12 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool, loop: Loop | No
         late = product in kernels.added and any(home[v] < 0 for v in ops[start[r]].operands)
         # A scatter into what is not stored waits for it.
         start[r], start[product] = start[r] if late else start[product], -2
-    kept: dict[int, int] = {}
-    free: dict[int, int] = {}
-    if loop is not None:
-        free = freed(graph, kernels, loop, stop)
-        kept = results_kept(graph, kernels, loop, start, stop)
-        for v, end in kept.items():
-            stop[v] = end
-        for v, i in slices_kept(graph, kernels, loop).items():
-            start[v] = i
-    elif graph.donated and on("donated_late"):
-        kept = copied_back(graph, kernels, taken_over(graph), start, stop)
-        for v, end in kept.items():
-            stop[v] = end
+    free = freed(graph, kernels, loop, stop) if loop is not None else dict[int, int]()
+    kept = _results_apart(graph, kernels, loop, start, stop)
+    for v, end in kept.items():
+        stop[v] = end
+    for v, i in slices_kept(graph, kernels, loop).items() if loop is not None else ():
+        start[v] = i
     final = in_outputs(graph, kernels, start, stop, kept)
     merged, onto = share(graph, kernels, start, stop, final)
     if together:
@@ -150,6 +143,16 @@ def _live_ranges(graph: Graph, kernels: Kernels, together: bool, loop: Loop | No
     output = sum(values[v].nbytes for v in graph.outputs if values[v].space != "host")
     copied = frozenset(kept) if loop is None else frozenset[int]()
     return Liveness(tuple(ranges), profile, kernels, merged, argument, output, alias, onto, copied)
+
+
+def _results_apart(
+    graph: Graph, kernels: Kernels, loop: Loop | None, start: list[int], stop: list[int]
+) -> dict[int, int]:
+    """Results of a program or a loop's body with memory of their own, each with the op after which it is free."""
+    if loop is not None:
+        return results_kept(graph, kernels, loop, start, stop)
+    late = graph.donated and on("donated_late")
+    return copied_back(graph, kernels, taken_over(graph), start, stop) if late else {}
 
 
 def _copies_take_time(graph: Graph, kernels: Kernels, stop: list[int]) -> None:

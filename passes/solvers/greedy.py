@@ -31,7 +31,7 @@ from jaxtensile.units import Bytes, Seconds
 
 _BOUNDARIES, _WORK = 12, 96
 """Limits for one budget: boundaries solved, and ops laid out per op of the program (XLA compiles one meanwhile).
-Without the second, Llama at 18,207 MB spent 115 s. At half and at double no plan of the sweep
+Without the second, Llama at 18,207 MB spent 115 s. The first is a guess. At half and at double no plan of the sweep
 changes."""
 _AWAY = (1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """Shares of the bytes that must leave the device for copies; the rest is recomputed. A guess: finer for few copies."""
