@@ -83,6 +83,7 @@ def tabulate(
     largest: bool,
     tell: Tell,
     planned: bool = False,
+    budget: str | None = None,
     config: Config | None = None,
 ) -> Table:
     """Estimate on every target (none: the arguments' device). ``tell`` announces slow work.
@@ -91,18 +92,19 @@ def tabulate(
     """
     tell(f"estimating {maker.function} ...")
     config = config_of(config)
-    first = estimates(maker(), targets, exact=exact, tell=tell, config=config)
+    asked = {"tell": tell, "budget": budget, "config": config}
+    first = estimates(maker(), targets, exact=exact, **asked)
     if not (largest and maker.batch):
         return Table(first)
-    sizes = Sizes(maker, targets, tell=tell, config=config)
+    sizes = Sizes(maker, targets, **asked)
     batches: dict[str, int] = {}
     with_plan: dict[str, int] = {}
     for name in first:
         target = name if targets else None
         batches[name] = static = sizes.largest(target)
         if exact:
-            asked = Sizes(maker, (name,) if targets else (), tell=tell, config=config, exact=True)
-            batches[name] = asked.largest(target, near=static)
+            compiled = Sizes(maker, (name,) if targets else (), exact=True, **asked)
+            batches[name] = compiled.largest(target, near=static)
         if planned:
             with_plan[name] = max(Plans(sizes, target, None, {}).largest(near=static), batches[name])
     return Table(first, batches, with_plan, sizes.limit)

@@ -118,6 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     estimate.add_argument(
         "--target", metavar="T", action="append", default=[], help="a device (see doctor); may be given several times"
     )
+    estimate.add_argument(
+        "--budget", help="what must suffice: bytes, 12GiB, 12GB, or 80%% of the device; default: the config's"
+    )
     estimate.add_argument("--exact", action="store_true", help="ask the target's own compiler")
     estimate.add_argument("--no-batch", action="store_true", help="do not look for the largest batch that fits")
     estimate.add_argument(
@@ -279,6 +282,7 @@ def _estimate(options: argparse.Namespace) -> int:
         largest=not options.no_batch,
         planned=options.planned,
         tell=tell,
+        budget=options.budget,
         config=config,
     )
     alone = options.json == STANDARD_OUTPUT
@@ -304,8 +308,9 @@ def _estimate(options: argparse.Namespace) -> int:
 def _explain(options: argparse.Namespace, maker: Maker | None, config: Config) -> int:
     from jaxtensile.cli.estimate import explain
 
-    if len(options.target) > 1 or options.baseline is not None or options.exact:
-        return _complain("--explain predicts for one device: leave --baseline, --exact and a second --target out")
+    if len(options.target) > 1 or options.baseline is not None or options.exact or options.budget is not None:
+        many = "--baseline, --budget, --exact and a second --target"
+        return _complain(f"--explain predicts for one device: leave {many} out")
     with Progress() as progress:
         target = options.target[0] if options.target else None
         lines = explain(options.explain, maker, target, tell=progress.tell, config=config)

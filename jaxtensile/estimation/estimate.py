@@ -72,6 +72,7 @@ def estimate(
     *args: Any,
     target: str | None = None,
     exact: bool = False,
+    budget: int | str | None = None,
     config: ConfigLike | None = None,
     **jax_jit_options: Any,
 ) -> Estimate:
@@ -79,15 +80,15 @@ def estimate(
 
     ``fun``: any function, or a ``jax.jit`` result (its own options then count). ``args``: arrays or
     ``jax.ShapeDtypeStruct``s. ``target``: a name of ``jaxtensile.targets()``; None: the arguments' device. ``exact``:
-    ask the target's own compiler (``False``: from the jaxpr alone). ``config``: a ``jaxtensile.toml`` or its tables, by
-    default the one that counts here; ``fits()`` heeds its budget. The rest are arguments of ``jax.jit``, above all
-    ``donate_argnums``.
+    ask the target's own compiler (``False``: from the jaxpr alone). ``budget``: device bytes that ``fits()`` heeds, as
+    ``jaxtensile.jit`` takes them; by default the config's. ``config``: a ``jaxtensile.toml`` or its tables, by default
+    the one that counts here. The rest are arguments of ``jax.jit``, above all ``donate_argnums``.
 
-    Raises ``TargetError`` for an unknown target, or one that cannot be compiled for with ``exact=True``, and
-    ``ConfigError``.
+    Raises ``TargetError`` for an unknown target, or one that cannot be compiled for with ``exact=True``,
+    ``BudgetError`` for an unreadable budget, and ``ConfigError``.
     """
     targets = () if target is None else (target,)
-    return estimate_on(fun, args, jax_jit_options, targets=targets, exact=exact, config=config)[0]
+    return estimate_on(fun, args, jax_jit_options, targets=targets, exact=exact, budget=budget, config=config)[0]
 
 
 def estimate_on(
@@ -98,6 +99,7 @@ def estimate_on(
     targets: Sequence[str] = (),
     exact: bool = False,
     name: str = "",
+    budget: int | str | None = None,
     config: ConfigLike | None = None,
     tell: Callable[[str], None] = lambda _: None,
 ) -> tuple[Estimate, ...]:
@@ -106,7 +108,7 @@ def estimate_on(
     ``tell`` is told before each compile.
     """
     devices = [profile(target) for target in targets]  # an unknown name is told before the work, not after
-    wanted = _wanted(fun, config)
+    wanted = _wanted(fun, budget, config)
     started = time.perf_counter()
     plain, args = _jitted(fun, tuple(args), options)
     with tracing_for(*targets, args=args), told_of_modules(fun, args):
@@ -151,11 +153,11 @@ def estimate_on(
     return tuple(out)
 
 
-def _wanted(fun: Callable[..., Any], config: ConfigLike | None) -> Resolved:
-    """The config's options for a function. Raises ``ConfigError``."""
+def _wanted(fun: Callable[..., Any], budget: int | str | None, config: ConfigLike | None) -> Resolved:
+    """The options of a function. Raises ``ConfigError``."""
     known, who = config_of(config), identity_of(fun)
     planned(known, who)
-    return resolved(Asked(), known, who)
+    return resolved(Asked(budget=budget), known, who)
 
 
 def program_of(traced: Any, keep_unused: bool = False, hoists: bool = False) -> Traced:

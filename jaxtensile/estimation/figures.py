@@ -45,8 +45,8 @@ class Figures:
     process's needs, each with its origin. ``process``: the sum of ``parts``. ``held``: live at the peak, largest first
     (by the model in both modes). ``seconds``: wall time of each step. ``refusal``: why the target's compiler gave no
     program. ``xla``: what XLA recomputes by itself under ``jax.jit``. ``spared``: the device bytes that a GPU then
-    needs, if that was asked for and it recomputes. ``budget``: device bytes that the config gives the function, None if
-    it gives none. ``settings``: the source of ``budget``.
+    needs, if that was asked for and it recomputes. ``budget``: device bytes that the caller or the config gives the
+    function, None if none are given. ``settings``: the source of ``budget``.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Figures:
     def fits(self, target: str | None = None) -> bool:
         """Whether the process fits a device: a name of ``jaxtensile.targets()``, by default this estimate's.
 
-        If a config gives the function fewer bytes, it must fit those too.
+        With a budget it must fit that too.
         """
         if self.refusal:
             return False
@@ -125,7 +125,7 @@ class Figures:
 def room_of(
     wanted: Resolved, device: DeviceProfile, names: Sequence[str] = ()
 ) -> tuple[Bytes, Bytes | None, tuple[Setting, ...]]:
-    """Bytes of a device, and those that a config gives the function. ``names``: of the actual devices, if known."""
+    """Bytes of a device, and those that the function is given. ``names``: of the actual devices, if known."""
     names = names or (device.platform,)
     capacity = wanted.capacity(names, device.capacity)
     if not wanted.says_budget and wanted.limit(names, device.capacity) is None:

@@ -21,7 +21,10 @@ def as_text(estimate: Figures) -> str:
     if e.refusal:
         head = f"{e.name} does not compile for {e.target}: {e.refusal}"
     else:
+        over = e.budget is not None and e.device > e.budget
         verdict = "fits" if e.fits() else "DOES NOT FIT"
+        if e.budget is not None and over != e.fits():
+            verdict += f" its budget of {format_bytes(e.budget)}"
         between = "" if e.exact else f", between {format_bytes(e.low)} and {format_bytes(e.high)}"
         head = f"{e.name} on {e.target} needs {format_bytes(e.device)} ({source}{between}): {verdict}"
     lines = [head, _division(e)]
@@ -35,9 +38,14 @@ def as_text(estimate: Figures) -> str:
         if rest:
             lines.append(f"  {format_bytes(sum(h.nbytes for h in rest)):>12} in {len(rest)} more groups")
     lines += [f"  {line}" for line in told_settings(e.settings)]
-    lines += [f"  note: {note}" for note in (*e.notes, *_by_xla(e))]
+    lines += [f"  note: {note}" for note in (*e.notes, *_by_xla(e), *_way_out(e))]
     lines.append("  " + ", ".join(f"{step} {format_seconds(s)}" for step, s in e.seconds.items()))
     return "\n".join(lines)
+
+
+def _way_out(e: Figures) -> Iterator[str]:
+    if e.budget is not None and e.device > e.budget and not e.refusal:
+        yield f'jaxtensile.jit(..., budget="{format_bytes(e.budget)}"), or jaxtensile plan, looks for a plan that fits'
 
 
 def described(held: Held) -> str:

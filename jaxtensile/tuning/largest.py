@@ -205,10 +205,11 @@ class Sizes:
         targets: Sequence[str],
         *,
         tell: Tell = lambda _: None,
+        budget: int | str | None = None,
         config: ConfigLike | None = None,
         exact: bool = False,
     ) -> None:
-        self.maker, self.targets, self.tell, self.exact = maker, tuple(targets), tell, exact
+        self.maker, self.targets, self.tell, self.exact, self.budget = maker, tuple(targets), tell, exact, budget
         self.config = config_of(config)
         self._known: dict[int, tuple[Workload, Mapping[str, Estimate]] | None] = {}
         self._refusal: WorkloadError | None = None
@@ -239,7 +240,8 @@ class Sizes:
             self.tell(f"{self.maker.batch} {batch} ...")
             try:
                 workload = self._made(batch)
-                found = estimates(workload, self.targets, exact=self.exact, tell=self.tell, config=self.config)
+                asked = {"exact": self.exact, "tell": self.tell, "config": self.config}
+                found = estimates(workload, self.targets, budget=self.budget, **asked)
                 self._known[batch] = workload, found
             except WorkloadError as error:
                 self._known[batch], self._refusal = None, error
@@ -352,8 +354,8 @@ def _abstract(x: Any) -> Any:
 
 
 def needs_of(e: Estimate, budget: int | str | None = None) -> Needs:
-    """Bytes of a call, and the room for them: the budget; without one what the process leaves of the device, or the
-    config gives the function if that is less."""
+    """Bytes of a call, and the room for them: ``budget``; without one what the process leaves of the device, or the
+    estimate's budget if that is less."""
     if budget is not None:
         room = budget_bytes(budget, e.capacity)
     else:
@@ -363,14 +365,19 @@ def needs_of(e: Estimate, budget: int | str | None = None) -> Needs:
 
 
 def estimates(
-    workload: Workload, targets: Sequence[str], *, exact: bool, tell: Tell, config: ConfigLike | None
+    workload: Workload,
+    targets: Sequence[str],
+    *,
+    exact: bool,
+    tell: Tell,
+    config: ConfigLike | None,
+    budget: int | str | None = None,
 ) -> Mapping[str, Estimate]:
     """A workload's estimates by target; without targets that of its arguments' device."""
     fun, args, options = workload.fun, workload.args, workload.jit_options
     with telling(workload):
-        found = estimate_on(
-            fun, args, options, targets=targets, exact=exact, name=workload.name, config=config, tell=tell
-        )
+        asked = {"exact": exact, "name": workload.name, "budget": budget, "config": config, "tell": tell}
+        found = estimate_on(fun, args, options, targets=targets, **asked)
     return dict(zip(targets or (e.target for e in found), found, strict=True))  # by what was asked: nvidia-h200:8
 
 

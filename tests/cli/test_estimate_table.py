@@ -117,6 +117,23 @@ def test_what_does_not_fit_ends_with_1(file, capsys):
     assert "DOES NOT FIT" in capsys.readouterr().out
 
 
+def test_a_budget_is_what_must_suffice(file, capsys):
+    target = TARGETS[1]
+    command = (f"{file}:make", "--target", target)
+    (needs,) = on(file, "make", target, largest=False).estimates.values()
+    assert run(*command, "--no-batch", "--budget", needs.device) == cli.DONE
+    assert "fits its budget of" in capsys.readouterr().out
+    assert run(*command, "--no-batch", "--budget", needs.device - 1) == cli.DOES_NOT_FIT
+    told = capsys.readouterr().out
+    assert "DOES NOT FIT its budget of" in told and "looks for a plan that fits" in told
+    assert run(*command, "--no-batch", "--budget", "much") == cli.WRONG_USE
+    assert "cannot read 'much' as a size" in capsys.readouterr().err
+    found = tabulate(
+        load_maker(f"{file}:make"), [target], exact=False, largest=True, budget=str(needs.device), tell=lambda _: None
+    )
+    assert found.batches == {target: 2048}
+
+
 def test_growth_is_found_and_named(file, tmp_path, capsys):
     base = tmp_path / "base.json"
     command = (f"{file}:make", "--target", TARGETS[0], "--no-batch")

@@ -96,6 +96,17 @@ def test_fits_asks_for_the_whole_process():
     assert "DOES NOT FIT" in str(jaxtensile.estimate(step, *arguments(batch=1 << 21), target="nvidia-rtx-3060"))
 
 
+def test_a_budget_wins_over_the_config_and_counts_a_call():
+    needs = jaxtensile.estimate(step, *arguments(), target=H200).device
+    tight = {"functions": {"step": {"budget": 1}}}
+    asked = functools.partial(jaxtensile.estimate, step, *arguments(), target=H200, config=tight)
+    assert not asked().fits() and asked(budget=needs).fits() and not asked(budget=needs - 1).fits()
+    assert asked(budget="50%").budget == asked().capacity // 2
+    assert asked(budget="50%").fits("nvidia-l4"), "a share of that device"
+    with pytest.raises(jaxtensile.BudgetError, match="budget='lots'"):
+        asked(budget="lots")
+
+
 @pytest.mark.tpu_aot
 def test_what_a_compiler_refuses_does_not_fit():
     found = jaxtensile.estimate(step, *arguments(batch=1 << 21), target="tpu-v5e", exact=True)
