@@ -48,7 +48,9 @@ def price_ladder(graph: Graph, cone: Sequence[int], seconds: Sequence[float], co
 _INFINITE = 2**31 - 1
 """A capacity that no cut pays: the largest 32-bit number, as scipy's flows are 32-bit."""
 _TOTAL = 2**30
-"""Bound of the whole flow, to which capacities are scaled: half of what 32 bits hold."""
+"""Bound of a cut's flow, to which capacities are scaled: half of what 32 bits hold."""
+_EDGES = 1 << 15
+"""Edges of one flow: small cuts take a tenth of the time together, large ones more. At double and half alike."""
 
 
 class Network:
@@ -93,16 +95,49 @@ class Network:
         self.head, self.rows = np.array(head, np.int32), np.array(rows, np.int32)
         self.nbytes = np.array([0 if r in always else values[r].nbytes for r in maker], np.float64)
 
+    def reached(self, capacities: np.ndarray) -> np.ndarray:
+        """The nodes that the source still reaches beside a maximum flow, for each row of ``capacities``.
+
+        All are one flow, between a source and a sink of its own: most of a small flow's time is scipy's overhead.
+        """
+        count, edges = capacities.shape
+        size = count * self.size
+        end = self.rows[2]  # of the sink's row, which gets an edge to the common sink
+        head = np.insert(self.head, end, 0) + self.size * np.arange(count, dtype=np.int32)[:, None]
+        head[:, end] = size + 1
+        rows = self.rows[:-1] + (np.arange(len(self.rows) - 1) >= 2)
+        rows = rows + (edges + 1) * np.arange(count, dtype=np.int32)[:, None]
+        capacity = np.insert(capacities, end, _INFINITE, axis=1)
+        total = count * (edges + 1)
+        # scipy's sparse types are unknown to type checkers.
+        network = cast(
+            Any,
+            csr_array(
+                (
+                    np.append(capacity, np.full(count, _INFINITE, np.int32)),
+                    np.append(head, np.arange(count, dtype=np.int32) * self.size).astype(np.int32),
+                    np.append(rows, [total, total + count, total + count]).astype(np.int32),
+                ),
+                shape=(size + 2, size + 2),
+            ),
+        )
+        residual: Any = network - cast(Any, maximum_flow(network, size, size + 1)).flow
+        residual.eliminate_zeros()
+        reached = np.zeros(size + 2, bool)
+        reached[breadth_first_order(residual, size, return_predecessors=False)] = True
+        return reached[:size].reshape(count, self.size)
+
 
 class ResidualCut:
-    """The cut problem of one boundary, built once. ``keep(price)`` solves it, ``keeps(prices)`` for many.
+    """The cut problem of one boundary, built once. ``keep(price)`` solves it, ``keeps(prices)`` for many; ``ladders``
+    solves those of one network together.
 
     ``cuts``: steps across which nothing is recomputed. A value read beyond one (``crossing``) is kept if available at
     all.
     """
 
     def __init__(self, network: Network, seconds: Sequence[float], cuts: Sequence[int]) -> None:
-        net = self._network = network
+        net = self.network = network
         self.crossing: frozenset[int] = frozenset(
             u for u, p, o in net.reads if bisect_right(cuts, p) != bisect_right(cuts, o)
         )
@@ -117,39 +152,59 @@ class ResidualCut:
         self._nbytes[net.past + 1 :: 2] = np.where(through, net.nbytes, 0.0)
 
     def keeps(self, prices: Sequence[float]) -> list[frozenset[int]]:
-        """What to keep at each of ascending prices.
-
-        A choice costs linearly in the price, so the minimum is concave: a choice best at two prices is best between
-        them.
-        """
-        found: dict[int, frozenset[int]] = {}
-
-        def between(low: int, high: int) -> None:
-            for k in (low, high):
-                if k not in found:
-                    found[k] = self.keep(prices[k])
-            if found[low] == found[high] and on("price_bisection"):
-                found.update((k, found[low]) for k in range(low + 1, high))
-            elif high - low > 1:
-                middle = (low + high) // 2
-                between(low, middle)
-                between(middle, high)
-
-        between(0, len(prices) - 1)
-        return [found[k] for k in range(len(prices))]
+        """What to keep at each of ascending prices."""
+        return ladders([(self, prices)])[0]
 
     def keep(self, price: float) -> frozenset[int]:
         """Values to keep when a byte costs ``price`` seconds."""
-        net = self._network
-        scale = _TOTAL / max(price * net.needed_bytes, 1e-30)
+        return solved([(self, price)])[0]
+
+    def capacities(self, price: float) -> np.ndarray:
+        """Capacities of the edges, scaled to 32 bits."""
+        scale = _TOTAL / max(price * self.network.needed_bytes, 1e-30)
         costs = np.where(self._fixed < 0, np.inf, (self._fixed + price * self._nbytes) * scale)
         capacity = np.minimum(costs, _INFINITE).astype(np.int32)
         capacity[(capacity == 0) & (self._fixed > 0)] = 1
-        # scipy's sparse types are unknown to type checkers.
-        network = cast(Any, csr_array((capacity, net.head, net.rows), shape=(net.size, net.size)))
-        residual: Any = network - cast(Any, maximum_flow(network, 0, 1)).flow
-        residual.eliminate_zeros()
-        reached = np.zeros(net.size, bool)
-        reached[breadth_first_order(residual, 0, return_predecessors=False)] = True
-        kept = reached[net.value_nodes] & (self._held | ~reached[net.maker_nodes])
-        return frozenset(net.values[kept].tolist())
+        return capacity
+
+    def kept(self, reached: np.ndarray) -> frozenset[int]:
+        """Values to keep if the source still reaches the nodes ``reached``."""
+        net = self.network
+        stay = reached[net.value_nodes] & (self._held | ~reached[net.maker_nodes])
+        return frozenset(net.values[stay].tolist())
+
+
+def ladders(asked: Sequence[tuple[ResidualCut, Sequence[float]]]) -> list[list[frozenset[int]]]:
+    """What cuts of one network keep, each at its ascending prices.
+
+    A choice costs linearly in the price, so the minimum is concave: a choice best at two prices is best between them.
+    """
+    found: list[dict[int, frozenset[int]]] = [{} for _ in asked]
+    open_ = [(n, 0, len(prices) - 1) for n, (_, prices) in enumerate(asked)]
+    while open_:
+        missing = list(dict.fromkeys((n, k) for n, *ends in open_ for k in ends if k not in found[n]))
+        answers = solved([(asked[n][0], asked[n][1][k]) for n, k in missing])
+        for (n, k), kept in zip(missing, answers, strict=True):
+            found[n][k] = kept
+        halves: list[tuple[int, int, int]] = []
+        for n, low, high in open_:
+            if found[n][low] == found[n][high] and on("price_bisection"):
+                found[n].update((k, found[n][low]) for k in range(low + 1, high))
+            elif high - low > 1:
+                middle = (low + high) // 2
+                halves += [(n, low, middle), (n, middle, high)]
+        open_ = halves
+    return [[kept[k] for k in range(len(prices))] for kept, (_, prices) in zip(found, asked, strict=True)]
+
+
+def solved(problems: Sequence[tuple[ResidualCut, float]]) -> list[frozenset[int]]:
+    """What each of the cuts of one network keeps at its price."""
+    out: list[frozenset[int]] = []
+    if problems:
+        net = problems[0][0].network
+        most = max(_EDGES // (len(net.head) + 1), 1)
+        for start in range(0, len(problems), most):
+            some = problems[start : start + most]
+            reached = net.reached(np.array([cut.capacities(price) for cut, price in some]))
+            out += [cut.kept(nodes) for (cut, _), nodes in zip(some, reached, strict=True)]
+    return out
