@@ -57,7 +57,8 @@ class Op:
     ``padded``: bytes after padding that XLA writes out for lack of a kernel, 0 if none. For convolutions and gradients
     of max pools: of operand 0 or the result; if ``turned``, of the transposed operand 0. For a ``pad`` with equal zeros
     on both sides: of the result. ``turned``: whether a convolution is the gradient of a dilated one's filter; then XLA
-    swaps batch and features of both operands. For scatters: whether the axes of a window are not the updates' last.
+    swaps batch and features of both operands. ``windows_first``: for scatters, whether the axes of a window are not the
+    updates' last.
 
     ``across``: for products and convolutions, the axis order that a row-major library needs for each operand, empty if
     the operand has it. ``groups``: for products by groups, copies of each operand if a compiler multiplies all as one.
@@ -78,6 +79,7 @@ class Op:
     reverse: bool = False
     padded: Bytes = 0
     turned: bool = False
+    windows_first: bool = False
     across: tuple[tuple[int, ...], ...] = ()
     groups: tuple[int, ...] = ()
     workspace: Bytes = 0
@@ -104,6 +106,7 @@ class Op:
             reverse=self.reverse,
             padded=self.padded,
             turned=self.turned,
+            windows_first=self.windows_first,
             across=self.across,
             groups=self.groups,
             workspace=self.workspace,

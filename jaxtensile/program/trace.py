@@ -384,6 +384,7 @@ def _op(i: int, equation: Equation, zeros: set[int]) -> Op:
         reverse=name == "scan" and bool(eqn.params["reverse"]),
         padded=_padded(eqn) if name != "pad" else _padded_with_zeros(equation, zeros),
         turned=_is_turned(eqn),
+        windows_first=name.startswith("scatter") and _has_windows_first(eqn),
         across=_across(eqn),
         groups=spread(eqn.params, [v.aval.shape for v in eqn.invars]) if name in BY_GROUPS else (),
         rereads=_rereads(eqn),
@@ -455,10 +456,13 @@ def _is_number_zero(literal: Any) -> bool:
 
 def _is_turned(eqn: Any) -> bool:
     """``Op.turned`` of an equation."""
-    if eqn.primitive.name.startswith("scatter"):
-        windows, rank = eqn.params["dimension_numbers"].update_window_dims, eqn.invars[2].aval.ndim
-        return tuple(windows) != tuple(range(rank - len(windows), rank))
     return _is_filters_gradient(eqn) and max(eqn.params["lhs_dilation"] or (1,)) > 1
+
+
+def _has_windows_first(eqn: Any) -> bool:
+    """``Op.windows_first`` of a scatter."""
+    windows, rank = eqn.params["dimension_numbers"].update_window_dims, eqn.invars[2].aval.ndim
+    return tuple(windows) != tuple(range(rank - len(windows), rank))
 
 
 def _is_filters_gradient(eqn: Any) -> bool:

@@ -36,7 +36,7 @@ def read_stored(
     whether an op can be computed in its reader. ``in_place``: whether it reads where it writes.
     """
     yield from op.operands[:1]
-    stored = op.primitive != _SLICE and (not scatters or op.turned)
+    stored = op.primitive != _SLICE and (not scatters or op.windows_first)
     for v in op.operands[1:]:
         if stored or _reads(graph, op, v, made, on_the_way, in_place):
             yield v
