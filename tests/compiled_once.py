@@ -23,7 +23,16 @@ import pytest
 
 KERNELS_ARE_USED = True
 FORMAT = 2
-PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-pjrt", "nvidia-cuda-nvcc", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12")
+PACKAGES = (
+    "jax",
+    "jaxlib",
+    "libtpu",
+    "jax-cuda13-pjrt",
+    "nvidia-cuda-nvcc",
+    "nvidia-nvvm",
+    "nvidia-nvjitlink",
+    "nvidia-cuda-nvcc-cu12",
+)
 LIMIT = 1 << 30
 """Bytes in a folder, above which it begins anew; tests leave a tenth of it."""
 DIGEST = hashlib.sha256().digest_size
@@ -84,8 +93,11 @@ def _machine() -> tuple[object, ...]:
     return FORMAT, platform.platform(), platform.python_version(), versions, cpu
 
 
-def quicken(kept: Folder | None, kernels: Path) -> None:
-    """From now on JAX in this process looks in ``kept`` before it compiles, and XLA in ``kernels`` for GPUs."""
+def quicken(kept: Folder | None, kernels: Path, optimized: bool) -> None:
+    """From now on JAX in this process looks in ``kept`` before it compiles, and XLA in ``kernels`` for GPUs.
+
+    ``optimized``: whether LLVM optimizes what is for this CPU. Buffers are assigned before it does.
+    """
     from jax._src import compiler
 
     options = compiler.get_compile_options
@@ -95,6 +107,8 @@ def quicken(kept: Folder | None, kernels: Path) -> None:
         debug = made.executable_build_options.debug_options
         if kept is not None and KERNELS_ARE_USED and "CompileOnly" in type(backend).__name__:
             debug.xla_gpu_kernel_cache_file = str(kernels)
+        if not optimized and getattr(backend, "platform", "") == "cpu":
+            debug.xla_backend_optimization_level = 0
         return made
 
     compiler.get_compile_options = get_compile_options
